@@ -7,6 +7,7 @@ import re
 import socket
 from dataclasses import replace
 
+import plan_recipes
 import pytest
 from helpers import sampled
 from omni_rl.run.media import params_of
@@ -17,6 +18,7 @@ from omni_rollout.models import open_model
 from omni_rollout.models.hub import released_models
 from omni_rollout.models.tokens import open_token_model
 from omni_train.lora import add_lora
+from omni_train.memory.quantized import BYTES
 from PIL import Image
 from released_models import RELEASES, TOKENS
 from trainer_runs import place, recipe
@@ -25,6 +27,7 @@ APPS = ("train_flowgrpo", "train_nft", "train_dpo", "train_srpo", "train_distill
 ALL = [f"{app} {name}" for app in APPS for name, text in recipes(app).items() if "# Run here: no" in text]
 GSPO = [f"train_gspo {name}" for name in ("qwen25-dapo", "qwen3-omni-lora")]
 PLANNED = sampled(ALL, 1)
+ONE_CARD = sampled([case for case in ALL if "-1x" in case], 1)
 
 
 def recipe_of(case):
@@ -111,7 +114,8 @@ def test_a_dry_run_plans_the_released_model(case, tmp_path, monkeypatch, capsys)
         assert plan["learning rate"].endswith(f"LoRA of rank {args.lora.rank} with alpha {args.lora.alpha}")
         assert (weights - trained) / 1e3 == pytest.approx(release.billions, rel=0.11)
         assert 0 < trained < weights / 20
-        assert frozen_mb == pytest.approx((weights - trained) * 1e6 * 2 / 2**20, rel=1e-3)  # bfloat16
+        each = BYTES.get(args.memory.base_dtype, 2)  # bfloat16
+        assert frozen_mb == pytest.approx((weights - trained) * 1e6 * each / 2**20, rel=1e-3)
     else:
         assert weights == trained
         assert weights / 1e3 == pytest.approx(release.billions, rel=0.11)
@@ -121,3 +125,13 @@ def test_a_run_that_is_no_dry_run_takes_no_configuration_of_the_package():
     module, args = recipe_of(ALL[0])
     with pytest.raises(ValueError, match=f"--model must be .* can be fetched, got {args.model}: HF_HUB_OFFLINE is set"):
         module.main(change(args, dry_run=False, sharding_mode="none"), World(place()))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", ONE_CARD)
+def test_a_recipe_for_one_card_takes_what_its_head_says(case, monkeypatch):
+    """Its card, its gigabytes, its scorer's and its operations, as the plan has them."""
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    app, name = case.split()
+    line = plan_recipes.planned_line(plan_recipes.plan_of(app, name, 1), 1)
+    assert plan_recipes.read_line(recipes(app)[name]) in (line, line._replace(tflop=0))  # 0 is not planned yet

@@ -12,19 +12,22 @@ from helpers import REPO
 from omni_reward.cli import build_parser, read_options
 from omni_reward.scorers import SCORERS, load_scorer
 from omni_reward.terms import parse
+from omni_rl.settings import fields
 from omni_rl.settings.args import parse_numbers
 from omni_rl.settings.cli import parse_cli
 from omni_rl.settings.fields import build, change, flat
 from omni_rl.settings.toml import from_toml, plain, recipes
+from omni_rl.tools.plan import LEFT
 from omni_rl.tools.prompts import prompt_sets
 from omni_rollout.models import flux2, ltx2, qwen_image, sd3, wan, z_image
+from plan_recipes import CARDS, PAGE, page_with_table, read_line
 
 APPS = ("train_flowgrpo", "train_nft", "train_dpo", "train_srpo", "train_gspo", "train_unigrpo", "train_distill")
 ALL = [(app, name) for app in APPS for name in recipes(app)]
 REAL = [(app, name) for app, name in ALL if not name.startswith("tiny-")]
+ONE_CARD = [(app, name) for app, name in REAL if "-1x" in name]
 PUBLISHED = tomllib.loads((REPO / "recipes" / "published.toml").read_text("utf-8"))
 FIXED = {"adam_betas": "0.9 0.999", "adam_epsilon": 1e-8, "ema_update_interval": 1}  # no settings here
-CARDS = (16, 24, 32, 40, 48, 64, 80, 96, 141, 192)  # GB of accelerators' memory
 TEXT_TOKENS = {  # part of a model's name -> how long its texts are by default
     "stable-diffusion-3.5": sd3.StableDiffusion3.OPTIONS["max_sequence_length"],
     "Z-Image": z_image.ZImage.OPTIONS["max_sequence_length"], "Qwen-Image": qwen_image.MAX_PROMPT_TOKENS,
@@ -63,7 +66,7 @@ def test_a_recipe_says_where_its_numbers_are_from_and_whether_it_has_been_run(ap
     assert sum(bool(re.match(r"# Run here: (yes, on|yes, \d seeds on|no, it needs) ", line)) for line in head) == 1
     values = tomllib.loads(recipes(app)[name])
     if not Path(REPO / values["prompts"]).exists():
-        assert any(line.startswith(("# Prompts: bring ", "# Prompts: omni-rl prompts ")) for line in head)
+        assert any(line.startswith(("# Prompts: write ", "# Prompts: omni-rl prompts ")) for line in head)
     if "Source: chosen here" not in recipes(app)[name]:
         assert re.search(r"published for \d+ accelerators?\b", "\n".join(head))
 
@@ -77,8 +80,8 @@ def test_the_keys_of_recipes_have_the_order_of_help_with_a_blank_line_between_gr
 
 @pytest.mark.parametrize(("app", "name"), REAL)
 def test_a_recipe_of_a_real_model_is_the_published_one_or_says_what_differs(app: str, name: str):
-    row, head, values = dict(PUBLISHED[app][name]), head_of(app, name), values_of(app, name)
-    source = row.pop("source")
+    row, head, values = dict(PUBLISHED[app].get(name, {})), head_of(app, name), values_of(app, name)
+    source = row.pop("source", "none")
     assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{12}:\S+", source) or "Source: chosen here" in head
     assert row or source == "none"
     for key, (value, place) in row.items():
@@ -89,6 +92,38 @@ def test_a_recipe_of_a_real_model_is_the_published_one_or_says_what_differs(app:
             assert values.get(key) == value or re.search(rf"\b{key.replace('eval_', 'eval.')}\b", head), (
                 f"{key} is {values.get(key)}, published {value}: mend it, or say why in the head"
             )
+
+
+@pytest.mark.parametrize(("app", "name"), ONE_CARD)
+def test_a_recipe_for_one_card_is_another_one_or_says_what_differs(app: str, name: str):
+    """But for what changes no number: memory, batches, and the server of its own scorer."""
+    head = head_of(app, name)
+    [base] = re.findall(r"Source: chosen here, after ([\w.-]+?),? ", head)
+    module = importlib.import_module(app)
+    own, theirs = (fields.values_of(build(module.Args, from_toml(recipes(app)[each], module.Args, each)))
+                   for each in (name, base))  # fmt: skip
+    free = {key for key in own if key.startswith("memory.")} | {"name", "batch_size", "scorer.name"}
+    differs = {key for key in own.keys() - free if own[key] != theirs[key]}
+    assert {key for key in differs if not re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", head)} == set()
+
+
+@pytest.mark.parametrize(("app", "name"), ONE_CARD)
+def test_a_recipe_for_one_card_trains_with_one_command_on_the_card_that_it_names(app: str, name: str):
+    text = recipes(app)[name]
+    [gb] = re.findall(r"-1x(\d+)gb-", name)
+    assert text.partition("\n")[0].endswith(f", on one card of {gb} GB")
+    line = read_line(text)
+    assert (line.cards, line.card_gb) == (1, int(gb))
+    scorer = tomllib.loads(text)["scorer"]["name"].split()[0]
+    where = "on the CPU" if scorer == "ocr" else "on the same card"
+    assert f"\n# Scorer: started by the run, {where}\n" in text
+
+
+def test_recipes_for_one_card_cover_the_cards_and_the_models_that_people_have():
+    names = " ".join(name for _, name in ONE_CARD)
+    assert {int(gb) for gb in re.findall(r"-1x(\d+)gb-", names)} >= {16, 24, 32, 48, 80}
+    for model in ("sd35-medium", "flux-dev", "flux2-klein", "z-image", "qwen-image", "wan21-1.3b"):
+        assert model in names
 
 
 def test_the_table_of_published_values_names_recipes_alone():
@@ -134,7 +169,7 @@ def test_a_trainer_accepts_its_recipe(app: str, name: str, tmp_path: Path, monke
     [
         ("qwen-image-ocr-lora", [], "; fetch them: omni-rl prompts ocr"),
         ("qwen-image-ocr-lora", ["--prompts", "x.txt"], ""),
-        ("qwen-image-edit-2511-pickscore", [], "; bring edits as data/edit"),
+        ("qwen-image-edit-2511-pickscore", [], "; write data/edit/train.jsonl and test.jsonl, lines with .*"),
     ],
 )
 def test_who_lacks_the_prompts_of_a_recipe_is_told_how_to_get_them(tmp_path, monkeypatch, capsys, preset, more, ends):
@@ -153,6 +188,16 @@ def test_the_command_for_the_prompts_of_a_recipe_writes_the_files_that_it_names(
     named = [files.get(path) for path in (values["prompts"], values["eval"]["prompts"])]
     commands = re.findall(r"^# Prompts: omni-rl prompts (\w+)$", recipes(app)[name], re.MULTILINE)
     assert named == (commands * 2 or [None, None])
+
+
+@pytest.mark.parametrize(("app", "name"), [case for case in REAL if "data/pickscore" in recipes(case[0])[case[1]]])
+def test_a_recipe_with_prompts_of_pickscore_has_those_of_its_source(app: str, name: str):
+    """Two projects have such a file; one is the other without what is not safe for work."""
+    source = PUBLISHED[app].get(name, {}).get("source", "none").partition("@")[0]
+    files = {key: row["files"]["train.txt"]["url"] for key, row in prompt_sets().items() if "pickscore" in key}
+    own = [f"data/{key}/train.txt" for key, url in files.items() if f"/{source}/" in url]
+    assert len(files) == 2
+    assert not own or values_of(app, name)["prompts"] == own[0]
 
 
 def test_a_recipe_of_words_names_the_scorer_that_reads_its_images():
@@ -184,7 +229,8 @@ def test_a_recipe_of_a_real_model_says_the_command_of_its_scorer(app: str, name:
     module = importlib.import_module(app)
     args = build(module.Args, from_toml(recipes(app)[name], module.Args, name))
     commands = re.findall(r"^# Scorer: omni-rl serve (.*)$", recipes(app)[name], re.MULTILINE)
-    assert len(commands) == (not hasattr(args, "reward"))
+    starts_own = "name" in tomllib.loads(recipes(app)[name]).get("scorer", {})
+    assert len(commands) == (not hasattr(args, "reward") and not starts_own)
     for words in map(shlex.split, commands):
         options = build_parser().parse_args(words)
         assert options.port == 8100
@@ -198,15 +244,25 @@ def test_a_recipe_of_a_real_model_says_the_command_of_its_scorer(app: str, name:
 
 @pytest.mark.parametrize(("app", "name"), REAL)
 def test_a_planned_recipe_names_the_smallest_cards_that_hold_its_step(app: str, name: str):
-    """With 5 % left, which is how near plans are held to measured steps."""
-    head, values = head_of(app, name), values_of(app, name)
-    planned = re.findall(
-        r"# Planned: (\d+) x (\d+) GB, of which a step takes (\d+\.\d)$", recipes(app)[name], re.MULTILINE
-    )
-    assert len(planned) == head.count("Planned:") <= 1
-    for cards, gb, taken in planned:
-        assert int(gb) == min(card for card in CARDS if float(taken) <= 0.95 * card)
-        assert values["prompts_per_step"] * values["group_size"] % int(cards) == 0
+    text, values = recipes(app)[name], values_of(app, name)
+    line = read_line(text)
+    assert text.count("# Planned:") == bool(line)
+    if line:
+        assert str(line) in text.splitlines()
+        assert line.card_gb == min(card for card in CARDS if line.gb <= (1 - LEFT) * card)
+        assert values["prompts_per_step"] * values["group_size"] % line.cards == 0
+        own = tomllib.loads(text).get("scorer", {}).get("name", "ocr")
+        assert bool(line.scorer_gb) == (not own.startswith("ocr"))  # which is on the CPU
+
+
+def test_the_table_of_plans_has_the_lines_of_the_recipes():
+    """Else `python scripts/plan_recipes.py --write` mends it. Every one-card recipe's model and card is in it."""
+    page = PAGE.read_text("utf-8")
+    assert page == page_with_table()
+    for app, name in ONE_CARD:
+        line = read_line(recipes(app)[name])
+        model = tomllib.loads(recipes(app)[name])["model"].partition("/")[2]
+        assert f"| {model} | 1 x {line.card_gb} GB | " in page
 
 
 def test_who_gives_no_scorer_is_told_which_one_the_recipe_goes_with(tmp_path, monkeypatch, capsys):

@@ -27,6 +27,7 @@ from omni_rl.settings.cli import parse_cli
 from omni_rl.settings.fields import change
 from omni_rl.settings.toml import from_toml, recipes
 from omni_rl.tools.command import python_words
+from omni_rl.tools.prompts import prompt_sets
 from omni_rollout.models import open_model
 from omni_train.weights.full import save_weights
 from PIL import Image
@@ -77,6 +78,10 @@ def place(tmp_path, monkeypatch, bright_url, capfd):
         (tmp_path / path.relative_to(REPO)).symlink_to(path)
     for name in ("my_prompts.txt", "my_eval.txt"):
         (tmp_path / name).write_text("".join(f'a sign that says "{i}"\n' for i in range(64)))
+    for name, row in prompt_sets().items():
+        (tmp_path / "data" / name).mkdir()
+        for file in row["files"]:
+            (tmp_path / "data" / name / file).write_text('{"prompt": "a sign"}\n' * 1024)
     pairs = tmp_path / "data" / "pairs"
     pairs.mkdir()
     Image.new("RGB", (96, 32)).save(pairs / "sign.png")
@@ -163,6 +168,11 @@ def check_loop(words, place):
     check_command([word.rstrip(";").replace(f"${variable}", value) for word in body], place)
 
 
+def check_prompts(words, place):
+    """The sets are there; tests/rl/test_rl_prompt_sets.py fetches some, from a server of its own."""
+    assert {*words[2:]} <= {*prompt_sets()}
+
+
 def check_tool(words, place):
     """The tool says what is here; nothing is fetched or uploaded."""
     with pytest.raises(SystemExit, match=r"^0$"):
@@ -213,6 +223,7 @@ RULES = {  # how a command begins -> what runs it
     r"python -m omni_reward\.server ": check_server,
     r"omni-rl (train|sample|serve|report) ": check_command,
     r"omni-rl doctor": check_tool,
+    r"omni-rl prompts": check_prompts,
     r"for \w+ in ": check_loop,
     r"(python|\S+/bin/python|torchrun .*) apps/train_\w+\.py": check_trainer,
     r"python apps/sample\.py": check_sample,

@@ -4,6 +4,8 @@ import re
 
 from helpers import REPO
 from omni_reward.scorers import SCORERS
+from omni_rl.settings.toml import recipes
+from plan_recipes import read_line
 
 TEXT = (REPO / "README.md").read_text("utf-8")
 NUMBERS = {"six": 6, "seven": 7, "twelve": 12}
@@ -28,3 +30,13 @@ def test_its_rewards_are_scorers_and_its_algorithms_have_pages():
     (algorithms,) = re.findall(r"\*\*Algorithms\*\* \| ([^(]*) \(", TEXT)
     page = (REPO / "docs" / "algorithms.md").read_text("utf-8").lower().replace("-", "")
     assert [name for name in algorithms.split(", ") if name.lower().replace("-", "") not in page] == []
+
+
+def test_the_recipes_that_it_names_are_planned_for_a_card_of_each_size_and_the_first_has_its_prompts():
+    section = TEXT.partition("## Use it on a real model")[2]
+    names = re.findall(r"[\w.-]+-1x\d+gb-\w+", section)
+    texts = [recipes("train_flowgrpo")[name] for name in names]
+    assert [read_line(text)[:2] for text in texts] == [(1, gb) for gb in (16, 24, 32, 48, 80)]
+    (commands,) = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)[:1]
+    (prompts,) = re.findall(r"^# Prompts: (.*)$", texts[0], re.MULTILINE)
+    assert commands == f"{prompts}\nomni-rl train flowgrpo --preset {names[0]}\n"

@@ -1,0 +1,159 @@
+"""Plan the step of recipes of real models, and hold the line `# Planned:` of each, and docs/choosing.md, to it.
+
+    python scripts/plan_recipes.py train_flowgrpo/flux-dev-1x48gb-pickscore
+    python scripts/plan_recipes.py --write train_nft/flux-dev-nft-pickscore
+    python scripts/plan_recipes.py --write                                     only the table of the page
+
+A plan is for as many accelerators as that line has, else as the recipe was published for, with stand-ins for the
+prompts: texts of 100 words, so many that their cache is full, and references as large as the samples. The card is the
+smallest of CARDS with LEFT to spare, for what plans leave out. The table has a row for each model and cards of the
+lines. A line that is not the plan's, or a table that is not that of the lines, is an error, unless --write puts it
+right.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import re
+import sys
+import tomllib
+from collections.abc import Mapping
+from contextlib import chdir
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+from leaderboard_page import fill
+from omni_rl.settings.fields import build, change, flag_of
+from omni_rl.settings.toml import from_toml, plain, recipes
+from omni_rl.tools.plan import GB, LEFT, Figures, measure
+from omni_rollout.models import open_model
+from omni_rollout.models.hub import released_models
+from PIL import Image
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+PAGE = RECIPES.parent / "docs" / "choosing.md"
+CARDS = (16, 24, 32, 40, 48, 64, 80, 96, 141, 192)  # GB of accelerators' memory
+LINE = re.compile(r"^# Planned: (\d+) x .*$", re.MULTILINE)
+TEXT = " ".join(["a quiet street with wooden houses after the rain, seen from above"] * 8)  # 12 words each
+NUM_PROMPTS = 2000
+
+
+class Line(NamedTuple):
+    """What a recipe says of a step: accelerators, GB of each, and of one: GB, of these the scorer's, and TFLOP."""
+
+    cards: int
+    card_gb: int
+    gb: float
+    scorer_gb: float
+    tflop: int
+
+    def __str__(self) -> str:
+        """The line of the recipe."""
+        scorer = f", {self.scorer_gb} of it the scorer," if self.scorer_gb else ""
+        tflop = f" and {self.tflop:,} TFLOP" if self.tflop else ""
+        return f"# Planned: {self.cards} x {self.card_gb} GB. A step takes {self.gb} GB{scorer}{tflop} per card"
+
+
+def main() -> int:
+    """Plan the recipes of the command line; the exit code is 1 if a line or the page is wrong."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("recipes", nargs="*", metavar="APP/NAME", help="such as train_nft/flux-dev-nft-pickscore")
+    parser.add_argument("--write", action="store_true", help="put lines into the recipes, and the table into the page")
+    given = parser.parse_args()
+    code = 0
+    for recipe in given.recipes:
+        app, name = recipe.split("/")
+        text = recipes(app)[name]
+        line = planned_line(plan_of(app, name, ranks_of(text)), ranks_of(text))
+        print(f"{recipe}: {line}", flush=True)
+        if given.write:
+            (RECIPES / app / f"{name}.toml").write_text(with_line(text, str(line)), "utf-8")
+        elif line != read_line(text):
+            code = 1
+    page = page_with_table()
+    if given.write:
+        PAGE.write_text(page, "utf-8")
+    elif page != PAGE.read_text("utf-8"):
+        print(f"{PAGE.name} has another table than the lines: python scripts/plan_recipes.py --write")
+        code = 1
+    return code
+
+
+def plan_of(app: str, name: str, ranks: int) -> Figures:
+    """Return what a step of a recipe takes on a rank of so many."""
+    module = importlib.import_module(app)
+    args = build(module.Args, from_toml(recipes(app)[name], module.Args, name))
+    kind = open_model(released_models()[args.model])
+    os.environ["WORLD_SIZE"] = str(ranks)
+    with TemporaryDirectory() as folder, chdir(folder):
+        Image.new("RGB", (args.width, args.height)).save("reference.png")
+        row = {"prompt": f'{TEXT} "Rain"', "images": ["reference.png"] * kind.IMAGES.start}
+        Path("prompts.jsonl").write_text(f"{json.dumps(row)}\n" * NUM_PROMPTS)
+        files = {"prompts": "prompts.jsonl", "eval_prompts": "prompts.jsonl"}
+        args = change(args, dry_run=True, memory_device_gb=float(CARDS[-1]), **files)
+        module.check_args(args)
+        return measure(module.main, args, ranks)
+
+
+def ranks_of(text: str) -> int:
+    """Return the number of accelerators for which a recipe is planned, or was published."""
+    found = LINE.search(text) or re.search(r"published for (\d+) accelerator", text.replace("\n# ", " "))
+    if found is None:
+        raise ValueError("a recipe must say for how many accelerators it is, as `# Planned: 1 x`")
+    return int(found[1])
+
+
+def planned_line(plan: Figures, ranks: int) -> Line:
+    """Return what a recipe is to say, with the smallest card that holds the step."""
+    gb = next((card for card in CARDS if plan.peak <= (1 - LEFT) * card * GB), None)
+    if gb is None:
+        raise ValueError(f"a step must fit {(1 - LEFT) * CARDS[-1]:.1f} GB, takes {plan.peak / GB:.1f}")
+    tflop = plan.flops.total() / 2e12  # of one of the two steps
+    return Line(ranks, gb, round(plan.peak / GB, 1), round(plan.scorer.total() / GB, 1), round(tflop))
+
+
+def read_line(text: str) -> Line | None:
+    """Return what a recipe says of a step, or None if it does not."""
+    taken = r"([\d.]+) GB(?:, ([\d.]+) of it the scorer,)?(?: and ([\d,]+) TFLOP)? per card"
+    if not (found := re.search(rf"^# Planned: (\d+) x (\d+) GB\. A step takes {taken}$", text, re.MULTILINE)):
+        return None
+    cards, card_gb, gb, scorer_gb, tflop = found.groups()
+    return Line(int(cards), int(card_gb), float(gb), float(scorer_gb or 0), int((tflop or "0").replace(",", "")))
+
+
+def with_line(text: str, line: str) -> str:
+    """Return the text of a recipe with that line, which follows the one of whether it has run."""
+    bare = LINE.sub("", text).replace("\n\n# ", "\n# ", 1) if LINE.search(text) else text
+    return re.sub(r"^(# Run here: .*)$", rf"\1\n{line}", bare, count=1, flags=re.MULTILINE)
+
+
+def page_with_table() -> str:
+    """Return the page, with a row for each model and cards: the first recipe that is planned for them."""
+    rows: dict[tuple[str, int, int], str] = {}
+    for path in sorted(RECIPES.glob("*/*.toml")):
+        text = path.read_text("utf-8")
+        if line := read_line(text):
+            values = plain(tomllib.loads(text))
+            key = values["model"].partition("/")[2], line.cards, line.card_gb
+            command = f"{path.parent.name.removeprefix('train_')} --preset {path.stem}"
+            tflop = f"{line.tflop:,}" if line.tflop else ""
+            rows.setdefault(key, f"`{command}` | {memory_of(values)} | {line.gb} | {tflop}")
+    order = sorted(rows, key=lambda key: (key[0].lower(), key[1] * key[2]))
+    table = [f"| {model} | {cards} x {gb} GB | {rows[model, cards, gb]} |" for model, cards, gb in order]
+    heads = ("model", "cards", "`omni-rl train`", "memory settings", "GB", "TFLOP")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *table]
+    return fill(PAGE.read_text("utf-8"), {"planned": "\n".join(lines) + "\n"})
+
+
+def memory_of(values: Mapping[str, object]) -> str:
+    """Return a recipe's settings of memory and sharding as flags, those of memory without their group."""
+    own = {flag_of(name): value for name, value in values.items() if name.startswith(("memory.", "sharding."))}
+    flags = [name if value is True else f"{name} {value}" for name, value in own.items()]
+    return ", ".join(f"`{flag.replace('--memory.', '')}`" for flag in flags)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1] / "apps"))
+    sys.exit(main())
