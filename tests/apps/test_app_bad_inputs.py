@@ -199,6 +199,7 @@ def urls(tmp_path_factory):
             "guarded": stack.enter_context(serving_here(brightness, token="the-right-token-for-this")),
             "likeness": stack.enter_context(serving_here(load_likeness())),
             "video": stack.enter_context(serving_here(video)),
+            "raising": stack.enter_context(serving_here(lambda media, prompts, meta: [own["tone"] for own in meta])),
             "other": stack.enter_context(no_scorer(tmp_path_factory.mktemp("empty"))),
             "dead": "http://127.0.0.1:9",
             "odd": "scorer:8100",
@@ -212,6 +213,7 @@ SCORERS = [
     ("guarded", "gone", "--scorer.token-file must be a file, got gone"),
     ("odd", "", r"--scorer.url must be http\(s\)://host.*got 'scorer:8100'"),
     ("other", "", "--scorer.url must be a reward server that answers: .*404"),
+    ("raising", "", "--scorer.url must score the first prompt: .* scorer_failed the scorer failed"),
     ("video", "", "--scorer.url must be a server of rewards for image, takes video"),
     ("likeness", "", "--scorer.url must be a scorer without references, as the prompts name no images"),
 ]

@@ -109,6 +109,11 @@ MISTAKES = {
     "--lrr 1": "unknown flag --lrr; did you mean '--lr'?",
     "--no-lrdecay": "unknown flag --no-lrdecay; did you mean '--no-lr-decay'?",
     "--zzz 1": "unknown flag --zzz; --help-all lists all, docs/coming-from.md those of other projects",
+    "--learning-rate 1": "unknown flag --learning-rate; use --lr\n",
+    "--output_dir x": "unknown flag --output_dir; use --name, as the run writes to runs/NAME\n",
+    "--resume": "unknown flag --resume; use the same command again, which continues the run\n",
+    "--gpus 2": "unknown flag --gpus; use omni-rl train NAME --nproc-per-node N\n",
+    "--report-to x": "unknown flag --report-to; --help-all lists all",  # as these settings have no --tracking.to
     "--l 1": "unknown flag --l",
     "-x": "unknown flag -x",
     "steps 3": "unexpected 'steps': a flag begins with --",

@@ -8,7 +8,7 @@ import pytest
 from helpers import REPO
 from omni_reward.cli import build_parser
 from omni_rl.settings.fields import flag_of, kind_of, leaves
-from omni_rl.settings.toml import recipes
+from omni_rl.settings.toml import ELSEWHERE, recipes, suggest
 from scripts.test_algorithm_docs import tables
 
 PAGES = {name: (REPO / "docs" / f"{name}.md").read_text("utf-8") for name in ("coming-from", "choosing")}
@@ -34,6 +34,17 @@ def test_a_flag_of_the_tables_takes_its_value():
     assert len(flags) > 50
     assert [flag for flag in sorted(flags) if not takes(flag)] == []
     assert not takes("--algo ppo")
+
+
+def test_a_name_of_another_project_is_told_the_flags_that_the_page_has_for_it():
+    rows = next(rows for _, rows in tables(PAGES["coming-from"]) if rows[0][0].startswith("`learning_rate`"))
+    for theirs, ours in ((re.findall(r"`([^`]+)`", there), re.findall(r"`(--[^`]+)`", here)) for there, here in rows):
+        for name in theirs:
+            told = re.findall(r"--[a-z][a-z.-]+", suggest(flag_of(name), FLAGS))
+            assert told, name
+            assert {*told} <= {*ours}, name
+    told = {flag for here in ELSEWHERE for flag in re.findall(r"--[a-z][a-z.-]+", here)}
+    assert told - FLAGS.keys() == {"--nproc-per-node"}
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -152,6 +152,7 @@ def connect(
     )
     with flag(f"{name}: "):
         client = open_client()
+    rule = "be a reward server that answers"
     try:
         info = client.info()
         media = (
@@ -159,9 +160,10 @@ def connect(
         )
         references = [[read_image(path).numpy() for path in canary.images]] if client.takes_references else None
         require((references != [[]], f"{name} must be a scorer without references, as the prompts name no images"))
+        rule = "score the first prompt"
         replies = client.check(media, [canary.text], [canary.meta], references)
     except RewardError as exc:
-        raise ValueError(f"{name} must be a reward server that answers: {exc}") from exc
+        raise ValueError(f"{name} must {rule}: {exc}") from exc
     require(
         (set(info["media"]) <= set(kinds),
          f"{name} must be a server of rewards for {' and '.join(kinds)}, takes {', '.join(info['media'])} "

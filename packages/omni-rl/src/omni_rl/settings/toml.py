@@ -12,9 +12,25 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from omni_train.hub import check_named, is_from_hub, local_file
 
-from omni_rl.settings.fields import flag, kind_of, leaves, old_names, require
+from omni_rl.settings.fields import flag, flag_of, kind_of, leaves, old_names, require
 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+ELSEWHERE = {  # what takes the place of names that other projects have
+    "--lr": "learning-rate", "--kl-coef": "beta kl-beta", "--dpo-beta": "beta", "--nft-beta": "beta",
+    "--clip-range": "clip-eps", "--noise-level": "eta", "--group-size": "num-generations num-image-per-prompt",
+    "--batch-size": "train-batch-size per-device-train-batch-size", "--same-start-noise": "share-noise",
+    "--num-minibatches": "updates-per-step gradient-accumulation-steps", "--filter-groups": "drop-zero-signal",
+    "--true-cfg-scale with Qwen-Image": "cfg cfg-scale", "--guidance-scale with other models": "cfg cfg-scale",
+    "--height and --width": "resolution image-size", "--name, as the run writes to runs/NAME": "output-dir run-name",
+    "--tracking.to": "report-to", "--tracking.to wandb": "wandb", "--tracking.to tensorboard": "tensorboard",
+    "--train-steps": "steps max-steps max-train-steps epochs num-epochs num-train-epochs", "--lora.rank": "lora-r",
+    "--num-inference-steps": "num-steps", "--dtype": "precision mixed-precision", "--dtype bfloat16": "bf16",
+    "--model": "model-path pretrained-model-name-or-path", "--init-weights": "weights", "--best-worst-n": "best-of-n",
+    "the same command again, which continues the run": "resume resume-from-checkpoint",
+    "omni-rl train NAME --nproc-per-node N": "gpus num-gpus num-processes nproc-per-node",
+    "omni-rl train nft": "nft awm", "omni-rl train dpo": "dpo", "omni-rl train srpo": "srpo",
+    "omni-rl train gspo": "gspo", "omni-rl train distill": "opd", "omni-rl train unigrpo": "unigrpo",
+}  # fmt: skip
 
 
 def recipes(app: str) -> dict[str, str]:
@@ -127,8 +143,15 @@ def check_foreign(values: Mapping[str, Any], path: str) -> None:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Return '; did you mean ...?' with the first known name that holds this one or the nearest, or "" if none is."""
-    names = list(known)
+    """Return what to use in place of an unknown name, after "; ", or "" if nothing is near.
+
+    Names of other projects come before the first known name that holds this one, and that before the nearest.
+    """
+    names, word = list(known), flag_of(name.lstrip("-")).lstrip("-")
+    flags = {flag_of(each.lstrip("-")) for each in names}
+    here = [each for each, words in ELSEWHERE.items() if word in words.split()]
+    if here := [each for each in here if each[:2] != "--" or each.split()[0].strip(",") in flags]:
+        return f"; use {' or '.join(here)}"
     near = [each for each in names if name in each and len(name) > 3] or get_close_matches(name, names, n=1, cutoff=0.7)
     return f"; did you mean {near[0]!r}?" if near else ""
 
