@@ -8,6 +8,7 @@ from omni_train.optim import build_adamw, optimizer_step, reduce_gradients, warm
 from omni_train.shard import shard
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def make_net():
@@ -108,6 +109,37 @@ def test_two_ranks_step_like_one(run_ranks, alone, mode):
         assert got_norms == pytest.approx(norms, rel=1e-5)
         for got, expected in zip(got_params, params, strict=True):
             assert got == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_sharded_parameters_step_together_with_the_same_bits(run_ranks, on_host):
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if any(issubclass(kind, DTensor) for kind in types):
+                return NotImplemented
+            self.calls += func.namespace == "aten" and not func.is_view
+            return func(*args, **(kwargs or {}))
+
+    def work(dist):
+        told = []
+        for foreach in (None, True):
+            net = shard(nn.Sequential(*[nn.Linear(8, 8) for _ in range(20)]), dist.mesh, mode="fsdp2")
+            with torch.no_grad():
+                for i, p in enumerate(net.parameters()):
+                    p.to_local().copy_(torch.arange(p.to_local().numel()).view_as(p.to_local()) / 7 + i)
+            optimizer, count = build_adamw(net, lr=0.1, on_host=on_host, foreach=foreach), Count()
+            for number in range(3):
+                for i, p in enumerate(net.parameters()):
+                    p.grad = p.detach().clone().mul_(number + i / 3).sin_()
+                count.calls = 0
+                with count:
+                    optimizer.step()
+            told.append((count.calls, [p.to_local().tolist() for p in net.parameters()]))
+        return told
+
+    for (one_by_one, before), (together, after) in run_ranks(work):
+        assert before == after
+        assert together < one_by_one / 3
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])

@@ -4,9 +4,14 @@ import copy
 
 import pytest
 import torch
+from helpers import sampled
 from omni_train.lora import add_lora, lora_layers
-from omni_train.memory.quantized import NF4, quantize, quantize_blocks
+from omni_train.memory.quantized import NF4, QuantizedLinear, compiled_dequantize, quantize, quantize_blocks
+from omni_train.memory.recompute import Recompute
 from torch import nn
+from torch._inductor import metrics
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 CPU = torch.device("cpu")
 MOST = {"int8": 0.5 / 127, "fp8": 16 / 448, "nf4": (NF4[1] - NF4[0]) / 2}  # of an error, of the largest number in a row
@@ -92,3 +97,76 @@ def test_what_is_outside_of_blocks_or_does_not_fit_stays():
     quantize_blocks(net, "nf4", ["Block"], CPU)
     assert dict(net.named_parameters()).items() == kept.items()
     assert not {"1.first.base_layer.codes", "1.first.base_layer.scales"} & net.state_dict().keys()
+
+
+def layer_of(bits, rows=192, columns=320):
+    """A layer with a quantized weight in bfloat16."""
+    block = nn.Sequential(Block())
+    block[0].first = nn.Linear(columns, rows, bias=False, dtype=torch.bfloat16)
+    return quantize_blocks(block, bits, ["Block"], CPU)[0].first
+
+
+@pytest.mark.parametrize("bits", MOST)
+def test_a_weight_is_the_product_of_value_and_scale_in_float32_rounded_once(bits):
+    layer = layer_of(bits)
+    if bits == "nf4":
+        places = torch.stack([layer.codes // 16, layer.codes % 16], dim=-1).long()
+        values = torch.tensor(NF4)[places].view(-1, 64)
+    else:
+        values = layer.codes.view(torch.int8 if bits == "int8" else torch.float8_e4m3fn).double()
+    products = values.double() * layer.scales.double()  # exact: 24 bits times 24
+    assert torch.equal(layer.weight, products.float().bfloat16().view(192, 320))
+
+
+class Traffic(TorchDispatchMode):
+    """Counts the bytes that operators read and write; views do neither."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view and "empty" not in func.__name__:
+            self.num_bytes += sum(t.nbytes for t in tree_leaves((args, out)) if isinstance(t, torch.Tensor))
+        return out
+
+
+@pytest.mark.parametrize(
+    ("bits", "most"), [("int8", 3.1), ("fp8", 19.5), ("nf4", 15.0)]
+)  # 19, 19 and 23 in more passes
+def test_operators_move_few_bytes_to_bring_back_a_weight(bits, most):
+    layer = layer_of(bits, 512, 512)
+    with Traffic() as traffic:
+        assert layer.weight.shape == (512, 512)
+    assert traffic.num_bytes / 512**2 < most
+
+
+@pytest.mark.parametrize("bits", sampled(MOST, 1, always=["nf4"]))
+def test_one_kernel_brings_back_a_weight_with_the_same_bits_and_graphs_for_all_shapes(bits):
+    compiled = compiled_dequantize()
+    for number, (rows, columns) in enumerate([(192, 320), (128, 64), (64, 256)]):
+        layer = layer_of(bits, rows, columns)
+        expected = layer.weight
+        layer.dequantize = compiled
+        metrics.reset()
+        assert torch.equal(layer.weight, expected)
+        with torch.no_grad():
+            assert torch.equal(layer.weight, expected)
+        assert metrics.generated_kernel_count == (0 if number else 1)
+
+
+@pytest.mark.parametrize("budget", [0.0, 1e9])
+def test_a_block_with_compiled_weights_trains_with_the_same_bits(budget):
+    nets = [quantize_blocks(build(torch.bfloat16), "nf4", ["Block"], CPU) for _ in range(2)]
+    x, compiled = torch.randn(5, 16).bfloat16(), compiled_dequantize()
+    for layer in nets[1].modules():
+        if isinstance(layer, QuantizedLinear):
+            layer.dequantize = compiled
+    found = []
+    for net in nets:
+        run = Recompute(budget)
+        for _ in range(2):  # the second keeps products, where the budget has room
+            net[2](run(net[1], net[0](x))).square().sum().backward()
+        found.append([p.grad for p in net.parameters() if p.requires_grad])
+    assert all(map(torch.equal, *found))

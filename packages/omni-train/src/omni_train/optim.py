@@ -37,10 +37,12 @@ def build_adamw(
     weight_decay: float = 1e-4,
     eps: float = 1e-8,
     on_host: bool = False,
+    foreach: bool | None = None,
 ) -> torch.optim.AdamW:
     """Build AdamW over the trainable parameters, after sharding, so that its state is sharded too.
 
-    on_host: True to offload its moments between steps.
+    on_host: True to offload its moments between steps. foreach: True to update all parameters by a few operators, with
+    temporaries as large as they; None where torch does so by itself: on an accelerator, unless they are sharded.
 
     Raises:
         ValueError: nothing is trainable, or a trainable parameter is not float32: at the learning rates of RL an update
@@ -54,7 +56,7 @@ def build_adamw(
     if dtypes != {torch.float32}:
         raise ValueError(f"trainable params must all be torch.float32, got {sorted(map(str, dtypes))}")
     return (HostAdamW if on_host else torch.optim.AdamW)(
-        trainable, lr=lr, betas=betas, weight_decay=weight_decay, eps=eps
+        trainable, lr=lr, betas=betas, weight_decay=weight_decay, eps=eps, foreach=foreach
     )
 
 

@@ -425,7 +425,8 @@ def open_policy(args: RunArgs, inputs: Inputs[Any, Any], needs: Needs, net: nn.M
         "optimizer" in offloaded(args),
         args.lr or 0.0,
     )
-    optimizer = build_adamw(trained, lr=lr, weight_decay=args.weight_decay, on_host=on_host)
+    foreach = True if inputs.how.lora and inputs.how.mesh else None  # of sharded adapters, many and small
+    optimizer = build_adamw(trained, lr=lr, weight_decay=args.weight_decay, on_host=on_host, foreach=foreach)
     for expert, scale in inputs.lr_scales.items():
         own, group = set(net.get_submodule(expert).parameters()), optimizer.param_groups[0]
         group["params"] = [p for p in trained if p not in own]

@@ -522,9 +522,9 @@ class _Repeat(torch.autograd.Function):
 
 
 def _fuse(optimizer: torch.optim.Optimizer) -> None:
-    """Have the optimizer take all parameters at once, as torch has it on an accelerator, except sharded ones."""
+    """Have the optimizer take all parameters at once, as torch has it on an accelerator, except sharded weights."""
     for group in optimizer.param_groups:
-        group["foreach"] = not any(isinstance(p, DTensor) for p in group["params"])
+        group["foreach"] = group["foreach"] or not any(isinstance(p, DTensor) for p in group["params"])
 
 
 def _repeat_steps(optimizer: torch.optim.Optimizer, device: PlannedDevice) -> None:

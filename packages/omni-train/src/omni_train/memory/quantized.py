@@ -3,15 +3,21 @@
 int8 and fp8 (e4m3) have a scale for each row of a weight. nf4 has a scale for each 64 numbers in a row, and stores each
 number as one of 16 quantiles of the normal distribution (QLoRA, arXiv 2305.14314), with bitsandbytes' codes and values.
 
-A running layer holds its whole dequantized weight, and its graph keeps it alive: recompute blocks.
+A running layer holds its whole dequantized weight, and its graph keeps it alive: recompute blocks. On an accelerator
+for which torch compiles, one kernel reads the codes and writes the weight: 2.6 bytes of traffic a weight in bfloat16
+with nf4. Operator by operator, with the same bits, they are 14.6.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+from omni_train.kernels import MAX_GRAPHS, check_compiler
 
 QuantizedDtype = Literal["int8", "fp8", "nf4"]
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -28,23 +34,37 @@ _MOST = {"int8": 127.0, "fp8": 448.0}
 class QuantizedLinear(nn.Linear):
     """A frozen linear layer with a quantized weight: codes [out, n], uint8, and scales, float32.
 
-    dtype: of the dequantized weight. pairs: for nf4 the two values [256, 2] of each code.
+    dtype: of the dequantized weight. table, dequantize: as the function below has them.
     """
 
     codes: Tensor
     scales: Tensor
-    pairs: Tensor
-    quantized: QuantizedDtype
+    table: Tensor | None
     dtype: torch.dtype
+    dequantize: Callable[..., Tensor]
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]  # it is never written to
         """The dequantized weight [out, in], a new tensor."""
-        if self.quantized == "nf4":
-            values = self.pairs.index_select(0, self.codes.flatten().int()).view(-1, NF4_BLOCK)
-        else:
-            values = self.codes.view(torch.int8 if self.quantized == "int8" else torch.float8_e4m3fn).float()
-        return values.mul_(self.scales).view(self.out_features, self.in_features).to(self.dtype)
+        with torch.no_grad():  # one compiled graph for sampling and training
+            weight = self.dequantize(self.codes, self.scales, self.table, self.dtype)
+        return weight.view(self.out_features, self.in_features)
+
+
+def dequantize(codes: Tensor, scales: Tensor, table: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the weight as rows, one for each of the scales: their products in float32, rounded once.
+
+    table: the values of each code, [256, 1], or [256, 2] for nf4; None for int8, whose codes are the values.
+    """
+    values = codes.view(torch.int8) if table is None else table.index_select(0, codes.flatten().int())
+    values = values.view(len(scales), -1)
+    out = values if values.dtype == dtype else torch.empty(values.shape, dtype=dtype, device=values.device)
+    return torch.mul(values, scales, out=out)
+
+
+def compiled_dequantize() -> Callable[..., Tensor]:
+    """Return `dequantize` as one kernel, with the same bits."""
+    return torch.compile(dequantize, fullgraph=True, dynamic=True, recompile_limit=MAX_GRAPHS)  # type: ignore[call-overload]
 
 
 @torch.no_grad()
@@ -58,8 +78,11 @@ def quantize_blocks(
 
     block_names: class names of the blocks.
     """
-    values = torch.tensor(NF4)
-    pairs = torch.stack([values.repeat_interleave(16), values.repeat(16)], dim=1).to(device)
+    table, run = _table(quantized, device), dequantize
+    if device.type != "cpu" and find_spec("triton"):
+        with suppress(ValueError):
+            check_compiler(device)
+            run = compiled_dequantize()
     blocks = [block for block in module.modules() if type(block).__name__ in block_names]
     named = {id(layer): layer for block in blocks for name, layer in block.named_modules() if ".lora_" not in name}
     for layer in named.values():
@@ -70,10 +93,20 @@ def quantize_blocks(
         codes, scales = quantize(weight.to(device), quantized)
         layer.__class__ = QuantizedLinear
         assert isinstance(layer, QuantizedLinear)
-        layer.quantized, layer.dtype = quantized, weight.dtype
-        for name, tensor in {"codes": codes, "scales": scales, "pairs": pairs}.items():
+        layer.dtype, layer.dequantize = weight.dtype, run
+        for name, tensor in {"codes": codes, "scales": scales, "table": table}.items():
             layer.register_buffer(name, tensor, persistent=False)  # from the base's files: not in checkpoints
     return module
+
+
+def _table(quantized: QuantizedDtype, device: torch.device) -> Tensor | None:
+    """Return the values of all 256 codes, as `dequantize` takes them."""
+    if quantized == "int8":
+        return None
+    if quantized == "fp8":
+        return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()[:, None].to(device)
+    values = torch.tensor(NF4)
+    return torch.stack([values.repeat_interleave(16), values.repeat(16)], dim=1).to(device)
 
 
 def quantize(weight: Tensor, quantized: QuantizedDtype) -> tuple[Tensor, Tensor]:
