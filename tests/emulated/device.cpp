@@ -3,7 +3,8 @@
 // A device pointer has a bit set that no valid address has: what reads device memory without going through an operator
 // ends with a segmentation fault, as on an accelerator. An operator sees the same memory through CPU tensors, so that
 // it computes the CPU's bits, and its tensors must all be on the device. What the device does is counted, and told to
-// a listener: copies each way, waits of the host for the device, collectives.
+// a listener: copies each way, waits of the host for the device, collectives. On request it refuses the types of numbers
+// that an Ascend NPU lacks, or computes with slowly.
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -47,6 +48,14 @@ thread_local c10::StreamId stream = 0;
 
 void tell(const char* kind, const char* name, int64_t bytes, bool waits) {
   if (listener) listener(kind, name, bytes, waits);
+}
+
+std::atomic<bool> refuses{false};
+
+void admit(at::ScalarType type, const char* name) {
+  TORCH_CHECK(
+      !refuses || !(type == at::kDouble || at::isComplexType(type) || at::isFloat8Type(type)), name,
+      " is not implemented for ", type, " on this device");
 }
 
 void* flip(const void* address) {  // between an address of the device and one of the host
@@ -215,6 +224,7 @@ Hooks hooks;
 Tensor empty_strided(
     c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
     std::optional<at::Device> device, std::optional<bool>) {
+  admit(dtype.value_or(at::kFloat), "a tensor");
   c10::DeviceGuard guard(device && device->has_index() ? *device : c10::Device(kDevice, current));
   return at::detail::empty_strided_generic(size, stride, &memory, kKeys, dtype.value_or(at::kFloat));
 }
@@ -222,6 +232,7 @@ Tensor empty_strided(
 Tensor empty(
     c10::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
     std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  admit(dtype.value_or(at::kFloat), "a tensor");
   c10::DeviceGuard guard(device && device->has_index() ? *device : c10::Device(kDevice, current));
   return at::detail::empty_generic(size, &memory, kKeys, dtype.value_or(at::kFloat), format);
 }
@@ -441,6 +452,7 @@ void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
         if (other && given[j].isTensor() && other->beforeSets() == alias->beforeSets()) place = given[j];
       }
     } else if (place.isTensor()) {
+      if (common && place.toTensor().defined()) admit(place.toTensor().scalar_type(), name.c_str());
       place = views.to_device(place.toTensor());
     } else if (place.isTensorList()) {
       c10::List<Tensor> list;
@@ -543,6 +555,7 @@ REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &attention_choice)
 
 extern "C" {
 void emulated_start() { at::RegisterPrivateUse1HooksInterface(&hooks); }
+void emulated_refuse_types() { refuses = true; }
 void emulated_listen(void (*to)(const char*, const char*, int64_t, int)) { listener = to; }
 void emulated_use_old_allocator() { c10::SetAllocator(kDevice, &old_memory, 100); }
 int64_t emulated_operators() { return num_operators; }

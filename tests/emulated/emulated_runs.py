@@ -13,6 +13,7 @@ import numpy as np
 import omni_rl.run.run
 import torch
 from build_tiny_models import tiny_checkpoint
+from diffusers.models.transformers import transformer_qwenimage
 from emulated.npu import Event, load, watch
 from model_rows import ROWS
 from omni_reward.combine import score_in_batches
@@ -64,6 +65,8 @@ CASES = {
     "distill full, fsdp2": record.distill(ranks=2, sharding_mode="fsdp2", algo="opd", **FEW),
     "srpo full, ddp": record.srpo(ranks=2, sharding_mode="ddp", **SMALL),
     "gspo full": tokens(),
+    "gspo full, fsdp2": tokens(ranks=2, sharding_mode="fsdp2"),
+    "gspo LoRA, fsdp2": tokens(ranks=2, sharding_mode="fsdp2", **record.LORA),
     "gspo LoRA, ddp": tokens(ranks=2, sharding_mode="ddp", **record.LORA),
     "unigrpo LoRA": thoughts(**record.LORA),
 }
@@ -97,6 +100,11 @@ def run(
     return Outcome(
         [record._timeless(line) for line in lines], record.digest(folder), (folder / "out-0.txt").read_text()
     )
+
+
+def rotate_in_real_numbers() -> None:
+    """Have the CPU rotate queries and keys as accelerators without complex numbers do, with diffusers' real form."""
+    transformer_qwenimage.ROPE_PER_DEVICE["cpu"] = transformer_qwenimage.apply_rotary_emb_qwen_neuron
 
 
 def tell_moments() -> None:

@@ -86,6 +86,13 @@ def load() -> ctypes.CDLL:
     return library
 
 
+def load_strict() -> ctypes.CDLL:
+    """Like `load`, with a device that refuses float64, float8 and complex numbers."""
+    library = load()
+    library.emulated_refuse_types()
+    return library
+
+
 def _gloo(store: torch_dist.Store, rank: int, size: int, timeout: object) -> torch_dist.ProcessGroup:
     """Both devices' backend: the device's collectives run on the CPU's view of its memory."""
     return torch_dist.ProcessGroupGloo(store, rank, size, timeout=timeout)  # type: ignore[call-arg,arg-type]

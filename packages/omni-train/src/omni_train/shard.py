@@ -146,12 +146,23 @@ def _fully_shard(
         raise ValueError(f"block_names must be class names of submodules, found none named {sorted(missing)}")
     policy = _precision(module, mesh, compute_dtype)
     for unit in [*blocks, module]:
+        _move(unit, torch.device(mesh.device_type))
         # Resharding the root too keeps the registered parameters the sharded ones between forwards, so that adapters
         # can be copied, averaged and switched at any time.
         fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
     for sharded in _units(module):
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # else it would multiply by 1.0, which gloo cannot
+
+
+def _move(module: nn.Module, device: torch.device) -> None:
+    """Move parameters and buffers to an accelerator outside of torch's tree, where FSDP2 itself cannot: in place."""
+    for tensor in chain(module.parameters(), module.buffers()):
+        if tensor.is_meta or torch._has_compatible_shallow_copy_type(tensor, tensor.new_empty(0, device=device)):
+            continue
+        moved = tensor.detach().to(device)
+        is_weight = isinstance(tensor, nn.Parameter)
+        torch.utils.swap_tensors(tensor, nn.Parameter(moved, tensor.requires_grad) if is_weight else moved)
 
 
 def _precision(module: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype | None) -> MixedPrecisionPolicy:

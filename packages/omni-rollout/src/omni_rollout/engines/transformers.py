@@ -114,6 +114,9 @@ def answers_of(
     )
 
 
+UNITS = 2**31  # of probability; their squares fit int64
+
+
 class TokenSampler:
     """A sampler of next tokens by inverse transform sampling, with a uniform number of each sample's seed.
 
@@ -125,17 +128,17 @@ class TokenSampler:
         self, seeds: Sequence[int], suppressed: Sequence[int], params: TokenParams, *, stream: int = INITIAL_NOISE
     ) -> None:
         normal = step_noise(seeds, stream, (params.max_new_tokens,))
-        self.uniform = torch.special.ndtr(normal.double())  # [B, T]
+        self.places = (torch.special.ndtr(normal.double()) * UNITS).long()  # [B, T]
         self.suppressed, self.params = suppressed, params
         self.log_probs: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         log_probs = token_log_probs(scores, self.suppressed, self.params)
         ordered, order = log_probs.exp().sort(dim=-1, descending=True, stable=True)
-        share = ordered.double().cumsum(dim=-1)
-        ordered = torch.where(share - ordered < self.params.top_p, ordered, 0.0)  # always keeps the first one
-        share = ordered.double().cumsum(dim=-1)
-        place = self.uniform[:, len(self.log_probs)].to(share.device) * share[:, -1]
+        counts = (ordered * UNITS).long()  # integers have exact sums on every device
+        kept = counts.cumsum(dim=-1) - counts < self.params.top_p * UNITS  # always keeps the first one
+        share = (counts * kept).cumsum(dim=-1)
+        place = self.places[:, len(self.log_probs)].to(share.device) * share[:, -1] // UNITS
         rank = torch.searchsorted(share, place[:, None], right=True).clamp(max=share.shape[-1] - 1)
         token = order.gather(-1, rank)
         self.log_probs.append(log_probs.gather(-1, token)[:, 0])

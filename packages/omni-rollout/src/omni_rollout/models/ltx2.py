@@ -83,11 +83,14 @@ class LTX2(DiffusersModel):
         return super()._part_config(part, library, WIDE_VOCODER if wide else name)
 
     def _class(self, part: str) -> Any:
-        if self.PARTS[part][0] != "ltx2":
-            return super()._class(part)
         from diffusers.pipelines import ltx2
 
-        return getattr(ltx2, self.config[part]["_class_name"])
+        from omni_rollout.models.ltx2_net import LTX2TextConnectors, LTX2VideoTransformer3DModel
+
+        if part == "vocoder":
+            return getattr(ltx2, self.config[part]["_class_name"])
+        own = {"transformer": LTX2VideoTransformer3DModel, "connectors": LTX2TextConnectors}
+        return own[part] if part in own else super()._class(part)
 
     def option(self, params: Params, name: str) -> float:
         """Return the value of `guidance_scale` or an option; the sound's scale defaults to that of the frames."""
@@ -195,8 +198,8 @@ class LTX2(DiffusersModel):
             width=w,
             fps=params.frame_rate,
             audio_num_frames=sound.shape[1],
-            video_coords=to_device(places, x.device),
-            audio_coords=to_device(times, x.device),
+            video_coords=places,
+            audio_coords=times,
             return_dict=False,
         )
         found = [velocity.float() for velocity in velocities]

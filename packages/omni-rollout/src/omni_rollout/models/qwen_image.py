@@ -7,7 +7,7 @@ around the transformer call. The transformer runs in the dtype of the text embed
 """
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +69,13 @@ class QwenImage(DiffusersModel):
         self._expect("transformer", guidance_embeds=False, use_additional_t_cond=False, use_layer3d_rope=False)
         self._expect("vae", input_channels=3)
         self._expect_length("vae", "temperal_downsample", 3)  # each halves the sides
+
+    def _class(self, part: str) -> Any:
+        if part != "transformer":
+            return super()._class(part)
+        from omni_rollout.models.qwen_image_net import QwenImageTransformer2DModel
+
+        return QwenImageTransformer2DModel
 
     def check(self, params: Params) -> None:
         """Raise ValueError for a size or option that the model lacks."""

@@ -6,7 +6,7 @@ noise to data.
 """
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,13 @@ class ZImage(ImageModel):
         super()._check_config()
         channels = self.value("vae", "latent_channels", int)
         self._expect("transformer", all_patch_size=[2], all_f_patch_size=[1], in_channels=channels)
+
+    def _class(self, part: str) -> Any:
+        if part != "transformer":
+            return super()._class(part)
+        from omni_rollout.models.z_image_net import ZImageTransformer2DModel
+
+        return ZImageTransformer2DModel
 
     def check(self, params: Params) -> None:
         """Raise ValueError for a size or option that the model lacks."""
