@@ -2,7 +2,7 @@
 
 Builds the wheels, installs them from the lowest package up into clean environments, and runs the examples of each
 package's README right after it is installed, so that an example has only what its package brings. Then
-`omni-rl train` takes two steps there.
+`omni-rl train` takes two steps in an empty folder.
 """
 
 import os
@@ -44,7 +44,8 @@ def main() -> None:
             assert not has(python, absent), f"{package} brings {absent}"
             for code in examples(package):
                 run(python, code, place)
-        try_command(place, python)
+        (place / "empty").mkdir()
+        try_command(place / "empty", python)
     print("all wheels install, and their READMEs' examples run")
 
 
@@ -134,7 +135,7 @@ def wait_for(port: str) -> None:
 
 
 def try_command(place: Path, python: Path) -> None:
-    """Take two training steps with the trainer in the wheel, beside its recipe's model, prompts and scorer."""
+    """Take two training steps in an empty folder with the trainer, recipe, model and prompts in the wheel."""
     (place / "few.txt").write_text('a pink sign that says "K7QX"\na blue sign that says "AB12"\n', "utf-8")
     train = [str(python.parent / "omni-rl"), "train", "flowgrpo", "--preset", "tiny-signs", "--name", "tried"]
     little = [

@@ -16,7 +16,7 @@ from omni_rl.settings import fields
 from omni_rl.settings.args import parse_numbers
 from omni_rl.settings.cli import parse_cli
 from omni_rl.settings.fields import build, change, flat
-from omni_rl.settings.toml import from_toml, plain, recipes
+from omni_rl.settings.toml import from_files, from_toml, plain, recipes
 from omni_rl.tools.plan import LEFT
 from omni_rl.tools.prompts import prompt_sets
 from omni_rollout.models import flux2, ltx2, qwen_image, sd3, wan, z_image
@@ -274,6 +274,19 @@ def test_who_gives_no_scorer_is_told_which_one_the_recipe_goes_with(tmp_path, mo
     with pytest.raises(SystemExit):
         parse_cli(module.Args, module.check_args, ["--preset", "qwen-image-ocr", *prompts], app="train_flowgrpo")
     assert "; start one: omni-rl serve --scorer ocr --option formula=con" in capsys.readouterr().err
+
+
+def test_the_first_recipe_runs_in_an_empty_folder_on_the_files_of_the_package(tmp_path, monkeypatch):
+    args, presets = importlib.import_module("train_flowgrpo").Args, recipes("train_flowgrpo")
+    places = ("model", "prompts", "eval.prompts")
+    monkeypatch.chdir(REPO)
+    here = from_files(args, "tiny-signs", "", presets)
+    monkeypatch.chdir(tmp_path)
+    away = from_files(args, "tiny-signs", "", presets)
+    assert {name: value for name, value in away.items() if name not in places}.items() <= here.items()
+    for mine, own in ((REPO / here[name], Path(away[name])) for name in places):
+        files = [path.relative_to(mine) for path in mine.rglob("*") if path.is_file()] or [Path()]
+        assert [path for path in files if (mine / path).read_bytes() != (own / path).read_bytes()] == []
 
 
 def test_the_recipes_at_the_root_are_those_of_the_package():

@@ -44,16 +44,16 @@ def test_a_wheel_holds_every_file_of_its_package_and_the_license(built):
         assert license_text == (REPO / "LICENSE").read_text("utf-8")
 
 
-def test_the_wheel_trains_without_a_clone(built, tmp_path):
+def test_the_wheel_begins_to_train_in_an_empty_folder(built, tmp_path):
     built["omni-rl"].extractall(tmp_path / "site")
-    for name in ("checkpoints", "data"):
-        (tmp_path / name).symlink_to(REPO / name)
     words = "train flowgrpo --preset tiny-signs --dry-run --check"
     command = [sys.executable, "-m", "omni_rl.tools.command", *words.split()]
     env = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
     result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert result.stderr == ""
-    assert tomllib.loads(result.stdout)["algo"] == "flowgrpo-cps"
+    settings = tomllib.loads(result.stdout)
+    assert settings["algo"] == "flowgrpo-cps"
+    assert settings["model"] == str(tmp_path / "site/omni_rl/shipped/checkpoints/tiny-signs-qwen-image")
     asked = [sys.executable, "-c", "from omni_rl.tools.command import trainers; print(*trainers().values())"]
     places = subprocess.run(asked, cwd=tmp_path, env=env, capture_output=True, text=True).stdout.split()
     assert all(place.startswith(str(tmp_path / "site")) for place in places)

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import is_dataclass
 from difflib import get_close_matches
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from omni_train.hub import check_named, is_from_hub, local_file
@@ -53,7 +54,8 @@ def from_files(cls: type, preset: str, path: str, presets: Mapping[str, str]) ->
         if preset not in presets:
             hint = suggest(preset, presets)
             raise ValueError(f"--preset must name a recipe, which --list-presets lists, got {preset!r}{hint}")
-        values |= from_toml(presets[preset], cls, f"--preset {preset}")
+        found = from_toml(presets[preset], cls, f"--preset {preset}")
+        values |= {name: at_hand(value) for name, value in found.items()}
     if path:
         with flag("--config: "):
             check_named(path, (".toml",) if is_from_hub(path) else ())
@@ -66,6 +68,14 @@ def from_files(cls: type, preset: str, path: str, presets: Mapping[str, str]) ->
             check_foreign(found, path)
         values |= found
     return values
+
+
+def at_hand(value: object) -> object:
+    """Return a value of a recipe; of files that the working folder lacks and this package has, their place in it."""
+    if isinstance(value, str) and value.startswith(("checkpoints/", "data/")) and not Path(value).exists():
+        own = Path(str(files("omni_rl") / "shipped" / value))
+        return str(own) if own.exists() else value
+    return value
 
 
 def from_toml(text: str, cls: type, place: str) -> dict[str, Any]:
