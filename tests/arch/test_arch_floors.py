@@ -84,7 +84,10 @@ MUST_NOT_IMPORT = {  # places -> modules, where naming the library is too coarse
     "omni_rollout/engines/vllm.py": ("torch.distributed",),
     "omni_rollout/engines/vllm_omni/[!w]*": ("torch.distributed",),  # its worker meets the process group, as guest.py
 }
-MAY_NAME_DEVICES = ("omni_rollout/engines/vllm_omni/engine.py",)
+MAY_NAME_DEVICES = (
+    "omni_rollout/engines/vllm_omni/engine.py",
+    "omni_train/memory/recompute.py",  # an operator of torch_npu
+)
 MAY_NAME_MODELS = (
     "omni_rollout/models/*",
     "omni_rollout/engines/vllm_omni/pipelines.py",  # what that engine samples a model with

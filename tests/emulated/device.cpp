@@ -50,9 +50,10 @@ void tell(const char* kind, const char* name, int64_t bytes, bool waits) {
   if (listener) listener(kind, name, bytes, waits);
 }
 
-std::atomic<bool> refuses{false};
+std::atomic<bool> refuses{false}, converts{true};
 
 void admit(at::ScalarType type, const char* name) {
+  TORCH_CHECK(!refuses || !converts, name, " has an internal format on this device: allow_internal_format is on");
   TORCH_CHECK(
       !refuses || !(type == at::kDouble || at::isComplexType(type) || at::isFloat8Type(type)), name,
       " is not implemented for ", type, " on this device");
@@ -556,6 +557,7 @@ REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &attention_choice)
 extern "C" {
 void emulated_start() { at::RegisterPrivateUse1HooksInterface(&hooks); }
 void emulated_refuse_types() { refuses = true; }
+void emulated_convert(int on) { converts = on; }
 void emulated_listen(void (*to)(const char*, const char*, int64_t, int)) { listener = to; }
 void emulated_use_old_allocator() { c10::SetAllocator(kDevice, &old_memory, 100); }
 int64_t emulated_operators() { return num_operators; }

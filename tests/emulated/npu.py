@@ -87,9 +87,17 @@ def load() -> ctypes.CDLL:
 
 
 def load_strict() -> ctypes.CDLL:
-    """Like `load`, with a device that refuses float64, float8 and complex numbers."""
+    """Like `load`, with settings of torch_npu, and without float64, float8, complex numbers and internal formats."""
     library = load()
     library.emulated_refuse_types()
+
+    class Config:
+        def __setattr__(self, name: str, value: bool) -> None:
+            assert name == "allow_internal_format"
+            library.emulated_convert(value)
+
+    settings = {"config": Config(), "conv": types.SimpleNamespace(), "matmul": types.SimpleNamespace()}
+    vars(torch.get_device_module("npu")).update(settings, set_compile_mode=lambda jit_compile: None)
     return library
 
 

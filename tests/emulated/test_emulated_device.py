@@ -204,3 +204,35 @@ with Reads() as reads:
 print(reads.seen["cpu"], reads.seen["npu"] >= sum(p.nbytes for p in net.parameters()) > 0)
 """)
     assert text.splitlines()[-1] == "0 True"
+
+
+def test_on_request_it_refuses_what_an_ascend_npu_lacks_until_it_is_settled():
+    text = on_npu("""
+from emulated.npu import load_strict
+from omni_train.dist import local_device
+from omni_train.kernels import check_float8
+load_strict()
+def attempt(program):
+    try:
+        return eval(program).dtype
+    except (RuntimeError, ValueError) as error:
+        return str(error).splitlines()[0]
+print(attempt("torch.ones(2, device='npu')"))
+device = local_device()
+print(torch.get_device_module("npu").conv.allow_hf32, torch.get_deterministic_debug_mode())
+for program in (
+    "torch.ones(2, device='npu')",
+    "torch.ones(2, device='npu').double()",
+    "torch.view_as_complex(torch.ones(2, 2, device='npu'))",
+    "torch.ones(2, device='npu').to(torch.float8_e4m3fn)",
+    "check_float8(device)",
+):
+    print(attempt(program))
+""")
+    found = text.splitlines()
+    assert "internal format" in found[0]
+    assert found[1:3] == ["False 1", "torch.float32"]
+    assert [line.split(" is not implemented for ")[1] for line in found[3:6]] == [
+        f"{kind} on this device" for kind in ("Double", "ComplexFloat", "Float8_e4m3fn")
+    ]
+    assert found[6] == "memory.base-dtype must be int8 or nf4 on npu, which has no float8, got fp8"

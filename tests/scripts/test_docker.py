@@ -9,8 +9,8 @@ from helpers import REPO
 FILES = sorted((REPO / "docker").glob("*.Dockerfile"))
 
 
-def test_there_is_one_for_cpus_and_one_for_cuda():
-    assert [path.name for path in FILES] == ["cpu.Dockerfile", "cuda.Dockerfile"]
+def test_there_is_one_for_each_kind_of_device():
+    assert [path.name for path in FILES] == ["cpu.Dockerfile", "cuda.Dockerfile", "npu.Dockerfile"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
@@ -20,7 +20,7 @@ def test_what_they_start_is_there(path):
         assert (REPO / script).is_file()
     targets = set(re.findall(r"^([\w-]+):", (REPO / "Makefile").read_text("utf-8"), re.MULTILINE))
     commands = set(re.findall(r"omni-rl:\w+ make ([\w-]+)", text))
-    assert commands
+    assert commands or "omni-rl:npu omni-rl doctor" in text
     assert commands <= targets
     project = tomllib.loads((REPO / "packages" / "omni-rl" / "pyproject.toml").read_text("utf-8"))["project"]
     (command,) = re.findall(r'^CMD \["([\w-]+)"', text, re.MULTILINE)
@@ -29,7 +29,7 @@ def test_what_they_start_is_there(path):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_their_python_is_one_that_the_packages_name(path):
-    (version,) = re.findall(r"^FROM python:([\d.]+)-", path.read_text("utf-8"), re.MULTILINE)
+    (version,) = re.findall(r"^FROM \S*\bpy(?:thon:)?([\d.]+)", path.read_text("utf-8"), re.MULTILINE)
     classifiers = tomllib.loads((REPO / "packages" / "omni-rl" / "pyproject.toml").read_text("utf-8"))["project"][
         "classifiers"
     ]

@@ -174,8 +174,25 @@ def local_device(local_rank: int = 0) -> torch.device:
         raise ValueError(
             f"local_rank must be below the number of {accelerator.type} devices ({count}), got {local_rank}"
         )
+    _settle(accelerator.type)
     torch.accelerator.set_device_index(local_rank)
     return torch.device(accelerator.type, local_rank)
+
+
+def _settle(kind: str) -> None:
+    """Have an Ascend NPU, known by its settings, keep plain formats, whole float32, and sums in an order that repeats.
+
+    torch_npu takes the order from its first operator on, for the whole process.
+    """
+    module = torch.get_device_module(kind)
+    if not hasattr(module, "set_compile_mode"):
+        return
+    module.set_compile_mode(jit_compile=False)
+    module.config.allow_internal_format = False
+    module.conv.allow_hf32 = module.matmul.allow_hf32 = False
+    os.environ.setdefault("HCCL_DETERMINISTIC", "true")
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # which takes time
+    torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def default_compute_dtype(device: torch.device) -> torch.dtype:

@@ -45,6 +45,16 @@ def check_attention(name: str, device: torch.device, dtype: torch.dtype) -> None
             ) from exc
 
 
+def check_float8(device: torch.device) -> None:
+    """Raise ValueError if a device has no float8, as Ascend's 910B."""
+    try:
+        torch.ones(1, device=device).to(torch.float8_e4m3fn).float()
+    except RuntimeError as exc:
+        raise ValueError(
+            f"memory.base-dtype must be int8 or nf4 on {device.type}, which has no float8, got fp8"
+        ) from exc
+
+
 def check_compiler(device: torch.device) -> None:
     """Compile a sum, which takes seconds if the device has a compiler.
 

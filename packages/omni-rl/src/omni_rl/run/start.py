@@ -21,7 +21,7 @@ from omni_rollout.types import WeightedEngine
 from omni_train import lora
 from omni_train.dist import Dist, gather_json, same_error, shard_mesh
 from omni_train.flops import FlopTable
-from omni_train.kernels import check_attention, check_compiler
+from omni_train.kernels import check_attention, check_compiler, check_float8
 from omni_train.memory.offload import HostAdamW
 from omni_train.memory.quantized import BYTES
 from omni_train.memory.recompute import Recompute
@@ -237,7 +237,7 @@ def preparation(
     """Return what the settings say is done to the net of a model.
 
     Raises:
-        ValueError: the device has no such kernels of attention, or no compiler.
+        ValueError: the device has no such kernels of attention, no float8, or no compiler.
     """
     targets = args.lora.targets.split(",") if args.lora.targets else model.LORA_TARGETS
     adapters = Lora(targets, args.lora.rank, args.lora.alpha, args.lora.init, args.seed) if args.lora.rank else None
@@ -246,6 +246,8 @@ def preparation(
     dtype: torch.dtype = getattr(torch, args.dtype)
     with flag("--"):  # the message itself begins with the setting
         check_attention(args.attention, device, dtype)
+        if args.memory.base_dtype == "fp8":
+            check_float8(device)
         if compiles:
             check_compiler(device)
     return Preparation(

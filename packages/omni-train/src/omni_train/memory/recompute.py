@@ -17,7 +17,13 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext,
 
 from omni_train.memory.offload import saved_on_host
 
-PRODUCTS = ("mm", "addmm", "addmm_", "_scaled_dot_product_")  # the beginnings of their operators' names
+PRODUCTS = (
+    "mm",
+    "addmm",
+    "addmm_",
+    "_scaled_dot_product_",
+    "npu_fusion_attention",
+)  # the beginnings of their operators' names
 Context = AbstractContextManager[Any]
 
 
