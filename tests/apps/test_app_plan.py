@@ -24,6 +24,7 @@ from omni_rl.tools import plan
 from omni_rollout import Params
 from omni_rollout.models import open_model
 from omni_train.log import RunLog
+from omni_train.lora import add_lora
 from omni_train.planned import PLANNED, Meter, planned_ranks
 from PIL import Image
 from torch import nn
@@ -258,6 +259,21 @@ def test_a_plan_keeps_the_encoder_on_the_host():
     for phase in ("load", "rollout", "update"):
         assert without.peaks[phase] - with_it.peaks[phase] == pytest.approx(freed, rel=0.01)
     assert with_it.peaks["encode"] < without.peaks["encode"] - freed / 2  # a block at a time
+
+
+def test_a_plan_counts_what_waits_on_the_host():
+    """The text encoder and AdamW's moments, and the net's weights before they are quantized."""
+    app, args = settings("adapters, guidance, recomputation")
+    changes = [{}, {"memory_offload": "encoder,optimizer"}, {"memory_base_dtype": "nf4"}]
+    bare, offloaded, quantized = (plan.measure(app.main, change(args, **each), 1) for each in changes)
+    parts = open_model(args.model).load(device="cpu", dtype=torch.float32)
+    encoder = sum(tensor.nbytes for tensor in (*parts.text_encoder.parameters(), *parts.text_encoder.buffers()))
+    net = sum(p.nbytes for p in parts.net.parameters())
+    add_lora(parts.net, open_model(args.model).LORA_TARGETS, rank=8, alpha=16, seed=0)
+    moments = 2 * sum(p.nbytes for p in parts.net.parameters() if p.requires_grad)
+    assert offloaded.host - bare.host == pytest.approx(encoder + moments, rel=0.1)
+    assert quantized.host - bare.host == pytest.approx(net, rel=0.05)
+    assert f"GB: {quantized.host / 1e9:.3g}\n" in quantized.describe()
 
 
 def test_a_plan_counts_the_scorer_that_the_run_starts(capsys):

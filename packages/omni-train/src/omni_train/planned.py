@@ -32,6 +32,7 @@ from torch.utils.flop_counter import flop_registry
 from omni_train.dist import Dist
 
 PLANNED = torch.device("cpu", 1)  # a second CPU, as far as torch can tell: its backward pass asks for no driver
+HOST = torch.device("cpu")
 READ = 1e-30  # a number read from the device: finite, and not zero, as the norm of a gradient that is to be applied
 MAX_KNOWN = {True: 2**12, False: 2**20}  # elements of a tensor whose values are kept: of floats, and of integers
 
@@ -50,6 +51,7 @@ class Meter(TorchDispatchMode):
     """Counts the bytes of all tensors alive on a device, and the floating-point operations, by phase.
 
     live: bytes. peaks: the most bytes that were alive in a phase. flops: of matrix products, attention, convolutions.
+    host and host_peak: the bytes of the host's tensors, and the most of them, if that is another device.
     Bytes are those of storages: what an allocator rounds up or cannot fill comes on top.
     """
 
@@ -62,7 +64,8 @@ class Meter(TorchDispatchMode):
         self.window = 0  # the most bytes since it was last set, those of `aside` left out
         self.aside = 0
         self.current = ""  # the phase
-        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self.host = self.host_peak = 0
+        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, Callable[[int], None]]] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -79,6 +82,11 @@ class Meter(TorchDispatchMode):
         self.live += num_bytes
         self.peaks[self.current] = max(self.peaks[self.current], self.live)
         self.window = max(self.window, self.live - self.aside)
+
+    def add_host(self, num_bytes: int) -> None:
+        """Count bytes that are allocated on the host; freed, if negative."""
+        self.host += num_bytes
+        self.host_peak = max(self.host_peak, self.host)
 
     def burst(self, num_bytes: int, flops: int) -> None:
         """Count bytes that are allocated and freed at once, and operations."""
@@ -110,8 +118,8 @@ class Meter(TorchDispatchMode):
         kwargs = kwargs or {}
         out = self.run(func, args, kwargs)
         for tensor in _tensors_of(out if isinstance(out, tuple | list) else (out,)):
-            if tensor.device == self.device:
-                self._see(tensor.untyped_storage())
+            if tensor.device in (self.device, HOST):
+                self._see(tensor.untyped_storage(), self.add if tensor.device == self.device else self.add_host)
         if (formula := _FLOPS.get(func._overloadpacket)) is not None:
             self.add_flops(formula(*args, **kwargs, out_val=out))
         return out
@@ -122,7 +130,7 @@ class Meter(TorchDispatchMode):
         def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
             meter._resize(storage, size)
             if id(storage) in meter._alive:
-                meter._see(storage)
+                meter._see(storage, meter._alive[id(storage)][2])
             return storage
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]  # how FSDP2 frees, unseen
@@ -133,16 +141,17 @@ class Meter(TorchDispatchMode):
         super().__exit__(*exc_info)
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
-    def _see(self, storage: torch.UntypedStorage) -> None:
+    def _see(self, storage: torch.UntypedStorage, add: Callable[[int], None]) -> None:
         """Count a storage from here to its end, or its new size."""
         key, size = id(storage), storage.nbytes()
-        known, before = self._alive.get(key, (None, 0))
+        known, before, _ = self._alive.get(key, (None, 0, add))
         if known is None or size != before:
-            self._alive[key] = known or weakref.ref(storage, partial(self._end, key)), size
-            self.add(size - before)
+            self._alive[key] = known or weakref.ref(storage, partial(self._end, key)), size, add
+            add(size - before)
 
     def _end(self, key: int, _: object) -> None:
-        self.add(-self._alive.pop(key)[1])
+        _, size, add = self._alive.pop(key)
+        add(-size)
 
 
 class PlannedDevice(Meter):

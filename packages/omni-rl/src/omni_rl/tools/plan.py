@@ -216,7 +216,8 @@ class Figures:
     """What two steps take. peaks: the most bytes in each phase. flops: of each phase. forwards, tokens: of the net.
 
     unshard: the phases in which sharded weights are gathered once. offloads: the parts that --memory.offload may name.
-    scorer: the bytes of each peak that the scorer takes, by what they are for.
+    scorer: the bytes of each peak that the scorer takes, by what they are for. host: the most bytes of tensors on the
+    host, such as offloaded parts, and weights before they are quantized.
     """
 
     peaks: Counter[str]
@@ -226,6 +227,7 @@ class Figures:
     unshard: tuple[str, ...]
     offloads: Sequence[str]
     scorer: Counter[str] = field(default_factory=Counter)
+    host: int = 0
 
     @property
     def peak(self) -> int:
@@ -245,6 +247,7 @@ class Figures:
         lines = [
             f"most memory per rank, GB: {memory}",
             *([f"of these the scorer's, GB: {self.scorer.total() / GB:.3g} ({scorer})"] if scorer else []),
+            f"most host memory per rank, beside libraries and checkpoints, GB: {self.host / GB:.3g}",
             f"forwards of a sample per rank and step, and their tokens: {through}",
             f"operations per rank and step, TFLOP: {work}",
             *([f"sharded weights are gathered once in {' and '.join(self.unshard)}"] if self.unshard else []),
@@ -331,7 +334,8 @@ class PlannedWorld(World):
                     part_files(alone, train_state(run.policy.net, run.policy.optimizer, run.policy.averages))
             peaks = Counter({name or "others": peak for name, peak in (loaded | device.peaks).items()})
             flops, forwards, tokens = (Counter(each) for each in (device.flops, self._forwards, self._tokens))
-            self.found.append(Figures(peaks, flops, forwards, tokens, run.policy.unshard, offloads))
+            figures = Figures(peaks, flops, forwards, tokens, run.policy.unshard, offloads, host=device.host_peak)
+            self.found.append(figures)
 
     def forget(self) -> None:
         """Drop what was remembered, which keeps tensors alive."""
