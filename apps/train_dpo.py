@@ -49,8 +49,6 @@ class Args(ScoredArgs):
 def check_args(args: Args) -> None:
     """Raise ValueError when settings do not fit together."""
     offline = bool(args.preferences)  # then a batch is of pairs of one size, however many samples it holds
-    checked = replace(args, prompts=args.preferences, batch_size=2) if offline else args
-    check_scored(checked, num_trained=None, needs_scorer=False)
     samples, unit = args.prompts_per_step * args.group_size, max(args.batch_size, args.group_size)
     per_round = unit * num_ranks()
     if offline:
@@ -58,6 +56,8 @@ def check_args(args: Args) -> None:
 
         shape = args.num_frames, args.height, args.width
         check_preferences(args.preferences, shape, frame_rate=args.frame_rate, media_root=args.media_root)
+    checked = replace(args, prompts=args.preferences, batch_size=2) if offline else args
+    check_scored(checked, num_trained=None, needs_scorer=False)
     require(
         (args.scorer.given or offline or args.dry_run,
          "--scorer must name a reward, --scorer.url a reward server, or --preferences a file of pairs"),

@@ -253,6 +253,11 @@ def picture(path, *, height=32, width=96):
     return path
 
 
+def test_a_file_of_pairs_that_is_missing_is_named_with_its_own_flag():
+    with pytest.raises(ValueError, match=r"^--preferences: path must be a file that can be read, got gone.jsonl"):
+        app.check_args(change(TINY, preferences="gone.jsonl", group_size=2))
+
+
 def test_a_mistake_in_a_preference_file_is_named_before_the_model_is_loaded(here):
     save_file({"x0": torch.zeros(16, 4, 12)}, here / "w.safetensors")
     (here / "cut.SAFETENSORS").write_bytes((here / "w.safetensors").read_bytes()[:-8])

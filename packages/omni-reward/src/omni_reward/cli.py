@@ -29,7 +29,7 @@ def build_parser() -> Parser:
     add("--scorer", required=True, help=scorers)
     add("--option", action="append", default=[], metavar="NAME=VALUE", help=options)
     add("--host", default="127.0.0.1", help="address to bind; other than loopback, it requires a token")
-    add("--port", type=int, default=0, help="port; 0 takes a free one")
+    add("--port", type=int, default=0, help="port; 0, the default, takes a free one")
     add("--token-file", type=Path, help="file with the bearer token that clients must send")
     add("--url-file", type=Path, help="file to write the URL to when the server answers")
     add("--threads", type=int, default=1, help="cores per request; more than 1 helps only if they are idle")
