@@ -170,14 +170,16 @@ def test_a_trainer_accepts_its_recipe(app: str, name: str, tmp_path: Path, monke
         ("qwen-image-ocr-lora", [], "; fetch them: omni-rl prompts ocr"),
         ("qwen-image-ocr-lora", ["--prompts", "x.txt"], ""),
         ("qwen-image-edit-2511-pickscore", [], "; write data/edit/train.jsonl and test.jsonl, lines with .*"),
+        ("qwen25-dapo", [], "; write prompts/train.jsonl and eval.jsonl, lines with .*"),
     ],
 )
 def test_who_lacks_the_prompts_of_a_recipe_is_told_how_to_get_them(tmp_path, monkeypatch, capsys, preset, more, ends):
     monkeypatch.chdir(tmp_path)
-    module = importlib.import_module("train_flowgrpo")
-    words = ["--preset", preset, "--scorer.url", "http://127.0.0.1:8100", *more]
+    app = next(app for app, name in ALL if name == preset)
+    module = importlib.import_module(app)
+    url = [] if app == "train_gspo" else ["--scorer.url", "http://127.0.0.1:8100"]  # of which one has rules instead
     with pytest.raises(SystemExit):
-        parse_cli(module.Args, module.check_args, words, app="train_flowgrpo")
+        parse_cli(module.Args, module.check_args, ["--preset", preset, *url, *more], app=app)
     assert re.search(rf"--prompts: .*\.(txt|jsonl): No such file or directory{ends}\n$", capsys.readouterr().err)
 
 

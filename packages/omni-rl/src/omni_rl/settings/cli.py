@@ -82,8 +82,8 @@ def parse_cli(
             knock(values_of(config))
     except ValueError as exc:
         fault, text = str(exc), "".join(presets.get(word, "") for word in argv)  # of the preset: what it goes with
-        prompts = re.search(r"^# Prompts: ((?:write data/|omni-rl prompts )(\w+).*)", text, re.MULTILINE)
-        if prompts and f"got data/{prompts[2]}/" in fault:
+        prompts = re.search(r"^# Prompts: ((?:write (?:data/)?|omni-rl prompts )(\w+).*)", text, re.MULTILINE)
+        if prompts and re.search(rf"got (data/)?{prompts[2]}/", fault):
             fault += f"; {prompts[1].replace('omni-rl', 'fetch them: omni-rl')}"
         scorer = re.search(r"^# Scorer: (.*)", text, re.MULTILINE)
         if scorer and " a reward server" in fault:
