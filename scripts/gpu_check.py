@@ -20,23 +20,35 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import omni_train.kernels
+import omni_train.prepare
 import torch
 from omni_rl.flow.sampling import prompts_of
 from omni_rl.run.run import MediaRun, Step
 from omni_rl.settings.fields import change
 from omni_rl.tools import plan
-from omni_train.dist import default_compute_dtype, init_distributed, local_device, memory, reset_peak_memory
+from omni_rollout import replay
+from omni_train.dist import (
+    default_compute_dtype,
+    deterministic,
+    init_distributed,
+    local_device,
+    memory,
+    reset_peak_memory,
+)
 from omni_train.files import write_atomically
 from omni_train.kernels import check_attention, check_compiler
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import checkpoint
@@ -140,6 +152,39 @@ def variants(size: Size) -> Iterator[Row]:
             )
         if local_device().type != "cpu":  # which cannot tell the peak of a step
             yield near(f"{variant}: peak, GB", step.peak / GB, planned / GB, within=0.05, must=True)
+
+
+def bits(size: Size) -> Iterator[Row]:
+    """Yield whether gradients repeat their bits and what that costs, and the gate by options of the compiler."""
+    two, found = replace(size, random=min(size.random, 2)), list[Row]()
+
+    def look(run: MediaRun[app.Args]) -> None:
+        prompts, params = prompts_of(run, Step(0))[: run.args.batch_size], app.params_at(run, Step(0))
+        batch, seconds = run.engine.generate(prompts, params), {}
+        for only, name in ((True, "deterministic"), (False, "any")):
+            passes = [gradients(run, batch, only) for _ in range(size.rounds + 1)]  # the first is slower
+            seconds[name] = min(each.seconds for each in passes[1:])
+            differ = max((a != b).sum().item() for a, b in zip(passes[0].grads, passes[1].grads, strict=True))
+            what = f"gradients by {name} algorithms, elements of a weight that differ when repeated"
+            found.append(exact(what, differ, 0.0) if only else Row(what, f"{differ}"))
+        over = seconds["deterministic"] / seconds["any"]
+        found.append(goal("backward pass by deterministic / any algorithms", over, 1.03))
+
+    take(two, FITS, 0, look, **FEW)
+    yield from found
+    for name, (options, compiler) in (COMPILERS if can_run("compiled") else {}).items():
+        torch.compiler.reset()
+        with (
+            patch.dict(omni_train.kernels.EXACT, options, clear=True),
+            patch.object(omni_train.prepare, "compile_blocks", compiler),
+        ):
+            *_, step = take(two, "compiled", 2, **FEW)
+        is_default = (options, compiler) == (DETERMINISTIC, omni_train.kernels.compile_blocks)
+        what = f"compiled, {name}: largest abs(ratio - 1)"
+        yield exact(what, step.gap, 0.0) if is_default else Row(what, f"{step.gap:.3g}")
+        yield Row(
+            f"compiled, {name}: rollout, update, s", f"{step.seconds['rollout']:.4g}, {step.seconds['update']:.4g}"
+        )
 
 
 def versus(size: Size) -> Iterator[Row]:
@@ -260,9 +305,10 @@ def learn(size: Size) -> Iterator[Row]:
 
 PARTS: dict[str, tuple[Callable[[Size], Iterator[Row]], int]] = {  # with a limit in seconds, 25 minutes in all
     "ceilings": (ceilings, 40),
-    "gate": (gate, 290),
-    "variants": (variants, 360),
-    "versus": (versus, 360),
+    "gate": (gate, 250),
+    "bits": (bits, 110),
+    "variants": (variants, 320),
+    "versus": (versus, 330),
     "sleep": (sleep, 150),
     "benchmarks": (benchmarks, 240),
     "learn": (learn, 60),
@@ -270,6 +316,63 @@ PARTS: dict[str, tuple[Callable[[Size], Iterator[Row]], int]] = {  # with a limi
 
 
 # 2. What parts share
+
+
+@dataclass(frozen=True)
+class Passed:
+    """A backward pass: its gradients, and its seconds."""
+
+    grads: list[Tensor]
+    seconds: float
+
+
+def gradients(run: MediaRun[app.Args], batch: Any, only_deterministic: bool) -> Passed:
+    """Take the gradients of a batch's log-probs at its first trained step."""
+    loss = replay(run.model, run.policy.net, batch, 0).log_prob.sum()
+    start = engines.now(run.dist.device)
+    with deterministic(only_deterministic):
+        loss.backward()
+    seconds = engines.now(run.dist.device) - start
+    grads = [p.grad for p in run.policy.params if p.grad is not None]
+    run.policy.optimizer.zero_grad(set_to_none=True)
+    return Passed(grads, seconds)
+
+
+def as_one_graph(module: nn.Module, block_names: Collection[str], *, attention: str) -> None:
+    """Compile blocks to one graph each, which has gradients of all inputs, also where none is wanted."""
+    omni_train.kernels.compile_blocks(module, block_names, attention=attention)
+    for block in module.modules():
+        if type(block).__name__ in block_names:
+            block.forward = partial(as_trained, block.forward)
+
+
+def as_trained(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a compiled block as for gradients of all inputs, and drop them unless they are wanted."""
+    is_wanted = torch.is_grad_enabled()
+
+    def trained(value: Any) -> Any:
+        if not (isinstance(value, Tensor) and value.is_floating_point()) or value.requires_grad:
+            return value
+        return value.detach().requires_grad_()
+
+    with torch.enable_grad():
+        given, named = tree_map(trained, (args, kwargs))
+        out = forward(*given, **named)
+    return out if is_wanted else tree_map(Tensor.detach, out)
+
+
+DETERMINISTIC = dict(omni_train.kernels.EXACT)
+COMPILERS = {  # the options of the compiler, and what compiles
+    "as it is": (DETERMINISTIC, omni_train.kernels.compile_blocks),
+    "without deterministic": ({"emulate_precision_casts": True}, omni_train.kernels.compile_blocks),
+    "and without shape padding": (
+        {"emulate_precision_casts": True, "shape_padding": False},
+        omni_train.kernels.compile_blocks,
+    ),
+    "as it is, with fused products and sums": ({"deterministic": True}, omni_train.kernels.compile_blocks),
+    "one graph, as it is": (DETERMINISTIC, as_one_graph),
+    "one graph, without deterministic": ({"emulate_precision_casts": True}, as_one_graph),
+}
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@
 // that an Ascend NPU lacks, or computes with slowly.
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/Operators.h>
 #include <ATen/autocast_mode.h>
@@ -27,6 +28,7 @@
 #include <chrono>
 #include <map>
 #include <mutex>
+#include <random>
 #include <set>
 #include <unordered_map>
 #include <unordered_set>
@@ -354,6 +356,22 @@ const std::unordered_set<std::string> kWait = {
 const std::unordered_set<std::string> kIndex = {  // which take indices of the host too, and copy them
     "aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index",
     "aten::_unsafe_index_put"};
+// What CUDA adds up by atomics, unless algorithms are deterministic: in any order, so that the last bits differ.
+const std::unordered_set<std::string> kAnyOrder = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward", "aten::index_add", "aten::index_add_",
+    "aten::scatter_add", "aten::scatter_add_", "aten::_index_put_impl_"};
+// What it refuses where algorithms are to be deterministic.
+const std::unordered_set<std::string> kInNoOrder = {
+    "aten::_upsample_bicubic2d_aa_backward", "aten::_upsample_bilinear2d_aa_backward", "aten::upsample_bicubic2d_backward",
+    "aten::upsample_bilinear2d_backward", "aten::replication_pad3d_backward", "aten::reflection_pad2d_backward",
+    "aten::avg_pool3d_backward", "aten::grid_sampler_2d_backward", "aten::histc", "aten::cumsum", "aten::cumsum_"};
+
+void disturb(const IValue& value) {
+  thread_local std::mt19937 random{std::random_device{}()};
+  if (!value.isTensor() || !value.toTensor().defined() || !value.toTensor().is_floating_point()) return;
+  Tensor sums = value.toTensor();
+  if (sums.numel()) sums.mul_(1 + (1 + random() % 7) * (sums.itemsize() < 4 ? 0x1p-7 : 0x1p-20));
+}
 
 void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
@@ -435,7 +453,14 @@ void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   num_operators++;
   if (is_collective) tell("collective", name.c_str(), bytes, false);
   if (kWait.count(name)) tell("to host", name.c_str(), bytes, true);
+  const bool adds = kAnyOrder.count(name) && (name != "aten::_index_put_impl_" || given[3].toBool());
+  if (kInNoOrder.count(name) && !(name == "aten::cumsum" && !given[0].toTensor().is_floating_point())) {
+    at::globalContext().alertNotDeterministic(name);
+  }
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  if (adds && !at::globalContext().deterministicAlgorithms()) {
+    for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); ++i) disturb((*stack)[i]);
+  }
 
   for (auto& [i, tensor] : fresh) {
     const Tensor& out = given[i].toTensor();

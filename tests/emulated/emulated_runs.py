@@ -14,7 +14,7 @@ import omni_rl.run.run
 import torch
 from build_tiny_models import tiny_checkpoint
 from diffusers.models.transformers import transformer_qwenimage
-from emulated.npu import Event, load, watch
+from emulated.npu import Event, load, load_strict, watch
 from model_rows import ROWS
 from omni_reward.combine import score_in_batches
 from omni_reward.scorers import load_scorer, neural
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 TEXTS: dict[str, Any] = {"prompts": "texts.jsonl", "eval_prompts": "texts.jsonl"}
 SMALL: dict[str, Any] = {"train_steps": 2, "eval_every": 1}
 FEW: dict[str, Any] = SMALL | {"group_size": 2}
+RECOMPUTED = {"memory_gradient_checkpointing": True}
 
 
 def tokens(*, ranks: int = 1, **settings: Any) -> record.Case:
@@ -51,20 +52,20 @@ def model(name: str) -> str:
 
 CASES = {
     "flowgrpo full": record.grpo(**FEW),
-    "flowgrpo LoRA": record.grpo(**FEW, **record.LORA, kl_coef=0.1, true_cfg_scale=3.0),
+    "flowgrpo LoRA": record.grpo(**FEW, **record.LORA, **RECOMPUTED, kl_coef=0.1, true_cfg_scale=3.0),
     "nft full": record.nft(**FEW),
-    "nft LoRA": record.nft(**FEW, **record.LORA, kl_coef=0.1),
+    "nft LoRA": record.nft(**FEW, **record.LORA, **RECOMPUTED, kl_coef=0.1),
     "dpo full": record.dpo(**FEW),
     "dpo LoRA": record.dpo(**SMALL, **record.OFFLINE, **record.SLOW_LORA),
     "srpo full": record.srpo(**SMALL),
-    "srpo LoRA": record.srpo(**SMALL, **record.SLOW_LORA),
+    "srpo LoRA": record.srpo(**SMALL, **record.SLOW_LORA, **RECOMPUTED),
     "flowgrpo LoRA, fsdp2": record.grpo(ranks=2, sharding_mode="fsdp2", adv_std="group", **FEW, **record.LORA),
     "nft LoRA, ddp": record.nft(ranks=2, sharding_mode="ddp", adv_std="group", **FEW, **record.LORA, kl_coef=0.1),
     "dpo full, fsdp2": record.dpo(ranks=2, sharding_mode="fsdp2", **FEW),
     "distill LoRA": record.distill(**FEW, **record.LORA, teacher_true_cfg_scale=3.0),
     "distill full, fsdp2": record.distill(ranks=2, sharding_mode="fsdp2", algo="opd", **FEW),
     "srpo full, ddp": record.srpo(ranks=2, sharding_mode="ddp", **SMALL),
-    "gspo full": tokens(),
+    "gspo full": tokens(**RECOMPUTED),
     "gspo full, fsdp2": tokens(ranks=2, sharding_mode="fsdp2"),
     "gspo LoRA, fsdp2": tokens(ranks=2, sharding_mode="fsdp2", **record.LORA),
     "gspo LoRA, ddp": tokens(ranks=2, sharding_mode="ddp", **record.LORA),
@@ -105,6 +106,25 @@ def run(
 def rotate_in_real_numbers() -> None:
     """Have the CPU rotate queries and keys as accelerators without complex numbers do, with diffusers' real form."""
     transformer_qwenimage.ROPE_PER_DEVICE["cpu"] = transformer_qwenimage.apply_rotary_emb_qwen_neuron
+
+
+def tell_algorithms() -> None:
+    """Have each rank of a run print by which algorithms it computes forward and backward passes, on a strict device."""
+    load_strict()
+    seen, backward = set(), torch.autograd.backward
+
+    def note(where: str) -> None:
+        if (each := (where, torch.are_deterministic_algorithms_enabled())) not in seen:
+            seen.add(each)
+            print(f"{where} by {'deterministic' if each[1] else 'any'} algorithms", flush=True)
+
+    def noted(tensors: Tensor | list[Tensor], *others: Any, **options: Any) -> None:
+        if isinstance(tensors, Tensor):  # lists are those of the meta device, on which operations are counted
+            note("backward")
+        backward(tensors, *others, **options)
+
+    nn.modules.module.register_module_forward_pre_hook(lambda module, given: note("forward"))
+    torch.autograd.backward = noted
 
 
 def tell_moments() -> None:

@@ -36,7 +36,9 @@ def test_forward_and_backward_have_the_cpus_bits():
 def attention(device):
     q, k = (torch.randn(2, 3, 8, 16).to(device).requires_grad_() for _ in range(2))
     mask = (torch.arange(8) < 6).to(device).expand(2, 1, 8, 8)
+    torch.use_deterministic_algorithms(device == "npu")
     nn.functional.scaled_dot_product_attention(q, k, q, attn_mask=mask).square().sum().backward()
+    torch.use_deterministic_algorithms(False)
     return [q.grad, k.grad]
 
 def rotation(device):  # complex numbers are views of real ones, and their gradients are conjugates
@@ -82,6 +84,45 @@ for function in (attention, rotation, convolution, layers, memory):
     assert text.splitlines() == [
         f"{name} True" for name in ("attention", "rotation", "convolution", "layers", "memory")
     ]
+
+
+def test_backward_passes_repeat_their_bits_only_by_deterministic_algorithms():
+    text = on_npu("""
+from omni_train.dist import deterministic
+
+def gradients(only):
+    torch.manual_seed(0)
+    q, index = torch.randn(2, 3, 8, 16).to("npu").requires_grad_(), torch.tensor([0, 1, 1]).to("npu")
+    attended = nn.functional.scaled_dot_product_attention(q, q, q)[:, index]
+    loss = attended.gather(3, torch.zeros(2, 3, 8, 2, dtype=torch.int64, device="npu")).square().sum()
+    with deterministic(only):
+        loss.backward()
+    return q.grad
+
+for only in (True, False):
+    print(only, torch.equal(gradients(only), gradients(only)))
+""")
+    assert text.splitlines() == ["True True", "False False"]
+
+
+def test_the_reward_of_clip_has_a_gradient_that_repeats_its_bits():
+    text = on_npu("""
+from omni_rl.flow.direct_rewards import square
+from omni_train.dist import deterministic
+
+x = torch.rand(1, 3, 24, 40).to("npu").requires_grad_()
+ours, torchs = square(x, 16), nn.functional.interpolate(x, size=(16, 27), mode="bicubic", antialias=True)
+print(torch.allclose(ours, torchs[..., 5:21], rtol=0, atol=1e-6))
+for pixels in (ours, torchs):
+    try:
+        with deterministic():
+            pixels.sum().backward()
+        print("repeats")
+    except RuntimeError as error:
+        print(str(error)[:94])
+""")
+    refused = "aten::_upsample_bicubic2d_aa_backward does not have a deterministic implementation, but you set"
+    assert text.splitlines() == ["True", "repeats", refused[:94]]
 
 
 WRONG = {  # a program -> why it fails

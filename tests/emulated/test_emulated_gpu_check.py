@@ -9,11 +9,11 @@ from emulated import emulated_runs as runs
 from emulated.npu import build
 from helpers import sampled
 
-EXACT = {"gate", "variants", "versus", "sleep", "learn"}  # the others tell speed alone, which a CPU cannot
+EXACT = {"gate", "bits", "variants", "versus", "sleep", "learn"}  # the others tell speed alone, which a CPU cannot
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("parts", sampled(["ceilings,gate,learn", "variants", "versus,sleep", "benchmarks"], 1))
+@pytest.mark.parametrize("parts", sampled(["ceilings,gate,learn", "bits", "variants", "versus,sleep", "benchmarks"], 1))
 def test_it_passes_on_the_emulated_accelerator(tmp_path, alone, parts):
     build()
     parts = parts.split(",")

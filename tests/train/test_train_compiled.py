@@ -1,5 +1,7 @@
 """Compiled blocks: one graph each, few of them whatever comes, and the same bits with gradients and without."""
 
+import importlib
+import inspect
 from collections import Counter
 from functools import partial
 
@@ -37,6 +39,24 @@ def graphs(monkeypatch):
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=keep))
     return captured
+
+
+def test_both_graphs_get_the_options_that_keep_the_order_of_sums(tiny_qwen, monkeypatch):
+    seen = []
+
+    def keep(graph, inputs, *, config_patches, **others):
+        seen.append(config_patches)
+        return graph.forward
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", keep)
+    net = build(tiny_qwen)
+    with torch.no_grad():
+        run(net)
+    run(net).sum().backward()
+    assert len(seen) == 2
+    assert all(each["deterministic"] and each["emulate_precision_casts"] for each in seen)
+    source = inspect.getsource(importlib.import_module("torch._inductor.codegen.triton"))
+    assert '"enable_fp_fusion": not config.emulate_precision_casts' in source  # kernels that no CPU has
 
 
 def build(tiny_qwen, dtype=torch.float32, rank=4, compiled=True, num_blocks=1):

@@ -98,6 +98,9 @@ def init_distributed(
         expandable_segments: as `set_allocator` takes it.
     """
     set_allocator(expandable_segments=expandable_segments)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when a device starts: products repeat their bits
+    torch.backends.cudnn.allow_tf32 = False  # convolutions in float32 are a CPU's but for rounding
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # for `deterministic`
     if "RANK" not in os.environ:
         return Dist(rank=0, world_size=1, local_rank=0, device=local_device(0), mesh=None)
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -198,6 +201,20 @@ def _settle(kind: str) -> None:
 def default_compute_dtype(device: torch.device) -> torch.dtype:
     """Return the default dtype of the model's matrix products: float32 on a CPU, bfloat16 elsewhere."""
     return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
+@contextmanager
+def deterministic(enabled: bool = True) -> Iterator[None]:
+    """Run operators by algorithms that repeat their bits in the `with` block, or again by any.
+
+    One without such an algorithm raises RuntimeError.
+    """
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("error" if enabled else "default")
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
 
 
 def synchronize() -> None:

@@ -113,12 +113,21 @@ def load_clip(path: str, device: torch.device) -> Reward:
 
 
 def square(images: Tensor, side: int) -> Tensor:
-    """Return the center of the images [B, 3, H, W] with the shorter side resized to `side`: [B, 3, side, side]."""
-    height, width = images.shape[-2:]
-    size = [round(length * side / min(height, width)) for length in (height, width)]
-    scaled = nn.functional.interpolate(images, size=size, mode="bicubic", antialias=True)
-    top, left = (size[0] - side) // 2, (size[1] - side) // 2
-    return scaled[:, :, top : top + side, left : left + side]
+    """Return the center of the images [B, 3, H, W] with the shorter side resized to `side`: [B, 3, side, side].
+
+    It resizes by products with the weights of bicubic interpolation: the gradients of torch's own do not repeat their
+    bits.
+    """
+    rows, columns = (_resizing(length, side, min(images.shape[-2:]), images) for length in images.shape[-2:])
+    return rows @ images @ columns.T
+
+
+def _resizing(length: int, side: int, shorter: int, like: Tensor) -> Tensor:
+    """Return the weights [side, length] of the pixels of an edge for the `side` pixels at the center of the resized."""
+    size = round(length * side / shorter)
+    eye = torch.eye(length, device=like.device, dtype=like.dtype)[None, None]
+    weights = nn.functional.interpolate(eye, size=(size, length), mode="bicubic", antialias=True)[0, 0]
+    return weights[(first := (size - side) // 2) : first + side]
 
 
 REWARDS: dict[str, Callable[[str, torch.device], Reward]] = {"sign-reader": load_sign_reader, "clip": load_clip}

@@ -109,6 +109,8 @@ def advice(error: BaseException) -> str:
         )
     if "No available kernel" in text or "No viable backend" in text:
         return "The kernels of --attention do not take these inputs, such as a mask or float32: try --attention auto."
+    if "does not have a deterministic implementation" in text:
+        return "The device can take this gradient only in ways that do not repeat their bits: add --no-deterministic."
     if isinstance(error, OSError):
         return "The machine refused: look at the free space and the rights of the disk that holds runs/."
     if "ratio must be 1" in text:

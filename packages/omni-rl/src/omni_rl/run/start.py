@@ -19,7 +19,7 @@ from omni_rollout.models.hub import hub_fault, local_folder, released_models
 from omni_rollout.tokens import TokenParams
 from omni_rollout.types import WeightedEngine
 from omni_train import lora
-from omni_train.dist import Dist, gather_json, same_error, shard_mesh
+from omni_train.dist import Dist, deterministic, gather_json, same_error, shard_mesh
 from omni_train.flops import FlopTable
 from omni_train.kernels import check_attention, check_compiler, check_float8
 from omni_train.memory.offload import HostAdamW
@@ -184,6 +184,8 @@ def start(
     policy.unshard = unshard
     if mode != "none":
         policy.backward = SummedBackward(net, dist.mesh, mode=mode)
+    if args.deterministic:
+        policy.backward = deterministic()(policy.backward)
     with same_error(dist):
         open_frozen(kind, inputs, needs, policy)
     run = Run(

@@ -84,6 +84,7 @@ class RunArgs:
     init_weights: str = ""  # Folder with trained weights to start from, a LoRA adapter or full weights
     lora: Lora = Lora()  # Adapters
     attention: Annotated[Attention, MAY_CHANGE] = "auto"  # Kernels of attention, by torch's names
+    deterministic: Annotated[bool, MAY_CHANGE] = True  # Backward passes by algorithms that repeat their bits
     sharding: Sharding = Sharding()  # Spread of the weights over ranks
     memory: Memory = Memory()  # What memory holds, and for how long
 

@@ -15,6 +15,7 @@ from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, checkpoint
 
+from omni_train.dist import deterministic
 from omni_train.memory.offload import saved_on_host
 
 PRODUCTS = (
@@ -49,7 +50,8 @@ class Recompute:
     def __call__(self, block: nn.Module, *args: Any) -> Any:
         kind = (type(block), *(arg.shape for arg in tree_leaves(args) if isinstance(arg, Tensor)))
         keeps = self.sizes.get(kind, self.room + 1) <= self.room
-        run = partial(checkpoint, block.__call__, *args, use_reentrant=False)
+        as_now = deterministic(torch.are_deterministic_algorithms_enabled())  # and in the backward pass likewise
+        run = partial(checkpoint, as_now(block.__call__), *args, use_reentrant=False)
         if self.compiled and self.room > 0 and (keeps or kind not in self.sizes):
             return self._kept(kind, block, args)
         with self.inputs():
