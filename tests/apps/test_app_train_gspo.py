@@ -20,11 +20,13 @@ from omni_reward.serving import serving_here
 from omni_rl.flow.scoring import Rollout
 from omni_rl.flow.tokens import TokenBatch, pack
 from omni_rl.run import texts
+from omni_rl.run.failures import launch
 from omni_rl.run.run import Step
 from omni_rl.run.start import Needs
 from omni_rl.run.world import World
 from omni_rl.settings.eval_sets import TokenEval, TokenEvalSet
 from omni_rl.settings.fields import change, values_of
+from omni_rl.tools import plan, plan_tokens
 from omni_rollout import Prompt
 from omni_rollout.tokens import TokenParams, TokenTrajectory
 from omni_train.files import load_metrics
@@ -366,6 +368,42 @@ def test_a_dry_run_finds_weights_that_would_be_gathered_for_every_token(here, mo
         app.main(tiny(sharding_mode="fsdp2", sharding_unshard="none", dry_run=True), World(place()))
 
 
+PLANNED = {"dry_run": True, "memory_device_gb": 1.0}
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3-omni"])
+def test_a_plan_of_long_answers_follows_from_a_few_of_their_tokens(kind, here, monkeypatch):
+    args = tiny(kind, max_new_tokens=40, **PLANNED)
+    few = plan.measure(app.main, args, 1)
+    monkeypatch.setattr(plan_tokens, "SAMPLED", 40)
+    whole = plan.measure(app.main, args, 1)
+    assert few.flops == whole.flops
+    assert few.tokens == whole.tokens
+    for name, peak in whole.peaks.items():
+        assert few.peaks[name] == pytest.approx(peak, rel=0.01), name
+
+
+def test_an_answer_is_planned_with_its_end_on_no_token_and_scores_that_differ(here, capsys):
+    """Of DAPO, which samples until groups differ, on prompts with media, with a reference and minibatches."""
+    seen = {"prompts": "train-seen.jsonl", "eval_prompts": "eval-seen.jsonl", "lora_rank": 2, "kl_coef": 0.1}
+    args = tiny("qwen3-omni", **seen, **PLANNED, algo="dapo", num_minibatches=2, memory_gradient_checkpointing=True)
+    with pytest.raises(SystemExit) as ended:
+        launch(app.main, args)
+    assert ended.value.code == 0
+    told = capsys.readouterr().out
+    [tokens] = re.findall(r"and their tokens: rollout 8 of (\d+), update 24 of (\d+)\n", told)
+    assert int(tokens[1]) == int(tokens[0]) + 1  # the last one is scored, and nothing is sampled after it
+    assert re.search(r"^plan: fits --memory.device-gb 1, with ", told, re.MULTILINE)
+
+
+@pytest.mark.parametrize("sharding", [{}, {"sharding_mode": "fsdp2", "sharding_unshard": "all"}])
+def test_a_plan_that_does_not_fit_tries_no_weights_that_are_gathered_for_every_token(sharding):
+    args = tiny(**sharding, **PLANNED, lora_rank=2, prompts_per_step=16)
+    rungs = [changed for changed, *_ in plan.ladder(args, 2, ["optimizer", "activations"], ["update"])]
+    assert {rung.sharding.unshard for rung in rungs if sharding or rung.sharding.mode == "fsdp2"} == {"rollout"}
+    assert rungs[-1].sharding.mode == "fsdp2"
+
+
 def test_an_answer_without_an_end_moves_nothing_where_it_is_masked(here):
     """Neither by its advantage nor by the KL: with no other answer there is no optimizer step."""
     Path("length.py").write_text("def rule(answer, line):\n    return len(answer)\n")
@@ -418,6 +456,7 @@ def test_settings_of_vllm_are_refused_where_they_do_not_fit(here, monkeypatch):
     found["vllm"] = True
     for changes, words in [
         ({"algo": "gspo", "rollout_correction": "token_mask"}, "must be of a sequence for gspo, got token_mask"),
+        (PLANNED, "--memory.device-gb plans the embedded engine alone, got --engine vllm"),
         ({"temperature": 2.5}, r"those of eval must be from 0.01 to 2 for vllm, got \[2.5, 1.0\]"),
         ({"eval_temperature": 0.005}, "must be from 0.01 to 2 for vllm"),  # which it would draw as 0.01
         ({"eval_sets": (TokenEvalSet("a", "train.jsonl", temperature=3.0),)}, "must be from 0.01 to 2 for vllm"),

@@ -63,7 +63,7 @@ MAY_IMPORT_LAZILY = {  # inside a function
     "omni_rollout/models/diffusers_model.py": {"accelerate"},  # which diffusers brings
     "omni_rollout/models/hub.py": {"huggingface_hub"},
     "omni_rollout/models/parts.py": {"huggingface_hub"},
-    "omni_rollout/models/tokens/transformers_model.py": {"jinja2"},  # which renders transformers' templates
+    "omni_rollout/models/tokens/transformers_model.py": {"accelerate", "jinja2"},  # jinja2 renders chat templates
     "omni_rollout/models/wan.py": {"ftfy"},
     "omni_rollout/engines/vllm.py": {"vllm"},
     "omni_train/prompts/table.py": {"pyarrow"},

@@ -513,6 +513,13 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(
   return {views.to_device(a), views.to_device(b), views.to_device(c)};
 }
 
+// Accelerators count integers, a CPU floats.
+Tensor histogram(const Tensor& x, int64_t bins, const at::Scalar& low, const at::Scalar& high) {
+  Views views;
+  num_operators++;
+  return views.to_device(at::histc(views.to_host(x).to(at::kFloat), bins, low, high).to(x.scalar_type()));
+}
+
 int64_t attention_choice(
     const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask, double dropout,
     bool is_causal, std::optional<double> scale, bool enable_gqa) {
@@ -535,6 +542,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage", set_storage);
   m.impl("set_.source_Storage_storage_offset", set_storage_at);
   m.impl("set_.source_Tensor", set_tensor);
+  m.impl("histc", histogram);
   m.impl("convolution_overrideable", convolution);
   m.impl("convolution_backward_overrideable", convolution_backward);
   // A kernel that torch composes would come before the fallback, and have other bits than the CPU's own.

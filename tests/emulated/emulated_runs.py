@@ -4,6 +4,7 @@ import gc
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -18,11 +19,16 @@ from emulated.npu import Event, load, load_strict, watch
 from model_rows import ROWS
 from omni_reward.combine import score_in_batches
 from omni_reward.scorers import load_scorer, neural
+from omni_rl.tools import plan_tokens
 from omni_rollout import Prompt
+from omni_rollout.engines.transformers import TransformersEngine
 from omni_rollout.models import open_model
 from omni_rollout.models.hunyuan_image_moe import Mixture
+from omni_rollout.models.tokens import open_token_model
 from omni_rollout.sampler import Sampler
+from omni_rollout.tokens import TokenParams
 from omni_train.optim import StepResult
+from omni_train.planned import PLANNED, PlannedDevice
 from records import record
 from torch import Tensor, nn
 
@@ -149,6 +155,29 @@ def peaks(variant: str) -> tuple[float, float]:
     size = gpu_check.Size(random=6, random_heads=4, side=256, batch_size=4, rank=16)
     *_, step = gpu_check.take(size, variant, 2, **gpu_check.FEW)
     return step.peak, gpu_check.plan_of(size, variant)
+
+
+def answers_peaks(name: str, num_tokens: int) -> tuple[int, int]:
+    """The most bytes of a net that samples answers of so many tokens, in a batch: counted, planned."""
+    library, folder, found = load(), model(name), list[int]()
+    prompts = [Prompt("a sign", 0, i, seed=i) for i in range(4)]
+    for place in (torch.device("npu"), PLANNED):
+        tokens = open_token_model(folder)
+        tokens.ends, tokens.reads_weights = (10**6,), place != PLANNED  # a token that no answer has
+        with PlannedDevice() if place == PLANNED else nullcontext() as device:
+            engine = TransformersEngine(tokens, tokens.load_net(device=place, dtype=torch.float32))
+            params = TokenParams(num_tokens, 1.0)
+            if device:
+                with device.phase("rollout"):
+                    plan_tokens.sample_ends(engine, device, prompts, params)
+                found.append(device.peaks["rollout"])
+            else:
+                library.emulated_reset_peak()
+                answers = engine.generate(prompts, params)
+                found.append(library.emulated_peak())
+                assert answers.tokens.shape == (len(prompts), num_tokens)
+                del engine
+    return found[0], found[1]
 
 
 def waits_of(name: str) -> Counter[str]:

@@ -21,22 +21,35 @@ for bits in ("int8", "fp8", "nf4"):
     lora = runs.CASES["flowgrpo LoRA"]
     CASES[bits] = replace(lora, settings=lora.settings | HOST | {"memory_base_dtype": bits})
 
-
 CASES = {name: replace(case, settings=case.settings | {"memory_text_cache_mb": 0.0}) for name, case in CASES.items()}
+DATA = f"{record.REPO}/data/tiny-beeps"  # whose prompts are alike, as those of a plan
+BEEPS = {"prompts": f"{DATA}/train.jsonl", "eval_prompts": f"{DATA}/eval.jsonl", "reward": "exact", "max_new_tokens": 2}
+BEEPS |= {"model": f"{record.REPO}/checkpoints/tiny-beeps-qwen3-omni"}
+CASES |= {
+    "gspo full": runs.tokens(**BEEPS),
+    "gspo LoRA": runs.tokens(**record.LORA, **BEEPS, memory_gradient_checkpointing=True, kl_coef=0.1),
+}
 
 
-@pytest.mark.parametrize("name", sampled(CASES, 1, always=["nf4"]))
+@pytest.mark.parametrize("name", sampled(CASES, 1, always=["nf4", "gspo LoRA"]))
 def test_a_plan_tells_the_peak_of_a_run(tmp_path, monkeypatch, fresh, name):
     build()
     case, folder = CASES[name], tmp_path / "npu"
     with record.scoring() as url:
-        fresh(runs.run, case, folder, url, before=load)
+        fresh(runs.run, case, folder, url, lives=(4,), before=load)  # of which at least one has a signal
         settings = record.flags(case, record.REPO, url)
     lines = [json.loads(line) for line in (folder / "runs/run/metrics.jsonl").read_text().splitlines()]
     app = importlib.import_module(case.app)
     monkeypatch.chdir(folder)
     planned = plan.measure(app.main, fields.build(app.Args, settings | {"dry_run": True, "memory_device_gb": 1.0}), 1)
     assert planned.peak / 2**20 == pytest.approx(max(line.get("perf/peak_memory_mb", 0) for line in lines), rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-omni"])
+def test_a_plan_tells_the_peak_of_long_answers_from_their_ends(alone, name):
+    build()
+    counted, planned = alone(runs.answers_peaks, name, 200)
+    assert planned == pytest.approx(counted, rel=0.05)
 
 
 @pytest.mark.parametrize("scorer", ["pickscore", "0.5*pickscore + 0.5*clip"])

@@ -100,6 +100,36 @@ def test_shapes_that_follow_from_known_numbers_are_known(device):
     assert torch.tensor([counts.max() - 1, counts.sum()], device=PLANNED).tolist() == [2, 5]
 
 
+def test_the_end_of_a_text_is_on_no_token_that_is_made_up(device):
+    ends = torch.tensor([1, 2]).to(PLANNED)  # made-up tokens are 1
+    assert torch.isin(torch.tensor([[1, 3]]).to(PLANNED), ends).tolist() == [[True, False]]
+    drawn = torch.rand(2, 3, device=PLANNED).argmax(dim=1)
+    assert torch.isin(drawn, ends).tolist() == [False, False]
+    assert bool((torch.isin(drawn, ends).cumsum(dim=0) == 0).all())
+
+
+def test_a_mask_that_is_known_tells_how_many_rows_it_takes(device):
+    mask = torch.tensor([[True, False, True], [False, False, True]]).to(PLANNED)
+    rows = torch.rand(2, 3, 5, device=PLANNED, requires_grad=True)
+    assert rows[mask].shape == (3, 5)
+    rows[mask].sum().backward()
+    assert rows.grad.shape == (2, 3, 5)
+
+
+def test_operations_of_experts_are_those_of_each_experts_rows(device):
+    rows, num_experts = torch.zeros(ROWS, WIDTH, device=PLANNED, requires_grad=True), 4
+    weights = torch.zeros(num_experts, WIDTH, 2 * WIDTH, device=PLANNED, requires_grad=True)
+    ends = torch.tensor([2, 5, 5, ROWS], dtype=torch.int32).to(PLANNED)
+    with device.phase("forward"):
+        out = nn.functional.grouped_mm(rows, weights, offs=ends)
+    assert out.shape == (ROWS, 2 * WIDTH)
+    out.sum().backward()
+    assert (rows.grad.shape, weights.grad.shape) == (rows.shape, weights.shape)
+    each = [2 * count * WIDTH * 2 * WIDTH for count in (2, 3, 0, 3)]
+    assert device.flops["forward"] == sum(each)
+    assert device.flops.total() == 3 * sum(each)
+
+
 def test_what_is_read_otherwise_is_made_up(device):
     image = torch.rand(4, 4, device=PLANNED)
     assert image.sum().item() == READ

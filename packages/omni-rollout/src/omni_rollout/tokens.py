@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
-from omni_rollout.types import Cond, Prompt, Samples, WeightedEngine
+from omni_rollout.types import Cond, Prompt, Samples, WeightedEngine, to_device
 
 MAX_LOGITS = 2**26  # scored at a time: 0.27 GB in float32, and three times that for their softmax
 
@@ -88,6 +88,9 @@ class Writer(Protocol):
     def inputs(self, encoded: Sequence[Cond], tokens: Tensor, mask: Tensor) -> Cond:
         """Return the net's inputs: left-padded prompts and answers [B, T], on the device of `tokens`."""
 
+    def predict(self, net: nn.Module, inputs: Cond) -> Tensor:
+        """Return the output [B, P + T, ...] of the net's head for these inputs."""
+
 
 class TokenModel(Writer, Protocol):
     """A language model for one checkpoint; it has the checkpoint's configuration and no weight."""
@@ -101,6 +104,7 @@ class TokenModel(Writer, Protocol):
     ends: tuple[int, ...]  # tokens that end an answer
     prefix: str  # of the net's names in the checkpoint's files, with its dot
     boundary: float  # 0, as there is one net
+    reads_weights: bool  # if False, `check_files` requires no weights, and nets have uninitialized ones
     dtype: torch.dtype  # of the net's computation and media; set it when the net is loaded in another one
 
     @property
@@ -158,7 +162,7 @@ def score_tokens(model: Writer, net: nn.Module, batch: TokenTrajectory) -> Token
         ScoringHead(head, tokens, partial(_score, suppressed=model.suppressed, params=batch.params))
     )
     try:
-        found = net(**model.inputs(batch.encoded, tokens, mask), use_cache=False).logits
+        found = model.predict(net, model.inputs(batch.encoded, tokens, mask))
     finally:
         whole.set_output_embeddings(head)
     return TokenScores(found[..., 0], found[..., 1])
@@ -178,7 +182,7 @@ def token_log_probs(logits: Tensor, suppressed: Sequence[int], params: TokenPara
     """Return the log-probs [..., V], float32, of all tokens; of suppressed ones -inf. Sampling and scoring call it."""
     scaled = logits.float() / params.temperature
     if suppressed:
-        scaled = scaled.index_fill(-1, torch.tensor(suppressed, device=scaled.device), -torch.inf)
+        scaled = scaled.index_fill(-1, to_device(torch.tensor(suppressed), scaled.device), -torch.inf)
     return scaled.log_softmax(dim=-1)
 
 

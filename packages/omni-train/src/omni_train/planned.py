@@ -42,6 +42,7 @@ _FLOPS: dict[Any, Callable[..., int]] = flop_registry | {
     getattr(_ATEN, f"{_ATTENTION}_for_cpu{suffix}"): flop_registry[getattr(_ATEN, _ATTENTION + suffix)]
     for suffix in ("", "_backward")
 }
+_FLOPS[_ATEN._grouped_mm] = lambda rows, weights, *_, **__: 2 * rows.numel() * weights.shape[-1]
 _INTEGERS = (torch.bool, torch.uint8, torch.int32, torch.int64)
 _DEVICE = torch.ops.prim.device.default  # every other call of all
 _DRAWS = (_ATEN.uniform_.default, _ATEN.normal_.default)
@@ -173,6 +174,10 @@ class PlannedDevice(Meter):
         if func is _ATEN._local_scalar_dense.default:
             return _values(args[0]).item()
         known = _known(func, args, kwargs, tensors)
+        if func is _ATEN.isin.Tensor_Tensor and known is None:  # what is made up is none of them
+            known = torch.zeros(args[0].shape, dtype=torch.bool)
+        if func is _ATEN.index.Tensor:
+            args = args[0], [each for index in args[1] for each in _places(index)]
         if func is _ATEN.equal.default:
             return args[0].shape == args[1].shape if known is None else known
         if from_device and device is not None and device != PLANNED and not args[0].is_floating_point():
@@ -181,6 +186,11 @@ class PlannedDevice(Meter):
             # torch's own fakes leave so small a tensor where it was, and copy what the host has
             kwargs = {"dtype": kwargs.get("dtype", args[0].dtype), "device": PLANNED}
             func, args = _ATEN.empty.memory_format, (args[0].shape,)
+        if func is _ATEN._grouped_mm.default:  # torch's own fake takes bfloat16 alone
+            (rows, weights), offsets = args[:2], kwargs.get("offs", args[2] if len(args) > 2 else None)
+            groups = [] if weights.dim() == 3 else [len(offsets)]
+            kwargs = {"dtype": rows.dtype, "device": PLANNED}
+            func, args = _ATEN.empty.memory_format, ([*groups, len(rows), weights.shape[-1]],)
         try:
             with self.fake:
                 out = func(*args, **kwargs)
@@ -265,11 +275,18 @@ def _known(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors:
         return None
     if "empty" in func.__name__:
         return None
-    if not tensors and kwargs.get("dtype") not in _INTEGERS:
+    if not tensors and kwargs.get("dtype") not in _INTEGERS and func._overloadpacket is not _ATEN.arange:
         return None
     args, kwargs = tree_map_only(FakeTensor, lambda t: t.known, (args, kwargs))
     host = {"device": torch.device("cpu")} if kwargs.get("device") is not None else {}
     return func(*args, **{**kwargs, **host})
+
+
+def _places(index: Tensor | None) -> list[Tensor | None]:
+    """Return a mask whose values are known as indices of its dimensions, any other index as it is."""
+    if index is None or index.dtype != torch.bool or not hasattr(index, "known"):
+        return [index]
+    return [torch.empty(int(index.known.sum()), dtype=torch.int64, device=PLANNED)] * index.dim()
 
 
 def _values(tensor: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from omni_train.dist import is_lost_rank, shutdown, tell_failure
 from omni_train.signals import resume_command
 
 from omni_rl.run.world import World
-from omni_rl.settings.args import MediaArgs, RunArgs
+from omni_rl.settings.args import RunArgs
 
 ArgsT = TypeVar("ArgsT", bound=RunArgs)
 
@@ -25,7 +25,7 @@ ArgsT = TypeVar("ArgsT", bound=RunArgs)
 def launch(main: Callable[[ArgsT, World], None], args: ArgsT) -> None:
     """Run a trainer as a program: its messages, and exit code 0, 1 (something broke), 2 (a mistake) or 130 (Ctrl-C)."""
     try:
-        if isinstance(args, MediaArgs) and args.memory.device_gb:
+        if args.memory.device_gb:
             from omni_rl.tools.plan import fit
 
             sys.exit(fit(main, args))

@@ -120,6 +120,8 @@ def open_scorer(
 
 def source(inputs: Inputs[Any, Any], how: Preparation, files: Mapping[str, Sequence[Path]]) -> tuple[nn.Module, None]:
     """Return the net with the checkpoint's weights, on the host."""
+    if not inputs.model.reads_weights:
+        return inputs.model.empty_net(buffers=True), None
     return inputs.model.load_net(device="cpu", dtype=how.weight_dtype), None
 
 
@@ -127,7 +129,7 @@ def open_engine(
     args: TokenArgs, world: World, inputs: Inputs[TokenModel, TokenParams], net: nn.Module, needs: Needs
 ) -> tuple[TokenModel, TokenEngine]:
     """Return the engine, and the model as updates call it."""
-    model, dist = inputs.model, world.dist
+    model, dist = world.watched(inputs.model), world.dist
     if args.engine == "vllm":
         from omni_rollout.engines.vllm import VllmEngine
 

@@ -4,10 +4,9 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
-from omni_rollout import Model
 from omni_train.dist import Dist, free_memory, init_distributed, shutdown
 from omni_train.log import RunLog
 from omni_train.prompts.files import PromptRecord
@@ -15,6 +14,8 @@ from omni_train.signals import STOP_SIGNALS
 
 from omni_rl.flow.scorers import connect
 from omni_rl.settings.args import RunArgs
+
+ModelT = TypeVar("ModelT")
 
 
 class Checked(Protocol):
@@ -61,7 +62,7 @@ class World:
         """Return the scorer at a URL, and its name and version, as `omni_rl.flow.scorers.connect` does."""
         return connect(urls, args, self.dist, canary, kinds, **how)
 
-    def watched(self, model: Model) -> Model:
+    def watched(self, model: ModelT) -> ModelT:
         """Return the model as engine and updates call it."""
         return model
 

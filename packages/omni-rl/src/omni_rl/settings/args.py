@@ -208,10 +208,8 @@ class WindowArgs(GroupArgs):
         return self.window_low, self.num_inference_steps - 1 if self.window_high is None else self.window_high
 
 
-def check_run(args: RunArgs, *, is_planned: bool = False) -> None:
+def check_run(args: RunArgs) -> None:
     """Check the settings that all trainers share, before torch is imported.
-
-    is_planned: True if the ranks are not those of this process.
 
     Raises:
         ValueError: a setting is out of bounds, does not fit another one or the number of ranks, or names no such file.
@@ -232,7 +230,7 @@ def check_run(args: RunArgs, *, is_planned: bool = False) -> None:
         (name.parts and not name.is_absolute() and ".." not in name.parts and args.name.isprintable(),
          f"--name must name a folder below runs/, got {args.name!r}"),
         (world_size == 1 or mode != "none", f"--sharding.mode none does not fit {world_size} ranks"),
-        (shards.mode != "fsdp2" or "RANK" in os.environ or is_planned, "--sharding.mode fsdp2 needs torchrun, "
+        (shards.mode != "fsdp2" or "RANK" in os.environ or memory.device_gb, "--sharding.mode fsdp2 needs torchrun, "
          "and --dry-run without it WORLD_SIZE=N before the command and --memory.device-gb"),
         (not shards.size or (mode == "fsdp2" and world_size % shards.size == 0),
          f"--sharding.size must divide the {world_size} ranks of --sharding.mode fsdp2, got {shards.size}"),
@@ -240,6 +238,9 @@ def check_run(args: RunArgs, *, is_planned: bool = False) -> None:
          f"--sharding.unshard {shards.unshard} needs --sharding.mode fsdp2"),
         (lora.rank or args.dtype == "float32" or mode == "fsdp2",
          f"--dtype {args.dtype} needs --lora.rank > 0 or --sharding.mode fsdp2, which trains float32 weights"),
+        (args.dry_run or not memory.device_gb, "--memory.device-gb needs --dry-run"),
+        (not args.eval.only or not memory.device_gb,
+         "--memory.device-gb plans a training step, and --eval.only takes none"),
         (not args.eval.only or not args.profile, "--profile traces a training step, and --eval.only takes none"),
         (args.profile <= args.train_steps,
          f"--profile must be <= --train-steps ({args.train_steps}), got {args.profile}"),
@@ -270,12 +271,9 @@ def check_media(args: MediaArgs, *, num_trained: int | None = 1) -> None:
         ValueError: as `check_run` and `num_batches`.
     """
     memory = args.memory
-    check_run(args, is_planned=bool(memory.device_gb))
+    check_run(args)
     engine = ENGINES.get(args.engine)
     require(
-        (args.dry_run or not memory.device_gb, "--memory.device-gb needs --dry-run"),
-        (not args.eval.only or not memory.device_gb,
-         "--memory.device-gb plans a training step, and --eval.only takes none"),
         (not (memory.device_gb and engine and engine.library),
          f"--memory.device-gb plans the embedded engine alone, got --engine {args.engine}"),
         (not (args.compile and engine and engine.library), f"--compile needs --engine diffusers, got {args.engine}"),

@@ -49,6 +49,9 @@ class Memory:
     )
     base_dtype: Annotated[BaseDtype, Was()] = "auto"  # Format of the frozen weights of blocks; auto is --dtype
     engine_sleep: Annotated[bool, Was(), MAY_CHANGE] = True  # Move an engine's own weights to the host during updates
+    device_gb: Annotated[float, Was("device_memory_gb"), at_least(0), MAY_CHANGE, SHOWN] = (
+        0.0  # Accelerator of a dry run's plan
+    )
 
 
 @dataclass(frozen=True)
@@ -58,9 +61,6 @@ class MediaMemory(Memory):
     decode_batch_size: Annotated[int, Was(), at_least(0), MAY_CHANGE] = 0  # Samples decoded at a time; 0: 4 megapixels
     text_cache_mb: Annotated[float, Was(), at_least(0), MAY_CHANGE] = 1024.0  # Most memory of a rank for encoded texts
     text_cache: Annotated[str, Was(), MAY_CHANGE] = ""  # Folder of encoded texts that runs may share (default: none)
-    device_gb: Annotated[float, Was("device_memory_gb"), at_least(0), MAY_CHANGE, SHOWN] = (
-        0.0  # Accelerator of a dry run's plan
-    )
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -28,9 +29,11 @@ import torch
 from omni_reward import Score
 from omni_reward.cli import read_options
 from omni_reward.scorers import empty_networks
-from omni_rollout import Model, Params
+from omni_rollout import Model, Params, Prompt
+from omni_rollout.engines.transformers import TransformersEngine
 from omni_rollout.model import wrap
 from omni_rollout.offload import num_decoded
+from omni_rollout.tokens import TokenParams, TokenTrajectory
 from omni_rollout.types import Cond
 from omni_train.checkpoint.parts import part_files
 from omni_train.checkpoint.state import train_state
@@ -49,8 +52,9 @@ from omni_rl.run.run import Step
 from omni_rl.run.world import World
 from omni_rl.settings.args import MediaArgs, RunArgs, num_batches, num_ranks, sharding
 from omni_rl.settings.fields import change, flag, flag_of, values_of
+from omni_rl.tools.plan_tokens import differing, sample_ends
 
-ArgsT = TypeVar("ArgsT", bound=MediaArgs)
+ArgsT = TypeVar("ArgsT", bound=RunArgs)
 GB = 1e9
 LEFT = 0.08  # of an accelerator: its context, NCCL, workspaces of libraries, and fragmentation
 PHASES = ("load", "encode", "rollout", "decode", "update", "sync", "save")
@@ -109,12 +113,15 @@ def ladder(args: ArgsT, ranks: int, offloads: Sequence[str], over: Collection[st
 
     offloads: the parts that --memory.offload may name. over: the phases that need too much.
     """
-    first, mode = args, sharding(args, ranks)
-    at_once = min(args.batch_size, num_decoded(args.memory.decode_batch_size, args.height, args.width))
+    first, mode, is_text = args, sharding(args, ranks), not isinstance(args, MediaArgs)
+    gather: dict[str, object] = {"sharding.unshard": "rollout" if is_text else "none"}  # no text samples without it
     still = [part for part in offloads if part != "activations"]
-    decode: dict[str, object] = {"memory.decode_batch_size": DECODED} if "decode" in over and at_once > DECODED else {}
+    decode: dict[str, object] = {}
+    if "decode" in over and isinstance(args, MediaArgs):  # the only ones that decode
+        at_once = min(args.batch_size, num_decoded(args.memory.decode_batch_size, args.height, args.width))
+        decode = {"memory.decode_batch_size": DECODED} if at_once > DECODED else {}
     rungs: list[dict[str, object]] = [
-        {"sharding.unshard": "none"} if mode == "fsdp2" else {},
+        gather if mode == "fsdp2" else {},
         decode if set(over) == {"decode"} else {},
         decode | {"memory.offload": ",".join(still)},
         {"memory.gradient_checkpointing": True},
@@ -122,7 +129,7 @@ def ladder(args: ArgsT, ranks: int, offloads: Sequence[str], over: Collection[st
         {"batch_size": min(args.batch_size, max(2, args.batch_size // 2))},
         {"batch_size": min(args.batch_size, max(2, args.batch_size // 4))},
         {"memory.base_dtype": "nf4"} if args.lora.rank and mode != "fsdp2" else {},
-        {"memory.base_dtype": "auto", "sharding.mode": "fsdp2", "sharding.size": 0},
+        {"memory.base_dtype": "auto", "sharding.mode": "fsdp2", "sharding.size": 0} | (gather if is_text else {}),
     ]
     for number, changes in enumerate(rungs):
         is_last = number == len(rungs) - 1
@@ -135,7 +142,7 @@ def ladder(args: ArgsT, ranks: int, offloads: Sequence[str], over: Collection[st
         flags = [
             flag_of(name) if now[name] is True else f"{flag_of(name)} {now[name]}"
             for name in CHANGED
-            if now[name] != before[name]
+            if now.get(name) != before.get(name)
         ]
         yield args, world_size, " ".join(flags + [f"{world_size} ranks"] * is_last)
 
@@ -148,7 +155,8 @@ def measure(
     tells: print the settings too, and check the model's files. remembers: run one forward of a shape, not all.
     """
     counts = _prompt_counts(args, ranks)
-    bare = change(args, memory_text_cache="", memory_text_cache_mb=0.0, attention="auto", compile=False)
+    plain = {"memory.text_cache": "", "memory.text_cache_mb": 0.0, "attention": "auto", "compile": False}
+    bare = change(args, **{name: value for name, value in plain.items() if name in values_of(args)})
     scorer = scorer_bytes(args, ranks)
     with planned_ranks(ranks) as dist, PlannedDevice() as device:
         device.add(sum(scorer.values()))
@@ -194,7 +202,7 @@ def scorer_bytes(args: RunArgs, ranks: int) -> Counter[str]:
     return Counter({"weights": weights, "a batch": max(device.peaks.values(), default=0) - weights})
 
 
-def _prompt_counts(args: MediaArgs, ranks: int) -> list[int]:
+def _prompt_counts(args: RunArgs, ranks: int) -> list[int]:
     """Two numbers of prompts whose steps are shaped like that of all, or all where they are few.
 
     A rank has at least two batches, and ranks, groups and minibatches divide alike.
@@ -262,7 +270,7 @@ class PlannedWorld(World):
     args: the settings as they were given. tells and remembers: as `measure` has them. found: what the steps take.
     """
 
-    args: MediaArgs
+    args: RunArgs
     device: PlannedDevice
     counts: Sequence[int] = ()
     tells: bool = False
@@ -292,8 +300,10 @@ class PlannedWorld(World):
         """Return a scorer whose scores differ, so that there is something to learn."""
         return LocalScorer(_grader(how.get("parts", ())), kinds), ""
 
-    def watched(self, model: Model) -> Model:
+    def watched(self, model: Any) -> Any:
         """Return a model whose forwards are counted, and run once for a shape."""
+        if not isinstance(self.args, MediaArgs):
+            return wrap(model, predict=self._remembered_scores(model)) if self.remembers else model
         prompts = _Alike(self.args)
         predict, decode, encode = model.predict_velocity, model.decode, model.encode
         if self.remembers:
@@ -321,6 +331,8 @@ class PlannedWorld(World):
         """Two steps for each number of prompts, as the optimizer has its moments from the second on, and a save."""
         device, offloads = self.device, [p for p in run.args.OFFLOAD.split() if p != "encoder" or run.model.encoders]
         run.prompts, loaded = _Alike(run.args), Counter(device.peaks)
+        if not isinstance(run.args, MediaArgs):
+            run.scorer, run.engine = differing(run.scorer), self._answering(run.engine)
         _fuse(run.policy.optimizer)
         _repeat_steps(run.policy.optimizer, device)
         for run.prompts.prompts_per_step in self.counts:
@@ -350,27 +362,59 @@ class PlannedWorld(World):
 
     def _remembered(self, predict: Callable[..., Tensor], model: Model) -> Callable[..., Tensor]:
         def remembered(net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
-            active = next((layer.active for layer in net.modules() if isinstance(layer, LoraLinear)), None)
             shapes = {name: t.shape[1:] for name, t in cond.items()}
             scales = params.guidance_scale, params.guidance, model.boundary and sigma.tolist()[0] < model.boundary
-            key = repr((id(net), torch.is_grad_enabled(), x.shape, x.requires_grad, active, shapes, scales))
-            seen = self._seen.get(key)
-            if seen and (seen.trained or not seen.is_graph):  # to the end of its backward pass
-                out = seen.repeat()
-            else:
-                self._seen[key] = seen = _Seen(self.device, net, self._measured)
-                with _tokens_of(net, model.BLOCK_NAMES) as blocks:
-                    out = seen.record(lambda: predict(net, x, sigma, cond, params))
-                seen.tokens = max(blocks.values(), key=sum, default=[])
-            self._forwards[self.device.current] += len(seen.tokens)
-            self._tokens[self.device.current] += sum(seen.tokens)
-            return out
+            key = x.shape, x.requires_grad, shapes, scales
+            return self._first(net, key, model.BLOCK_NAMES, lambda: predict(net, x, sigma, cond, params))
 
         return remembered
 
+    def _remembered_scores(self, model: Any) -> Callable[..., Tensor]:
+        predict = model.predict
+
+        def remembered(net: nn.Module, inputs: Cond) -> Tensor:
+            shapes = {name: tensor.shape for name, tensor in inputs.items()}
+            return self._first(net, shapes, model.BLOCK_NAMES, lambda: predict(net, inputs))
+
+        return remembered
+
+    def _answering(self, engine: TransformersEngine) -> TransformersEngine:
+        """Return the engine, which samples one batch and gives its answers to others."""
+        sample = self._once(partial(sample_ends, engine, self.device), lambda prompts, params: (len(prompts), params))
+
+        def generate(prompts: Sequence[Prompt], params: TokenParams) -> TokenTrajectory:
+            with torch.no_grad():
+                answers: TokenTrajectory = sample(prompts, params)
+            self._count([len(each["input_ids"]) + params.max_new_tokens - 1 for each in answers.encoded])
+            return replace(answers, prompts=tuple(prompts), weight_version=engine.weight_version)
+
+        return wrap(engine, generate=generate)
+
+    def _first(
+        self, net: nn.Module, shapes: object, block_names: Collection[str], forward: Callable[[], Tensor]
+    ) -> Tensor:
+        """Return what a forward of the net gives, or a tensor like that of an earlier one of these shapes."""
+        active = next((layer.active for layer in net.modules() if isinstance(layer, LoraLinear)), None)
+        key = repr((id(net), torch.is_grad_enabled(), active, shapes))
+        seen = self._seen.get(key)
+        if seen and (seen.trained or not seen.is_graph):  # to the end of its backward pass
+            out = seen.repeat()
+        else:
+            self._seen[key] = seen = _Seen(self.device, net, self._measured)
+            with _tokens_of(net, block_names) as blocks:
+                out = seen.record(forward)
+            seen.tokens = max(blocks.values(), key=sum, default=[])
+        self._count(seen.tokens)
+        return out
+
+    def _count(self, tokens: Sequence[int]) -> None:
+        """Count forwards of samples with so many tokens each."""
+        self._forwards[self.device.current] += len(tokens)
+        self._tokens[self.device.current] += sum(tokens)
+
     def _cached(self, num_prompts: int) -> Callable[[Callable[..., Cond]], Callable[..., Cond]]:
         """Return what has functions count, with the first prompt of each, what the cache will hold of all."""
-        left = self.args.memory.text_cache_mb * 2**20
+        left = values_of(self.args)["memory.text_cache_mb"] * 2**20
 
         def kept(encode: Callable[..., Cond]) -> Callable[..., Cond]:
             is_first = True
@@ -485,7 +529,8 @@ def _tokens_of(net: nn.Module, block_names: Collection[str]) -> Iterator[dict[nn
 
     def note(block: nn.Module, args: object, out: object) -> None:
         streams = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.dim() == 3]
-        seen.setdefault(block, []).extend([sum(t.shape[1] for t in streams)] * len(streams[0]))
+        samples = len(streams[0]) if streams else 0  # blocks of towers have no axis of samples
+        seen.setdefault(block, []).extend([sum(t.shape[1] for t in streams)] * samples)
 
     blocks = [block for block in net.modules() if type(block).__name__.removeprefix("FSDP") in block_names]
     hooks = [block.register_forward_hook(note) for block in blocks]
@@ -565,10 +610,13 @@ class _Text(str):
 class _Alike(PromptSampler):
     """Draws the largest prompt of the file again and again, as so many different ones."""
 
-    def __init__(self, args: MediaArgs) -> None:
+    def __init__(self, args: RunArgs) -> None:
+        whole = (args.height, args.width) if isinstance(args, MediaArgs) else (0, 0)
+
         def size(record: PromptRecord) -> tuple[int, ...]:
             references = sum(math.prod(size) for size in reference_sizes(record))
-            return math.prod(record.size or (args.height, args.width)), references, len(record.text + record.negative)
+            others = sum(file.stat().st_size for file in (record.audio, record.video) if file)
+            return math.prod(record.size or whole), references, others, len(record.text + record.negative)
 
         records = load_prompts(args.prompts, media_root=args.media_root)
         self.num_known, self._largest = len(records), max(records, key=size)
@@ -616,7 +664,7 @@ def _grader(parts: Sequence[str]) -> Callable[[Mapping[str, np.ndarray], Sequenc
     return grade
 
 
-def _is_divisible(args: MediaArgs, ranks: int) -> bool:
+def _is_divisible(args: RunArgs, ranks: int) -> bool:
     """Whether a step's samples can be split into batches of that size for so many ranks."""
     try:
         return bool(num_batches(args, ranks))

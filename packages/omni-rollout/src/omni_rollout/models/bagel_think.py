@@ -82,6 +82,11 @@ class ThinkingBagel(Bagel):
         ids, words = self.batch(encoded, tokens, mask)
         return {"input_ids": ids, "attention_mask": words}
 
+    def predict(self, net: nn.Module, inputs: Cond) -> Tensor:
+        """Return the output of the net's head for text."""
+        logits: Tensor = net(**inputs, use_cache=False).logits
+        return logits
+
     def start(self, encoded: Sequence[Cond], device: torch.device) -> "BagelWriting":
         """Return thoughts that have no tokens yet."""
         none = torch.empty(len(encoded), 0, dtype=torch.long, device=device)

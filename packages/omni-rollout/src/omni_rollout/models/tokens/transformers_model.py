@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -48,6 +48,7 @@ class TransformersModel:
     sample_rate: int = 0
     prefix: str = ""
     boundary: float = 0.0
+    reads_weights: bool = True
     dtype = torch.float32
 
     def __init__(self, path: str | Path) -> None:
@@ -84,7 +85,7 @@ class TransformersModel:
         `load_net` checks the weights of a hub id.
         """
         with _quiet():
-            is_whole = Path(self.path).is_dir() and RELEASED not in self.folder.parents
+            is_whole = Path(self.path).is_dir() and self.reads_weights and RELEASED not in self.folder.parents
             net: Any = self._read(torch.float32, values=False) if is_whole else self.empty_net()
         size, highest = net.get_input_embeddings().num_embeddings, max(self.tokenizer.get_vocab().values())
         if (token := max(highest, *self.suppressed, *self.ends)) >= size:
@@ -106,6 +107,8 @@ class TransformersModel:
         Raises:
             ValueError: the weights do not fit the configuration, or some are not finite.
         """
+        if not self.reads_weights:
+            return self._make(torch.device(device), dtype)
         local_folder(self.path, "*.safetensors", "*.json")
         net = self._read(dtype, values=True).requires_grad_(False).eval().to(device)
         for name, weight in net.named_parameters():
@@ -144,11 +147,21 @@ class TransformersModel:
         return loaded
 
     def empty_net(self, *, buffers: bool = False) -> nn.Module:
-        """Return the net on the meta device, for names and shapes."""
+        """Return the net on the meta device, for names and shapes. buffers: True to keep all but parameters real."""
+        from accelerate import init_empty_weights
+
+        return self._make(init_empty_weights(False) if buffers else torch.device("meta"), torch.float32)
+
+    def _make(self, place: AbstractContextManager[Any], dtype: torch.dtype) -> nn.Module:
+        """Return the net, frozen, with uninitialized weights at that place."""
+        from transformers.initialization import no_init_weights
+
         cls = self.net_class()
-        with made_of(self.file, cls.__name__), torch.device("meta"):
-            net: nn.Module = cls._from_config(self.net_config(), attn_implementation="sdpa")
-        return net.requires_grad_(False).eval()
+        with made_of(self.file, cls.__name__), place, no_init_weights():
+            net: Any = cls._from_config(self.net_config(), attn_implementation="sdpa", dtype=dtype)
+        net.tie_weights()
+        made: nn.Module = net.requires_grad_(False).eval()
+        return made
 
     def net_config(self) -> Any:
         """Return the configuration for the net's class."""
@@ -230,6 +243,11 @@ class TransformersModel:
                 parts = [pad(part, [0, longest - part.shape[-1]]) for part in parts]
             together[name] = torch.cat(parts).to(device, self.dtype if name in MEDIA else None)
         return together | self.positions(together)
+
+    def predict(self, net: nn.Module, inputs: Cond) -> Tensor:
+        """Return the output of the net's head."""
+        logits: Tensor = net(**inputs, use_cache=False).logits
+        return logits
 
     def positions(self, inputs: Cond) -> Cond:
         """Return the positions of tokens, like those of transformers' generation."""

@@ -1,0 +1,78 @@
+"""The answers of a planned run on text: each is as long as it may be, and few of its tokens are sampled."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+from omni_reward import Score
+from omni_rollout import Prompt
+from omni_rollout.engines.transformers import TransformersEngine
+from omni_rollout.model import wrap
+from omni_rollout.tokens import TokenParams, TokenTrajectory
+from omni_rollout.types import Cond
+from omni_train.planned import PlannedDevice
+from torch import Tensor
+
+from omni_rl.flow.scorers import Pending, TextScorer
+
+SAMPLED = 2  # tokens that are sampled at the beginning and at the end of an answer
+UNCOUNTED = "answers"  # a phase that no plan tells
+
+
+def differing(scorer: TextScorer) -> TextScorer:
+    """Return a scorer whose scores differ, so that there is something to learn."""
+
+    def submit(answers: Sequence[str], prompts: Sequence[Prompt]) -> list[Pending]:
+        future: Pending = Future()
+        future.set_result([Score(float(prompt.index)) for prompt in prompts])
+        return [future]
+
+    return wrap(scorer, submit=submit)
+
+
+def sample_ends(
+    engine: TransformersEngine, device: PlannedDevice, prompts: Sequence[Prompt], params: TokenParams
+) -> TokenTrajectory:
+    """Return answers of --max-new-tokens, and count the memory and the operations of all; most are not sampled.
+
+    Each token takes as much more than the one before, so that the first few and the last few tell what all take.
+    """
+    few = replace(params, max_new_tokens=min(SAMPLED, params.max_new_tokens))
+    drawn, peaks, flops = measured(engine, device, prompts, few)
+    model, left, operations = engine.model, params.max_new_tokens - few.max_new_tokens, sum(flops)
+
+    def begun(encoded: Sequence[Cond], tokens: Tensor, mask: Tensor) -> Cond:
+        rows = encoded[0]["input_ids"][-1:].repeat(len(encoded), left).to(tokens.device)  # of some token of text
+        return model.inputs(encoded, rows, torch.ones_like(rows, dtype=torch.bool))
+
+    if left:
+        later = TransformersEngine(wrap(model, inputs=begun), engine.net, synced=engine.synced)
+        _, last_peaks, last_flops = measured(later, device, prompts, few)
+        peaks += last_peaks[1:]  # the first one reads the answers so far at once
+        operations += left * flops[-1] + (last_flops[-1] - flops[-1]) * (left + 1) // 2
+    device.burst(max(peaks), operations)
+    whole = torch.ones(len(prompts), params.max_new_tokens, dtype=torch.bool)
+    log_prob, ended = torch.zeros(whole.shape), ~whole[:, 0]
+    return replace(drawn, tokens=whole.long(), mask=whole, rollout_log_prob=log_prob, ended=ended, params=params)
+
+
+def measured(
+    engine: TransformersEngine, device: PlannedDevice, prompts: Sequence[Prompt], params: TokenParams
+) -> tuple[TokenTrajectory, list[int], list[int]]:
+    """Return answers, and of each of their tokens the most bytes beyond those alive before and the operations."""
+    base, cuts = device.start_window(), list[tuple[int, int]]()
+
+    def cut(*_: object) -> None:
+        cuts.append((device.window - base, device.flops.total()))
+        device.start_window()
+
+    hook = engine.net.register_forward_pre_hook(cut)
+    with device.phase(UNCOUNTED):
+        drawn = engine.generate(prompts, params)
+    hook.remove()
+    cut()
+    del device.peaks[UNCOUNTED], device.flops[UNCOUNTED]
+    peaks, flops = zip(*cuts, strict=True)
+    return drawn, list(peaks[1:]), [after - before for before, after in pairwise(flops)]
