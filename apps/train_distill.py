@@ -7,9 +7,10 @@ student is corrected where it really goes (DiffusionOPD, arXiv 2605.15055). A te
 each of the student's teaches it to do with few steps what took many (progressive distillation, arXiv 2202.00512, on the
 student's own path). A teacher with guidance teaches it to do without.
 
-    python apps/train_distill.py --preset tiny-signs
-    torchrun --nproc-per-node 8 apps/train_distill.py --model black-forest-labs/FLUX.1-dev --lora.rank 32 \\
+    omni-rl train distill --preset tiny-signs
+    omni-rl train distill --nproc-per-node 8 --model black-forest-labs/FLUX.1-dev --lora.rank 32 \\
         --teachers ocr=runs/ocr/weights,style=runs/style/weights --prompts prompts.jsonl --eval.prompts eval.txt
+    torchrun --standalone --nproc-per-node 8 apps/train_distill.py ...  # the same, without the command
 
 The teacher is the model before training, or `--teachers` are others that were trained as the student is, by LoRA of its
 rank or with all weights. A prompt names its own as `"teacher"` in its line; one that names none has all of them.

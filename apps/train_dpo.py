@@ -7,9 +7,10 @@ A pair is two samples of one prompt, of which one is preferred. Both are noised 
 level, and the model is trained to denoise the preferred one better than a reference does, and the other one worse
 (Diffusion-DPO, arXiv 2311.12908). The reference is the policy before training.
 
-    python apps/train_dpo.py --preset tiny-signs
-    python apps/train_dpo.py --preset tiny-signs-offline --preferences data/pairs/pairs.jsonl
-    torchrun --nproc-per-node 4 apps/train_dpo.py --preset qwen-image-ocr-lora --scorer.url http://scorer:8100
+    omni-rl train dpo --preset tiny-signs
+    omni-rl train dpo --preset tiny-signs-offline --preferences data/pairs/pairs.jsonl
+    omni-rl train dpo --nproc-per-node 4 --preset qwen-image-ocr-lora --scorer.url http://scorer:8100
+    torchrun --standalone --nproc-per-node 4 apps/train_dpo.py ...  # the same, without the command
 
 docs/preferences.md describes the file, `scripts/build_preferences.py` makes one. Without a scorer, evaluations draw
 samples but grade none.

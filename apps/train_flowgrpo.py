@@ -5,8 +5,9 @@
 A group of samples is drawn for each prompt with a few stochastic steps. A scorer grades the samples over HTTP. A sample
 better than its group makes its stochastic steps more likely, a worse one less (Flow-GRPO, arXiv 2505.05470).
 
-    python apps/train_flowgrpo.py --preset tiny-signs
-    torchrun --nproc-per-node 8 apps/train_flowgrpo.py --preset qwen-image-ocr-lora --scorer.url http://scorer:8100
+    omni-rl train flowgrpo --preset tiny-signs
+    omni-rl train flowgrpo --nproc-per-node 8 --preset qwen-image-ocr-lora --scorer.url http://scorer:8100
+    torchrun --standalone --nproc-per-node 8 apps/train_flowgrpo.py ...  # the same, without the command
 
 Differences from the released code of the papers:
 1. Before the first update of every step the ratio is checked to be 1, and the run stops if it is not.

@@ -5,8 +5,9 @@
 A group of answers is drawn for each prompt. A rule grades them. An answer better than its group becomes more likely, a
 worse one less; GSPO weighs and clips an answer as a whole (arXiv 2507.18071), the others a token at a time.
 
-    python apps/train_gspo.py --preset tiny-beeps
-    torchrun --nproc-per-node 8 apps/train_gspo.py --preset qwen3-omni-lora --prompts a.jsonl --eval.prompts b.jsonl
+    omni-rl train gspo --preset tiny-beeps
+    omni-rl train gspo --nproc-per-node 8 --preset qwen3-omni-lora --prompts a.jsonl --eval.prompts b.jsonl
+    torchrun --standalone --nproc-per-node 8 apps/train_gspo.py ...  # the same, without the command
 
 Differences from the released code of the papers:
 1. Old log-probs come from the function and the batches of the update. Before the first update of every step the ratio

@@ -6,8 +6,9 @@ A group of samples is drawn for each prompt, by any solver, and graded over HTTP
 are noised afresh, and the velocity there is pulled towards the good ones and pushed away from the bad ones. There is no
 stochastic step, no density, no trajectory (DiffusionNFT, arXiv 2509.16117; AWM, arXiv 2509.25050).
 
-    python apps/train_nft.py --preset tiny-signs
-    torchrun --nproc-per-node 8 apps/train_nft.py --preset qwen-image-ocr-lora --scorer.url http://scorer:8100
+    omni-rl train nft --preset tiny-signs
+    omni-rl train nft --nproc-per-node 8 --preset qwen-image-ocr-lora --scorer.url http://scorer:8100
+    torchrun --standalone --nproc-per-node 8 apps/train_nft.py ...  # the same, without the command
 
 Three policies: the trained one; the old one, which follows it as `--old-schedule` says, a second adapter with LoRA and
 a copy of the weights without; and with `--kl-coef` the reference, which is the policy before training.

@@ -7,7 +7,9 @@ level or up to it, and the sample is recovered with the noise that is known to b
 says how well the image fits its prompt with a word of praise, and with a word of blame; what it likes about every image
 cancels in the difference, whose gradient trains the model (SRPO, arXiv 2509.06942).
 
-    python apps/train_srpo.py --preset tiny-signs
+    omni-rl train srpo --preset tiny-signs
+    omni-rl train srpo --nproc-per-node 8 --preset hunyuan-image-pickscore
+    torchrun --standalone --nproc-per-node 8 apps/train_srpo.py ...  # the same, without the command
 
 This is the one trainer whose reward is no server: a gradient does not travel over HTTP. The rewards are in
 `omni_rl.flow.direct_rewards`. A model that climbs its reward's gradient finds what the reward overlooks, so give

@@ -7,8 +7,9 @@ with a few stochastic steps. A scorer gets the image and the thought; rules may 
 reward and one advantage, by which its tokens and its steps become more likely or less (UniGRPO, arXiv 2603.23500): GRPO
 for the first, Flow-GRPO for the second, each with its own clip range.
 
-    python apps/train_unigrpo.py --preset tiny-colors
-    torchrun --nproc-per-node 8 apps/train_unigrpo.py --preset bagel-pickscore-lora --scorer.url http://scorer:8100
+    omni-rl train unigrpo --preset tiny-colors
+    omni-rl train unigrpo --nproc-per-node 8 --preset bagel-pickscore-lora --scorer.url http://scorer:8100
+    torchrun --standalone --nproc-per-node 8 apps/train_unigrpo.py ...  # the same, without the command
 
 What is decided here, as no code has been released:
 1. Before the first update of every step the ratios of tokens and of steps are checked to be 1, and the run stops if

@@ -33,10 +33,13 @@ from omni_rl.settings.fields import (
     check_bounds,
     flag_of,
     flat,
+    kind_of,
     leaves,
     marked,
+    values_of,
 )
 from omni_rl.settings.notes import notes_of_help
+from omni_rl.settings.token_args import TokenArgs
 from omni_rl.settings.toml import from_toml, plain, recipes, suggest, to_toml
 
 
@@ -124,7 +127,9 @@ MISTAKES = {
     "--lr --lr-decay": "--lr needs a value",
     "--lr fast": "--lr must be a number, got 'fast'",
     "--size 1.5": "--size must be a whole number, got '1.5'",
-    "--lr-decay=yes": "unexpected 'yes': a flag begins with --",
+    "--lr-decay=yes": "--lr-decay takes no value, got 'yes': give --lr-decay or --no-lr-decay",
+    "--name false --lr-decay false": "--lr-decay takes no value, got 'false': give --lr-decay or --no-lr-decay",
+    "--no-lr-decay 1": "--no-lr-decay takes no value, got '1': give --lr-decay or --no-lr-decay",
     "--shard ddpp": "--shard must be one of 'none', 'ddp', got 'ddpp'; did you mean 'ddp'?",
     "--correction 2": "--correction must be one of 0, 1, got 2",
     "--preset smal": "--preset must name a recipe, which --list-presets lists, got 'smal'; did you mean 'small'?",
@@ -380,6 +385,27 @@ def test_help_into_a_closed_pipe_is_no_error():
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
     assert done.stdout.startswith("usage:")
     assert (done.stderr, done.returncode) == ("", 0)
+
+
+@pytest.mark.parametrize("words", [["prompts"], ["train", "gspo", "--list-presets"]])
+def test_a_list_into_a_closed_pipe_is_no_error(words):
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "omni_rl.tools.command", *words]
+    done = subprocess.run(command, cwd=REPO, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (done.stderr, done.returncode) == ("", 0)
+
+
+@pytest.mark.parametrize("name", [name for name, own in leaves(TokenArgs).items() if kind_of(own.type) is bool])
+def test_a_switch_with_a_value_is_told_its_two_flags(name, tmp_path):
+    on = f"--{name.replace('_', '-')}"
+    *group, own = on[2:].split(".")
+    off = f"--{'.'.join([*group, f'no-{own}'])}"
+    with pytest.raises(ValueError, match=f"{on} takes no value, got 'false': give {on} or {off}$"):
+        read_settings(TokenArgs, [on, "false"], {}, "")
+    for flag in (on, off):
+        assert values_of(read_settings(TokenArgs, [flag], {}, ""))[name] is (flag == on)
 
 
 def test_help_with_70_settings_imports_nothing_heavy(tmp_path: Path):

@@ -1,5 +1,6 @@
 """`omni-rl` starts the programs that its sub-commands name, and says in one line what is wrong with a command line."""
 
+import ast
 import importlib
 import json
 import os
@@ -16,6 +17,7 @@ import httpx
 import pytest
 from helpers import REPO
 from huggingface_hub.errors import RepositoryNotFoundError
+from omni_rl.settings.toml import recipes
 from omni_rl.tools import command, doctor
 
 APPS = REPO / "apps"
@@ -206,3 +208,13 @@ def test_the_doctor_asks_the_hub_for_each_model_of_a_recipe_until_it_is_silent(p
 def test_every_extra_that_the_doctor_advises_is_there():
     project = tomllib.loads((REPO / "packages/omni-rl/pyproject.toml").read_text("utf-8"))["project"]
     assert {extra for _, extra in doctor.EXTRAS.values()} == set(project["optional-dependencies"])
+
+
+@pytest.mark.parametrize("name", command.trainers())
+def test_a_trainer_begins_with_the_commands_that_start_it(name):
+    path = command.trainers()[name]
+    told = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
+    [ranks] = re.findall(rf"^    omni-rl train {name} {command.RANKS} (\d+) -", told, re.MULTILINE)
+    assert f"\n    torchrun --standalone {command.RANKS} {ranks} apps/{path.name} ..." in told
+    assert re.search(rf"^    omni-rl train {name} --preset ", told, re.MULTILINE)
+    assert set(re.findall(r"--preset (\S+)", told)) <= recipes(path.stem).keys()

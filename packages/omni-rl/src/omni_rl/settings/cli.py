@@ -32,6 +32,7 @@ from omni_rl.settings.fields import (
 )
 from omni_rl.settings.notes import Note, notes_of_help
 from omni_rl.settings.order import in_order, most_used, title_of
+from omni_rl.settings.printing import until_closed
 from omni_rl.settings.toml import fitting, from_files, from_text, recipes, suggest, to_toml
 
 ConfigT = TypeVar("ConfigT")
@@ -63,8 +64,7 @@ def parse_cli(
 
     cls: a frozen dataclass with groups, whose fields all have defaults; see `field_notes` for its help. check: raises
     ValueError where settings do not fit together. app: name of the program, under which its recipes stand.
-    description: what --help prints before the settings; its indented lines that begin with python or torchrun are
-    examples, and come after them.
+    description: what --help prints before the settings.
     """
     presets = recipes(app)
     try:
@@ -117,19 +117,23 @@ def read_settings(cls: type[ConfigT], argv: Sequence[str], presets: Mapping[str,
         print_help(view_of(cls, values, notes_of_help(cls), shown), presets, description)
         sys.exit(0)
     old = {flag_of(key): flag_of(name) for key, name in old_names(cls).items()}
-    old |= {f"--no-{key[2:]}": ".no-".join(name.split(".")) for key, name in old.items()}
+    old |= {f"--no-{flag_of(key)[2:]}": off_flag(name) for key, name in old_names(cls).items()}
     words = [re.sub("^--[^=]+", lambda name: old.get(flag_of(name[0][2:]), name[0]), word) for word in argv]
     view: Any
     try:
         view, unknown = tyro.cli(view_of(cls, values, {}, names), args=words, return_unknown_args=True)
     except MistakeError as exc:
         raise ValueError(exc) from exc
+    switches = {flag_of(key): off_flag(key) for key, own in leaves(cls).items() if kind_of(own.type) is bool}
+    either = {flag: f"{on} or {off}" for on, off in switches.items() for flag in (on, off)}
     for word in unknown:
         name = word.partition("=")[0]
         if not name.startswith("-"):
+            pieces = pairwise(part for each in words for part in each.split("=", each.startswith("--")))
+            flag = next((flag for flag, value in pieces if value == word and flag in either), "")
+            require((not flag, f"{flag} takes no value, got {word!r}: give {either.get(flag)}"))
             raise ValueError(f"unexpected {word!r}: a flag begins with --")
-        switches = [f"no_{key}" for key, own in leaves(cls).items() if kind_of(own.type) is bool]
-        hint = suggest(name, map(flag_of, sorted([*names, *switches])))
+        hint = suggest(name, sorted([*map(flag_of, names), *switches.values()]))
         elsewhere = "; --help-all lists all, docs/coming-from.md those of other projects"
         raise ValueError(f"unknown flag {name}{hint or elsewhere}")
     for name, value in values_of(view).items():  # settings are below a title, what is every program's is not
@@ -182,24 +186,28 @@ def row_of(name: str, kind: Any, default: Any, text: str) -> tuple[str, Any, Any
     return identifier, Annotated[kind, spec, tyro.conf.arg(name=name, help=text, help_behavior_hint=hint)], default
 
 
+def off_flag(name: str) -> str:
+    """Return the flag that turns a setting off, such as --eval.no-first."""
+    group, dot, own = name.rpartition(".")
+    return flag_of(f"{group}{dot}no_{own}")
+
+
 def print_help(view: type, presets: Mapping[str, str], description: str) -> None:
-    """Print the description and the settings, until the reader closes the pipe, as `| head` does."""
-    try:
+    """Print the description and the settings."""
+    with until_closed():
         with suppress(SystemExit):
             tyro.cli(view, args=["--help"], description=inspect.cleandoc(description))
         if presets:
             print(f"{len(presets)} recipes for --preset: --list-presets lists them, --list-presets WORD some.")
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def print_presets(presets: Mapping[str, str], word: str) -> None:
     """Print the names and titles of recipes, of those with the word in either."""
     titles = {name: text.partition("\n")[0].lstrip("# ") for name, text in presets.items()}
     found = {name: title for name, title in titles.items() if word.lower() in f"{name} {title}".lower()}
-    for name, title in found.items():
-        print(f"{name:<{max(map(len, found))}}  {title}")
+    with until_closed():
+        for name, title in found.items():
+            print(f"{name:<{max(map(len, found))}}  {title}")
 
 
 def hush() -> None:

@@ -18,6 +18,7 @@ import urllib3
 from omni_train.files import read_regular
 from omni_train.prompts.files import load_prompts
 
+from omni_rl.settings.printing import until_closed
 from omni_rl.tools.command import known
 
 TABLE = Path(__file__).with_name("prompts.toml")
@@ -114,9 +115,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--to", type=Path, metavar="FOLDER", help="where to write it, data/NAME by default")
     args = parser.parse_args(argv)
     if args.name is None:
-        for name, row in prompt_sets().items():
-            files = ", ".join(f"{key} {file.get('prompts', '')}".rstrip() for key, file in row["files"].items())
-            print(f"{name:<15}{row['about']}\n{'':<15}{files}; license: {row['license']}")
+        with until_closed():
+            for name, row in prompt_sets().items():
+                files = ", ".join(f"{key} {file.get('prompts', '')}".rstrip() for key, file in row["files"].items())
+                print(f"{name:<15}{row['about']}\n{'':<15}{files}; license: {row['license']}")
         return
     try:
         wanted = prompt_sets()[known(args.name, prompt_sets(), "NAME")]
