@@ -28,8 +28,8 @@ test-all: ## The same with all similar cases
 test-emulated: ## Those of the emulated accelerator alone, which `make test` has too; they need g++
 	scripts/env pytest -q tests/emulated
 
-gpu-check: ## Speed, memory and exactness on the accelerator of this machine, in at most 25 minutes; called again it goes on
-	scripts/env python scripts/gpu_check.py $(ARGS)
+gpu-check: ## Speed, memory and exactness on the accelerator of this machine, in TIME=25m; called again it goes on
+	scripts/env python scripts/gpu_check.py --time $(or $(TIME),25m) $(ARGS)
 
 install-vllm-omni: ## Build .venv-vllm-omni with the vLLM-Omni engine, for a machine without an accelerator
 	scripts/env scripts/install_vllm_omni

@@ -125,9 +125,9 @@ def device_name(device: torch.device) -> str:
 
 
 def commit() -> str:
-    """The commit of the tree, and whether the code in it was changed."""
+    """The commit of the tree, and whether the code in it was changed; without git, what COMMIT names."""
     ask = partial(subprocess.run, cwd=REPO, capture_output=True, text=True)
-    name = str(ask(["git", "rev-parse", "--short", "HEAD"]).stdout).strip() or "unknown"
+    name = str(ask(["git", "rev-parse", "--short", "HEAD"]).stdout).strip() or os.environ.get("COMMIT", "unknown")
     code = ["apps", "benchmarks", "packages", "scripts"]
     return f"{name}, changed" if ask(["git", "diff", "--quiet", "HEAD", "--", *code]).returncode == 1 else name
 

@@ -28,10 +28,12 @@ from omni_rollout import Params
 from omni_rollout.models import open_model
 from omni_rollout.models.diffusers_model import DiffusersModel
 from omni_train.dist import default_compute_dtype, local_device
+from omni_train.kernels import BACKENDS
 from omni_train.lora import add_lora
 from omni_train.memory.recompute import Recompute
 from omni_train.planned import PLANNED, PlannedDevice
 from torch import Tensor
+from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as attend
 from torch.utils._pytree import tree_leaves
 from trainer import app
@@ -76,24 +78,32 @@ ASSUMED = {  # from data sheets and published kernels, not measured here
 
 def measure_ceilings(device: torch.device, *, side: int = 0) -> Ceilings:
     """The ceilings of the device at hand. side: of square matrices; 0 takes one that fills it."""
-    side, low = side or (1024 if device.type == "cpu" else 8192), default_compute_dtype(device)
-    rates = {}
+    side, rates = side or (1024 if device.type == "cpu" else 8192), {}
     for dtype in (torch.bfloat16, torch.float32):
         a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
         rates[dtype] = 2 * side**3 / fastest(lambda a=a, b=b: torch.mm(a, b), device)
-    q, k, v = (torch.randn(4, 8, side // 4, 128, device=device, dtype=low, requires_grad=True) for _ in range(3))
-    flops, small = 4 * q.numel() * q.shape[2], torch.ones(16, device=device)
-    with torch.no_grad():
-        forward = fastest(lambda: attend(q, k, v), device)
-    both = fastest(lambda: torch.autograd.grad(attend(q, k, v).sum(), (q, k, v)), device)
+    with sdpa_kernel(BACKENDS["auto"]):  # the trainer's, not torch's first choice
+        forward, backward = attention_rates(device, side=side)
+    small = torch.ones(16, device=device)
     return Ceilings(
         bandwidth=2 * a.nbytes / fastest(a.clone, device),
         bfloat16=rates[torch.bfloat16],
         float32=rates[torch.float32],
-        attention=flops / forward,
-        attention_backward=2.5 * flops / max(both - forward, forward),
+        attention=forward,
+        attention_backward=backward,
         launch=fastest(lambda: [small.add_(1) for _ in range(100)], device) / 100,
     )
+
+
+def attention_rates(device: torch.device, *, side: int) -> tuple[float, float]:
+    """Operations a second of attention, forward and backward, over a quarter of `side` tokens."""
+    low = default_compute_dtype(device)
+    q, k, v = (torch.randn(4, 8, side // 4, 128, device=device, dtype=low, requires_grad=True) for _ in range(3))
+    flops = 4 * q.numel() * q.shape[2]
+    with torch.no_grad():
+        forward = fastest(lambda: attend(q, k, v), device)
+    both = fastest(lambda: torch.autograd.grad(attend(q, k, v).sum(), (q, k, v)), device)
+    return flops / forward, 2.5 * flops / max(both - forward, forward)
 
 
 def fastest(call: Callable[[], object], device: torch.device) -> float:

@@ -66,7 +66,7 @@ class Variant(NamedTuple):
     blocks: int = 60
 
 
-VARIANTS = {  # all compute the same
+VARIANTS = {  # all but the last two compute the same
     "as it is": Variant({}, 16),
     "recomputed": Variant({"memory_gradient_checkpointing": True}),
     "compiled": Variant({"memory_gradient_checkpointing": True, "compile": True}),
@@ -77,7 +77,12 @@ VARIANTS = {  # all compute the same
     "gathered": Variant(
         {"memory_gradient_checkpointing": True, "sharding_mode": "fsdp2", "sharding_unshard": "all"}, 1, 20
     ),  # held twice
+    "nf4": Variant({"memory_gradient_checkpointing": True, "memory_base_dtype": "nf4"}),
+    "all weights": Variant(
+        {"memory_gradient_checkpointing": True, "lora_rank": 0, "lora_alpha": 0, "sharding_mode": "fsdp2"}, 1, 4
+    ),
 }
+CONVOLUTIONS = ("Conv2d, channels last", "Conv2d", "conv3d")  # of the VAE; the first is the project's
 
 
 @dataclass(frozen=True)
@@ -154,7 +159,12 @@ def in_order(media: Mapping[str, np.ndarray], texts: Sequence[str]) -> list[Scor
     return [Score(0.61803 * i % 1) for i in range(len(texts))]
 
 
-def train(args: app.Args, steps: Callable[[MediaRun[app.Args]], Iterator[Step]], grade: Grade = in_order) -> None:
+def train(
+    args: app.Args,
+    steps: Callable[[MediaRun[app.Args]], Iterator[Step]],
+    grade: Grade = in_order,
+    texts: Sequence[str] = TEXTS,
+) -> None:
     """Run the trainer's `main` on the steps that are given, without its report, in a folder that is gone afterwards."""
 
     class Steps(Loop):
@@ -170,7 +180,7 @@ def train(args: app.Args, steps: Callable[[MediaRun[app.Args]], Iterator[Step]],
     omni_rl.run.session.ReportProcess = lambda *_: None  # type: ignore
     try:
         with quiet(), lone_rank() if args.sharding.mode == "fsdp2" else nullcontext():
-            Path("prompts.txt").write_text("\n".join(TEXTS) + "\n")
+            Path("prompts.txt").write_text("\n".join(texts) + "\n")
             app.check_args(args)
             app.main(args, World.join(args))
     finally:
@@ -219,15 +229,17 @@ def clock(run: MediaRun[app.Args], spent: Counter[str]) -> None:
 
 
 @torch.no_grad()
-def decoding_s(side: int, order: torch.memory_format, *, rounds: int) -> float:
-    """Seconds of decoding 4 pictures with a VAE of Qwen-Image's shape (at 512 pixels) and weights in this order."""
+def decoding_s(side: int, form: str, *, batch: int, base_dim: int, rounds: int) -> float:
+    """Seconds of decoding images with a VAE of Qwen-Image's shape in one of CONVOLUTIONS. base_dim: 96 in the model."""
     from diffusers import AutoencoderKLQwenImage
 
     device = local_device()
-    vae = AutoencoderKLQwenImage(base_dim=96 * side // 512).to(device, default_compute_dtype(device))
-    cut_to_one_frame(vae.decoder)
+    vae = AutoencoderKLQwenImage(base_dim=base_dim).to(device, default_compute_dtype(device))
+    if form != "conv3d":
+        cut_to_one_frame(vae.decoder)
     for conv in vae.decoder.modules():
         if isinstance(conv, OneFrameConv):
+            order = torch.channels_last if "channels last" in form else torch.contiguous_format
             conv.weight.data = conv.weight.contiguous(memory_format=order)
-    latents = torch.randn(4, 16, 1, side // 8, side // 8).to(vae.device, vae.dtype)
+    latents = torch.randn(batch, 16, 1, side // 8, side // 8).to(vae.device, vae.dtype)
     return min(seconds_of(lambda: vae.decode(latents)) for _ in range(1 + rounds))

@@ -3,7 +3,7 @@
 import gc
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -150,11 +150,13 @@ def tell_moments() -> None:
 def peaks(variant: str) -> tuple[float, float]:
     """The most bytes of two steps with 57.7 million weights in a variant of scripts/gpu_check.py: counted, planned."""
     load()
-    import gpu_check
+    import gpu_check  # which finds the next
+    from device_rows import FEW, peaks_of, take
 
     size = gpu_check.Size(random=6, random_heads=4, side=256, batch_size=4, rank=16)
-    *_, step = gpu_check.take(size, variant, 2, **gpu_check.FEW)
-    return step.peak, gpu_check.plan_of(size, variant)
+    *_, step = take(size, variant, 2, **FEW)
+    planned = peaks_of(size, variant)
+    return step.peak, max(planned[phase] for phase in ("rollout", "decode", "update"))
 
 
 def answers_peaks(name: str, num_tokens: int) -> tuple[int, int]:
@@ -233,13 +235,13 @@ def waits_of_experts() -> list[tuple[list[int], bool]]:
     return found
 
 
-def check(folder: Path, parts: list[str]) -> int:
-    """The exit code of scripts/gpu_check.py on little, with all parts in this process on the emulated accelerator."""
+def check(words: Sequence[str]) -> int:
+    """The exit code of scripts/gpu_check.py with all its rows in this process on the emulated accelerator."""
     load()
     import gpu_check
 
-    gc.freeze()  # a collection looks at what parts have made, and at no library
-    return gpu_check.main(["--small", "--folder", str(folder), "--only", *parts], launch=gpu_check.run_part)
+    gc.freeze()  # a collection looks at what rows have made, and at no library
+    return gpu_check.main(words, here=True)
 
 
 def scorer_peak(name: str, options: dict[str, str]) -> int:

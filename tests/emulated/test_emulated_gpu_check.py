@@ -1,113 +1,239 @@
-"""`make gpu-check` on little, on an accelerator; and how it goes on, ends what hangs, and says that there is none."""
+"""`make gpu-check` on little, on an accelerator; and how it goes on, ends what hangs, and says what it leaves out."""
 
+import os
+import shutil
+import subprocess
+import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 
 import gpu_check
 import pytest
 from emulated import emulated_runs as runs
 from emulated.npu import build
-from helpers import sampled
+from gpu_check import Row, Visit
+from gpu_check import ask as device_rows
+from helpers import REPO, sampled
 
-EXACT = {"gate", "bits", "variants", "versus", "sleep", "learn"}  # the others tell speed alone, which a CPU cannot
+GROUPS = {
+    "start": ("machine", "tiny-signs", "ceilings", "attention", "profile", "dequantization", "decoding"),
+    "gate": ("gate: auto", "gate: math, recomputed"),
+    "bits": ("backward repeated", "bits"),
+    "steps": ("step: recomputed", "step: offloaded", "step: gathered"),
+    "speed": ("beside", "checkpoint", "around"),
+}
+EXACT = ("tiny-signs", "gate", "backward", "bits", "step", "beside")  # the others tell speed, which a CPU cannot
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("parts", sampled(["ceilings,gate,learn", "bits", "variants", "versus,sleep", "benchmarks"], 1))
-def test_it_passes_on_the_emulated_accelerator(tmp_path, alone, parts):
+@pytest.mark.parametrize("group", sampled(GROUPS, 1))
+def test_its_rows_hold_on_the_emulated_accelerator(tmp_path, alone, group):
     build()
-    parts = parts.split(",")
-    assert alone(runs.check, tmp_path, parts) == 0
-    for name in parts:
-        done = gpu_check.read(name, tmp_path)
-        assert (done.device.split()[0], done.size, done.error) == ("npu", "small", "")
-        assert done.rows
-        verdicts = {row.verdict for row in done.rows}
+    words = ["--small", "--folder", str(tmp_path), "--predictions", str(tmp_path / "predictions.json")]
+    if group == "steps":
+        gpu_check.main([*words, "--predict"])
+    assert alone(runs.check, [*words, "--only", *GROUPS[group]]) == 0
+    found = gpu_check.read(tmp_path)
+    assert [name for name in gpu_check.TIMETABLE if name.startswith(GROUPS[group])] == list(found)
+    for name, record in found.items():
+        assert (record.device.split()[0], record.size, record.error) == ("npu", "small", "")
+        verdicts = {row.verdict for row in record.rows}
         assert gpu_check.FAILS not in verdicts
-        assert name not in EXACT or "holds" in verdicts
+        assert not name.startswith(EXACT) or "holds" in verdicts
         assert f"| {name}, " in (tmp_path / "page.md").read_text()
-        held = {row.what for row in done.rows if row.verdict == "holds"}
-        assert name != "variants" or {"offloaded: peak, GB", "gathered: peak, GB"} <= held  # as they were planned
+        held = {row.what for row in record.rows if row.verdict == "holds"}
+        assert not name.startswith("step") or "peak - loaded, GB" in held  # as planned
 
 
-def test_all_parts_together_take_at_most_25_minutes():
-    assert sum(limit for _, limit in gpu_check.PARTS.values()) <= 25 * 60
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_its_rows_that_start_trainers_hold(tmp_path):
+    names = ["a second life", "a Qwen3"]
+    gpu_check.main(["--small", "--folder", str(tmp_path), "--only", *names], here=True)
+    found = gpu_check.read(tmp_path)
+    assert {found[name].rows[0].verdict for name in names} == {"holds"}
 
 
-def one(size):
-    yield gpu_check.Row("a number", "1", "1", "holds")
+def test_the_timetable_takes_45_minutes_and_its_first_10_tell_of_the_ratio_and_of_bits(capsys):
+    assert 30 < sum(entry.minutes for entry in gpu_check.TIMETABLE.values()) <= 45
+    assert gpu_check.main(["--dry-run", "--time", "10m"]) == 0
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
+    fits = [row[0] for row in rows if "another call" not in row]
+    assert len(rows) == len(gpu_check.TIMETABLE) > len(fits)
+    assert {"gate: auto, nf4, masks", "backward repeated", "step: recomputed", "profile"} <= {*fits}
+    assert "beside plain loops" not in fits
 
 
-def bad(size):
-    yield gpu_check.exact("a difference", 0.5, 0.0)
+def one(visit):
+    yield Row("a number", "1", "1", "holds")
 
 
-def broken(size):
-    yield from one(size)
+def bad(visit):
+    yield device_rows.exact("a difference", 0.5, 0.0)
+
+
+def broken(visit):
+    yield from one(visit)
     raise RuntimeError("no")
 
 
+def absent(visit):
+    raise device_rows.LeftOutError("there is no such library")
+    yield
+
+
 @pytest.fixture
-def parts(monkeypatch):
-    """Three parts that take no time: one that holds, one that fails, one that breaks."""
-    monkeypatch.setattr(gpu_check, "PARTS", {"one": (one, 1), "bad": (bad, 1), "broken": (broken, 1)})
+def rows(monkeypatch):
+    """Entries that take no time: one breaks, one holds, one is wrong, one is left out."""
+    asked = {"broken": broken, "one": one, "bad": bad, "absent": absent}
+    table = {name: gpu_check.Entry(ask, 0.01) for name, ask in asked.items()}
+    monkeypatch.setattr(gpu_check, "TIMETABLE", table)
+    return table
 
 
-def test_a_second_call_runs_what_did_not_hold(tmp_path, parts, capfd):
-    ran = []
-
-    def launch(name, size, folder):
-        ran.append(name)
-        with suppress(RuntimeError):
-            gpu_check.run_part(name, size, folder)
-
-    flags = ["--small", "--folder", str(tmp_path)]
-    assert [gpu_check.main(flags, launch), gpu_check.main(flags, launch)] == [1, 1]
-    assert ran == ["one", "bad", "broken", "bad", "broken"]
-    rows = [line for line in (tmp_path / "page.md").read_text().splitlines() if line.startswith("| 2")]
-    assert [row.split(" | ")[-1] for row in rows] == ["holds |", "FAILS |", "holds |", "FAILS |"]
-    assert gpu_check.main([*flags, "--only", "one"], launch) == 0
+def check(folder, *words):
+    """Run the command in this process."""
+    with suppress(RuntimeError):
+        return gpu_check.main(["--small", "--folder", str(folder), *words], here=True)
 
 
-def test_a_part_ends_at_its_limit_and_its_rows_stay(tmp_path, parts, monkeypatch):
-    before = gpu_check.Done(*gpu_check.where(gpu_check.SMALL), 1.0, list(one(None)), "broke off")
-    gpu_check.write("one", before, tmp_path)
-    (tmp_path / "hangs.py").write_text("import time; time.sleep(60)")
+def test_a_second_call_goes_on_behind_the_rows_that_stand_and_tries_broken_ones_last(tmp_path, rows, capsys):
+    check(tmp_path)
+    assert list(gpu_check.read(tmp_path)) == ["broken"]
+    capsys.readouterr()
+    check(tmp_path)
+    told = capsys.readouterr().out
+    assert [told.index(f"{name}: ") for name in ("one", "bad", "absent", "broken")] == sorted(
+        told.index(f"{name}: ") for name in rows
+    )
+    assert (tmp_path / "rows.jsonl").read_text().count('"one"') == 3  # as it began, its row, and its end
+    check(tmp_path)
+    assert "one: done\nbad: done\nabsent: done\nbroken: a number" in capsys.readouterr().out
+    found = gpu_check.read(tmp_path)
+    assert {name: record.error for name, record in found.items() if record.error} == {"broken": "RuntimeError: no"}
+    assert found["broken"].rows == list(one(None))
+    assert found["absent"].rows == [Row("left out", "there is no such library")]
+
+
+def test_rows_of_another_commit_do_not_stand(tmp_path, rows, capsys, monkeypatch):
+    check(tmp_path, "--only", "one")
+    monkeypatch.setattr(gpu_check.engines, "commit", lambda: "another")
+    check(tmp_path, "--only", "one")
+    assert "one: done" not in capsys.readouterr().out
+
+
+def test_the_exit_code_tells_of_a_wrong_row_and_the_page_has_all(tmp_path, rows):
+    assert check(tmp_path, "--only", "one", "absent") == 0
+    assert check(tmp_path, "--only", "one", "bad") == 1
+    lines = [line for line in (tmp_path / "page.md").read_text().splitlines() if line.startswith("| 2")]
+    assert [line.split(" | ")[-1] for line in lines] == ["holds |", "FAILS |", " |"]
+
+
+def test_rows_for_which_no_time_is_left_are_for_another_call(tmp_path, rows, capsys):
+    visit, soon = Visit(device_rows.Size()), time.time() + 30
+    rows["one"] = replace(rows["one"], minutes=1.0)
+    gpu_check.run(["one", "bad"], visit, tmp_path, soon)
+    assert "one: left for another call: it takes 1 minutes" in capsys.readouterr().out
+    assert list(gpu_check.read(tmp_path)) == ["bad"]
+
+
+HANGS = """
+import json, sys, time
+name = sys.argv[sys.argv.index("--rows") + 1]
+record = dict(name=name, since=time.time(), commit="a", device="b", size="small", seconds=1.0, error={error!r})
+open({file!r}, "a").write(json.dumps(record | {{"rows": [dict(what="a number", found="1")]}}) + "\\n")
+time.sleep(60 if name == "one" else 0)
+sys.exit(3)
+"""
+
+
+def test_a_row_that_hangs_or_kills_its_process_ends_alone_and_keeps_what_it_found(tmp_path, rows, monkeypatch):
+    script = HANGS.format(error=gpu_check.RUNNING, file=str(tmp_path / "rows.jsonl"))
+    (tmp_path / "hangs.py").write_text(script)
     monkeypatch.setattr(gpu_check, "__file__", str(tmp_path / "hangs.py"))
-    start = time.monotonic()
-    gpu_check.start("one", gpu_check.SMALL, tmp_path)
-    assert time.monotonic() - start < 30
-    done = gpu_check.read("one", tmp_path)
-    assert (done.error, [row.found for row in done.rows]) == ("took more than 1 s", ["1"])
+    monkeypatch.setattr(gpu_check, "LEAST_S", 1)
+    rows["bad"] = replace(rows["bad"], minutes=1.0)
+    gpu_check.run_apart(["one", "bad"], tmp_path, time.time() + 300, [])
+    found = gpu_check.read(tmp_path)
+    assert found["one"].error == "took more than 3 s"
+    assert found["bad"].error == "its process ended with 3"
+    assert [row.found for record in found.values() for row in record.rows] == ["1", "1"]
 
 
 def test_a_machine_without_an_accelerator_is_told_so_in_a_line(tmp_path, capsys):
-    assert gpu_check.main(["--folder", str(tmp_path)], launch=gpu_check.run_part) == 1
+    assert gpu_check.main(["--folder", str(tmp_path)]) == 1
     assert capsys.readouterr().out.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 
-def found_on(card, torch="2.13.0", date="2030-01-02"):
-    """The parts of a visit in full size that found a number."""
-    return {"gate": gpu_check.Done(date, "abc", f"{card}, torch {torch}", "full", 1.0, list(one(None)))}
+@pytest.mark.parametrize("variant", ["compiled", "products kept"])
+def test_an_old_torch_leaves_out_what_needs_a_newer_one(tmp_path, monkeypatch, variant):
+    monkeypatch.setattr(device_rows.torch, "__version__", "2.11.0+cu130")
+    name = {"compiled": "step: compiled", "products kept": "gate: auto, products kept, masks"}[variant]
+    check(tmp_path, "--only", name)
+    reason = f"{variant} needs torch 2.12, and this is 2.11.0+cu130"
+    assert gpu_check.read(tmp_path)[name].rows == [Row("left out", reason)]
+
+
+def test_kernels_of_two_and_three_blocks_tell_those_of_more():
+    args = device_rows.model_args(replace(device_rows.SMALL, random=4), "recomputed")
+    assert device_rows.kernels_of(args, True) == device_rows._counted(args, True)
+
+
+def test_predictions_are_read_as_they_were_made(tmp_path, monkeypatch):
+    made = device_rows.Prediction({"update": {("bfloat16", 8, 9): 3}}, {"update": {("float32", 1, 2): 4}}, {"load": 5})
+    monkeypatch.setattr(gpu_check.ask, "predict", lambda size, variant: made)
+    file = tmp_path / "runs" / "predictions.json"
+    for words in (["--small"], []):
+        assert gpu_check.main([*words, "--predict", "--predictions", str(file), "--folder", str(tmp_path)]) == 0
+    read = gpu_check.predictions_in(file)
+    assert read == {size: dict.fromkeys(device_rows.PREDICTED, made) for size in ("small", "full")}
+    assert {*device_rows.PREDICTED} <= {*device_rows.VARIANTS}
+
+
+def test_it_runs_from_a_folder_of_packages_that_are_not_installed(tmp_path):
+    for package in (REPO / "packages").glob("*/src"):
+        shutil.copytree(package, tmp_path / "site", dirs_exist_ok=True)
+    libraries = [path for path in sys.path if path.endswith("-packages")]
+    place = os.pathsep.join([str(tmp_path / "site"), *libraries])
+    script = [sys.executable, "-S", str(REPO / "scripts" / "gpu_check.py")]  # -S: nothing that is installed for editing
+    words = ["--small", "--folder", str(tmp_path / "found"), "--only", "machine"]
+    environment = os.environ | {"PYTHONPATH": place, "COMMIT": "abc"}
+    done = subprocess.run([*script, *words], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "machine: torch" in done.stdout
+    where = subprocess.run(
+        [sys.executable, "-S", "-c", "import omni_rl; print(omni_rl.__file__)"],
+        env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert where.stdout.startswith(str(tmp_path))
+
+
+def found_on(card, torch="2.13.0", since=1.9e9):
+    """The rows of a visit in full size that found a number."""
+    return {"one": gpu_check.Record("one", since, "abc", f"{card}, torch {torch}", "full", 1.0, list(one(None)))}
 
 
 def test_the_page_says_whether_it_has_something_of_an_accelerator():
     text = gpu_check.DOCS.read_text()
     assert gpu_check.published(text, {}) == text
     assert (gpu_check.NOTHING in text) != (gpu_check.ALONE in text)
+    told = gpu_check.published(text, found_on("Card X"))
+    assert gpu_check.ALONE in told
+    assert "### Card X" in told
 
 
 @pytest.mark.parametrize(("device", "is_there"), [("Card X", True), ("npu x86_64", False), ("cpu aarch64", False)])
-def test_only_a_card_is_on_the_page_even_where_one_part_alone_ran(tmp_path, parts, device, is_there):
+def test_only_a_card_is_on_the_page_even_where_one_row_alone_ran(tmp_path, rows, device, is_there):
     (docs := tmp_path / "page.md").write_text(f"{gpu_check.FIRST}{gpu_check.LAST}")
-    gpu_check.write("one", found_on(device)["gate"], tmp_path)
+    gpu_check.write(found_on(device)["one"], tmp_path)
     gpu_check.main(["--publish", "--folder", str(tmp_path), "--docs", str(docs)])
     assert (f"### {device}" in docs.read_text()) == is_there
 
 
-def test_what_is_found_in_small_is_not_published(tmp_path, parts):
+def test_what_is_found_in_small_is_not_published(tmp_path, rows):
     docs = gpu_check.DOCS.read_bytes()
-    gpu_check.main(["--small", "--folder", str(tmp_path), "--only", "one"], gpu_check.run_part)
-    gpu_check.main(["--publish", "--folder", str(tmp_path)], gpu_check.run_part)
+    check(tmp_path, "--only", "one")
+    gpu_check.main(["--publish", "--folder", str(tmp_path)])
     assert gpu_check.DOCS.read_bytes() == docs

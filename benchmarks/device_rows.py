@@ -1,0 +1,714 @@
+"""What scripts/gpu_check.py asks of a device: functions that yield a row for each thing that they find out.
+
+A row has what was found, what was predicted, and a verdict. The model is Qwen-Image's transformer with random weights,
+beside a small text encoder and VAE. Planned bytes and counted kernels are in `Visit.predictions`: they take minutes of
+a CPU, so `predict` makes them beforehand on any machine.
+"""
+
+import hashlib
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache, partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import checkpoint
+import engine_parity
+import engine_speed
+import engines
+import fixed_cost
+import framework_tax
+import noise
+import omni_train.kernels
+import omni_train.prepare
+import roofline
+import torch
+import trainer
+import versus_plain
+from omni_rl.flow.sampling import prompts_of
+from omni_rl.run.run import MediaRun, Step
+from omni_rl.settings.fields import change
+from omni_rl.tools import plan
+from omni_train.checkpoint.state import local_rows
+from omni_train.dist import default_compute_dtype, init_distributed, local_device, memory, reset_peak_memory
+from omni_train.kernels import BACKENDS, EXACT, check_attention, check_compiler, compile_blocks
+from omni_train.memory.quantized import BYTES, quantize_blocks
+from torch import Tensor, nn
+from torch.nn.attention import sdpa_kernel
+from torch.utils._pytree import tree_map
+from trainer import VARIANTS, app
+
+REPO = Path(__file__).resolve().parents[1]
+GB, MB = 1e9, 2**20
+FAILS = "FAILS"
+FITS = "recomputed"  # fits 80 GB at the recipe's batch
+FEW: dict[str, Any] = {"num_inference_steps": 3, "window_high": 2}  # both trained
+FASTER = 1.8  # times a plain loop, on an H100 or H200
+PLAIN_OVER_OURS = {"recomputed": 1.25, "compiled": 1.59}  # by arithmetic on kernels, for an H100
+NEEDS_2_12 = ("compiled", "products kept", "nf4", "int8")  # parameters of torch.compile and selective checkpoints
+CLASSES = {  # of kernels, by parts of their names; the first that fits
+    "attention": "flash|fmha|attention|sdpa",
+    "matrix products": "gemm|nvjet|cutlass|xmma|(^|::)(add)?mm|cublas",
+    "copies": "copy|memcpy|memset|fill",
+    "elementwise and norms": "elementwise|reduce|norm|triton|softmax|foreach|multi_tensor|aten::",
+}
+
+
+class LeftOutError(Exception):
+    """Why a row cannot be asked here."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measured and a predicted value; verdict: "holds", by how much it is off, or FAILS."""
+
+    what: str
+    found: str
+    predicted: str = ""
+    verdict: str = ""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is run. shallow: blocks where depth does not matter. steps and samples: of the run that learns.
+
+    state_gb: of the checkpoint. policy: settings of a Qwen3, and tokens of its answers.
+    """
+
+    random: int = 60
+    random_heads: int = 24
+    side: int = 512
+    batch_size: int = 16
+    rank: int = 64
+    shallow: int = 2
+    rounds: int = 2
+    steps: int = 20
+    samples: int = 8
+    state_gb: float = 5.1
+    logged: int = 200
+    matrix: int = 8192
+    policy: tuple[tuple[str, int], ...] = (
+        ("hidden_size", 1024), ("intermediate_size", 3072), ("num_attention_heads", 16), ("num_key_value_heads", 8),
+        ("head_dim", 128), ("num_hidden_layers", 28),
+    )  # fmt: skip
+    answer: int = 128
+
+
+SMALL = Size(1, 1, 32, 2, 4, 1, rounds=1, steps=4, samples=4, state_gb=0.02, logged=3, matrix=256, policy=(), answer=4)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A short step on no device. kernels, least: by phase; least without what is computed again. peaks: bytes."""
+
+    kernels: Mapping[str, Counter[roofline.Kernel]]
+    least: Mapping[str, Counter[roofline.Kernel]]
+    peaks: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Visit:
+    """What the rows are asked with. predictions: by variant; may be empty."""
+
+    size: Size
+    predictions: Mapping[str, Prediction] = field(default_factory=dict)
+
+
+# 1. Does it run, and what is the device?
+
+
+def machine(visit: Visit) -> Iterator[Row]:
+    """Yield versions, and the memory of device and host."""
+    pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    yield Row("torch, CUDA, cores", f"{torch.__version__}, {torch.version.cuda}, {os.cpu_count()}")
+    yield Row("memory of the host, GB", f"{pages / GB:.0f}")
+    with suppress(RuntimeError, AttributeError):
+        free, total = torch.accelerator.get_memory_info(local_device())
+        yield Row("memory of the device, GB, and free of it", f"{total / GB:.1f}, {free / GB:.1f}")
+
+
+def learn(visit: Visit) -> Iterator[Row]:
+    """Yield a few steps of tiny-signs, whose images get brighter."""
+    size, rewards = visit.size, list[float]()
+    args = trainer.Args(prompts_per_step=size.samples // 2, group_size=size.samples, batch_size=size.samples)
+    own: dict[str, Any] = {
+        "lora_rank": 0, "true_cfg_scale": 1.0, "noise_level": 0.7, "window_high": 9, "window_size": 3,
+        "clip_range": 1e-3, "lr": 3e-4, "weight_decay": 0.0, "dtype": "float32",
+    }  # fmt: skip
+
+    def steps(run: MediaRun[app.Args]) -> Iterator[Step]:
+        for number in range(size.steps):
+            yield (step := Step(number))
+            rewards.append(step.metrics["reward/mean"])
+
+    trainer.train(trainer.settings(args, args.model, **own), steps, trainer.brightness)
+    part = max(1, size.steps // 4)
+    first, last = (sum(some) / part for some in (rewards[:part], rewards[-part:]))
+    what = f"mean reward of tiny-signs, first and last {part} of {size.steps} steps"
+    yield Row(what, f"{first:.4f}, {last:.4f}", "rises", "holds" if last > first else FAILS)
+
+
+def ceilings(visit: Visit) -> Iterator[Row]:
+    """Yield the peaks of the device."""
+    found, kind = ceilings_here(visit.size), device_kind()
+    assumed = asdict(roofline.ASSUMED[kind]) if kind else {}
+    for name, value in asdict(found).items():
+        unit = 1e-6 if name == "launch" else 1e12
+        what = f"{name.replace('_', ' ')}, {'us' if name == 'launch' else 'TB/s' if name == 'bandwidth' else 'TFLOP/s'}"
+        yield near(what, value / unit, assumed.get(name, math.nan) / unit)
+
+
+def attention(visit: Visit, name: str) -> Iterator[Row]:
+    """Yield the rates of a kernel of attention, forward and backward."""
+    has_attention(name)
+    with sdpa_kernel(BACKENDS[name]):
+        rates = roofline.attention_rates(local_device(), side=visit.size.matrix)
+        for what, rate in zip(("forward", "backward"), rates, strict=True):
+            yield Row(f"{what}, TFLOP/s", f"{rate / 1e12:.4g}")
+
+
+# 2. Bits
+
+
+def gate(visit: Visit, attention: str, variant: str, *, masked: bool = False, how: str = "as it is") -> Iterator[Row]:
+    """Yield the largest |ratio - 1| before the first update, and in which class the run finds itself.
+
+    masked: two texts in a batch. how: a row of COMPILERS.
+    """
+    has_attention(attention)
+    what, (options, compiler) = "largest abs(ratio - 1), and its class", COMPILERS[how]
+    torch.compiler.reset()
+    try:
+        with (
+            patch.dict(omni_train.kernels.EXACT, options, clear=True),
+            patch.object(omni_train.prepare, "compile_blocks", compiler),
+        ):
+            *_, step = take(
+                shallow(visit.size), variant, 1 + (variant == "compiled"), masked=masked, attention=attention, **FEW
+            )
+    except RuntimeError as problem:
+        if "No available kernel" in str(problem):
+            raise LeftOutError(f"attention {attention} takes no mask here") from problem
+        if "the ratio must be 1" not in str(problem):
+            raise
+        yield Row(what, f"wrong: {problem}", "0, exact", FAILS)
+        return
+    must = how == "as it is"
+    verdict = HOLDS[step.gate == "exact"] if must else ""
+    yield Row(what, f"{step.gap:.3g}, {step.gate}", "0, exact" * must, verdict)
+    if variant == "compiled":
+        yield Row("rollout, update, s", f"{step.seconds['rollout']:.4g}, {step.seconds['update']:.4g}")
+
+
+def repeated(visit: Visit) -> Iterator[Row]:
+    """Yield whether an update repeats its gradients, bit for bit, and what that costs."""
+    seconds = {}
+    for flag, must in (("deterministic", True), ("no-deterministic", False)):
+        taken = take(shallow(visit.size), FITS, 3, keeps_bits=True, deterministic=must, **FEW)
+        count, seconds[must] = len({each.bits for each in taken}), min(each.seconds["update"] for each in taken)
+        found = "equal" if count == 1 else f"{count} different ones"
+        yield Row(f"gradients of 3 equal updates, --{flag}", found, "equal" * must, HOLDS[count == 1] if must else "")
+    yield goal("seconds of the update, deterministic / not", seconds[True] / seconds[False], 1.03)
+
+
+def same_bits(visit: Visit, variant: str) -> Iterator[Row]:
+    """Yield whether a variant's gradients have the bits of blocks that are recomputed."""
+    bits = [take(shallow(visit.size), name, 1, keeps_bits=True, **FEW)[0].bits for name in (FITS, variant)]
+    is_same = bits[0] == bits[1]
+    yield Row("gradients and those of recomputed blocks", "equal" if is_same else "differ", "equal", HOLDS[is_same])
+
+
+def sleep(visit: Visit) -> Iterator[Row]:
+    """Yield samples of the embedded engine before and after sleep."""
+    latents: list[Tensor] = []
+
+    def look(run: MediaRun[app.Args]) -> None:
+        prompts, params = prompts_of(run, Step(0))[: run.args.batch_size], app.params_at(run, Step(0))
+        for _ in range(2):
+            latents.append(run.engine.generate(prompts, params).x0)
+            run.engine.sleep()
+            run.engine.wake()
+
+    take(shallow(visit.size), FITS, 0, look=look, **FEW)
+    yield exact("largest difference of samples", (latents[0] - latents[1]).abs().max().item(), 0.0)
+
+
+def second_life(visit: Visit) -> Iterator[Row]:
+    """Yield whether a run that was killed and goes on ends with the bits of one that was not."""
+    steps, signs = visit.size.steps, REPO / "data" / "tiny-signs"
+    flags = {
+        "preset": "tiny-signs", "model": trainer.Args().model, "prompts": signs / "train.txt", "scorer": "jpeg",
+        "eval.prompts": signs / "eval.txt", "eval.every": steps, "save-every": 1, "train-steps": steps,
+        "prompts-per-step": 2, "group-size": 4, "batch-size": 4, "eval.num-prompts": 2,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as place:
+        for name, kills in (("one", 0), ("two", steps // 2)):
+            for after in (kills, 0)[not kills :]:
+                run_app("train_flowgrpo", flags | {"name": name}, Path(place), kill_after=after)
+        digests = [digest_of(Path(place) / "runs" / name / "weights") for name in ("one", "two")]
+    what = f"weights after {steps} steps, killed after {steps // 2} or not"
+    yield Row(what, "equal" if digests[0] == digests[1] else "differ", "equal", HOLDS[digests[0] == digests[1]])
+
+
+def tokens(visit: Visit) -> Iterator[Row]:
+    """Yield the gate, and the sampler's gap to the update, of two steps of a random Qwen3."""
+    sys.path.append(str(REPO / "scripts"))
+    import build_tiny_models as tiny
+    from transformers import Qwen3ForCausalLM
+
+    with tempfile.TemporaryDirectory() as place:
+        model, tokenizer = Path(place) / "model", tiny.build_chat_tokenizer()
+        with torch.device(local_device()):
+            net = tiny.build_qwen3(
+                Qwen3ForCausalLM, tokenizer, eos_token_id=tokenizer.eos_token_id, **dict(visit.size.policy)
+            )
+        tiny.LanguageModel(net.bfloat16(), tokenizer).save_pretrained(model)
+        del net
+        texts = Path(place) / "texts.jsonl"
+        texts.write_text('{"prompt": "a sign", "pattern": "[a-m]"}\n{"prompt": "red", "pattern": "[A-Z]"}\n')
+        flags = {
+            "model": model, "prompts": texts, "eval.prompts": texts, "eval.every": 2, "train-steps": 2, "name": "one",
+            "prompts-per-step": 2, "group-size": 8, "batch-size": 8, "max-new-tokens": visit.size.answer,
+            "reward": "regex", "lr": 1e-6, "lora.rank": visit.size.rank, "save-every": 2,
+        }  # fmt: skip
+        run_app("train_gspo", flags, Path(place))
+        lines = (Path(place) / "runs" / "one" / "metrics.jsonl").read_text().splitlines()
+    steps = [line for line in map(json.loads, lines) if "policy/first_ratio_max_dev" in line]
+    if not steps:
+        raise RuntimeError(f"all answers have one score, so that no step was trained on: {lines[-1]}")
+    names = {name for line in steps for name in line if name.startswith("policy/gap_")}
+    found = names.pop().removeprefix("policy/gap_").replace("_", "-") if names else "exact"
+    most = {key: max(line[f"policy/{key}"] for line in steps) for key in ("first_ratio_max_dev", "rollout_gap")}
+    moved = f"{most['first_ratio_max_dev']:.3g}, {found}"
+    yield Row("largest abs(ratio - 1), and its class", moved, "0, exact", HOLDS[found == "exact"])
+    yield goal("the sampler's gap to the update", most["rollout_gap"], 1e-2)
+    yield Row("a step, s", f"{steps[-1]['time/step_s']:.3g}")
+
+
+# 3. Seconds and bytes
+
+
+def step(visit: Visit, variant: str) -> Iterator[Row]:
+    """Yield the gate, seconds and memory of a short step in a variant, beside the roofline and the plan."""
+    first, second = take(visit.size, variant, 2, **ANY_GAP, **FEW)
+    yield exact("largest abs(ratio - 1)", first.gap, 0.0)
+    yield Row("the first step, s", f"{sum(first.seconds[phase] for phase in roofline.PHASES):.4g}")
+    planned, here = visit.predictions.get(variant), ceilings_here(visit.size)
+    if planned is None:
+        yield Row("predictions", "none: run scripts/gpu_check.py --predict on any CPU before")
+    for phase in roofline.PHASES:
+        seconds = roofline.ASSUMED.get(device_kind(), here).seconds(planned.kernels[phase]) if planned else math.nan
+        yield near(f"{phase}, s", second.seconds[phase], seconds)
+        if planned:
+            share = here.limit(planned.least[phase]) / second.seconds[phase]
+            yield Row(f"{phase}, share of the limit", f"{share:.2f}")
+    if local_device().type != "cpu":  # which cannot tell the peak of a step
+        peaks = planned.peaks if planned else dict.fromkeys(("load", *roofline.PHASES), math.nan)
+        most = max(peaks[name] for name in roofline.PHASES)
+        yield near("loaded, GB", second.loaded / GB, peaks["load"] / GB, within=0.1)
+        # weights are most of the peak, and would hide what is off beside them
+        over = (second.peak - second.loaded) / GB, (most - peaks["load"]) / GB
+        yield near("peak - loaded, GB", *over, within=0.1, must=True)
+        for what, size in (("reserved by the allocator", second.reserved), ("used of the device", second.used)):
+            if not math.isnan(size):
+                yield Row(f"{what} - peak, GB", f"{(size - second.peak) / GB:.4g}")
+
+
+def versus(visit: Visit) -> Iterator[Row]:
+    """Yield the trainer's step and plain loops, in turn."""
+    variant = "compiled" if can_run("compiled") else FITS
+    own = asdict(model_args(visit.size, variant)) | {"rounds": visit.size.rounds, "variant": variant}
+    args = replace(versus_plain.Args(), **own)
+    found, dtype = versus_plain.measure(args), str(default_compute_dtype(local_device())).removeprefix("torch.")
+    ours = found[versus_plain.OURS]
+    yield Row(f"step of the trainer, {variant}, s", f"{ours.seconds:.4g}")
+    for name, each in found.items():
+        if name != versus_plain.OURS:
+            over, is_plain = each.seconds / ours.seconds, name == versus_plain.PLAIN
+            yield near(f"{name} / trainer", over, PLAIN_OVER_OURS[variant] if is_plain and device_kind() else math.nan)
+            if is_plain:
+                verdict = "holds" if over >= FASTER else "missed"
+                yield Row("the same", f"{over:.4g}", f"goal {FASTER:g} or more", verdict)
+            difference, bound = abs(each.grad_norm / ours.grad_norm - 1), versus_plain.BOUNDS[dtype]
+            yield exact(f"gradient norm, {name}, relative difference", difference, bound)
+
+
+def profile(visit: Visit) -> Iterator[Row]:
+    """Yield shares of classes of kernels in a step of some blocks, and the names of attention's."""
+    size, found = replace(visit.size, random=min(visit.size.random, 12)), []
+
+    def steps(run: MediaRun[app.Args]) -> Iterator[Step]:
+        yield Step(0)
+        with torch.profiler.profile(activities=torch.profiler.supported_activities()) as trace:
+            yield Step(0)
+        found.extend(trace.key_averages())
+
+    with trainer.model(model_args(size, FITS)) as path:
+        trainer.train(settings_of(size, FITS, path, lr=0.0, **ANY_GAP, **FEW), steps, trainer.brightness)
+    kernels = {each.key: each.self_device_time_total for each in found if each.device_type.name != "CPU"}
+    kernels = kernels or {each.key: each.self_cpu_time_total for each in found}  # where no device tells them
+    spent = Counter[str]()
+    for name, microseconds in kernels.items():
+        kind = next((kind for kind, parts in CLASSES.items() if re.search(parts, name, re.IGNORECASE)), "others")
+        spent[kind] += microseconds
+    for kind, microseconds in spent.most_common():
+        yield Row(f"{kind}, share of the kernels' time", f"{microseconds / max(1, spent.total()):.2f}")
+    names = [name for name in kernels if re.search(CLASSES["attention"], name, re.IGNORECASE)]
+    yield Row("kernels of attention", "; ".join(name[:60] for name in names[:6]) or "none by name")
+
+
+def dequantization(visit: Visit, bits: Any) -> Iterator[Row]:
+    """Yield the seconds that it takes to dequantize the net's blocks once."""
+    has_torch(bits)
+    size, device = visit.size, local_device()
+    net = engines.random_transformer(1, size.random_heads, 64, device=device, dtype=default_compute_dtype(device))
+    kind = type(net.transformer_blocks[0]).__name__
+    layers = [each for each in net.transformer_blocks[0].modules() if isinstance(each, nn.Linear)]
+    numel = sum(layer.weight.numel() for layer in layers)
+    quantize_blocks(net, bits, {kind}, device)
+    seconds = size.random * roofline.fastest(lambda: [layer.weight for layer in layers], device)
+    least = size.random * numel * (BYTES[bits] + 2) / ceilings_here(size).bandwidth
+    yield near(f"{size.random} blocks, s, and if each byte moved once", seconds, least)
+
+
+def decoding(visit: Visit) -> Iterator[Row]:
+    """Yield the seconds of decoding images by forms of the VAE's convolutions."""
+    side, base = visit.size.side, 96 * visit.size.side // 512
+    for batch, pixels in ((visit.size.batch_size, side), (max(1, visit.size.batch_size // 4), 2 * side)):
+        found = {
+            form: trainer.decoding_s(pixels, form, batch=batch, base_dim=base, rounds=visit.size.rounds)
+            for form in trainer.CONVOLUTIONS
+        }
+        ours = found[trainer.CONVOLUTIONS[0]]
+        for form, seconds in found.items():
+            fast = "" if form == trainer.CONVOLUTIONS[0] else "holds" if seconds >= ours else "missed"
+            yield Row(f"{batch} of {pixels} pixels, {form}, s", f"{seconds:.4g}", f">= {ours:.4g}" * bool(fast), fast)
+
+
+def saving(visit: Visit) -> Iterator[Row]:
+    """Yield the seconds of a checkpoint."""
+    size = visit.size.state_gb
+    saved = checkpoint.measure(size, 1, None, init_distributed())
+    yield goal(f"copy of {size:g} GB, s", saved["copy, s"], 0.2 * size)
+    yield Row("save that training waits for, s", f"{saved['save that training waits for, s']:.3g}")
+
+
+def tax(visit: Visit) -> Iterator[Row]:
+    """Yield what the framework costs: around the model, beside it, and in noise."""
+    size = visit.size
+    own = framework_tax.Args(
+        random=size.random, random_heads=size.random_heads, height=size.side, width=size.side, batch_size=1,
+        group_size=2, prompts_per_step=1, steps=1,
+    )  # fmt: skip
+    found = framework_tax.measure(own)
+    yield goal("step / (forward + backward)", found["step"] / (found["forward"] + found["backward"]), 1.03)
+    with fixed_cost.quiet():
+        logged = fixed_cost.Args(size.logged, 0, size.side, 64, 0.05, 50, 10)
+        seconds = [each["wall"] for _, each in fixed_cost.measure(logged)]
+    yield goal("step beside the model, s", sum(seconds) / len(seconds), 0.05)
+    drawn = noise.fastest_s(lambda: noise.step_noise(range(noise.BATCH), 0, noise.SHAPE))
+    yield Row(f"noise of {noise.BATCH} samples of 512 pixels, ms", f"{drawn * 1e3:.3g}")
+
+
+def vllm_omni(visit: Visit) -> Iterator[Row]:
+    """Yield parity, speed and sleep of vLLM-Omni."""
+    if find_spec("vllm_omni") is None:
+        raise LeftOutError("vLLM-Omni is not installed")
+    size, device = visit.size, local_device()
+    sizes = {"random": min(size.random, 12), "random_heads": size.random_heads, "height": size.side, "width": size.side}
+    dtype, least = default_compute_dtype(device), engine_parity.Args(**sizes)
+    with engines.checkpoint(least, device, dtype) as path:
+        for row in engine_parity.measure(least, path, device, dtype):
+            yield goal(f"{row[0]}, guidance {row[1]}: gap in the first half of the steps", float(row[3]), 4e-3)
+        bench = engine_speed.Bench(engine_speed.Args(**sizes), device, dtype, engines.open_model(path))
+        for what, embedded, other, _ in engine_speed.measure(bench):
+            yield Row(f"{what}: embedded, vLLM-Omni", f"{embedded}, {other}")
+
+
+# 4. What rows share
+
+HOLDS = {True: "holds", False: FAILS}
+
+
+def as_one_graph(module: nn.Module, block_names: Collection[str], *, attention: str) -> None:
+    """Compile blocks to one graph each, which has gradients of all inputs, also where none is wanted."""
+    compile_blocks(module, block_names, attention=attention)
+    for block in module.modules():
+        if type(block).__name__ in block_names:
+            block.forward = partial(as_trained, block.forward)
+
+
+def as_trained(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a compiled block as for gradients of all inputs, and drop them unless they are wanted."""
+    is_wanted = torch.is_grad_enabled()
+
+    def trained(value: Any) -> Any:
+        if not (isinstance(value, Tensor) and value.is_floating_point()) or value.requires_grad:
+            return value
+        return value.detach().requires_grad_()
+
+    with torch.enable_grad():
+        given, named = tree_map(trained, (args, kwargs))
+        out = forward(*given, **named)
+    return out if is_wanted else tree_map(Tensor.detach, out)
+
+
+ROUNDED = {"emulate_precision_casts": True}
+COMPILERS = {  # torch's options, and what compiles
+    "as it is": (dict(EXACT), compile_blocks),
+    "not deterministic": (ROUNDED, compile_blocks),
+    "no padding": (ROUNDED | {"shape_padding": False}, compile_blocks),
+    "fused products and sums": ({"deterministic": True}, compile_blocks),
+    "one graph": (dict(EXACT), as_one_graph),
+    "one graph, not deterministic": (ROUNDED, as_one_graph),
+}
+ANY_GAP: dict[str, Any] = {"ratio_tolerance": 1e30, "clip_range": 1e31}  # seconds are told whatever the ratio is
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A training step: |ratio - 1| before its first update at most, its class, seconds by phase, and bytes.
+
+    loaded, peak: allocated, before the first step and at most. reserved, used: by the allocator at most, and of the
+    device; NaN if unknown. bits: a digest of all gradients, if asked for.
+    """
+
+    gap: float
+    gate: str
+    seconds: Mapping[str, float]
+    loaded: float
+    peak: float
+    reserved: float
+    used: float
+    bits: str
+
+
+def take(
+    size: Size,
+    variant: str,
+    count: int,
+    *,
+    masked: bool = False,
+    keeps_bits: bool = False,
+    look: Callable[[MediaRun[app.Args]], None] = lambda run: None,
+    **changes: Any,
+) -> list[Taken]:
+    """Run the first training step of a variant several times, and then `look`."""
+    has_torch(variant)
+    taken: list[Taken] = []
+    device, bits = local_device(), [""]
+    reset_peak_memory(device)
+    before = memory(device).current_mb  # of what is there already, such as libraries' own caches
+
+    def steps(run: MediaRun[app.Args]) -> Iterator[Step]:
+        spent, stepped = Counter[str](), run.optimizer_step
+        loaded = (memory(device).peak_mb - before) * MB
+
+        def noted(*args: Any, **options: Any) -> Any:
+            bits[0] = digest_of(run.policy.params)
+            return stepped(*args, **options)
+
+        if keeps_bits:
+            run.optimizer_step = noted  # type: ignore[method-assign]
+        trainer.clock(run, spent)
+        for _ in range(count):
+            spent.clear()
+            reset_peak_memory(device)
+            yield (step := Step(0))
+            if step.metrics["policy/skipped_updates"]:
+                raise RuntimeError(f"{variant}: the optimizer step was skipped, so that it has no moments")
+            seconds = spent | {"rollout": spent["rollout"] - spent["decode"]}
+            now, gap = memory(device), f"policy/gap_{run.gate.replace('-', '_')}"
+            gaps = step.metrics.get(gap, step.metrics["policy/first_ratio_max_dev"])
+            peak = (now.peak_mb - before) * MB
+            taken.append(Taken(gaps, run.gate, seconds, loaded, peak, now.reserved_mb * MB, now.used_mb * MB, bits[0]))
+        look(run)
+
+    with trainer.model(model_args(size, variant)) as path:
+        own = settings_of(size, variant, path, masked=masked, lr=0.0, **changes)
+        trainer.train(own, steps, trainer.brightness, trainer.TEXTS if masked else trainer.TEXTS[:1])
+    return taken
+
+
+def shallow(size: Size) -> Size:
+    """Return few blocks of full width."""
+    return replace(size, random=min(size.random, size.shallow))
+
+
+def model_args(size: Size, variant: str, *, masked: bool = False) -> trainer.Args:
+    """Return one group in the batches of a variant. masked: two groups in a batch, with texts of two lengths."""
+    _, smaller, blocks = VARIANTS[variant]
+    batch = max(1 + masked, size.batch_size // (smaller if size.random > size.shallow else 1))
+    return trainer.Args(
+        random=min(size.random, blocks),
+        random_heads=size.random_heads,
+        height=size.side,
+        width=size.side,
+        lora_rank=size.rank,
+        batch_size=2 * max(2, batch // 2) if masked else batch,
+        group_size=max(2, batch // (1 + masked)),
+        prompts_per_step=1 + masked,
+    )
+
+
+def settings_of(size: Size, variant: str, path: str, *, masked: bool = False, **changes: Any) -> app.Args:
+    """Return the trainer's settings in a variant."""
+    lora = {"lora_rank": size.rank, "lora_alpha": 2 * size.rank}
+    own = lora | VARIANTS[variant].settings | changes
+    return trainer.settings(model_args(size, variant, masked=masked), path, **own)
+
+
+def run_app(name: str, flags: Mapping[str, object], place: Path, *, kill_after: int = 0) -> None:
+    """Run a trainer in a folder. kill_after: the steps after which it is killed; 0 lets it end.
+
+    Raises:
+        RuntimeError: it failed; with the end of what it printed.
+    """
+    words = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
+    log, lines = place / "log.txt", place / "runs" / str(flags["name"]) / "metrics.jsonl"
+    with log.open("w") as out:
+        command = [sys.executable, str(REPO / "apps" / f"{name}.py"), *words]
+        process = subprocess.Popen(command, cwd=place, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            while process.poll() is None:
+                time.sleep(0.2)
+                if kill_after and lines.is_file() and len(lines.read_text().splitlines()) > kill_after:
+                    return
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if process.returncode:
+        raise RuntimeError(f"{name} ended with {process.returncode}: {log.read_text()[-500:]}")
+
+
+def digest_of(what: Path | Sequence[nn.Parameter]) -> str:
+    """Return a digest of a folder's weights, or of parameters' gradients."""
+    total = hashlib.sha256()
+    if isinstance(what, Path):
+        files = sorted(what.rglob("*.safetensors"))
+        if not files:
+            raise RuntimeError(f"{what} has no weights")
+        for file in files:
+            total.update(file.read_bytes())
+        return total.hexdigest()
+    for p in what:
+        if p.grad is not None:
+            total.update(local_rows(p.grad)[0].float().contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    return total.hexdigest()
+
+
+def has_attention(name: str) -> None:
+    """Raise LeftOutError if the device has no such kernels of attention."""
+    try:
+        check_attention(name, local_device(), default_compute_dtype(local_device()))
+    except ValueError as problem:
+        raise LeftOutError(str(problem)) from problem
+
+
+def has_torch(variant: str) -> None:
+    """Raise LeftOutError if a variant needs a newer torch, or a compiler that is not there."""
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if variant in NEEDS_2_12 and version < (2, 12):
+        raise LeftOutError(f"{variant} needs torch 2.12, and this is {torch.__version__}")
+    if variant == "compiled":
+        try:
+            check_compiler(local_device())
+        except ValueError as problem:
+            raise LeftOutError(str(problem)) from problem
+
+
+def can_run(variant: str) -> bool:
+    """True if a variant can run here."""
+    with suppress(LeftOutError):
+        has_torch(variant)
+        return True
+    return False
+
+
+@cache
+def ceilings_here(size: Size) -> roofline.Ceilings:
+    """Return the ceilings of the device at hand."""
+    return roofline.measure_ceilings(local_device(), side=size.matrix)
+
+
+def device_kind() -> str:
+    """Return the row of roofline.ASSUMED for the device at hand, or ""."""
+    return next((kind for kind in roofline.ASSUMED if kind in engines.device_name(local_device())), "")
+
+
+def exact(what: str, found: float, bound: float) -> Row:
+    """Return a row of a value that must not exceed a bound."""
+    return Row(what, f"{found:.3g}", f"<= {bound:g}" if bound else "0", HOLDS[found <= bound])
+
+
+def near(what: str, found: float, predicted: float, *, within: float = 0.25, must: bool = False) -> Row:
+    """Return a row of a predicted value, unless that is NaN. must: True to fail if it is off by more."""
+    if math.isnan(predicted):
+        return Row(what, f"{found:.4g}")
+    holds, off = abs(found / predicted - 1) <= within, FAILS if must else f"{found / predicted:.2f} x"
+    return Row(what, f"{found:.4g}", f"{predicted:.4g}", "holds" if holds else off)
+
+
+def goal(what: str, found: float, most: float) -> Row:
+    """Return a row of a value with an upper goal."""
+    return Row(what, f"{found:.4g}", f"goal {most:g}", "holds" if found <= most else "missed")
+
+
+# 5. Predictions, on any CPU
+
+PREDICTED = ("recomputed", "as it is", "compiled", "products kept", "offloaded", "gathered")
+
+
+def predict(size: Size, variant: str) -> Prediction:
+    """Plan and count a short step of a variant."""
+    kept = VARIANTS[variant].settings
+    recomputes = bool(kept.get("memory_gradient_checkpointing")) and variant != "products kept"
+    args = model_args(size, variant)
+    return Prediction(kernels_of(args, recomputes), kernels_of(args, False), peaks_of(size, variant))
+
+
+def kernels_of(args: trainer.Args, checkpointing: bool) -> dict[str, Counter[roofline.Kernel]]:
+    """Return the kernels of a short step by phase, of blocks that are recomputed or not.
+
+    All blocks but the first and the last have the same, so that those of two and three blocks tell those of more.
+    """
+    if args.random <= 3:
+        return _counted(args, checkpointing)
+    two, three = (_counted(replace(args, random=count), checkpointing) for count in (2, 3))
+    more = {phase: Counter(three[phase]) for phase in three}
+    for phase, kernels in more.items():
+        kernels.subtract(two[phase])
+    return {
+        phase: Counter({k: two[phase][k] + n * (args.random - 2) for k, n in kernels.items()})
+        for phase, kernels in more.items()
+    }
+
+
+@cache
+def _counted(args: trainer.Args, checkpointing: bool) -> dict[str, Counter[roofline.Kernel]]:
+    """Count each kernel."""
+    own = {"lora_rank": args.lora_rank, "memory_gradient_checkpointing": checkpointing, "dtype": "bfloat16"}
+    with trainer.model(args) as path:
+        return roofline.count(trainer.settings(args, path, **own, **FEW))
+
+
+def peaks_of(size: Size, variant: str) -> dict[str, int]:
+    """Return the planned peak bytes of a short step's phases in a variant."""
+    with trainer.model(model_args(size, variant)) as path, fixed_cost.quiet():
+        Path("prompts.txt").write_text(f"{trainer.TEXTS[0]}\n")  # a plan takes all to be as long as the longest
+        settings = settings_of(size, variant, path, dtype="bfloat16", **FEW)
+        return dict(plan.measure(app.main, change(settings, dry_run=True, memory_device_gb=80.0), 1).peaks)
