@@ -10,18 +10,18 @@ from torch import nn
 
 
 class Noted(torch.autograd.Function):
-    """The identity, which notes whether algorithms must be deterministic, forward and backward."""
+    """The identity, which notes torch's mode of deterministic algorithms, forward and backward."""
 
-    seen: list[tuple[str, bool]]
+    seen: list[tuple[str, int]]
 
     @staticmethod
     def forward(ctx, x):
-        Noted.seen.append(("forward", torch.are_deterministic_algorithms_enabled()))
+        Noted.seen.append(("forward", torch.get_deterministic_debug_mode()))
         return x.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        Noted.seen.append(("backward", torch.are_deterministic_algorithms_enabled()))
+        Noted.seen.append(("backward", torch.get_deterministic_debug_mode()))
         return grad
 
 
@@ -38,13 +38,14 @@ def fresh():
 
 
 @pytest.mark.parametrize("budget", [0.0, 1e9])
-@pytest.mark.parametrize("always", [False, True])
+@pytest.mark.parametrize("always", ["default", "warn", "error"])
 def test_recomputed_blocks_run_as_in_the_forward_pass_and_gradients_repeat_their_bits(budget, always):
-    torch.use_deterministic_algorithms(always)  # by a user, for all that a process does
+    torch.set_deterministic_debug_mode(always)  # by a user, for all that a process does
     loss = Recompute(budget)(Block(), torch.ones(2, requires_grad=True)).sum()
     deterministic()(torch.Tensor.backward)(loss)
-    assert Noted.seen == [("forward", always), ("forward", always), ("backward", True)]
-    assert torch.are_deterministic_algorithms_enabled() == always
+    now = torch.get_deterministic_debug_mode()
+    assert now == ["default", "warn", "error"].index(always)
+    assert Noted.seen == [("forward", now), ("forward", now), ("backward", 2)]
 
 
 def test_an_error_leaves_the_algorithms_as_they_were():

@@ -204,13 +204,13 @@ def default_compute_dtype(device: torch.device) -> torch.dtype:
 
 
 @contextmanager
-def deterministic(enabled: bool = True) -> Iterator[None]:
-    """Run operators by algorithms that repeat their bits in the `with` block, or again by any.
+def deterministic(mode: int | str = "error") -> Iterator[None]:
+    """Run operators by algorithms that repeat their bits in the `with` block, and raise RuntimeError for those without.
 
-    One without such an algorithm raises RuntimeError.
+    mode: another of `torch.set_deterministic_debug_mode`.
     """
     before = torch.get_deterministic_debug_mode()
-    torch.set_deterministic_debug_mode("error" if enabled else "default")
+    torch.set_deterministic_debug_mode(mode)
     try:
         yield
     finally:

@@ -50,7 +50,7 @@ class Recompute:
     def __call__(self, block: nn.Module, *args: Any) -> Any:
         kind = (type(block), *(arg.shape for arg in tree_leaves(args) if isinstance(arg, Tensor)))
         keeps = self.sizes.get(kind, self.room + 1) <= self.room
-        as_now = deterministic(torch.are_deterministic_algorithms_enabled())  # and in the backward pass likewise
+        as_now = deterministic(torch.get_deterministic_debug_mode())  # and in the backward pass likewise
         run = partial(checkpoint, as_now(block.__call__), *args, use_reentrant=False)
         if self.compiled and self.room > 0 and (keeps or kind not in self.sizes):
             return self._kept(kind, block, args)
