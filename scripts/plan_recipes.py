@@ -1,7 +1,7 @@
 """Plan the step of recipes of real models, and hold the line `# Planned:` of each, and docs/choosing.md, to it.
 
-    python scripts/plan_recipes.py train_flowgrpo/flux-dev-1x48gb-pickscore
-    python scripts/plan_recipes.py --write train_nft/flux-dev-nft-pickscore
+    python scripts/plan_recipes.py APP/NAME
+    python scripts/plan_recipes.py --write APP/NAME
     python scripts/plan_recipes.py --write                                     only the table of the page
 
 A plan is for as many accelerators as that line has, else as the recipe was published for, with stand-ins for the
@@ -59,7 +59,7 @@ class Line(NamedTuple):
 def main() -> int:
     """Plan the recipes of the command line; the exit code is 1 if a line or the page is wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("recipes", nargs="*", metavar="APP/NAME", help="such as train_nft/flux-dev-nft-pickscore")
+    parser.add_argument("recipes", nargs="*", metavar="APP/NAME", help="trainer and recipe, all of one card by default")
     parser.add_argument("--write", action="store_true", help="put lines into the recipes, and the table into the page")
     given = parser.parse_args()
     code = 0

@@ -456,7 +456,7 @@ def test_settings_of_vllm_are_refused_where_they_do_not_fit(here, monkeypatch):
     found["vllm"] = True
     for changes, words in [
         ({"algo": "gspo", "rollout_correction": "token_mask"}, "must be of a sequence for gspo, got token_mask"),
-        (PLANNED, "--memory.device-gb plans the embedded engine alone, got --engine vllm"),
+        (PLANNED, "--memory.device-gb plans the embedded engine only, got --engine vllm"),
         ({"temperature": 2.5}, r"those of eval must be from 0.01 to 2 for vllm, got \[2.5, 1.0\]"),
         ({"eval_temperature": 0.005}, "must be from 0.01 to 2 for vllm"),  # which it would draw as 0.01
         ({"eval_sets": (TokenEvalSet("a", "train.jsonl", temperature=3.0),)}, "must be from 0.01 to 2 for vllm"),

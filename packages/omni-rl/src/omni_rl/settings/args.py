@@ -275,7 +275,7 @@ def check_media(args: MediaArgs, *, num_trained: int | None = 1) -> None:
     engine = ENGINES.get(args.engine)
     require(
         (not (memory.device_gb and engine and engine.library),
-         f"--memory.device-gb plans the embedded engine alone, got --engine {args.engine}"),
+         f"--memory.device-gb plans the embedded engine only, got --engine {args.engine}"),
         (not (args.compile and engine and engine.library), f"--compile needs --engine diffusers, got {args.engine}"),
         (engine, f"--engine must be one of {', '.join(ENGINES)}, got {args.engine!r}"),
         (engine and (not engine.library or find_spec(engine.library)),

@@ -75,7 +75,7 @@ def check_tokens(args: TokenArgs) -> None:
         (args.engine != "vllm" or all(0.01 <= value <= 2 for value in temperatures),
          f"--temperature, --eval.temperature and those of eval must be from 0.01 to 2 for vllm, got {temperatures}"),
         (args.engine != "vllm" or not args.memory.device_gb,
-         "--memory.device-gb plans the embedded engine alone, got --engine vllm"),
+         "--memory.device-gb plans the embedded engine only, got --engine vllm"),
         (args.engine != "vllm" or args.memory.base_dtype == "auto",
          f"--memory.base-dtype {args.memory.base_dtype} needs the embedded engine, got --engine {args.engine}"),
     )  # fmt: skip
