@@ -114,6 +114,12 @@ def rotate_in_real_numbers() -> None:
     transformer_qwenimage.ROPE_PER_DEVICE["cpu"] = transformer_qwenimage.apply_rotary_emb_qwen_neuron
 
 
+def load_like_cuda() -> None:
+    """Load the accelerator, which then rotates in complex numbers, as CUDA does and plans assume."""
+    load()
+    transformer_qwenimage.ROPE_PER_DEVICE["npu"] = transformer_qwenimage.ROPE_PER_DEVICE["cuda"]
+
+
 def tell_algorithms() -> None:
     """Have each rank of a run print by which algorithms it computes forward and backward passes, on a strict device."""
     load_strict()

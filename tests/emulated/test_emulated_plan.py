@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from build_tiny_scorers import write_clip
 from emulated import emulated_runs as runs
-from emulated.npu import build, load
+from emulated.npu import build
 from helpers import sampled
 from omni_rl.settings import fields
 from omni_rl.settings.args import ScoredArgs
@@ -36,7 +36,7 @@ def test_a_plan_tells_the_peak_of_a_run(tmp_path, monkeypatch, fresh, name):
     build()
     case, folder = CASES[name], tmp_path / "npu"
     with record.scoring() as url:
-        fresh(runs.run, case, folder, url, lives=(4,), before=load)  # of which at least one has a signal
+        fresh(runs.run, case, folder, url, lives=(4,), before=runs.load_like_cuda)  # of which at least one has a signal
         settings = record.flags(case, record.REPO, url)
     lines = [json.loads(line) for line in (folder / "runs/run/metrics.jsonl").read_text().splitlines()]
     app = importlib.import_module(case.app)
