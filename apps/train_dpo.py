@@ -46,6 +46,11 @@ class Args(ScoredArgs):
     levels_per_pair: Annotated[int, at_least(1)] = 1  # Noise levels that each pair is trained at
     level_shift: Annotated[float, at_least(1e-6)] = 1.0  # Shift of the logit-normal levels, > 1 towards noise
 
+    def __post_init__(self) -> None:
+        """Set `prompts` to the file of pairs, so that printed and saved settings have it."""
+        super().__post_init__()
+        vars(self).update(prompts=self.preferences or self.prompts)
+
 
 def check_args(args: Args) -> None:
     """Raise ValueError when settings do not fit together."""
@@ -57,7 +62,7 @@ def check_args(args: Args) -> None:
 
         shape = args.num_frames, args.height, args.width
         check_preferences(args.preferences, shape, frame_rate=args.frame_rate, media_root=args.media_root)
-    checked = replace(args, prompts=args.preferences, batch_size=2) if offline else args
+    checked = replace(args, batch_size=2) if offline else args
     check_scored(checked, num_trained=None, needs_scorer=False)
     require(
         (args.scorer.given or offline or args.dry_run,
@@ -116,7 +121,6 @@ class Pairs:
 def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
     source = read_pairs if args.preferences else sample_pairs
-    args = replace(args, prompts=args.preferences or args.prompts)
     run = MEDIA.start(args, world, "dpo", reference=True)
     with Loop(run) as steps:
         for step in steps:

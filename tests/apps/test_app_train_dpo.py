@@ -15,6 +15,7 @@ from omni_rl.flow.sampling import deal
 from omni_rl.flow.scoring import Rollout
 from omni_rl.media import preferences
 from omni_rl.run.run import Step
+from omni_rl.settings.early import check_unchanged
 from omni_rl.settings.fields import change
 from omni_rollout import Params, Prompt
 from omni_rollout.models import open_model
@@ -224,6 +225,15 @@ def test_offline_training_lowers_the_loss_of_a_fixed_set(here, pairs_file, kind)
     assert "eval/reward" not in lines[-1]
     assert (here / "runs" / args.name / "eval" / "000010.png").exists()
     assert (here / "runs" / args.name / "weights").is_dir()
+
+
+def test_a_run_on_pairs_continues_with_the_command_that_began_it(here, pairs_file):
+    """The command is checked before torch is imported, against the files that the checkpoint names."""
+    args = change(TINY, preferences=str(pairs_file), group_size=2, prompts_per_step=2, train_steps=1)
+    train(app, args)
+    check_unchanged(change(args, prompts="others.txt", train_steps=2))
+    with pytest.raises(ValueError, match=r"dpo_beta was 2000\.0, is 5\.0"):
+        check_unchanged(change(args, dpo_beta=5.0))
 
 
 def test_the_script_keeps_the_best_and_the_worst_of_each_prompt(pairs_file, tmp_path, bright_url):
