@@ -16,6 +16,8 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from omni_train.dist import deterministic
+
 # By the names of torch's SDPBackend. auto leaves out cuDNN's, whose plan depends on whether gradients are wanted.
 BACKENDS = {
     "auto": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH, SDPBackend.OVERRIDEABLE],
@@ -82,13 +84,15 @@ def compile_blocks(module: nn.Module, block_names: Collection[str], *, attention
     torch.compiler.config.cache_key_tag = attention
     symbols.use_duck_shape = False  # sizes that happen to be equal need not stay so
     for block in _blocks(module, block_names):
-        block.forward = torch.compile(  # type: ignore[call-overload]  # whose types lack the limit
+        compiled = torch.compile(  # type: ignore[call-overload]  # whose types lack the limit
             block.forward,
             fullgraph=True,
             dynamic=True,
             recompile_limit=MAX_GRAPHS,
             options=EXACT,
         )
+        # torch refuses to run a graph's backward pass by deterministic algorithms unless it was captured among them
+        block.forward = deterministic("warn")(compiled)
 
 
 def choose_attention(module: nn.Module, name: str, block_names: Collection[str]) -> None:
