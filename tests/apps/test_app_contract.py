@@ -229,7 +229,7 @@ MISTAKES = {
         "--scorer=": "--scorer must name a reward, --scorer.url a reward server, or --preferences a file of pairs",
         f"{SCORED} --batch-size 5": "--batch-size must be even, as a pair is two samples, got 5",
         f"{SCORED} --batch-size 6": "one must divide the other, got 6 and 8",
-        "--preferences README.md": "--prompts: path must end in .txt, .jsonl or .parquet, got README.md",
+        "--preferences README.md": "--preferences: path must end in .txt, .jsonl or .parquet, got README.md",
         "--preferences x.jsonl": "path must be a file that can be read, got x.jsonl",
     },
     "train_srpo": {

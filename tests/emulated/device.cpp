@@ -356,7 +356,8 @@ const std::unordered_set<std::string> kWait = {
 const std::unordered_set<std::string> kIndex = {  // which take indices of the host too, and copy them
     "aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index",
     "aten::_unsafe_index_put"};
-// What CUDA adds up by atomics, unless algorithms are deterministic: in any order, so that the last bits differ.
+// What CUDA adds up by atomics, unless algorithms must be deterministic: in any order, so that the last bits differ. Where
+// it is only warned, its attention does so.
 const std::unordered_set<std::string> kAnyOrder = {
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward", "aten::index_add", "aten::index_add_",
     "aten::scatter_add", "aten::scatter_add_", "aten::_index_put_impl_"};
@@ -458,7 +459,8 @@ void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     at::globalContext().alertNotDeterministic(name);
   }
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
-  if (adds && !at::globalContext().deterministicAlgorithms()) {
+  const auto& context = at::globalContext();
+  if (adds && !(context.deterministicAlgorithms() && !context.deterministicAlgorithmsWarnOnly())) {
     for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); ++i) disturb((*stack)[i]);
   }
 

@@ -126,9 +126,9 @@ def tell_algorithms() -> None:
     seen, backward = set(), torch.autograd.backward
 
     def note(where: str) -> None:
-        if (each := (where, torch.are_deterministic_algorithms_enabled())) not in seen:
+        if (each := (where, torch.get_deterministic_debug_mode())) not in seen:
             seen.add(each)
-            print(f"{where} by {'deterministic' if each[1] else 'any'} algorithms", flush=True)
+            print(f"{where} by {('any', 'warned', 'deterministic')[each[1]]} algorithms", flush=True)
 
     def noted(tensors: Tensor | list[Tensor], *others: Any, **options: Any) -> None:
         if isinstance(tensors, Tensor):  # lists are those of the meta device, on which operations are counted

@@ -270,8 +270,9 @@ class Engine(WeightedEngine, Protocol):
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor from the host to a device without waiting."""
-    return tensor.to(device) if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    """Copy a tensor to a device, from the host without waiting."""
+    is_copied = tensor.device.type == "cpu" and device.type not in ("cpu", "meta")
+    return (tensor.pin_memory() if is_copied else tensor).to(device, non_blocking=True)
 
 
 def pick(tensor: Tensor, rows: Sequence[int]) -> Tensor:
