@@ -34,6 +34,7 @@ RUN = ["-m", "omni_rl.run.ranks", "--nproc-per-node"]
         ("serve --scorer ocr", ["-m", "omni_reward.server", "--scorer", "ocr"]),
         ("report runs/a", ["-m", "omni_rl.report", "runs/a"]),
         ("prompts ocr", ["-m", "omni_rl.tools.prompts", "ocr"]),
+        ("score --scorer ocr a.png", ["-m", "omni_rl.tools.score", "--scorer", "ocr", "a.png"]),
         ("push runs/a o/n", ["-m", "omni_rl.tools.hub", "runs/a", "o/n"]),
     ],
 )

@@ -4,6 +4,7 @@ A block without a language holds commands; what a program prints is `text`. A co
 """
 
 import importlib
+import json
 import re
 import shlex
 import subprocess
@@ -26,11 +27,12 @@ from omni_rl.settings import args as settings
 from omni_rl.settings.cli import parse_cli
 from omni_rl.settings.fields import change
 from omni_rl.settings.toml import from_toml, recipes
+from omni_rl.tools import score
 from omni_rl.tools.command import python_words
 from omni_rl.tools.prompts import prompt_sets
 from omni_rollout.models import open_model
 from omni_train.weights.full import save_weights
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 from rl.report_runs import write_run
 
 import sample
@@ -187,6 +189,15 @@ def check_report(words, place):
     write_report(words[3:])
 
 
+def check_score(words, place):
+    """A drawn sign is scored, and has all that the prompt asks for."""
+    image = Image.new("RGB", (320, 120), (0, 0, 255))
+    ImageDraw.Draw(image).text((40, 20), "K7QX", fill="white", font=ImageFont.load_default(72))
+    image.save("sign.png")
+    score.main(words[2:])
+    assert json.loads(place.capfd.readouterr().out)["score"] == 1.0
+
+
 def check_script(words, place):
     """The script is there, it or a module beside it has the flags, and a test knows it."""
     script = next(number for number, word in enumerate(words) if word.endswith(".py"))
@@ -224,6 +235,7 @@ RULES = {  # how a command begins -> what runs it
     r"omni-rl (train|sample|serve|report) ": check_command,
     r"omni-rl doctor": check_tool,
     r"omni-rl prompts": check_prompts,
+    r"omni-rl score ": check_score,
     r"for \w+ in ": check_loop,
     r"(python|\S+/bin/python|torchrun .*) apps/train_\w+\.py": check_trainer,
     r"python apps/sample\.py": check_sample,

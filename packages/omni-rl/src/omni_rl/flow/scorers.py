@@ -1,6 +1,5 @@
 """Scorers: reward servers behind a client, or a function in this process."""
 
-import re
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,7 @@ from omni_train.prompts.files import PromptRecord
 
 from omni_rl.media.images import read_image
 from omni_rl.settings.args import RunArgs
+from omni_rl.settings.early import split_options
 from omni_rl.settings.fields import change, flag, require
 from omni_rl.settings.groups import ScoredScorer, TokenScorer
 
@@ -95,8 +95,7 @@ def scorer_to_start(args: RunArgs) -> tuple[str, list[str]]:
     """Return the scorer of which the run starts a server, and its options; "" if it starts none."""
     asks = args.scorer
     text = asks.name if isinstance(asks, ScoredScorer | TokenScorer) and not asks.url else ""
-    scorer, *options = re.split(r"\s+--option[\s=]+", text)
-    return scorer, options
+    return split_options(text)
 
 
 def with_server(args: ArgsT, dist: Dist, open_servers: ExitStack) -> ArgsT:

@@ -13,6 +13,7 @@ from omni_train.prompts.files import PromptRecord
 from PIL import Image, ImageOps
 
 if TYPE_CHECKING:  # the check runs before torch is imported
+    from numpy import ndarray
     from torch import Tensor
 
 FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
@@ -69,12 +70,18 @@ def read_image(path: Path) -> "Tensor":
 
 @lru_cache(maxsize=64)
 def _pixels(path: Path, changed_ns: int) -> "Tensor":
-    import numpy as np
     import torch
+
+    return torch.from_numpy(read_pixels(path))
+
+
+def read_pixels(path: Path) -> "ndarray":
+    """Return the pixels of an image as `read_image` does, in an array of the caller's own."""
+    import numpy as np
 
     image_size(path)  # before its pixels take memory
     with decoding(path, "whole image"), Image.open(path) as image:
-        return torch.from_numpy(np.array(ImageOps.exif_transpose(image).convert("RGB")))
+        return np.array(ImageOps.exif_transpose(image).convert("RGB"))
 
 
 def reference_sizes(record: PromptRecord) -> list[tuple[int, int]]:

@@ -51,7 +51,13 @@ def check_reward(name: str) -> None:
         from omni_reward.scorers import check_scorer
 
         with flag("--scorer: "):
-            check_scorer(re.split(r"\s+--option[\s=]", name)[0])
+            check_scorer(split_options(name)[0])
+
+
+def split_options(text: str) -> tuple[str, list[str]]:
+    """Return the name of a scorer, and the options after it, such as "jpeg --option mode=incompressibility"."""
+    name, *options = re.split(r"\s+--option[\s=]+", text)
+    return name, options
 
 
 def check_unchanged(args: RunArgs) -> None:

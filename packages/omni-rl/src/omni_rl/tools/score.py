@@ -1,0 +1,101 @@
+"""Score images by hand.
+
+omni-rl score --scorer ocr sign.png --prompt 'a sign that says "OK"'
+
+Prints one line of JSON an image: its score, or the reason for its lack, the parts of the score, and what else the
+scorer returns with it.
+"""
+
+import argparse
+import json
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from omni_reward import RewardClient, RewardError, Score, Scorer
+from omni_reward.cli import Parser, read_options
+from omni_reward.media import Meta, ScoreRequest
+from omni_reward.scorers import load_scorer
+
+from omni_rl.media.images import read_pixels
+from omni_rl.settings.early import split_options
+from omni_rl.settings.fields import flag, require
+
+
+def open_scorer(args: argparse.Namespace) -> Scorer:
+    """Return the scorer that the flags name: one in this process, or a client of a server.
+
+    Raises:
+        ValueError, ImportError, RewardError: there is no such scorer or server, or it grades no images.
+    """
+    if args.scorer:
+        name, options = split_options(args.scorer)
+        scorer = load_scorer(name, options=read_options([*options, *args.option]))
+    else:
+        token = args.token_file.read_text("utf-8").strip() if args.token_file else None
+        with flag("--scorer.url: "):
+            client = RewardClient(args.url, token=token, timeout_s=600.0)
+        kinds, wants = client.kinds, client.takes_references
+        scorer = Scorer(lambda *given: client.submit(*given).result(), media=kinds, references=wants)
+    rule = (
+        "given, as the scorer compares with it" if scorer.references else "left out, as the scorer compares with none"
+    )
+    require(
+        (set(scorer.media) == {"image"}, f"the scorer must grade images, takes {' and '.join(scorer.media)}"),
+        (bool(args.reference) == scorer.references, f"--reference must be {rule}"),
+    )
+    return scorer
+
+
+def score_image(scorer: Scorer, image: np.ndarray, prompt: str, meta: Meta, references: Sequence[np.ndarray]) -> Score:
+    """Return the score of one image, uint8 [H, W, 3].
+
+    Raises:
+        ValueError: an argument breaks its rule, or the scorer raised; then the message names the line.
+    """
+    media = {"image": image[None]}
+    request = ScoreRequest(media, [prompt], meta, "", references=[tuple(references)] if references else ())
+    try:
+        return scorer(request.media, request.prompts, request.meta, request.references)[0]
+    except RewardError:
+        raise
+    except Exception as exc:  # a scorer may raise anything
+        at = traceback.extract_tb(exc.__traceback__)[-1]
+        fault = f"{type(exc).__name__}: {exc} ({at.filename}, line {at.lineno})"
+        raise ValueError(f"the scorer raised {fault}") from exc
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line. Any failure ends it with one line and exit code 2."""
+    how = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="omni-rl score", description=__doc__, formatter_class=how)
+    add, one = parser.add_argument, parser.add_mutually_exclusive_group(required=True)
+    add("images", nargs="+", type=Path, metavar="FILE", help="image, .png, .jpg or .webp")
+    one.add_argument("--scorer", help="scorer, reward or function, as trainers take it")
+    one.add_argument("--scorer.url", "--scorer-url", dest="url", metavar="URL", help="reward server that runs already")
+    add("--option", action="append", default=[], metavar="NAME=VALUE", help="option of --scorer; may be repeated")
+    add("--scorer.token-file", "--token-file", dest="token_file", type=Path, help="file with the server's token")
+    add("--prompt", default="", help="prompt of the images")
+    add("--meta", default="{}", metavar="JSON", help="further keys of the prompt, as in a .jsonl file of prompts")
+    add("--reference", action="append", default=[], type=Path, metavar="FILE", help="image that was edited")
+    args = parser.parse_args(argv)
+    try:
+        with flag("--meta: "):
+            meta = json.loads(args.meta)
+            require((isinstance(meta, dict), f"must be an object, got {args.meta}"))
+        with flag("--reference: "):
+            references = [read_pixels(path) for path in args.reference]
+        with flag("FILE: "):
+            images = [read_pixels(path) for path in args.images]
+        scorer = open_scorer(args)
+        for path, image in zip(args.images, images, strict=True):
+            score = score_image(scorer, image, args.prompt, [meta], references)
+            row = {"file": str(path), "score": score.value, "parts": score.parts, "abstained": score.abstained}
+            print(json.dumps(row | {"details": score.details}, ensure_ascii=False), flush=True)
+    except (ImportError, OSError, ValueError, RewardError) as exc:
+        parser.error(str(exc))
+
+
+if __name__ == "__main__":
+    main()

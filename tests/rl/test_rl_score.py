@@ -1,0 +1,117 @@
+"""`omni-rl score`: any scorer that a trainer takes scores image files, and a mistake is one line."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from omni_reward.scorers.likeness import load_likeness
+from omni_reward.serving import serving_here
+from omni_rl.tools import score
+from PIL import Image
+from reward.reward_helpers import draw_sign
+
+MINE = """
+from omni_reward import Score
+
+def red(media, prompts, meta):
+    red = [float(image[..., 0].mean()) for image in media["image"]]
+    return [Score.of(m["weight"] * r, details={"prompt": p}) for r, p, m in zip(red, prompts, meta)]
+"""
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    """A working folder with two images, one of them transparent, and a function."""
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (8, 4), (10, 0, 0)).save("a.png")
+    Image.new("RGBA", (6, 6), (30, 0, 0, 255)).save("b.webp", lossless=True)
+    (tmp_path / "mine.py").write_text(MINE)
+
+
+def rows(capfd, *words):
+    """What the command prints for these words."""
+    score.main([*words])
+    out, err = capfd.readouterr()
+    assert err == ""
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def test_a_function_scores_files_of_any_sizes_with_the_prompt_and_its_keys(capfd):
+    words = ["a.png", "b.webp", "--prompt", "a cat", "--meta", '{"weight": 2}']
+    expected = [
+        {"file": file, "score": value, "parts": {}, "abstained": None, "details": {"prompt": "a cat"}}
+        for file, value in (("a.png", 20.0), ("b.webp", 60.0))
+    ]
+    assert rows(capfd, "--scorer", "python:mine.py:red", *words) == expected
+
+
+def test_a_weighted_sum_shows_its_parts_and_a_scorer_without_a_text_to_read_its_reason(capfd):
+    Image.fromarray(draw_sign("K7QX")).save("sign.png")
+    asked = ["sign.png", "--prompt", 'a sign that says "K7QX"']
+    (row,) = rows(capfd, "--scorer", "0.5*ocr + 0.25*jpeg", "--option", "ocr.reading=line", *asked)
+    assert row["parts"]["ocr"] == 1.0
+    assert row["score"] == pytest.approx(0.5 + 0.25 * row["parts"]["jpeg"])
+    assert row["details"]["read"] == "K7QX"
+    (row,) = rows(capfd, "--scorer", "ocr --option reading=line", "sign.png")
+    assert (row["score"], row["abstained"]) == (None, "the prompt has no text between double quotes")
+
+
+def test_a_server_gives_the_scores_that_it_gives_a_trainer(capfd, tmp_path):
+    (tmp_path / "token").write_text("s3cret\n")
+
+    def level(media, prompts, meta):
+        return [float(media["image"].mean())]
+
+    with serving_here(level, token="s3cret") as url:
+        asked = ["--scorer.url", url, "--scorer.token-file", "token", "a.png", "b.webp"]
+        assert [row["score"] for row in rows(capfd, *asked)] == [10 / 3, 10.0]
+
+
+def test_a_scorer_that_compares_gets_the_reference(capfd):
+    asked = ["--scorer", "likeness", "a.png", "--reference", "b.webp"]
+    image, other = (np.full((*size, 3), (level, 0, 0), np.uint8) for size, level in (((4, 8), 10), ((6, 6), 30)))
+    (expected,) = load_likeness()({"image": image[None]}, [""], [{}], [(other,)])
+    assert [row["score"] for row in rows(capfd, *asked)] == [expected.value]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("a.png", "one of the arguments --scorer --scorer.url/--scorer-url is required"),
+        ("--scorer orc a.png", "scorer must be one of ['aesthetic', "),
+        ("--scorer jpeg gone.png", "FILE: must name a file that exists and ends in one of ('.png', "),
+        ("--scorer jpeg mine.py", "FILE: must name a file that exists and ends in one of ('.png', "),
+        ("--scorer video a.png", "the scorer must grade images, takes video"),
+        ("--scorer likeness a.png", "--reference must be given, as the scorer compares with it"),
+        ("--scorer jpeg --reference a.png a.png", "--reference must be left out, as the scorer compares with none"),
+        ("--scorer jpeg --meta [1] a.png", "--meta: must be an object, got [1]"),
+        ("--scorer jpeg --meta {1 a.png", "--meta: Expecting property name"),
+        ("--scorer jpeg --option mod=1 a.png", "options of jpeg must fit it: "),
+        ("--scorer python:mine.py:red a.png", "the scorer raised KeyError: 'weight' ("),
+        ("--scorer.url 127.0.0.1 a.png", "--scorer.url: url must be http(s)://host"),
+        ("--scorer.url http://127.0.0.1:9 a.png", "GET http://127.0.0.1:9/info: [Errno 111] Connection refused"),
+    ],
+)
+def test_a_mistake_is_one_line(words, message, capfd):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        score.main(words.split())
+    out, err = capfd.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"omni-rl score: error: {message}")
+
+
+def test_what_a_function_raises_names_its_line(capfd, tmp_path):
+    with pytest.raises(SystemExit):
+        score.main(["--scorer", "python:mine.py:red", "a.png"])
+    number = next(i for i, line in enumerate(MINE.splitlines(), 1) if "weight" in line)
+    assert capfd.readouterr().err.endswith(f"/mine.py, line {number})\n")
+
+
+def test_the_command_starts_without_torch():
+    code = "import sys; from omni_rl.tools import score; score.main(sys.argv[1:]); print('torch' in sys.modules)"
+    words = ["--scorer", "python:mine.py:red", "a.png", "--meta", '{"weight": 1}']
+    result = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, env=os.environ)
+    assert result.stdout.splitlines()[1:] == ["False"], result.stderr
