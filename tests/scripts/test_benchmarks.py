@@ -94,3 +94,69 @@ def test_startup_names_every_kind_of_start(capfd, monkeypatch):
     startup.main(["--rounds", "1"])
     ((case, seconds),) = table(capfd.readouterr().out)
     assert (case, float(seconds) > 0) == ("help", True)
+
+
+PEER = """
+import time
+
+import flow_grpo.rewards
+import wandb
+from absl import app, flags
+from ml_collections import config_flags
+
+config_flags.DEFINE_config_file("config")
+
+def burn(seconds):
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+
+def main(argv):
+    config = flags.FLAGS.config
+    found, _ = flow_grpo.rewards.multi_score("cpu", config.reward_fn)(["image"] * 3, [], [], only_strict=True)
+    assert len(found["avg"]) == 3 and config.sample.num_steps == 3 and config.given
+    while True:
+        burn(0.01)
+        wandb.log({"reward_avg": 0.0}, step=0)
+        wandb.log({"actual_batch_size": 2}, step=0)
+        for _ in range(config.sample.num_batches_per_epoch):
+            burn(0.02)
+            wandb.log({"inner_epoch": 0}, step=0)
+
+if __name__ == "__main__":
+    app.run(main)
+"""
+DEFAULTS = """
+import ml_collections
+
+def get_config():
+    sections = {name: ml_collections.ConfigDict() for name in ("sample", "train", "pretrained", "reward_fn")}
+    return ml_collections.ConfigDict(given=True, **sections)
+"""
+
+
+def test_a_peers_program_runs_beside_the_trainer(capfd, tmp_path):
+    import versus_peer
+
+    for name, text in zip(versus_peer.PEER_FILES, (PEER, DEFAULTS, ""), strict=True):
+        (tmp_path / "peer" / name).parent.mkdir(parents=True)
+        (tmp_path / "peer" / name).write_text(text)
+    sizes = ["--height", "16", "--width", "16", "--num-inference-steps", "3", "--blocks", "2", "--heads", "1"]
+    versus_peer.main(["--peer", "peer", "--rounds", "1", "--steps", "1", "--batch-size", "2", *sizes])
+    rows = {name: cells for name, *cells in table(capfd.readouterr().out)}
+    peer, own = ([float(rows[name][side].split()[0]) for name in ("rollout", "update", "step")] for side in (0, 1))
+    assert peer[0] >= 0.01
+    assert peer[1] >= 0.04
+    assert min(own) > 0
+    for seconds in (peer, own):
+        assert seconds[2] == pytest.approx(seconds[0] + seconds[1], abs=0.02)
+
+
+def test_a_folder_without_the_peers_files_is_refused(capfd):
+    import versus_peer
+
+    for given in ([], ["--peer", "nowhere"]):
+        with pytest.raises(SystemExit) as stopped:
+            versus_peer.main(given)
+        assert stopped.value.code == 2
+        assert "--peer must be a folder with flow_grpo's files" in capfd.readouterr().err
