@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 from omni_rl.media.images import reference_sizes
 from omni_rl.settings.args import RunArgs, num_ranks, parse_numbers
 from omni_rl.settings.cli import parse_cli, refuse
-from omni_rl.settings.early import check_model
+from omni_rl.settings.early import check_model, check_sides
 from omni_rl.settings.eval_sets import check_urls
 from omni_rl.settings.fields import REQUIRED, at_least, between, build, check_bounds, flag, require
 from omni_rl.settings.toml import fitting, plain
@@ -55,11 +55,13 @@ class Args:
     out: str = ""  # Contact sheet to write, .png, .jpg or .webp (default: sheet.png, or none with --out-dir)
     out_dir: str = ""  # Folder for a file of each sample
     seed: Annotated[int, between(0, 2**63 - 1)] = 0  # Seed of the noise
-    height: Annotated[int | None, at_least(1)] = None  # Height in pixels (default: as the weights' run, else 512)
-    width: Annotated[int | None, at_least(1)] = None  # Width in pixels (default: likewise, else 512)
-    num_frames: Annotated[int | None, at_least(1)] = None  # Frames of a video, or 1 (default: likewise, else 1)
-    frame_rate: Annotated[float | None, at_least(1e-3)] = None  # Frames in a second (default: likewise, else 24)
-    num_inference_steps: Annotated[int | None, at_least(2)] = None  # Denoising steps (default: likewise, else 10)
+    height: Annotated[int | None, between(1, 2**14)] = None  # Height in pixels (default: as the weights' run, else 512)
+    width: Annotated[int | None, between(1, 2**14)] = None  # Width in pixels (default: likewise, else 512)
+    num_frames: Annotated[int | None, between(1, 2**14)] = None  # Frames of a video, or 1 (default: likewise, else 1)
+    frame_rate: Annotated[float | None, between(1e-3, 1e3)] = None  # Frames in a second (default: likewise, else 24)
+    num_inference_steps: Annotated[int | None, between(2, 10_000)] = (
+        None  # Denoising steps (default: likewise, else 10)
+    )
     guidance_scale: float | None = None  # Guidance of pipelines that call it so (default: likewise, else 1, mostly off)
     true_cfg_scale: float | None = None  # Guidance of pipelines that call it so, as Qwen-Image's (default: likewise)
     guidance: str | None = None  # Further guidance knobs of the pipeline, as name=value,name=value (default: likewise)
@@ -86,6 +88,7 @@ def check_args(args: Args) -> None:
         (num_ranks() == 1, f"sample.py runs in one process, got {num_ranks()} ranks"),
     )  # fmt: skip
     check_model(args.model)
+    check_sides(args.model, args.height or 0, args.width or 0)  # which `settle` has set
     check_urls(args.scorer.url, "--scorer.url")
     read_prompts(args, reference_sizes)
 

@@ -134,6 +134,7 @@ ANSWERS = {  # of a server that is the hub and no reward server: status, body, a
     "/api/models/them/gated": (200, b'{"id": "them/gated", "gated": "manual"}', ""),
     "/api/models/them/gated/auth-check": (403, b"{}", "GatedRepo"),
     "/api/models/them/none": (404, b"{}", "RepoNotFound"),
+    "/page/info": (404, b"<html><head><title>No</title></head><body class='a'><h1>Not here</h1>\n<p>Sorry", ""),
 }
 
 
@@ -169,6 +170,7 @@ def write_checkpoint(folder):
 
 
 HUB = "--model must be a folder or a hub id that can be fetched, got them/"
+SERVER = "--scorer.url must be a reward server that answers"
 EARLY = {  # flags -> what is said of them
     "--prompts gone.txt": "--prompts: path must be a file that can be read, got gone.txt",
     "--prompts torn.jsonl": "--prompts: torn.jsonl, line 2: not valid JSON",
@@ -178,7 +180,14 @@ EARLY = {  # flags -> what is said of them
     "--model mute": "--model is incomplete: mute/tokenizer must have the files of its vocabulary, such as ",
     "--model them/gated": f"{HUB}gated: .*Accept its license at .*/them/gated, then `hf auth login`",
     "--model them/none": f"{HUB}none: .*Fetch it where there is a network, with `hf download them/none`",
-    "--scorer.url WEB": "--scorer.url must be a reward server that answers: GET WEB/info: 404 ",
+    "--scorer.url WEB": f"{SERVER}: WEB is no reward server: GET WEB/info: 404 {{}}$",
+    "--scorer.url WEB/page": f"{SERVER}: WEB/page is no reward server: GET WEB/page/info: 404 Not here Sorry$",
+    "--height 33": "--height must be a positive multiple of 16 pixels, such as 32, got 33$",
+    "--scorer ocr+python:gone.py:f": "--scorer must be python:FILE.py:FUNCTION with a file that exists, got ",
+    "--scorer python:mine.py:other": "--scorer: mine.py must have a function 'other'$",
+    "--scorer python:mine.py:two": r"--scorer: mine.py, line 3: two must be a function of "
+    r"\(media, prompts, meta\), got \(media, prompts\)$",
+    "--scorer python:torn.py:f": r"--scorer: torn.py must be a file of Python: .*line 1\)$",
     "--scorer 0.5*orc+0.5*color": r"--scorer must be one of \['aesthetic', .*, got 'orc'; did you mean 'ocr'\?$",
     "--name old --prompts lines.txt --train-steps 9": "--train-steps must be 320, as --lr-decay ends with the last "
     "step: to train longer, give the run another --name and its weights as --init-weights runs/old/weights, got 9$",
@@ -193,6 +202,8 @@ def test_a_cheap_mistake_is_found_before_torch_is_imported(here, case, web, brig
     trainer, _, flags = case.partition(" ")
     (here / "torn.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b\n')
     (here / "lines.txt").write_text("a sign\n" * 8)
+    (here / "mine.py").write_text("raise SystemExit('it was executed')\n\ndef two(media, prompts): ...\n")
+    (here / "torn.py").write_text("def f(:\n")
     write_checkpoint(here)
     shutil.copytree(CHECKPOINT, here / "mute", copy_function=os.symlink)
     for path in (here / "mute/tokenizer").iterdir():

@@ -250,8 +250,38 @@ def test_a_body_beyond_the_server_s_cap_is_413_not_a_broken_pipe(serve: Callable
 def test_pages_that_are_not_json_are_format_errors(misbehave: Callable[..., str]) -> None:
     url = misbehave(lambda conn, body: conn.sendall(http("200 OK", b"<html>")))
     assert type(failure(url)) is RewardFormatError
-    with RewardClient(url) as client, pytest.raises(RewardFormatError, match=f"GET {url}/info: the reply must be JSON"):
-        client.check()
+    said = f"{url} is no reward server: GET {url}/info: the reply must be JSON"
+    with RewardClient(url) as client, pytest.raises(RewardFormatError, match=said):
+        client.info()
+
+
+@pytest.mark.parametrize(
+    ("status", "page", "said"),
+    [
+        (
+            404,
+            b"<!DOCTYPE html><style>p {}</style><script>a > b</script><p class='x'>No such\npage",
+            " 404 No such page",
+        ),
+        (404, b'{"detail": "Not Found"}', ' 404 {"detail": "Not Found"}'),
+        (302, b"", " 302"),
+        (403, b"<b>" + b"word " * 99, " 403 " + ("word " * 99)[:80] + "..."),
+    ],
+)
+def test_another_web_server_is_named_as_such_with_its_first_words(
+    misbehave: Callable[..., str], status: int, page: bytes, said: str
+) -> None:
+    url = misbehave(lambda conn, body: conn.sendall(http(f"{status} X", page)))
+    with RewardClient(url) as client, pytest.raises(RewardHTTPError) as caught:
+        client.info()
+    assert str(caught.value) == f"{url} is no reward server: GET {url}/info:{said}"
+
+
+def test_a_server_that_is_down_behind_a_proxy_is_not_called_another_one(misbehave: Callable[..., str]) -> None:
+    url = misbehave(lambda conn, body: conn.sendall(http("502 X", b"<h1>Bad Gateway</h1>")))
+    with RewardClient(url) as client, pytest.raises(RewardHTTPError) as caught:
+        client.info()
+    assert str(caught.value) == f"GET {url}/info: 502 Bad Gateway"
 
 
 def test_a_reply_without_end_is_a_format_error(misbehave: Callable[..., str]) -> None:

@@ -25,7 +25,7 @@ import numpy as np
 
 from omni_reward import wire
 from omni_reward.endpoints import Endpoints
-from omni_reward.errors import RewardError, RewardFormatError
+from omni_reward.errors import RewardError, RewardFormatError, RewardHTTPError
 from omni_reward.media import TEXT, ScoreRequest, as_texts, canary
 from omni_reward.transport import Proxy, Transport, check_url
 from omni_reward.wire import MismatchError, Score
@@ -246,8 +246,14 @@ class RewardClient:
     def _info(self, url: str) -> dict[str, Any]:
         try:
             info = wire.parse_message(self._ask(url, "/info"), "the reply")
+        except MismatchError as exc:
+            raise RewardFormatError(f"GET {url}/info: {exc}", fatal=True) from exc
         except ValueError as exc:
-            raise RewardFormatError(f"GET {url}/info: {exc}", fatal=isinstance(exc, MismatchError)) from exc
+            raise RewardFormatError(f"{url} is no reward server: GET {url}/info: {exc}") from exc
+        except RewardHTTPError as exc:
+            if exc.code or not exc.fatal:
+                raise
+            raise RewardHTTPError(f"{url} is no reward server: {exc}", status=exc.status) from exc
         info.setdefault("references", False)  # a server of an earlier release takes none
         kinds = {"scorer": str, "scorer_version": str, "media": list, "references": bool, "limits": dict}
         for key, kind in kinds.items():

@@ -7,6 +7,7 @@ next packet of the reply's body, or after as long without a packet as the exchan
 
 import ipaddress
 import json
+import re
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -95,7 +96,7 @@ class Transport:
         if response.status_code != 200:
             code, message = _error_in(reply)
             wait_s = _seconds_in(response.headers.get("Retry-After", ""))
-            text = f"{where}: {response.status_code} {code} {message}"
+            text = " ".join(filter(None, (f"{where}: {response.status_code}", code, message)))
             raise RewardHTTPError(text, status=response.status_code, code=code, retry_after_s=wait_s)
         return reply
 
@@ -180,9 +181,10 @@ def _seconds_in(retry_after: str) -> float:
 
 
 def _error_in(reply: bytes) -> tuple[str, str]:
-    """Return the code and the message of an error; the code is empty if the reply is not from a reward server."""
+    """Return the code and the message of an error; of a reply from another server "" and its first words."""
     try:
         error = json.loads(reply)["error"]
         return clean(str(error["code"]), 80), clean(str(error["message"]), 500)
     except (ValueError, KeyError, TypeError, RecursionError):
-        return "", repr(reply[:200])
+        page = re.sub(r"(?is)<(head|script|style)\b.*?</\1>|<[^>]*>", " ", reply[:4096].decode(errors="replace"))
+        return "", clean(" ".join(filter(str.isprintable, page.split())), 80)

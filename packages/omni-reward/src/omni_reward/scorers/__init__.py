@@ -12,7 +12,7 @@ from omni_reward.scorers.frames import PREFIX as FRAMES
 from omni_reward.scorers.frames import over_frames
 from omni_reward.scorers.rules import PREFIX as RULES
 from omni_reward.scorers.rules import load_rules
-from omni_reward.scorers.user import PREFIX, load_user
+from omni_reward.scorers.user import PREFIX, check_user, load_user
 from omni_reward.terms import Reward, parse
 from omni_reward.wire import ScoreFn, Scorer
 
@@ -77,9 +77,11 @@ def find_loader(name: str) -> Callable[..., ScoreFn]:
 
 
 def check_scorer(name: str) -> None:
-    """Raise ValueError unless there are scorers for a reward; those that exist are not loaded."""
+    """Raise ValueError unless there are scorers for a reward; they are not loaded, and no user's file is executed."""
     for spec in () if name.startswith(RULES) else parse(name).specs.values():
-        if not (own := spec.removeprefix(FRAMES)).startswith(PREFIX) and own not in SCORERS:
+        if (own := spec.removeprefix(FRAMES)).startswith(PREFIX):
+            check_user(own)
+        elif own not in SCORERS:
             find_loader(own)
 
 

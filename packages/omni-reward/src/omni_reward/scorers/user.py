@@ -4,8 +4,11 @@ The file is executed, so only the server's command line may name it, never a req
 `omni_reward.wire.ScoreFn`, or an `omni_reward.Scorer` of one.
 """
 
+import ast
 import importlib.util
 import sys
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 from omni_reward.wire import ScoreFn
@@ -17,13 +20,12 @@ def load_user(spec: str) -> ScoreFn:
     """Load the function or Scorer of `python:path/to/file.py:name`.
 
     Raises:
-        ValueError: the file does not exist, or has no callable of this name.
+        ValueError: as `check_user`, or the file does not run, or what has this name is not callable.
         ImportError: the file imports a package that is not installed.
     """
+    check_user(spec)
     path, _, name = spec.removeprefix(PREFIX).rpartition(":")
     file = Path(path)
-    if file.suffix != ".py" or not file.is_file():
-        raise ValueError(f"scorer must be python:FILE.py:FUNCTION with a file that exists, got {spec!r}")
     module_spec = importlib.util.spec_from_file_location(f"omni_reward_user_{file.stem}", file)
     assert module_spec is not None
     assert module_spec.loader is not None
@@ -33,7 +35,47 @@ def load_user(spec: str) -> ScoreFn:
         module_spec.loader.exec_module(module)
     except ImportError as exc:
         raise ImportError(f"{path}: {exc}", name=exc.name) from exc
+    except Exception as exc:  # a user's file may raise anything
+        line = next((at.lineno for at in reversed(traceback.extract_tb(exc.__traceback__)) if at.filename == path), 0)
+        raise ValueError(f"{path} must run, line {line} raised {type(exc).__name__}: {exc}") from exc
     found = getattr(module, name, None)
     if not callable(found):
         raise ValueError(f"{path} must have a function {name!r}, got {found!r:.80}")
     return found
+
+
+def check_user(spec: str) -> None:
+    """Check a `python:path/to/file.py:name` by the text of its file, which is not executed.
+
+    Raises:
+        ValueError: the file does not exist, is not Python, never mentions the name, or defines a function of other
+            arguments.
+    """
+    path, _, name = spec.removeprefix(PREFIX).rpartition(":")
+    file = Path(path)
+    if file.suffix != ".py" or not file.is_file():
+        raise ValueError(f"scorer must be python:FILE.py:FUNCTION with a file that exists, got {spec!r}")
+    try:
+        module = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError) as exc:
+        raise ValueError(f"{path} must be a file of Python: {exc}") from exc
+    if {name, "*", "__getattr__"}.isdisjoint(_names(module)):
+        raise ValueError(f"{path} must have a function {name!r}")
+    bound = [node for node in module.body if name in set(_names(node))]
+    if bound and isinstance(found := bound[-1], ast.FunctionDef) and found.name == name and not found.decorator_list:
+        given, own = found.args, [*found.args.posonlyargs, *found.args.args]
+        num_needed = len(own) - len(given.defaults)
+        if num_needed > 3 or (len(own) < 3 and not given.vararg) or None in given.kw_defaults:
+            rule = f"{name} must be a function of (media, prompts, meta)"
+            raise ValueError(f"{path}, line {found.lineno}: {rule}, got ({ast.unparse(given)})")
+
+
+def _names(tree: ast.AST) -> Iterator[str]:
+    """Yield the names that code may bind."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.alias):
+            yield node.asname or node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id

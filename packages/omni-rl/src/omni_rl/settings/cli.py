@@ -19,8 +19,8 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_ori
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
-from omni_rl.settings.args import RunArgs
-from omni_rl.settings.early import check_model, check_reward, check_unchanged, knock
+from omni_rl.settings.args import MediaArgs, RunArgs
+from omni_rl.settings.early import check_model, check_reward, check_sides, check_unchanged, knock
 from omni_rl.settings.fields import (
     build,
     flag_of,
@@ -76,6 +76,8 @@ def parse_cli(
         check(config)
         if isinstance(config, RunArgs) and config.model:
             check_model(config.model, reads_texts=not config.dry_run)
+            if isinstance(config, MediaArgs):
+                check_sides(config.model, config.height, config.width)
             check_reward(values_of(config).get("scorer.name", ""))
             check_unchanged(config)
         if "--check" not in argv and not getattr(config, "dry_run", False):

@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,30 @@ def tokenizers_of(index: Path) -> Iterator[Path]:
         for part, kind in json.loads(index.read_text("utf-8")).items():
             if "tokenizer" in part and isinstance(kind, list) and kind[-1] not in (None, BYTES):
                 yield index.parent / part
+
+
+def check_sides(place: str, height: int, width: int) -> None:
+    """Raise ValueError unless height and width are multiples of the model's unit in omni_rollout/models/sides.toml.
+
+    The model checks more once it is open, and all of it if it is not in that file, or neither a folder nor released.
+    """
+    package = Path(str(find_spec("omni_rollout").origin)).parent  # type: ignore[union-attr]
+    sides = tomllib.loads((package / "models" / "sides.toml").read_text("utf-8"))
+    for folder in (Path(place), package / "released" / place):
+        unit = sides.get(kind_of(folder), 1)
+        for name, side in (("height", height), ("width", width)):
+            nearest = max(1, round(side / unit)) * unit
+            rule = f"--{name} must be a positive multiple of {unit} pixels, such as {nearest}, got {side}"
+            require((side % unit == 0, rule))
+
+
+def kind_of(folder: Path) -> str:
+    """Return the pipeline of a checkpoint's index, or its architecture; nothing if there is none or it is damaged."""
+    for name, key in (("model_index.json", "_class_name"), ("config.json", "architectures")):
+        with suppress(OSError, ValueError, AttributeError, LookupError):  # which opening the model reports
+            found = json.loads((folder / name).read_text("utf-8"))[key]
+            return str(found[0] if isinstance(found, list) else found)
+    return ""
 
 
 def check_reward(name: str) -> None:
