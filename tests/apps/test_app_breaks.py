@@ -153,7 +153,7 @@ def test_what_breaks_is_told_once_and_the_same_command_continues(folder, bright_
     text = life.text()
     assert f": {message}" in text
     assert text.count("this continues from the newest:\ntorchrun --nproc-per-node 2 ") == 1
-    assert text.count("Traceback (most recent call last)") == 1
+    assert text.count("Traceback (most recent call last)") == ("disk" not in name)
     left = sorted(path.name for path in folder.glob("runs/run/checkpoints/*"))
     assert left == [f"step-{step:08}" for step in range(max(0, newest - 1), newest + 1)]
     life = lives.train(folder, args, ranks=2)

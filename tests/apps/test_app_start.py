@@ -72,6 +72,24 @@ def test_a_run_starts_the_scorer_that_it_names_and_ends_it(here, ranks):
         client.info()
 
 
+FAILS = {  # what a function returns after the canary -> what the run ends with
+    "math.nan": "RuntimeError: the scorer gave no score for any of 4 samples: the scorer returned nan",
+    "os._exit(3)": "RewardError: scores of rank 0: POST http.* attempts\\)",
+}
+
+
+@pytest.mark.parametrize("value", FAILS)
+def test_a_failing_scorer_of_the_run_s_own_is_told_in_lines_that_name_the_scorer_and_no_log(here, value):
+    source = "import math, os\ncalls = []\n\ndef late(media, prompts, meta):\n    calls.append(1)\n"
+    (here / "mine.py").write_text(f"{source}    return [{value} if len(calls) > 1 else 1.0] * len(prompts)\n")
+    args = settings("", scorer_name="python:mine.py:late", scorer_timeout_s=2.0, eval_first=False)
+    life = lives.train(here, args)
+    assert life.wait() == [1], life.text()
+    said = f"rank 0, phase reward.*: {FAILS[value]}\nThe run started this scorer: mend what its messages above name. "
+    assert re.search(said, life.text()), life.text()
+    assert "Traceback" not in life.text()
+
+
 def test_a_scorer_that_does_not_start_is_refused_before_weights_are_loaded(here):
     (here / "mine.py").write_text("raise OSError('no file of words')\n")
     life = lives.train(here, settings("", scorer_name="python:mine.py:level"))

@@ -16,6 +16,7 @@ from omni_reward import RewardError
 from omni_train.dist import is_lost_rank, shutdown, tell_failure
 from omni_train.signals import resume_command
 
+from omni_rl.flow.scorers import scorer_to_start
 from omni_rl.run.world import World
 from omni_rl.settings.args import RunArgs
 
@@ -42,7 +43,7 @@ def launch(main: Callable[[ArgsT, World], None], args: ArgsT) -> None:
     except Exception as exc:
         code = 1
         failure = exc if isinstance(exc, BrokenRunError) else BrokenRunError("start", exc)
-        say_failure(failure, is_planned=args.dry_run)
+        say_failure(failure, args)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # a rank that failed must not wait, in some library's ending, for ranks that wait for it
@@ -62,19 +63,23 @@ def say_mistake(mistake: Exception) -> None:
         print(f"{Path(sys.argv[0]).name}: error: {mistake}", file=sys.stderr, flush=True)
 
 
-def say_failure(failure: BrokenRunError, *, is_planned: bool = False) -> None:
-    """Print the traceback, what broke where, what to change, and the command that continues what is no dry run."""
+def say_failure(failure: BrokenRunError, args: RunArgs) -> None:
+    """Print what broke where, what to change, and the command that continues what is no dry run.
+
+    The traceback comes first, unless a scorer or the disk failed.
+    """
     is_echo = is_lost_rank(failure.cause)
     reports = tell_failure("" if is_echo else str(failure))
     if not _speaks(reports):
         return
-    traceback.print_exception(failure.cause)
+    if not (is_of_scorer(failure.cause) or is_of_disk(failure.cause)):
+        traceback.print_exception(failure.cause)
     message = describe(reports, int(os.environ.get("WORLD_SIZE", "1")))
     parts = [
         f"{Path(sys.argv[0]).name}: {message}{f' in phase {failure.phase}' if is_echo else ''}",
-        advice(failure.cause),
+        advice(failure.cause, scorer_to_start(args)[0]),
     ]
-    if not is_planned:
+    if not args.dry_run:
         parts += ["Checkpoints that were complete stay; this continues from the newest:", resume_command()]
     print("\n".join(parts), file=sys.stderr, flush=True)
 
@@ -91,8 +96,19 @@ def describe(reports: Mapping[int, str], num_ranks: int) -> str:
     return f"{who if silent else 'the ranks lost each other'}; rank {min(reports)} waited for it"
 
 
-def advice(error: BaseException) -> str:
-    """Return what to change, by the kind of error."""
+def is_of_scorer(error: BaseException) -> bool:
+    """True if a scorer failed, or gave no score."""
+    return isinstance(error, RewardError) or str(error).startswith("the scorer ")
+
+
+def is_of_disk(error: BaseException) -> bool:
+    """True if the machine does not let the run write, as one rank or another library says it."""
+    words = ("No space left on device", "Disk quota exceeded", "Read-only file system", "Permission denied")
+    return any(each in str(error) for each in words)
+
+
+def advice(error: BaseException, scorer: str) -> str:
+    """Return what to change, by the kind of error. scorer: the one that the run started, or nothing."""
     text = str(error)
     is_out_of_memory = any(words in text.lower() for words in ("can't allocate memory", "out of memory"))
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or is_out_of_memory:
@@ -100,7 +116,9 @@ def advice(error: BaseException) -> str:
             "Out of memory: turn on --memory.gradient-checkpointing, name parts in --memory.offload, or lower "
             "--batch-size. For images and videos --dry-run --memory.device-gb 80 plans what fits 80 GB."
         )
-    if isinstance(error, RewardError) or text.startswith("the scorer "):
+    if is_of_scorer(error):
+        if scorer:
+            return "The run started this scorer: mend what its messages above name. The same command starts it again."
         return "The scorer failed: look at its log, and start it again."
     if is_lost_rank(error):
         return (
@@ -111,7 +129,7 @@ def advice(error: BaseException) -> str:
         return "The kernels of --attention do not take these inputs, such as a mask or float32: try --attention auto."
     if "does not have a deterministic implementation" in text:
         return "The device can take this gradient only in ways that do not repeat their bits: add --no-deterministic."
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) or is_of_disk(error):
         return "The machine refused: look at the free space and the rights of the disk that holds runs/."
     if "ratio must be 1" in text:
         return (
