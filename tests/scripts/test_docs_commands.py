@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -245,6 +246,13 @@ RULES = {  # how a command begins -> what runs it
     r"docker (build|run) ": check_docker,
     r"(git clone|vllm serve|source) ": check_elsewhere,
 }
+
+
+def test_a_python_without_the_environment_says_what_the_page_for_trouble_has_as_a_title():
+    command = [sys.executable, "-I", "-S", "apps/train_flowgrpo.py", "--help"]
+    said = subprocess.run(command, cwd=REPO, capture_output=True, text=True).stderr.splitlines()[-1]
+    assert said.startswith("ModuleNotFoundError: No module named 'omni_rl'")
+    assert f"\n## {said.removeprefix('ModuleNotFoundError: ')}\n" in PAGES["docs/troubleshooting.md"]
 
 
 def test_commands_fit_a_page():
