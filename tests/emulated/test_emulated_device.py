@@ -276,4 +276,56 @@ for program in (
     assert [line.split(" is not implemented for ")[1] for line in found[3:6]] == [
         f"{kind} on this device" for kind in ("Double", "ComplexFloat", "Float8_e4m3fn")
     ]
-    assert found[6] == "memory.base-dtype must be int8 or nf4 on npu, which has no float8, got fp8"
+    assert found[6] == "memory.base-dtype must be int8 or nf4 on npu, which has no fp8, got fp8"
+
+
+def test_attention_that_fails_on_the_device_or_takes_no_choice_is_refused_by_name():
+    """As torch_npu's own may: of the first the backward pass fails, of the second the mask, and the third runs."""
+    text = on_npu("""
+from omni_train.kernels import BACKENDS, check_attention
+
+def told(name):
+    try:
+        check_attention(name, torch.device("npu"), torch.bfloat16)
+        return f"{name} runs"
+    except ValueError as error:
+        return str(error)
+
+class OneWay(torch.autograd.Function):
+    forward = staticmethod(lambda context, x: x.clone())
+
+    @staticmethod
+    def backward(context, grad):
+        raise RuntimeError("npu_fusion_attention_grad is not there\\nat line 1")
+
+def attend(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
+    if attn_mask is not None and stage == "no mask":
+        raise RuntimeError("masks of [1, 1, 1, 16] are not supported")
+    weights = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).softmax(-1)
+    return OneWay.apply(weights @ v) if stage == "no gradient" else weights @ v
+
+print(*map(told, BACKENDS), sep="\\n")
+own = torch.library.Library("aten", "IMPL")
+for key in ("PrivateUse1", "AutogradPrivateUse1"):
+    own.impl("scaled_dot_product_attention", attend, key)
+for stage in ("no gradient", "no mask", "all"):
+    print(told("auto"))
+print(told("math"))
+""")
+    missing = "No viable backend for scaled_dot_product_attention was found."
+    lines = text.splitlines()
+    assert [line.split(": No ")[0] for line in lines[:5]] == [
+        "auto runs",
+        "attention must have kernels that run in bfloat16 on npu, got cudnn",
+        "flash runs",
+        "attention must have kernels that run in bfloat16 on npu, got efficient",
+        "math runs",
+    ]
+    assert missing in lines[1]
+    got = "attention must have kernels that run in bfloat16 on npu, got auto: "
+    assert lines[5:] == [
+        f"{got}npu_fusion_attention_grad is not there",
+        f"{got}masks of [1, 1, 1, 16] are not supported",
+        "auto runs",
+        "attention must be auto on npu, whose own kernels compute it, got math",
+    ]

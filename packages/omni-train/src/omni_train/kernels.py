@@ -9,6 +9,7 @@ lengths, image sizes and batch sizes need no further graph.
 """
 
 from collections.abc import Collection
+from contextlib import suppress
 
 import torch
 import torch.fx.experimental._config as symbols
@@ -33,21 +34,26 @@ MAX_GRAPHS = 64  # of a class of blocks: by gradients, adapters, masks, inputs t
 
 
 def check_attention(name: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Run the kernels on a few tokens, with and without gradients.
+    """Run the kernels on a few tokens, forward and backward, and those of auto with a mask too.
 
     Raises:
-        ValueError: they do not run on the device, or not in the dtype.
+        ValueError: they do not run on the device, or not in the dtype; or the device has attention of its own, which
+            no name but auto means.
     """
-    for trained in (False, True):
-        x = torch.zeros(1, 1, 16, 64, device=device, dtype=dtype, requires_grad=trained)
-        try:
-            with sdpa_kernel(BACKENDS[name]):
-                scaled_dot_product_attention(x, x, x)
-        except RuntimeError as exc:
-            kind = str(dtype).removeprefix("torch.")
-            raise ValueError(
-                f"attention must be auto, or have kernels for {kind} on {device.type}, got {name}"
-            ) from exc
+    x, mask = torch.zeros(1, 1, 16, 64, device=device, dtype=dtype), torch.ones(1, 1, 1, 16, device=device).bool()
+    if name != "auto":
+        with suppress(RuntimeError), sdpa_kernel([]):  # torch's are all off
+            scaled_dot_product_attention(x, x, x)
+            raise ValueError(f"attention must be auto on {device.type}, whose own kernels compute it, got {name}")
+    trained = x.clone().requires_grad_()
+    try:
+        with sdpa_kernel(BACKENDS[name]):
+            for seen in [None, mask] if name == "auto" else [None]:  # the others need not take masks
+                scaled_dot_product_attention(x, x, x, attn_mask=seen)
+                scaled_dot_product_attention(trained, trained, trained, attn_mask=seen).sum().backward()
+    except RuntimeError as exc:
+        where, words = f"{str(dtype).removeprefix('torch.')} on {device.type}", str(exc).strip().partition("\n")[0]
+        raise ValueError(f"attention must have kernels that run in {where}, got {name}: {words:.200}") from exc
 
 
 def check_float8(device: torch.device) -> None:
@@ -55,9 +61,7 @@ def check_float8(device: torch.device) -> None:
     try:
         torch.ones(1, device=device).to(torch.float8_e4m3fn).float()
     except RuntimeError as exc:
-        raise ValueError(
-            f"memory.base-dtype must be int8 or nf4 on {device.type}, which has no float8, got fp8"
-        ) from exc
+        raise ValueError(f"memory.base-dtype must be int8 or nf4 on {device.type}, which has no fp8, got fp8") from exc
 
 
 def check_compiler(device: torch.device) -> None:
@@ -85,11 +89,7 @@ def compile_blocks(module: nn.Module, block_names: Collection[str], *, attention
     symbols.use_duck_shape = False  # sizes that happen to be equal need not stay so
     for block in _blocks(module, block_names):
         compiled = torch.compile(  # type: ignore[call-overload]  # whose types lack the limit
-            block.forward,
-            fullgraph=True,
-            dynamic=True,
-            recompile_limit=MAX_GRAPHS,
-            options=EXACT,
+            block.forward, fullgraph=True, dynamic=True, recompile_limit=MAX_GRAPHS, options=EXACT
         )
         # torch refuses to run a graph's backward pass by deterministic algorithms unless it was captured among them
         block.forward = deterministic("warn")(compiled)
