@@ -50,7 +50,8 @@ def check_attention(name: str, device: torch.device, dtype: torch.dtype) -> None
         with sdpa_kernel(BACKENDS[name]):
             for seen in [None, mask] if name == "auto" else [None]:  # the others need not take masks
                 scaled_dot_product_attention(x, x, x, attn_mask=seen)
-                scaled_dot_product_attention(trained, trained, trained, attn_mask=seen).sum().backward()
+                attended = scaled_dot_product_attention(trained, trained, trained, attn_mask=seen)
+                torch.autograd.grad(attended.sum(), trained)
     except RuntimeError as exc:
         where, words = f"{str(dtype).removeprefix('torch.')} on {device.type}", str(exc).strip().partition("\n")[0]
         raise ValueError(f"attention must have kernels that run in {where}, got {name}: {words:.200}") from exc
