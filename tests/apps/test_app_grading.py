@@ -1,5 +1,7 @@
 """Updates that begin with the groups whose scores are there, while others are being scored."""
 
+import gc
+import weakref
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import replace
@@ -74,6 +76,28 @@ def test_a_batch_is_trained_on_while_later_ones_are_scored_and_no_bit_changes(na
     expected = waiting(app, args, monkeypatch)
     monkeypatch.setattr(app, "sample", held)
     assert unclocked(train(app, args)) == expected
+
+
+@pytest.mark.parametrize("name", sampled(["flowgrpo", "nft"], 1))
+def test_samples_of_a_step_that_is_over_are_freed_without_a_garbage_collection(name, monkeypatch, bright_url):
+    """Else they stay on the device until Python happens to look for cycles."""
+    app, args = (train_flowgrpo, FLOW) if name == "flowgrpo" else (train_nft, NFT)
+    steps, left = [], []
+
+    def noted(run, *others, **options):
+        left.append([batch() for batches in steps[:-1] for batch in batches if batch()])  # the last is being replaced
+        rollout = sample(run, *others, **options)
+        steps.append([weakref.ref(batch) for batch in rollout.batches])
+        return rollout
+
+    monkeypatch.setattr(app, "sample", noted)
+    gc.disable()
+    try:
+        train(app, change(args, scorer_url=bright_url, train_steps=3, eval_every=3))
+    finally:
+        gc.enable()
+    assert left == [[], [], []]
+    assert all(steps)
 
 
 def test_a_scorer_that_fails_for_the_last_batch_leaves_weights_untouched(monkeypatch, bright_url):

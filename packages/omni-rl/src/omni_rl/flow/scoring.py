@@ -273,7 +273,7 @@ def train_batches(
     is_as_sampled = not leaves_out and len(rollout.batches) % num_minibatches == 0
     if not is_as_sampled or not groups_are_local(run.args, run.dist, rollout.in_a_row):
         return graded(run, step, rollout, grade)
-    step.settle = cache(partial(graded, run, step, rollout, grade))
+    step.grade = partial(graded, run, step, rollout, grade)
     return [TrainBatch(b, cache(partial(_own_grades, run, b, rollout, weighted))) for b in rollout.batches]
 
 

@@ -300,7 +300,7 @@ def first_input(kwargs: Mapping[str, Tensor], args: tuple[Tensor, ...]) -> tuple
 class Step:
     """One training step: its `number`, counted from 0, and the `metrics` to log of it.
 
-    has_signal: True if any sample of any rank has an advantage; set by trainers that know it. settle: grades the
+    has_signal: True if any sample of any rank has an advantage; set by trainers that know it. grade: grades the
     samples of all ranks, on every rank, where the update began before all scores were there; see `flow.scoring`.
     """
 
@@ -308,4 +308,9 @@ class Step:
         self.number = number
         self.metrics: dict[str, float] = {}
         self.has_signal = True
-        self.settle: Callable[[], object] = lambda: None
+        self.grade: Callable[[], object] = lambda: None
+
+    def settle(self) -> None:
+        """Grade the samples of all ranks, once: what grades them holds this step's samples."""
+        grade, self.grade = self.grade, lambda: None
+        grade()
