@@ -41,19 +41,23 @@ NUM_PROMPTS = 2000
 
 
 class Line(NamedTuple):
-    """What a recipe says of a step: accelerators, GB of each, and of one: GB, of these the scorer's, and TFLOP."""
+    """What a recipe says of a step: accelerators, GB of each, and what it takes of one, the scorer's share, and TFLOP.
+
+    host_gb: of host memory, beside libraries and checkpoints.
+    """
 
     cards: int
     card_gb: int
     gb: float
     scorer_gb: float
+    host_gb: float
     tflop: int
 
     def __str__(self) -> str:
         """The line of the recipe."""
-        scorer = f", {self.scorer_gb} of it the scorer," if self.scorer_gb else ""
-        tflop = f" and {self.tflop:,} TFLOP" if self.tflop else ""
-        return f"# Planned: {self.cards} x {self.card_gb} GB. A step takes {self.gb} GB{scorer}{tflop} per card"
+        scorer = f", {self.scorer_gb} of it the scorer" if self.scorer_gb else ""
+        work = f"{self.host_gb} GB of the host and {self.tflop:,} TFLOP"
+        return f"# Planned: {self.cards} x {self.card_gb} GB. A step takes {self.gb} GB{scorer}, {work} per card"
 
 
 def main() -> int:
@@ -92,7 +96,9 @@ def plan_of(app: str, name: str, ranks: int) -> Figures:
         row = {"prompt": f'{TEXT} "Rain"', "images": ["reference.png"] * kind.IMAGES.start}
         Path("prompts.jsonl").write_text(f"{json.dumps(row)}\n" * NUM_PROMPTS)
         files = {"prompts": "prompts.jsonl", "eval_prompts": "prompts.jsonl"}
-        args = change(args, dry_run=True, memory_device_gb=float(CARDS[-1]), **files)
+        least = "rollout" if app == "train_gspo" else "none"  # no text samples without it; more where there is room
+        gather = {"sharding.unshard": least} if args.sharding.mode == "fsdp2" else {}
+        args = change(args, dry_run=True, memory_device_gb=float(CARDS[-1]), **files, **gather)
         module.check_args(args)
         return measure(module.main, args, ranks)
 
@@ -111,16 +117,18 @@ def planned_line(plan: Figures, ranks: int) -> Line:
     if gb is None:
         raise ValueError(f"a step must fit {(1 - LEFT) * CARDS[-1]:.1f} GB, takes {plan.peak / GB:.1f}")
     tflop = plan.flops.total() / 2e12  # of one of the two steps
-    return Line(ranks, gb, round(plan.peak / GB, 1), round(plan.scorer.total() / GB, 1), round(tflop))
+    peak, scorer, host = (round(each / GB, 1) for each in (plan.peak, plan.scorer.total(), plan.host))
+    return Line(ranks, gb, peak, scorer, host, round(tflop))
 
 
 def read_line(text: str) -> Line | None:
     """Return what a recipe says of a step, or None if it does not."""
-    taken = r"([\d.]+) GB(?:, ([\d.]+) of it the scorer,)?(?: and ([\d,]+) TFLOP)? per card"
+    taken = r"([\d.]+) GB(?:, ([\d.]+) of it the scorer)?, ([\d.]+) GB of the host and ([\d,]+) TFLOP per card"
     if not (found := re.search(rf"^# Planned: (\d+) x (\d+) GB\. A step takes {taken}$", text, re.MULTILINE)):
         return None
-    cards, card_gb, gb, scorer_gb, tflop = found.groups()
-    return Line(int(cards), int(card_gb), float(gb), float(scorer_gb or 0), int((tflop or "0").replace(",", "")))
+    cards, card_gb, gb, scorer_gb, host_gb, tflop = found.groups()
+    work = int(tflop.replace(",", ""))
+    return Line(int(cards), int(card_gb), float(gb), float(scorer_gb or 0), float(host_gb), work)
 
 
 def with_line(text: str, line: str) -> str:
@@ -138,11 +146,11 @@ def page_with_table() -> str:
             values = plain(tomllib.loads(text))
             key = values["model"].partition("/")[2], line.cards, line.card_gb
             command = f"{path.parent.name.removeprefix('train_')} --preset {path.stem}"
-            tflop = f"{line.tflop:,}" if line.tflop else ""
-            rows.setdefault(key, f"`{command}` | {memory_of(values)} | {line.gb} | {tflop}")
+            taken = f"{line.gb} | {line.host_gb} | {line.tflop:,}"
+            rows.setdefault(key, f"`{command}` | {memory_of(values)} | {taken}")
     order = sorted(rows, key=lambda key: (key[0].lower(), key[1] * key[2]))
     table = [f"| {model} | {cards} x {gb} GB | {rows[model, cards, gb]} |" for model, cards, gb in order]
-    heads = ("model", "cards", "`omni-rl train`", "memory settings", "GB", "TFLOP")
+    heads = ("model", "cards", "`omni-rl train`", "memory settings", "GB", "host GB", "TFLOP")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *table]
     return fill(PAGE.read_text("utf-8"), {"planned": "\n".join(lines) + "\n"})
 

@@ -130,8 +130,10 @@ def test_a_run_that_is_no_dry_run_takes_no_configuration_of_the_package():
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", ONE_CARD)
 def test_a_recipe_for_one_card_takes_what_its_head_says(case, monkeypatch):
-    """Its card, its gigabytes, its scorer's and its operations, as the plan has them."""
+    """Its card, and within 2 % its gigabytes, its scorer's, the host's and its operations, as the plan has them."""
     monkeypatch.setenv("WORLD_SIZE", "1")
     app, name = case.split()
     line = plan_recipes.planned_line(plan_recipes.plan_of(app, name, 1), 1)
-    assert line == plan_recipes.read_line(recipes(app)[name])
+    said = plan_recipes.read_line(recipes(app)[name])
+    assert line[:2] == said[:2]
+    assert line[2:] == pytest.approx(said[2:], rel=0.02)

@@ -255,7 +255,7 @@ def test_a_planned_recipe_names_the_smallest_cards_that_hold_its_step(app: str, 
         assert values["prompts_per_step"] * values["group_size"] % line.cards == 0
         own = tomllib.loads(text).get("scorer", {}).get("name", "ocr")
         assert bool(line.scorer_gb) == (not own.startswith("ocr"))  # which is on the CPU
-        assert line.tflop or (app, name) not in ONE_CARD
+        assert line.tflop
 
 
 def test_the_table_of_plans_has_the_lines_of_the_recipes():

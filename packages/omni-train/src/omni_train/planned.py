@@ -228,12 +228,14 @@ class PlannedDevice(Meter):
 
 
 class _Makers(TorchFunctionMode):
-    """Brings tensors that are made of numbers to PLANNED, which torch itself does unseen by a dispatch mode."""
+    """Brings tensors that are made of numbers to PLANNED, and sound from there, unseen by a dispatch mode."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.numpy and isinstance(args[0], FakeTensor):
+            return _values(args[0]).numpy()
         device = kwargs.get("device") if func in (torch.tensor, torch.as_tensor) else None
         if device is None or torch.device(device) != PLANNED:
             return func(*args, **kwargs)
