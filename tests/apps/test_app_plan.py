@@ -119,6 +119,7 @@ def test_forwards_of_one_backward_are_told_apart(sizes):
             if remembers:
                 predict = planned._remembered(predict, Pairs)
             net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).to(PLANNED)
+            planned._trained[:] = net.parameters()
             params = Params(num_inference_steps=1, height=16, width=16)
             for number in range(4):
                 with device.phase(f"{number}"):
@@ -141,6 +142,18 @@ def test_sharded_weights_take_a_rank_s_share():
     )
     assert two.peaks["sync"] / four.peaks["sync"] > 1.5
     assert four.peaks["update"] < two.peaks["update"]
+
+
+def test_weights_that_a_phase_gathers_are_freed_at_its_end():
+    """Gradients too, which are of the gathered weights until they are summed into rows."""
+    app, args = settings("all weights")
+    none, whole, every = (
+        plan.measure(app.main, change(args, sharding_mode="fsdp2", sharding_unshard=phases), 4, remembers=remembers)
+        for phases, remembers in (("none", True), ("all", True), ("all", False))
+    )
+    assert whole.peaks["rollout"] > 1.2 * none.peaks["rollout"]
+    assert whole.peaks["sync"] == none.peaks["sync"]
+    assert whole.peaks["update"] == pytest.approx(every.peaks["update"], rel=5e-3)
 
 
 def test_a_frozen_net_under_adapters_is_sharded_before_a_rank_holds_it(monkeypatch):

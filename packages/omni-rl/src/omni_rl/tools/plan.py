@@ -279,6 +279,7 @@ class PlannedWorld(World):
     signals: ClassVar[Sequence[Any]] = ()  # there is nothing to save
     has_numbers: ClassVar[bool] = False
     _seen: dict[object, "_Seen"] = field(default_factory=dict)
+    _trained: list[nn.Parameter] = field(default_factory=list)  # the rank's own rows, if sharded
     _measured: list[Callable[[], None]] = field(default_factory=list)  # what ends the backward pass that is measured
     _forwards: Counter[str] = field(default_factory=Counter)  # samples through the net, by phase
     _tokens: Counter[str] = field(default_factory=Counter)  # of all of them
@@ -333,6 +334,7 @@ class PlannedWorld(World):
         run.prompts, loaded = _Alike(run.args), Counter(device.peaks)
         if not isinstance(run.args, MediaArgs):
             run.scorer, run.engine = differing(run.scorer), self._answering(run.engine)
+        self._trained[:] = run.policy.params
         _fuse(run.policy.optimizer)
         _repeat_steps(run.policy.optimizer, device)
         for run.prompts.prompts_per_step in self.counts:
@@ -400,7 +402,7 @@ class PlannedWorld(World):
         if seen and (seen.trained or not seen.is_graph):  # to the end of its backward pass
             out = seen.repeat()
         else:
-            self._seen[key] = seen = _Seen(self.device, net, self._measured)
+            self._seen[key] = seen = _Seen(self.device, self._trained, self._measured)
             with _tokens_of(net, block_names) as blocks:
                 out = seen.record(forward)
             seen.tokens = max(blocks.values(), key=sum, default=[])
@@ -459,11 +461,13 @@ class _Seen:
 
     Of several forwards in one backward pass the last is gone through first, and all of it before the next.
 
-    net: whose parameters get gradients. measured: what ends the backward that is measured, or nothing.
+    params: those that get gradients. measured: what ends the backward that is measured, or nothing.
     """
 
-    def __init__(self, device: PlannedDevice, net: nn.Module, measured: list[Callable[[], None]]) -> None:
-        self.device, self.net, self.measured = device, net, measured
+    def __init__(
+        self, device: PlannedDevice, params: Sequence[nn.Parameter], measured: list[Callable[[], None]]
+    ) -> None:
+        self.device, self.params, self.measured = device, params, measured
         self.held = self.forward_flops = self.forward_peak = self.backward_flops = self.backward_peak = 0
         self.trained: list[nn.Parameter] = []
         self.tokens: list[int] = []  # of each sample
@@ -488,7 +492,7 @@ class _Seen:
         """Note from here on what the backward pass takes; gradients that stay are left out."""
         self.end_measured()
         device = self.device
-        have = {p for p in self.net.parameters() if p.grad is not None}
+        have = {p for p in self.params if p.grad is not None}
         base, flops = device.start_window(), device.flops.total()
 
         def count(p: nn.Parameter) -> None:
@@ -503,7 +507,7 @@ class _Seen:
             for hook in hooks:
                 hook.remove()
 
-        hooks = [p.register_post_accumulate_grad_hook(count) for p in self.net.parameters() if p.requires_grad]
+        hooks = [p.register_post_accumulate_grad_hook(count) for p in self.params]
         self.measured.append(end)
         torch.autograd.Variable._execution_engine.queue_callback(self.end_measured)
 
