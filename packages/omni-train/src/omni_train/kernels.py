@@ -45,13 +45,12 @@ def check_attention(name: str, device: torch.device, dtype: torch.dtype) -> None
         with suppress(RuntimeError), sdpa_kernel([]):  # torch's are all off
             scaled_dot_product_attention(x, x, x)
             raise ValueError(f"attention must be auto on {device.type}, whose own kernels compute it, got {name}")
-    trained = x.clone().requires_grad_()
+    q = x.clone().requires_grad_()
     try:
         with sdpa_kernel(BACKENDS[name]):
             for seen in [None, mask] if name == "auto" else [None]:  # the others need not take masks
                 scaled_dot_product_attention(x, x, x, attn_mask=seen)
-                attended = scaled_dot_product_attention(trained, trained, trained, attn_mask=seen)
-                torch.autograd.grad(attended.sum(), trained)
+                torch.autograd.grad(scaled_dot_product_attention(q, q, q, attn_mask=seen).sum(), q)
     except RuntimeError as exc:
         where, words = f"{str(dtype).removeprefix('torch.')} on {device.type}", str(exc).strip().partition("\n")[0]
         raise ValueError(f"attention must have kernels that run in {where}, got {name}: {words:.200}") from exc
