@@ -88,7 +88,8 @@ def test_a_dry_run_plans_the_released_model(case, tmp_path, monkeypatch, capsys)
     model, release = open_model(released_models()[args.model]), RELEASES[args.model]
     Image.new("RGB", (64, 64)).save(tmp_path / "reference.png")
     references = ["reference.png"] * model.IMAGES.start
-    lines = [json.dumps({"prompt": f"a sign, {i}", "images": references}) for i in range(args.prompts_per_step)]
+    count = max(args.prompts_per_step, args.eval.num_prompts)
+    lines = [json.dumps({"prompt": f"a sign, {i}", "images": references}) for i in range(count)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
     monkeypatch.chdir(tmp_path)
     if args.sharding.mode == "fsdp2":  # as under torchrun, which it needs
