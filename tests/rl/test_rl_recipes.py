@@ -25,6 +25,7 @@ from plan_recipes import CARDS, PAGE, page_with_table, read_line
 APPS = ("train_flowgrpo", "train_nft", "train_dpo", "train_srpo", "train_gspo", "train_unigrpo", "train_distill")
 ALL = [(app, name) for app in APPS for name in recipes(app)]
 REAL = [(app, name) for app, name in ALL if not name.startswith("tiny-")]
+FOR_CARDS = [(app, name) for app, name in REAL if re.search(r"-\d+x\d+gb-", name)]
 ONE_CARD = [(app, name) for app, name in REAL if "-1x" in name]
 PUBLISHED = tomllib.loads((REPO / "recipes" / "published.toml").read_text("utf-8"))
 FIXED = {"adam_betas": "0.9 0.999", "adam_epsilon": 1e-8, "ema_update_interval": 1}  # no settings here
@@ -94,8 +95,8 @@ def test_a_recipe_of_a_real_model_is_the_published_one_or_says_what_differs(app:
             )
 
 
-@pytest.mark.parametrize(("app", "name"), ONE_CARD)
-def test_a_recipe_for_one_card_is_another_one_or_says_what_differs(app: str, name: str):
+@pytest.mark.parametrize(("app", "name"), FOR_CARDS)
+def test_a_recipe_for_cards_of_a_size_is_another_one_or_says_what_differs(app: str, name: str):
     """But for what changes no number: memory, batches, and the server of its own scorer."""
     head = head_of(app, name)
     [base] = re.findall(r"Source: chosen here, after ([\w.-]+?),? ", head)
@@ -121,9 +122,20 @@ def test_a_recipe_for_one_card_trains_with_one_command_on_the_card_that_it_names
 
 def test_recipes_for_one_card_cover_the_cards_and_the_models_that_people_have():
     names = " ".join(name for _, name in ONE_CARD)
-    assert {int(gb) for gb in re.findall(r"-1x(\d+)gb-", names)} >= {16, 24, 32, 48, 80}
+    assert {int(gb) for gb in re.findall(r"-1x(\d+)gb-", names)} >= {16, 24, 32, 48, 64, 80}
     for model in ("sd35-medium", "flux-dev", "flux2-klein", "z-image", "qwen-image", "wan21-1.3b"):
         assert model in names
+
+
+def test_the_recipes_that_the_page_of_npus_names_set_nothing_that_is_refused_or_unproven_there():
+    page = (REPO / "docs" / "ascend.md").read_text("utf-8")
+    names = re.findall(r"`([\w.-]+-\d+x64gb-[\w.-]+)`", page)
+    assert {line.cards for line in map(read_line, (recipes("train_flowgrpo")[name] for name in names))} == {1, 8}
+    for name in names:
+        values = values_of("train_flowgrpo", name)
+        assert values["lora_rank"]
+        assert not values["compile"]
+        assert (values["base_dtype"], values["shard"], values["attention"]) == ("auto", "auto", "auto")
 
 
 def test_the_table_of_published_values_names_recipes_alone():
