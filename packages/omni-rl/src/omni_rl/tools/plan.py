@@ -464,9 +464,7 @@ class _Seen:
     params: those that get gradients. measured: what ends the backward that is measured, or nothing.
     """
 
-    def __init__(
-        self, device: PlannedDevice, params: Sequence[nn.Parameter], measured: list[Callable[[], None]]
-    ) -> None:
+    def __init__(self, device: PlannedDevice, params: list[nn.Parameter], measured: list[Callable[[], None]]) -> None:
         self.device, self.params, self.measured = device, params, measured
         self.held = self.forward_flops = self.forward_peak = self.backward_flops = self.backward_peak = 0
         self.trained: list[nn.Parameter] = []
