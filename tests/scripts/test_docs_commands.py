@@ -77,8 +77,10 @@ def place(tmp_path, monkeypatch, bright_url, capfd):
     """A working folder with the files that commands name, and a scorer."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
-    for path in (*REPO.glob("data/*"), REPO / "checkpoints"):
+    for path in (*REPO.glob("data/*"), REPO / "checkpoints", REPO / "scripts"):
         (tmp_path / path.relative_to(REPO)).symlink_to(path)
+    [own] = [text for language, text in blocks("README.md") if language == "python" and "def score(" in text]
+    (tmp_path / "bright.py").write_text(own)
     for name in ("my_prompts.txt", "my_eval.txt"):
         (tmp_path / name).write_text("".join(f'a sign that says "{i}"\n' for i in range(64)))
     for name, row in prompt_sets().items():
