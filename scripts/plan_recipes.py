@@ -25,6 +25,7 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from leaderboard_page import fill
+from omni_rl.settings.args import MediaArgs
 from omni_rl.settings.fields import build, change, flag_of
 from omni_rl.settings.toml import from_toml, plain, recipes
 from omni_rl.tools.plan import GB, LEFT, Figures, measure
@@ -89,16 +90,18 @@ def plan_of(app: str, name: str, ranks: int) -> Figures:
     """Return what a step of a recipe takes on a rank of so many."""
     module = importlib.import_module(app)
     args = build(module.Args, from_toml(recipes(app)[name], module.Args, name))
-    kind = open_model(released_models()[args.model])
+    is_media = isinstance(args, MediaArgs)
+    count = open_model(released_models()[args.model]).IMAGES.start if is_media else 0
     os.environ["WORLD_SIZE"] = str(ranks)
     with TemporaryDirectory() as folder, chdir(folder):
-        Image.new("RGB", (args.width, args.height)).save("reference.png")
-        row = {"prompt": f'{TEXT} "Rain"', "images": ["reference.png"] * kind.IMAGES.start}
+        if is_media:
+            Image.new("RGB", (args.width, args.height)).save("reference.png")
+        row = {"prompt": f'{TEXT} "Rain"', "images": ["reference.png"] * count, "answer": "Rain"}
         Path("prompts.jsonl").write_text(f"{json.dumps(row)}\n" * NUM_PROMPTS)
         files = {"prompts": "prompts.jsonl", "eval_prompts": "prompts.jsonl"}
-        least = "rollout" if app == "train_gspo" else "none"  # no text samples without it; more where there is room
-        gather = {"sharding.unshard": least} if args.sharding.mode == "fsdp2" else {}
-        args = change(args, dry_run=True, memory_device_gb=float(CARDS[-1]), **files, **gather)
+        is_auto = args.sharding.mode == "fsdp2" and args.sharding.unshard == "auto"
+        least = {"sharding.unshard": "none"} if is_auto else {}  # a larger card gathers more at once
+        args = change(args, dry_run=True, memory_device_gb=float(CARDS[-1]), **files, **least)
         module.check_args(args)
         return measure(module.main, args, ranks)
 
