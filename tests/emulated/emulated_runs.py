@@ -243,7 +243,7 @@ def waits_of_experts() -> list[tuple[list[int], bool]]:
 
 def check(words: Sequence[str]) -> int:
     """The exit code of scripts/gpu_check.py with all its rows in this process on the emulated accelerator."""
-    load()
+    load_like_cuda()
     import gpu_check
 
     gc.freeze()  # a collection looks at what rows have made, and at no library
