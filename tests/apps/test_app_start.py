@@ -91,7 +91,7 @@ def test_a_failing_scorer_of_the_run_s_own_is_told_in_lines_that_name_the_scorer
 
 
 def test_a_scorer_that_does_not_start_is_refused_before_weights_are_loaded(here):
-    (here / "mine.py").write_text("raise OSError('no file of words')\n")
+    (here / "mine.py").write_text("raise OSError('no file of words')\ndef level(media, prompts, meta): ...\n")
     life = lives.train(here, settings("", scorer_name="python:mine.py:level"))
     assert life.wait() == [2], life.text()
     assert "no file of words" in life.text()

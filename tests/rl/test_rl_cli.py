@@ -467,7 +467,9 @@ def test_every_failure_to_reach_a_scorer_is_named_but_a_slow_one_is_asked_later(
     faults = [RewardConnectError("no way"), RewardHTTPError("404", status=404), RewardTimeoutError("slow")]
     monkeypatch.setattr(Transport, "exchange", fail)
     knock({"scorer.url": "https://[::1]/scores"})
-    with pytest.raises(ValueError, match=r"^--scorer\.url must be a reward server that answers: 404$"):
+    with pytest.raises(
+        ValueError, match=r"^--scorer\.url must be a reward server that answers: http://a is no reward server: 404$"
+    ):
         knock({"scorer.url": "http://a"})
     with pytest.raises(ValueError, match=r"^--scorer\.watch-url must be a reward server that answers: no way$"):
         knock({"scorer.watch_url": "http://b"})

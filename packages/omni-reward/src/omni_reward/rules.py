@@ -165,7 +165,7 @@ def _term(name: str, spec: str, known: Sequence[str]) -> Term:
         from omni_reward.scorers.user import load_user
 
         try:
-            own: Callable[..., float] = load_user(spec)  # type: ignore[assignment]  # a Rule, as docs/tokens.md says
+            own: Callable[..., float] = load_user(spec, "answer, line")  # type: ignore[assignment]  # a Rule, as docs/tokens.md says
         except ImportError as exc:
             raise ValueError(f"{spec} needs a package that is not installed: {exc}") from exc
         return Term(name, own, file=Path(spec.removeprefix("python:").rpartition(":")[0]))

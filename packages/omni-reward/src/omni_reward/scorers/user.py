@@ -16,14 +16,14 @@ from omni_reward.wire import ScoreFn
 PREFIX = "python:"
 
 
-def load_user(spec: str) -> ScoreFn:
-    """Load the function or Scorer of `python:path/to/file.py:name`.
+def load_user(spec: str, arguments: str = "media, prompts, meta") -> ScoreFn:
+    """Load the function or Scorer of `python:path/to/file.py:name`. arguments: those that a function takes.
 
     Raises:
         ValueError: as `check_user`, or the file does not run, or what has this name is not callable.
         ImportError: the file imports a package that is not installed.
     """
-    check_user(spec)
+    check_user(spec, arguments)
     path, _, name = spec.removeprefix(PREFIX).rpartition(":")
     file = Path(path)
     module_spec = importlib.util.spec_from_file_location(f"omni_reward_user_{file.stem}", file)
@@ -44,8 +44,8 @@ def load_user(spec: str) -> ScoreFn:
     return found
 
 
-def check_user(spec: str) -> None:
-    """Check a `python:path/to/file.py:name` by the text of its file, which is not executed.
+def check_user(spec: str, arguments: str = "media, prompts, meta") -> None:
+    """Check a `python:path/to/file.py:name` by the text of its file, which is not executed. arguments: as above.
 
     Raises:
         ValueError: the file does not exist, is not Python, never mentions the name, or defines a function of other
@@ -64,9 +64,9 @@ def check_user(spec: str) -> None:
     bound = [node for node in module.body if name in set(_names(node))]
     if bound and isinstance(found := bound[-1], ast.FunctionDef) and found.name == name and not found.decorator_list:
         given, own = found.args, [*found.args.posonlyargs, *found.args.args]
-        num_needed = len(own) - len(given.defaults)
-        if num_needed > 3 or (len(own) < 3 and not given.vararg) or None in given.kw_defaults:
-            rule = f"{name} must be a function of (media, prompts, meta)"
+        num, num_needed = arguments.count(",") + 1, len(own) - len(given.defaults)
+        if num_needed > num or (len(own) < num and not given.vararg) or None in given.kw_defaults:
+            rule = f"{name} must be a function of ({arguments})"
             raise ValueError(f"{path}, line {found.lineno}: {rule}, got ({ast.unparse(given)})")
 
 
