@@ -98,7 +98,7 @@ def test_a_function_of_the_users_grades(tmp_path):
         check_meta(open_rules(f"python:{file}:short"), {})
     with pytest.raises(ValueError, match="must have a function 'long'"):
         open_rules(f"python:{file}:long")
-    (tmp_path / "needs.py").write_text("import no_such_library\n")
+    (tmp_path / "needs.py").write_text("from no_such_library import f\n")
     with pytest.raises(ValueError, match=r"needs a package that is not installed: .*no_such_library"):
         open_rules(f"python:{tmp_path}/needs.py:f")
     with pytest.raises(ValueError, match="a file that exists"):
