@@ -41,7 +41,7 @@ def test_the_page_says_what_a_scorer_takes(name: str) -> None:
         [network] = empty_networks(name, str(PLANNED), {}).values()
         network.call()
     page = (REPO / "docs" / "scorers.md").read_text("utf-8")
-    [told] = re.findall(rf"`{name}` (\d+\.\d)[ ,;]", page)
+    [told] = re.findall(rf"`{name}` (\d+\.\d)[ ,;.]", page)
     assert float(told) == round(max(device.peaks.values()) / 1e9, 1)
 
 
