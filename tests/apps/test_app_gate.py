@@ -1,12 +1,14 @@
 """A ratio that is not 1 before the first update: devices whose kernels differ with gradients, or do not repeat."""
 
 import json
+import re
 from pathlib import Path
 
 import build_tiny_models
 import pytest
 import torch
 from helpers import REPO, sampled
+from omni_rl.run.failures import advice
 from omni_rl.settings.eval_sets import ThoughtEval, TokenEval
 from omni_rl.settings.fields import change
 from omni_rollout.models import bagel_sequence
@@ -136,8 +138,24 @@ def test_weights_that_changed_behind_the_engine_stop_a_run(settings, monkeypatch
 def test_a_change_as_small_as_rounding_stops_a_run_whose_kernels_repeat_themselves(settings, monkeypatch):
     app, args = settings("flowgrpo", name="run")
     monkeypatch.setattr(app, "sample", then_changed(app.sample, by=2e-6))
-    with pytest.raises(RuntimeError, match=r"the ratio must be 1 within 0.0, but is off by \d(\.\d+)?e-0[67]:"):
+    off = r"the ratio must be 1 within 0.0, but is off by \d(\.\d+)?e-0[67]:"
+    with pytest.raises(RuntimeError, match=off) as stopped:
         train(app, args)
+    assert "--old-log-prob recompute with --ratio-tolerance, above" in advice(stopped.value, args)
+    assert train(app, change(args, name="other", old_log_prob="recompute", ratio_tolerance=1e-5))
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_the_advice_on_a_ratio_names_only_flags_of_the_trainer_that_are_not_set(settings, name):
+    _, args = settings(name)
+    named = advice(RuntimeError("the ratio must be 1"), args)
+    flags = {found.replace("-", "_") for found in re.findall(r"--([a-z-]+)", named)}
+    own = {"flowgrpo": {"old_log_prob", "ratio_tolerance"}, "awm": set()}.get(name, {"ratio_tolerance"})
+    assert flags == own | {"attention"} | ({"name"} if own else set()) <= set(vars(args))
+    compiled = change(args, attention="math", **({"compile": True} if hasattr(args, "compile") else {}))
+    named = advice(RuntimeError("the ratio must be 1"), compiled)
+    assert "--attention" not in named
+    assert ("--no-compile" in named) == hasattr(args, "compile")
 
 
 def test_a_run_that_goes_on_keeps_its_class(settings, monkeypatch):

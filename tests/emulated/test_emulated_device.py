@@ -279,9 +279,11 @@ for program in (
     assert found[6] == "memory.base-dtype must be int8 or nf4 on npu, which has no fp8, got fp8"
 
 
-def test_attention_that_fails_on_the_device_or_takes_no_choice_is_refused_by_name():
+def test_attention_that_fails_on_the_device_or_takes_no_choice_is_refused_and_not_advised():
     """As torch_npu's own may: of the first the backward pass fails, of the second the mask, and the third runs."""
     text = on_npu("""
+from omni_rl.run.failures import advice
+from omni_rl.settings.args import RunArgs
 from omni_train.kernels import BACKENDS, check_attention
 
 def told(name):
@@ -304,13 +306,14 @@ def attend(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=Non
     weights = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).softmax(-1)
     return OneWay.apply(weights @ v) if stage == "no gradient" else weights @ v
 
-print(*map(told, BACKENDS), sep="\\n")
+print(*map(told, BACKENDS), advice(RuntimeError("the ratio must be 1"), RunArgs()), sep="\\n")
 own = torch.library.Library("aten", "IMPL")
 for key in ("PrivateUse1", "AutogradPrivateUse1"):
     own.impl("scaled_dot_product_attention", attend, key)
 for stage in ("no gradient", "no mask", "all"):
     print(told("auto"))
 print(told("math"))
+print(advice(RuntimeError("the ratio must be 1"), RunArgs()))
 """)
     missing = "No viable backend for scaled_dot_product_attention was found."
     lines = text.splitlines()
@@ -322,10 +325,12 @@ print(told("math"))
         "math runs",
     ]
     assert missing in lines[1]
+    assert "try --attention math" in lines.pop(5)
     got = "attention must have kernels that run in bfloat16 on npu, got auto: "
     assert lines[5:] == [
         f"{got}npu_fusion_attention_grad is not there",
         f"{got}masks of [1, 1, 1, 16] are not supported",
         "auto runs",
         "attention must be auto on npu, whose own kernels compute it, got math",
+        "Mend a cause that the message names.",
     ]

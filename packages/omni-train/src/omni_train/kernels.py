@@ -40,11 +40,9 @@ def check_attention(name: str, device: torch.device, dtype: torch.dtype) -> None
         ValueError: they do not run on the device, or not in the dtype; or the device has attention of its own, which
             no name but auto means.
     """
+    if name != "auto" and has_own_attention(device):
+        raise ValueError(f"attention must be auto on {device.type}, whose own kernels compute it, got {name}")
     x, mask = torch.zeros(1, 1, 16, 64, device=device, dtype=dtype), torch.ones(1, 1, 1, 16, device=device).bool()
-    if name != "auto":
-        with suppress(RuntimeError), sdpa_kernel([]):  # torch's are all off
-            scaled_dot_product_attention(x, x, x)
-            raise ValueError(f"attention must be auto on {device.type}, whose own kernels compute it, got {name}")
     q = x.clone().requires_grad_()
     try:
         with sdpa_kernel(BACKENDS[name]):
@@ -54,6 +52,15 @@ def check_attention(name: str, device: torch.device, dtype: torch.dtype) -> None
     except RuntimeError as exc:
         where, words = f"{str(dtype).removeprefix('torch.')} on {device.type}", str(exc).strip().partition("\n")[0]
         raise ValueError(f"attention must have kernels that run in {where}, got {name}: {words:.200}") from exc
+
+
+def has_own_attention(device: torch.device) -> bool:
+    """True if a device computes attention by kernels of its own, whichever of torch's are chosen."""
+    x = torch.zeros(1, 1, 16, 64, device=device)
+    with suppress(RuntimeError), sdpa_kernel([]):
+        scaled_dot_product_attention(x, x, x)
+        return True
+    return False
 
 
 def check_float8(device: torch.device) -> None:

@@ -14,11 +14,13 @@ from typing import TypeVar
 import torch
 from omni_reward import RewardError
 from omni_train.dist import is_lost_rank, shutdown, tell_failure
+from omni_train.kernels import has_own_attention
 from omni_train.signals import resume_command
 
 from omni_rl.flow.scorers import scorer_to_start
 from omni_rl.run.world import World
 from omni_rl.settings.args import RunArgs
+from omni_rl.settings.fields import values_of
 
 ArgsT = TypeVar("ArgsT", bound=RunArgs)
 
@@ -75,10 +77,8 @@ def say_failure(failure: BrokenRunError, args: RunArgs) -> None:
     if not (is_of_scorer(failure.cause) or is_of_disk(failure.cause)):
         traceback.print_exception(failure.cause)
     message = describe(reports, int(os.environ.get("WORLD_SIZE", "1")))
-    parts = [
-        f"{Path(sys.argv[0]).name}: {message}{f' in phase {failure.phase}' if is_echo else ''}",
-        advice(failure.cause, scorer_to_start(args)[0]),
-    ]
+    where = f" in phase {failure.phase}" if is_echo else ""
+    parts = [f"{Path(sys.argv[0]).name}: {message}{where}", advice(failure.cause, args)]
     if not args.dry_run:
         parts += ["Checkpoints that were complete stay; this continues from the newest:", resume_command()]
     print("\n".join(parts), file=sys.stderr, flush=True)
@@ -107,8 +107,8 @@ def is_of_disk(error: BaseException) -> bool:
     return any(each in str(error) for each in words)
 
 
-def advice(error: BaseException, scorer: str) -> str:
-    """Return what to change, by the kind of error. scorer: the one that the run started, or nothing."""
+def advice(error: BaseException, args: RunArgs) -> str:
+    """Return what to change, by the kind of error."""
     text = str(error)
     is_out_of_memory = any(words in text.lower() for words in ("can't allocate memory", "out of memory"))
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or is_out_of_memory:
@@ -117,7 +117,7 @@ def advice(error: BaseException, scorer: str) -> str:
             "--batch-size. For images and videos --dry-run --memory.device-gb 80 plans what fits 80 GB."
         )
     if is_of_scorer(error):
-        if scorer:
+        if scorer_to_start(args)[0]:
             return "The run started this scorer: mend what its messages above name. The same command starts it again."
         return "The scorer failed: look at its log, and start it again."
     if is_lost_rank(error):
@@ -132,13 +132,23 @@ def advice(error: BaseException, scorer: str) -> str:
     if isinstance(error, OSError) or is_of_disk(error):
         return "The machine refused: look at the free space and the rights of the disk that holds runs/."
     if "ratio must be 1" in text:
-        return (
-            "The message names the causes. --old-log-prob recompute with --ratio-tolerance goes on with the trainer's "
-            "own log-probs; --attention math and no --compile take kernels that repeat themselves."
-        )
+        return advice_on_ratio(args)
     if isinstance(error, FloatingPointError) or "finite" in text:
         return "The weights or the log-probabilities went wrong: lower --lr, or look at what the message names."
     return "This is not a mistake in the settings: the traceback above tells where it happened."
+
+
+def advice_on_ratio(args: RunArgs) -> str:
+    """Return the trainer's flags, of those that its device takes, by which the ratio may become 1 or a run go on."""
+    given, device = values_of(args), torch.accelerator.current_accelerator(check_available=True)
+    own = "--old-log-prob recompute with " if "old_log_prob" in given else ""
+    ways = {
+        "--attention math": args.attention != "math" and not has_own_attention(device or torch.device("cpu")),
+        "--no-compile": given.get("compile"),
+        f"{own}--ratio-tolerance, above what it is off by, in a run of another --name": "ratio_tolerance" in given,
+    }
+    named = [f"try {way}" for way, is_open in ways.items() if is_open]
+    return f"{', or '.join(['Mend a cause that the message names', *named])}."
 
 
 def _speaks(reports: Mapping[int, str]) -> bool:

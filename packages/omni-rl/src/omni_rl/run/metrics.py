@@ -125,11 +125,11 @@ METRICS = (
     Metric("policy/gap_by_gradients",
            alarm=Rule("Kernels with and without gradients differ", lambda gaps: gaps[0] > 0,
                       "The ratio before the first update was off by this much. Old log-probs are computed with "
-                      "gradients from now on, so that training goes on; --attention math may be exact.", window=1)),
+                      "gradients from now on; --attention math, where it is taken, may be exact.", window=1)),
     Metric("policy/gap_noisy",
            alarm=Rule("Kernels do not repeat themselves", lambda gaps: gaps[0] > 0,
                       "The ratio before the first update was off by this much. Old log-probs are the update's own "
-                      "from now on; --attention math, or no --compile, may be exact.", window=1)),
+                      "from now on; --attention math, where it is taken, or no --compile may be exact.", window=1)),
     Metric("policy/thought_ratio_max_dev", merge="max"),
     Metric("policy/clip_fraction", "Clip fraction", "all",
            alarm=Rule("Many ratios are clipped", lambda shares: _mean(shares) > MAX_CLIPPED,
