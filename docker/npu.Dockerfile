@@ -2,8 +2,10 @@
 #   docker build -f docker/npu.Dockerfile -t omni-rl:npu .
 #   docker run --rm --device /dev/davinci0 --device /dev/davinci_manager --device /dev/devmm_svm --device /dev/hisi_hdc \
 #     -v /usr/local/Ascend/driver:/usr/local/Ascend/driver:ro -v "$PWD/runs:/omni-rl/runs" omni-rl:npu omni-rl doctor
-# On x86 put a wheel torch-2.12.0+cpu for Python 3.12 into wheels/: the plain one brings CUDA.
-FROM quay.io/ascend/cann:9.1.0-910b-ubuntu22.04-py3.12
+# Put a wheel torch-2.12.0+cpu for Python 3.12 into wheels/: the plain one brings CUDA, on aarch64 too.
+# Where 9.1.0 has no image yet: --build-arg CANN=9.1.0-beta.3
+ARG CANN=9.1.0
+FROM quay.io/ascend/cann:${CANN}-910b-ubuntu22.04-py3.12
 WORKDIR /omni-rl
 COPY . .
 RUN mkdir -p wheels runs
