@@ -471,7 +471,7 @@ COMPILERS = {  # torch's options, and what compiles
     "as it is": (dict(EXACT), compile_blocks),
     "not deterministic": (ROUNDED, compile_blocks),
     "no padding": (ROUNDED | {"shape_padding": False}, compile_blocks),
-    "fused products and sums": ({"deterministic": True}, compile_blocks),
+    "fused products and sums": ({"deterministic": True, "shape_padding": False}, compile_blocks),
     "one graph": (dict(EXACT), as_one_graph),
     "one graph, not deterministic": (ROUNDED, as_one_graph),
 }

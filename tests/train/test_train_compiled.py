@@ -9,11 +9,14 @@ import pytest
 import torch
 import torch.fx.experimental._config as symbols
 from omni_train.dist import Dist
-from omni_train.kernels import MAX_GRAPHS, check_compiler, choose_attention, compile_blocks
+from omni_train.kernels import EXACT, MAX_GRAPHS, check_compiler, choose_attention, compile_blocks
 from omni_train.lora import adapter, adapter_params, add_lora
 from omni_train.memory.recompute import Recompute
 from omni_train.shard import shard
 from torch._dynamo.utils import counters
+from torch._inductor import config
+from torch._inductor.fx_passes import pad_mm
+from torch._subclasses import FakeTensorMode
 
 LENGTHS = (5, 7, 12, 30)  # of texts; 12 is that of the pictures too
 
@@ -54,9 +57,19 @@ def test_both_graphs_get_the_options_that_keep_the_order_of_sums(tiny_qwen, monk
         run(net)
     run(net).sum().backward()
     assert len(seen) == 2
-    assert all(each["deterministic"] and each["emulate_precision_casts"] for each in seen)
+    assert all(EXACT.items() <= each.items() for each in seen)
     source = inspect.getsource(importlib.import_module("torch._inductor.codegen.triton"))
     assert '"enable_fp_fusion": not config.emulate_precision_casts' in source  # kernels that no CPU has
+
+
+def test_no_product_is_padded_on_a_card(monkeypatch):
+    """Which torch would choose by the graph's other operators, deterministic or not."""
+    monkeypatch.setattr(pad_mm, "has_triton", lambda: True)
+    with FakeTensorMode():
+        x, weight = (torch.empty(1075, 3071, device="cuda").bfloat16(), torch.empty(3071, 8, device="cuda").bfloat16())
+    for options, may_pad in ((EXACT, False), (EXACT | {"shape_padding": True}, True)):
+        with config.patch(options):
+            assert pad_mm.can_pad(x, weight, torch.ops.aten.mm) is may_pad
 
 
 def build(tiny_qwen, dtype=torch.float32, rank=4, compiled=True, num_blocks=1):
