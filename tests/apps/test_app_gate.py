@@ -1,6 +1,7 @@
 """A ratio that is not 1 before the first update: devices whose kernels differ with gradients, or do not repeat."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -122,6 +123,14 @@ def test_a_run_goes_on_where_kernels_do_not_repeat_themselves(settings, monkeypa
     first, second = run_on(ranks, app, args)[-2:]
     assert 0 < first["policy/gap_noisy"] < 1e-4
     assert first["policy/grad_norm"] > 0 < second["policy/grad_norm"]
+    assert gates()[-2:] == ["noisy"] * 2
+
+
+def test_all_ranks_take_the_worst_class_of_any(settings, monkeypatch):
+    app, args = settings("flowgrpo", name="run", save_every=1)
+    kinds = {"0": by_gradients, "1": noisy}
+    give_attention(monkeypatch, lambda *args, **kwargs: kinds[os.environ["RANK"]](*args, **kwargs))
+    assert train_on_ranks(app, args)[-2]["policy/gap_noisy"] > 0
     assert gates()[-2:] == ["noisy"] * 2
 
 
