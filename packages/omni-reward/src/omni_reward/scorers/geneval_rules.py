@@ -1,0 +1,195 @@
+"""GenEval's rules (Ghosh et al., arXiv 2310.11513): whether detected objects are those that a prompt asks for.
+
+A detection counts if its confidence is above 0.3, and above 0.9 in prompts that count; of a class only the 16 most
+confident ones do. There are three grades:
+
+    correct    the published evaluation: enough objects, of which the most confident ones have color and position
+    strict     as flow_grpo's server: exactly so many objects, all of them with color and position
+    partial    the reward that flow_grpo trains with: the mean over parts of the strict rule
+
+An object of the prompt is a part of `partial`, 1 - |wanted - found| / wanted, which is negative above twice the wanted
+number. A color is another, the share of objects that have it, and so is a position. If the number is wrong, both are
+one part with 0. A wrong position is two parts, 0 and 1, as released: two objects in the wrong places have 3 / 4.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+LEAST_CONFIDENCE = 0.3
+LEAST_CONFIDENCE_COUNTING = 0.9
+MOST_OBJECTS = 16  # of a class
+OVERLAP = 0.1  # share of both objects' sizes by which their centers must differ
+COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
+RELATIONS = ("left of", "right of", "above", "below")
+
+Box = tuple[float, float, float, float]
+
+
+@dataclass(frozen=True, eq=False)
+class Detection:
+    """A detected object.
+
+    Args:
+        name: of its class.
+        box: left, top, right and bottom, in pixels.
+        confidence: in [0, 1].
+        mask: True for its pixels, [H, W]; None if the detector has boxes only.
+    """
+
+    name: str
+    box: Box
+    confidence: float
+    mask: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """An object that a prompt asks for, or excludes.
+
+    Args:
+        name: of its class.
+        count: how many there are to be; excluded are so many or more.
+        color: one of COLORS, or None for any.
+        relation: one of RELATIONS to the object `target`, or None for any place.
+        target: index of an earlier object.
+    """
+
+    name: str
+    count: int
+    color: str | None = None
+    relation: str | None = None
+    target: int = 0
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A prompt's objects: `include` all, `exclude` none; `counting` needs the higher confidence."""
+
+    include: tuple[Wanted, ...]
+    exclude: tuple[Wanted, ...] = ()
+    counting: bool = False
+
+
+@dataclass(frozen=True)
+class Grades:
+    """The three grades of an image."""
+
+    correct: bool
+    strict: bool
+    partial: float
+
+
+def read_wish(meta: Mapping[str, object]) -> Wish:
+    """Return the wish in the metadata of a prompt, with the keys of GenEval: tag, include, exclude.
+
+    Raises:
+        ValueError: a key is missing or breaks its rule.
+    """
+    include = _read_list("include", meta.get("include"))
+    if not include:
+        raise ValueError(f"include must have at least one object, got {meta.get('include')!r:.80}")
+    exclude = _read_list("exclude", meta.get("exclude", []))
+    if not isinstance(tag := meta.get("tag"), str):
+        raise ValueError(f"tag must be a text, got {tag!r:.80}")
+    return Wish(include, exclude, counting=tag == "counting")
+
+
+def _read_list(key: str, given: object) -> tuple[Wanted, ...]:
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise ValueError(f"{key} must be a list of objects, got {given!r:.80}")
+    return tuple(_read_wanted(f"{key}[{i}]", each, i) for i, each in enumerate(given))
+
+
+def _read_wanted(where: str, given: object, index: int) -> Wanted:
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{where} must be an object, got {given!r:.80}")
+    name, count, color = given.get("class"), given.get("count"), given.get("color")
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"{where}.class must be the name of a class, got {name!r:.80}")
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise ValueError(f"{where}.count must be a whole number >= 1, got {count!r:.80}")
+    if color is not None and color not in COLORS:
+        raise ValueError(f"{where}.color must be one of {list(COLORS)}, got {color!r:.80}")
+    if (position := given.get("position")) is None:
+        return Wanted(name, count, color)
+    match position:
+        case [str(relation), int(target)] if relation in RELATIONS and 0 <= target < index:
+            return Wanted(name, count, color, relation, target)
+    rule = f"one of {list(RELATIONS)} and the index of an earlier object"
+    raise ValueError(f"{where}.position must be {rule}, got {position!r:.80}")
+
+
+def grade(detections: Sequence[Detection], wish: Wish, color_of: Callable[[Detection], str]) -> Grades:
+    """Return the grades of an image.
+
+    Args:
+        detections: of the image, in any order, with any confidence.
+        wish: what its prompt asks for.
+        color_of: returns the color of an object; called only for objects that should have one.
+    """
+    found = keep(detections, counting=wish.counting)
+    excluded = any(len(found.get(other.name, ())) >= other.count for other in wish.exclude)
+    enough = _parts(found, wish, color_of, exact=False)
+    exact = _parts(found, wish, color_of, exact=True)
+    return Grades(correct=min(enough) == 1 and not excluded, strict=min(exact) == 1, partial=sum(exact) / len(exact))
+
+
+def keep(detections: Sequence[Detection], *, counting: bool) -> dict[str, list[Detection]]:
+    """Return the detections that count, by class, the most confident first."""
+    least = LEAST_CONFIDENCE_COUNTING if counting else LEAST_CONFIDENCE
+    found: dict[str, list[Detection]] = {}
+    for each in sorted(detections, key=lambda each: -each.confidence):
+        same = found.setdefault(each.name, [])
+        if each.confidence > least and len(same) < MOST_OBJECTS:
+            same.append(each)
+    return found
+
+
+def _parts(
+    found: Mapping[str, Sequence[Detection]], wish: Wish, color_of: Callable[[Detection], str], *, exact: bool
+) -> list[float]:
+    """Return the parts of `partial`, each 1 if it is right; less than 1 in one at least if the image is wrong.
+
+    Args:
+        exact: True if more objects than wanted are wrong, too; else the most confident ones are taken.
+    """
+    parts: list[float] = []
+    groups: list[Sequence[Detection]] = []  # right objects of each wanted one; empty if they are wrong
+    for wanted in wish.include:
+        group = found.get(wanted.name, ())
+        group = group if exact else group[: wanted.count]
+        own = [1 - abs(wanted.count - len(group)) / wanted.count]
+        if own[0] < 1:
+            own += [0.0] * (wanted.color is not None or wanted.relation is not None)
+        elif wanted.color is not None:
+            own.append(sum(color_of(each) == wanted.color for each in group) / wanted.count)
+        if min(own) == 1 and wanted.relation is not None:
+            own += _position_parts(group, groups[wanted.target], wanted.relation)
+        groups.append(group if min(own) == 1 else ())
+        parts += own
+    return parts
+
+
+def _position_parts(group: Sequence[Detection], targets: Sequence[Detection], relation: str) -> list[float]:
+    if not targets:
+        return [0.0]
+    right = all(relation in relations(each.box, target.box) for each in group for target in targets)
+    return [1.0] if right else [0.0, 1.0]
+
+
+def relations(box: Box, target: Box) -> set[str]:
+    """Return the RELATIONS of a box to another: none if they are too near each other, two on a diagonal.
+
+    The offset of the centers, shortened along each axis by OVERLAP of both sizes, is compared with half of its length
+    before.
+    """
+    low, high = np.array([box[:2], target[:2]]), np.array([box[2:], target[2:]])
+    offset = np.subtract(*(low + high) / 2)  # right and down
+    short = np.maximum(np.abs(offset) - OVERLAP * (high - low).sum(axis=0), 0)
+    if (short < 1e-3).all():
+        return set()
+    right, down = np.sign(offset) * short / np.hypot(*offset)
+    sides = zip(RELATIONS, (-right, right, -down, down), strict=True)
+    return {relation for relation, share in sides if share > 0.5}
