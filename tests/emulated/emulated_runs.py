@@ -155,7 +155,7 @@ def tell_moments() -> None:
 
 def peaks(variant: str) -> tuple[float, float]:
     """The most bytes of two steps with 57.7 million weights in a variant of scripts/gpu_check.py: counted, planned."""
-    load()
+    load_like_cuda()
     import gpu_check  # which finds the next
     from device_rows import FEW, peaks_of, take
 
