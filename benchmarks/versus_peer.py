@@ -60,6 +60,7 @@ class Args:
     batch_size: Annotated[int, at_least(2)] = 4  # Images of a prompt and of a forward; a step has two prompts
     blocks: Annotated[int, at_least(2)] = 4  # Of the net; the first half have SD3.5-medium's second attention
     heads: Annotated[int, at_least(1)] = 6  # Of the net, of 64 channels each
+    compile: bool = False  # Give the trainer --compile, a setting of its own
 
 
 class Seconds(NamedTuple):
@@ -111,6 +112,7 @@ def ours(args: Args, model: str) -> list[Seconds]:
         "height": args.height, "width": args.width, "num_inference_steps": args.num_inference_steps,
         "prompts_per_step": 2, "group_size": args.batch_size, "batch_size": args.batch_size,
         "num_minibatches": NUM_UPDATES, "lora.rank": 32, "lora.alpha": 64,
+        "compile": args.compile,
     }  # fmt: skip
     trainer.train(change(app.Args(), **settings), steps)
     return found[1:]
