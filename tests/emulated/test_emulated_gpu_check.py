@@ -192,6 +192,58 @@ def test_predictions_are_read_as_they_were_made(tmp_path, monkeypatch):
     assert {*device_rows.PREDICTED} <= {*device_rows.VARIANTS}
 
 
+NO_NETWORK = """
+import sys
+def refuse(event, args):
+    if event in ("socket.getaddrinfo", "socket.gethostbyname"):
+        host = args[0]
+    elif event == "socket.connect" and isinstance(args[1], tuple):
+        host = args[1][0]
+    else:
+        return
+    if host not in (None, "", "localhost", "127.0.0.1", "::1"):
+        with open(FILE, "a") as file:
+            file.write(f"{host}\\n")
+        raise OSError(f"there is no network to reach {host}")
+sys.addaudithook(refuse)
+"""
+
+
+def with_network_refused(folder, *command):
+    """A command ended, and the hosts that it or a process of its own asked for."""
+    (asked := folder / "asked").touch()
+    (folder / "sitecustomize.py").write_text(NO_NETWORK.replace("FILE", repr(str(asked))))
+    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    return done, asked.read_text().split()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "rows",
+    [
+        ("machine", "gate: auto, nf4, masks"),
+        pytest.param(("tiny-signs", "a second life", "a Qwen3"), marks=pytest.mark.slow),
+    ],
+)
+def test_it_asks_for_no_host_so_that_it_runs_without_a_network_as_with_one(tmp_path, rows):
+    words = ["--small", "--folder", str(tmp_path / "found"), "--time", "9m", "--only", *rows]
+    done, hosts = with_network_refused(tmp_path, sys.executable, str(REPO / "scripts" / "gpu_check.py"), *words)
+    assert (done.returncode, hosts) == (0, []), done.stdout + done.stderr
+    found = gpu_check.read(tmp_path / "found")
+    assert len(found) == len(rows)
+    assert all(record.is_good for record in found.values())
+
+
+def test_a_program_that_asks_for_a_host_is_found(tmp_path):
+    asks = "import urllib.request as u; u.urlopen('http://hub.test')"
+    done, hosts = with_network_refused(
+        tmp_path, sys.executable, "-c", f"import subprocess as s, sys; s.run([sys.executable, '-c', {asks!r}])"
+    )
+    assert (done.returncode, hosts) == (0, ["hub.test"])
+
+
 def test_it_runs_from_a_folder_of_packages_that_are_not_installed(tmp_path):
     for package in (REPO / "packages").glob("*/src"):
         shutil.copytree(package, tmp_path / "site", dirs_exist_ok=True)
