@@ -3,8 +3,8 @@
     python scripts/build_tiny_scorers.py /somewhere
 
 They show that loading and scoring work, here and in an environment of your own; their scores mean nothing. Folders and
-files: `clap`, `clip` (for clip, pickscore, aesthetic), `aesthetic.pth`, `imagereward`, `bert`, `hpsv3`, `videoalign`,
-`qwen2-vl`, `instruction.txt` and `instruction-of-videoalign.txt`.
+files: `clap`, `clip` (for clip, pickscore, aesthetic, geneval), `mask2former`, `aesthetic.pth`, `imagereward`, `bert`,
+`hpsv3`, `videoalign`, `qwen2-vl`, `instruction.txt` and `instruction-of-videoalign.txt`.
 """
 
 import argparse
@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from omni_reward.scorers.geneval import COCO_NAMES
+from omni_reward.scorers.geneval_rules import OBJECTS
 from safetensors.torch import save_file
 from tokenizers import pre_tokenizers
 from torch import Tensor, nn
@@ -25,6 +27,8 @@ from transformers import (
     CLIPConfig,
     CLIPModel,
     CLIPTokenizer,
+    Mask2FormerConfig,
+    Mask2FormerModel,
     Qwen2Tokenizer,
     Qwen2VLConfig,
     Qwen2VLModel,
@@ -45,6 +49,7 @@ def write_all(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_clap(folder / "clap")
     write_clip(folder / "clip")
+    write_mask2former(folder / "mask2former")
     torch.save(random_weights(head_shapes("layers.", 16)), folder / "aesthetic.pth")
     write_imagereward(folder / "imagereward")
     write_bert_tokenizer(folder / "bert")
@@ -65,6 +70,28 @@ def write_clip(folder: Path) -> None:
     spread(model)
     model.save_pretrained(folder)
     CLIPTokenizer(vocab={word: i for i, word in enumerate(words)}, merges=[]).save_pretrained(folder)
+
+
+def write_mask2former(folder: Path) -> None:
+    """Write a Mask2Former of instances with COCO's names, some of whose 12 queries are sure of a class."""
+    swin: dict[str, Any] = {"model_type": "swin", "embed_dim": 8, "depths": [1] * 4, "num_heads": [1] * 4}
+    swin |= {"window_size": 4, "out_features": [f"stage{i}" for i in range(1, 5)]}
+    sizes: dict[str, Any] = {
+        "feature_size": 32,
+        "mask_feature_size": 16,
+        "hidden_dim": 32,
+        "encoder_feedforward_dim": 32,
+    }
+    sizes |= {"encoder_layers": 1, "decoder_layers": 2, "num_attention_heads": 2, "dim_feedforward": 32}
+    labels = dict(enumerate({there: here for here, there in COCO_NAMES.items()}.get(name, name) for name in OBJECTS))
+    config: Any = Mask2FormerConfig(backbone_config=swin, num_queries=12, id2label=labels, **sizes)
+    config.architectures = ["Mask2FormerForUniversalSegmentation"]
+    model = Mask2FormerModel(config)
+    spread(model)
+    weights = {f"model.{name}": weight.contiguous() for name, weight in model.state_dict().items()}
+    head = random_weights(linear_shapes("class_predictor", len(labels) + 1, 32))
+    config.save_pretrained(folder)
+    save_file(weights | {name: 3 * weight for name, weight in head.items()}, folder / "model.safetensors")
 
 
 def write_clap(folder: Path) -> None:

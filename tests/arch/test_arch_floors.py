@@ -28,6 +28,7 @@ MAY_IMPORT = {  # places -> libraries and siblings, whichever way a line names t
     "omni_reward/scorers/neural.py": {"torch", "transformers", "huggingface_hub"},
     "omni_reward/scorers/heads.py": {"torch"},
     "omni_reward/scorers/clip.py": {"torch", "transformers"},
+    "omni_reward/scorers/geneval.py": {"torch", "transformers"},
     "omni_reward/scorers/aesthetic.py": {"torch"},
     "omni_reward/scorers/imagereward.py": {"torch", "transformers"},
     "omni_reward/scorers/hpsv3.py": {"torch"},

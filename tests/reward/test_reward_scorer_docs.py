@@ -19,6 +19,7 @@ from omni_reward.scorers.aesthetic import load_aesthetic
 from omni_reward.scorers.clap import load_clap
 from omni_reward.scorers.clip import load_clip, load_pickscore
 from omni_reward.scorers.frames import FRAMES
+from omni_reward.scorers.geneval import GRADES, load_geneval
 from omni_reward.scorers.hpsv3 import load_hpsv3
 from omni_reward.scorers.imagebind import load_imagebind
 from omni_reward.scorers.imagereward import load_imagereward
@@ -36,6 +37,7 @@ NETWORKS: dict[str, Callable[..., Scorer]] = {
     "aesthetic": load_aesthetic,
     "clap": load_clap,
     "clip": load_clip,
+    "geneval": load_geneval,
     "hpsv3": load_hpsv3,
     "imagebind": load_imagebind,
     "imagereward": load_imagereward,
@@ -55,7 +57,7 @@ def test_the_page_names_every_scorer_extra_option_and_word() -> None:
     named = set(re.findall(r"`([^`\n]+)`", PAGE))
     assert set(SCORERS) <= named
     assert set(re.findall(r"^\| `(\w+)` \* \|", PAGE, re.MULTILINE)) == set(EXTRAS) - {"server", "math"}
-    assert {*MODES, *MEASURES, *likeness.MEASURES, *flow.MEASURES, *FRAMES, *TASKS} <= named
+    assert {*MODES, *MEASURES, *likeness.MEASURES, *flow.MEASURES, *GRADES, *FRAMES, *TASKS} <= named
     for load in [*NETWORKS.values(), *map(find_loader, ("flow", "jpeg", "likeness", "pitch", "video", "vlm"))]:
         assert inspect.signature(load).parameters.keys() - {"threads"} <= named
 

@@ -12,8 +12,8 @@ from omni_train.planned import PLANNED, PlannedDevice
 
 META = "meta"
 MILLIONS = {  # weights, as their papers and pages say; Qwen2-VL's without the head of words, which is not loaded
-    "aesthetic": 428, "clap": 154, "clip": 428, "hpsv3": 8291 - 545, "imagereward": 446, "pickscore": 986,
-    "videoalign": 2209,
+    "aesthetic": 428, "clap": 154, "clip": 428, "geneval": 428 + 69, "hpsv3": 8291 - 545, "imagereward": 446,
+    "pickscore": 986, "videoalign": 2209,
 }  # fmt: skip
 
 

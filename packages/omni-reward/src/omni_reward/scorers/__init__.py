@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from omni_reward.scorers.neural import Empty
 
 SCORERS = (
-    "aesthetic", "clap", "clip", "color", "flow", "hpsv3", "imagebind", "imagereward", "jpeg", "likeness", "ocr",
-    "pickscore", "pitch", "sync", "video", "videoalign", "vlm",
+    "aesthetic", "clap", "clip", "color", "flow", "geneval", "hpsv3", "imagebind", "imagereward", "jpeg", "likeness",
+    "ocr", "pickscore", "pitch", "sync", "video", "videoalign", "vlm",
 )  # fmt: skip
 
 
@@ -44,6 +44,8 @@ def find_loader(name: str) -> Callable[..., ScoreFn]:
             from omni_reward.scorers.color import load_color as load
         case "flow":
             from omni_reward.scorers.flow import load_flow as load
+        case "geneval":
+            from omni_reward.scorers.geneval import load_geneval as load
         case "hpsv3":
             from omni_reward.scorers.hpsv3 import load_hpsv3 as load
         case "imagebind":
@@ -120,6 +122,8 @@ def find_empty(name: str) -> "Callable[..., Empty] | None":
             from omni_reward.scorers.clap import empty_clap as empty
         case "clip":
             from omni_reward.scorers.clip import empty_clip as empty
+        case "geneval":
+            from omni_reward.scorers.geneval import empty_geneval as empty
         case "hpsv3":
             from omni_reward.scorers.hpsv3 import empty_hpsv3 as empty
         case "imagebind":

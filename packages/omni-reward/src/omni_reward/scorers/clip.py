@@ -10,6 +10,7 @@ prompt is truncated to the length of the model, 77 tokens for the published ones
 Letters: N samples, H height, W width, E size of an embedding.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,8 +62,8 @@ class Embedder:
     model: Any
     tokenizer: Any
 
-    def images(self, images: np.ndarray) -> Tensor:
-        """Return normalized embeddings [N, E] of images [N, H, W, 3], uint8, RGB."""
+    def images(self, images: Iterable[np.ndarray]) -> Tensor:
+        """Return normalized embeddings [N, E] of N images [H, W, 3], uint8, RGB."""
         pixels = torch.from_numpy(square_pixels(images, self.model.config.vision_config.image_size))
         pixels = pixels.to(self.model.device, self.model.dtype)
         return normalize(self.model.get_image_features(pixel_values=pixels).pooler_output, dim=-1)

@@ -22,6 +22,16 @@ LEAST_CONFIDENCE_COUNTING = 0.9
 MOST_OBJECTS = 16  # of a class
 OVERLAP = 0.1  # share of both objects' sizes by which their centers must differ
 COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
+OBJECTS = (  # GenEval's names of COCO's classes, in COCO's order
+    "person", "bicycle", "car", "motorcycle", "airplane", "bus", "train", "truck", "boat", "traffic light",
+    "fire hydrant", "stop sign", "parking meter", "bench", "bird", "cat", "dog", "horse", "sheep", "cow", "elephant",
+    "bear", "zebra", "giraffe", "backpack", "umbrella", "handbag", "tie", "suitcase", "frisbee", "skis", "snowboard",
+    "sports ball", "kite", "baseball bat", "baseball glove", "skateboard", "surfboard", "tennis racket", "bottle",
+    "wine glass", "cup", "fork", "knife", "spoon", "bowl", "banana", "apple", "sandwich", "orange", "broccoli",
+    "carrot", "hot dog", "pizza", "donut", "cake", "chair", "couch", "potted plant", "bed", "dining table", "toilet",
+    "tv", "laptop", "computer mouse", "tv remote", "computer keyboard", "cell phone", "microwave", "oven", "toaster",
+    "sink", "refrigerator", "book", "clock", "vase", "scissors", "teddy bear", "hair drier", "toothbrush",
+)  # fmt: skip
 RELATIONS = ("left of", "right of", "above", "below")
 
 Box = tuple[float, float, float, float]
@@ -106,8 +116,8 @@ def _read_wanted(where: str, given: object, index: int) -> Wanted:
     if not isinstance(given, Mapping):
         raise ValueError(f"{where} must be an object, got {given!r:.80}")
     name, count, color = given.get("class"), given.get("count"), given.get("color")
-    if not isinstance(name, str) or not name:
-        raise ValueError(f"{where}.class must be the name of a class, got {name!r:.80}")
+    if not isinstance(name, str) or name not in OBJECTS:
+        raise ValueError(f"{where}.class must be one of GenEval's {len(OBJECTS)} objects, got {name!r:.80}")
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise ValueError(f"{where}.count must be a whole number >= 1, got {count!r:.80}")
     if color is not None and color not in COLORS:

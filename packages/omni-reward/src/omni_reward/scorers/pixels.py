@@ -7,6 +7,7 @@ Letters: N samples, H height, W width, S side of the model's input, P number of 
 """
 
 import math
+from collections.abc import Iterable
 
 import numpy as np
 from PIL import Image
@@ -18,8 +19,8 @@ SIDE = PATCH * MERGE  # pixels of a token
 MAX_ASPECT = 200  # longer side / shorter side, limit of Qwen2-VL
 
 
-def square_pixels(images: np.ndarray, side: int) -> np.ndarray:
-    """Return CLIP's input [N, 3, S, S], float32, normalized, of images [N, H, W, 3], uint8, RGB.
+def square_pixels(images: Iterable[np.ndarray], side: int) -> np.ndarray:
+    """Return CLIP's input [N, 3, S, S], float32, normalized, of N images [H, W, 3], uint8, RGB.
 
     The shorter side is resized to S, the longer in proportion, rounded down; then the center is cropped.
     """
