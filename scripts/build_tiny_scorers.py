@@ -3,8 +3,9 @@
     python scripts/build_tiny_scorers.py /somewhere
 
 They show that loading and scoring work, here and in an environment of your own; their scores mean nothing. Folders and
-files: `clap`, `clip` (for clip, pickscore, aesthetic, geneval), `mask2former`, `aesthetic.pth`, `imagereward`, `bert`,
-`hpsv3`, `videoalign`, `qwen2-vl`, `instruction.txt` and `instruction-of-videoalign.txt`.
+files: `clap`, `clip` (for clip, pickscore, aesthetic, geneval, and beneath hpsv2), `mask2former`, `aesthetic.pth`,
+`hpsv2`, `imagereward`, `bert`, `hpsv3`, `videoalign`, `qwen2-vl`, `instruction.txt` and
+`instruction-of-videoalign.txt`.
 """
 
 import argparse
@@ -51,6 +52,7 @@ def write_all(folder: Path) -> None:
     write_clip(folder / "clip")
     write_mask2former(folder / "mask2former")
     torch.save(random_weights(head_shapes("layers.", 16)), folder / "aesthetic.pth")
+    write_hpsv2(folder / "hpsv2")
     write_imagereward(folder / "imagereward")
     write_bert_tokenizer(folder / "bert")
     write_hpsv3(folder / "hpsv3", folder / "qwen2-vl")
@@ -92,6 +94,23 @@ def write_mask2former(folder: Path) -> None:
     head = random_weights(linear_shapes("class_predictor", len(labels) + 1, 32))
     config.save_pretrained(folder)
     save_file(weights | {name: 3 * weight for name, weight in head.items()}, folder / "model.safetensors")
+
+
+def write_hpsv2(folder: Path) -> None:
+    """Write HPS_v2.1_compressed.pt under open_clip's names, of the sizes of `write_clip`."""
+    shapes: dict[str, tuple[int, ...]] = {"positional_embedding": (20, 24), "text_projection": (24, 16)}
+    shapes |= {"token_embedding.weight": (2 + 2 * len(BYTES), 24), "visual.class_embedding": (24,)}
+    shapes |= {"visual.conv1.weight": (24, 3, 8, 8), "visual.positional_embedding": (17, 24), "visual.proj": (24, 16)}
+    for name in ("ln_final", "visual.ln_pre", "visual.ln_post"):
+        shapes |= linear_shapes(name, 24)
+    for layer in (f"{tower}transformer.resblocks.{i}" for tower in ("", "visual.") for i in range(2)):
+        shapes |= linear_shapes(f"{layer}.ln_1", 24) | linear_shapes(f"{layer}.ln_2", 24)
+        shapes |= {f"{layer}.attn.in_proj_weight": (72, 24), f"{layer}.attn.in_proj_bias": (72,)}
+        shapes |= linear_shapes(f"{layer}.attn.out_proj", 24, 24)
+        shapes |= linear_shapes(f"{layer}.mlp.c_fc", 48, 24) | linear_shapes(f"{layer}.mlp.c_proj", 24, 48)
+    folder.mkdir(exist_ok=True)
+    weights = random_weights(shapes) | {"logit_scale": torch.tensor(4.6)}
+    torch.save({"epoch": 1, "state_dict": weights}, folder / "HPS_v2.1_compressed.pt")
 
 
 def write_clap(folder: Path) -> None:

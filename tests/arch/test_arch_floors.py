@@ -30,6 +30,7 @@ MAY_IMPORT = {  # places -> libraries and siblings, whichever way a line names t
     "omni_reward/scorers/clip.py": {"torch", "transformers"},
     "omni_reward/scorers/geneval.py": {"torch", "transformers"},
     "omni_reward/scorers/aesthetic.py": {"torch"},
+    "omni_reward/scorers/hpsv2.py": {"ftfy", "torch", "transformers"},
     "omni_reward/scorers/imagereward.py": {"torch", "transformers"},
     "omni_reward/scorers/hpsv3.py": {"torch"},
     "omni_reward/scorers/videoalign.py": {"torch"},

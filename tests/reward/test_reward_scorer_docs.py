@@ -20,6 +20,7 @@ from omni_reward.scorers.clap import load_clap
 from omni_reward.scorers.clip import load_clip, load_pickscore
 from omni_reward.scorers.frames import FRAMES
 from omni_reward.scorers.geneval import GRADES, load_geneval
+from omni_reward.scorers.hpsv2 import load_hpsv2
 from omni_reward.scorers.hpsv3 import load_hpsv3
 from omni_reward.scorers.imagebind import load_imagebind
 from omni_reward.scorers.imagereward import load_imagereward
@@ -38,6 +39,7 @@ NETWORKS: dict[str, Callable[..., Scorer]] = {
     "clap": load_clap,
     "clip": load_clip,
     "geneval": load_geneval,
+    "hpsv2": load_hpsv2,
     "hpsv3": load_hpsv3,
     "imagebind": load_imagebind,
     "imagereward": load_imagereward,

@@ -12,8 +12,8 @@ from omni_train.planned import PLANNED, PlannedDevice
 
 META = "meta"
 MILLIONS = {  # weights, as their papers and pages say; Qwen2-VL's without the head of words, which is not loaded
-    "aesthetic": 428, "clap": 154, "clip": 428, "geneval": 428 + 69, "hpsv3": 8291 - 545, "imagereward": 446,
-    "pickscore": 986, "videoalign": 2209,
+    "aesthetic": 428, "clap": 154, "clip": 428, "geneval": 428 + 69, "hpsv2": 986, "hpsv3": 8291 - 545,
+    "imagereward": 446, "pickscore": 986, "videoalign": 2209,
 }  # fmt: skip
 
 
@@ -45,7 +45,7 @@ def test_the_page_says_what_a_scorer_takes(name: str) -> None:
     assert float(told) == round(max(device.peaks.values()) / 1e9, 1)
 
 
-@pytest.mark.parametrize("name", ["clap", "clip", "hpsv3", "pickscore", "videoalign"])
+@pytest.mark.parametrize("name", ["clap", "clip", "hpsv2", "hpsv3", "pickscore", "videoalign"])
 def test_a_folder_s_configuration_makes_the_network_of_its_weights(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,6 +64,8 @@ def test_a_folder_s_configuration_makes_the_network_of_its_weights(
     if name in ("hpsv3", "videoalign"):
         text = {"hpsv3": "instruction.txt", "videoalign": "instruction-of-videoalign.txt"}[name]
         options |= {"base": str(tmp_path / "qwen2-vl"), "instruction": str(tmp_path / text)}
+    elif name == "hpsv2":
+        options["base"] = str(tmp_path / "clip")
     elif name != "clap":
         options |= {"tokenizer": options["model"]}
     load_scorer(name, options=options)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from omni_reward.scorers.neural import Empty
 
 SCORERS = (
-    "aesthetic", "clap", "clip", "color", "flow", "geneval", "hpsv3", "imagebind", "imagereward", "jpeg", "likeness",
-    "ocr", "pickscore", "pitch", "sync", "video", "videoalign", "vlm",
+    "aesthetic", "clap", "clip", "color", "flow", "geneval", "hpsv2", "hpsv3", "imagebind", "imagereward", "jpeg",
+    "likeness", "ocr", "pickscore", "pitch", "sync", "video", "videoalign", "vlm",
 )  # fmt: skip
 
 
@@ -46,6 +46,8 @@ def find_loader(name: str) -> Callable[..., ScoreFn]:
             from omni_reward.scorers.flow import load_flow as load
         case "geneval":
             from omni_reward.scorers.geneval import load_geneval as load
+        case "hpsv2":
+            from omni_reward.scorers.hpsv2 import load_hpsv2 as load
         case "hpsv3":
             from omni_reward.scorers.hpsv3 import load_hpsv3 as load
         case "imagebind":
@@ -124,6 +126,8 @@ def find_empty(name: str) -> "Callable[..., Empty] | None":
             from omni_reward.scorers.clip import empty_clip as empty
         case "geneval":
             from omni_reward.scorers.geneval import empty_geneval as empty
+        case "hpsv2":
+            from omni_reward.scorers.hpsv2 import empty_hpsv2 as empty
         case "hpsv3":
             from omni_reward.scorers.hpsv3 import empty_hpsv3 as empty
         case "imagebind":

@@ -7,10 +7,10 @@ CLIPScore is by Radford et al. (arXiv 2103.00020) and Hessel et al. (arXiv 2104.
 2.5. PickScore (Kirstain et al., arXiv 2305.01569) is a CLIP model trained on people's choices; some divide it by 26. A
 prompt is truncated to the length of the model, 77 tokens for the published ones.
 
-Letters: N samples, H height, W width, E size of an embedding.
+Letters: N samples, H height, W width, S side of the model's input, E size of an embedding.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from omni_reward.wire import Scorer
 
 CLIP = "openai/clip-vit-large-patch14"
 PICKSCORE = "yuvalkirstain/PickScore_v1"
-PICKSCORE_TOKENIZER = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+VIT_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 PUBLISHED: dict[str, dict[str, Any]] = {  # ViT-L/14 and ViT-H/14, with 428 and 986 million weights
     CLIP: {
         "projection_dim": 768,
@@ -36,7 +36,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {  # ViT-L/14 and ViT-H/14, with 428 and 
             "patch_size": 14,
         },
     },
-    PICKSCORE: {
+    VIT_H: {
         "projection_dim": 1024,
         "text_config": {
             "hidden_act": "gelu", "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16,
@@ -48,6 +48,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {  # ViT-L/14 and ViT-H/14, with 428 and 
         },
     },
 }  # fmt: skip
+PUBLISHED[PICKSCORE] = PUBLISHED[VIT_H]
 
 
 @dataclass(frozen=True)
@@ -57,15 +58,18 @@ class Embedder:
     Args:
         model: transformers' CLIPModel.
         tokenizer: its tokenizer; None if only images are embedded.
+        see: returns its input [N, 3, S, S] of images and its side.
     """
 
     model: Any
     tokenizer: Any
+    see: Callable[[Iterable[np.ndarray], int], Tensor] = lambda images, side: torch.from_numpy(
+        square_pixels(images, side)
+    )
 
     def images(self, images: Iterable[np.ndarray]) -> Tensor:
         """Return normalized embeddings [N, E] of N images [H, W, 3], uint8, RGB."""
-        pixels = torch.from_numpy(square_pixels(images, self.model.config.vision_config.image_size))
-        pixels = pixels.to(self.model.device, self.model.dtype)
+        pixels = self.see(images, self.model.config.vision_config.image_size).to(self.model.device, self.model.dtype)
         return normalize(self.model.get_image_features(pixel_values=pixels).pooler_output, dim=-1)
 
     def texts(self, prompts: list[str]) -> Tensor:
@@ -143,7 +147,7 @@ def load_clip(
 def load_pickscore(
     *,
     model: str = PICKSCORE,
-    tokenizer: str = PICKSCORE_TOKENIZER,
+    tokenizer: str = VIT_H,
     device: str | None = None,
     dtype: str = "float32",
     threads: int = 1,

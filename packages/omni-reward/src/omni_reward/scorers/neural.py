@@ -176,8 +176,10 @@ def find_file(name: str, file: str) -> Path:
         return Path(str(cached_file(place, file)))
 
 
-def read_weights(path: Path) -> dict[str, Tensor]:
+def read_weights(path: Path, *, within: str = "") -> dict[str, Tensor]:
     """Read tensors by name from a .safetensors file, or from a PyTorch file with only tensors.
+
+    within: name of the dictionary that holds the tensors in a PyTorch file; the file is the dictionary by default.
 
     Raises:
         ValueError: the file has other objects.
@@ -187,6 +189,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
     weights = torch.load(path, map_location="cpu", weights_only=True)
+    if within and isinstance(weights, dict):
+        weights = weights.get(within)
     if not isinstance(weights, dict) or not all(isinstance(weight, Tensor) for weight in weights.values()):
         raise ValueError(f"{path} must hold only tensors by name")
     return weights

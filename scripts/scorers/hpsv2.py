@@ -1,0 +1,20 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["omni-reward[server,hpsv2]"]
+#
+# [tool.uv.sources]
+# omni-reward = { path = "../../packages/omni-reward", editable = true }
+# ///
+"""Serve HPSv2.1 from an environment of its own.
+
+    uv run scripts/scorers/hpsv2.py --port 8101
+
+The other options are those of `python -m omni_reward.server`; docs/scorers.md says what this scorer takes.
+"""
+
+import sys
+
+from omni_reward.server import main
+
+if __name__ == "__main__":
+    main(["--scorer", "hpsv2", *sys.argv[1:]])
