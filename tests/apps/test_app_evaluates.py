@@ -1,12 +1,13 @@
 """Evaluations on several sets, each with its settings and scorer, and evaluations alone, which train nothing."""
 
+import json
 import tomllib
 from pathlib import Path
 
 import build_tiny_models
 import pytest
 from helpers import REPO
-from omni_reward import Scorer
+from omni_reward import Score, Scorer
 from omni_reward.serving import serving_here
 from omni_rl.report.data import charts, run_data
 from omni_rl.run.metrics import NUM_EVALS
@@ -99,6 +100,28 @@ def test_each_set_has_its_settings_its_scorer_and_its_score(here, bright_url, ca
     assert load_metrics(Path("runs/first/metrics.jsonl")) == lines
     goes_on = train(app, change(args, eval_sets=(), train_steps=3))
     assert len(goes_on) == 4
+
+
+def test_prompts_with_tags_get_the_mean_of_each_part_by_tag_and_over_tags(here, capfd):
+    """As GenEval's: four samples of a prompt, of which a tag has one prompt and the other two."""
+    tags = ["counting", "colors", "colors"]
+    lines = [{"prompt": f'a sign "{i}"', "tag": tag, "include": []} for i, tag in enumerate(tags)]
+    Path("tagged.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+    def score(media, prompts, meta):
+        right = [
+            float(own["tag"] == "counting" or prompt == 'a sign "1"') for own, prompt in zip(meta, prompts, strict=True)
+        ]
+        return [Score(0.5 * value, parts={"correct": value}) for value in right]
+
+    with serving_here(score, name="tagged") as url:
+        settings = {"eval_prompts": "tagged.jsonl", "eval_samples_per_prompt": 4, "eval_pass_threshold": 0.5}
+        args = change(TINY, scorer_url=url, name="run", eval_only=True, **settings)
+        app.main(args, World.join(args))
+    (line,) = load_metrics(Path("runs/run/eval-000000/metrics.jsonl"))
+    wanted = {"counting": 1.0, "colors": 0.5, "tags": 0.75}
+    assert {name: line[f"eval/correct/{name}"] for name in wanted} == wanted
+    assert [line[f"eval/{name}"] for name in ("correct", "pass@1", "pass@4")] == pytest.approx([2 / 3] * 3)
 
 
 def test_weights_that_are_given_are_evaluated_and_nothing_is_saved(here, bright_url):

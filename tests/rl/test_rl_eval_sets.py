@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from omni_rl.flow.evals import HeldOut, describe, mixed, params_of, pass_at_k
+from omni_rl.flow.evals import HeldOut, by_tag, describe, mixed, params_of, pass_at_k
 from omni_rl.report import Sample
 from omni_rl.settings.args import MediaArgs, without_secrets
 from omni_rl.settings.eval_sets import EvalSet, MediaEvalSet, TokenEvalSet, check_sets
@@ -17,6 +17,7 @@ from omni_rl.settings.token_args import TokenArgs
 from omni_rl.settings.toml import from_toml, to_toml
 from omni_rollout import Params
 from omni_rollout.tokens import TokenParams
+from omni_train.prompts.files import PromptRecord
 
 TEXT = """
 lr = 1e-4
@@ -128,6 +129,20 @@ def test_the_metrics_of_several_samples_leave_out_those_without_a_score():
         "eval/reward_stderr",
     ]
     assert describe(replace(held, samples=1), torch.tensor([nan])) == {"eval/long/abstained_ratio": 1.0}
+
+
+def test_the_mean_over_tags_weighs_each_tag_alike_whatever_its_number_of_prompts():
+    nan = math.nan
+    tags = ["colors", "counting", "colors", "counting", "colors", "place"]
+    records = [PromptRecord(i, "a", meta={"tag": tag}) for i, tag in enumerate(tags)]
+    held = HeldOut("own", records, Params(num_inference_steps=2, height=1, width=1), samples=2)
+    values = torch.tensor([[1, 0], [1, 1], [0, 0], [nan, 0], [1, 1], [nan, nan]]).flatten()
+    found = by_tag(held, "correct", values)
+    assert found == pytest.approx(
+        {"eval/own/correct/colors": 3 / 6, "eval/own/correct/counting": 2 / 3, "eval/own/correct/tags": 7 / 12}
+    )
+    assert by_tag(held, "correct", torch.full((12,), nan)) == {}
+    assert by_tag(replace(held, records=[*records[:5], PromptRecord(5, "a")]), "correct", values) == {}
 
 
 def test_the_report_shows_the_first_samples_of_every_set():

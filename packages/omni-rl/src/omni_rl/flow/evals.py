@@ -79,6 +79,22 @@ def describe(held: HeldOut[Any, Any], rewards: Tensor) -> dict[str, float]:
     return {held.metric(name): value for name, value in metrics.items()}
 
 
+def by_tag(held: HeldOut[Any, Any], name: str, values: Tensor) -> dict[str, float]:
+    """Return the mean of a score for each `tag` of the prompts' meta and, as `tags`, the mean of these means.
+
+    It is empty unless every prompt has a tag. GenEval's figure is the last (arXiv 2310.11513, section 3).
+
+    values: [P * samples], prompt by prompt; NaN where there is none.
+    """
+    own: dict[str, list[float]] = {}
+    for record, row in zip(held.records, values.view(-1, held.samples), strict=True):
+        own.setdefault(str(record.meta.get("tag", "")), []).extend(row[~row.isnan()].tolist())
+    means = {tag: _mean(scores) for tag, scores in own.items() if scores}
+    if "" in own or not means:
+        return {}
+    return {held.metric(f"{name}/{tag}"): mean for tag, mean in {**means, "tags": _mean([*means.values()])}.items()}
+
+
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
     """Return the chance that at least one of k samples passes, chosen from these without replacement.
 

@@ -19,7 +19,7 @@ from omni_train.prompts.files import PromptRecord
 from omni_train.prompts.sampler import sample_seed
 from omni_train.shard import gathered
 
-from omni_rl.flow.evals import HeldOut, Shown, describe
+from omni_rl.flow.evals import HeldOut, Shown, by_tag, describe
 from omni_rl.flow.scorers import Pending, Scorer
 from omni_rl.flow.scoring import Rollout, collect, gather_parts, gather_rewards, submit
 from omni_rl.media.images import read_image
@@ -151,6 +151,8 @@ def evaluate_set(run: MediaRun[MediaArgs], held: HeldOut[Params, Scorer]) -> tup
         others["watch"] = gather_rewards(run.dist, batches, collect(run.dist, watched), groups)
     rewards = {held.metric(name): values[: len(prompts)] for name, values in others.items()}
     means = {name: values.nanmean().item() for name, values in rewards.items() if not values.isnan().all()}
+    for name, values in (others or {"reward": whole}).items():
+        means |= by_tag(held, name, values[: len(prompts)])
     return means | describe(held, whole[: len(prompts)]), _shown(batches, scores)
 
 
