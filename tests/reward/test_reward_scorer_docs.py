@@ -16,6 +16,7 @@ from omni_reward import Scorer
 from omni_reward.rules import open_rules
 from omni_reward.scorers import SCORERS, find_loader, flow, likeness
 from omni_reward.scorers.aesthetic import load_aesthetic
+from omni_reward.scorers.checklist import TASK
 from omni_reward.scorers.clap import load_clap
 from omni_reward.scorers.clip import load_clip, load_pickscore
 from omni_reward.scorers.frames import FRAMES
@@ -59,7 +60,7 @@ def test_the_page_names_every_scorer_extra_option_and_word() -> None:
     named = set(re.findall(r"`([^`\n]+)`", PAGE))
     assert set(SCORERS) <= named
     assert set(re.findall(r"^\| `(\w+)` \* \|", PAGE, re.MULTILINE)) == set(EXTRAS) - {"server", "math"}
-    assert {*MODES, *MEASURES, *likeness.MEASURES, *flow.MEASURES, *GRADES, *FRAMES, *TASKS} <= named
+    assert {*MODES, *MEASURES, *likeness.MEASURES, *flow.MEASURES, *GRADES, *FRAMES, *TASKS, TASK} <= named
     for load in [*NETWORKS.values(), *map(find_loader, ("flow", "jpeg", "likeness", "pitch", "video", "vlm"))]:
         assert inspect.signature(load).parameters.keys() - {"threads"} <= named
 

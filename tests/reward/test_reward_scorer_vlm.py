@@ -320,7 +320,10 @@ def test_something_else_than_an_endpoint_is_refused(misbehave: Callable[..., str
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"task": "beauty"}, "task must be one of ['alignment', 'ocr', 'ocr_contained', 'rating'], got 'beauty'"),
+        (
+            {"task": "beauty"},
+            "task must be one of ['alignment', 'ocr', 'ocr_contained', 'questions', 'rating'], got 'beauty'",
+        ),
         ({"url": "127.0.0.1:8000"}, "url must be http(s)://host"),
         ({"url": "file:///etc/passwd"}, "url must be http(s)://host"),
         ({"url": "http://"}, "url must be http(s)://host"),

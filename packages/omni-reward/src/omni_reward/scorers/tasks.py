@@ -28,6 +28,8 @@ from omni_reward.wire import Score
 MAX_TEXT = 4000  # characters of a field
 
 Range = tuple[float, float]
+Words = tuple[str, ...]
+Kind = Range | Words | None
 _SCALE: Range = (0, 10)
 _STARS: Range = (1, 5)
 
@@ -38,13 +40,14 @@ class Task:
 
     Args:
         question: its text; {prompt} is replaced by the prompt.
-        fields: range of each number in the answer, None for a text, in the order of the answer.
+        fields: range of each number in the answer, words of which a text must be one, or None for any text; in the
+            order of the answer.
         score: returns the score of a valid answer, given the prompt.
         decline: returns the abstention of a prompt that does not suit the question, else None.
     """
 
     question: str
-    fields: Mapping[str, Range | None]
+    fields: Mapping[str, Kind]
     score: Callable[[dict[str, Any], str], Score]
     decline: Callable[[str], Score | None] = lambda prompt: None
 
@@ -54,10 +57,7 @@ class Task:
 
     def schema(self) -> dict[str, object]:
         """Return the JSON schema of the answer."""
-        properties = {
-            name: {"type": "string"} if span is None else {"type": "number", "minimum": span[0], "maximum": span[1]}
-            for name, span in self.fields.items()
-        }
+        properties = {name: _schema_of(span) for name, span in self.fields.items()}
         form = {"type": "object", "properties": properties, "required": list(properties)}
         return {**form, "additionalProperties": False}
 
@@ -75,7 +75,7 @@ class Task:
             raise ValueError(f"the answer must be an object of {list(self.fields)}, got {fields!r:.200}")
         for name, span in self.fields.items():
             _check_field(name, fields[name], span)
-        return fields
+        return {name: fields[name] for name in self.fields}
 
     @property
     def version(self) -> str:
@@ -83,8 +83,20 @@ class Task:
         return hashlib.sha256(f"{self.question}{self.schema()}".encode()).hexdigest()[:12]
 
 
-def _check_field(name: str, value: object, span: Range | None) -> None:
-    if span is None:
+def _schema_of(span: Kind) -> dict[str, object]:
+    match span:
+        case None:
+            return {"type": "string"}
+        case [str(), *_]:
+            return {"type": "string", "enum": list(span)}
+    return {"type": "number", "minimum": span[0], "maximum": span[1]}
+
+
+def _check_field(name: str, value: object, span: Kind) -> None:
+    if span is not None and isinstance(span[0], str):
+        if value not in span:
+            raise ValueError(f"{name} must be one of {list(span)}, got {value!r:.80}")
+    elif span is None:
         if not isinstance(value, str) or len(value) > MAX_TEXT:
             raise ValueError(f"{name} must be a text of at most {MAX_TEXT} characters, got {value!r:.80}")
     elif not isinstance(value, int | float) or isinstance(value, bool) or not span[0] <= value <= span[1]:

@@ -5,7 +5,9 @@ is a sample on which the endpoint failed or timed out. If it failed on all sampl
 client decides how to continue: a wrong token or a dead endpoint must not look like abstentions.
 """
 
+import hashlib
 import logging
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -14,7 +16,8 @@ import numpy as np
 
 from omni_reward.errors import RewardError
 from omni_reward.scorers.chat import Endpoint, UnansweredError
-from omni_reward.scorers.tasks import TASKS, Task
+from omni_reward.scorers.checklist import TASK, checklist
+from omni_reward.scorers.tasks import QUESTIONS, TASKS, Task
 from omni_reward.wire import Score, Scorer
 
 logger = logging.getLogger("omni_reward.scorers.vlm")
@@ -34,7 +37,7 @@ def load_vlm(
 
     Args:
         url: the endpoint's base URL, such as http://127.0.0.1:8000/v1.
-        task: a key of TASKS.
+        task: a key of TASKS, or TASK for the questions in each prompt's metadata.
         model: name of the model; None if the endpoint serves only one.
         token_file: file with the endpoint's bearer token.
         timeout_s: limit of a sample, retries included.
@@ -45,8 +48,8 @@ def load_vlm(
         ValueError: an argument breaks its rule, or the endpoint does not answer or does not serve the model.
         OSError: the token file cannot be read.
     """
-    if task not in TASKS:
-        raise ValueError(f"task must be one of {sorted(TASKS)}, got {task!r}")
+    if task not in (*TASKS, TASK):
+        raise ValueError(f"task must be one of {sorted((*TASKS, TASK))}, got {task!r}")
     if not 0 < timeout_s < float("inf"):
         raise ValueError(f"timeout_s must be > 0 and finite, got {timeout_s}")
     if max_in_flight < 1:
@@ -61,20 +64,30 @@ def load_vlm(
         model = models[0]
     if model is None or model not in models:
         raise ValueError(f"model must be one of {models}, got {model!r}")
-    question, pool = TASKS[task], ThreadPoolExecutor(max_in_flight, thread_name_prefix="vlm")
-    ask = partial(_ask, endpoint, model, question)
+    pool, ask = ThreadPoolExecutor(max_in_flight, thread_name_prefix="vlm"), partial(_ask, endpoint, model)
 
     def score(media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]) -> list[Score]:
-        declined = [question.decline(prompt) for prompt in prompts]
-        asked = [i for i, own in enumerate(declined) if own is None]
-        answers = list(pool.map(lambda i: ask(media["image"][i], prompts[i]), asked))
+        chosen = [_choose(task, *own) for own in zip(prompts, meta, strict=True)]
+        asked = [(i, own) for i, own in enumerate(chosen) if isinstance(own, Task)]
+        answers = list(pool.map(lambda own: ask(own[1], media["image"][own[0]], prompts[own[0]]), asked))
         failures = [answer for answer in answers if isinstance(answer, RewardError)]
         if failures and len(failures) == len(answers):
             raise failures[0]
         scores = iter(_no_answer(answer) if isinstance(answer, RewardError) else answer for answer in answers)
-        return [own or next(scores) for own in declined]
+        return [own if isinstance(own, Score) else next(scores) for own in chosen]
 
-    return Scorer(score, version=f"{model} {task} {question.version}")
+    version = TASKS[task].version if task in TASKS else hashlib.sha256(QUESTIONS[TASK].encode()).hexdigest()[:12]
+    return Scorer(score, version=f"{model} {task} {version}")
+
+
+def _choose(name: str, prompt: str, meta: Mapping[str, object]) -> Task | Score:
+    """Return the task of a prompt, or the abstention of one that does not suit it."""
+    if name == TASK:
+        try:
+            return checklist(meta)
+        except ValueError as exc:
+            return Score(None, abstained=f"the prompt's metadata must have questions: {exc}")
+    return TASKS[name].decline(prompt) or TASKS[name]
 
 
 def _ask(endpoint: Endpoint, model: str, task: Task, image: np.ndarray, prompt: str) -> Score | RewardError:

@@ -1,0 +1,95 @@
+"""Lists of questions about an image, in the metadata of its prompt; the score is the share with the right answers.
+
+    "questions": ["Is there a dog?", {"question": "Is the dog white?", "parents": [0]},
+                  {"question": "How many cats are there?", "answer": 3}]
+    "vqa_list": [["How many cats are there?", "three"], ["Are the cats black?", "Yes"]]
+
+An answer is yes, which is the default, no, or a number. A question with `parents`, indices of earlier questions, counts
+only if they do, as in DPG-Bench (Hu et al., arXiv 2403.05135) and DSG (Cho et al., arXiv 2310.18235). `vqa_list` are
+GenEval 2's pairs (Kamath et al., arXiv 2512.16853), of which the share is its TIFA score. Both ask one question at a
+time; here all of an image are asked at once, without its prompt.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from omni_reward.scorers.tasks import QUESTIONS, Range, Task, Words
+from omni_reward.wire import Score
+
+TASK = "questions"
+MOST_QUESTIONS = 64
+YES_NO: Words = ("yes", "no")
+COUNTS: Range = (0, 1_000_000)
+NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question with its right answer, yes, no or a number, and the indices of questions on which it depends."""
+
+    text: str
+    answer: str | int = "yes"
+    parents: tuple[int, ...] = ()
+
+
+def read_questions(meta: Mapping[str, object]) -> list[Question]:
+    """Return the questions of a prompt.
+
+    Raises:
+        ValueError: there are none, or too many, or one breaks its rule.
+    """
+    key = "vqa_list" if "vqa_list" in meta and "questions" not in meta else "questions"
+    given = meta.get(key)
+    if not isinstance(given, Sequence) or isinstance(given, str) or not 1 <= len(given) <= MOST_QUESTIONS:
+        raise ValueError(f"{key} must be a list of 1 to {MOST_QUESTIONS} questions, got {given!r:.80}")
+    return [_read_question(f"{key}[{i}]", each, i) for i, each in enumerate(given)]
+
+
+def _read_question(where: str, given: object, index: int) -> Question:
+    match given:
+        case str():
+            given = {"question": given}
+        case [text, answer]:
+            given = {"question": text, "answer": answer}
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{where} must be a question, got {given!r:.80}")
+    text, parents = given.get("question"), given.get("parents", [])
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(f"{where}.question must be a text, got {text!r:.80}")
+    if not isinstance(parents, list) or any(type(each) is not int or not 0 <= each < index for each in parents):
+        raise ValueError(f"{where}.parents must be indices of earlier questions, got {parents!r:.80}")
+    return Question(text, _read_answer(where, given.get("answer", "yes")), tuple(parents))
+
+
+def _read_answer(where: str, given: object) -> str | int:
+    word = str(given).strip().lower()
+    if word in YES_NO:
+        return word
+    if word in NUMBERS:
+        return NUMBERS.index(word)
+    if word.isascii() and word.isdecimal() and int(word) <= COUNTS[1]:
+        return int(word)
+    raise ValueError(f"{where}.answer must be yes, no or a number, got {given!r:.80}")
+
+
+def checklist(meta: Mapping[str, object]) -> Task:
+    """Return the task of asking a prompt's questions.
+
+    Raises:
+        ValueError: as `read_questions`.
+    """
+    asked = read_questions(meta)
+    named = json.dumps({str(i): each.text for i, each in enumerate(asked, start=1)}, ensure_ascii=False)
+    fields = {str(i): YES_NO if isinstance(each.answer, str) else COUNTS for i, each in enumerate(asked, start=1)}
+    return Task(QUESTIONS[TASK].replace("{questions}", named), fields, partial(_score, asked))
+
+
+def _score(asked: Sequence[Question], fields: dict[str, Any], prompt: str) -> Score:
+    right: list[bool] = []
+    for each, answer in zip(asked, fields.values(), strict=True):
+        right.append(answer == each.answer and all(right[parent] for parent in each.parents))
+    missed = [each.text[:200] for each, is_right in zip(asked, right, strict=True) if not is_right]
+    return Score(sum(right) / len(right), parts={"all": float(all(right))}, details={"missed": missed})
