@@ -11,6 +11,7 @@ import inspect
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from omni_rl.settings import args, eval_sets, groups, token_args
@@ -41,7 +42,7 @@ a file, and a [loop](command.md#several-runs) tries several values.
 
 Where a setting must be one of some words, the others follow its default.
 """
-SHARED = [inspect.getsource(module) for module in (args, token_args, eval_sets, groups)]
+SHARED = tuple(inspect.getsource(module) for module in (args, token_args, eval_sets, groups))
 CLASSES = {
     "RunArgs": "All trainers",
     "MediaArgs": "All trainers on pictures, videos and sound",
@@ -94,16 +95,17 @@ class Setting:
 
 def settings(source: str) -> list[Setting]:
     """Return the settings of the dataclass Args in a trainer's source, those that all trainers share first."""
-    return list(fields_of("Args", [*SHARED, source]).values())
+    return list(fields_of("Args", (*SHARED, source)).values())
 
 
-def fields_of(name: str, sources: list[str]) -> dict[str, Setting]:
+@cache
+def fields_of(name: str, sources: tuple[str, ...]) -> dict[str, Setting]:
     """Return the fields of a class in one of the sources by name, with those of its bases that are there too."""
     found: dict[str, Setting] = {}
-    nodes = [node for source in sources for node in ast.parse(source).body]
+    nodes = [node for source in sources for node in parsed(source).body]
     aliases = {ast.unparse(node.targets[0]): node.value for node in nodes if isinstance(node, ast.Assign)}
     for source in sources:
-        for node in ast.parse(source).body:
+        for node in parsed(source).body:
             if not isinstance(node, ast.ClassDef) or node.name != name:
                 continue
             for base in node.bases:
@@ -124,6 +126,12 @@ def fields_of(name: str, sources: list[str]) -> dict[str, Setting]:
                     text += " (required)" * ("REQUIRED" in ast.unparse(field.annotation))
                     found[key] = Setting(key, words_of(field.annotation, aliases), default_of(field.value), text, group)
     return found
+
+
+@cache
+def parsed(source: str) -> ast.Module:
+    """Return the tree of a module's source."""
+    return ast.parse(source)
 
 
 def unwrapped(annotation: ast.expr) -> ast.expr:
