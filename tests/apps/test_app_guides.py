@@ -1,4 +1,4 @@
-"""docs/contributing.md adds an algorithm, a step rule and a model: taken literally, on a copy of the tree, they hold."""
+"""docs/contributing.md adds an algorithm, a step rule and a model: taken literally on a copy, they hold."""
 
 import json
 import os
