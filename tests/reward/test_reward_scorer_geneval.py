@@ -134,6 +134,26 @@ def test_a_query_has_several_classes_a_small_mask_a_low_confidence_and_an_empty_
     assert [each.confidence for each in found] == pytest.approx(wanted, rel=1e-5)
 
 
+@pytest.mark.parametrize(("rest", "before"), [(0, 0), (1, 0), (3, 2), (4, 2), (5, 2), (7, 4)])
+def test_a_crop_is_open_clip_s(rest: int, before: int) -> None:
+    """torchvision's middle: half of what is cut comes before it, and of halves the even number."""
+    image = np.random.default_rng(3).integers(0, 256, (32, 32 + rest, 3), np.uint8)
+    processor = CLIPImageProcessorPil(do_resize=False, do_center_crop=False)
+    for own, middle in ((image, image[:, before : before + 32]), (image.transpose(1, 0, 2), None)):
+        cut = own[before : before + 32] if middle is None else middle
+        wanted = processor([Image.fromarray(np.ascontiguousarray(cut))], return_tensors="pt").pixel_values
+        torch.testing.assert_close(geneval.see([np.ascontiguousarray(own)], 32), wanted, atol=1e-6, rtol=0)
+
+
+def test_the_model_of_colors_sees_open_clip_s_crops(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[Any] = []
+    monkeypatch.setattr(
+        geneval, "grader", lambda detector, clip, *rest: loaded.append(clip) or (lambda media, prompts, meta: [])
+    )
+    load_scorer("geneval", options=options(tiny))
+    assert loaded[0].see is geneval.see
+
+
 @torch.inference_mode()
 def test_a_color_is_the_nearest_text_to_the_object_on_gray(tiny: Path) -> None:
     """By transformers' own processor and model, with Pillow's composite and crop; several objects and all colors."""

@@ -14,8 +14,8 @@ github.com/open-mmlab/mmdetection, version 2.
 Letters: N samples, H height, W width, h and w of the network's masks, Q queries, C classes, E size of an embedding.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -30,7 +30,7 @@ from omni_reward.media import Arrays, Meta
 from omni_reward.scorers import neural
 from omni_reward.scorers.clip import CLIP, Embedder, empty_clip, load_embedder
 from omni_reward.scorers.geneval_rules import COLORS, LEAST_CONFIDENCE, OBJECTS, Detection, grade, keep, read_wish
-from omni_reward.scorers.pixels import MAX_ASPECT
+from omni_reward.scorers.pixels import MAX_ASPECT, square_pixels
 from omni_reward.wire import Score, Scorer
 
 DETECTOR = "facebook/mask2former-swin-small-coco-instance"
@@ -116,6 +116,11 @@ def color_texts(clip: Embedder, name: str) -> Tensor:
     """Return the embedding [len(COLORS), E] of an object of this name in each color."""
     texts = [text.format(color=color, name=name) for color in COLORS for text in TEXTS]
     return normalize(clip.texts(texts).view(len(COLORS), len(TEXTS), -1).mean(dim=1), dim=-1)
+
+
+def see(images: Iterable[np.ndarray], side: int) -> Tensor:
+    """Return the input [N, 3, side, side] of CLIP as open_clip makes it, by torchvision's rounding of the middle."""
+    return torch.from_numpy(square_pixels(images, side, halve=lambda rest: round(rest / 2)))
 
 
 def color_of(clip: Embedder, texts: Callable[[str], Tensor], image: np.ndarray, thing: Detection) -> str:
@@ -237,7 +242,7 @@ def load_geneval(
         raise ValueError(f"grade must be one of {list(GRADES)}, got {grade!r}")
     where = neural.pick_device(device, threads=threads)
     finder = load_detector(detector, side, where, neural.pick_dtype(dtype))
-    clip = load_embedder(model, tokenizer or model, device=device, dtype=dtype, threads=threads)
+    clip = replace(load_embedder(model, tokenizer or model, device=device, dtype=dtype, threads=threads), see=see)
     version = f"{neural.short_name(detector)} {side} {neural.short_name(model)} {grade} {dtype}"
     return grader(finder, clip, grade, version)
 

@@ -7,7 +7,7 @@ Letters: N samples, H height, W width, S side of the model's input, P number of 
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from PIL import Image
@@ -19,19 +19,23 @@ SIDE = PATCH * MERGE  # pixels of a token
 MAX_ASPECT = 200  # longer side / shorter side, limit of Qwen2-VL
 
 
-def square_pixels(images: Iterable[np.ndarray], side: int) -> np.ndarray:
+def square_pixels(
+    images: Iterable[np.ndarray], side: int, *, halve: Callable[[int], int] = lambda rest: rest // 2
+) -> np.ndarray:
     """Return CLIP's input [N, 3, S, S], float32, normalized, of N images [H, W, 3], uint8, RGB.
 
     The shorter side is resized to S, the longer in proportion, rounded down; then the center is cropped.
+
+    halve: returns how many of the pixels that are cut come before the center: as transformers by default.
     """
-    return np.stack([_normalize(_middle(image, side)) for image in images])
+    return np.stack([_normalize(_middle(image, side, halve)) for image in images])
 
 
-def _middle(image: np.ndarray, side: int) -> np.ndarray:
+def _middle(image: np.ndarray, side: int, halve: Callable[[int], int]) -> np.ndarray:
     height, width = image.shape[:2]
     shorter = min(height, width)
     height, width = side * height // shorter, side * width // shorter
-    top, left = (height - side) // 2, (width - side) // 2
+    top, left = halve(height - side), halve(width - side)
     return _resize(image, height, width)[top : top + side, left : left + side]
 
 
