@@ -191,6 +191,8 @@ def main(args: Args) -> None:
         as_run = build(RunArgs, {"scorer.token_file": args.scorer.token_file})
         canary = replace(records[0], meta={**records[0].meta, "fps": params.frame_rate})
         scorer, _ = connect(args.scorer.url, as_run, dist, canary, model.MEDIA)
+        rule = "--scorer.url must be a scorer of single samples, this one compares those of a group"
+        require((not scorer.takes_groups, rule))
     for place in (Path(args.out).parent, Path(args.out_dir)):
         place.mkdir(parents=True, exist_ok=True)
     parts = model.load(device=dist.device, dtype=getattr(torch, args.dtype))

@@ -128,9 +128,9 @@ class NobodyScores:
     """A scorer whose scores never come."""
 
     busy_s = 0.0
-    kinds, takes_references = ("image",), False
+    kinds, takes_references, takes_groups = ("image",), False, False
 
-    def submit(self, media, prompts, meta=None, references=None):
+    def submit(self, media, prompts, meta=None, references=None, groups=None):
         return Future()
 
     def close(self):

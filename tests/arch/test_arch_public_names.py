@@ -102,9 +102,10 @@ SIGNATURES = {
     "omni_reward.RewardClient": "url, *, token=None, timeout_s=..., max_in_flight=..., on_failure='raise', "
     "mask_limit=..., proxy='none'",
     "omni_reward.RewardClient.check": "self, media=None, prompts=..., meta=None, references=None",
-    "omni_reward.RewardClient.submit": "self, media, prompts, meta=None, references=None",
+    "omni_reward.RewardClient.submit": "self, media, prompts, meta=None, references=None, groups=None",
     "omni_reward.Score": "value, abstained=None, **others",
-    "omni_reward.Scorer": "score_fn, media=('image',), batch_size=None, version='', references=False, timed=False",
+    "omni_reward.Scorer": "score_fn, media=('image',), batch_size=None, version='', references=False, timed=False, "
+    "groups=False",
     "omni_reward.server.create_app": "score_fn, **others",
     "omni_reward.scorers.load_scorer": "name, *, threads=1, options=None",
     "omni_reward.terms.parse": "text, names=()",

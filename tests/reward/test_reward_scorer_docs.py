@@ -19,6 +19,7 @@ from omni_reward.scorers.aesthetic import load_aesthetic
 from omni_reward.scorers.checklist import TASK
 from omni_reward.scorers.clap import load_clap
 from omni_reward.scorers.clip import load_clip, load_pickscore
+from omni_reward.scorers.compare import GROUP_TASKS, ORDERS
 from omni_reward.scorers.frames import FRAMES
 from omni_reward.scorers.geneval import GRADES, load_geneval
 from omni_reward.scorers.hpsv2 import load_hpsv2
@@ -61,6 +62,7 @@ def test_the_page_names_every_scorer_extra_option_and_word() -> None:
     assert set(SCORERS) <= named
     assert set(re.findall(r"^\| `(\w+)` \* \|", PAGE, re.MULTILINE)) == set(EXTRAS) - {"server", "math"}
     assert {*MODES, *MEASURES, *likeness.MEASURES, *flow.MEASURES, *GRADES, *FRAMES, *TASKS, TASK} <= named
+    assert {*GROUP_TASKS, *(f"orders={orders}" for orders in ORDERS)} <= named
     for load in [*NETWORKS.values(), *map(find_loader, ("flow", "jpeg", "likeness", "pitch", "video", "vlm"))]:
         assert inspect.signature(load).parameters.keys() - {"threads"} <= named
 
@@ -76,13 +78,16 @@ def test_the_scorers_of_the_page_parse() -> None:
 
 
 def test_the_python_of_the_page_runs() -> None:
-    parts, own = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    parts, own, groups = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     names: dict[str, Any] = {}
     exec(parts, names)
     assert names["table"].shape == (3, 2)
     assert torch.isfinite(names["advantages"]).all()
     exec(own, names)
     assert names["brightness"]({"image": np.full((2, 4, 4, 3), 51)}, [], []).tolist() == [0.2, 0.2]
+    exec(groups, names)
+    images = np.stack([np.full((4, 4, 3), value) for value in (9, 7, 8)])
+    assert [score.value for score in names["brightest"]({"image": images}, ["a"] * 3, [{}] * 3)] == [1, 0, 0.5]
 
 
 def test_every_network_has_a_script() -> None:

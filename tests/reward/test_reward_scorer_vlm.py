@@ -322,7 +322,7 @@ def test_something_else_than_an_endpoint_is_refused(misbehave: Callable[..., str
     [
         (
             {"task": "beauty"},
-            "task must be one of ['alignment', 'ocr', 'ocr_contained', 'questions', 'rating'], got 'beauty'",
+            "['alignment', 'ocr', 'ocr_contained', 'preference', 'questions', 'ranking', 'rating'], got 'beauty'",
         ),
         ({"url": "127.0.0.1:8000"}, "url must be http(s)://host"),
         ({"url": "file:///etc/passwd"}, "url must be http(s)://host"),

@@ -26,12 +26,12 @@ def drawn() -> Samples:
 class Kept:
     """A scorer that keeps what it is given."""
 
-    takes_references, busy_s = False, 0.0
+    takes_references, takes_groups, busy_s = False, False, 0.0
 
     def __init__(self, *kinds: str) -> None:
         self.kinds = kinds
 
-    def submit(self, media, prompts, meta, references=None):
+    def submit(self, media, prompts, meta, references=None, groups=None):
         self.request = ScoreRequest(dict(media), list(prompts), list(meta), "r")
         return Future()
 

@@ -17,7 +17,7 @@ from itertools import islice
 
 import numpy as np
 
-from omni_reward.media import ScoreRequest
+from omni_reward.media import ScoreRequest, slices_of
 from omni_reward.wire import Score, Scorer
 
 
@@ -45,7 +45,7 @@ class _Piece:
 
 
 class Batcher:
-    """Scores requests in the order of their arrival, in calls of at most the scorer's batch size."""
+    """Scores requests in the order of their arrival, in calls of at most the scorer's batch size or of one group."""
 
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
@@ -61,8 +61,8 @@ class Batcher:
         """
         loop, now, count = asyncio.get_running_loop(), time.monotonic(), len(request.prompts)
         size = self._scorer.batch_size or count
-        starts = range(0, count, size)
-        pieces = [_Piece(request, slice(start, start + size), now, loop.create_future()) for start in starts]
+        cuts = slices_of(request.groups) or [slice(start, start + size) for start in range(0, count, size)]
+        pieces = [_Piece(request, cut, now, loop.create_future()) for cut in cuts]
         self._queue += pieces
         if self._feeding is None or self._feeding.done():
             self._feeding = asyncio.create_task(self._feed())

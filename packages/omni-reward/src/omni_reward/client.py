@@ -31,8 +31,9 @@ from omni_reward.transport import Proxy, Transport, check_url
 from omni_reward.wire import MismatchError, Score
 
 Media = Mapping[str, np.ndarray | Sequence[str]]
-Meta = Sequence[Mapping[str, object]]
-References = Sequence[Sequence[np.ndarray]]
+Meta = Sequence[Mapping[str, object]] | None
+References = Sequence[Sequence[np.ndarray]] | None
+Groups = Sequence[int] | None
 OnFailure = Literal["raise", "mask", "mask_group"]
 GREY = np.full((64, 64, 3), 128, np.uint8)
 CANARY_PROMPT = 'a sign that says "OK"'
@@ -93,7 +94,12 @@ class RewardClient:
         self._num_failed_in_row = 0
 
     def submit(
-        self, media: Media, prompts: Sequence[str], meta: Meta | None = None, references: References | None = None
+        self,
+        media: Media,
+        prompts: Sequence[str],
+        meta: Meta = None,
+        references: References = None,
+        groups: Groups = None,
     ) -> Future[list[Score]]:
         """Return a future of N scores, in order; its `result()` raises a RewardError if the request fails.
 
@@ -107,12 +113,14 @@ class RewardClient:
             meta: N mappings of JSON values for the scorer; with `fps` for video and `sample_rate` for audio.
             references: the reference images of each of the N samples, uint8 [H, W, 3] each; given if and only if the
                 scorer takes them. An array that samples share is sent once.
+            groups: number of each of the N samples' group, if and only if the scorer takes groups; a group is whole,
+                and its samples come one after another.
 
         Raises:
             ValueError: an argument breaks its rule.
             RuntimeError: the client is closed.
         """
-        request = _build_request(media, prompts, meta, references)
+        request = _build_request(media, prompts, meta, references, groups)
         future = self._workers.submit(self._score, request)
         self._count(+1)
         future.add_done_callback(lambda _: self._count(-1))
@@ -135,6 +143,15 @@ class RewardClient:
             RewardError: as in `info`.
         """
         return bool(self.info()["references"])
+
+    @cached_property
+    def takes_groups(self) -> bool:
+        """True if the scorer compares the samples of a group; the first access asks the first server.
+
+        Raises:
+            RewardError: as in `info`.
+        """
+        return bool(self.info()["groups"])
 
     @property
     def busy_s(self) -> float:
@@ -159,8 +176,8 @@ class RewardClient:
         self,
         media: Media | None = None,
         prompts: Sequence[str] = (CANARY_PROMPT,),
-        meta: Meta | None = None,
-        references: References | None = None,
+        meta: Meta = None,
+        references: References = None,
     ) -> list[list[Score]]:
         """Score a canary on each server, after a check that all answer, accept the token and have the same scorer.
 
@@ -169,7 +186,7 @@ class RewardClient:
 
         Args:
             media: N samples to score, as in `submit`; grey, silent or empty ones by default.
-            prompts: their N prompts.
+            prompts: their N prompts; for a scorer of groups they are one group.
             meta: their N mappings; a scorer that reads other keys needs those of a real prompt.
             references: theirs, as in `submit`; by default one grey image each, if the scorer takes them.
 
@@ -179,7 +196,7 @@ class RewardClient:
         """
         infos = [(self._ask(url, "/healthz"), self._info(url))[1] for url in self.urls]
         for url, info in zip(self.urls, infos, strict=True):
-            for key in ("scorer", "scorer_version", "media", "references"):
+            for key in ("scorer", "scorer_version", "media", "references", "groups"):
                 if info.get(key) != infos[0].get(key):
                     values = f"{infos[0].get(key)!r:.80} at {self.urls[0]} and {info.get(key)!r:.80} at {url}"
                     raise RewardFormatError(f"{key} must be the same on all servers, got {values}", fatal=True)
@@ -188,7 +205,8 @@ class RewardClient:
             meta = [{**rates, **own} for own in meta or [{}] * len(prompts)]
         if references is None and infos[0]["references"]:
             references = [(GREY,)] * len(prompts)
-        request = _build_request(media, prompts, meta, references)
+        groups = [0] * len(prompts) if infos[0]["groups"] else None
+        request = _build_request(media, prompts, meta, references, groups)
         deadline = time.monotonic() + self._timeout_s
         return [self._exchange(Endpoints([url]), request, deadline) for url in self.urls]
 
@@ -236,7 +254,7 @@ class RewardClient:
         def attempt(url: str) -> list[Score]:
             reply = self._transport.exchange("POST", f"{url}/score", deadline, body)
             try:
-                version = wire.protocol_of(request.media)
+                version = wire.protocol_of(request.media, request.groups)
                 return wire.decode_reply(reply, request_id=request.request_id, ids=request.ids, protocol=version)
             except ValueError as exc:
                 raise RewardFormatError(f"POST {url}/score: {exc}", fatal=isinstance(exc, MismatchError)) from exc
@@ -254,8 +272,9 @@ class RewardClient:
             if exc.code or not exc.fatal:
                 raise
             raise RewardHTTPError(f"{url} is no reward server: {exc}", status=exc.status) from exc
-        info.setdefault("references", False)  # a server of an earlier release takes none
-        kinds = {"scorer": str, "scorer_version": str, "media": list, "references": bool, "limits": dict}
+        info = {"references": False, "groups": False} | info  # a server of an earlier release takes none
+        kinds: dict[str, type] = {"scorer": str, "scorer_version": str, "media": list, "limits": dict}
+        kinds |= {"references": bool, "groups": bool}
         for key, kind in kinds.items():
             if not isinstance(info.get(key), kind):
                 text = f"GET {url}/info: {key} must be a {kind.__name__}, got {info.get(key)!r:.80}"
@@ -267,7 +286,7 @@ class RewardClient:
 
 
 def _build_request(
-    media: Media, prompts: Sequence[str], meta: Meta | None, references: References | None
+    media: Media, prompts: Sequence[str], meta: Meta, references: References, groups: Groups
 ) -> ScoreRequest:
     if isinstance(prompts, str):  # a str is a sequence of str too
         raise ValueError(f"prompts must be a list of str, got {prompts!r:.80}")
@@ -275,4 +294,5 @@ def _build_request(
     objects = [dict(item) if isinstance(item, Mapping) else item for item in given]
     images = [tuple(own) for own in references or ()]
     arrays: Any = {kind: as_texts(samples) if kind == TEXT else samples for kind, samples in media.items()}
-    return ScoreRequest(arrays, list(prompts), objects, request_id=uuid.uuid4().hex, references=images)
+    whole = () if groups is None else list(groups)
+    return ScoreRequest(arrays, list(prompts), objects, uuid.uuid4().hex, references=images, groups=whole)

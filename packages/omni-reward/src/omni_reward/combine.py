@@ -20,7 +20,7 @@ from omni_reward.wire import Score, Scorer
 
 
 def combine(reward: Reward, scorers: Mapping[str, Scorer]) -> Scorer:
-    """Return the scorer of a reward; it takes the media of all its scorers, and references if one of them does.
+    """Return the scorer of a reward; it takes the media of all its scorers, and references or groups if one does.
 
     Args:
         reward: the weighted sum.
@@ -39,7 +39,9 @@ def combine(reward: Reward, scorers: Mapping[str, Scorer]) -> Scorer:
     batch_size = min(known) if len(known) == len(sizes) else None
     wants = any(scorer.references for scorer in scorers.values())
     version = "; ".join(versions)
-    return Scorer(score, media=tuple(media), batch_size=batch_size, version=version, references=wants, timed=True)
+    groups = any(scorer.groups for scorer in scorers.values())
+    more = {"references": wants, "timed": True, "groups": groups}
+    return Scorer(score, media=tuple(media), batch_size=None if groups else batch_size, version=version, **more)
 
 
 def stack_parts(scores: Sequence[Score], names: Sequence[str]) -> np.ndarray:

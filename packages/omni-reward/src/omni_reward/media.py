@@ -17,6 +17,7 @@ import reprlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 
@@ -70,9 +71,11 @@ class ScoreRequest:
         request_id: name of this request, which the reply repeats.
         ids: N different names of the samples, repeated beside their scores; "0", "1", ... by default.
         references: of the N samples, for a scorer that takes them; else ().
+        groups: number of each sample's group, for a scorer of groups; else (). A group is whole, and its samples come
+            one after another.
 
     Raises:
-        ValueError: media, prompts, meta or references break a rule.
+        ValueError: media, prompts, meta, references or groups break a rule.
     """
 
     media: Arrays
@@ -81,6 +84,7 @@ class ScoreRequest:
     request_id: str
     ids: list[str] = field(default_factory=list)
     references: References = ()
+    groups: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         for name, values, item in (("prompts", self.prompts, str), ("meta", self.meta, dict)):
@@ -98,6 +102,8 @@ class ScoreRequest:
             check_media(kind, array, self.meta)
         if self.references:
             check_references(self.references, len(self.prompts))
+        if self.groups != ():
+            check_groups(self.groups, len(self.prompts))
         if self.ids == []:
             object.__setattr__(self, "ids", [str(i) for i in range(len(self.prompts))])
 
@@ -153,6 +159,20 @@ def check_references(references: References, count: int) -> None:
                 raise ValueError(f"references must be uint8 arrays, got {shown(getattr(image, 'dtype', image))}")
             if not _fits(image.shape, ("H", "W", 3)):
                 raise ValueError(f"references must have the shape [H, W, 3], got {image.shape}")
+
+
+def check_groups(groups: object, count: int) -> None:
+    """Raise ValueError unless each of `count` samples has an integer, and equal ones follow one another."""
+    if not isinstance(groups, list) or len(groups) != count or not all(type(group) is int for group in groups):
+        raise ValueError(f"groups must be a list of one integer per prompt ({count}), got {shown(groups)}")
+    if len(slices_of(groups)) != len(set(groups)):
+        raise ValueError(f"groups must have the samples of a group one after another, got {shown(groups)}")
+
+
+def slices_of(groups: Sequence[int]) -> list[slice]:
+    """Return the places of each group's samples, which come one after another."""
+    runs = [[place for place, _ in run] for _, run in groupby(enumerate(groups), key=lambda pair: pair[1])]
+    return [slice(run[0], run[-1] + 1) for run in runs]
 
 
 def canary(kinds: Sequence[str], count: int) -> tuple[Arrays, dict[str, object]]:

@@ -110,7 +110,7 @@ def create_app(
             media is {kind: array [N, ...]} and meta a list of N dicts (with `fps` for video, `sample_rate` for audio).
             It returns a Score or a number per sample; a number that is not finite becomes an abstention. A function
             takes `image` and gets entire requests; `omni_reward.wire.Scorer(score_fn, media=, batch_size=, version=,
-            references=)` changes that. It is called from one thread, never concurrently.
+            references=, groups=)` changes that. It is called from one thread, never concurrently.
         name: of the scorer in replies.
         token: bearer token that /score and /info require. If None, anyone may use them; over loopback, only with a
             Host header that names loopback, so that no web page can reach the server by DNS rebinding.
@@ -149,7 +149,8 @@ class _Service:
         self._check_access(request)
         scorer, limits = self._scorer, asdict(self._limits)
         names = {"protocol": scorer.protocol, "scorer": self._name, "scorer_version": scorer.version}
-        takes = {"media": sorted(scorer.media), "references": scorer.references, "batch_size": scorer.batch_size}
+        takes = {"media": sorted(scorer.media), "references": scorer.references, "groups": scorer.groups}
+        takes["batch_size"] = scorer.batch_size
         return _json_reply({**names, "version": __version__, **takes, "limits": limits})
 
     async def score(self, request: Request) -> Response:
@@ -178,9 +179,10 @@ class _Service:
             request = await run_in_threadpool(wire.decode_request, body, max_batch=self._limits.max_batch)
             if request.media.keys() != set(self._scorer.media):
                 raise ValueError(f"media must be {sorted(self._scorer.media)}, got {sorted(request.media)}")
-            if bool(request.references) != self._scorer.references:
-                rule = "given: the scorer takes them" if self._scorer.references else "left out: the scorer takes none"
-                raise ValueError(f"references must be {rule}, as GET /info says")
+            for name in ("references", "groups"):
+                if bool(getattr(request, name)) != (takes := getattr(self._scorer, name)):
+                    rule = "given: the scorer takes them" if takes else "left out: the scorer takes none"
+                    raise ValueError(f"{name} must be {rule}, as GET /info says")
         except ValueError as exc:
             raise HTTPException(400, str(exc)) from exc
         return request

@@ -35,7 +35,7 @@ from omni_reward.media import (
     shown,
 )
 
-PROTOCOLS = (1, 2)  # the second adds texts
+PROTOCOLS = (1, 2, 3)  # the second adds texts, the third groups
 # JSON is parsed in one call, under the interpreter's lock: these limits bound it to 0.2 s.
 MAX_HEADER_BYTES = 8 * 2**20  # before the tensors
 MAX_VALUES = 2**16  # of the header, and of the request in it
@@ -120,6 +120,8 @@ class Scorer:
             samples: then other clients cannot change a score, not even in its last bit.
         version: of the scorer, its weights or its prompt; scores of different versions may differ.
         references: True if the function takes the samples' references too; clients send them only then.
+        groups: True if the function compares the samples of a group: each call has those of one group, all of them.
+            batch_size must be None then.
         timed: True if its last argument is the time when the first request of the call came, on the monotonic clock.
 
     Raises:
@@ -132,6 +134,7 @@ class Scorer:
     version: str = ""
     references: bool = False
     timed: bool = False
+    groups: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.media, str) or not self.media or len(set(self.media)) != len(self.media):
@@ -140,6 +143,8 @@ class Scorer:
             media_kind(kind)
         if self.batch_size is not None and self.batch_size < 1:
             raise ValueError(f"batch_size must be >= 1 or None, got {self.batch_size}")
+        if self.groups and self.batch_size is not None:
+            raise ValueError(f"batch_size must be None for a scorer of whole groups, got {self.batch_size}")
         try:
             inspect.signature(self.score_fn).bind({}, [], [], *self._more([], 0.0))
         except TypeError as exc:
@@ -151,7 +156,7 @@ class Scorer:
     @property
     def protocol(self) -> int:
         """The version of the protocol of its requests."""
-        return protocol_of(self.media)
+        return protocol_of(self.media, self.groups)
 
     @classmethod
     def of(cls, score_fn: ScoreFn) -> "Scorer":
@@ -177,9 +182,9 @@ class Scorer:
         return [result if isinstance(result, Score) else Score.of(result) for result in results]
 
 
-def protocol_of(media: Collection[str]) -> int:
-    """Return the first version of the protocol that has these kinds of media."""
-    return 2 if TEXT in media else 1
+def protocol_of(media: Collection[str], groups: object = ()) -> int:
+    """Return the first version of the protocol that has these kinds of media, and groups if there are any."""
+    return 3 if groups else 2 if TEXT in media else 1
 
 
 def encode_request(request: ScoreRequest) -> list[bytes | memoryview]:
@@ -191,8 +196,11 @@ def encode_request(request: ScoreRequest) -> list[bytes | memoryview]:
         ValueError: meta holds something that JSON cannot, or prompts, texts and meta exceed the limits of a header.
     """
     media = request.media
-    fields: dict[str, object] = {"protocol": protocol_of(media), "request_id": request.request_id, "ids": request.ids}
+    protocol = protocol_of(media, request.groups)
+    fields: dict[str, object] = {"protocol": protocol, "request_id": request.request_id, "ids": request.ids}
     fields |= {"prompts": request.prompts, "meta": request.meta}
+    if request.groups:
+        fields["groups"] = request.groups
     fields |= {kind: texts.tolist() for kind, texts in media.items() if kind == TEXT}
     places: dict[tuple[int, ...], int] = {}  # memory of an image -> its number
     images: Arrays = {}
@@ -241,12 +249,14 @@ def decode_request(body: bytes | bytearray, *, max_batch: int) -> ScoreRequest:
     media = _arrays_in(body, header, start)
     if TEXT in media:
         raise ValueError(f"{TEXT} must be a list of strings in __metadata__.request, got a tensor")
-    if fields["protocol"] == protocol_of({TEXT}):
+    protocol = fields["protocol"]
+    if protocol == 2 or (protocol == 3 and TEXT in fields):
         media[TEXT] = as_texts(fields.get(TEXT))
+    groups: Any = fields.get("groups") if protocol == 3 else ()
     meta: Any = fields.get("meta")
     request_id: Any = fields.get("request_id")
     references = _take_references(media, fields.get("references", []))
-    decoded = ScoreRequest(media, prompts, meta, request_id, fields.get("ids", []), references)
+    decoded = ScoreRequest(media, prompts, meta, request_id, fields.get("ids", []), references, groups)
     _check_ids(request_id, decoded.ids, count)
     return decoded
 

@@ -1,4 +1,4 @@
-"""A client that asks an OpenAI-compatible chat endpoint, such as vLLM's or SGLang's, about one image.
+"""A client that asks an OpenAI-compatible chat endpoint, such as vLLM's or SGLang's, about images.
 
 It requests JSON of a schema, at temperature 0 and with a fixed seed, and returns the model's text. The caller must
 check the text: servers differ in how well they follow a schema, and some silently ignore it.
@@ -8,6 +8,7 @@ import base64
 import io
 import json
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -43,14 +44,17 @@ class Endpoint:
         check_url(self._url)
         self._transport = Transport(token, content_type="application/json")
 
-    def ask(self, model: str, image: np.ndarray, question: str, schema: dict[str, object]) -> str:
-        """Return the text of a model's answer to a question about an image [H, W, 3], uint8, RGB.
+    def ask(self, model: str, images: Sequence[np.ndarray], question: str, schema: dict[str, object]) -> str:
+        """Return the text of a model's answer to a question about images in their order, [H, W, 3] each, uint8, RGB.
 
         Raises:
-            UnansweredError: the image is too large, or the model refused or did not finish.
+            UnansweredError: an image is too large, or the model refused or did not finish.
             RewardError: the endpoint could not be reached, failed, or has another protocol.
         """
-        content = [{"type": "image_url", "image_url": {"url": _data_uri(image)}}, {"type": "text", "text": question}]
+        content: list[dict[str, object]] = [
+            {"type": "image_url", "image_url": {"url": _data_uri(image)}} for image in images
+        ]
+        content.append({"type": "text", "text": question})
         chat = {"model": model, "messages": [{"role": "user", "content": content}]}
         settings = {"temperature": 0, "seed": self._seed, "max_tokens": MAX_TOKENS}
         form = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": schema}}

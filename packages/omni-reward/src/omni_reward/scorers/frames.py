@@ -35,6 +35,8 @@ def over_frames(scorer: Scorer, *, frames: str = "mean", every: int = 1) -> Scor
     """
     if scorer.media != ("image",):
         raise ValueError(f"{PREFIX} must be followed by a scorer of images, got one of {', '.join(scorer.media)}")
+    if scorer.groups:
+        raise ValueError(f"{PREFIX} must be followed by a scorer of single images, got one of groups")
     if frames not in FRAMES:
         raise ValueError(f"frames must be one of {list(FRAMES)}, got {frames!r}")
     if every < 1:

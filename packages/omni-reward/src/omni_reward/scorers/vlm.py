@@ -2,12 +2,13 @@
 
 A valid answer is a score. An answer of another form, out of range or truncated is an abstention with the reason, and so
 is a sample on which the endpoint failed or timed out. If it failed on all samples of a call, the scorer fails, and the
-client decides how to continue: a wrong token or a dead endpoint must not look like abstentions.
+client decides how to continue: a wrong token or a dead endpoint must not look like abstentions. Tasks that compare the
+images of a group are in compare.py.
 """
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ import numpy as np
 from omni_reward.errors import RewardError
 from omni_reward.scorers.chat import Endpoint, UnansweredError
 from omni_reward.scorers.checklist import TASK, checklist
+from omni_reward.scorers.compare import GROUP_TASKS, group_scorer
 from omni_reward.scorers.tasks import QUESTIONS, TASKS, Task
 from omni_reward.wire import Score, Scorer
 
@@ -32,24 +34,27 @@ def load_vlm(
     timeout_s: float = 60.0,
     max_in_flight: int = 8,
     seed: int = 0,
+    orders: str = "both",
 ) -> Scorer:
     """Load the scorer of `image` [N, H, W, 3], uint8, RGB.
 
     Args:
         url: the endpoint's base URL, such as http://127.0.0.1:8000/v1.
-        task: a key of TASKS, or TASK for the questions in each prompt's metadata.
+        task: a key of TASKS, TASK for the questions in each prompt's metadata, or a key of GROUP_TASKS, which takes whole
+            groups.
         model: name of the model; None if the endpoint serves only one.
         token_file: file with the endpoint's bearer token.
         timeout_s: limit of a sample, retries included.
         max_in_flight: concurrent questions.
         seed: of the endpoint's sampler; the temperature is 0.
+        orders: of the images in a question of GROUP_TASKS: `both`, or `one`, which is drawn.
 
     Raises:
         ValueError: an argument breaks its rule, or the endpoint does not answer or does not serve the model.
         OSError: the token file cannot be read.
     """
-    if task not in (*TASKS, TASK):
-        raise ValueError(f"task must be one of {sorted((*TASKS, TASK))}, got {task!r}")
+    if task not in (known := sorted((*TASKS, TASK, *GROUP_TASKS))):
+        raise ValueError(f"task must be one of {known}, got {task!r}")
     if not 0 < timeout_s < float("inf"):
         raise ValueError(f"timeout_s must be > 0 and finite, got {timeout_s}")
     if max_in_flight < 1:
@@ -65,11 +70,14 @@ def load_vlm(
     if model is None or model not in models:
         raise ValueError(f"model must be one of {models}, got {model!r}")
     pool, ask = ThreadPoolExecutor(max_in_flight, thread_name_prefix="vlm"), partial(_ask, endpoint, model)
+    if task in GROUP_TASKS:
+        version = f"{model} {task} {orders} {GROUP_TASKS[task](2).version}"
+        return Scorer(group_scorer(task, orders, seed, ask, pool), version=version, groups=True)
 
     def score(media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]) -> list[Score]:
         chosen = [_choose(task, *own) for own in zip(prompts, meta, strict=True)]
         asked = [(i, own) for i, own in enumerate(chosen) if isinstance(own, Task)]
-        answers = list(pool.map(lambda own: ask(own[1], media["image"][own[0]], prompts[own[0]]), asked))
+        answers = list(pool.map(lambda own: ask(own[1], [media["image"][own[0]]], prompts[own[0]]), asked))
         failures = [answer for answer in answers if isinstance(answer, RewardError)]
         if failures and len(failures) == len(answers):
             raise failures[0]
@@ -90,9 +98,9 @@ def _choose(name: str, prompt: str, meta: Mapping[str, object]) -> Task | Score:
     return TASKS[name].decline(prompt) or TASKS[name]
 
 
-def _ask(endpoint: Endpoint, model: str, task: Task, image: np.ndarray, prompt: str) -> Score | RewardError:
+def _ask(endpoint: Endpoint, model: str, task: Task, images: Sequence[np.ndarray], prompt: str) -> Score | RewardError:
     try:
-        answer = endpoint.ask(model, image, task.ask(prompt), task.schema())
+        answer = endpoint.ask(model, images, task.ask(prompt), task.schema())
     except UnansweredError as exc:
         return Score(None, abstained=str(exc))
     except RewardError as exc:

@@ -21,7 +21,7 @@ from omni_train.shard import gathered
 
 from omni_rl.flow.evals import HeldOut, Shown, by_tag, describe
 from omni_rl.flow.scorers import Pending, Scorer
-from omni_rl.flow.scoring import Rollout, collect, gather_parts, gather_rewards, submit
+from omni_rl.flow.scoring import Rollout, collect, gather_parts, gather_rewards, submit, submit_groups
 from omni_rl.media.images import read_image
 from omni_rl.report import Sample
 from omni_rl.run.run import MediaRun, Step
@@ -105,12 +105,16 @@ def sample(
 ) -> Rollout[Trajectory]:
     """Return this rank's batches of `prompts`; one is scored while the next one is sampled.
 
+    For a scorer of groups, each is dealt to one rank, and scored once its last batch is there.
+
     unit: as in `deal`. scorer: instead of the run's.
 
     Raises:
         RuntimeError: the engine samples with other weights than those of the last sync.
     """
-    batches, pending = [], list[Pending]()
+    batches, pending, scorer = [], list[Pending](), scorer or run.scorer
+    group = sum(prompt.group == prompts[0].group for prompt in prompts)
+    unit = max(unit, group) if scorer.takes_groups else unit
     for own, following in pairwise([*deal(prompts, run.dist, run.args.batch_size, unit=unit), ()]):
         batch = run.engine.generate(own, params.of_size(own[0].size))
         if batch.weight_version != run.version:
@@ -120,8 +124,11 @@ def sample(
         # Scorers and the report look at the media on the host; one copy, which is all that waits for the batch.
         batches.append(replace(batch, media={kind: tensor.cpu() for kind, tensor in batch.media.items()}))
         run.counts["drawn"] += len(batch)
+        if scorer.takes_groups:
+            pending += submit_groups(scorer, batches, group, run.args.scorer.batch_size)
+            continue
         size = run.args.scorer.batch_size or len(batch)
-        pending += [submit(scorer or run.scorer, batches[-1], slice(i, i + size)) for i in range(0, len(batch), size)]
+        pending += [submit(scorer, batches[-1], slice(i, i + size)) for i in range(0, len(batch), size)]
     return Rollout(prompts, batches, pending, max(run.args.batch_size, unit))
 
 
@@ -135,11 +142,15 @@ def evaluate_set(run: MediaRun[MediaArgs], held: HeldOut[Params, Scorer]) -> tup
     """Return metrics of a set's samples, and this rank's samples for the report."""
     prompts = expand_groups(held.records, held.samples, seed=held.seed, step=-1)  # the same for every run
     # Every rank runs the same number of full batches, as sharded weights demand; what fills them up is not counted.
-    filled = fill_batches(prompts, run.args.batch_size, run.dist.world_size)
+    # So does a scorer of groups, which may span batches.
+    asked = [held.scorer or run.scorer, *([run.watch] if run.watch else [])]
+    group = held.samples if any(scorer.takes_groups for scorer in asked) else 1
+    filled = fill_batches(prompts, run.args.batch_size, run.dist.world_size, group=group)
     with gathered(run.policy.net) if "rollout" in run.policy.unshard else nullcontext():
-        rollout = sample(run, filled, held.params, scorer=held.scorer)
+        rollout = sample(run, filled, held.params, unit=group, scorer=held.scorer)
     batches = rollout.batches
-    watched = [submit(run.watch, batch) for batch in batches] if run.watch else []
+    parts = [batches[: end + 1] for end in range(len(batches))] if run.watch else []
+    watched = [future for own in parts for future in submit_groups(asked[-1], own, group, 0)]
     scores = collect(run.dist, rollout.pending)
     groups = torch.arange(len(filled))
     whole = gather_rewards(run.dist, batches, scores, groups)
@@ -156,13 +167,17 @@ def evaluate_set(run: MediaRun[MediaArgs], held: HeldOut[Params, Scorer]) -> tup
     return means | describe(held, whole[: len(prompts)]), _shown(batches, scores)
 
 
-def fill_batches(prompts: Sequence[Prompt], batch_size: int, num_ranks: int) -> list[Prompt]:
-    """Fill up batches of one size each, equally many for every rank, with copies of prompts under further indices."""
-    full = [prompt for same in by_shapes(prompts) for prompt in _repeated(same, batch_size)]
-    copies, seen = count(len(prompts)), set[int]()
+def fill_batches(prompts: Sequence[Prompt], batch_size: int, num_ranks: int, *, group: int = 1) -> list[Prompt]:
+    """Fill up batches of one size each, equally many for every rank, with copies of prompts under further indices.
+
+    group: number of consecutive prompts that stay together, as many on every rank too; a copy is another group.
+    """
+    unit, copies, seen = max(batch_size, group), count(len(prompts)), set[int]()
+    full = [prompt for same in by_shapes(prompts) for prompt in _repeated(same, unit)]
     filled = []
-    for prompt in _repeated(full, batch_size * num_ranks):
-        filled.append(replace(prompt, index=next(copies)) if prompt.index in seen else prompt)
+    for prompt in _repeated(full, unit * num_ranks):
+        index = next(copies) if prompt.index in seen else prompt.index
+        filled.append(prompt if index == prompt.index else replace(prompt, index=index, group=index // group))
         seen.add(prompt.index)
     return filled
 

@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 from omni_reward import RewardClient, RewardError, Score
+from omni_reward.media import TEXT
 from omni_reward.serving import serving
 from omni_rollout import Prompt
 from omni_train.dist import Dist, gather_json, same_error
@@ -29,6 +30,7 @@ Pending = Future[list[Score]]
 Arrays = Mapping[str, np.ndarray]  # media by their kinds
 Metas = Sequence[Mapping[str, object]]
 References = Sequence[Sequence[np.ndarray]] | None  # of each sample, for a scorer that takes them
+Groups = Sequence[int] | None  # of each sample, for a scorer that takes them
 Grade = Callable[[Arrays, Sequence[str]], list[Score]]
 
 
@@ -54,7 +56,13 @@ class Scorer(AnyScorer, Protocol):
     def takes_references(self) -> bool:
         """True if it takes the images that the samples were made from."""
 
-    def submit(self, media: Arrays, prompts: Sequence[str], meta: Metas, references: References = None) -> Pending:
+    @property
+    def takes_groups(self) -> bool:
+        """True if it compares the samples of a group, and takes whole ones."""
+
+    def submit(
+        self, media: Arrays, prompts: Sequence[str], meta: Metas, references: References = None, groups: Groups = None
+    ) -> Pending:
         """Return the future scores of N samples, as `omni_reward.RewardClient.submit` does."""
 
 
@@ -68,13 +76,13 @@ class TextScorer(AnyScorer, Protocol):
 class LocalScorer:
     """A scorer in this process: `grade(media, texts) -> scores`, called at once with media of these kinds."""
 
-    takes_references = False
+    takes_references = takes_groups = False
 
     def __init__(self, grade: Grade, kinds: Sequence[str] = ("image",)) -> None:
         self.grade, self.kinds = grade, kinds
         self.busy_s = 0.0
 
-    def submit(self, media: Arrays, prompts: Sequence[str], meta: Metas, references: References = None) -> Pending:
+    def submit(self, media: Arrays, prompts: Sequence[str], *others: object) -> Pending:
         """Return scores that are already known."""
         start = time.perf_counter()
         future: Pending = Future()
@@ -154,19 +162,21 @@ def connect(
     rule = "be a reward server that answers"
     try:
         info = client.info()
-        media = (
-            {kind: samples[kind] for kind in info["media"]} if info["media"] in [[kind] for kind in samples] else None
-        )
+        count = 2 if client.takes_groups else 1  # samples to compare
+        is_given = info["media"] in [[kind] for kind in samples]
+        media = {kind: np.repeat(samples[kind], count, axis=0) for kind in info["media"]} if is_given else None
         references = [[read_image(path).numpy() for path in canary.images]] if client.takes_references else None
         require((references != [[]], f"{name} must be a scorer without references, as the prompts name no images"))
         rule = "score the first prompt"
-        replies = client.check(media, [canary.text], [canary.meta], references)
+        replies = client.check(media, [canary.text] * count, [canary.meta] * count, references and references * count)
     except RewardError as exc:
         raise ValueError(f"{name} must {rule}: {exc}") from exc
     require(
         (set(info["media"]) <= set(kinds),
          f"{name} must be a server of rewards for {' and '.join(kinds)}, takes {', '.join(info['media'])} "
          f"in protocol {info['protocol']}"),
+        (TEXT not in kinds or not client.takes_groups,
+         f"{name} must be a scorer of single answers, this one compares those of a group"),
         *((part in score.parts, f"--reward-parts must name parts of the scores, got {part!r}; this scorer has "
            f"{', '.join(sorted(score.parts)) or 'no parts'}")
           for part in parts for scores in replies for score in scores if score.abstained is None),
@@ -175,4 +185,5 @@ def connect(
     client.close()
     client = open_client(max_in_flight=max(1, waiting // dist.world_size))
     client.takes_references, client.kinds = references is not None, tuple(info["media"])  # asked once
+    client.takes_groups = info["groups"]
     return client, f"{info['scorer']} {info['scorer_version']}".strip()

@@ -40,7 +40,25 @@ def submit(scorer: Scorer, samples: Samples, rows: slice = slice(None)) -> Pendi
     media = {kind: samples.media[kind][rows].cpu().numpy() for kind in scorer.kinds}
     prompts = samples.prompts[rows]
     references = [[image.numpy() for image in p.images] for p in prompts] if scorer.takes_references else None
-    return scorer.submit(media, [p.text for p in prompts], [{**p.meta, **samples.rates} for p in prompts], references)
+    groups = [p.group for p in prompts] if scorer.takes_groups else None
+    texts, meta = [p.text for p in prompts], [{**p.meta, **samples.rates} for p in prompts]
+    return scorer.submit(media, texts, meta, references, groups)
+
+
+def submit_groups(scorer: Scorer, batches: Sequence[Samples], group: int, size: int) -> list[Pending]:
+    """Return the future scores of the groups that the last of a rank's batches completes.
+
+    group: samples of a group, which a batch divides or is divided by. size: most samples in a request, which holds at
+    least a group; 0 is any.
+    """
+    turn = max(1, group // len(batches[-1]))  # batches that hold whole groups
+    if len(batches) % turn:
+        return []
+    own, first = batches[-turn:], batches[-turn]
+    media = {kind: torch.cat([batch.media[kind] for batch in own]) for kind in scorer.kinds}
+    whole = Samples(tuple(p for batch in own for p in batch.prompts), media, first.rates, first.weight_version)
+    each = max(group, (size or len(whole)) // group * group)
+    return [submit(scorer, whole, slice(start, start + each)) for start in range(0, len(whole), each)]
 
 
 def collect(dist: Dist, pending: Sequence[Pending]) -> list[Score]:

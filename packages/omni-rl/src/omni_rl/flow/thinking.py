@@ -7,7 +7,7 @@ from dataclasses import replace
 from omni_reward import RewardError, Score
 from omni_reward.rules import Rules, grade
 
-from omni_rl.flow.scorers import Arrays, Metas, Pending, References, Scorer
+from omni_rl.flow.scorers import Arrays, Groups, Metas, Pending, References, Scorer
 
 FLAG = "--thought-reward"
 
@@ -18,13 +18,16 @@ class ThoughtScorer:
     def __init__(self, scorer: Scorer, rules: Rules) -> None:
         self.scorer, self.rules = scorer, rules
         self.kinds, self.takes_references = scorer.kinds, scorer.takes_references
+        self.takes_groups = scorer.takes_groups
 
     @property
     def busy_s(self) -> float:
         """Seconds of work so far."""
         return self.scorer.busy_s
 
-    def submit(self, media: Arrays, prompts: Sequence[str], meta: Metas, references: References = None) -> Pending:
+    def submit(
+        self, media: Arrays, prompts: Sequence[str], meta: Metas, references: References = None, groups: Groups = None
+    ) -> Pending:
         """Return the future scores of N samples, whose meta hold the `thought`."""
         thought: Pending = Future()
         try:
@@ -33,7 +36,7 @@ class ThoughtScorer:
             failed = RewardError(f"a rule of {FLAG} fails: {type(exc).__name__}: {exc}")
             failed.__cause__ = exc
             thought.set_exception(failed)
-        return _Sum(self.scorer.submit(media, prompts, meta, references), thought)
+        return _Sum(self.scorer.submit(media, prompts, meta, references, groups), thought)
 
     def close(self) -> None:
         """Free what the scorer holds."""

@@ -267,7 +267,32 @@ def open_scorer(
         return ask(url, canary=_with(meta, canary_of(args.frame_rate, records)), name=name)[0]
 
     open_set_scorers(args, inputs.held_out, connect)
+    whole = {"--group-size": args.group_size} if scorer.takes_groups else {}
+    for number, held in enumerate(inputs.held_out):
+        name = f"eval.sets[{number}].samples_per_prompt" if number else "--eval.samples-per-prompt"
+        asked = held.scorer or scorer, *([watch] if watch else [])
+        whole |= {name: held.samples} if any(one.takes_groups for one in asked) else {}
+    check_groups(args, world.dist.world_size, whole)
     return scorer, version, watch
+
+
+def check_groups(args: MediaArgs, ranks: int, whole: Mapping[str, int]) -> None:
+    """Check the sizes of groups, by the settings' names, whose samples a scorer compares: each is of one rank.
+
+    Raises:
+        ValueError: they do not divide the samples of a step, or are divided by its batches.
+    """
+    samples, per_batch = args.prompts_per_step * args.group_size, args.batch_size
+    for name, size in whole.items():
+        what, unit = f"where a scorer compares the {size} samples of a prompt", max(size, per_batch)
+        require(
+            (size > 1, f"{name} must be at least 2 where a scorer compares the samples of a prompt, got {size}"),
+            (unit % min(size, per_batch) == 0, f"{name} and --batch-size: one must divide the other {what}, got "
+             f"{size} and {per_batch}"),
+            (name != "--group-size" or samples % (unit * ranks) == 0,
+             f"all ranks must draw whole groups and batches, {unit * ranks} samples or a multiple, {what}: "
+             f"--prompts-per-step and --group-size make {samples}"),
+        )  # fmt: skip
 
 
 def _with(meta: Mapping[str, object], record: PromptRecord) -> PromptRecord:
