@@ -105,7 +105,7 @@ SIGNATURES = {
     "omni_reward.RewardClient.submit": "self, media, prompts, meta=None, references=None, groups=None",
     "omni_reward.Score": "value, abstained=None, **others",
     "omni_reward.Scorer": "score_fn, media=('image',), batch_size=None, version='', references=False, timed=False, "
-    "groups=False",
+    "groups=False, move=None",
     "omni_reward.server.create_app": "score_fn, **others",
     "omni_reward.scorers.load_scorer": "name, *, threads=1, options=None",
     "omni_reward.terms.parse": "text, names=()",

@@ -259,3 +259,23 @@ def scorer_peak(name: str, options: dict[str, str]) -> int:
         scorer, {"image": images}, ["a sign that says more than fits"] * len(images), [{}] * 17, [()] * 17, 0.0
     )
     return int(library.emulated_peak())
+
+
+def scorer_naps(name: str, options: dict[str, str], kind: str) -> tuple[list[int], list[float | None], bool]:
+    """The bytes of a scorer on the accelerator: loaded, asleep, awake, asleep; its scores, and if they repeat."""
+    library, sizes, scores = load(), [], []
+    scorer = load_scorer(name, options=options)
+    assert scorer.move
+    media = np.random.default_rng(0).integers(0, 256, (2, *((4,) if kind == "video" else ()), 56, 56, 3), np.uint8)
+
+    def score() -> list[float | None]:
+        found = scorer({kind: media}, ["a sign"] * 2, [{"fps": 8.0}] * 2)
+        return [each.value for each in found]
+
+    for asleep in (None, True, False, True):
+        if asleep is not None:
+            scorer.move(asleep)
+        gc.collect()
+        sizes.append(int(library.emulated_bytes()))
+        scores.append(score() if not asleep else scores[0])
+    return sizes, scores[0], all(each == scores[0] for each in scores)

@@ -50,6 +50,7 @@ class Batcher:
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
         self._queue: list[_Piece] = []  # only the event loop touches it
+        self._is_asleep = False  # only the worker touches it
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="scorer")
         self._feeding: asyncio.Task[None] | None = None
 
@@ -68,6 +69,17 @@ class Batcher:
             self._feeding = asyncio.create_task(self._feed())
         found = await asyncio.gather(*(piece.scores for piece in pieces))  # raises at once, whichever piece fails
         return [score for scores in found for score in scores]
+
+    async def sleep(self, asleep: bool) -> None:
+        """Move the scorer's weights to the host after the call that runs, or back; a later call moves them back too.
+
+        Raises:
+            ScorerFailedError: they could not be moved.
+        """
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._worker, self._move, asleep)
+        except Exception as exc:  # such as a device without the memory
+            raise ScorerFailedError from exc
 
     def drop(self, request: ScoreRequest) -> bool:
         """Take a request off the queue unless its scoring has begun; return True if it was taken off."""
@@ -109,6 +121,7 @@ class Batcher:
     def _score_pieces(self, pieces: list[_Piece]) -> Sequence[list[Score] | ScorerFailedError]:
         """Return the scores of each piece, or how the scorer failed on it; runs in the worker."""
         try:
+            self._move(False)
             scores = iter(self._call(pieces))
         except BaseException as exc:  # a scorer may raise anything, even a panic of Rust
             if len(pieces) > 1:  # one client's samples must not fail another's
@@ -117,6 +130,12 @@ class Batcher:
             failure.__cause__ = exc
             return [failure]
         return [list(islice(scores, piece.size)) for piece in pieces]
+
+    def _move(self, asleep: bool) -> None:
+        """Move the scorer's weights, if it has any that are elsewhere; runs in the worker."""
+        if self._scorer.move and asleep != self._is_asleep:
+            self._scorer.move(asleep)
+            self._is_asleep = asleep
 
     def _call(self, pieces: list[_Piece]) -> list[Score]:
         parts = [(piece.request, piece.samples) for piece in pieces]

@@ -126,6 +126,16 @@ class RewardClient:
         future.add_done_callback(lambda _: self._count(-1))
         return future
 
+    def sleep(self, asleep: bool = True) -> None:
+        """Let all servers move their scorers' weights to the host, or back; a later request moves them back too.
+
+        Raises:
+            RewardError: a server does not answer, has no token, or a scorer whose weights stay where they are.
+        """
+        path, deadline = "/sleep" if asleep else "/wake", time.monotonic() + self._timeout_s
+        for base in self.urls:
+            Endpoints([base]).call(lambda url: self._transport.exchange("POST", url + path, deadline), deadline)
+
     @cached_property
     def kinds(self) -> tuple[str, ...]:
         """The kinds of media that the scorer takes; the first access asks the first server.
@@ -272,9 +282,9 @@ class RewardClient:
             if exc.code or not exc.fatal:
                 raise
             raise RewardHTTPError(f"{url} is no reward server: {exc}", status=exc.status) from exc
-        info = {"references": False, "groups": False} | info  # a server of an earlier release takes none
+        info = {"references": False, "groups": False, "sleeps": False} | info  # as of an earlier release
         kinds: dict[str, type] = {"scorer": str, "scorer_version": str, "media": list, "limits": dict}
-        kinds |= {"references": bool, "groups": bool}
+        kinds |= {"references": bool, "groups": bool, "sleeps": bool}
         for key, kind in kinds.items():
             if not isinstance(info.get(key), kind):
                 text = f"GET {url}/info: {key} must be a {kind.__name__}, got {info.get(key)!r:.80}"

@@ -40,8 +40,14 @@ def combine(reward: Reward, scorers: Mapping[str, Scorer]) -> Scorer:
     wants = any(scorer.references for scorer in scorers.values())
     version = "; ".join(versions)
     groups = any(scorer.groups for scorer in scorers.values())
-    more = {"references": wants, "timed": True, "groups": groups}
-    return Scorer(score, media=tuple(media), batch_size=None if groups else batch_size, version=version, **more)
+    movers = [scorer.move for scorer in scorers.values() if scorer.move]
+
+    def move(asleep: bool) -> None:
+        for each in movers:
+            each(asleep)
+
+    how: Any = {"references": wants, "timed": True, "groups": groups, "move": move if movers else None}
+    return Scorer(score, tuple(media), batch_size=None if groups else batch_size, version=version, **how)
 
 
 def stack_parts(scores: Sequence[Score], names: Sequence[str]) -> np.ndarray:

@@ -103,7 +103,7 @@ def create_app(
     limits: Limits = Limits(),
     show_errors: bool = False,
 ) -> Starlette:
-    """Return an ASGI app that answers `POST /score`, `GET /info`, `GET /healthz` and `GET /openapi.json`.
+    """Return an ASGI app with the paths of docs/reward-protocol.md.
 
     Args:
         score_fn: the scorer, as in `omni_reward.wire.ScoreFn`: score_fn(media, prompts, meta) -> N scores, where
@@ -130,6 +130,8 @@ def create_app(
         Route("/openapi.json", document, methods=["GET"]),
         Route("/info", service.info),
         Route("/score", service.score, methods=["POST"]),
+        Route("/sleep", partial(service.sleep, asleep=True), methods=["POST"]),
+        Route("/wake", partial(service.sleep, asleep=False), methods=["POST"]),
     ]
     return Starlette(routes=routes, exception_handlers={HTTPException: _error_reply, ClientDisconnect: _no_reply})
 
@@ -150,8 +152,21 @@ class _Service:
         scorer, limits = self._scorer, asdict(self._limits)
         names = {"protocol": scorer.protocol, "scorer": self._name, "scorer_version": scorer.version}
         takes = {"media": sorted(scorer.media), "references": scorer.references, "groups": scorer.groups}
-        takes["batch_size"] = scorer.batch_size
+        takes |= {"batch_size": scorer.batch_size, "sleeps": scorer.move is not None}
         return _json_reply({**names, "version": __version__, **takes, "limits": limits})
+
+    async def sleep(self, request: Request, *, asleep: bool) -> Response:
+        self._check_access(request)
+        if self._credentials is None:
+            raise HTTPException(403, "the server must have a token to let clients move its scorer's weights")
+        if self._scorer.move is None:
+            raise HTTPException(404, "the scorer has no weights that it could move, as GET /info says")
+        try:
+            await self._batcher.sleep(asleep)
+        except ScorerFailedError as exc:
+            logger.error("scorer %r failed to %s", self._name, "sleep" if asleep else "wake", exc_info=exc.__cause__)
+            raise HTTPException(500, self._failure(exc)) from exc
+        return _json_reply({"asleep": asleep})
 
     async def score(self, request: Request) -> Response:
         self._check_access(request)

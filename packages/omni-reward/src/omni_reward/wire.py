@@ -123,6 +123,7 @@ class Scorer:
         groups: True if the function compares the samples of a group: each call has those of one group, all of them.
             batch_size must be None then.
         timed: True if its last argument is the time when the first request of the call came, on the monotonic clock.
+        move: moves the weights to the host if called with True, and back with False; None if they stay where they are.
 
     Raises:
         ValueError: an argument breaks its rule.
@@ -135,6 +136,7 @@ class Scorer:
     references: bool = False
     timed: bool = False
     groups: bool = False
+    move: Callable[[bool], None] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.media, str) or not self.media or len(set(self.media)) != len(self.media):

@@ -46,4 +46,6 @@ def load_aesthetic(
     def rate(images: np.ndarray, prompts: list[str]) -> Tensor:
         return grade(clip.images(images).float())[:, 0]
 
-    return neural.image_scorer(rate, f"{neural.short_name(head)} on {neural.short_name(model)} {dtype}")
+    return neural.image_scorer(
+        rate, f"{neural.short_name(head)} on {neural.short_name(model)} {dtype}", networks=[clip.model]
+    )

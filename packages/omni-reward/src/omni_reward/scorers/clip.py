@@ -141,7 +141,7 @@ def load_clip(
     def rate(images: np.ndarray, prompts: list[str]) -> Tensor:
         return (clip.images(images) * clip.texts(prompts)).sum(dim=-1)
 
-    return neural.image_scorer(rate, f"{neural.short_name(model)} {dtype}")
+    return neural.image_scorer(rate, f"{neural.short_name(model)} {dtype}", networks=[clip.model])
 
 
 def load_pickscore(
@@ -163,4 +163,4 @@ def load_pickscore(
     def rate(images: np.ndarray, prompts: list[str]) -> Tensor:
         return scale * (clip.images(images) * clip.texts(prompts)).float().sum(dim=-1)
 
-    return neural.image_scorer(rate, f"{neural.short_name(model)} {dtype}")
+    return neural.image_scorer(rate, f"{neural.short_name(model)} {dtype}", networks=[clip.model])

@@ -52,7 +52,9 @@ def over_frames(scorer: Scorer, *, frames: str = "mean", every: int = 1) -> Scor
             scores.append(score_in_batches(scorer, images, texts, lines, own, since))
         return [_join(own, frames) for own in scores]
 
-    return Scorer(score, media=("video",), version=scorer.version, references=scorer.references, timed=True)
+    return Scorer(
+        score, media=("video",), version=scorer.version, references=scorer.references, timed=True, move=scorer.move
+    )
 
 
 def _join(scores: list[Score], frames: str) -> Score:

@@ -259,4 +259,5 @@ def grader(detector: Detector, clip: Embedder, grade: str, version: str) -> Scor
             found = zip(images, detector.detect(images), meta, strict=True)
             return [judge(find, own, partial(color, image), grade) for image, find, own in found]
 
-    return Scorer(score, batch_size=BATCH_SIZE, version=version)
+    move = neural.mover(detector.model, detector.head, clip.model)
+    return Scorer(score, batch_size=BATCH_SIZE, version=version, move=move)

@@ -86,7 +86,7 @@ def load_hpsv2(
         texts = clip.texts([clean_text(prompt) for prompt in prompts])
         return (clip.images(images) * texts).float().sum(dim=-1)
 
-    return neural.image_scorer(rate, f"{weights} {dtype}")
+    return neural.image_scorer(rate, f"{weights} {dtype}", networks=[clip.model])
 
 
 def rename_weights(weights: neural.Weights) -> dict[str, Tensor]:

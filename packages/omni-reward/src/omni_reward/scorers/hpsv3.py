@@ -66,4 +66,4 @@ def load_hpsv3(
         stills = list(images[:, None].repeat(FRAMES, axis=1))
         return head(judge.read(stills, size, prompts)[:, 0])[:, 0]
 
-    return neural.image_scorer(rate, f"{neural.short_name(model)} {dtype}", judge.decline)
+    return neural.image_scorer(rate, f"{neural.short_name(model)} {dtype}", judge.decline, [judge.network])

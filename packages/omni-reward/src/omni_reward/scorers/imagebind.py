@@ -83,7 +83,8 @@ def load_imagebind(*, weights: str, device: str | None = None, dtype: str = "flo
             found = {name: normalize(each.float(), dim=-1) for name, each in network(inputs).items()}
         return [Score.of(value) for value in (found["vision"] * found["audio"]).sum(dim=-1).tolist()]
 
-    return Scorer(score, media=("video", "audio"), batch_size=neural.BATCH_SIZE, version=f"imagebind_huge {dtype}")
+    version, move = f"imagebind_huge {dtype}", neural.mover(network)
+    return Scorer(score, media=("video", "audio"), batch_size=neural.BATCH_SIZE, version=version, move=move)
 
 
 def pieces(whole: np.ndarray, rate: float, count: int) -> list[np.ndarray]:

@@ -124,7 +124,7 @@ def load_imagereward(
         states = text(input_ids=ids, attention_mask=mask, encoder_hidden_states=seen).last_hidden_state
         return (head(states[:, 0].float())[:, 0] - MEAN) / STD
 
-    return neural.image_scorer(rate, f"{neural.short_name(model)} {dtype}")
+    return neural.image_scorer(rate, f"{neural.short_name(model)} {dtype}", networks=[vision, text])
 
 
 def _rename(name: str) -> str:

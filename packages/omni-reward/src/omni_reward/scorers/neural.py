@@ -36,13 +36,21 @@ Decline = Callable[[str], str | None]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def image_scorer(rate: Rate, version: str, decline: Decline = lambda prompt: None) -> Scorer:
+def image_scorer(
+    rate: Rate, version: str, decline: Decline = lambda prompt: None, networks: Sequence[nn.Module] = ()
+) -> Scorer:
     """Return a scorer of `image` by `rate(images, prompts)`, the scores [N]; the rest as in `network_scorer`."""
-    return network_scorer("image", lambda images, prompts, meta: rate(images, prompts), version, decline)
+    given: RateAny = lambda images, prompts, meta: rate(images, prompts)  # noqa: E731
+    return network_scorer("image", given, version, decline, networks=networks)
 
 
 def network_scorer(
-    kind: str, rate: RateAny, version: str, decline: Decline = lambda prompt: None, parts: Sequence[str] = ()
+    kind: str,
+    rate: RateAny,
+    version: str,
+    decline: Decline = lambda prompt: None,
+    parts: Sequence[str] = (),
+    networks: Sequence[nn.Module] = (),
 ) -> Scorer:
     """Return a scorer of images or videos by a network; it abstains above MAX_ASPECT.
 
@@ -52,6 +60,7 @@ def network_scorer(
         version: of the scorer.
         decline: returns why the network cannot read a prompt; None if it can.
         parts: names of the summands of a score.
+        networks: those that can sleep.
     """
 
     def score(media: Arrays, prompts: list[str], meta: Meta) -> list[Score]:
@@ -68,7 +77,21 @@ def network_scorer(
     def join(row: list[float]) -> Score:
         return Score.of(sum(row), parts=dict(zip(parts, row, strict=True)) if parts else {})
 
-    return Scorer(score, media=(kind,), batch_size=BATCH_SIZE, version=version)
+    move = mover(*networks) if networks else None
+    return Scorer(score, media=(kind,), batch_size=BATCH_SIZE, version=version, move=move)
+
+
+def mover(*networks: nn.Module) -> Callable[[bool], None]:
+    """Return a function that moves networks to the host if called with True, and back to their devices with False."""
+    homes = [(network, next(network.parameters()).device) for network in networks]
+
+    def move(asleep: bool) -> None:
+        for network, device in homes:
+            network.to("cpu" if asleep else device)
+        if asleep and torch.accelerator.is_available():
+            torch.accelerator.empty_cache()  # for other processes
+
+    return move
 
 
 def pick_device(name: str | None, *, threads: int) -> torch.device:

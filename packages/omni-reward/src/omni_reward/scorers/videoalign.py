@@ -76,7 +76,9 @@ def load_videoalign(
         frames = [pick_frames(clip, fps, seen["fps"]) for clip, fps in zip(clips, rates, strict=True)]
         return ((judge.read(frames, size, prompts) * head).sum(dim=-1) - mean) / std
 
-    return neural.network_scorer("video", rate, f"{neural.short_name(model)} {dtype}", judge.decline, PARTS)
+    return neural.network_scorer(
+        "video", rate, f"{neural.short_name(model)} {dtype}", judge.decline, PARTS, [judge.network]
+    )
 
 
 def merge_lora(weights: neural.Weights, scale: float) -> dict[str, Tensor]:

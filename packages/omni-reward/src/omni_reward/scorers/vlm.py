@@ -40,7 +40,7 @@ def load_vlm(
 
     Args:
         url: the endpoint's base URL, such as http://127.0.0.1:8000/v1.
-        task: a key of TASKS, TASK for the questions in each prompt's metadata, or a key of GROUP_TASKS, which takes whole
+        task: a key of TASKS, TASK for the questions in each prompt's metadata, or a key of GROUP_TASKS, for whole
             groups.
         model: name of the model; None if the endpoint serves only one.
         token_file: file with the endpoint's bearer token.

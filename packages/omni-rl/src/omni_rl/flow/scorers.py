@@ -3,7 +3,7 @@
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -94,6 +94,82 @@ class LocalScorer:
         """Nothing to free."""
 
 
+class SleepingScorer:
+    """A scorer whose servers keep their weights on the host but while they score.
+
+    What is submitted waits until a score is read, on every rank: then no rank samples.
+    """
+
+    def __init__(self, client: RewardClient, dist: Dist) -> None:
+        self.client, self.dist, self.kinds = client, dist, client.kinds
+        self.takes_references, self.takes_groups = client.takes_references, client.takes_groups
+        self._waiting: list[tuple[Pending, Callable[[], Pending]]] = []
+        client.sleep()
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of work so far."""
+        return self.client.busy_s
+
+    def submit(
+        self, media: Arrays, prompts: Sequence[str], meta: Metas, references: References = None, groups: Groups = None
+    ) -> Pending:
+        """Return the future scores of N samples, which are asked for when it is read."""
+        later = _Later(self._score)
+        self._waiting.append((later, partial(self.client.submit, media, prompts, meta, references, groups)))
+        return later
+
+    def close(self) -> None:
+        """Close the connections."""
+        self.client.close()
+
+    def _score(self) -> None:
+        """Wake the servers, score what waits, and let them sleep; a collective."""
+        waiting, self._waiting = self._waiting, []
+        pending: list[Pending] = []
+
+        def score() -> None:
+            self.client.sleep(False)
+            pending.extend(ask() for _, ask in waiting)
+            wait(pending)
+
+        errors = [self._together(act) for act in (score, self.client.sleep)]
+        for number, (later, _) in enumerate(waiting):
+            if error := errors[0] or errors[1] or pending[number].exception():
+                later.set_exception(error)
+            else:
+                later.set_result(pending[number].result())
+
+    def _together(self, act: Callable[[], None]) -> Exception | None:
+        """Act once all ranks are here, and return the error, which `collect` shares."""
+        gather_json(self.dist, None)
+        try:
+            act()
+        except (RewardError, ValueError) as exc:
+            return exc
+        return None
+
+
+class _Later(Future[list[Score]]):
+    """Scores that are asked for when they are read first."""
+
+    def __init__(self, ask: Callable[[], None]) -> None:
+        super().__init__()
+        self._ask = ask
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Return the error, if there is one."""
+        if not self.done():
+            self._ask()
+        return super().exception(timeout)
+
+    def result(self, timeout: float | None = None) -> list[Score]:
+        """Return the scores."""
+        if not self.done():
+            self._ask()
+        return super().result(timeout)
+
+
 def abstaining(reason: str = "there is no scorer") -> LocalScorer:
     """Return a scorer that gives no sample a score."""
     return LocalScorer(lambda media, texts: [Score(None, abstained=reason)] * len(texts), ())
@@ -134,7 +210,7 @@ def connect(
     samples: Arrays = MappingProxyType({}),
     name: str = "--scorer.url",
     parts: Sequence[str] = (),
-) -> tuple[RewardClient, str]:
+) -> tuple[RewardClient | SleepingScorer, str]:
     """Open a client of the scorer at one URL or of equal ones at several, with commas between; return its version too.
 
     Each server scores a canary first: a sample with the text, meta and references of a prompt.
@@ -157,6 +233,7 @@ def connect(
         on_failure=args.scorer.on_failure,
         proxy=args.scorer.proxy,
     )
+    sleeps = isinstance(args.scorer, ScoredScorer) and args.scorer.sleep and name == "--scorer.url"
     with flag(f"{name}: "):
         client = open_client()
     rule = "be a reward server that answers"
@@ -175,6 +252,8 @@ def connect(
         (set(info["media"]) <= set(kinds),
          f"{name} must be a server of rewards for {' and '.join(kinds)}, takes {', '.join(info['media'])} "
          f"in protocol {info['protocol']}"),
+        (not sleeps or info["sleeps"],
+         f"--scorer.sleep needs a scorer whose weights can move to the host, {info['scorer']} has none"),
         (TEXT not in kinds or not client.takes_groups,
          f"{name} must be a scorer of single answers, this one compares those of a group"),
         *((part in score.parts, f"--reward-parts must name parts of the scores, got {part!r}; this scorer has "
@@ -186,4 +265,5 @@ def connect(
     client = open_client(max_in_flight=max(1, waiting // dist.world_size))
     client.takes_references, client.kinds = references is not None, tuple(info["media"])  # asked once
     client.takes_groups = info["groups"]
-    return client, f"{info['scorer']} {info['scorer_version']}".strip()
+    version = f"{info['scorer']} {info['scorer_version']}".strip()
+    return SleepingScorer(client, dist) if sleeps else client, version

@@ -296,9 +296,10 @@ def train_batches(
 
 
 def groups_are_local(args: GroupArgs, dist: Dist, in_a_row: int) -> bool:
-    """Return True if the advantages of a rank's samples depend only on its own scores."""
+    """Return True if the advantages of a rank's samples depend only on its own scores, which come one by one."""
     is_whole = dist.world_size == 1 or in_a_row % args.group_size == 0
-    return is_whole and args.adv_std != "batch" and not (isinstance(args, JudgedArgs) and args.reward_parts)
+    waits = args.scorer.sleep or (isinstance(args, JudgedArgs) and args.reward_parts)
+    return is_whole and args.adv_std != "batch" and not waits
 
 
 def _own_grades(run: MediaRun[GroupArgs], batch: Trajectory, rollout: Rollout[Trajectory], weighted: bool) -> Grades:

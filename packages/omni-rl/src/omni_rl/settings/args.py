@@ -335,8 +335,13 @@ def check_scored(args: ScoredArgs, *, num_trained: int | None = 1, needs_scorer:
         ValueError: as `check_media`, or for the URL.
     """
     check_media(args, num_trained=num_trained)
-    is_given = args.scorer.given or args.dry_run or not needs_scorer
-    require((is_given, "--scorer must name a reward, as ocr, or --scorer.url a reward server"))
+    scorer, rule = args.scorer, "--scorer must name a reward, as ocr, or --scorer.url a reward server"
+    require(
+        (scorer.given or args.dry_run or not needs_scorer, rule),
+        (scorer.given or args.dry_run or not scorer.sleep, f"--scorer.sleep: {rule}"),
+        (not (scorer.sleep and scorer.url) or scorer.token_file,
+         "--scorer.sleep needs --scorer.token-file beside --scorer.url, as only its clients with a token move weights"),
+    )  # fmt: skip
 
 
 def check_judged(args: JudgedArgs, *, num_trained: int = 1) -> None:

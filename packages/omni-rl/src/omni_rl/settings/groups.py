@@ -102,6 +102,7 @@ class ScoredScorer(MediaScorer):
 
     name: Annotated[str, Was("scorer"), MAY_CHANGE, SHOWN] = ""  # Scorer to start, as "ocr --option reading=line"
     url: Annotated[str, SECRET, SHOWN] = ""  # URL of a reward server to use instead, or of equal ones, with commas
+    sleep: Annotated[bool, MAY_CHANGE] = False  # Keep the scorer's weights on the host while samples are not scored
 
     @property
     def given(self) -> bool:

@@ -52,6 +52,7 @@ from omni_rl.run.run import Step
 from omni_rl.run.world import World
 from omni_rl.settings.args import MediaArgs, RunArgs, num_batches, num_ranks, sharding
 from omni_rl.settings.fields import change, flag, flag_of, values_of
+from omni_rl.settings.groups import ScoredScorer
 from omni_rl.tools.plan_tokens import differing, sample_ends
 
 ArgsT = TypeVar("ArgsT", bound=RunArgs)
@@ -159,7 +160,8 @@ def measure(
     bare = change(args, **{name: value for name, value in plain.items() if name in values_of(args)})
     scorer = scorer_bytes(args, ranks)
     with planned_ranks(ranks) as dist, PlannedDevice() as device:
-        device.add(sum(scorer.values()))
+        sleeps = isinstance(args.scorer, ScoredScorer) and args.scorer.sleep
+        device.add(0 if sleeps else scorer.total())
         plan = PlannedWorld(dist, args, device, counts, tells, remembers)
         try:
             with device.phase("load"):
@@ -173,13 +175,17 @@ def measure(
     def line(least: Counter[str], most: Counter[str]) -> Counter[str]:
         return Counter({key: round(least[key] + (most[key] - least[key]) * times) for key in most})
 
+    peaks = line(few.peaks, more.peaks)
+    if sleeps:
+        peaks["reward_wait"] += scorer.total()
     return replace(
         more,
-        peaks=line(few.peaks, more.peaks),
+        peaks=peaks,
         flops=line(few.flops, more.flops),
         forwards=line(few.forwards, more.forwards),
         tokens=line(few.tokens, more.tokens),
         scorer=scorer,
+        sleeps=sleeps,
     )
 
 
@@ -224,8 +230,9 @@ class Figures:
     """What two steps take. peaks: the most bytes in each phase. flops: of each phase. forwards, tokens: of the net.
 
     unshard: the phases in which sharded weights are gathered once. offloads: the parts that --memory.offload may name.
-    scorer: the bytes of each peak that the scorer takes, by what they are for. host: the most bytes of tensors on the
-    host, such as offloaded parts, and weights before they are quantized.
+    scorer: the bytes of each peak that the scorer takes, by what they are for. sleeps: True if only the wait for scores
+    has them. host: the most bytes of tensors on the host, such as offloaded parts, and weights before they are
+    quantized.
     """
 
     peaks: Counter[str]
@@ -235,6 +242,7 @@ class Figures:
     unshard: tuple[str, ...]
     offloads: Sequence[str]
     scorer: Counter[str] = field(default_factory=Counter)
+    sleeps: bool = False
     host: int = 0
 
     @property
@@ -246,6 +254,7 @@ class Figures:
         """Memory, forwards and operations of each phase, a line each."""
         memory = ", ".join(f"{name} {self.peaks[name] / GB:.3g}" for name in ordered(self.peaks))
         scorer = ", ".join(f"{name} {count / GB:.3g}" for name, count in self.scorer.items())
+        which = f"the wait for scores, {self.peaks['reward_wait'] / GB:.3g}," if self.sleeps else "these"
         flops = {name: count for name, count in self.flops.items() if count}
         work = ", ".join(f"{name} {flops[name] / 2e12:.4g}" for name in ordered(flops))  # of one of the two steps
         through = ", ".join(
@@ -254,7 +263,7 @@ class Figures:
         )
         lines = [
             f"most memory per rank, GB: {memory}",
-            *([f"of these the scorer's, GB: {self.scorer.total() / GB:.3g} ({scorer})"] if scorer else []),
+            *([f"of {which} the scorer's, GB: {self.scorer.total() / GB:.3g} ({scorer})"] if scorer else []),
             f"most host memory per rank, beside libraries and checkpoints, GB: {self.host / GB:.3g}",
             f"forwards of a sample per rank and step, and their tokens: {through}",
             f"operations per rank and step, TFLOP: {work}",
