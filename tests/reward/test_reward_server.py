@@ -127,7 +127,9 @@ def test_info_says_what_is_accepted(serve: Callable[..., str]) -> None:
         "scorer_version": "halves-2",
         "media": ["audio", "video"],
         "references": False,
+        "groups": False,
         "batch_size": 7,
+        "sleeps": False,
         "limits": {
             "max_body_bytes": 3 * 2**20,
             "max_batch": 5,

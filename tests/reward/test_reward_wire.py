@@ -93,6 +93,7 @@ HOSTILE = {
     "request with NaN": blob({**FIELDS, "meta": [{"x": math.nan}, {}]}),
     "protocol 2": blob({**FIELDS, "protocol": 2}),
     "protocol 3": blob({**FIELDS, "protocol": 3}),
+    "protocol 4": blob({**FIELDS, "protocol": 4}),
     "texts of numbers": blob({**FIELDS, "protocol": 2, "text": [1, 2]}),
     "texts a string": blob({**FIELDS, "protocol": 2, "text": "ab"}),
     "text half a pair": blob({**FIELDS, "protocol": 2, "text": ["a", "\ud800"]}),
@@ -243,7 +244,9 @@ def test_hostile_body_is_a_value_error(body: bytes) -> None:
 
 
 def test_errors_name_the_field_the_rule_and_the_value() -> None:
-    with pytest.raises(ValueError, match=r"^protocol must be 1 or 2, got 3$"):
+    with pytest.raises(ValueError, match=r"^protocol must be 1 or 2 or 3, got 4$"):
+        decode_request(HOSTILE["protocol 4"], max_batch=8)
+    with pytest.raises(ValueError, match=r"^groups must be a list of one integer per prompt \(2\), got None$"):
         decode_request(HOSTILE["protocol 3"], max_batch=8)
     with pytest.raises(ValueError, match=r"^text must be a list of strings, got None$"):
         decode_request(HOSTILE["protocol 2"], max_batch=8)
