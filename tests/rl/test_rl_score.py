@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from omni_reward.scorers import load_scorer
 from omni_reward.scorers.likeness import load_likeness
 from omni_reward.serving import serving_here
 from omni_rl.tools import score
@@ -115,3 +116,23 @@ def test_the_command_starts_without_torch():
     words = ["--scorer", "python:mine.py:red", "a.png", "--meta", '{"weight": 1}']
     result = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, env=os.environ)
     assert result.stdout.splitlines()[1:] == ["False"], result.stderr
+
+
+def test_a_scorer_of_groups_compares_the_images_in_this_process_or_at_a_server(capfd, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from omni_reward import Scorer\n"
+        "def above(media, prompts, meta):\n"
+        "    means = media['image'].mean(axis=(1, 2, 3))\n"
+        "    return (means[:, None] > means).sum(axis=1) / max(1, len(means) - 1)\n"
+        "brightest = Scorer(above, groups=True)\n"
+    )
+    for name, value in (("x.png", 5), ("y.png", 50), ("z.png", 20)):
+        Image.new("RGB", (4, 4), (value,) * 3).save(name)
+    files = ["x.png", "y.png", "z.png"]
+    here = rows(capfd, "--scorer", "python:mine.py:brightest", *files)
+    assert [(row["file"], row["score"]) for row in here] == [("x.png", 0), ("y.png", 1), ("z.png", 0.5)]
+    with serving_here(load_scorer("python:mine.py:brightest")) as url:
+        assert rows(capfd, "--scorer.url", url, *files) == here
+    with pytest.raises(SystemExit):
+        score.main(["--scorer", "python:mine.py:brightest", "a.png", "b.webp"])
+    assert "images must have one size, where a scorer compares them" in capfd.readouterr().err

@@ -3,7 +3,7 @@
 omni-rl score --scorer ocr sign.png --prompt 'a sign that says "OK"'
 
 Prints one line of JSON an image: its score, or the reason for its lack, the parts of the score, and what else the
-scorer returns with it.
+scorer returns with it. A scorer that compares the samples of a prompt compares these images.
 """
 
 import argparse
@@ -11,11 +11,12 @@ import json
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from omni_reward import RewardClient, RewardError, Score, Scorer
 from omni_reward.cli import Parser, read_options
-from omni_reward.media import Meta, ScoreRequest
+from omni_reward.media import Arrays, Meta, ScoreRequest
 from omni_reward.scorers import load_scorer
 
 from omni_rl.media.images import read_pixels
@@ -36,8 +37,12 @@ def open_scorer(args: argparse.Namespace) -> Scorer:
         token = args.token_file.read_text("utf-8").strip() if args.token_file else None
         with flag("--scorer.url: "):
             client = RewardClient(args.url, token=token, timeout_s=600.0)
-        kinds, wants = client.kinds, client.takes_references
-        scorer = Scorer(lambda *given: client.submit(*given).result(), media=kinds, references=wants)
+        kinds, wants, whole = client.kinds, client.takes_references, client.takes_groups
+
+        def ask(media: Arrays, prompts: list[str], meta: Meta, references: Any = None) -> list[Score]:
+            return client.submit(media, prompts, meta, references, [0] * len(prompts) if whole else None).result()
+
+        scorer = Scorer(ask, media=kinds, references=wants, groups=whole)
     rule = (
         "given, as the scorer compares with it" if scorer.references else "left out, as the scorer compares with none"
     )
@@ -48,16 +53,21 @@ def open_scorer(args: argparse.Namespace) -> Scorer:
     return scorer
 
 
-def score_image(scorer: Scorer, image: np.ndarray, prompt: str, meta: Meta, references: Sequence[np.ndarray]) -> Score:
-    """Return the score of one image, uint8 [H, W, 3].
+def score_images(
+    scorer: Scorer, images: Sequence[np.ndarray], prompt: str, meta: Meta, references: Sequence[np.ndarray]
+) -> list[Score]:
+    """Return the scores of images of one size, uint8 [H, W, 3], that are scored at once.
 
     Raises:
         ValueError: an argument breaks its rule, or the scorer raised; then the message names the line.
     """
-    media = {"image": image[None]}
-    request = ScoreRequest(media, [prompt], meta, "", references=[tuple(references)] if references else ())
+    require((len({image.shape for image in images}) == 1, "images must have one size, where a scorer compares them"))
+    count, media = len(images), {"image": np.stack(images)}
+    request = ScoreRequest(
+        media, [prompt] * count, meta * count, "", references=[tuple(references)] * count * bool(references)
+    )
     try:
-        return scorer(request.media, request.prompts, request.meta, request.references)[0]
+        return scorer(request.media, request.prompts, request.meta, request.references)
     except RewardError:
         raise
     except Exception as exc:  # a scorer may raise anything
@@ -89,8 +99,9 @@ def main(argv: list[str] | None = None) -> None:
         with flag("FILE: "):
             images = [read_pixels(path) for path in args.images]
         scorer = open_scorer(args)
-        for path, image in zip(args.images, images, strict=True):
-            score = score_image(scorer, image, args.prompt, [meta], references)
+        each = [images] if scorer.groups else [[image] for image in images]
+        scores = (score for own in each for score in score_images(scorer, own, args.prompt, [meta], references))
+        for path, score in zip(args.images, scores, strict=True):
             row = {"file": str(path), "score": score.value, "parts": score.parts, "abstained": score.abstained}
             print(json.dumps(row | {"details": score.details}, ensure_ascii=False), flush=True)
     except (ImportError, OSError, ValueError, RewardError) as exc:
