@@ -75,7 +75,7 @@ def test_two_hundred_random_lists_with_parents_score_as_dpg_bench_s_loop() -> No
         task = checklist({"questions": own})
         items = [(str(i), word) for i, word in answers.items()]
         rng.shuffle(items)  # a model may answer in another order
-        score = task.score(task.read(json.dumps(dict(items))), "")
+        score = task.score(task.questions[0].read(json.dumps(dict(items))), "")
         assert score.value == pytest.approx(released(rows, answers))
         assert score.parts == {"all": float(score.value == 1)}
         scores.add(score.value)

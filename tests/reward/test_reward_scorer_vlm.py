@@ -1,6 +1,7 @@
 """The scorer that asks a vision-language model: what it sends, what it makes of answers, and how it fails."""
 
 import base64
+import hashlib
 import io
 import json
 import threading
@@ -14,15 +15,17 @@ import numpy as np
 import pytest
 from omni_reward import RewardConnectError, RewardHTTPError, RewardTimeoutError, Score, Scorer
 from omni_reward.scorers import chat, load_scorer
-from omni_reward.scorers.tasks import TASKS
+from omni_reward.scorers.tasks import MAX_TEXT, QUESTIONS, TASKS, Message
 from omni_reward.scorers.vlm import load_vlm
 from PIL import Image
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (3, 5, 7, 3), np.uint8)
 GOOD = {
-    "ocr": '{"text": "K7QX"}',
+    "ocr": "K7QX",
     "alignment": '{"reason": "all there", "score": 7.5}',
-    "rating": '{"alignment": 5, "coherence": 4, "style": 1.5}',
+    "unifiedreward": "Alignment Score (1-5): 5\nCoherence Score (1-5): 4.0\nStyle Score (1-5): 1.5\n",
+    "unifiedreward_v1": "cube (object): 1\nred (color): 0\nFinal Score: 3.5",
+    "edit_rating": '{"following": 4, "quality": 2.5}',
 }
 
 
@@ -90,7 +93,16 @@ def endpoint() -> Iterator[Callable[..., FakeEndpoint]]:
 
 
 def score(scorer: Scorer, *prompts: str) -> list[Score]:
-    return list(scorer({"image": IMAGES[: len(prompts)]}, list(prompts), [{}] * len(prompts)))
+    before = ([(IMAGES[-1],)] * len(prompts),) if scorer.references else ()
+    return list(scorer({"image": IMAGES[: len(prompts)]}, list(prompts), [{}] * len(prompts), *before))
+
+
+def seen(message: dict[str, Any]) -> list[np.ndarray]:
+    """The images of a message, which come before its text."""
+    *images, text = message["content"]
+    assert text["type"] == "text"
+    data = [image["image_url"]["url"].removeprefix("data:image/png;base64,") for image in images]
+    return [np.asarray(Image.open(io.BytesIO(base64.b64decode(each)))) for each in data]
 
 
 def test_the_request_holds_the_exact_image_and_asks_for_json_without_chance(
@@ -103,11 +115,8 @@ def test_the_request_holds_the_exact_image_and_asks_for_json_without_chance(
     assert request["temperature"] == 0
     assert request["seed"] == 11
     [message] = request["messages"]
-    image, text = message["content"]  # the image first
-    head, _, data = image["image_url"]["url"].partition(",")
-    assert (image["type"], head) == ("image_url", "data:image/png;base64")
-    np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(base64.b64decode(data)))), IMAGES[0])
-    assert '"a \\"red\\" cube\\n}"' in text["text"]
+    np.testing.assert_array_equal(seen(message), IMAGES[:1])
+    assert '"a \\"red\\" cube\\n}"' in message["content"][-1]["text"]
     form = request["response_format"]
     assert form["type"] == "json_schema"
     assert form["json_schema"]["strict"] is True
@@ -126,43 +135,122 @@ def test_a_transcription_is_compared_like_that_of_the_ocr_scorer(endpoint: Calla
     scores = score(load_vlm(fake.url, task="ocr"), 'says "k7 qx"', 'says "K7QA"', "says nothing")
     assert [result.value for result in scores] == [1.0, 0.75, None]
     assert scores[1].details == {"read": "K7QX", "target": "K7QA"}
+    assert [part["role"] for part in fake.requests[0]["messages"]] == ["system", "user"]
+    assert "response_format" not in fake.requests[0]
     assert scores[2].abstained == "the prompt has no text between double quotes"
     assert len(fake.requests) == 2  # what needs no answer is not asked
     assert "K7QA" not in json.dumps(fake.requests)  # nor is the target told
-    [part] = score(load_vlm(fake.url, task="ocr_contained"), 'says "k7"')
+    [part] = score(load_vlm(fake.url, task="ocr"), 'says "k7"')
     assert part.value == 1.0  # verl-omni's formula
 
 
-def test_alignment_and_rating_are_brought_to_0_to_1(endpoint: Callable[..., FakeEndpoint]) -> None:
+def test_scores_are_brought_to_0_to_1(endpoint: Callable[..., FakeEndpoint]) -> None:
     [aligned] = score(load_vlm(endpoint(GOOD["alignment"]).url, task="alignment"), "a cube")
     assert aligned == Score(0.75, details={"reason": "all there"})
-    [rated] = score(load_vlm(endpoint(GOOD["rating"]).url, task="rating"), "a cube")
+    [rated] = score(load_vlm(endpoint(GOOD["unifiedreward"]).url, task="unifiedreward"), "a cube")
     assert rated.value == pytest.approx(((5 + 4 + 1.5) / 3 - 1) / 4)
     assert rated.parts == {"alignment": 5.0, "coherence": 4.0, "style": 1.5}
-    for numbers, value in (("1, 1, 1", 0.0), ("5, 5, 5", 1.0)):
-        a, c, s = numbers.split(", ")
-        answer = f'{{"style": {s}, "coherence": {c}, "alignment": {a}}}'
-        assert score(load_vlm(endpoint(answer).url, task="rating"), "a cube")[0].value == value
+    [first] = score(load_vlm(endpoint(GOOD["unifiedreward_v1"]).url, task="unifiedreward_v1"), "a cube")
+    assert first.value == 0.7
+    [edited] = score(load_vlm(endpoint(GOOD["edit_rating"]).url, task="edit_rating"), "a cube")
+    assert edited.value == pytest.approx((4 + 2.5 - 2) / 6)
+    for number, value in ((1, 0.0), (5, 1.0)):
+        answer = "".join(f"{axis} Score: {number}\n" for axis in ("Alignment", "Coherence", "Style"))
+        assert score(load_vlm(endpoint(answer).url, task="unifiedreward"), "a cube")[0].value == value
 
 
-@pytest.mark.parametrize("task", TASKS)
+PUBLISHED = {  # SHA-256 of the words at the places that questions.toml names
+    "ocr": "d233c642a829efc98a07a680100aca6e9594264d2d9005854220d43aa61f3ada",
+    "unifiedreward": "75d52d3ae771f89b682db3b74cdaca1c7bde373a39162bc1c9dabd63cdc9b851",
+    "unifiedreward_edit": "b9c27cd063664e5f363a5039623cf27a0358e7900dcd8b4cfdb48569d843fc7c",
+    "unifiedreward_quality": "ddb40baa511dbf2fd619474e5a0fcd043c6325f976bfc8fd1f8b9fbf4c521113",
+    "unifiedreward_v1": "f56f919ce3bc6aab3c173a5f836defe195e17e9614753e8b4c3dc2405bd4975b",
+}
+
+
+def test_the_words_of_others_are_exact(endpoint: Callable[..., FakeEndpoint]) -> None:
+    digests = {name: hashlib.sha256(QUESTIONS[name].encode()).hexdigest() for name in PUBLISHED}
+    assert digests == PUBLISHED
+    fake = endpoint(GOOD["unifiedreward"])
+    score(load_vlm(fake.url, task="unifiedreward"), 'a "red" cube')
+    [message] = fake.requests[0]["messages"]
+    assert message["content"][-1]["text"].endswith('\nText Caption: [a "red" cube]')  # not as a JSON string
+
+
+def about_the_edit(request: dict[str, Any]) -> bool:
+    """True if a request shows the image before the edit too."""
+    return len(request["messages"][-1]["content"]) == 3
+
+
+@pytest.mark.parametrize(("task", "most"), [("edit", 10), ("unifiedreward_edit", 25)])
+def test_an_edit_is_judged_beside_its_reference_and_its_looks_by_itself(
+    endpoint: Callable[..., FakeEndpoint], task: str, most: int
+) -> None:
+    def answer(request: dict[str, Any]) -> str:
+        first, second = (0.9 * most, 0.4 * most) if about_the_edit(request) else (0.5 * most, most)
+        if task == "unifiedreward_edit":
+            return f'{{\n"reasoning" : "nearly",\n"score" : [{first}, {second}],\n}}'
+        if about_the_edit(request):
+            return json.dumps({"reason": "nearly", "success": first, "preservation": second})
+        return json.dumps({"flaws": "dark", "naturalness": first, "artifacts": second})
+
+    fake = endpoint(answer)
+    scorer = load_vlm(fake.url, task=task)
+    assert scorer.references
+    [result] = score(scorer, "make it red")
+    assert result.value == pytest.approx((0.4 * 0.5) ** 0.5)  # VIEScore: the root of the smaller ones' product
+    wanted = {"success": 0.9, "preservation": 0.4, "naturalness": 0.5, "artifacts": 1.0}
+    assert result.parts == pytest.approx(wanted)
+    both, looks = (seen(request["messages"][-1]) for request in fake.requests)
+    np.testing.assert_array_equal(both, IMAGES[[2, 0]])
+    np.testing.assert_array_equal(looks, IMAGES[:1])
+    assert [about_the_edit(request) for request in fake.requests] == [True, False]
+    assert "make it red" in json.dumps(fake.requests[0])
+    [alone] = scorer({"image": IMAGES[:1]}, ["make it red"], [{}], [()])
+    assert alone == Score(None, abstained="the sample has no reference")
+    assert len(fake.requests) == 2
+
+
+def test_an_edit_with_one_bad_answer_of_two_abstains(endpoint: Callable[..., FakeEndpoint]) -> None:
+    good = '{"reason": "r", "success": 9, "preservation": 9}'
+    fake = endpoint(lambda request: good if about_the_edit(request) else "pretty")
+    [result] = score(load_vlm(fake.url, task="edit"), "make it red")
+    assert result.value is None
+    assert result.details == {"answer": "pretty"}
+
+
+@pytest.mark.parametrize(
+    "question", [own for task in TASKS.values() for own in task.questions], ids=lambda own: own.text[:20]
+)
 @pytest.mark.parametrize(
     "answer",
     [
         *("", "7", "null", "[]", "{}", "score: 7", '"text"', "{'score': 7}", "[" * 100_000),
         *('{"text": 3}', '{"text": null}', '{"text": ["K7QX"]}', '{"text": "K7QX", "score": 1}', '{"Text": "K7QX"}'),
         '{"text": "' + "a" * 4001 + '"}',
-        "```json\n" + GOOD["rating"] + "\n```",
+        "```json\n" + GOOD["edit_rating"] + "\n```",
         *(f'{{"reason": "r", "score": {number}}}' for number in ("-0.1", "10.01", "NaN", "Infinity", "1e999", "true")),
         *(f'{{"reason": "r", "score": {number}}}' for number in ('"7"', "null", "[7]", "1" + "0" * 4999)),
         *('{"reason": 1, "score": 7}', '{"score": 7}', '{"reason": "r", "score": 7, "sure": true}'),
-        *(f'{{"alignment": 3, "coherence": 3, "style": {number}}}' for number in ("0.99", "5.01", "NaN", "false")),
-        GOOD["rating"] + GOOD["rating"],
+        *(f'{{"following": 3, "quality": {number}}}' for number in ("0.99", "4.01", "NaN", "false")),
+        *("Alignment Score: 3\nCoherence Score: 3", "Alignment Score: 3\nCoherence Score: 3\nStyle Score: 5.01"),
+        *(
+            "Final Score: x",
+            "Final Score: 0.9",
+            "Final Score: -3",
+            '"score": [3]',
+            '"score": [3, 26]',
+            '"score": [-1, 3]',
+        ),
+        GOOD["edit_rating"] + GOOD["edit_rating"],
     ],
 )
-def test_an_answer_in_another_form_abstains(task: str, answer: str) -> None:
+def test_an_answer_in_another_form_abstains(question: Message, answer: str) -> None:
+    if question.text == QUESTIONS["ocr"] and len(answer) <= MAX_TEXT:
+        assert question.read(answer) == {"text": answer}  # whatever was read
+        return
     with pytest.raises(ValueError):
-        TASKS[task].read(answer)
+        question.read(answer)
 
 
 def test_an_abstention_says_what_was_wrong_and_shows_the_answer(endpoint: Callable[..., FakeEndpoint]) -> None:
@@ -320,10 +408,7 @@ def test_something_else_than_an_endpoint_is_refused(misbehave: Callable[..., str
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"task": "beauty"},
-            "['alignment', 'ocr', 'ocr_contained', 'preference', 'questions', 'ranking', 'rating'], got 'beauty'",
-        ),
+        ({"task": "beauty"}, "task must be one of ['alignment', 'edit', 'edit_rating', 'ocr',"),
         ({"url": "127.0.0.1:8000"}, "url must be http(s)://host"),
         ({"url": "file:///etc/passwd"}, "url must be http(s)://host"),
         ({"url": "http://"}, "url must be http(s)://host"),

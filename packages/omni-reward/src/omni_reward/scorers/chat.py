@@ -1,7 +1,7 @@
 """A client that asks an OpenAI-compatible chat endpoint, such as vLLM's or SGLang's, about images.
 
-It requests JSON of a schema, at temperature 0 and with a fixed seed, and returns the model's text. The caller must
-check the text: servers differ in how well they follow a schema, and some silently ignore it.
+It samples at temperature 0 and with a fixed seed, requests JSON if there is a schema, and returns the model's text. The
+caller must check the text: servers differ in how well they follow a schema, and some silently ignore it.
 """
 
 import base64
@@ -44,21 +44,27 @@ class Endpoint:
         check_url(self._url)
         self._transport = Transport(token, content_type="application/json")
 
-    def ask(self, model: str, images: Sequence[np.ndarray], question: str, schema: dict[str, object]) -> str:
-        """Return the text of a model's answer to a question about images in their order, [H, W, 3] each, uint8, RGB.
+    def ask(
+        self, model: str, images: Sequence[np.ndarray], question: str, *, system: str, schema: dict[str, object] | None
+    ) -> str:
+        """Return the text of a model's answer to a question about images [H, W, 3], uint8, RGB, which precede it.
+
+        system: the first message, if any.
+        schema: of a JSON answer; None for a text.
 
         Raises:
             UnansweredError: an image is too large, or the model refused or did not finish.
             RewardError: the endpoint could not be reached, failed, or has another protocol.
         """
-        content: list[dict[str, object]] = [
-            {"type": "image_url", "image_url": {"url": _data_uri(image)}} for image in images
-        ]
-        content.append({"type": "text", "text": question})
-        chat = {"model": model, "messages": [{"role": "user", "content": content}]}
-        settings = {"temperature": 0, "seed": self._seed, "max_tokens": MAX_TOKENS}
-        form = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": schema}}
-        body = [json.dumps({**chat, **settings, "response_format": form}).encode()]
+        seen: list[object] = [{"type": "image_url", "image_url": {"url": _data_uri(image)}} for image in images]
+        asked = {"role": "user", "content": [*seen, {"type": "text", "text": question}]}
+        first = [{"role": "system", "content": system}] if system else []
+        chat: dict[str, object] = {"model": model, "messages": [*first, asked]}
+        chat |= {"temperature": 0, "seed": self._seed, "max_tokens": MAX_TOKENS}
+        if schema:
+            form = {"name": "answer", "strict": True, "schema": schema}
+            chat["response_format"] = {"type": "json_schema", "json_schema": form}
+        body = [json.dumps(chat).encode()]
         deadline = time.monotonic() + self._timeout_s
         exchange, endpoints = self._transport.exchange, Endpoints([f"{self._url}/chat/completions"])
         return _answer_in(endpoints.call(lambda url: exchange("POST", url, deadline, body), deadline))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from omni_reward.scorers.tasks import QUESTIONS, Range, Task, Words
+from omni_reward.scorers.tasks import QUESTIONS, Message, Range, Task, Words
 from omni_reward.wire import Score
 
 TASK = "questions"
@@ -84,7 +84,7 @@ def checklist(meta: Mapping[str, object]) -> Task:
     asked = read_questions(meta)
     named = json.dumps({str(i): each.text for i, each in enumerate(asked, start=1)}, ensure_ascii=False)
     fields = {str(i): YES_NO if isinstance(each.answer, str) else COUNTS for i, each in enumerate(asked, start=1)}
-    return Task(QUESTIONS[TASK].replace("{questions}", named), fields, partial(_score, asked))
+    return Task((Message(QUESTIONS[TASK].replace("{questions}", named), fields),), partial(_score, asked))
 
 
 def _score(asked: Sequence[Question], fields: dict[str, Any], prompt: str) -> Score:

@@ -26,7 +26,7 @@ from itertools import combinations
 import numpy as np
 
 from omni_reward.errors import RewardError
-from omni_reward.scorers.tasks import QUESTIONS, Task
+from omni_reward.scorers.tasks import QUESTIONS, Message, Task
 from omni_reward.wire import Score, ScoreFn
 
 Order = tuple[int, ...]  # places in the group of the images that a question shows
@@ -39,7 +39,8 @@ def ranking_task(count: int) -> Task:
     fields = {"reason": None, **{f"image_{i}": (1, count) for i in range(1, count + 1)}}
     question = QUESTIONS["ranking"].replace("{count}", str(count))
     return Task(
-        question, fields, lambda found, prompt: Score(0.0, parts={k: found[k] for k in fields if k != "reason"})
+        (Message(question, fields, shows_all=True),),
+        lambda found, prompt: Score(0.0, parts={k: found[k] for k in fields if k != "reason"}),
     )
 
 
@@ -50,7 +51,9 @@ def _score_preference(fields: dict[str, float], prompt: str) -> Score:
     return Score(0.0, parts={"image_1": better, "image_2": 3 - better})
 
 
-PREFERENCE = Task(QUESTIONS["preference"], {"reason": None, "better": (1, 2)}, _score_preference)
+PREFERENCE = Task(
+    (Message(QUESTIONS["preference"], {"reason": None, "better": (1, 2)}, shows_all=True),), _score_preference
+)
 # The question about a number of images, by task.
 GROUP_TASKS: dict[str, Callable[[int], Task]] = {"preference": lambda count: PREFERENCE, "ranking": ranking_task}
 

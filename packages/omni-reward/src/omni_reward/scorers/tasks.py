@@ -1,21 +1,33 @@
 """Questions about an image for a vision-language model, the forms of the answers, and their scores.
 
-A valid answer is a JSON object with exactly the requested fields, each within its range; any other raises, and the
-caller abstains. The prompt is a JSON string in the question, so that it cannot end its quotation or pass for our text.
+A valid answer has exactly the requested fields, each within its range; any other raises, and the caller abstains. It is
+a JSON object, and the prompt a JSON string in the question, so that it cannot end its quotation or pass for our text.
+The questions of `ocr` and `unifiedreward...` have the words of others, with the prompt as it is, and answers in the
+form that their models were trained with.
 
-| task | fields | score |
+| task | fields | score, in [0, 1] |
 |---|---|---|
-| `ocr` | `text`: all text in the image | agreement with the quoted text in the prompt, as in `ocr`, in [0, 1] |
-| `ocr_contained` | as `ocr` | the same with the formula `contained`, as in verl-omni |
 | `alignment` | `reason`; `score`, 0 to 10 | score / 10 |
-| `rating` | `alignment`, `coherence`, `style`, 1 to 5 each | (mean - 1) / 4, in [0, 1] |
+| `ocr` | `text`: all text in the image | agreement with the quoted text by the formula `contained` of `ocr` |
+| `unifiedreward` | `alignment`, `coherence`, `style`, 1 to 5 each | (mean - 1) / 4 |
+| `unifiedreward_v1` | `score`, 1 to 5 | score / 5 |
+| `edit` | `success`, `preservation`, `naturalness`, `artifacts`, 0 to 10 each, and two reasons | (1) / 10 |
+| `unifiedreward_edit` | the same four, 0 to 25 each | (1) / 25 |
+| `edit_rating` | `following`, `quality`, 1 to 4 each | (mean - 1) / 3 |
 
-The three aspects of `rating` and their range are those of UnifiedReward (arXiv 2503.05236), second version. The text is
-ours, not that of its training.
+    sqrt(min(success, preservation) * min(naturalness, artifacts))                                          (1)
+
+An edit is judged beside its first reference, its naturalness and artifacts by itself.
+
+Sources: `ocr` is compute_score_ocr of verl-omni (verl_omni/utils/reward_score/genrm_ocr.py), which samples at
+temperature 0.7. UnifiedReward (arXiv 2503.05236) is scaled as in verl-omni, its first version as in flow_grpo. (1) is
+VIEScore (Ku et al., arXiv 2312.14867). The scales of `edit_rating` are those of EditReward (arXiv 2509.26346).
 """
 
 import hashlib
 import json
+import math
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -30,33 +42,38 @@ MAX_TEXT = 4000  # characters of a field
 Range = tuple[float, float]
 Words = tuple[str, ...]
 Kind = Range | Words | None
-_SCALE: Range = (0, 10)
+_NUMBER = r"\s*([-+]?\d+\.?\d*)"
 _STARS: Range = (1, 5)
+_LEVELS: Range = (1, 4)
 
 
 @dataclass(frozen=True)
-class Task:
-    """A kind of question.
+class Message:
+    """A message to the model, and the form of its answer.
 
     Args:
-        question: its text; {prompt} is replaced by the prompt.
+        text: the question; {prompt} is replaced by the prompt.
         fields: range of each number in the answer, words of which a text must be one, or None for any text; in the
             order of the answer.
-        score: returns the score of a valid answer, given the prompt.
-        decline: returns the abstention of a prompt that does not suit the question, else None.
+        pattern: regular expression of the answer, with a group for each field; by default the answer is JSON.
+        system: what the model the model reads first.
+        shows_all: True if it shows all images, such as the reference before an edit, and not only the last.
     """
 
-    question: str
+    text: str
     fields: Mapping[str, Kind]
-    score: Callable[[dict[str, Any], str], Score]
-    decline: Callable[[str], Score | None] = lambda prompt: None
+    pattern: str = ""
+    system: str = ""
+    shows_all: bool = False
 
     def ask(self, prompt: str) -> str:
         """Return the question for a prompt."""
-        return self.question.replace("{prompt}", json.dumps(prompt, ensure_ascii=False))
+        return self.text.replace("{prompt}", prompt if self.pattern else json.dumps(prompt, ensure_ascii=False))
 
-    def schema(self) -> dict[str, object]:
-        """Return the JSON schema of the answer."""
+    def schema(self) -> dict[str, object] | None:
+        """Return the JSON schema of the answer, or None if the answer has a pattern."""
+        if self.pattern:
+            return None
         properties = {name: _schema_of(span) for name, span in self.fields.items()}
         form = {"type": "object", "properties": properties, "required": list(properties)}
         return {**form, "additionalProperties": False}
@@ -67,20 +84,52 @@ class Task:
         Raises:
             ValueError: the answer does not have the requested form.
         """
-        try:
-            fields = json.loads(answer)
-        except RecursionError as exc:
-            raise ValueError("the answer is nested too deeply") from exc
+        fields = self._matched(answer) if self.pattern else _parsed(answer)
         if not isinstance(fields, dict) or fields.keys() != self.fields.keys():
             raise ValueError(f"the answer must be an object of {list(self.fields)}, got {fields!r:.200}")
         for name, span in self.fields.items():
             _check_field(name, fields[name], span)
         return {name: fields[name] for name in self.fields}
 
+    def _matched(self, answer: str) -> dict[str, Any]:
+        match = re.search(self.pattern, answer, re.DOTALL | re.IGNORECASE)
+        if not match:
+            raise ValueError(f"the answer must give {list(self.fields)} as in its format, got {answer!r:.200}")
+        texts = zip(self.fields.items(), match.groups(), strict=True)
+        return {name: text if span is None else float(text) for (name, span), text in texts}
+
+
+@dataclass(frozen=True)
+class Task:
+    """A kind of judgment, by the answers to one or more questions.
+
+    Args:
+        questions: asked one after another; no two have a field of the same name.
+        score: returns the score of the fields of all answers, given the prompt.
+        decline: returns the abstention of a prompt that does not suit the questions, else None.
+    """
+
+    questions: tuple[Message, ...]
+    score: Callable[[dict[str, Any], str], Score]
+    decline: Callable[[str], Score | None] = lambda prompt: None
+
+    @property
+    def needs_reference(self) -> bool:
+        """True if a question is about an edit."""
+        return any(question.shows_all for question in self.questions)
+
     @property
     def version(self) -> str:
-        """The digest of the question and the form."""
-        return hashlib.sha256(f"{self.question}{self.schema()}".encode()).hexdigest()[:12]
+        """The digest of the questions and the forms."""
+        asked = "".join(f"{own.text}{own.schema() or own.pattern}" for own in self.questions)
+        return hashlib.sha256(asked.encode()).hexdigest()[:12]
+
+
+def _parsed(answer: str) -> object:
+    try:
+        return json.loads(answer)
+    except RecursionError as exc:
+        raise ValueError("the answer is nested too deeply") from exc
 
 
 def _schema_of(span: Kind) -> dict[str, object]:
@@ -109,26 +158,78 @@ def _decline_without_text(prompt: str) -> Score | None:
 
 
 def _score_ocr(fields: dict[str, Any], prompt: str) -> Score:
-    return agreement(str(wanted_text(prompt)), fields["text"])
-
-
-def _score_contained(fields: dict[str, Any], prompt: str) -> Score:
     return agreement(str(wanted_text(prompt)), fields["text"], "contained")
 
 
 def _score_alignment(fields: dict[str, Any], prompt: str) -> Score:
-    return Score(fields["score"] / _SCALE[1], details={"reason": fields["reason"]})
+    return Score(fields["score"] / 10, details={"reason": fields["reason"]})
 
 
-def _score_rating(fields: dict[str, Any], prompt: str) -> Score:
-    low, high = _STARS
-    return Score((sum(fields.values()) / len(fields) - low) / (high - low), parts=fields)
+def _score_v1(fields: dict[str, Any], prompt: str) -> Score:
+    return Score(fields["score"] / 5)
+
+
+def _score_mean(span: Range) -> Callable[[dict[str, Any], str], Score]:
+    low, high = span
+    return lambda fields, prompt: Score((sum(fields.values()) / len(fields) - low) / (high - low), parts=fields)
+
+
+def _score_edit(most: float) -> Callable[[dict[str, Any], str], Score]:
+    """VIEScore of an edit, whose numbers are from 0 to `most`."""
+
+    def score(fields: dict[str, Any], prompt: str) -> Score:
+        reasons = {name: value for name, value in fields.items() if isinstance(value, str)}
+        shares = {name: value / most for name, value in fields.items() if name not in reasons}
+        consistency = min(shares["success"], shares["preservation"])
+        quality = min(shares["naturalness"], shares["artifacts"])
+        return Score(math.sqrt(consistency * quality), parts=shares, details=reasons)
+
+    return score
+
+
+def _edit_questions(most: float) -> tuple[Message, ...]:
+    """The two questions of UnifiedReward-Edit."""
+    pattern, span = rf'"score"\s*:\s*\[{_NUMBER}\s*,{_NUMBER}\s*\]', (0.0, most)
+    followed = {"success": span, "preservation": span}
+    looks = {"naturalness": span, "artifacts": span}
+    return (
+        Message(QUESTIONS["unifiedreward_edit"], followed, pattern, shows_all=True),
+        Message(QUESTIONS["unifiedreward_quality"], looks, pattern),
+    )
 
 
 QUESTIONS = tomllib.loads((files("omni_reward.scorers") / "questions.toml").read_text("utf-8"))
+_TEN: Range = (0, 10)
+_AXES = {"alignment": _STARS, "coherence": _STARS, "style": _STARS}
+_EDIT = {"reason": None, "success": _TEN, "preservation": _TEN}
+_EDIT_QUALITY = {"flaws": None, "naturalness": _TEN, "artifacts": _TEN}
+_EDIT_RATING = {"following": _LEVELS, "quality": _LEVELS}
+_ASSISTANT = "You are a helpful assistant."  # verl-omni's first message
 TASKS = {
-    "ocr": Task(QUESTIONS["ocr"], {"text": None}, _score_ocr, _decline_without_text),
-    "ocr_contained": Task(QUESTIONS["ocr"], {"text": None}, _score_contained, _decline_without_text),
-    "alignment": Task(QUESTIONS["alignment"], {"reason": None, "score": _SCALE}, _score_alignment),
-    "rating": Task(QUESTIONS["rating"], {"alignment": _STARS, "coherence": _STARS, "style": _STARS}, _score_rating),
+    "alignment": Task((Message(QUESTIONS["alignment"], {"reason": None, "score": _TEN}),), _score_alignment),
+    "ocr": Task(
+        (Message(QUESTIONS["ocr"], {"text": None}, r"\A(.*)\Z", system=_ASSISTANT),), _score_ocr, _decline_without_text
+    ),
+    "unifiedreward": Task(
+        (
+            Message(
+                QUESTIONS["unifiedreward"],
+                _AXES,
+                r".*?".join(rf"{axis}\s+Score\s*(?:\(1-5\))?\s*:{_NUMBER}" for axis in _AXES),
+            ),
+        ),
+        _score_mean(_STARS),
+    ),
+    "unifiedreward_v1": Task(
+        (Message(QUESTIONS["unifiedreward_v1"], {"score": _STARS}, rf"Final Score:{_NUMBER}"),), _score_v1
+    ),
+    "edit": Task(
+        (
+            Message(QUESTIONS["edit"], _EDIT, shows_all=True),
+            Message(QUESTIONS["edit_quality"], _EDIT_QUALITY),
+        ),
+        _score_edit(10),
+    ),
+    "unifiedreward_edit": Task(_edit_questions(25), _score_edit(25)),
+    "edit_rating": Task((Message(QUESTIONS["edit_rating"], _EDIT_RATING, shows_all=True),), _score_mean(_LEVELS)),
 }

@@ -12,10 +12,12 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from omni_reward.errors import RewardError
+from omni_reward.media import Arrays, Meta, References
 from omni_reward.scorers.chat import Endpoint, UnansweredError
 from omni_reward.scorers.checklist import TASK, checklist
 from omni_reward.scorers.compare import GROUP_TASKS, group_scorer
@@ -36,7 +38,7 @@ def load_vlm(
     seed: int = 0,
     orders: str = "both",
 ) -> Scorer:
-    """Load the scorer of `image` [N, H, W, 3], uint8, RGB.
+    """Load the scorer of `image` [N, H, W, 3], uint8, RGB, and their references if the task is about edits.
 
     Args:
         url: the endpoint's base URL, such as http://127.0.0.1:8000/v1.
@@ -44,8 +46,8 @@ def load_vlm(
             groups.
         model: name of the model; None if the endpoint serves only one.
         token_file: file with the endpoint's bearer token.
-        timeout_s: limit of a sample, retries included.
-        max_in_flight: concurrent questions.
+        timeout_s: limit of a question, retries included.
+        max_in_flight: samples judged, or questions of GROUP_TASKS asked, at a time.
         seed: of the endpoint's sampler; the temperature is 0.
         orders: of the images in a question of GROUP_TASKS: `both`, or `one`, which is drawn.
 
@@ -73,11 +75,14 @@ def load_vlm(
     if task in GROUP_TASKS:
         version = f"{model} {task} {orders} {GROUP_TASKS[task](2).version}"
         return Scorer(group_scorer(task, orders, seed, ask, pool), version=version, groups=True)
+    about_edits = task in TASKS and TASKS[task].needs_reference
 
-    def score(media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]) -> list[Score]:
-        chosen = [_choose(task, *own) for own in zip(prompts, meta, strict=True)]
+    def score(media: Arrays, prompts: list[str], meta: Meta, references: References = ()) -> list[Score]:
+        before = [own[:1] for own in references] if about_edits else [()] * len(prompts)
+        chosen = [_choose(task, *own) for own in zip(prompts, meta, before, strict=True)]
         asked = [(i, own) for i, own in enumerate(chosen) if isinstance(own, Task)]
-        answers = list(pool.map(lambda own: ask(own[1], [media["image"][own[0]]], prompts[own[0]]), asked))
+        shown = [(*own, image) for own, image in zip(before, media["image"], strict=True)]
+        answers = list(pool.map(lambda own: ask(own[1], shown[own[0]], prompts[own[0]]), asked))
         failures = [answer for answer in answers if isinstance(answer, RewardError)]
         if failures and len(failures) == len(answers):
             raise failures[0]
@@ -85,28 +90,34 @@ def load_vlm(
         return [own if isinstance(own, Score) else next(scores) for own in chosen]
 
     version = TASKS[task].version if task in TASKS else hashlib.sha256(QUESTIONS[TASK].encode()).hexdigest()[:12]
-    return Scorer(score, version=f"{model} {task} {version}")
+    return Scorer(score, version=f"{model} {task} {version}", references=about_edits)
 
 
-def _choose(name: str, prompt: str, meta: Mapping[str, object]) -> Task | Score:
+def _choose(name: str, prompt: str, meta: Mapping[str, object], before: tuple[np.ndarray, ...]) -> Task | Score:
     """Return the task of a prompt, or the abstention of one that does not suit it."""
     if name == TASK:
         try:
             return checklist(meta)
         except ValueError as exc:
             return Score(None, abstained=f"the prompt's metadata must have questions: {exc}")
+    if TASKS[name].needs_reference and not before:
+        return Score(None, abstained="the sample has no reference")
     return TASKS[name].decline(prompt) or TASKS[name]
 
 
 def _ask(endpoint: Endpoint, model: str, task: Task, images: Sequence[np.ndarray], prompt: str) -> Score | RewardError:
+    fields: dict[str, Any] = {}
+    answer = ""
     try:
-        answer = endpoint.ask(model, images, task.ask(prompt), task.schema())
+        for own in task.questions:
+            shown = images if own.shows_all else images[-1:]
+            answer = endpoint.ask(model, shown, own.ask(prompt), system=own.system, schema=own.schema())
+            fields |= own.read(answer)
+        return task.score(fields, prompt)
     except UnansweredError as exc:
         return Score(None, abstained=str(exc))
     except RewardError as exc:
         return exc
-    try:
-        return task.score(task.read(answer), prompt)
     except ValueError as exc:
         reason = f"the answer has another form: {exc}"[:500]
         return Score(None, abstained=reason, details={"answer": answer[:1000]})
