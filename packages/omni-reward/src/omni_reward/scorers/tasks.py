@@ -56,7 +56,7 @@ class Message:
         fields: range of each number in the answer, words of which a text must be one, or None for any text; in the
             order of the answer.
         pattern: regular expression of the answer, with a group for each field; by default the answer is JSON.
-        system: what the model the model reads first.
+        system: the first message of the chat, if any.
         shows_all: True if it shows all images, such as the reference before an edit, and not only the last.
     """
 

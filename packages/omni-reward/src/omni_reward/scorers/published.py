@@ -1,0 +1,130 @@
+"""Whether a scorer with a network is the published one: its scores of files that everybody can have.
+
+The files and what is known of them are in published.toml. Few authors publish scores of single samples. For the other
+scorers an order must hold: of three things, each image, sound or still video scores highest with its own name, or with
+its own sound. A network that lacks weights, or has others, is refused when it is loaded.
+"""
+
+import argparse
+import hashlib
+import sys
+import tomllib
+import wave
+from collections.abc import Iterator, Mapping
+from importlib.resources import files
+from io import BytesIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import requests
+from PIL import Image
+
+from omni_reward.cli import Parser, read_options
+from omni_reward.media import Arrays
+from omni_reward.scorers import SCORERS, find_empty, load_scorer
+from omni_reward.wire import Scorer
+
+PUBLISHED: dict[str, Any] = tomllib.loads((files("omni_reward.scorers") / "published.toml").read_text("utf-8"))
+MAX_BYTES = 2**22  # of a file
+TIMEOUT_S = 60.0
+FRAMES, FPS = 16, 8  # of a still video
+NO_PROMPT = {"aesthetic": (1.0, 10.0)}  # the range of scorers that ignore the prompt
+
+
+class Check(NamedTuple):
+    """A line of the answer."""
+
+    passed: bool
+    text: str
+
+
+def read_file(folder: str, name: str, sha256: str, local: Path | None) -> bytes:
+    """Return a published file, downloaded unless a local folder has it.
+
+    Raises:
+        ValueError: the file is another one.
+        OSError: it cannot be had.
+    """
+    if local:
+        content = (local / name).read_bytes()
+    else:
+        with requests.get(f"{folder}/{name}", timeout=TIMEOUT_S, stream=True) as reply:
+            reply.raise_for_status()
+            content = reply.raw.read(MAX_BYTES, decode_content=True)
+    if (found := hashlib.sha256(content).hexdigest()) != sha256:
+        raise ValueError(f"{name} must have the SHA-256 {sha256}, got {found}")
+    return content
+
+
+def image_of(content: bytes) -> np.ndarray:
+    """Return the image [H, W, 3], uint8, RGB, of a file."""
+    return np.array(Image.open(BytesIO(content)).convert("RGB"))
+
+
+def sound_of(content: bytes) -> tuple[np.ndarray, int]:
+    """Return the sound [S, C], float32, and its rate of a .wav file of 16 bits."""
+    with wave.open(BytesIO(content)) as file:
+        points = np.frombuffer(file.readframes(file.getnframes()), "<i2").reshape(-1, file.getnchannels())
+        return points.astype(np.float32) / 2**15, file.getframerate()
+
+
+def compare(scorer: Scorer, known: Mapping[str, Any], local: Path | None) -> Iterator[Check]:
+    """Compare a scorer of images with published scores."""
+    for name, own in known["files"].items():
+        image = image_of(read_file(known["folder"], name, own["sha256"], local))
+        [score] = scorer({"image": image[None]}, [known["prompt"]], [{}])
+        passed = score.value is not None and abs(score.value - own["score"]) <= known["within"]
+        found = score.abstained if score.value is None else f"{score.value:.4f}"
+        yield Check(passed, f"{name} scores {found}, published {own['score']:.4f}")
+
+
+def order(name: str, scorer: Scorer, known: Mapping[str, Any], local: Path | None) -> Iterator[Check]:
+    """Check that each thing scores highest with what belongs to it."""
+    things = known["things"]
+    contents = {file: read_file(known["folder"], file, sha256, local) for file, sha256 in known["files"].items()}
+    images = [image_of(contents[f"{thing}_image.jpg"]) for thing in things]
+    sounds = [sound_of(contents[f"{thing}_audio.wav"]) for thing in things]
+    for i, thing in enumerate(things):
+        found = [
+            scored(scorer, images[i], *(sounds[j] if "video" in scorer.media else sounds[i]), things[j])
+            for j in range(len(things))
+        ]
+        shown = ", ".join(f"{other} {value:.4f}" for other, value in zip(things, found, strict=True))
+        if name in NO_PROMPT:
+            low, high = NO_PROMPT[name]
+            yield Check(low <= found[i] <= high, f"the {thing} scores {found[i]:.4f}, possible {low:g} to {high:g}")
+        else:
+            yield Check(bool(np.argmax(found) == i), f"the {thing} scores highest with its own: {shown}")
+
+
+def scored(scorer: Scorer, image: np.ndarray, sound: np.ndarray, rate: int, thing: str) -> float:
+    """Return the score of a thing's image, sound or still video; NaN if the scorer abstains."""
+    kinds: Arrays = {"image": image[None], "audio": sound[None], "video": image[None, None].repeat(FRAMES, axis=1)}
+    meta = {"fps": FPS, "sample_rate": rate, "tag": "single_object", "include": [{"class": thing, "count": 1}]}
+    [score] = scorer({kind: kinds[kind] for kind in scorer.media}, [f"a {thing}"], [meta])
+    return float("nan") if score.value is None else score.value
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run `python -m omni_reward.verify`, which exits with 0 if all checks pass, 1 if one fails, and 2 on errors."""
+    how = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="omni_reward.verify", description=__doc__, formatter_class=how)
+    parser.add_argument("--scorer", required=True, help="name of a scorer with a network")
+    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="option of the scorer")
+    parser.add_argument("--files", type=Path, metavar="FOLDER", help="folder with the files, else they are downloaded")
+    args = parser.parse_args(argv)
+    try:
+        if args.scorer not in SCORERS or not find_empty(args.scorer):
+            raise ValueError(f"--scorer must be one with a network of {list(SCORERS)}, got {args.scorer!r}")
+        scorer = load_scorer(args.scorer, options=read_options(args.option))
+        print(f"{args.scorer} {scorer.version}: all weights are there")
+        known = PUBLISHED["scores"].get(args.scorer)
+        print(f"published scores: {known['source'] if known else 'none are known here, so an order is checked'}")
+        checks = (
+            compare(scorer, known, args.files) if known else order(args.scorer, scorer, PUBLISHED["order"], args.files)
+        )
+        passed = [print(f"{'ok  ' if check.passed else 'NOT '} {check.text}") or check.passed for check in checks]
+    except (ImportError, OSError, ValueError) as exc:
+        parser.error(str(exc))
+    sys.exit(not all(passed))
