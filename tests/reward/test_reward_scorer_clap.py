@@ -1,5 +1,6 @@
 """CLAP on a tiny checkpoint, against transformers' own extractor and model, and resampling against closed forms."""
 
+import pickle
 from pathlib import Path
 
 import build_tiny_scorers
@@ -7,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 from omni_reward import Score
-from omni_reward.scorers import load_scorer
+from omni_reward.scorers import empty_networks, load_scorer
 from omni_reward.scorers.sound import resample
+from safetensors.torch import load_file
 from transformers import AutoTokenizer, ClapFeatureExtractor, ClapModel
 
 RATE = 48_000
@@ -71,6 +73,22 @@ def test_silence_and_a_long_prompt_are_judged(tiny: Path) -> None:
     [score] = scorer({"audio": np.zeros((1, 10, 1), np.float32)}, ["a" * 200], META[:1])
     assert isinstance(score, Score)
     assert score.value is not None
+
+
+def test_a_pytorch_file_of_the_weights_does_as_well(tiny: Path, tmp_path: Path) -> None:
+    for path in tiny.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    assert values(tmp_path) == values(tiny)
+    torch.save({"a": print}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(pickle.UnpicklingError):
+        values(tmp_path)
+
+
+def test_the_larger_checkpoint_has_its_published_size() -> None:
+    [empty] = empty_networks("clap", "meta", {"model": "laion/larger_clap_general"}).values()
+    assert 4 * sum(own.numel() for own in empty.network.parameters()) / 1e6 == pytest.approx(776, rel=0.005)  # MB
 
 
 def test_a_model_that_fuses_random_crops_is_refused(tiny: Path, tmp_path: Path) -> None:

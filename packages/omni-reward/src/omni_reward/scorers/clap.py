@@ -1,7 +1,8 @@
 """CLAP: the similarity of a sound and its prompt, the cosine of their embeddings, in [-1, 1].
 
 CLAP (Wu et al., arXiv 2211.06687) takes one channel at 48 kHz. It gets the first 10 s of a sound; a shorter sound is
-repeated. Models that fuse random crops of longer sounds are refused, as their scores are not deterministic.
+repeated. Models that fuse random crops of longer sounds are refused, as their scores are not deterministic. The
+published repositories hold their weights as pytorch_model.bin.
 
 Letters: N samples, S points in time, C channels.
 """
@@ -19,7 +20,12 @@ from omni_reward.wire import Score, Scorer
 HERTZ = 48_000
 CLAP = "laion/clap-htsat-unfused"
 FRAMES = 1001  # of 10 s of sound
-PUBLISHED: dict[str, dict[str, Any]] = {CLAP: {}}  # whose values are those of the class, with 153 million weights
+PUBLISHED: dict[str, dict[str, Any]] = {  # with 153 and 194 million weights; the first has the values of the class
+    CLAP: {},
+    "laion/larger_clap_general": {  # verl-omni's
+        "audio_config": {"depths": [2, 2, 12, 2], "hidden_size": 1024, "patch_embeds_hidden_size": 128}
+    },
+}
 
 
 def empty_clap(device: str, *, model: str = CLAP, dtype: str = "float32") -> neural.Empty:
@@ -52,7 +58,8 @@ def load_clap(*, model: str = CLAP, device: str | None = None, dtype: str = "flo
         ValueError: an argument breaks its rule, or the model cannot be read.
     """
     where, kind = neural.pick_device(device, threads=threads), neural.pick_dtype(dtype)
-    network = neural.load_model(ClapModel, model, kind, where)
+    config = neural.load_part(ClapConfig, model)
+    network = neural.load_model(ClapModel, model, kind, where, config=config, weights=neural.find_weights(model))
     if network.config.audio_config.enable_fusion:
         raise ValueError(f"model must be a CLAP without feature fusion, got {model!r}")
     tokenizer, hear = neural.load_part(AutoTokenizer, model), neural.load_part(ClapFeatureExtractor, model)

@@ -2,11 +2,14 @@
 
 ImageBind (Girdhar et al., arXiv 2305.05665) averages the embeddings of clips of 2 s: five of a video, each as three
 square crops of two frames, and three of a sound, each as 128 mel bands at 16 kHz. Starts of clips are evenly spaced;
-shorter sounds are padded with silence.
+shorter sounds are padded with silence. Channels of a sound are averaged, where imagebind/data.py of
+github.com/facebookresearch/ImageBind hears the first, and rates are changed by Fourier's series, there by a filter.
 
 Letters: N samples, T frames, H height, W width, S points in time, C channels.
 """
 
+import math
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ from omni_reward.scorers.sound import resample
 from omni_reward.wire import Score, Scorer
 
 HERTZ = 16_000
-SECONDS = 2.0  # of a clip
+SECONDS = 2  # of a clip
 SIDE = 224
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # CLIP's
 
@@ -75,9 +78,12 @@ def load_imagebind(*, weights: str, device: str | None = None, dtype: str = "flo
         heard, seen = [], []
         for clip, sound, (rate, fps) in zip(media["video"], media["audio"], rates, strict=True):
             mono = resample(sound.mean(axis=1), rate, HERTZ)
-            bands = hear([piece - piece.mean() for piece in pieces(mono, HERTZ, 3)], HERTZ, return_tensors="pt")
+            points = [int(start * HERTZ) for start in starts_of(len(mono), HERTZ, 3)]
+            clips = [mono[point : point + SECONDS * HERTZ] for point in points]
+            bands = hear([piece - piece.mean() for piece in clips], HERTZ, return_tensors="pt")
             heard.append(bands.input_values.transpose(1, 2)[:, None])
-            seen.append(torch.cat([squares(piece[[0, -1]]) for piece in pieces(clip, fps, 5)]))
+            starts = starts_of(len(clip), fps, 5)
+            seen.append(torch.cat([squares(clip[ends_of(start, fps, len(clip))]) for start in starts]))
         inputs = {"vision": torch.stack(seen).to(where, kind), "audio": torch.stack(heard).to(where, kind)}
         with torch.inference_mode():
             found = {name: normalize(each.float(), dim=-1) for name, each in network(inputs).items()}
@@ -87,11 +93,16 @@ def load_imagebind(*, weights: str, device: str | None = None, dtype: str = "flo
     return Scorer(score, media=("video", "audio"), batch_size=neural.BATCH_SIZE, version=version, move=move)
 
 
-def pieces(whole: np.ndarray, rate: float, count: int) -> list[np.ndarray]:
-    """Return `count` clips of 2 s of frames or points [T, ...] with evenly spaced starts; a shorter input whole."""
-    length = max(1, round(SECONDS * rate))
-    starts = np.linspace(0, max(len(whole) - length, 0), count).astype(int)
-    return [whole[start : start + length] for start in starts]
+def starts_of(length: int, rate: float, count: int) -> list[Fraction]:
+    """Return the starts, in s, of `count` clips of 2 s, evenly spaced over `length` frames or points."""
+    gap = Fraction(max(length / rate - SECONDS, 0)) / (count - 1)
+    return [gap * i for i in range(count)]
+
+
+def ends_of(start: Fraction, fps: float, length: int) -> list[int]:
+    """Return the first and the last frame of the clip that starts at `start` s, at least the last one of the video."""
+    first = min(math.ceil(float(fps) * start), length - 1)  # rounded as pytorchvideo's decoder does
+    return [first, max(first, min(math.ceil(float(fps) * (start + SECONDS)), length) - 1)]
 
 
 def squares(frames: np.ndarray) -> Tensor:

@@ -199,6 +199,18 @@ def find_file(name: str, file: str) -> Path:
         return Path(str(cached_file(place, file)))
 
 
+def find_weights(name: str) -> dict[str, Tensor]:
+    """Read a model's weights from model.safetensors or, if it has none, from pytorch_model.bin, which runs no code.
+
+    Raises:
+        ValueError: the model has neither, or the file has other objects than tensors.
+    """
+    try:
+        return read_weights(find_file(name, "model.safetensors"))
+    except ValueError:
+        return read_weights(find_file(name, "pytorch_model.bin"))
+
+
 def read_weights(path: Path, *, within: str = "") -> dict[str, Tensor]:
     """Read tensors by name from a .safetensors file, or from a PyTorch file with only tensors.
 
