@@ -30,7 +30,7 @@ def judge(answer: Answer) -> Iterator[tuple[str, list[list[int]]]]:
         *images, question = message["content"]
         datas = [base64.b64decode(image["image_url"]["url"].partition(",")[2]) for image in images]
         shown.append([int(np.asarray(Image.open(io.BytesIO(data)))[0, 0, 0]) for data in datas])
-        assert '"a \\"red\\" cube"' in question["text"]
+        assert '"a \\"red\\" cube"' in question["text"] or '[a "red" cube]' in question["text"]
         found = answer(shown[-1])
         return found if isinstance(found, tuple | str) else json.dumps(found)
 
@@ -65,7 +65,17 @@ def places(values: list[int]) -> dict[str, object]:
     return {"reason": "brighter", **own}
 
 
-HONEST: dict[str, Callable[[list[int]], dict[str, object]]] = {"preference": better, "ranking": places}
+def pair_text(first: float) -> str:
+    """An answer of UnifiedReward that gives the first of two images this score in each dimension."""
+    axes = ("Alignment", "Coherence", "Style")
+    return "\n\n".join(f"{axis} Score:\n Image 1: {first}\n Image 2: {1 - first}" for axis in axes)
+
+
+def brighter(values: list[int]) -> str:
+    return pair_text((1 + (values[0] > values[1]) - (values[0] < values[1])) / 2)
+
+
+HONEST: dict[str, Answer] = {"preference": better, "unifiedreward_pair": brighter, "ranking": places}
 
 
 def score(scorer: Scorer, *values: int) -> list[Score]:
@@ -92,7 +102,9 @@ def test_an_honest_judge_gives_each_image_the_share_that_it_is_better_than(judge
 
 @pytest.mark.parametrize("task", GROUP_TASKS)
 def test_a_judge_that_prefers_the_first_image_tells_nothing_in_both_orders(judged, task) -> None:
-    def first(values: list[int]) -> dict[str, object]:
+    def first(values: list[int]) -> object:
+        if task == "unifiedreward_pair":
+            return pair_text(0.9)
         return {"reason": "", "better": 1} if task == "preference" else {"reason": ""} | {
             f"image_{i}": i for i in range(1, len(values) + 1)
         }  # fmt: skip

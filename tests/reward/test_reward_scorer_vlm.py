@@ -163,6 +163,7 @@ PUBLISHED = {  # SHA-256 of the words at the places that questions.toml names
     "ocr": "d233c642a829efc98a07a680100aca6e9594264d2d9005854220d43aa61f3ada",
     "unifiedreward": "75d52d3ae771f89b682db3b74cdaca1c7bde373a39162bc1c9dabd63cdc9b851",
     "unifiedreward_edit": "b9c27cd063664e5f363a5039623cf27a0358e7900dcd8b4cfdb48569d843fc7c",
+    "unifiedreward_pair": "828e9ab2f81c3b6d42fb68dd5b8ea1b7647063c4b5d79a98d003ff25de5c5ca8",
     "unifiedreward_quality": "ddb40baa511dbf2fd619474e5a0fcd043c6325f976bfc8fd1f8b9fbf4c521113",
     "unifiedreward_v1": "f56f919ce3bc6aab3c173a5f836defe195e17e9614753e8b4c3dc2405bd4975b",
 }

@@ -3,6 +3,7 @@
 | task | a question shows | it asks for |
 |---|---|---|
 | `preference` | two images, for each pair of the group | the better one |
+| `unifiedreward_pair` | the same | scores of both, as UnifiedReward 2.0 was trained; their mean decides |
 | `ranking` | all images of the group | the place of each; equal places are a tie |
 
 A score is the share of the other samples that a sample beats, in [0, 1], a tie counting one half; its mean over a group
@@ -26,7 +27,7 @@ from itertools import combinations
 import numpy as np
 
 from omni_reward.errors import RewardError
-from omni_reward.scorers.tasks import QUESTIONS, Message, Task
+from omni_reward.scorers.tasks import NUMBER, QUESTIONS, Message, Task
 from omni_reward.wire import Score, ScoreFn
 
 Order = tuple[int, ...]  # places in the group of the images that a question shows
@@ -54,8 +55,32 @@ def _score_preference(fields: dict[str, float], prompt: str) -> Score:
 PREFERENCE = Task(
     (Message(QUESTIONS["preference"], {"reason": None, "better": (1, 2)}, shows_all=True),), _score_preference
 )
+AXES = ("alignment", "coherence", "style")
+
+
+def _score_pair(fields: dict[str, float], prompt: str) -> Score:
+    """Return the places of two images, of which the mean of UnifiedReward's relative scores decides."""
+    first, second = (sum(fields[f"{axis}_{i}"] for axis in AXES) for i in (1, 2))
+    return Score(0.0, parts={"image_1": 1 + (first < second), "image_2": 1 + (second < first)})
+
+
+PAIR = Task(
+    (
+        Message(
+            QUESTIONS["unifiedreward_pair"],
+            {f"{axis}_{i}": (0, 1) for axis in AXES for i in (1, 2)},
+            r".*?".join(rf"{axis} Score:\s*Image 1:{NUMBER}\s*Image 2:{NUMBER}" for axis in AXES),
+            shows_all=True,
+        ),
+    ),
+    _score_pair,
+)
 # The question about a number of images, by task.
-GROUP_TASKS: dict[str, Callable[[int], Task]] = {"preference": lambda count: PREFERENCE, "ranking": ranking_task}
+GROUP_TASKS: dict[str, Callable[[int], Task]] = {
+    "preference": lambda count: PREFERENCE,
+    "unifiedreward_pair": lambda count: PAIR,
+    "ranking": ranking_task,
+}
 
 
 def orders_of(task: str, count: int, orders: str, draw: random.Random) -> list[Order]:

@@ -42,7 +42,7 @@ MAX_TEXT = 4000  # characters of a field
 Range = tuple[float, float]
 Words = tuple[str, ...]
 Kind = Range | Words | None
-_NUMBER = r"\s*([-+]?\d+\.?\d*)"
+NUMBER = r"\s*([-+]?\d+\.?\d*)"
 _STARS: Range = (1, 5)
 _LEVELS: Range = (1, 4)
 
@@ -189,7 +189,7 @@ def _score_edit(most: float) -> Callable[[dict[str, Any], str], Score]:
 
 def _edit_questions(most: float) -> tuple[Message, ...]:
     """The two questions of UnifiedReward-Edit."""
-    pattern, span = rf'"score"\s*:\s*\[{_NUMBER}\s*,{_NUMBER}\s*\]', (0.0, most)
+    pattern, span = rf'"score"\s*:\s*\[{NUMBER}\s*,{NUMBER}\s*\]', (0.0, most)
     followed = {"success": span, "preservation": span}
     looks = {"naturalness": span, "artifacts": span}
     return (
@@ -215,13 +215,13 @@ TASKS = {
             Message(
                 QUESTIONS["unifiedreward"],
                 _AXES,
-                r".*?".join(rf"{axis}\s+Score\s*(?:\(1-5\))?\s*:{_NUMBER}" for axis in _AXES),
+                r".*?".join(rf"{axis}\s+Score\s*(?:\(1-5\))?\s*:{NUMBER}" for axis in _AXES),
             ),
         ),
         _score_mean(_STARS),
     ),
     "unifiedreward_v1": Task(
-        (Message(QUESTIONS["unifiedreward_v1"], {"score": _STARS}, rf"Final Score:{_NUMBER}"),), _score_v1
+        (Message(QUESTIONS["unifiedreward_v1"], {"score": _STARS}, rf"Final Score:{NUMBER}"),), _score_v1
     ),
     "edit": Task(
         (
