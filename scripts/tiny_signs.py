@@ -2,9 +2,14 @@
 
 Words come from an alphabet without the look-alikes 0/O and 1/I. A word's hash decides if it is in the evaluation set,
 so the two sets are disjoint.
+
+    python scripts/tiny_signs.py                        # writes the prompts in data/tiny-signs again
+    python scripts/tiny_signs.py --samples data/signs   # writes images for apps/train_sft.py, in a second
 """
 
+import argparse
 import hashlib
+import json
 import random
 from pathlib import Path
 
@@ -70,8 +75,25 @@ def write_prompts(path: Path, *, count: int, evaluation: bool, avoid: Path | Non
     path.write_text("".join(f"{prompt}\n" for prompt in prompts.values()))
 
 
+def write_samples(folder: Path, prompts: Path) -> None:
+    """Write an image of each prompt of a file, and samples.jsonl, which names them."""
+    folder.mkdir(parents=True)  # a folder that exists holds other samples
+    rng, lines = random.Random("tiny-signs samples"), []
+    for number, prompt in enumerate(prompts.read_text().splitlines()):
+        color, word = prompt.split()[1], prompt.split('"')[1]
+        name = f"{number:06}.png"
+        Image.fromarray(render(rng, color, word)).save(folder / name)
+        lines.append(json.dumps({"prompt": prompt, "sample": name}) + "\n")
+    (folder / "samples.jsonl").write_text("".join(lines))
+
+
 if __name__ == "__main__":
-    folder = Path(__file__).parent.parent / "data" / "tiny-signs"
-    write_prompts(folder / "train.txt", count=2048, evaluation=False)
-    write_prompts(folder / "eval.txt", count=256, evaluation=True)
-    write_prompts(folder / "test.txt", count=256, evaluation=True, avoid=folder / "eval.txt")
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--samples", type=Path, help="folder that does not exist, for images of the training prompts")
+    home, out = Path(__file__).parent.parent / "data" / "tiny-signs", parser.parse_args().samples
+    if out:
+        write_samples(out, home / "train.txt")
+    else:
+        write_prompts(home / "train.txt", count=2048, evaluation=False)
+        write_prompts(home / "eval.txt", count=256, evaluation=True)
+        write_prompts(home / "test.txt", count=256, evaluation=True, avoid=home / "eval.txt")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from helpers import CHECKPOINT, REPO, sampled
 from omni_train.files import load_metrics
+from PIL import Image
 
 APPS = sorted(path.stem for path in (REPO / "apps").glob("*.py"))
 PROMPTS = REPO / "data" / "tiny-signs" / "eval.txt"
@@ -38,6 +39,7 @@ OWN = {
         "width": 32,
         "max_thought_tokens": 2,
     },
+    "train_sft": {"prompts": "samples.jsonl"},
     "sample": {name: SMALL[name] for name in ("model", "prompts", "batch_size", "num_inference_steps")},
 }
 
@@ -46,6 +48,8 @@ OWN = {
 def python(tmp_path):
     """`python(app, flags)`: the output of the app's copy, isolated: neither its folder nor PYTHONPATH is searched."""
     (tmp_path / "eval.txt").write_text('a blue sign that says "AB"\n')
+    Image.new("RGB", (96, 32)).save(tmp_path / "sign.png")
+    (tmp_path / "samples.jsonl").write_text('{"prompt": "a sign", "sample": "sign.png"}\n' * 2)
 
     def python(app, *flags):
         shutil.copy(REPO / "apps" / f"{app}.py", tmp_path)

@@ -21,6 +21,7 @@ from omni_rl.settings.cli import parse_cli
 from omni_rl.settings.fields import change
 from omni_train.dist import init_distributed
 from omni_train.weights.full import save_weights
+from PIL import Image
 from trainer_runs import PROMPTS, cli, exported, lose_step, recipe, tiny, train, train_on_ranks, unclocked, undocumented
 
 LORA = {"lora_rank": 4, "lora_alpha": 8}
@@ -39,6 +40,7 @@ OF_TRAINER = {
     "train_flowgrpo": SIGNS | GRPO, "train_nft": SIGNS | {"train_levels": 2},
     "train_dpo": SIGNS | {"levels_per_pair": 2}, "train_srpo": SIGNS | READER,
     "train_distill": {"prompts_per_step": 4, "batch_size": 2, "train_high": None, "lr": 1e-3},
+    "train_sft": {"prompts_per_step": 4, "group_size": 1, "batch_size": 2},
     "train_gspo": TOKENS, "train_unigrpo": THOUGHTS,
 }  # fmt: skip
 
@@ -65,6 +67,11 @@ def settings(row, url):
         words = [word for name, value in flags.items() for word in (f"--{name}", value)]
         build_preferences.build(build_preferences.parse([*words, "--batch-size", "4"]))
         changes |= {"preferences": "pairs/pairs.jsonl", "group_size": 2}
+    if row.app == "train_sft":
+        Image.new("RGB", (96, 32), "white").save("white.png")
+        lines = [{"prompt": f'a blue sign that says "{i}"', "sample": "white.png"} for i in range(8)]
+        Path("samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        changes |= {"prompts": "samples.jsonl", "scorer_url": url}
     if row.teacher:
         net = QwenImageTransformer2DModel.from_pretrained(CHECKPOINT / "transformer")
         torch.manual_seed(0)
@@ -94,6 +101,7 @@ LEARNS = {
         Row("train_dpo", {"lr": 3e-4, "group_size": 8, "batch_size": 8, "prompts_per_step": 4, "levels_per_pair": 4,
                           "dpo_beta": 2000.0}), 10, 0.02,
     ),
+    "sft": (Row("train_sft", {"lr": 3e-4, "prompts_per_step": 8, "batch_size": 8}), 10, 0.02),
     "srpo": (
         Row("train_srpo", {"lr": 2e-4, "num_inference_steps": 6, "eval_num_inference_steps": 6, "batch_size": 16,
                            "prompts_per_step": 16}), 24, 0.15,
@@ -150,6 +158,8 @@ RANKS = {  # how its weights are spread over two ranks, and what the gradients' 
     "dpo lora fsdp2": (Row("train_dpo", DPO | LORA | {"num_minibatches": 2}), 1e-3),
     "srpo full fsdp2": (Row("train_srpo", {"lr": 1e-3}), 1e-3),
     "srpo lora ddp": (Row("train_srpo", {"lr": 1e-3} | LORA), 1e-3),
+    "sft full fsdp2": (Row("train_sft", {"lr": 1e-3, "batch_size": 1, "num_minibatches": 2}), 1e-3),
+    "sft lora ddp": (Row("train_sft", LORA | {"lr": 1e-3, "batch_size": 1, "group_size": 2}), 1e-3),
     "distill full fsdp2": (Row("train_distill", {"algo": "opd", "num_minibatches": 2}, teacher=True), 1e-2),
 }  # fmt: skip
 
@@ -186,6 +196,7 @@ RESUMED = {
     "dpo online": (Row("train_dpo", {"lr": 1e-3, "num_minibatches": 2}), 2),
     "srpo": (Row("train_srpo", {"num_minibatches": 2, "ema_decay": 0.9}), 2),
     "distill": (Row("train_distill", {"algo": "opd", "num_minibatches": 2}, teacher=True), 2),
+    "sft": (Row("train_sft", {"ema_decay": 0.9, "num_minibatches": 2, "lr": 1e-3}), 2),
     "gspo": (Row("train_gspo", {"ema_decay": 0.5, "algo": "dapo"}), 2),
     "unigrpo": (Row("train_unigrpo", {"ema_decay": 0.5, "memory_gradient_checkpointing": True, "kl_coef": 0.1}), 2),
 }
@@ -247,6 +258,14 @@ MISTAKES = {
         "--algo opd --train-high 4": "steps of the student (0 to 3 with opd), got 0 and 4",
         "--algo opd-cps --noise-level 2": "--noise-level must be <= 1 for opd-cps",
         "--scorer.url nowhere": "--scorer.url must be http(s)://host[:port][/path], got 'nowhere'",
+    },
+    "train_sft": {
+        "--prompts data/tiny-signs/train.txt": 'data/tiny-signs/train.txt, sample 1, "sample": must name a file',
+        "--prompts x.jsonl": "path must be a file that can be read, got x.jsonl",
+        "--batch-size 5": "--batch-size times ranks (5) must divide a step's samples (64), got 5; nearest: 4",
+        "--num-minibatches 3": "--num-minibatches must divide a rank's batches",
+        "--levels normal": "--levels must be one of 'logit-normal', 'uniform'",
+        "--logit-std 0": "--logit-std must be >= 0.001, got 0.0",
     },
 }
 CASES = [(app, flags) for app, cases in MISTAKES.items() for flags in cases]

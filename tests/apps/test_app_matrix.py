@@ -25,6 +25,7 @@ import train_distill
 import train_dpo
 import train_flowgrpo
 import train_nft
+import train_sft
 import train_srpo
 
 SIZES = {"prompts_per_step": 2, "group_size": 2, "batch_size": 4, "num_inference_steps": 2, "lr": 1e-3}
@@ -37,6 +38,7 @@ ALGORITHMS = {  # name -> its trainer and what its settings have beyond SIZES
     "dpo": (train_dpo, {"levels_per_pair": 2}),
     "dpo offline": (train_dpo, {"levels_per_pair": 2, "preferences": "pairs.jsonl"}),
     "srpo": (train_srpo, {"reward_model": READER, "group_size": 1, "batch_size": 2}),
+    "sft": (train_sft, {"prompts": "pairs.jsonl"}),
     "distill": (train_distill, {"teacher_substeps": 2, "train_low": 0, "train_high": None}),
 }
 CELLS = [

@@ -23,7 +23,7 @@ from PIL import Image
 from released_models import RELEASES, TOKENS
 from trainer_runs import place, recipe
 
-APPS = ("train_flowgrpo", "train_nft", "train_dpo", "train_srpo", "train_distill")
+APPS = ("train_flowgrpo", "train_nft", "train_dpo", "train_srpo", "train_distill", "train_sft")
 ALL = [f"{app} {name}" for app in APPS for name, text in recipes(app).items() if "# Run here: no" in text]
 GSPO = [f"train_gspo {name}" for name in ("qwen25-dapo", "qwen3-omni-lora")]
 PLANNED = sampled(ALL, 1)

@@ -18,6 +18,7 @@ import omni_train.checkpoint.parts
 import omni_train.checkpoint.store
 import omni_train.prepare
 import pytest
+import tiny_signs
 import torch
 from apps import app_lives as lives
 from helpers import CHECKPOINT, REPO, sampled
@@ -153,6 +154,7 @@ TRAINERS = {  # module, recipe, settings, ranks
     "dpo": ("train_dpo", "tiny-signs", MEDIA, 1),
     "srpo": ("train_srpo", "tiny-signs", MEDIA, 1),
     "distill": ("train_distill", "tiny-signs", MEDIA, 1),
+    "sft": ("train_sft", "tiny-signs", MEDIA, 1),
     "gspo": ("train_gspo", "tiny-beeps", {}, 1),
     "gspo on 2 ranks": ("train_gspo", "tiny-beeps", {"sharding_mode": "fsdp2"}, 2),
     "unigrpo": ("train_unigrpo", "tiny-colors", {"eval_num_inference_steps": 2}, 1),
@@ -165,6 +167,9 @@ def small(name, url):
     trainer = importlib.import_module(module)
     args = recipe(trainer, preset)
     places = {key: str(REPO / values_of(args)[key]) for key in ("model", "prompts", "eval.prompts")}
+    if module == "train_sft":
+        tiny_signs.write_samples(Path("signs"), REPO / "data" / "tiny-signs" / "eval.txt")
+        places["prompts"] = "signs/samples.jsonl"
     places |= {"reward_model": str(REPO / args.reward_model)} if hasattr(args, "reward_model") else {}
     own = {"group_size": 2} if hasattr(args, "group_size") else {}
     own |= {"scorer_url": url} if "scorer.url" in values_of(args) and "beeps" not in preset else {}

@@ -70,6 +70,8 @@ CASES = {
     "dpo full, fsdp2": record.dpo(ranks=2, sharding_mode="fsdp2", **FEW),
     "distill LoRA": record.distill(**FEW, **record.LORA, teacher_true_cfg_scale=3.0),
     "distill full, fsdp2": record.distill(ranks=2, sharding_mode="fsdp2", algo="opd", **FEW),
+    "sft LoRA": record.sft(**FEW, **record.LORA, **RECOMPUTED),
+    "sft full, fsdp2": record.sft(ranks=2, sharding_mode="fsdp2", **FEW),
     "srpo full, ddp": record.srpo(ranks=2, sharding_mode="ddp", **SMALL),
     "gspo full": tokens(**RECOMPUTED),
     "gspo full, fsdp2": tokens(ranks=2, sharding_mode="fsdp2"),

@@ -77,6 +77,10 @@ def distill(*, ranks: int = 1, resumes: bool = False, **settings: Any) -> Case:
     return Case("train_distill", TINY | {"teacher_substeps": 2} | settings, ranks, resumes)
 
 
+def sft(*, ranks: int = 1, resumes: bool = False, **settings: Any) -> Case:
+    return Case("train_sft", TINY | {"prompts": "pairs.jsonl", "group_size": 2} | settings, ranks, resumes)
+
+
 OFFLINE: dict[str, Any] = {"preferences": "pairs.jsonl", "group_size": 2, "prompts_per_step": 3}
 CASES = {
     "grpo-full": grpo(),

@@ -306,7 +306,10 @@ def test_recipes_are_listed_by_a_word_of_their_names_or_titles(capsys):
     assert shown(capsys, "--list-presets", "none") == ""
 
 
-APPS = ("train_flowgrpo", "train_nft", "train_dpo", "train_srpo", "train_gspo", "train_unigrpo", "train_distill")
+APPS = (
+    "train_flowgrpo", "train_nft", "train_dpo", "train_srpo", "train_gspo", "train_unigrpo", "train_distill",
+    "train_sft",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("app", APPS)

@@ -20,9 +20,13 @@ from omni_rl.settings.toml import from_files, from_toml, plain, recipes
 from omni_rl.tools.plan import LEFT
 from omni_rl.tools.prompts import prompt_sets
 from omni_rollout.models import flux2, ltx2, qwen_image, sd3, wan, z_image
+from PIL import Image
 from plan_recipes import CARDS, PAGE, page_with_table, read_line
 
-APPS = ("train_flowgrpo", "train_nft", "train_dpo", "train_srpo", "train_gspo", "train_unigrpo", "train_distill")
+APPS = (
+    "train_flowgrpo", "train_nft", "train_dpo", "train_srpo", "train_gspo", "train_unigrpo", "train_distill",
+    "train_sft",
+)  # fmt: skip
 ALL = [(app, name) for app in APPS for name in recipes(app)]
 REAL = [(app, name) for app, name in ALL if not name.startswith("tiny-")]
 FOR_CARDS = [(app, name) for app, name in REAL if re.search(r"-\d+x\d+gb-", name)]
@@ -162,12 +166,19 @@ def test_no_two_recipes_of_a_trainer_write_to_one_folder():
         assert len(set(names)) == len(names)
 
 
+def sample_of(args, folder: Path) -> str:
+    """An image of the size of a run, in a folder."""
+    Image.new("RGB", (args.width, args.height)).save(folder / "sample.png")
+    return "sample.png"
+
+
 @pytest.mark.parametrize(("app", "name"), ALL)
 def test_a_trainer_accepts_its_recipe(app: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     module = importlib.import_module(app)
     args = build(module.Args, from_toml(recipes(app)[name], module.Args, name))
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("".join(f'a sign that says "{i}"\n' for i in range(128)))
+    prompts = tmp_path / ("prompts.jsonl" if app == "train_sft" else "prompts.txt")
+    line = f'{{"prompt": "a sign", "sample": "{sample_of(args, tmp_path)}"}}\n' if app == "train_sft" else "a sign\n"
+    prompts.write_text(line * 128)
     changed = {"prompts": str(prompts), "eval_prompts": str(prompts), "scorer_url": "http://127.0.0.1:8100"}
     if hasattr(args, "reward"):  # rules, which need no server
         del changed["scorer_url"]

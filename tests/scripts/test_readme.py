@@ -8,7 +8,7 @@ from omni_rl.settings.toml import recipes
 from plan_recipes import read_line
 
 TEXT = (REPO / "README.md").read_text("utf-8")
-NUMBERS = {"six": 6, "seven": 7, "twelve": 12}
+NUMBERS = {"six": 6, "eight": 8, "twelve": 12}
 
 
 def number(before: str, after: str) -> int:

@@ -1,5 +1,6 @@
 """Preference files (docs/preferences.md): their check before any weight is loaded, and their latents."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,27 +22,39 @@ SUFFIXES = tuple(dict.fromkeys((*FORMATS, *VIDEOS, ".safetensors")))
 MAX_SPEED_ERROR = 0.05  # share of the frame rate; times in a .gif are whole hundredths of a second
 
 
+def named_file(meta: Mapping[str, object], side: str) -> object:
+    """Return what a line names as a side: of a pair the preferred one as "sample", which supervised training learns."""
+    return meta["win"] if side == "sample" and "win" in meta else meta.get(side)
+
+
 def check_preferences(
-    path: str | Path, shape: tuple[int, int, int], *, frame_rate: float, media_root: str = ""
+    path: str | Path,
+    shape: tuple[int, int, int],
+    sides: Sequence[str] = SIDES,
+    *,
+    name: str = "--preferences",
+    frame_rate: float,
+    media_root: str = "",
 ) -> None:
-    """Check that every pair names two complete files in the preference file's folder, of the pair's or the run's size.
+    """Check that every line names complete files in the preference file's folder, of the line's or the run's size.
 
     At most a first frame is decoded, so a large file is checked in seconds. shape: frames, height and width, of which a
-    pair may set the last two. frame_rate: of videos. media_root: for references, as in `load_prompts`.
+    line may set the last two. sides: the keys of files. name: of the flag. frame_rate: of videos. media_root: for
+    references, as in `load_prompts`.
 
     Raises:
-        ValueError: a name, a path or a file breaks a rule; the message names the pair and the file.
+        ValueError: a name, a path or a file breaks a rule; the message names the pair or sample and the file.
     """
-    folder = Path(path).parent
-    with flag("--preferences: "):
+    folder, what = Path(path).parent, "pair" if sides == SIDES else "sample"
+    with flag(f"{name}: "):
         records = load_prompts(path, media_root=media_root)
     for record in records:
-        for side in SIDES:
+        for side in sides:
             try:
                 file, size = _file_of(record, side, folder), record.size or shape[1:]
                 _check_file(file, (shape[0], *size), frame_rate)
             except ValueError as exc:
-                raise ValueError(f'--preferences: {path}, pair {record.index + 1}, "{side}": {exc}') from exc
+                raise ValueError(f'{name}: {path}, {what} {record.index + 1}, "{side}": {exc}') from exc
 
 
 def read_latent(model: "Model", parts: "Parts", path: Path, params: "Params") -> "Tensor":
@@ -69,7 +82,7 @@ def read_latent(model: "Model", parts: "Parts", path: Path, params: "Params") ->
 
 def _file_of(record: PromptRecord, side: str, folder: Path) -> Path:
     """Return the file of a side of a pair, which must exist in `folder` or below."""
-    name = record.meta.get(side)
+    name = named_file(record.meta, side)
     if not isinstance(name, str) or Path(name).suffix.lower() not in SUFFIXES:
         raise ValueError(f"must name a file with a suffix of {SUFFIXES}, got {name!r}")
     path = folder / name

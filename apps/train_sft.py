@@ -1,0 +1,178 @@
+"""Supervised fine-tuning of flow-matching models on images, videos or sound: a cold start for reinforcement learning.
+
+    file of prompts and samples -> noise -> flow-matching error -> step
+
+Each sample is noised to random levels, and the model learns the velocity noise - data there: the loss of pretraining,
+conditional flow matching (arXiv 2210.02747, rectified flow in arXiv 2403.03206). Nothing is sampled in training.
+
+    omni-rl train sft --preset tiny-signs
+    omni-rl train sft --nproc-per-node 4 --model stabilityai/stable-diffusion-3.5-medium --lora.rank 32 \\
+        --prompts data/mine/samples.jsonl --eval.prompts eval.txt
+    torchrun --standalone --nproc-per-node 4 apps/train_sft.py ...  # the same, without the command
+
+Each line of --prompts names a file as "sample", or as "win" in a file of pairs, of which the preferred side is learned;
+docs/preferences.md describes both. runs/NAME/weights starts any other trainer as --init-weights. Training needs no
+reward: a scorer grades only evaluations.
+
+Differences from diffusers' training scripts:
+1. Noise levels are on the schedule that the model samples with, also where it depends on the size. `--level-shift`
+   takes one shift for all sizes, as their SD3 script does.
+2. `--logit-mean` > 0 moves the levels towards noise, as in arXiv 2403.03206; theirs towards data.
+3. Levels and noise depend on (seed, step, prompt): any number of ranks trains on the same numbers.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from omni_rl.media.preferences import check_preferences
+from omni_rl.settings.args import ScoredArgs, check_scored
+from omni_rl.settings.cli import parse_cli
+from omni_rl.settings.fields import at_least, between
+
+# 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
+
+
+@dataclass(frozen=True)
+class Args(ScoredArgs):
+    """Settings of a run; --preset NAME and --config FILE.toml are read first."""
+
+    RATES = (1e-5, 1e-4)
+
+    lr: Annotated[float | None, between(0, 1)] = None  # Learning rate of AdamW (default: 1e-4 with LoRA, 1e-5 without)
+    group_size: Annotated[int, between(1, 65_536)] = 1  # Noise levels that each sample of a step is trained at
+    num_inference_steps: Annotated[int, between(2, 10_000)] = 40  # Steps of the schedule, between which levels are
+
+    # Algorithm
+    levels: Literal["logit-normal", "uniform"] = "logit-normal"  # Distribution of noise levels, before the schedule
+    logit_mean: Annotated[float, between(-10, 10)] = 0.0  # Mean of their logits, > 0 towards noise
+    logit_std: Annotated[float, between(1e-3, 10)] = 1.0  # Standard deviation of their logits
+    level_shift: Annotated[float | None, at_least(1e-6)] = None  # Shift towards noise (default: the model's schedule)
+
+
+def check_args(args: Args) -> None:
+    """Raise ValueError when settings do not fit together."""
+    check_scored(args, needs_scorer=False)
+    shape, root = (args.num_frames, args.height, args.width), args.media_root
+    check_preferences(args.prompts, shape, ("sample",), name="--prompts", frame_rate=args.frame_rate, media_root=root)
+
+
+if __name__ == "__main__":
+    ARGS = parse_cli(Args, check_args, sys.argv[1:], app="train_sft", description=__doc__)
+
+# 2. A step's samples, and their noise
+
+import torch
+from omni_losses import velocity_error
+from omni_rl.flow.experts import clamp_to_side, on_one_side
+from omni_rl.flow.sampling import deal, prompts_of
+from omni_rl.media.preferences import named_file, read_latent
+from omni_rl.run.failures import launch
+from omni_rl.run.loop import Loop
+from omni_rl.run.media import MEDIA
+from omni_rl.run.run import MediaRun, Step
+from omni_rl.run.world import World
+from omni_rollout import Params, Prompt
+from omni_rollout.types import Cond, to_device
+from omni_sched import add_noise, linear_sigmas, shift_sigmas, step_noise
+from torch import Tensor
+
+TRAIN_LEVELS = 1000  # of a schedule by --level-shift, as in diffusers' training scripts
+QUANTILES = (torch.arange(10_000, dtype=torch.float64) + 0.5) / 10_000  # to measure each expert's share of the levels
+
+
+def main(args: Args, world: World) -> None:
+    """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
+    run = MEDIA.start(args, world, "sft")
+    with Loop(run) as steps:
+        for step in steps:
+            with run.phase("read"):
+                batches = read_batches(run, step)
+            with run.updating(step):
+                step.metrics |= update(run, step, batches)
+            run.sync(step)
+
+
+@dataclass(frozen=True)
+class Noised:
+    """B samples of one size at one noise level each: x0 and noise [B, ...], sigma [B]. params: without guidance."""
+
+    x0: Tensor
+    noise: Tensor
+    sigma: Tensor
+    cond: Cond
+    params: Params
+
+
+def read_batches(run: MediaRun[Args], step: Step) -> list[Noised]:
+    """Return this rank's batches of the step."""
+    batches = []
+    for prompts in deal(prompts_of(run, step), run.dist, run.args.batch_size):
+        params = run.model.unguided(run.base_params.of_size(prompts[0].size))
+        x0, seeds = read_samples(run, prompts, params), [prompt.seed for prompt in prompts]
+        drawn = step_noise(seeds, 1, x0.shape[1:]), levels(run, step, seeds, params)
+        noise, sigma = (to_device(each, run.dist.device) for each in drawn)
+        batches.append(Noised(x0, noise, sigma, run.engine.condition(prompts, params), params))
+    return batches
+
+
+@torch.no_grad()
+def read_samples(run: MediaRun[Args], prompts: Sequence[Prompt], params: Params) -> Tensor:
+    """Return the clean latents [B, ...] of the samples that prompts name; each file is read and encoded once."""
+    folder = Path(run.args.prompts).parent
+    names = [str(named_file(prompt.meta, "sample")) for prompt in prompts]
+    found = {name: read_latent(run.model, run.engine.parts, folder / name, params) for name in dict.fromkeys(names)}
+    return torch.stack([found[name] for name in names]).to(run.dist.device)
+
+
+def levels(run: MediaRun[Args], step: Step, seeds: Sequence[int], params: Params) -> Tensor:
+    """Return a noise level [B] for each seed, float32 on the host.
+
+    One of two experts is chosen for all levels of the step.
+    """
+    args, boundary, shift = run.args, run.model.boundary, run.args.level_shift
+    schedule = run.model.sigmas(params) if shift is None else shift_sigmas(linear_sigmas(TRAIN_LEVELS), shift)
+    quantiles = torch.special.ndtr(step_noise(seeds, 0, (1,))[:, 0].double())
+    if not boundary:
+        return level_at(args, schedule, quantiles)
+    share = (level_at(args, schedule, QUANTILES) >= boundary).double().mean().item()
+    moved = level_at(args, schedule, on_one_side(run, step, quantiles, share, 0))
+    return clamp_to_side(run, moved, moved.mean())
+
+
+def level_at(args: Args, schedule: Tensor, quantiles: Tensor) -> Tensor:
+    """Return the noise level [B], float32, at quantiles [B] in (0, 1) of the levels' distribution, from noise to data.
+
+    schedule: levels [S + 1] from 1 to 0, between which is interpolated. A logit-normal place in it is that of arXiv
+    2403.03206, eq. 19.
+    """
+    places = quantiles
+    if args.levels == "logit-normal":
+        places = (args.logit_std * torch.special.ndtri(quantiles) - args.logit_mean).sigmoid()
+    steps = places * (len(schedule) - 1)
+    first = steps.long().clamp(max=len(schedule) - 2)
+    return torch.lerp(schedule[first].double(), schedule[first + 1].double(), steps - first).float()
+
+
+# 3. The update
+
+
+def update(run: MediaRun[Args], step: Step, batches: Sequence[Noised]) -> dict[str, float]:
+    """Take an optimizer step on each minibatch of this rank's batches; metrics are means over samples and ranks."""
+    size, seen, results = len(batches) // run.args.num_minibatches, [], []
+    for first in range(0, len(batches), size):
+        for at in batches[first : first + size]:
+            x_t = add_noise(at.x0, at.noise, at.sigma)
+            velocity = run.model.predict_velocity(run.policy.net, x_t, at.sigma, at.cond, at.params)
+            loss = velocity_error(velocity, at.x0, at.noise).mean()
+            # Gradients are summed over batches and ranks; this makes the sum a mean.
+            run.policy.backward(loss / (size * run.dist.world_size), of=size)
+            seen.append({"loss": loss.detach()})
+        results.append(run.optimizer_step(step))
+    return run.policy_metrics(seen, results)
+
+
+if __name__ == "__main__":
+    launch(main, ARGS)
