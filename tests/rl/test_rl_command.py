@@ -35,6 +35,7 @@ RUN = ["-m", "omni_rl.run.ranks", "--nproc-per-node"]
         ("report runs/a", ["-m", "omni_rl.report", "runs/a"]),
         ("prompts ocr", ["-m", "omni_rl.tools.prompts", "ocr"]),
         ("score --scorer ocr a.png", ["-m", "omni_rl.tools.score", "--scorer", "ocr", "a.png"]),
+        ("reproduce nft/tiny-signs", ["-m", "omni_rl.tools.reproduce", "nft/tiny-signs"]),
         ("push runs/a o/n", ["-m", "omni_rl.tools.hub", "runs/a", "o/n"]),
     ],
 )

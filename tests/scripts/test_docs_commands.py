@@ -28,7 +28,7 @@ from omni_rl.settings import args as settings
 from omni_rl.settings.cli import parse_cli
 from omni_rl.settings.fields import change
 from omni_rl.settings.toml import from_toml, recipes
-from omni_rl.tools import score
+from omni_rl.tools import reproduce, score
 from omni_rl.tools.command import python_words
 from omni_rl.tools.prompts import prompt_sets
 from omni_rollout.models import open_model
@@ -77,7 +77,7 @@ def place(tmp_path, monkeypatch, bright_url, capfd):
     """A working folder with the files that commands name, and a scorer."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
-    for path in (*REPO.glob("data/*"), REPO / "checkpoints", REPO / "scripts"):
+    for path in (*REPO.glob("data/tiny-*"), REPO / "data" / "red", REPO / "checkpoints", REPO / "scripts"):
         (tmp_path / path.relative_to(REPO)).symlink_to(path)
     [own] = [text for language, text in blocks("README.md") if language == "python" and "def score(" in text]
     (tmp_path / "bright.py").write_text(own)
@@ -87,10 +87,14 @@ def place(tmp_path, monkeypatch, bright_url, capfd):
         (tmp_path / "data" / name).mkdir()
         for file in row["files"]:
             (tmp_path / "data" / name / file).write_text('{"prompt": "a sign"}\n' * 1024)
-    pairs = tmp_path / "data" / "pairs"
-    pairs.mkdir()
-    Image.new("RGB", (96, 32)).save(pairs / "sign.png")
-    (pairs / "pairs.jsonl").write_text('{"prompt": "a sign", "win": "sign.png", "lose": "sign.png"}\n' * 64)
+    for name, line in {
+        "pairs/pairs": '{"prompt": "a sign", "win": "sign.png", "lose": "sign.png"}\n',
+        "signs/samples": '{"prompt": "a sign", "sample": "sign.png"}\n',
+    }.items():
+        file = tmp_path / "data" / f"{name}.jsonl"
+        file.parent.mkdir()
+        Image.new("RGB", (96, 32)).save(file.parent / "sign.png")
+        file.write_text(line * 64)
     return SimpleNamespace(folder=tmp_path, url=bright_url, monkeypatch=monkeypatch, capfd=capfd)
 
 
@@ -201,6 +205,11 @@ def check_score(words, place):
     assert json.loads(place.capfd.readouterr().out)["score"] == 1.0
 
 
+def check_reproduce(words, place):
+    """The recipe is there; tests/apps/test_app_reproduce.py runs one."""
+    assert reproduce.recipe_of(words[2])
+
+
 def check_script(words, place):
     """The script is there, it or a module beside it has the flags, and a test knows it."""
     script = next(number for number, word in enumerate(words) if word.endswith(".py"))
@@ -239,6 +248,7 @@ RULES = {  # how a command begins -> what runs it
     r"omni-rl doctor": check_tool,
     r"omni-rl prompts": check_prompts,
     r"omni-rl score ": check_score,
+    r"omni-rl reproduce ": check_reproduce,
     r"for \w+ in ": check_loop,
     r"(python|\S+/bin/python|torchrun .*) apps/train_\w+\.py": check_trainer,
     r"python apps/sample\.py": check_sample,

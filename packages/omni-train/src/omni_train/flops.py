@@ -18,8 +18,13 @@ Calls = Counter[tuple[str, bool, torch.Size]]  # samples by phase, True with gra
 
 def peak_tflops(device: torch.device) -> float | None:
     """Return the peak TFLOP/s of a device in bfloat16; None for one that is not in the table."""
-    name = str(getattr(torch.get_device_module(device), "get_device_name", lambda _: "")(device))
+    name = device_name(device)
     return next((float(peak) for part, peak in PEAK_TFLOPS.items() if part in name), None)
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of a device by its maker; "" for a CPU."""
+    return str(getattr(torch.get_device_module(device), "get_device_name", lambda _: "")(device))
 
 
 class FlopTable:

@@ -71,7 +71,7 @@ def outline(folder: Path, steps: Steps) -> dict[str, Any]:
     """
     config = read_config(folder)
     total = config.get("train_steps")
-    seconds = [value for _, value in _points(steps, "time/step_s")]
+    seconds = [value for _, value in points_of(steps, "time/step_s")]
     recent = seconds[-20:]
     return {
         "name": folder.resolve().name,
@@ -98,7 +98,7 @@ def run_data(folder: Path, *, num_runs: int = 1, link: str | None = None) -> dic
         raise ValueError(f"{folder} holds no metrics.jsonl")
     steps = load_metrics(path)
     found = outline(folder, steps)
-    trained = [seconds for step, seconds in _points(steps, "time/step_s") if step]
+    trained = [seconds for step, seconds in points_of(steps, "time/step_s") if step]
 
     def linked(file: Path) -> str:
         return f"{link}/{quote(file.relative_to(folder).as_posix())}"
@@ -128,9 +128,9 @@ def curve(steps: Steps, name: str, limit: int = MAX_POINTS) -> dict[str, list[fl
 
     An interval is one of `limit` equal parts of the steps, x is its middle. Values that are not finite are left out.
     """
-    points = _points(steps, name)
+    points = points_of(steps, name)
     if len(points) <= limit:
-        errors = dict(_points(steps, error_of(name)))
+        errors = dict(points_of(steps, error_of(name)))
         return {"x": [x for x, _ in points], "y": [_short(y) for _, y in points]} | (
             band([(y, errors.get(x, 0.0)) for x, y in points]) if errors else {}
         )
@@ -153,7 +153,8 @@ def band(values: Sequence[tuple[float, float]]) -> dict[str, list[float]]:
     }
 
 
-def _points(steps: Steps, name: str) -> list[tuple[float, float]]:
+def points_of(steps: Steps, name: str) -> list[tuple[float, float]]:
+    """Return (step, value) of a metric wherever it is finite."""
     return [(step["step"], step[name]) for step in steps if math.isfinite(step.get(name, math.nan))]
 
 

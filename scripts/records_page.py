@@ -1,0 +1,116 @@
+"""Lay the records of docs/records over published scores: the table of docs/reproduce.md, and a picture of each recipe.
+
+    python scripts/records_page.py            writes both
+    python scripts/records_page.py --check    says which are not those of the records; the exit code is then 1
+
+docs/records/published.toml has the published scores, with their sources.
+"""
+
+import hashlib
+import io
+import json
+import re
+import sys
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from leaderboard_page import fill, markdown
+from matplotlib.figure import Figure
+
+DOCS = Path(__file__).parents[1] / "docs"
+Records = Mapping[str, Mapping[str, Any]]  # by the names of their files
+
+
+def read_records(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the records of a folder by the names of their files."""
+    return {
+        path.stem: json.loads(path.read_text("utf-8"))
+        for path in sorted(folder.glob("*.json"))
+        if path.stem != "schema"
+    }
+
+
+def table(records: Records, published: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return a row for each record, and each recipe of which only published scores are known, then the pictures."""
+    lines = [("recipe", "published", "record", "score", "hours", "peak memory, MB", "ranks", "commit"), ["---"] * 8]
+    for recipe in sorted({*published, *(record["recipe"] for record in records.values())}):
+        told = published.get(recipe)
+        known = f"{told['first']} to {told['last']}: {told['source']}" if told else "nothing"
+        own = [(name, record) for name, record in records.items() if record["recipe"] == recipe]
+        lines += [
+            (
+                f"`{recipe}`", known, f"[{name}](records/{name}.json)",
+                " to ".join(f"{record['curves']['eval/reward'][i][1]:.3f}" for i in (0, -1)), f"{record['hours']:.2f}",
+                f"{record['memory_mb']['perf/peak_memory_mb']:,.0f}",
+                f"{record['ranks']} x {record['device_name'] or record['device']}", record["commit"][:12],
+            )
+            for name, record in own
+        ] or [(f"`{recipe}`", known, "none yet", *[""] * 5)]  # fmt: skip
+    shown = dict.fromkeys(record["recipe"] for record in records.values())
+    return markdown(lines) + "".join(f"\n![Records of {name}](images/records/{picture(name)})\n" for name in shown)
+
+
+def pictures(records: Records, published: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Return an SVG of each recipe with a record, by its file's name; published scores are dashed."""
+    matplotlib.rcParams["svg.hashsalt"], found = "omni-rl", dict[str, str]()
+    for recipe in sorted({record["recipe"] for record in records.values()}):
+        figure, own = (
+            Figure(figsize=(6, 3), layout="constrained"),
+            [r for r in records.values() if r["recipe"] == recipe],
+        )
+        axes = figure.subplots()
+        for record in own:
+            axes.plot(
+                *zip(*record["curves"]["eval/reward"], strict=True),
+                marker="o",
+                label=f"record, {record['started'][:10]}",
+            )
+        if told := published.get(recipe):
+            last = told.get("steps", max(record["curves"]["eval/reward"][-1][0] for record in own))
+            axes.plot([0, last], [told["first"], told["last"]], "k--", label=f"published: {told['source']}")
+        axes.set(xlabel="training steps", ylabel="held-out score", title=recipe)
+        axes.legend()
+        figure.savefig(file := io.StringIO(), format="svg", metadata={"Date": None})
+        found[picture(recipe)] = f"{file.getvalue()}<!-- {digest(own, told)} -->\n"
+    return found
+
+
+def picture(recipe: str) -> str:
+    """Return the name of the file of a recipe's picture."""
+    return f"{recipe.replace('/', '-')}.svg"
+
+
+def digest(*data: object) -> str:
+    """Return the SHA-256 of what a picture shows; its bytes depend on the version of matplotlib."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def mark(text: str) -> str:
+    """Return the digest in a picture, or the whole text of a page."""
+    found = re.search("<!-- ([0-9a-f]{64}) -->", text)
+    return found[1] if found else text
+
+
+def main(*, check: bool) -> int:
+    """Write what differs, or with `check` name it; return the exit code."""
+    records, published = (
+        read_records(DOCS / "records"),
+        tomllib.loads((DOCS / "records" / "published.toml").read_text("utf-8")),
+    )
+    page = DOCS / "reproduce.md"
+    files = {page: fill(page.read_text("utf-8"), {"records": table(records, published)})}
+    files |= {DOCS / "images" / "records" / name: text for name, text in pictures(records, published).items()}
+    stale = [path for path, text in files.items() if not path.exists() or mark(path.read_text("utf-8")) != mark(text)]
+    for path in stale:
+        print(f"{'stale' if check else 'wrote'} {path.relative_to(DOCS)}")
+        if not check:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(files[path], "utf-8")
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main(check="--check" in sys.argv))
