@@ -38,14 +38,15 @@ def table(records: Records, published: Mapping[str, Mapping[str, Any]]) -> str:
     lines = [("recipe", "published", "record", "score", "hours", "peak memory, MB", "ranks", "commit"), ["---"] * 8]
     for recipe in sorted({*published, *(record["recipe"] for record in records.values())}):
         told = published.get(recipe)
-        known = f"{told['first']} to {told['last']}: {told['source']}" if told else "nothing"
+        known = f"{told['scores'][0]} to {told['scores'][-1]}: {told['source']}" if told else "nothing"
         own = [(name, record) for name, record in records.items() if record["recipe"] == recipe]
         lines += [
             (
                 f"`{recipe}`", known, f"[{name}](records/{name}.json)",
                 " to ".join(f"{record['curves']['eval/reward'][i][1]:.3f}" for i in (0, -1)), f"{record['hours']:.2f}",
                 f"{record['memory_mb']['perf/peak_memory_mb']:,.0f}",
-                f"{record['ranks']} x {record['device_name'] or record['device']}", record["commit"][:12],
+                f"{record['ranks']} x {record['device_name'] or record['device']}",
+                re.sub(r"(?<=^.{12})[^+]*", "", record["commit"]),
             )
             for name, record in own
         ] or [(f"`{recipe}`", known, "none yet", *[""] * 5)]  # fmt: skip
@@ -69,8 +70,8 @@ def pictures(records: Records, published: Mapping[str, Mapping[str, Any]]) -> di
                 label=f"record, {record['started'][:10]}",
             )
         if told := published.get(recipe):
-            last = told.get("steps", max(record["curves"]["eval/reward"][-1][0] for record in own))
-            axes.plot([0, last], [told["first"], told["last"]], "k--", label=f"published: {told['source']}")
+            last = max(record["curves"]["eval/reward"][-1][0] for record in own)
+            axes.plot(told.get("steps", [0, last]), told["scores"], "k--", label=f"published: {told['source']}")
         axes.set(xlabel="training steps", ylabel="held-out score", title=recipe)
         axes.legend()
         figure.savefig(file := io.StringIO(), format="svg", metadata={"Date": None})
