@@ -87,31 +87,35 @@ class SummedBackward:
         is_last = not self._num_done
         if self._mode == "fsdp2":
             sharded_backward(self._module, loss, is_last=is_last)
-            return
-        loss.backward()
+        else:
+            loss.backward()
         if is_last:
             reduce_gradients(self._module, self._mesh, mode=self._mode)
 
 
 def reduce_gradients(params: nn.Module | Iterable[Tensor], mesh: DeviceMesh | None, *, mode: Mode) -> None:
-    """Sum the gradients over ranks, in place: once per optimizer step, after the last backward and before the step.
+    """Sum the gradients over copies, in place: once per optimizer step, after the last backward and before the step.
 
-    It does nothing but in mode `ddp` on more than one rank. If some ranks have a gradient of a parameter, the others
-    count as zero, so ranks may have different work. If no rank has one, it stays None, and the optimizer skips the
-    parameter, as on one rank.
+    In mode `ddp` each rank has a copy, in mode `fsdp2` each row of a 2-D mesh. If some copies have a gradient of a
+    parameter, the others count as zero, so ranks may have different work. If none has one, it stays None, and the
+    optimizer skips the parameter, as on one rank.
     """
-    if mode != "ddp" or mesh is None or mesh.size() == 1:
+    if mesh is None or mode == "none" or (mode == "fsdp2" and mesh.ndim == 1):
+        return
+    copies = mesh["replicate"] if mode == "fsdp2" else mesh
+    if copies.size() == 1:
         return
     params = params.parameters() if isinstance(params, nn.Module) else params
     trainable = [p for p in params if p.requires_grad]
     has_gradient = torch.tensor([p.grad is not None for p in trainable], dtype=torch.uint8)  # on the host
-    torch_dist.all_reduce(has_gradient, torch_dist.ReduceOp.MAX, group=mesh.get_group())
+    torch_dist.all_reduce(has_gradient, torch_dist.ReduceOp.MAX, group=copies.get_group())
     used = [p for p, flag in zip(trainable, has_gradient.tolist(), strict=True) if flag]
     for p in used:
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-    for bucket in in_batches([p.grad for p in used if p.grad is not None], _BUCKET_BYTES, num_bytes=lambda g: g.nbytes):
+    grads = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in used if p.grad is not None]
+    for bucket in in_batches(grads, _BUCKET_BYTES, num_bytes=lambda g: g.nbytes):
         flat = torch.cat([grad.flatten() for grad in bucket])
-        torch_dist.all_reduce(flat, group=mesh.get_group())
+        torch_dist.all_reduce(flat, group=copies.get_group())
         for grad, piece in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
             grad.copy_(piece.view_as(grad))
 
@@ -155,7 +159,7 @@ def _norms(tensors: Sequence[Tensor], dist: Dist) -> list[float]:
     sharded = _sum_of_squares([t.to_local() for t in tensors if isinstance(t, DTensor)], dist)
     plain = _sum_of_squares([t for t in tensors if not isinstance(t, DTensor)], dist)
     by_rank = torch.tensor(gather_json(dist, torch.stack([sharded, plain]).tolist()))
-    num_ranks = next((t.device_mesh.shape[-1] for t in tensors if isinstance(t, DTensor)), 0)  # of the first copy
+    num_ranks = next((t.device_mesh.size() for t in tensors if isinstance(t, DTensor)), 0)  # of the first copy
     return [math.sqrt(square) for square in (by_rank[:num_ranks, 0].sum() + by_rank[:, 1]).tolist()]
 
 

@@ -49,7 +49,8 @@ def shard(
         module: parameters on this rank's device (`fsdp2` moves them, except those on the meta device); equal on every
             rank for `fsdp2`, while `ddp` copies those of the first rank to the others.
         mesh: 1-D, or None for a single process without a process group. In mode `fsdp2` also 2-D, from `shard_mesh` of
-            `omni_train.dist`: each of its rows holds a copy, sharded over its ranks (hybrid sharding).
+            `omni_train.dist`: each of its rows holds a copy, sharded over its ranks (hybrid sharding), and
+            `reduce_gradients` sums over copies.
         mode: see the module's docstring.
         block_names: class names of the modules that `fsdp2` unshards one at a time, such as
             "QwenImageTransformerBlock".
@@ -149,7 +150,8 @@ def _fully_shard(
         _move(unit, torch.device(mesh.device_type))
         # Resharding the root too keeps the registered parameters the sharded ones between forwards, so that adapters
         # can be copied, averaged and switched at any time.
-        fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+        # Torch's own hybrid sharding would sum over copies in every backward pass.
+        fully_shard(unit, mesh=mesh["shard"] if mesh.ndim > 1 else mesh, reshard_after_forward=True, mp_policy=policy)
     for sharded in _units(module):
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # else it would multiply by 1.0, which gloo cannot

@@ -183,7 +183,7 @@ def start(
     policy = open_policy(args, inputs, needs, net, session)
     policy.unshard = unshard
     if mode != "none":
-        policy.backward = SummedBackward(net, dist.mesh, mode=mode)
+        policy.backward = SummedBackward(net, how.mesh or dist.mesh, mode=mode)
     if args.deterministic:
         policy.backward = deterministic()(policy.backward)
     with same_error(dist):

@@ -103,8 +103,8 @@ def part_files(dist: Dist, state: Mapping[str, Tensor]) -> dict[str, list[Row]]:
         local, first = local_rows(tensor)
         if local.dtype not in DTYPES:
             raise ValueError(f"tensors must be of a dtype that safetensors has, got {local.dtype} in {name}")
-        place = (tensor.device_mesh.get_coordinate() or ()) if isinstance(tensor, DTensor) else (dist.rank, 0)
-        if len(local) and not any(place[:-1]):  # the first of several copies
+        num_ranks = tensor.device_mesh.size() if isinstance(tensor, DTensor) else 1
+        if len(local) and dist.rank < num_ranks:  # the first of several copies
             rows.append(Row(name, local, first, list(tensor.shape)))
     batches = in_batches(rows, FILE_BYTES, num_bytes=lambda row: row.local.nbytes)
     return {f"rank-{dist.rank:05}-{number:03}.safetensors": batch for number, batch in enumerate(batches)}

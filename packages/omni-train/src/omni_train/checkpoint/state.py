@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from omni_train.lora import all_factors
@@ -68,16 +68,15 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
     A single number counts as one row.
 
     Raises:
-        ValueError: the tensor is not sharded by rows over the last mesh dimension.
+        ValueError: the tensor is not sharded by rows over one mesh dimension.
     """
     if not isinstance(tensor, DTensor):
         return (tensor if tensor.ndim else tensor.view(1)), 0
-    *copies, rows = tensor.placements
-    if rows != Shard(0) or any(copy != Replicate() for copy in copies):
-        raise ValueError(f"tensors must be sharded by rows over the last mesh dimension, got {tensor.placements}")
+    if tensor.placements != (Shard(0),):
+        raise ValueError(f"tensors must be sharded by rows over one mesh dimension, got {tensor.placements}")
     mesh, num_rows = tensor.device_mesh, tensor.shape[0]
-    per_rank = -(-num_rows // mesh.size(len(copies)))  # the last ranks may have fewer, or none
-    return tensor.to_local(), min(mesh.get_local_rank(len(copies)) * per_rank, num_rows)
+    per_rank = -(-num_rows // mesh.size())  # the last ranks may have fewer, or none
+    return tensor.to_local(), min(mesh.get_local_rank() * per_rank, num_rows)
 
 
 def in_batches(items: Iterable[T], limit: int, *, num_bytes: Callable[[T], int]) -> Iterator[list[T]]:
