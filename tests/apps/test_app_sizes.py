@@ -11,10 +11,12 @@ from helpers import sampled
 from hypothesis import given
 from hypothesis import strategies as st
 from model_rows import ROWS
-from omni_rl.flow.sampling import fill_batches
+from omni_rl.flow.evals import HeldOut
+from omni_rl.flow.sampling import deal, fill_batches
 from omni_rl.settings.fields import change
 from omni_rollout import Prompt
 from omni_rollout.models.qwen_image_edit import QwenImageEditPlus
+from omni_train.dist import Dist
 from PIL import Image
 from trainer_runs import lone_run, recipe, rollout, tiny, train, train_on_ranks
 
@@ -208,6 +210,19 @@ def test_an_evaluation_draws_full_batches_of_one_size_and_every_prompt_under_its
     assert (
         len(filled) < len(prompts) + len({p.shapes for p in prompts}) * batch_size + batch_size * num_ranks
     )  # and no more than needed
+
+
+@given(num_prompts=st.integers(1, 40), batch_size=st.integers(1, 8), num_ranks=st.integers(1, 9))
+def test_an_evaluation_of_few_prompts_keeps_all_ranks_busy_with_as_few_forwards(num_prompts, batch_size, num_ranks):
+    dists = [Dist(rank, num_ranks, rank, torch.device("cpu"), None) for rank in range(num_ranks)]
+    prompts = [Prompt(str(i), i, i, seed=i) for i in range(num_prompts)]
+    size = HeldOut("", prompts, None).batch_size(batch_size, num_ranks)
+    dealt = [list(deal(fill_batches(prompts, size, num_ranks), dist, size)) for dist in dists]
+    assert {len(batches) for batches in dealt} == {len(dealt[0])}
+    assert {len(batch) for batches in dealt for batch in batches} == {size}
+    share = -(-num_prompts // num_ranks)
+    assert len(dealt[0]) == -(-share // batch_size)  # forwards of a rank
+    assert size == batch_size or size == share  # and no forward is wider than its prompts
 
 
 def test_a_sheet_has_pictures_of_the_sizes_that_its_prompts_say(here):

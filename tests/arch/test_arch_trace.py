@@ -6,7 +6,7 @@ from records import record
 
 MAX_FRAMES = 2
 LOOP_FILES, LOOP_LINES = 21, 1136  # of the loop's own thread
-RECIPE_FILES, RECIPE_LINES = 26, 1241  # the same with LoRA, KL, group std and two ranks
+RECIPE_FILES, RECIPE_LINES = 26, 1243  # the same with LoRA, KL, group std and two ranks
 ALL_FILES, ALL_LINES = 24, 1379  # with the threads that send images to the scorer
 
 

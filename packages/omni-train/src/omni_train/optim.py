@@ -100,10 +100,8 @@ def reduce_gradients(params: nn.Module | Iterable[Tensor], mesh: DeviceMesh | No
     parameter, the others count as zero, so ranks may have different work. If none has one, it stays None, and the
     optimizer skips the parameter, as on one rank.
     """
-    if mesh is None or mode == "none" or (mode == "fsdp2" and mesh.ndim == 1):
-        return
-    copies = mesh["replicate"] if mode == "fsdp2" else mesh
-    if copies.size() == 1:
+    copies = mesh["replicate"] if mesh is not None and mesh.ndim > 1 else mesh if mode == "ddp" else None
+    if copies is None or copies.size() == 1:
         return
     params = params.parameters() if isinstance(params, nn.Module) else params
     trainable = [p for p in params if p.requires_grad]

@@ -64,7 +64,8 @@ def shard(
     """
     _check(mesh, mode, compute_dtype)
     if mode == "fsdp2" and mesh is not None:
-        _fully_shard(module, mesh, block_names, compute_dtype)
+        # Torch's own hybrid sharding would sum over copies in every backward pass.
+        _fully_shard(module, mesh["shard"] if mesh.ndim > 1 else mesh, block_names, compute_dtype)
     elif mode == "ddp" and mesh is not None:
         with torch.no_grad():
             for tensor in chain(module.parameters(), module.buffers()):
@@ -150,8 +151,7 @@ def _fully_shard(
         _move(unit, torch.device(mesh.device_type))
         # Resharding the root too keeps the registered parameters the sharded ones between forwards, so that adapters
         # can be copied, averaged and switched at any time.
-        # Torch's own hybrid sharding would sum over copies in every backward pass.
-        fully_shard(unit, mesh=mesh["shard"] if mesh.ndim > 1 else mesh, reshard_after_forward=True, mp_policy=policy)
+        fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
     for sharded in _units(module):
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # else it would multiply by 1.0, which gloo cannot

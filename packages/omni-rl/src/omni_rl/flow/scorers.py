@@ -1,5 +1,6 @@
 """Scorers: reward servers behind a client, or a function in this process."""
 
+import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from omni_train.prompts.files import PromptRecord
 from omni_rl.media.images import read_image
 from omni_rl.settings.args import RunArgs
 from omni_rl.settings.early import split_options
+from omni_rl.settings.eval_sets import OF_A_MACHINE, on_this_machine
 from omni_rl.settings.fields import change, flag, require
 from omni_rl.settings.groups import ScoredScorer, TokenScorer
 
@@ -213,7 +215,8 @@ def connect(
 ) -> tuple[RewardClient | SleepingScorer, str]:
     """Open a client of the scorer at one URL or of equal ones at several, with commas between; return its version too.
 
-    Each server scores a canary first: a sample with the text, meta and references of a prompt.
+    Each server scores a canary of the first of its ranks: a sample with the text, meta and references of a prompt.
+    These are the ranks of a machine where the URLs are of its own servers, or have {host} or {node}.
 
     kinds: of media that the model draws, of which the scorer may take some. samples: of these kinds, a canary's; others
     are the client's own. name: of the flag that holds the URLs.
@@ -225,9 +228,12 @@ def connect(
     """
     with flag("--scorer.token-file: "):
         token = Path(args.scorer.token_file).read_text().strip() if args.scorer.token_file else None
+    is_first, num_ranks = dist.is_main, dist.world_size
+    if OF_A_MACHINE.search(urls):
+        is_first, num_ranks = not dist.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", dist.world_size))
     open_client = partial(
         RewardClient,
-        urls.split(","),
+        on_this_machine(urls).split(","),
         token=token,
         timeout_s=args.scorer.timeout_s,
         on_failure=args.scorer.on_failure,
@@ -236,7 +242,7 @@ def connect(
     sleeps = isinstance(args.scorer, ScoredScorer) and args.scorer.sleep and name == "--scorer.url"
     with flag(f"{name}: "):
         client = open_client()
-    rule = "be a reward server that answers"
+    rule, replies = "be a reward server that answers", list[list[Score]]()
     try:
         info = client.info()
         count = 2 if client.takes_groups else 1  # samples to compare
@@ -245,7 +251,9 @@ def connect(
         references = [[read_image(path).numpy() for path in canary.images]] if client.takes_references else None
         require((references != [[]], f"{name} must be a scorer without references, as the prompts name no images"))
         rule = "score the first prompt"
-        replies = client.check(media, [canary.text] * count, [canary.meta] * count, references and references * count)
+        if is_first:
+            canaries = [canary.text] * count, [canary.meta] * count, references and references * count
+            replies = client.check(media, *canaries)
     except RewardError as exc:
         raise ValueError(f"{name} must {rule}: {exc}") from exc
     require(
@@ -260,9 +268,9 @@ def connect(
            f"{', '.join(sorted(score.parts)) or 'no parts'}")
           for part in parts for scores in replies for score in scores if score.abstained is None),
     )  # fmt: skip
-    waiting = info["limits"]["max_waiting"] * len(client.urls)  # requests that the servers let wait, for all ranks
+    waiting = info["limits"]["max_waiting"] * len(client.urls)  # requests that the servers let wait, of all ranks
     client.close()
-    client = open_client(max_in_flight=max(1, waiting // dist.world_size))
+    client = open_client(max_in_flight=max(1, waiting // num_ranks))
     client.takes_references, client.kinds = references is not None, tuple(info["media"])  # asked once
     client.takes_groups = info["groups"]
     version = f"{info['scorer']} {info['scorer_version']}".strip()

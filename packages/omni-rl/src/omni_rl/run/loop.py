@@ -11,9 +11,10 @@ saves what there is and says what broke.
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from omni_reward import RewardError
 from omni_train.dist import gather_json
@@ -21,13 +22,13 @@ from omni_train.files import load_metrics
 from omni_train.flops import peak_tflops
 from omni_train.signals import catch_stop, resume_command
 
-from omni_rl.flow.evals import evaluate
+from omni_rl.flow.evals import HeldOut, Shown, evaluate
 from omni_rl.report.folder import command_line
 from omni_rl.run.alarms import Alarm, Watch
 from omni_rl.run.failures import BrokenRunError
 from omni_rl.run.run import AnyRun, Step
 from omni_rl.settings.args import secret_flags, without_secrets
-from omni_rl.settings.fields import flat
+from omni_rl.settings.fields import change, flat
 
 
 class Loop:
@@ -161,7 +162,7 @@ def hold_out(run: AnyRun, done: int, evals: list[Mapping[str, float]]) -> dict[s
     """
     with run.policy.ema.applied():
         run.sync_weights(done)
-        metrics, shown = evaluate(run.held_out, partial(run.evaluate_set, run))
+        metrics, shown = evaluate(run.held_out, partial(_evaluate_set, run))
         if run.session.report:
             run.session.report.show_eval(done, *shown)
         evals += [metrics] if "eval/reward" in metrics else []
@@ -170,6 +171,11 @@ def hold_out(run: AnyRun, done: int, evals: list[Mapping[str, float]]) -> dict[s
             run.export(run, card)
     run.sync_weights(done)
     return metrics
+
+
+def _evaluate_set(run: AnyRun, held: HeldOut[Any, Any]) -> tuple[dict[str, float], Shown]:
+    size = held.batch_size(run.args.batch_size, run.dist.world_size)
+    return run.evaluate_set(replace(run, args=change(run.args, batch_size=size)), held)
 
 
 def _model_card(run: AnyRun, evals: Sequence[Mapping[str, float]]) -> dict[str, object]:

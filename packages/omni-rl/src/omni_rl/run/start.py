@@ -169,6 +169,7 @@ def start(
     with same_error(dist):
         scorer, version, watch = kind.open_scorer(args, world, inputs, needs)
         session.name_scorer(args, version)
+    check_alike(dist, {"scorer": version})  # each machine may have a server of its own
     session.take(args, dist, mode)
     inputs.how = how = replace(how, mesh=shard_mesh(dist, args.sharding.size) if mode == "fsdp2" else None)
     with same_error(dist):

@@ -15,6 +15,7 @@ from omni_train.files import file_digest, probe_digest
 from omni_train.hub import local_file, pinned
 
 from omni_rl.settings.args import RunArgs, without_secrets
+from omni_rl.settings.eval_sets import on_this_machine
 from omni_rl.settings.fields import MAY_CHANGE, SECRET, flag, flag_of, flat, marked, old_names, require
 
 NO_VOCABULARY = {"tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"}
@@ -137,7 +138,7 @@ def ask_scorer(settings: Mapping[str, Any], name: str) -> None:
 
     file, proxy = settings.get("scorer.token_file"), settings.get("scorer.proxy", "none")
     token = Path(file).read_text().strip() if file else None
-    for url in filter(None, settings.get(name, "").split(",")):
+    for url in filter(None, on_this_machine(settings.get(name, "")).split(",")):
         try:
             with flag(f"{flag_of(name)}: "), RewardClient(url, token=token, timeout_s=5.0, proxy=proxy) as client:
                 client.info()

@@ -1,6 +1,8 @@
 """Evaluations: their settings, and sets beside --eval.prompts, each a table [[eval.sets]]. Imports no torch."""
 
+import os
 import re
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -106,6 +108,14 @@ def check_sets(
             count = len(load_prompts(own.prompts, check=check(), media_root=media_root))
         rule = f"{at}.num_prompts must be at most {count}, those of {own.prompts}, got {own.num_prompts}"
         require((own.num_prompts <= count, rule))
+
+
+OF_A_MACHINE = re.compile(r"{host}|{node}|//(localhost|127\.|\[::1\])")  # in URLs of servers that each machine has
+
+
+def on_this_machine(urls: str) -> str:
+    """Return URLs with the name of this machine for {host}, and its number in the run for {node}."""
+    return urls.replace("{host}", socket.gethostname()).replace("{node}", os.environ.get("GROUP_RANK", "0"))
 
 
 def check_urls(urls: str, name: str) -> None:

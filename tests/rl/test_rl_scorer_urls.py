@@ -1,0 +1,68 @@
+"""URLs of reward servers that each machine has of its own."""
+
+import socket
+from types import SimpleNamespace
+
+import pytest
+import torch
+from omni_reward.serving import serving_here
+from omni_rl.flow.scorers import connect
+from omni_rl.settings.eval_sets import check_urls, on_this_machine
+from omni_rl.settings.groups import Scorer
+from omni_train.dist import Dist
+from omni_train.prompts.files import PromptRecord
+
+ARGS = SimpleNamespace(scorer=Scorer())  # what `connect` reads
+
+
+def rank(number, per_machine, num_ranks, monkeypatch):
+    """A rank of a run on machines of so many."""
+    monkeypatch.setenv("GROUP_RANK", str(number // per_machine))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(per_machine))
+    return Dist(number, num_ranks, number % per_machine, torch.device("cpu"), None)
+
+
+@pytest.fixture
+def servers():
+    """Texts of the canaries that two servers score, and their URLs."""
+    texts = [], []
+
+    def server(seen):
+        def score(media, prompts, meta):
+            seen.extend(prompts)
+            return [0.5] * len(prompts)
+
+        return serving_here(score, name="half")
+
+    with server(texts[0]) as first, server(texts[1]) as second:
+        yield texts, (first, second)
+
+
+@pytest.mark.parametrize("per_machine", [1, 2])
+def test_each_server_scores_one_canary_whatever_the_number_of_ranks(servers, monkeypatch, per_machine):
+    texts, urls = servers
+    ports = [url.rsplit(":", 1)[1] for url in urls]
+    record = PromptRecord(0, "a sign")
+    for number in range(2 * per_machine):
+        dist = rank(number, per_machine, 2 * per_machine, monkeypatch)
+        monkeypatch.setenv("GROUP_RANK", ports[number // per_machine])
+        client, version = connect("http://127.0.0.1:{node}", ARGS, dist, record, ["image"])
+        assert (client.urls, version) == ((urls[number // per_machine],), "half")
+        client.close()
+    assert texts == (["a sign"], ["a sign"])
+
+
+def test_a_server_of_all_ranks_scores_one_canary(servers, monkeypatch):
+    texts, urls = servers
+    for number in range(3):
+        connect(",".join(urls), ARGS, rank(number, 3, 3, monkeypatch), PromptRecord(0, "a"), ["image"])[0].close()
+    assert texts == (["a"], ["a"])
+
+
+def test_places_in_urls_are_those_of_the_machine(monkeypatch):
+    monkeypatch.setenv("GROUP_RANK", "3")
+    urls = "http://{host}:8100,https://scorer-{node}:8100/a"
+    check_urls(urls, "--scorer.url")
+    assert on_this_machine(urls) == f"http://{socket.gethostname()}:8100,https://scorer-3:8100/a"
+    monkeypatch.delenv("GROUP_RANK")
+    assert on_this_machine("http://scorer-{node}") == "http://scorer-0"
