@@ -25,6 +25,7 @@ from omni_rl.run.engines import EngineRow
 from omni_rl.run.failures import launch
 from omni_rl.settings.cli import parse_cli
 from omni_rollout.models import open_model
+from omni_train.flops import FlopTable
 from trainer_runs import recipe, tiny
 
 import train_flowgrpo as app
@@ -136,6 +137,7 @@ def _live(output: Path, place: dict[str, str], work: Callable[[], Any], before: 
         signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell may have turned off for its jobs
         if place["WORLD_SIZE"] != "1":
             os.environ |= place
+        FlopTable._learn = lambda *call: None  # the count of operations takes a third of the time of a small run
         before(int(place["RANK"]))
         work()
     except SystemExit as exc:

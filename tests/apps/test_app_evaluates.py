@@ -15,7 +15,7 @@ from omni_rl.run.world import World
 from omni_rl.settings.eval_sets import MediaEvalSet, TokenEval, TokenEvalSet
 from omni_rl.settings.fields import change
 from omni_train.files import load_metrics
-from trainer_runs import WORDS, recipe, tiny, train
+from trainer_runs import WORDS, recipe, spared, tiny, train
 
 import train_flowgrpo as app
 import train_gspo
@@ -129,8 +129,9 @@ def test_weights_that_are_given_are_evaluated_and_nothing_is_saved(here, bright_
     for name, start, step in (("base", "", 0), ("given", "runs/first/weights", -1)):
         args = change(TINY, scorer_url=bright_url, name=name, init_weights=start, eval_only=True)
         app.check_args(args)
-        for _ in range(2):  # the second time in place of the first
-            app.main(args, World.join(args))
+        for _ in range(2 if name == "base" else 1):  # the second time in place of the first
+            with spared(report=False, flops=False):
+                app.main(args, World.join(args))
             (line,) = load_metrics(Path(f"runs/{name}/eval-000000/metrics.jsonl"))
             assert line["eval/reward"] == pytest.approx(lines[step]["eval/reward"], abs=1e-6)
         assert sorted(path.name for path in Path(f"runs/{name}").iterdir()) == ["eval-000000"]

@@ -10,6 +10,7 @@ import signal
 import time
 from collections import Counter
 from contextlib import contextmanager
+from functools import cache
 
 import pytest
 import torch
@@ -65,6 +66,13 @@ def settings(case):
     return app, tiny(recipe(app, "tiny-signs"), dry_run=True, memory_device_gb=1.0, width=192, height=64, **known)
 
 
+@cache
+def planned(case, ranks=1, *, remembers=True, **changes):
+    """The plan of a case with those changes, made once."""
+    app, args = settings(case)
+    return plan.measure(app.main, change(args, **changes), ranks, remembers=remembers)
+
+
 def really(app, args, monkeypatch):
     """The most bytes of all tensors in each phase of two real steps on the CPU."""
     meter, phase = Meter(torch.device("cpu")), RunLog.phase
@@ -90,17 +98,16 @@ def really(app, args, monkeypatch):
 def test_a_plan_agrees_with_a_real_step(case, monkeypatch):
     app, args = settings(case)
     monkeypatch.setattr(plan, "_fuse", lambda *_: None)  # a CPU's optimizer takes one parameter after the other
-    planned = plan.measure(app.main, args, 1)
+    found = plan.measure(app.main, args, 1)
     real = really(app, args, monkeypatch)
-    assert max(planned.peaks[name] for name in ("rollout", "decode")) == pytest.approx(real.peaks["rollout"], rel=0.05)
-    assert planned.peaks["update"] == pytest.approx(real.peaks["update"], rel=0.05)
-    assert planned.flops["update"] == pytest.approx(real.flops["update"], rel=0.01)
+    assert max(found.peaks[name] for name in ("rollout", "decode")) == pytest.approx(real.peaks["rollout"], rel=0.05)
+    assert found.peaks["update"] == pytest.approx(real.peaks["update"], rel=0.05)
+    assert found.flops["update"] == pytest.approx(real.flops["update"], rel=0.01)
 
 
 @pytest.mark.parametrize("case", sampled([case for case in CASES if case != "fewer bits"], 1))
 def test_one_forward_of_each_shape_tells_what_all_do(case):
-    app, args = settings(case)
-    first, every = (plan.measure(app.main, args, 1, remembers=remembers) for remembers in (True, False))
+    first, every = planned(case), planned(case, remembers=False)
     assert first.flops == every.flops
     for name, peak in every.peaks.items():
         assert first.peaks[name] == pytest.approx(peak, rel=5e-3), name
@@ -136,19 +143,15 @@ def test_forwards_of_one_backward_are_told_apart(sizes):
 
 
 def test_sharded_weights_take_a_rank_s_share():
-    app, args = settings("all weights")
-    two, four = (
-        plan.measure(app.main, change(args, sharding_mode="fsdp2", sharding_unshard="none"), ranks) for ranks in (2, 4)
-    )
+    two, four = (planned("all weights", ranks, sharding_mode="fsdp2", sharding_unshard="none") for ranks in (2, 4))
     assert two.peaks["sync"] / four.peaks["sync"] > 1.5
     assert four.peaks["update"] < two.peaks["update"]
 
 
 def test_weights_that_a_phase_gathers_are_freed_at_its_end():
     """Gradients too, which are of the gathered weights until they are summed into rows."""
-    app, args = settings("all weights")
     none, whole, every = (
-        plan.measure(app.main, change(args, sharding_mode="fsdp2", sharding_unshard=phases), 4, remembers=remembers)
+        planned("all weights", 4, sharding_mode="fsdp2", sharding_unshard=phases, remembers=remembers)
         for phases, remembers in (("none", True), ("all", True), ("all", False))
     )
     assert whole.peaks["rollout"] > 1.2 * none.peaks["rollout"]
@@ -172,25 +175,34 @@ def test_a_frozen_net_under_adapters_is_sharded_before_a_rank_holds_it(monkeypat
     assert two - four == pytest.approx(10.5e6 / 4, rel=0.01)
 
 
-def run(app, args, capsys):
-    """The exit code of the program, and what it prints of its plan."""
-    with pytest.raises(SystemExit) as ended:
-        launch(app.main, args)
-    return ended.value.code, re.findall(r"^plan: (.+)$", capsys.readouterr().out, re.MULTILINE)
+def run(app, args, capsys, measure=plan.measure):
+    """The exit code of the program, what it prints of its plan, and the first one that was made."""
+    found = []
+
+    def kept(*given, **options):
+        found.append(measure(*given, **options))
+        return found[-1]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(plan, "measure", kept)
+        with pytest.raises(SystemExit) as ended:
+            launch(app.main, args)
+    return ended.value.code, re.findall(r"^plan: (.+)$", capsys.readouterr().out, re.MULTILINE), found[0]
 
 
 def test_a_dry_run_says_whether_a_step_fits_and_what_would(capsys):
     app, args = settings("adapters, two updates")
-    code, lines = run(app, args, capsys)
+    code, lines, found = run(app, args, capsys)
     assert code == 0
     assert lines[-1].startswith("fits --memory.device-gb 1, with ")
     assert any(line.endswith(": rollout 128 of 60, update 64 of 60") for line in lines)  # both halves of guidance
     assert lines[-1].endswith(" GB left beside 0.08 GB for context, NCCL and fragmentation")
-    peak = plan.measure(app.main, args, 1).peak / 1e9
+    peak = found.peak / 1e9
     assert float(re.search(r"with ([\d.]+) GB left", lines[-1])[1]) == pytest.approx(0.92 - peak, rel=0.01)
     for share, expected in ((0.93, 1), (0.91, 0)):
-        assert run(app, change(args, memory_device_gb=peak / share), capsys)[0] == expected
-    code, lines = run(app, change(args, memory_device_gb=0.7 * peak), capsys)
+        small = change(args, memory_device_gb=peak / share)
+        assert run(app, small, capsys, measure=lambda *_, **__: found)[0] == expected
+    code, lines, _ = run(app, change(args, memory_device_gb=0.7 * peak), capsys)
     assert code == 1
     assert any("is too little: by" in line for line in lines)
     assert re.match(r"fits with .*--memory.offload encoder,.* --memory.gradient-checkpointing", lines[-1])
@@ -265,8 +277,8 @@ def test_a_signal_ends_a_plan_at_once(number):
 
 
 def test_a_plan_keeps_the_encoder_on_the_host():
-    app, args = settings("adapters, guidance, recomputation")
-    with_it, without = (plan.measure(app.main, change(args, memory_offload=which), 1) for which in ("encoder", ""))
+    _, args = settings("adapters, guidance, recomputation")
+    with_it, without = (planned("adapters, guidance, recomputation", memory_offload=each) for each in ("encoder", ""))
     folder = open_model(args.model).load(device="cpu", dtype=torch.float32).text_encoder
     freed = sum(tensor.nbytes for tensor in (*folder.parameters(), *folder.buffers()))
     for phase in ("load", "rollout", "update"):
@@ -276,9 +288,9 @@ def test_a_plan_keeps_the_encoder_on_the_host():
 
 def test_a_plan_counts_what_waits_on_the_host():
     """The text encoder and AdamW's moments, and the net's weights before they are quantized."""
-    app, args = settings("adapters, guidance, recomputation")
-    changes = [{}, {"memory_offload": "encoder,optimizer"}, {"memory_base_dtype": "nf4"}]
-    bare, offloaded, quantized = (plan.measure(app.main, change(args, **each), 1) for each in changes)
+    _, args = settings(case := "adapters, guidance, recomputation")
+    bare, offloaded = (planned(case, memory_offload=each) for each in ("", "encoder,optimizer"))
+    quantized = planned(case, memory_base_dtype="nf4")
     parts = open_model(args.model).load(device="cpu", dtype=torch.float32)
     encoder = sum(tensor.nbytes for tensor in (*parts.text_encoder.parameters(), *parts.text_encoder.buffers()))
     net = sum(p.nbytes for p in parts.net.parameters())
@@ -292,9 +304,8 @@ def test_a_plan_counts_what_waits_on_the_host():
 def test_a_plan_counts_the_scorer_that_the_run_starts(capsys):
     """PickScore's 986 million weights in float32, from load to save; none of a scorer on the CPU or of another's."""
     app, args = settings("all weights")
-    bare = plan.measure(app.main, args, 1)
-    code, lines = run(app, change(args, memory_device_gb=1e3, scorer_name="pickscore"), capsys)
-    scored = plan.measure(app.main, change(args, scorer_name="pickscore"), 1)
+    bare = planned("all weights")
+    code, lines, scored = run(app, change(args, memory_device_gb=1e3, scorer_name="pickscore"), capsys)
     assert code == 0
     assert "of these the scorer's, GB: 4.21 (weights 3.94, a batch 0.262)" in lines
     assert scored.scorer["weights"] == pytest.approx(4 * 986_109_441, rel=1e-5)

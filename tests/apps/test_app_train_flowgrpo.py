@@ -38,6 +38,7 @@ from trainer_runs import (
     rollout,
     tiny,
     train_on_ranks,
+    undocumented,
 )
 from trainer_runs import train as train_with
 
@@ -179,7 +180,8 @@ def test_a_profiled_step_leaves_a_trace_of_each_phase_and_the_same_numbers(here,
 def test_the_speed_of_each_phase_with_a_net_is_logged(here, bright_url, monkeypatch):
     """As operations that do not depend on the speed: an update is three forwards, but for what leads nowhere."""
     monkeypatch.setattr(loop, "peak_tflops", lambda device: 0.5)
-    first, *lines = train(bright_url)
+    first, *lines = train_with(app, change(TINY, scorer_url=bright_url), flops=True)
+    assert undocumented(lines) == set()
     assert "perf/rollout_tflops" not in first
     for line in lines:
         tflop = {phase: line[f"perf/{phase}_tflops"] * line[f"time/{phase}_s"] for phase in ("rollout", "update")}
