@@ -19,7 +19,7 @@ leaderboard: ## Train every algorithm on tiny-signs with three seeds (hours) and
 
 test: ## The tests that need no accelerator, of similar cases some; those of the report draw it in a Chromium
 	scripts/chromium
-	scripts/env pytest -q -n 2 --dist worksteal
+	scripts/env pytest -q -n 2 --dist worksteal $(ARGS)
 
 test-all: ## The same with all similar cases
 	scripts/chromium

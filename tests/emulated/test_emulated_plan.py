@@ -31,7 +31,10 @@ CASES |= {
 }
 
 
-@pytest.mark.parametrize("name", sampled(CASES, 1, always=["nf4", "gspo LoRA"]))
+MEDIA, TOKENS = ([name for name in CASES if name.startswith("gspo") == is_token] for is_token in (False, True))
+
+
+@pytest.mark.parametrize("name", sampled(MEDIA, 1) + sampled(TOKENS, 1))
 def test_a_plan_tells_the_peak_of_a_run(tmp_path, monkeypatch, fresh, name):
     build()
     case, folder = CASES[name], tmp_path / "npu"
