@@ -1,4 +1,4 @@
-"""10,000 mutated bodies: each is scored, or refused with a reason. None crashes the server, and none leaks memory."""
+"""5,000 mutated bodies: each is scored, or refused with a reason. None crashes the server, and none leaks memory."""
 
 import asyncio
 import gc
@@ -15,8 +15,8 @@ from omni_reward.media import MAX_REFERENCES, References, ScoreRequest
 from omni_reward.server import Limits, create_app
 from omni_reward.wire import Scorer, encode_request
 
-NUM_BODIES = 10_000
-NUM_WARM = 5000  # by then whatever has a bound has reached it, such as the replies that are remembered
+NUM_BODIES = 5000
+NUM_WARM = 3000  # by then whatever has a bound has reached it, such as the replies that are remembered
 VIDEO = np.arange(2 * 2 * 3 * 4 * 3, dtype=np.uint8).reshape(2, 2, 3, 4, 3)
 PICTURE = np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3)
 AUDIO = np.linspace(-1, 1, 2 * 5 * 1, dtype=np.float32).reshape(2, 5, 1)
