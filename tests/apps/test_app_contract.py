@@ -139,6 +139,7 @@ EXACT = (
     "reward/mean",
     "reward/min",
     "reward/max",
+    "reward/group_std",
     "advantage/max",
     "policy/old_decay",
     "policy/pairs",
@@ -165,7 +166,7 @@ RANKS = {  # how its weights are spread over two ranks, and what the gradients' 
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", sampled(RANKS, 2))
+@pytest.mark.parametrize("name", sampled(RANKS, 1, always=("flowgrpo lora ddp",)))
 def test_one_and_two_ranks_train_on_the_same_numbers(here, bright_url, name):
     row, rel = RANKS[name]
     app, args = settings(row, bright_url)
