@@ -114,7 +114,7 @@ BREAKS = {  # what each rank does before, exit codes, what is said and advised, 
     ),
     "a loss that is no number": (
         lose_the_loss, [1, 1],
-        "rank 0, 1, phase update: FloatingPointError: loss must be finite, but is nan on rank 1\nThe weights or", 0
+        "rank 0, 1, phase update: FloatingPointError: loss must be finite, but is nan on rank 1\nIn a run of anoth", 0
     ),
     "a killed rank": (
         in_update(1, kill), [1, -9],

@@ -1,16 +1,19 @@
 """The server over real sockets: what it refuses and how, and that it stays up while a scorer works."""
 
 import socket
+import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import requests
 from omni_reward import Score
 from omni_reward.media import ScoreRequest
+from omni_reward.scorers.user import load_user
 from omni_reward.server import Limits, create_app
 from omni_reward.wire import Scorer, decode_reply, encode_request
 from reward.reward_helpers import HEAD
@@ -247,6 +250,21 @@ def test_a_server_of_one_s_own_tells_what_the_scorer_raised(serve: Callable[...,
     assert message.startswith("the scorer raised KeyError: 'target")
     assert message.endswith("; the server's log has the traceback")
     assert len(assert_refused(post(url, pack(2)), 500, "scorer_failed")) < 400
+
+
+def test_a_bug_in_a_user_s_file_is_three_lines_of_the_log_and_one_of_the_reply_with_its_line(
+    serve: Callable[..., str], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("import json\n\ndef score(media, prompts, meta):\n    return [json.loads(p) for p in prompts]\n")
+    url = serve(load_user(f"python:{file}:score"), show_errors=True)
+    message = assert_refused(post(url, pack(1)), 500, "scorer_failed")
+    assert message.startswith("the scorer raised json.decoder.JSONDecodeError: ")
+    assert message.endswith(f" ({file}, line 4)")
+    first, *place = caplog.text.splitlines()
+    assert first.endswith(": json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)")
+    own = "<listcomp>" if sys.version_info < (3, 12) else "score"
+    assert place == [f'  File "{file}", line 4, in {own}', "    return [json.loads(p) for p in prompts]"]
 
 
 def test_requests_of_clients_that_have_gone_are_not_scored(serve: Callable[..., str]) -> None:

@@ -3,6 +3,7 @@
 import importlib
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -439,6 +440,14 @@ def test_warnings_of_other_libraries_are_not_shown(module, monkeypatch):
         warnings.warn_explicit("can cause backward to fail", UserWarning, "file.py", 1, module=module)
     assert bool(shown) == (module == "torchrun_of_mine")
     assert os.environ["TQDM_DISABLE"] == "as it was"
+
+
+@pytest.mark.parametrize(("error", "says"), [("KeyboardInterrupt", False), ("ImportError", True)])
+def test_ctrl_c_while_libraries_are_imported_ends_without_a_traceback(error, says):
+    code = f"from omni_rl.settings.cli import hush; hush(); raise {error}"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == (1 if says else -signal.SIGINT)
+    assert bool(ended.stderr) == ("Traceback" in ended.stderr) == says
 
 
 @pytest.mark.parametrize("flags", [[], ["--verbose"]])

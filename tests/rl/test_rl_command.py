@@ -164,6 +164,7 @@ def test_the_doctor_ends_with_1_where_nothing_can_train(tmp_path: Path, capsys, 
     by_name = {finding["name"]: finding for finding in answer["findings"]}
     assert (code, answer["can_train"]) == (1, False)
     assert (by_name["peft"]["state"], by_name["peft"]["get"]) == ("missing", 'pip install "omni-rl"')
+    assert by_name["checkpoints"]["text"] == "small models beside those of tiny-signs"
     assert by_name["checkpoints"]["state"] == by_name["--engine diffusers"]["state"] == "missing"
 
 

@@ -271,7 +271,7 @@ def test_a_recipe_of_a_real_model_says_the_command_of_its_scorer(app: str, name:
 def test_a_planned_recipe_names_the_smallest_cards_that_hold_its_step(app: str, name: str):
     text, values = recipes(app)[name], values_of(app, name)
     line = read_line(text)
-    assert text.count("# Planned:") == bool(line)
+    assert (text.count("# Planned:"), text.count("# Not planned: ")) == (bool(line), not line)
     if line:
         assert str(line) in text.splitlines()
         assert line.card_gb == min(card for card in CARDS if line.gb <= (1 - LEFT) * card)
@@ -279,6 +279,17 @@ def test_a_planned_recipe_names_the_smallest_cards_that_hold_its_step(app: str, 
         own = tomllib.loads(text).get("scorer", {}).get("name", "ocr")
         assert bool(line.scorer_gb) == (not own.startswith("ocr"))  # which is on the CPU
         assert line.tflop
+
+
+GATED = r"stabilityai/|black-forest-labs/(?!FLUX.2-klein-(base-)?4B)"
+
+
+@pytest.mark.parametrize(("app", "name"), REAL)
+def test_a_recipe_of_a_gated_model_says_where_its_license_is(app: str, name: str):
+    text = recipes(app)[name]
+    model = tomllib.loads(text)["model"]
+    line = f"# Model: gated; accept its license at https://huggingface.co/{model}, then `hf auth login`"
+    assert (line in text.splitlines()) == bool(re.match(GATED, model))
 
 
 def test_the_table_of_plans_has_the_lines_of_the_recipes():

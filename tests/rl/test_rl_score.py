@@ -4,12 +4,14 @@ import json
 import os
 import subprocess
 import sys
+import wave
 
 import numpy as np
 import pytest
 from omni_reward.scorers import load_scorer
 from omni_reward.scorers.likeness import load_likeness
 from omni_reward.serving import serving_here
+from omni_rl.media.write import encode_flac, encode_video
 from omni_rl.tools import score
 from PIL import Image
 from reward.reward_helpers import draw_sign
@@ -23,10 +25,30 @@ def red(media, prompts, meta):
 """
 
 
+BOTH = """
+from omni_reward import Scorer
+
+def both(media, prompts, meta):
+    (video,), (sound,) = media["video"], media["audio"]
+    return [len(video) / meta[0]["fps"] - len(sound) / meta[0]["sample_rate"]]
+
+both = Scorer(both, media=("video", "audio"))
+"""
+FRAMES = np.repeat(np.arange(0, 240, 20, dtype=np.uint8)[:, None, None, None], 3, axis=3).repeat(16, 1).repeat(16, 2)
+TONE = np.sin(2 * np.pi * 440 * np.arange(8000) / 8000, dtype=np.float32)[:, None] / 2
+
+
 @pytest.fixture(autouse=True)
 def place(tmp_path, monkeypatch):
-    """A working folder with two images, one of them transparent, and a function."""
+    """A working folder with two images, one of them transparent, and a function; a video, a sound and both in one."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "silent.mp4").write_bytes(encode_video(FRAMES, 12.0, ".mp4"))
+    (tmp_path / "loud.mp4").write_bytes(encode_video(FRAMES, 12.0, ".mp4", TONE, 8000))
+    (tmp_path / "tone.flac").write_bytes(encode_flac(TONE, 8000))
+    with wave.open("tone.wav", "wb") as file:
+        file.setparams((1, 2, 8000, 0, "NONE", ""))
+        file.writeframes((TONE * 32767).round().astype("<i2").tobytes())
+    (tmp_path / "both.py").write_text(BOTH)
     Image.new("RGB", (8, 4), (10, 0, 0)).save("a.png")
     Image.new("RGBA", (6, 6), (30, 0, 0, 255)).save("b.webp", lossless=True)
     (tmp_path / "mine.py").write_text(MINE)
@@ -60,6 +82,20 @@ def test_a_weighted_sum_shows_its_parts_and_a_scorer_without_a_text_to_read_its_
     assert (row["score"], row["abstained"]) == (None, "the prompt has no text between double quotes")
 
 
+@pytest.mark.parametrize("file", ["tone.wav", "tone.flac", "loud.mp4"])
+def test_a_sound_is_read_at_its_rate(capfd, file):
+    (row,) = rows(capfd, "--scorer", "pitch", file, "--prompt", "a tone of 440 Hz")
+    assert row["score"] > 0.99
+
+
+def test_a_video_has_its_frames_a_second_and_its_own_sound(capfd):
+    """Which last as long: 12 frames at 12 a second, and 8,000 points at 8,000; AAC adds the rest of its last block."""
+    assert rows(capfd, "--scorer", "python:both.py:both", "loud.mp4")[0]["score"] == pytest.approx(0, abs=0.2)
+    slow = ["loud.mp4", "--meta", '{"fps": 6}']
+    assert rows(capfd, "--scorer", "python:both.py:both", *slow)[0]["score"] == pytest.approx(1, abs=0.2)
+    assert rows(capfd, "--scorer", "frames:jpeg", "silent.mp4")[0]["score"] < 0
+
+
 def test_a_server_gives_the_scores_that_it_gives_a_trainer(capfd, tmp_path):
     (tmp_path / "token").write_text("s3cret\n")
 
@@ -85,7 +121,10 @@ def test_a_scorer_that_compares_gets_the_reference(capfd):
         ("--scorer orc a.png", "scorer must be one of ['aesthetic', "),
         ("--scorer jpeg gone.png", "FILE: must name a file that exists and ends in one of ('.png', "),
         ("--scorer jpeg mine.py", "FILE: must name a file that exists and ends in one of ('.png', "),
-        ("--scorer video a.png", "the scorer must grade images, takes video"),
+        ("--scorer video a.png", "FILE: a.png must end in one of ('.gif', '.webp', '.mp4', '.webm')"),
+        ("--scorer pitch mine.py", "FILE: mine.py is no whole file with sound: "),
+        ("--scorer pitch silent.mp4", "FILE: silent.mp4 is no whole file with sound: "),
+        ("--scorer rules:exact a.png", "the scorer must grade images, videos or sounds, takes text"),
         ("--scorer likeness a.png", "--reference must be given, as the scorer compares with it"),
         ("--scorer jpeg --reference a.png a.png", "--reference must be left out, as the scorer compares with none"),
         ("--scorer jpeg --meta [1] a.png", "--meta: must be an object, got [1]"),
@@ -135,4 +174,4 @@ def test_a_scorer_of_groups_compares_the_images_in_this_process_or_at_a_server(c
         assert rows(capfd, "--scorer.url", url, *files) == here
     with pytest.raises(SystemExit):
         score.main(["--scorer", "python:mine.py:brightest", "a.png", "b.webp"])
-    assert "images must have one size, where a scorer compares them" in capfd.readouterr().err
+    assert "files must have one size, where a scorer compares them" in capfd.readouterr().err

@@ -31,6 +31,7 @@ from omni_reward.batching import Batcher, ScorerFailedError
 from omni_reward.media import ScoreRequest
 from omni_reward.replies import IdReusedError, Replies
 from omni_reward.scorers import load_scorer
+from omni_reward.scorers.user import own_line
 from omni_reward.transport import is_loopback, names_loopback
 from omni_reward.wire import ScoreFn, Scorer
 
@@ -207,7 +208,10 @@ class _Service:
         try:
             scores = await self._batcher.score(request)
         except ScorerFailedError as exc:
-            logger.error("scorer %r failed on request %r", self._name, request.request_id, exc_info=exc.__cause__)
+            text, at = _told(exc.__cause__)
+            place = traceback.format_list([at])[0].splitlines()[:2] if at else []
+            asked = f"scorer {self._name!r} failed on request {request.request_id!r}"
+            logger.error("\n".join([f"{asked}: {text}", *place]), exc_info=None if at else exc.__cause__)
             raise
         version = self._scorer.protocol
         return wire.encode_reply(request.request_id, request.ids, self._name, scores, protocol=version)
@@ -215,8 +219,9 @@ class _Service:
     def _failure(self, error: ScorerFailedError) -> str:
         if not self._show_errors:
             return "the scorer failed; the server's log has the error"
-        cause = "".join(traceback.format_exception_only(error.__cause__)).strip()
-        return f"the scorer raised {wire.clean(cause, 300)}; the server's log has the traceback"
+        text, at = _told(error.__cause__)
+        place = f" ({at.filename}, line {at.lineno})" if at else "; the server's log has the traceback"
+        return f"the scorer raised {wire.clean(text, 300)}{place}"
 
     def _check_access(self, request: Request) -> None:
         if self._credentials is None:
@@ -263,6 +268,11 @@ class _Service:
             raise HTTPException(413, f"the body must be at most {limits.max_body_bytes} bytes")
         if self._num_requests > limits.max_waiting or self._num_bytes > limits.max_waiting_bytes:
             raise HTTPException(503, "too many requests or bytes are waiting", headers={"Retry-After": "1"})
+
+
+def _told(error: BaseException | None) -> tuple[str, traceback.FrameSummary | None]:
+    """Return an error's type and message, and the line of a user's file that raised it, if one did."""
+    return "".join(traceback.format_exception_only(error)).strip(), own_line(error) if error else None
 
 
 async def _unless_gone(request: Request, work: Coroutine[None, None, bytes]) -> bytes:

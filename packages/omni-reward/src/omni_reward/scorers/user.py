@@ -14,6 +14,7 @@ from pathlib import Path
 from omni_reward.wire import ScoreFn
 
 PREFIX = "python:"
+MODULE = "omni_reward_user_"  # begins the names of modules of users' files
 
 
 def load_user(spec: str, arguments: str = "media, prompts, meta") -> ScoreFn:
@@ -26,7 +27,7 @@ def load_user(spec: str, arguments: str = "media, prompts, meta") -> ScoreFn:
     check_user(spec, arguments)
     path, _, name = spec.removeprefix(PREFIX).rpartition(":")
     file = Path(path)
-    module_spec = importlib.util.spec_from_file_location(f"omni_reward_user_{file.stem}", file)
+    module_spec = importlib.util.spec_from_file_location(f"{MODULE}{file.stem}", file)
     assert module_spec is not None
     assert module_spec.loader is not None
     module = importlib.util.module_from_spec(module_spec)
@@ -36,12 +37,19 @@ def load_user(spec: str, arguments: str = "media, prompts, meta") -> ScoreFn:
     except ImportError as exc:
         raise ImportError(f"{path}: {exc}", name=exc.name) from exc
     except Exception as exc:  # a user's file may raise anything
-        line = next((at.lineno for at in reversed(traceback.extract_tb(exc.__traceback__)) if at.filename == path), 0)
-        raise ValueError(f"{path} must run, line {line} raised {type(exc).__name__}: {exc}") from exc
+        at = own_line(exc)
+        raise ValueError(f"{path} must run, line {at.lineno if at else 0} raised {type(exc).__name__}: {exc}") from exc
     found = getattr(module, name, None)
     if not callable(found):
         raise ValueError(f"{path} must have a function {name!r}, got {found!r:.80}")
     return found
+
+
+def own_line(error: BaseException) -> traceback.FrameSummary | None:
+    """Return the last line of a user's file in the traceback of an error; None if no such file is in it."""
+    frames, lines = traceback.walk_tb(error.__traceback__), traceback.extract_tb(error.__traceback__)
+    names = [str(frame.f_globals.get("__name__")) for frame, _ in frames]
+    return next((line for name, line in reversed([*zip(names, lines, strict=True)]) if name.startswith(MODULE)), None)
 
 
 def check_user(spec: str, arguments: str = "media, prompts, meta") -> None:

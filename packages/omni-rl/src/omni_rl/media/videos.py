@@ -62,6 +62,22 @@ def read_video(path: Path) -> "tuple[Tensor, float]":
         return torch.from_numpy(np.stack(frames)), fps
 
 
+def read_track(path: Path) -> tuple[np.ndarray, float]:
+    """Return the sound of a file that PyAV reads, float32 [points, channels], and its sample rate.
+
+    Raises:
+        ValueError: the file is missing, damaged or without sound, or PyAV is missing.
+    """
+    if not has_av():
+        raise ValueError(f"{path} needs PyAV: pip install 'omni-rl[video]'")
+    import av
+
+    with decoding(path, "whole file with sound"), av.open(str(path)) as file:
+        floats = av.AudioResampler(format="fltp")
+        frames = [part.to_ndarray() for frame in file.decode(audio=0) for part in floats.resample(frame)]
+        return np.concatenate(frames, axis=1).T, float(file.streams.audio[0].rate)
+
+
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     """Open a PIL image or a PyAV container; an error of its decoder becomes a ValueError that names the file."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from omni_rl.run.metrics import METRICS, Rule
 
 Line = Mapping[str, float]
+LOOK = "Look at the steps before it. For a loss or a norm lower --lr, or try --dtype float32."
 ALARMS = tuple((row.name, row.alarm) for row in METRICS if row.alarm)
 
 
@@ -76,7 +77,7 @@ def find_alarms(lines: Sequence[Line]) -> list[Alarm]:
 
 
 def _not_finite(name: str) -> Rule:
-    return Rule(f"{name} is not finite", lambda v: not math.isfinite(v[0]), "Look at the steps before it.", window=1)
+    return Rule(f"{name} is not finite", lambda v: not math.isfinite(v[0]), LOOK, window=1)
 
 
 def _alarm(rule: Rule, names: Sequence[str], rows: Sequence[Line]) -> Alarm:

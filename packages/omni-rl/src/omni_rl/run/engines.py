@@ -46,6 +46,6 @@ def open_vllm_omni(
 ENGINES = {
     "diffusers": EngineRow(open_diffusers),
     "vllm-omni": EngineRow(
-        open_vllm_omni, "vllm_omni", "run make install-vllm-omni, then the python in .venv-vllm-omni"
+        open_vllm_omni, "vllm_omni", "in a clone run make install-vllm-omni, then the python in .venv-vllm-omni"
     ),
 }

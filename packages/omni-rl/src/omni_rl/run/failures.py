@@ -117,8 +117,8 @@ def advice(error: BaseException, args: RunArgs) -> str:
             "--batch-size. For images and videos --dry-run --memory.device-gb 80 plans what fits 80 GB."
         )
     if is_of_scorer(error):
-        if scorer_to_start(args)[0]:
-            return "The run started this scorer: mend what its messages above name. The same command starts it again."
+        if own := scorer_to_start(args)[0]:
+            return f"The run started this scorer: mend {own}, as the messages say. The same command starts it again."
         return "The scorer failed: look at its log, and start it again."
     if is_lost_rank(error):
         return (
@@ -134,7 +134,8 @@ def advice(error: BaseException, args: RunArgs) -> str:
     if "ratio must be 1" in text:
         return advice_on_ratio(args)
     if isinstance(error, FloatingPointError) or "finite" in text:
-        return "The weights or the log-probabilities went wrong: lower --lr, or look at what the message names."
+        ways = [f"lower --lr, now {args.lr:g}", *["try --dtype float32"] * (args.dtype != "float32")]
+        return f"In a run of another --name {', or '.join(ways)}. The metrics of the steps before show where it began."
     return "This is not a mistake in the settings: the traceback above tells where it happened."
 
 

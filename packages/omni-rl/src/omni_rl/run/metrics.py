@@ -113,7 +113,7 @@ METRICS = (
                       "or lower --lr.", window=3, others=("eval/watch",))),
     Metric(error_of("eval/reward"),
            alarm=Rule(f"The held-out score has not risen after {NUM_EVALS} evaluations", _stays,
-                      "The mean of the last three is not a standard error above the first. Look at the pictures of "
+                      "The mean of the last three is not a standard error above the first. Look at the images of "
                       "evaluations with their scores, at Spread within groups and at KL: if it is near 0, raise --lr.",
                       window=1 + NUM_EVALS, from_first=True, others=("eval/reward",))),
     Metric("reward/mean", "Reward", "training", column=1),
@@ -150,7 +150,7 @@ METRICS = (
     Metric("policy/correction_effective_fraction",
            alarm=Rule("Importance weights leave few samples", lambda shares: _mean(shares) < MIN_EFFECTIVE,
                       "A few samples weigh more than all others. Look at policy/rollout_gap, and lower "
-                      "--rollout-correction-cap.")),
+                      "--correction.high, or --rollout-correction-cap for texts.")),
     Metric("reward/group_std", "Spread within groups", "mean over groups"),
     Metric("reward/zero_variance_ratio", "Nothing to learn from", "groups",
            alarm=Rule("The reward has no signal", lambda ratios, *_: all(ratio == 1 for ratio in ratios),

@@ -230,8 +230,9 @@ def check_run(args: RunArgs) -> None:
         (name.parts and not name.is_absolute() and ".." not in name.parts and args.name.isprintable(),
          f"--name must name a folder below runs/, got {args.name!r}"),
         (world_size == 1 or mode != "none", f"--sharding.mode none does not fit {world_size} ranks"),
-        (shards.mode != "fsdp2" or "RANK" in os.environ or memory.device_gb, "--sharding.mode fsdp2 needs torchrun, "
-         "and --dry-run without it WORLD_SIZE=N before the command and --memory.device-gb"),
+        (shards.mode != "fsdp2" or "RANK" in os.environ or memory.device_gb, "--sharding.mode fsdp2 needs ranks: "
+         "omni-rl train NAME --nproc-per-node N, or torchrun; a plan without them WORLD_SIZE=N before the command and "
+         "--memory.device-gb"),
         (not shards.size or (mode == "fsdp2" and world_size % shards.size == 0),
          f"--sharding.size must divide the {world_size} ranks of --sharding.mode fsdp2, got {shards.size}"),
         (shards.unshard in ("auto", "none") or mode == "fsdp2",

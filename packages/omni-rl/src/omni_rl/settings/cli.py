@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import field, make_dataclass
 from itertools import pairwise
 from pathlib import Path
+from traceback import format_exception
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
 import tyro
@@ -213,7 +214,10 @@ def print_presets(presets: Mapping[str, str], word: str) -> None:
 
 
 def hush() -> None:
-    """Hide progress bars and warnings of other libraries, before they are imported."""
+    """Hide progress bars and warnings of other libraries, before they are imported, and the place of a Ctrl-C then."""
+    sys.excepthook = lambda kind, *exc: (
+        kind is KeyboardInterrupt or sys.stderr.write("".join(format_exception(kind, *exc)))
+    )
     for name, value in {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error", "DIFFUSERS_VERBOSITY": "error"}.items():
         os.environ.setdefault(name, value)
     warnings.formatwarning = lambda message, *place: f"WARNING: {message}\n"

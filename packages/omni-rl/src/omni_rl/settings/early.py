@@ -56,7 +56,7 @@ def check_sides(place: str, height: int, width: int) -> None:
     package = Path(str(find_spec("omni_rollout").origin)).parent  # type: ignore[union-attr]
     sides = tomllib.loads((package / "models" / "sides.toml").read_text("utf-8"))
     for folder in (Path(place), package / "released" / place):
-        unit = sides.get(kind_of(folder), 1)
+        unit = sides.get(place) or sides.get(kind_of(folder), 1)
         for name, side in (("height", height), ("width", width)):
             nearest = max(1, round(side / unit)) * unit
             rule = f"--{name} must be a positive multiple of {unit} pixels, such as {nearest}, got {side}"

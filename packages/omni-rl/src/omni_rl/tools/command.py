@@ -23,7 +23,7 @@ COMMANDS = {  # sub-command -> what it does, and the words for Python that start
     "report": ("Write the report of a run, or one page that compares several", ["-m", "omni_rl.report"]),
     "push": ("Push a run's weights, model card and settings to the hub", ["-m", "omni_rl.tools.hub"]),
     "serve": ("Start a reward server: omni-rl serve --scorer ocr --port 8100", ["-m", "omni_reward.server"]),
-    "score": ("Score images by hand: omni-rl score --scorer ocr FILE.png --prompt TEXT", ["-m", "omni_rl.tools.score"]),
+    "score": ("Score files by hand: omni-rl score --scorer ocr FILE.png --prompt TEXT", ["-m", "omni_rl.tools.score"]),
     "prompts": ("Fetch prompts that recipes name: omni-rl prompts ocr", ["-m", "omni_rl.tools.prompts"]),
     "reproduce": (
         "Run a recipe, and write a record of the result: omni-rl reproduce flowgrpo/tiny-signs",

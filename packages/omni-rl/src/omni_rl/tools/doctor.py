@@ -104,7 +104,8 @@ def files() -> Iterator[Finding]:
     """Report the files that presets named tiny-... need in the working folder."""
     for folder, what in (("checkpoints", "small models"), ("data", "prompts")):
         names = sorted(path.name for path in Path(folder).glob("*/") if path.is_dir())
-        yield Finding(folder, "ok", ", ".join(names)) if names else Finding(folder, "missing", f"the {what}", CLONE)
+        missing = Finding(folder, "missing", f"{what} beside those of tiny-signs", CLONE)
+        yield Finding(folder, "ok", ", ".join(names)) if names else missing
 
 
 def hub() -> Iterator[Finding]:

@@ -302,7 +302,7 @@ class PlannedWorld(World):
     def tell(self, lines: str) -> None:
         """Print the settings and the plan of a step."""
         if self.tells:
-            print(lines, flush=True)
+            print(f"{lines}\nplan: a step without weights runs now, for a minute or more", flush=True)
 
     def connect(
         self, urls: str, args: RunArgs, canary: PromptRecord, kinds: Sequence[str], **how: Any

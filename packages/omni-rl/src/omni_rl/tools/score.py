@@ -1,25 +1,28 @@
-"""Score images by hand.
+"""Score images, videos and sounds by hand.
 
 omni-rl score --scorer ocr sign.png --prompt 'a sign that says "OK"'
 
-Prints one line of JSON an image: its score, or the reason for its lack, the parts of the score, and what else the
-scorer returns with it. A scorer that compares the samples of a prompt compares these images.
+Prints one line of JSON a file: its score, or the reason for its lack, the parts of the score, and what else the scorer
+returns with it. A scorer that compares the samples of a prompt compares these files.
 """
 
 import argparse
 import json
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from omni_reward import RewardClient, RewardError, Score, Scorer
 from omni_reward.cli import Parser, read_options
-from omni_reward.media import Arrays, Meta, ScoreRequest
+from omni_reward.media import MEDIA_KINDS, Arrays, Meta, ScoreRequest
 from omni_reward.scorers import load_scorer
+from omni_reward.scorers.user import own_line
 
 from omni_rl.media.images import read_pixels
+from omni_rl.media.prompts import read_sound, read_video
+from omni_rl.media.videos import read_track
 from omni_rl.settings.early import split_options
 from omni_rl.settings.fields import flag, require
 
@@ -28,7 +31,7 @@ def open_scorer(args: argparse.Namespace) -> Scorer:
     """Return the scorer that the flags name: one in this process, or a client of a server.
 
     Raises:
-        ValueError, ImportError, RewardError: there is no such scorer or server, or it grades no images.
+        ValueError, ImportError, RewardError: there is no such scorer or server, or it grades no such files.
     """
     if args.scorer:
         name, options = split_options(args.scorer)
@@ -43,35 +46,54 @@ def open_scorer(args: argparse.Namespace) -> Scorer:
             return client.submit(media, prompts, meta, references, [0] * len(prompts) if whole else None).result()
 
         scorer = Scorer(ask, media=kinds, references=wants, groups=whole)
-    rule = (
-        "given, as the scorer compares with it" if scorer.references else "left out, as the scorer compares with none"
-    )
+    rule, what = ("given", "it") if scorer.references else ("left out", "none")
     require(
-        (set(scorer.media) == {"image"}, f"the scorer must grade images, takes {' and '.join(scorer.media)}"),
-        (bool(args.reference) == scorer.references, f"--reference must be {rule}"),
-    )
+        (READERS.keys() >= set(scorer.media),
+         f"the scorer must grade images, videos or sounds, takes {' and '.join(scorer.media)}"),
+        (bool(args.reference) == scorer.references, f"--reference must be {rule}, as the scorer compares with {what}"),
+    )  # fmt: skip
     return scorer
 
 
-def score_images(
-    scorer: Scorer, images: Sequence[np.ndarray], prompt: str, meta: Meta, references: Sequence[np.ndarray]
+READERS: dict[str, Callable[[Path], tuple[Any, float]]] = {  # file -> medium of this kind, and its rate
+    "image": lambda path: (read_pixels(path), 0.0),
+    "video": read_video,
+    "audio": lambda path: (read_sound if path.suffix.lower() == ".wav" else read_track)(path),
+}
+
+
+def read_media(path: Path, kinds: Sequence[str], meta: Mapping[str, object]) -> tuple[Arrays, dict[str, object]]:
+    """Return the media of a file by kind, and the meta with their rates, unless it has its own.
+
+    Raises:
+        ValueError: the file is missing, damaged or of another kind.
+    """
+    with flag("FILE: "):
+        found = {kind: READERS[kind](path) for kind in kinds}
+    rates = {str(MEDIA_KINDS[kind].rate): rate for kind, (_, rate) in found.items() if rate}
+    return {kind: np.asarray(medium) for kind, (medium, _) in found.items()}, {**rates, **meta}
+
+
+def score_files(
+    scorer: Scorer, media: Sequence[Arrays], prompt: str, meta: Meta, references: Sequence[np.ndarray]
 ) -> list[Score]:
-    """Return the scores of images of one size, uint8 [H, W, 3], that are scored at once.
+    """Return the scores of samples of one form, that are scored at once.
 
     Raises:
         ValueError: an argument breaks its rule, or the scorer raised; then the message names the line.
     """
-    require((len({image.shape for image in images}) == 1, "images must have one size, where a scorer compares them"))
-    count, media = len(images), {"image": np.stack(images)}
+    shapes = {str([array.shape for array in each.values()]) for each in media}
+    require((len(shapes) == 1, "files must have one size, where a scorer compares them"))
+    count, joined = len(media), {kind: np.stack([each[kind] for each in media]) for kind in scorer.media}
     request = ScoreRequest(
-        media, [prompt] * count, meta * count, "", references=[tuple(references)] * count * bool(references)
+        joined, [prompt] * count, meta, "", references=[tuple(references)] * count * bool(references)
     )
     try:
         return scorer(request.media, request.prompts, request.meta, request.references)
     except RewardError:
         raise
     except Exception as exc:  # a scorer may raise anything
-        at = traceback.extract_tb(exc.__traceback__)[-1]
+        at = own_line(exc) or traceback.extract_tb(exc.__traceback__)[-1]
         fault = f"{type(exc).__name__}: {exc} ({at.filename}, line {at.lineno})"
         raise ValueError(f"the scorer raised {fault}") from exc
 
@@ -81,12 +103,12 @@ def main(argv: list[str] | None = None) -> None:
     how = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog="omni-rl score", description=__doc__, formatter_class=how)
     add, one = parser.add_argument, parser.add_mutually_exclusive_group(required=True)
-    add("images", nargs="+", type=Path, metavar="FILE", help="image, .png, .jpg or .webp")
+    add("files", nargs="+", type=Path, metavar="FILE", help="image, video or sound, as the scorer takes it")
     one.add_argument("--scorer", help="scorer, reward or function, as trainers take it")
     one.add_argument("--scorer.url", "--scorer-url", dest="url", metavar="URL", help="reward server that runs already")
     add("--option", action="append", default=[], metavar="NAME=VALUE", help="option of --scorer; may be repeated")
     add("--scorer.token-file", "--token-file", dest="token_file", type=Path, help="file with the server's token")
-    add("--prompt", default="", help="prompt of the images")
+    add("--prompt", default="", help="prompt of the files")
     add("--meta", default="{}", metavar="JSON", help="further keys of the prompt, as in a .jsonl file of prompts")
     add("--reference", action="append", default=[], type=Path, metavar="FILE", help="image that was edited")
     args = parser.parse_args(argv)
@@ -96,12 +118,16 @@ def main(argv: list[str] | None = None) -> None:
             require((isinstance(meta, dict), f"must be an object, got {args.meta}"))
         with flag("--reference: "):
             references = [read_pixels(path) for path in args.reference]
-        with flag("FILE: "):
-            images = [read_pixels(path) for path in args.images]
         scorer = open_scorer(args)
-        each = [images] if scorer.groups else [[image] for image in images]
-        scores = (score for own in each for score in score_images(scorer, own, args.prompt, [meta], references))
-        for path, score in zip(args.images, scores, strict=True):
+        media, metas = zip(*(read_media(path, scorer.media, meta) for path in args.files), strict=True)
+        size = len(media) if scorer.groups else 1
+        parts = [slice(start, start + size) for start in range(0, len(media), size)]
+        scores = (
+            score
+            for part in parts
+            for score in score_files(scorer, media[part], args.prompt, [*metas[part]], references)
+        )
+        for path, score in zip(args.files, scores, strict=True):
             row = {"file": str(path), "score": score.value, "parts": score.parts, "abstained": score.abstained}
             print(json.dumps(row | {"details": score.details}, ensure_ascii=False), flush=True)
     except (ImportError, OSError, ValueError, RewardError) as exc:
