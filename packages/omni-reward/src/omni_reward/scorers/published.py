@@ -120,6 +120,8 @@ def main(argv: list[str] | None = None) -> None:
         scorer = load_scorer(args.scorer, options=read_options(args.option))
         print(f"{args.scorer} {scorer.version}: all weights are there")
         known = PUBLISHED["scores"].get(args.scorer)
+        if known and not scorer.version.startswith(known.get("version", "")):
+            known = None
         print(f"published scores: {known['source'] if known else 'none are known here, so an order is checked'}")
         checks = (
             compare(scorer, known, args.files) if known else order(args.scorer, scorer, PUBLISHED["order"], args.files)
