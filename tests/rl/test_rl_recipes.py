@@ -194,6 +194,8 @@ def test_a_trainer_accepts_its_recipe(app: str, name: str, tmp_path: Path, monke
         ("qwen-image-ocr-lora", ["--prompts", "x.txt"], ""),
         ("qwen-image-edit-2511-pickscore", [], "; write data/edit/train.jsonl and test.jsonl, lines with .*"),
         ("qwen3-omni-lora", [], "; write prompts/train.jsonl and eval.jsonl, lines with .*"),
+        ("tiny-moving-flowgrpo", [], "; the clone of omni-rl has what this recipe names: start in its folder"),
+        ("tiny-beeps", [], "; the clone of omni-rl has what this recipe names: start in its folder"),
     ],
 )
 def test_who_lacks_the_prompts_of_a_recipe_is_told_how_to_get_them(tmp_path, monkeypatch, capsys, preset, more, ends):

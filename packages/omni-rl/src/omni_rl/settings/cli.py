@@ -88,6 +88,8 @@ def parse_cli(
         prompts = re.search(r"^# Prompts: ((?:write (?:data/)?|omni-rl prompts )(\w+).*)", text, re.MULTILINE)
         if prompts and re.search(rf"got (data/)?{prompts[2]}/", fault):
             fault += f"; {prompts[1].replace('omni-rl', 'fetch them: omni-rl')}"
+        if text and re.search(r"(got|at) (data|checkpoints)/tiny-", fault):
+            fault += "; the clone of omni-rl has what this recipe names: start in its folder"
         scorer = re.search(r"^# Scorer: (.*)", text, re.MULTILINE)
         if scorer and " a reward server" in fault:
             fault += f"; start one: {scorer[1]}"
