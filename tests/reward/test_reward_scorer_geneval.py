@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from omni_reward import RewardClient, Score
-from omni_reward.scorers import empty_networks, geneval, load_scorer
+from omni_reward.scorers import empty_networks, geneval, load_scorer, neural
 from omni_reward.scorers.geneval_rules import COLORS, OBJECTS, Detection
 from PIL import Image
 from reward.reward_geneval_scenes import SIDE, scene, thing
@@ -145,13 +145,17 @@ def test_a_crop_is_open_clip_s(rest: int, before: int) -> None:
         torch.testing.assert_close(geneval.see([np.ascontiguousarray(own)], 32), wanted, atol=1e-6, rtol=0)
 
 
-def test_the_model_of_colors_sees_open_clip_s_crops(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_of_colors_sees_open_clip_s_crops_and_all_networks_sleep(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loaded: list[Any] = []
-    monkeypatch.setattr(
-        geneval, "grader", lambda detector, clip, *rest: loaded.append(clip) or (lambda media, prompts, meta: [])
-    )
-    load_scorer("geneval", options=options(tiny))
-    assert loaded[0].see is geneval.see
+    grader, mover = geneval.grader, neural.mover
+    monkeypatch.setattr(geneval, "grader", lambda *given: loaded.extend(given[:2]) or grader(*given))
+    monkeypatch.setattr(neural, "mover", lambda *networks: loaded.append(networks) or mover(*networks))
+    assert load_scorer("geneval", options=options(tiny)).move is not None
+    detector, clip, networks = loaded
+    assert clip.see is geneval.see
+    assert networks == (detector.model, detector.head, clip.model)
 
 
 @torch.inference_mode()

@@ -244,7 +244,7 @@ def load_geneval(
     finder = load_detector(detector, side, where, neural.pick_dtype(dtype))
     clip = replace(load_embedder(model, tokenizer or model, device=device, dtype=dtype, threads=threads), see=see)
     version = f"{neural.short_name(detector)} {side} {neural.short_name(model)} {grade} {dtype}"
-    return grader(finder, clip, grade, version)
+    return replace(grader(finder, clip, grade, version), move=neural.mover(finder.model, finder.head, clip.model))
 
 
 def grader(detector: Detector, clip: Embedder, grade: str, version: str) -> Scorer:
@@ -259,5 +259,4 @@ def grader(detector: Detector, clip: Embedder, grade: str, version: str) -> Scor
             found = zip(images, detector.detect(images), meta, strict=True)
             return [judge(find, own, partial(color, image), grade) for image, find, own in found]
 
-    move = neural.mover(detector.model, detector.head, clip.model)
-    return Scorer(score, batch_size=BATCH_SIZE, version=version, move=move)
+    return Scorer(score, batch_size=BATCH_SIZE, version=version)
