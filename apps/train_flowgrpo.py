@@ -54,6 +54,7 @@ class Args(JudgedArgs, WindowArgs):
         "grpo-guard",
         "flow-dppo",
     ] = "flowgrpo"  # Algorithm, a row of the table ALGOS
+    num_inner_epochs: Annotated[int, at_least(1)] = 1  # Passes of the update over the samples of a step
     iters_per_window: Annotated[int, at_least(1)] = 1  # Training steps that share a window
     window_stride: Annotated[int, at_least(1)] = 1  # Steps that a sliding window moves at a time
     same_start_noise: bool = False  # Start a group from one noise, and compute the steps before its window once
@@ -74,7 +75,8 @@ class Args(JudgedArgs, WindowArgs):
 def check_args(args: Args) -> None:
     """Raise ValueError when settings do not fit together."""
     size = check_window(args)
-    check_judged(args, num_trained=1 if args.old_log_prob == "correct" else size)  # which weighs whole trajectories
+    num_trained = max(1, int(size * args.timestep_fraction))
+    check_judged(args, num_trained=1 if args.old_log_prob == "correct" else num_trained)  # it weighs whole trajectories
     by_rollout = args.old_log_prob == "rollout" or (args.old_log_prob == "auto" and args.has_trained_engine)
     require(
         (args.window_size or not args.algo.startswith(("dance", "mix")), f"--window-size must be set for {args.algo}"),
@@ -87,6 +89,8 @@ def check_args(args: Args) -> None:
          f"--best-worst-n must be even and <= --group-size ({args.group_size}), got {args.best_worst_n}"),
         (args.old_log_prob != "correct" or not repacks(args),
          "--old-log-prob correct does not go with --best-worst-n or --filter-groups"),
+        (args.old_log_prob != "correct" or args.timestep_fraction == 1,
+         f"--timestep-fraction must be 1 for --old-log-prob correct, got {args.timestep_fraction}"),
         (args.old_log_prob != "correct" or args.algo != "flowgrpo-cps",
          "--old-log-prob correct does not go with flowgrpo-cps, whose log-prob is no density"),
         (not by_rollout or args.algo == "flow-dppo" or (args.ratio_tolerance or 0.0) <= args.clip_range / 3,
@@ -247,23 +251,25 @@ def update(run: MediaRun[Args], step: Step, batches: Sequence[TrainBatch]) -> di
     corrections: Sequence[Tensor | None] = [None] * num_kept
     metrics: dict[str, Tensor] = {}
     seen, results = [], []
-    for first in range(0, len(batches), size):
-        for batch, before in zip(batches[first : first + size], old[first : first + size], strict=True):
-            if source == "correct" and before:
+    for number, minibatch in enumerate(run.minibatches(step, epochs=args.num_inner_epochs)):
+        rows = slice(minibatch * size, (minibatch + 1) * size)
+        for batch, before in zip(batches[rows], old[rows], strict=True):
+            if source == "correct":
                 corrections, metrics = correct(args, before, batch.trajectory)
             for k in range(num_kept):
                 now = replay(run.model, run.policy.net, batch.trajectory, k)
-                then = before[k] if before else as_old(algo, now)
-                moments = {"mean": now.mean, "old_mean": then.mean, "std": now.std} if algo.moments else {}
+                if k == len(before):  # before the first update
+                    before.append(as_old(algo, now))
+                moments = {"mean": now.mean, "old_mean": before[k].mean, "std": now.std} if algo.moments else {}
                 weights = step_weights(args, batch, k, now.std, corrections[k])
-                out = loss_of(now.log_prob, then.log_prob, batch.advantages, weights=weights, **moments)
+                out = loss_of(now.log_prob, before[k].log_prob, batch.advantages, weights=weights, **moments)
                 kl = kl_to_reference(run, batch, k, now) if args.kl_coef else torch.zeros_like(out.loss)
                 loss = out.loss + args.kl_coef * kl
                 # Gradients are summed over batches, kept steps and ranks; this makes the sum a mean.
                 run.policy.backward(loss / (size * num_kept * dist.world_size), of=size * num_kept)
                 gap = gap_to_rollout(batch, k, now).abs().max().expm1()
                 seen.append(metrics | out.metrics | {"loss": loss.detach(), "kl": kl.detach(), "rollout_gap": gap})
-        if first == 0:
+        if number == 0:
             is_set = args.ratio_tolerance == 0 or args.old_log_prob == "rollout"
             gaps, gap_of = [m["rollout_gap"] for m in seen], None if is_set else partial(replayed_gap, run, batches)
             deviation = run.check_ratio(gaps, tolerance, step, gap_of=gap_of, limit=run.rounding)
@@ -274,14 +280,14 @@ def update(run: MediaRun[Args], step: Step, batches: Sequence[TrainBatch]) -> di
     return run.policy_metrics(seen, results)
 
 
-def old_policy(run: MediaRun[Args], batches: Sequence[TrainBatch], source: str) -> list[list[OldStep] | None]:
-    """Return each batch's steps under the policy before the update; None if the first update's forwards have it."""
+def old_policy(run: MediaRun[Args], batches: Sequence[TrainBatch], source: str) -> list[list[OldStep]]:
+    """Return each batch's steps under the policy before the update; none where the first update's forwards add them."""
     algo = ALGOS[run.args.algo]
     if source == "rollout":
         return [[rollout_step(batch.trajectory, k) for k in range(batch.trajectory.num_kept)] for batch in batches]
     skip = len(batches) // run.args.num_minibatches if source == "recompute" else 0
     return (
-        [None] * skip
+        [[] for _ in batches[:skip]]
         + [  # with gradients, for which a device may have other kernels
             [as_old(algo, replay(run.model, run.policy.net, b.trajectory, k)) for k in range(b.trajectory.num_kept)]
             for b in batches[skip:]

@@ -42,6 +42,7 @@ class Args(TokenArgs):
     algo: Literal["gspo", "grpo", "dapo", "cispo", "dr-grpo"] = "gspo"  # Algorithm, a row of the table ALGOS
     clip_low: Annotated[float | None, at_least(1e-7)] = None  # Clip width below 1 (default: the algorithm's)
     clip_high: Annotated[float | None, at_least(1e-7)] = None  # Clip width above 1 (default: the algorithm's)
+    num_iterations: Annotated[int, at_least(1)] = 1  # Passes of the update over the answers of a step
     rounds: Annotated[int, at_least(1)] = 4  # Most rollouts of a step for dapo
     overlong_tokens: Annotated[int | None, at_least(0)] = None  # Last tokens with a penalty (default: a fifth, or 0)
     mask_truncated: bool = False  # Leave answers without an end out of the update
@@ -231,8 +232,9 @@ def update(run: TokenRun[Args], step: Step, minibatches: list[list[TokenBatch]])
     moves: list[Tensor] = []
     results = []
     scale = sum(map(len, minibatches)) * dist.world_size / len(minibatches)  # a sum over forwards and ranks is logged
-    for number, (batches, befores, others) in enumerate(zip(minibatches, old, references, strict=True)):
-        for batch, before, other in zip(batches, befores, others, strict=True):
+    for number, m in enumerate(run.minibatches(step, epochs=args.num_iterations)):
+        batches, befores = minibatches[m], old[m]
+        for batch, before, other in zip(batches, befores, references[m], strict=True):
             now, mask = score(run, batch).log_prob, batch.trajectory.mask.to(dist.device)
             weights, from_sampler = correct(args, batch, before.log_prob, mask)
             out = loss_of(now, before.log_prob, batch.advantages, mask, weights=weights)

@@ -1,17 +1,18 @@
-"""Forward-process policy optimization for flow-matching models: DiffusionNFT and AWM.
+"""Forward-process policy optimization for flow-matching models: DiffusionNFT, AWM and DGPO.
 
     prompts -> rollout of the old policy -> score -> advantages -> update (noise -> velocity -> loss -> step) -> refresh
 
 A group of samples is drawn for each prompt, by any solver, and graded over HTTP. Only the finished samples count: they
 are noised afresh, and the velocity there is pulled towards the good ones and pushed away from the bad ones. There is no
-stochastic step, no density, no trajectory (DiffusionNFT, arXiv 2509.16117; AWM, arXiv 2509.25050).
+stochastic step, no density, no trajectory (DiffusionNFT, arXiv 2509.16117; AWM, arXiv 2509.25050;
+DGPO, arXiv 2510.08425).
 
     omni-rl train nft --preset tiny-signs
     omni-rl train nft --nproc-per-node 8 --preset qwen-image-ocr-lora --scorer.url http://scorer:8100
     torchrun --standalone --nproc-per-node 8 apps/train_nft.py ...  # the same, without the command
 
 Three policies: the trained one; the old one, which follows it as `--old-schedule` says, a second adapter with LoRA and
-a copy of the weights without; and with `--kl-coef` the reference, which is the policy before training.
+a copy of the weights without; and with `--kl-coef`, or for DGPO, the reference, which is the policy before training.
 
 Differences from the released code of the papers:
 1. The levels of the rollout's schedule are trained at as they are, not as timesteps rounded to integers.
@@ -20,7 +21,7 @@ Differences from the released code of the papers:
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,11 +39,12 @@ class Args(JudgedArgs):
     """Settings of a run; --preset NAME and --config FILE.toml are read first."""
 
     # Algorithm
-    algo: Literal["nft", "awm"] = "nft"  # Algorithm, a row of the table ALGOS
+    algo: Literal["nft", "awm", "dgpo"] = "nft"  # Algorithm, a row of the table ALGOS
     sample_with: Literal["old", "policy"] = "old"  # Policy that draws the samples
     old_schedule: Literal["copy", "linear", "delayed_linear"] = "copy"  # Schedule of the share the old policy keeps
     old_decay_max: Annotated[float, between(0, 1)] = 1.0  # Largest share of itself that the old policy keeps
     old_every: Annotated[int, at_least(1)] = 1  # Training steps between two refreshes of the old policy
+    num_inner_epochs: Annotated[int, at_least(1)] = 1  # Passes of the update over the noised samples of a step
     train_levels: int | None = None  # Noise levels that each sample is trained at (default: all of the trained range)
     train_low: Annotated[int, at_least(0)] = 0  # First step of the rollout's schedule whose level may be trained at
     train_high: int | None = None  # One past the last such step (default: one past the last of all)
@@ -51,10 +53,17 @@ class Args(JudgedArgs):
         "continuous"  # DiffusionNFT: map from an advantage to the probability to be good
     )
     weighting: Literal["uniform", "t", "t2", "huber", "ghuber"] = "ghuber"  # AWM: weighting of a sample's error
-    clip_range: Annotated[float, at_least(1e-7)] = 1.0  # AWM: clip half-width of the ratio
+    dgpo_beta: Annotated[float, at_least(1e-12)] = 100.0  # DGPO: sharpness of a group's weight
+    dgpo_reference: Literal["reference", "sampler"] = "reference"  # DGPO: policy before training, or the sampling one
+    clip_range: Annotated[float, at_least(1e-7)] = 1.0  # AWM, DGPO: clip half-width of the ratio
     adv_clip_max: Annotated[float, at_least(1e-6)] = 5.0  # Bound on advantages
     kl_coef: Annotated[float, at_least(0)] = 0.0  # Weight of the distance to the velocity before training
     old_kl_coef: Annotated[float, at_least(0)] = 0.0  # Weight of the distance to the velocity of the old policy
+
+    @property
+    def has_reference(self) -> bool:
+        """True if the policy before training is needed."""
+        return bool(self.kl_coef) or (self.algo == "dgpo" and self.dgpo_reference == "reference")
 
 
 def check_args(args: Args) -> None:
@@ -65,6 +74,8 @@ def check_args(args: Args) -> None:
         (low < high <= args.num_inference_steps,
          f"--train-low and --train-high must bound steps of the rollout ({args.num_inference_steps}), "
          f"got {low} and {high}"),
+        (args.algo != "dgpo" or args.batch_size % args.group_size == 0,
+         f"--batch-size must be a multiple of --group-size ({args.group_size}) for dgpo, got {args.batch_size}"),
         (1 <= count <= high - low, f"--train-levels must be from 1 to the {high - low} trained steps, got {count}"),
     )  # fmt: skip
 
@@ -85,9 +96,11 @@ from omni_losses import (
     LossOutput,
     awm_log_prob,
     awm_loss,
+    dgpo_loss,
     diffusion_nft_loss,
     old_policy_decay,
     reward_probability,
+    velocity_error,
     velocity_kl,
 )
 from omni_rl.flow.experts import on_one_side
@@ -114,14 +127,15 @@ class Noised:
     x_t: Tensor
 
 
-Loss = Callable[[Args, Tensor, Tensor, Noised], LossOutput]
+Velocities = Mapping[str, Tensor]  # by policy: sampler, and what `anchor_velocities` has
+Loss = Callable[[Args, Tensor, Velocities, Noised], LossOutput]
 
 
-def nft_loss(args: Args, velocity: Tensor, old_velocity: Tensor, at: Noised) -> LossOutput:
+def nft_loss(args: Args, velocity: Tensor, others: Velocities, at: Noised) -> LossOutput:
     """Return DiffusionNFT's loss: contrast a step from the old policy towards the trained one with a step away."""
     return diffusion_nft_loss(
         velocity,
-        old_velocity,
+        others["sampler"],
         at.batch.trajectory.x0,
         at.x_t,
         at.sigma,
@@ -132,39 +146,58 @@ def nft_loss(args: Args, velocity: Tensor, old_velocity: Tensor, at: Noised) -> 
     )
 
 
-def matching_loss(args: Args, velocity: Tensor, old_velocity: Tensor, at: Noised) -> LossOutput:
+def matching_loss(args: Args, velocity: Tensor, others: Velocities, at: Noised) -> LossOutput:
     """Return AWM's loss: a clipped policy gradient with minus the flow-matching error as the log-probability."""
-    x0, batch = at.batch.trajectory.x0, at.batch
-    now, old = (awm_log_prob(v, x0, at.noise, at.sigma, weighting=args.weighting) for v in (velocity, old_velocity))
+    x0, batch, both = at.batch.trajectory.x0, at.batch, (velocity, others["sampler"])
+    now, old = (awm_log_prob(v, x0, at.noise, at.sigma, weighting=args.weighting) for v in both)
     clip, adv_clip = args.clip_range, args.adv_clip_max
     return awm_loss(now, old, batch.advantages, clip_range=clip, adv_clip_max=adv_clip, weights=batch.weights)
+
+
+def group_loss(args: Args, velocity: Tensor, others: Velocities, at: Noised) -> LossOutput:
+    """Return DGPO's loss: flow matching weighted by the advantage, and by how wrongly the group is still ordered."""
+    batch, x0, policies = at.batch, at.batch.trajectory.x0, (velocity, others[args.dgpo_reference], others["sampler"])
+    now, reference, old = (velocity_error(v, x0, at.noise) for v in policies)
+    groups = to_device(torch.tensor([prompt.group for prompt in batch.trajectory.prompts]), x0.device)
+    beta, clip, adv_clip = args.dgpo_beta, args.clip_range, args.adv_clip_max
+    advantages = batch.advantages
+    return dgpo_loss(now, reference, old, advantages, groups, dgpo_beta=beta, clip_range=clip, adv_clip_max=adv_clip)
 
 
 def loss_by_stream(sizes: list[int], shares: Sequence[float], loss_of: Loss) -> Loss:
     """Return the sum of separate losses of frames and sound, each of its latent elements, in these shares."""
 
-    def loss(args: Args, velocity: Tensor, old_velocity: Tensor, at: Noised) -> LossOutput:
-        latents = velocity, old_velocity, at.batch.trajectory.x0, at.noise, at.x_t
+    def loss(args: Args, velocity: Tensor, others: Velocities, at: Noised) -> LossOutput:
+        latents = velocity, at.batch.trajectory.x0, at.noise, at.x_t, *others.values()
         streams = zip(*(each.split(sizes, dim=1) for each in latents), strict=True)
         losses = []
-        for m, (now, old, x0, noise, x_t) in enumerate(streams):
+        for m, (now, x0, noise, x_t, *own_others) in enumerate(streams):
             drawn, own = replace(at.batch.trajectory, x0=x0), of_stream(at.batch.advantages, m)
             batch = TrainBatch.of(drawn, own, at.batch.weights)
-            losses.append(loss_of(args, now, old, Noised(batch, noise, at.sigma, x_t)))
+            found = dict(zip(others, own_others, strict=True))
+            losses.append(loss_of(args, now, found, Noised(batch, noise, at.sigma, x_t)))
         return add_up(losses, shares)
 
     return loss
 
 
-ALGOS: dict[str, Loss] = {"nft": nft_loss, "awm": matching_loss}
+@dataclass(frozen=True)
+class Algo:
+    """A loss, and whether the samples of a group are noised by one noise to one level."""
+
+    loss: Loss
+    shares_noise: bool = False
+
+
+ALGOS = {"nft": Algo(nft_loss), "awm": Algo(matching_loss), "dgpo": Algo(group_loss, shares_noise=True)}
 
 # 3. A training step: rollout of the old policy, score, advantages, update, refresh of the old policy
 
 
 def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
-    reference, levels = bool(args.kl_coef), trained_levels(args)[:2]
-    run = MEDIA.start(args, world, args.algo, old_policy=True, reference=reference, steps=levels)
+    levels = trained_levels(args)[:2]
+    run = MEDIA.start(args, world, args.algo, old_policy=True, reference=args.has_reference, steps=levels)
     with Loop(run) as steps:
         for step in steps:
             with sampling_policy(run):
@@ -188,7 +221,7 @@ def refresh_old(run: MediaRun[Args], step: Step) -> float:
     args, done = run.args, step.number + 1
     if done % args.old_every:
         return 1.0
-    num_updates = done * args.num_minibatches  # the published schedules count optimizer steps
+    num_updates = done * args.num_minibatches * args.num_inner_epochs  # the published schedules count optimizer steps
     decay = min(old_policy_decay(num_updates, schedule=args.old_schedule), args.old_decay_max)
     run.policy.move_old(decay)
     return decay
@@ -201,7 +234,9 @@ def noise_afresh(run: MediaRun[Args], step: Step, batch: TrainBatch) -> list[Noi
     """
     args, (low, high, count) = run.args, trained_levels(run.args)
     x0, sigmas = batch.trajectory.x0, batch.trajectory.sigmas
-    seeds = [prompt.seed for prompt in batch.trajectory.prompts]
+    first_of = {prompt.group: prompt.seed for prompt in reversed(batch.trajectory.prompts)}
+    shares = ALGOS[args.algo].shares_noise
+    seeds = [first_of[prompt.group] if shares else prompt.seed for prompt in batch.trajectory.prompts]
     first = args.num_inference_steps  # the noise of the steps before is the rollout's
     uniform = torch.special.ndtr(step_noise(seeds, first + count, (count,)).double())
     if run.model.boundary:
@@ -242,12 +277,12 @@ def repeated_gap(run: MediaRun[Args], points: list[Noised], sampler: list[Tensor
 
 @torch.no_grad()
 def anchor_velocities(run: MediaRun[Args], points: list[Noised]) -> dict[str, list[Tensor]]:
-    """Return velocities at each point of the policies whose distance is penalized."""
+    """Return velocities at each point of the other policies that the loss asks."""
     velocities = {}
     if run.args.old_kl_coef:
         with run.policy.as_old():
             velocities["old"] = [predict(run, run.policy.net, at) for at in points]
-    if run.args.kl_coef:
+    if run.args.has_reference:
         with run.policy.reference() as net:
             velocities["reference"] = [predict(run, net, at) for at in points]
     return velocities
@@ -255,18 +290,19 @@ def anchor_velocities(run: MediaRun[Args], points: list[Noised]) -> dict[str, li
 
 def update(run: MediaRun[Args], step: Step, batches: Sequence[TrainBatch]) -> dict[str, float]:
     """Take an optimizer step on each minibatch; metrics are means over batches, noise levels and ranks."""
-    args, dist, loss_of = run.args, run.dist, ALGOS[run.args.algo]
+    args, dist, loss_of = run.args, run.dist, ALGOS[run.args.algo].loss
     if run.streams:
         loss_of = loss_by_stream(list(run.streams.values()), shares_of(run), loss_of)
     points = [at for batch in batches for at in noise_afresh(run, step, batch)]
     size = len(points) // args.num_minibatches
     sampler, anchors = sampler_velocities(run, points, size), anchor_velocities(run, points)
     seen, results = [], []
-    for first in range(0, len(points), size):
-        for i in range(first, first + size):
-            velocity = predict(run, run.policy.net, points[i])
-            old = sampler[i]
-            out = loss_of(args, velocity, velocity.detach() if old is None else old, points[i])
+    for number, minibatch in enumerate(run.minibatches(step, epochs=args.num_inner_epochs)):
+        for i in range(minibatch * size, (minibatch + 1) * size):
+            velocity, old = predict(run, run.policy.net, points[i]), sampler[i]
+            sampler[i] = old = velocity.detach() if old is None else old  # before the first update
+            others = {"sampler": old} | {policy: own[i] for policy, own in anchors.items()}
+            out = loss_of(args, velocity, others, points[i])
             loss, metrics = out.loss, dict(out.metrics)
             for policy, coef in (("reference", args.kl_coef), ("old", args.old_kl_coef)):
                 if coef:
@@ -275,7 +311,7 @@ def update(run: MediaRun[Args], step: Step, batches: Sequence[TrainBatch]) -> di
             # Gradients are summed over batches, noise levels and ranks; this makes the sum a mean.
             run.policy.backward(loss / (size * dist.world_size), of=size)
             seen.append(metrics | {"loss": loss.detach()})
-        if first == 0 and "ratio_max_dev" in seen[0] and starts_as_old(args, step):
+        if number == 0 and "ratio_max_dev" in seen[0] and starts_as_old(args, step):
             gaps, gap_of = [m["ratio_max_dev"] for m in seen], partial(repeated_gap, run, points, sampler)
             limit = 0.0 if run.gate == "exact" else run.rounding
             if run.check_ratio(gaps, limit, step, gap_of=gap_of, limit=run.rounding) is None:

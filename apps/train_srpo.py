@@ -29,6 +29,7 @@ from typing import Annotated, Literal
 from omni_rl.settings.args import MediaArgs, check_media
 from omni_rl.settings.cli import parse_cli
 from omni_rl.settings.fields import REQUIRED, at_least, between, require
+from omni_rl.settings.groups import RewardGradientOptim
 
 # 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
 
@@ -44,7 +45,7 @@ class Args(MediaArgs):
     engine: Literal["diffusers"] = "diffusers"  # Engine that samples, in the trainer's process
     group_size: Annotated[int, between(1, 65_536)] = 1  # Samples of each prompt
     num_inference_steps: Annotated[int, between(2, 10_000)] = 25  # Denoising steps of a rollout
-    max_grad_norm: Annotated[float, at_least(1e-12)] = 0.1  # Norm down to which larger gradients are scaled
+    optim: RewardGradientOptim = RewardGradientOptim()  # AdamW and its learning rate
 
     # Algorithm
     reward: Literal["sign-reader", "clip"] = "sign-reader"  # Reward, a row of REWARDS in omni_rl.flow.direct_rewards

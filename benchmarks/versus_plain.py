@@ -159,7 +159,7 @@ class Plain:
                 loss = torch.maximum(-advantage * ratio, -advantage * clipped).mean()
                 (loss / (len(batches) * len(kept))).backward()
                 losses.append(loss.detach())
-        norm = torch.nn.utils.clip_grad_norm_(self.params, args.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(self.params, args.optim.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         found = norm.item(), torch.stack(losses).mean().item(), torch.cat(latents)

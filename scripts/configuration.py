@@ -24,8 +24,8 @@ HEAD = """\
 
 `python scripts/configuration.py` writes this page from the sources.
 
-A setting is a flag of the command line (`--batch-size 8`; switches are `--lr-decay` and `--no-lr-decay`) and a key of a
-TOML file (`batch_size = 8`, `lr_decay = true`). Precedence: the command line, the file given with `--config FILE.toml`,
+A setting is a flag of the command line (`--batch-size 8`; switches are `--verbose` and `--no-verbose`) and a key of a
+TOML file (`batch_size = 8`, `verbose = true`). Precedence: the command line, the file given with `--config FILE.toml`,
 the [recipe](../recipes) given with `--preset NAME`, the default. An unknown flag or key is an error, and so are
 settings that do not fit together.
 

@@ -148,6 +148,7 @@ DPO = {"lr": 1e-3, "prompts_per_step": 4}
 RANKS = {  # how its weights are spread over two ranks, and what the gradients' norms may differ by
     "flowgrpo lora ddp": (
         Row("train_flowgrpo", LORA | {"kl_coef": 0.1, "num_minibatches": 2, "memory_gradient_checkpointing": True,
+                                      "timestep_fraction": 0.7,
                                       "lr": 1e-2,
                                       "true_cfg_scale": 3.0, "train_steps": 1, "batch_size": 2}), 1e-3,
     ),
@@ -188,17 +189,30 @@ def test_one_and_two_ranks_train_on_the_same_numbers(here, bright_url, name):
 OLD = {"lr": 1e-2, "old_schedule": "linear", "num_minibatches": 2, "old_every": 3, "ema_decay": 0.9, "kl_coef": 0.1}
 RESUMED = {
     "flowgrpo": (
-        Row("train_flowgrpo", {"num_minibatches": 2, "kl_coef": 0.1, "memory_gradient_checkpointing": True}),
+        Row(
+            "train_flowgrpo",
+            {
+                "num_minibatches": 2,
+                "kl_coef": 0.1,
+                "memory_gradient_checkpointing": True,
+                "num_inner_epochs": 2,
+                "timestep_fraction": 0.7,
+                "optim_lr_scheduler_type": "cosine",
+                "optim_adam_beta1": 0.8,
+                "optim_adam_beta2": 0.99,
+            },
+        ),
         2,
     ),
     "nft": (Row("train_nft", OLD), 3),
-    "awm": (Row("train_nft", OLD | {"algo": "awm", "old_kl_coef": 0.1}), 3),
+    "awm": (Row("train_nft", OLD | {"algo": "awm", "old_kl_coef": 0.1, "num_inner_epochs": 2}), 3),
+    "dgpo": (Row("train_nft", OLD | {"algo": "dgpo", "clip_range": 0.01, "num_inner_epochs": 2}), 3),
     "dpo": (Row("train_dpo", {"lr": 1e-3, "dpo_beta": 100.0}, pairs=True), 2),
     "dpo online": (Row("train_dpo", {"lr": 1e-3, "num_minibatches": 2}), 2),
     "srpo": (Row("train_srpo", {"num_minibatches": 2, "ema_decay": 0.9}), 2),
     "distill": (Row("train_distill", {"algo": "opd", "num_minibatches": 2}, teacher=True), 2),
     "sft": (Row("train_sft", {"ema_decay": 0.9, "num_minibatches": 2, "lr": 1e-3}), 2),
-    "gspo": (Row("train_gspo", {"ema_decay": 0.5, "algo": "dapo"}), 2),
+    "gspo": (Row("train_gspo", {"ema_decay": 0.5, "algo": "dapo", "num_minibatches": 2, "num_iterations": 2}), 2),
     "unigrpo": (Row("train_unigrpo", {"ema_decay": 0.5, "memory_gradient_checkpointing": True, "kl_coef": 0.1}), 2),
 }
 

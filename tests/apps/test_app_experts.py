@@ -200,7 +200,7 @@ def test_steps_of_an_expert_that_is_not_trained_are_refused(here, bright_urls):
             train(app, settings(app, bright_urls, train_experts=expert))
     for changes, said in (
         ({"train_experts": "high"}, "--train-experts must be both for this model, got high"),
-        ({"low_expert_lr": 1e-4}, "--low-expert-lr needs two experts that are trained"),
+        ({"low_expert_lr": 1e-4}, "--optim.low-expert-lr needs two experts that are trained"),
     ):
         single = str(ROWS["wan21"].checkpoint())
         with pytest.raises(ValueError, match=said):

@@ -178,9 +178,11 @@ def web():
 
 
 def write_checkpoint(folder):
-    """The index of a checkpoint of runs/old, whose prompts were others."""
+    """The index of a checkpoint of runs/old, whose prompts were others, from before Adam had settings."""
     args = change(recipe(lives.app, "tiny-signs"), name="old", model=str(CHECKPOINT), prompts="lines.txt")
     config = flat(change(args, eval_prompts="eval.txt")) | files_of(args, CHECKPOINT) | {"prompts_digest": "0" * 64}
+    for name in ("optim_adam_beta1", "optim_adam_beta2", "optim_adam_epsilon"):
+        del config[name]
     content = {"step": 3, "config": config, "versions": {}, "world_size": 1, "files": {}, "tensors": {}}
     home = folder / "runs/old/checkpoints/step-00000003"
     home.mkdir(parents=True)
@@ -207,8 +209,9 @@ EARLY = {  # flags -> what is said of them
     r"\(media, prompts, meta\), got \(media, prompts\)$",
     "--scorer python:torn.py:f": r"--scorer: torn.py must be a file of Python: .*line 1\)$",
     "--scorer 0.5*orc+0.5*color": r"--scorer must be one of \['aesthetic', .*, got 'orc'; did you mean 'ocr'\?$",
-    "--name old --prompts lines.txt --train-steps 9": "--train-steps must be 320, as --lr-decay ends with the last "
-    "step: to train longer, give the run another --name and its weights as --init-weights runs/old/weights, got 9$",
+    "--name old --prompts lines.txt --train-steps 9": "--train-steps must be 320, as --optim.lr-scheduler-type linear "
+    "ends with the last step: to train longer, give the run another --name and its weights as "
+    "--init-weights runs/old/weights, got 9$",
     "--name old --prompts lines.txt --lr 0.5": "the checkpoint of step 3 was made with other settings: "
     "lr was 0.00012, is 0.5, lines.txt has other contents than at the start. Continue with those, or ",
 }

@@ -28,7 +28,7 @@ from omni_rl.settings.eval_sets import TokenEval, TokenEvalSet
 from omni_rl.settings.fields import change, values_of
 from omni_rl.tools import plan, plan_tokens
 from omni_rollout import Prompt
-from omni_rollout.tokens import TokenParams, TokenTrajectory
+from omni_rollout.tokens import TokenParams, TokenTrajectory, score_tokens
 from omni_train.files import load_metrics
 from omni_train.prompts.files import PromptRecord, load_prompts
 from PIL import Image
@@ -84,6 +84,46 @@ def test_every_algorithm_trains_and_its_ratio_is_one_before_the_first_update(alg
     assert lines[1]["policy/entropy"] == pytest.approx(np.log(266), rel=0.02)
     assert 1 <= lines[1]["answer/tokens_mean"] <= 5
     assert undocumented(lines) == set()
+
+
+def test_iterations_are_a_plain_loop_with_the_log_probs_of_before_the_first_update(here, monkeypatch):
+    """GSPO by hand (arXiv 2507.18071, eq. 5 to 7): three passes over two minibatches of one rollout."""
+    moved, update = [], app.update
+
+    def both(run, step, minibatches):
+        params = run.policy.params
+        start = [p.detach().clone() for p in params]
+        metrics = update(run, step, minibatches)
+        ours = [p.detach().clone() for p in params]
+
+        def log_probs(batch):
+            return score_tokens(run.model, run.policy.net, batch.trajectory).log_prob
+
+        with torch.no_grad():
+            torch._foreach_copy_(params, start)
+            old = [[log_probs(batch) for batch in batches] for batches in minibatches]
+        optimizer = torch.optim.AdamW(params, lr=1e-4, eps=1e-3, weight_decay=1e-4)  # rounding is no direction
+        for m in run.minibatches(step, epochs=3):
+            for batch, before in zip(minibatches[m], old[m], strict=True):
+                mask = batch.trajectory.mask
+                lengths = mask.sum(dim=1)
+                ratio = ((log_probs(batch) - before).where(mask, 0.0).sum(dim=1) / lengths).exp()
+                worst = torch.minimum(ratio * batch.advantages, ratio.clamp(0.98, 1.02) * batch.advantages)
+                (-worst * batch.weights * lengths).sum().backward()
+            if torch.nn.utils.clip_grad_norm_(params, run.args.optim.max_grad_norm):  # else all answers are clipped
+                optimizer.step()
+            optimizer.zero_grad()
+        moved.extend((a - w, p.detach() - w) for a, p, w in zip(ours, params, start, strict=True))
+        return metrics
+
+    monkeypatch.setattr(app, "update", both)
+    moves = {"lr": 1e-4, "optim.adam_epsilon": 1e-3, "clip_low": 0.02, "clip_high": 0.02}
+    lines = train(app, tiny(num_iterations=3, num_minibatches=2, train_steps=1, **moves))
+    assert lines[-1]["policy/first_ratio_max_dev"] == 0
+    assert 0 < lines[-1]["policy/clip_fraction"] < 0.5
+    assert max(theirs.abs().max() for _, theirs in moved) > 2e-4
+    for ours, theirs in moved:
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-6)
 
 
 def test_a_model_of_all_media_trains_with_adapters_and_recomputation_as_without(here):

@@ -1,11 +1,11 @@
-"""The trainer of DiffusionNFT and AWM: gradients, the old policy, ranks, learning, resuming, its command line."""
+"""The trainer of DiffusionNFT, AWM and DGPO: gradients, the old policy, ranks, learning, resuming, its command line."""
 
 from concurrent.futures import Future
 
 import pytest
 import torch
 from helpers import sampled
-from omni_losses import awm_log_prob, old_policy_decay
+from omni_losses import awm_log_prob, old_policy_decay, velocity_error
 from omni_reward import Score
 from omni_rl.flow.scoring import Rollout, TrainBatch, train_batches
 from omni_rl.run.run import Step
@@ -72,6 +72,46 @@ def test_gradients_of_awm_are_one_pass_over_all_samples_and_levels(here):
     run.policy.net.zero_grad()
     (-at.batch.weights * at.batch.advantages * log_prob).mean().backward()  # at ratio 1
     assert_same_gradients(kept[0], run.policy.params)
+
+
+def test_gradients_of_dgpo_are_one_pass_over_all_groups_and_levels(here):
+    """At the first step reference, sampling policy and net are one: each group has weight 1/2."""
+    run = lone_run(change(TINY, algo="dgpo", dgpo_reference="sampler", sample_with="policy"))
+    graded, points = points_of(run)
+    kept = keep_gradients(run)
+    metrics = app.update(run, Step(0), graded)
+    assert metrics["policy/group_weight"] == 0.5
+    at = whole(points)
+    error = velocity_error(app.predict(run, run.policy.net, at), at.batch.trajectory.x0, at.noise)
+    run.policy.net.zero_grad()
+    (0.5 * at.batch.advantages * error).mean().backward()
+    assert_same_gradients(kept[0], run.policy.params)
+
+
+def test_samples_of_a_group_share_noise_and_level_on_any_number_of_ranks(here):
+    args = change(TINY, algo="dgpo", prompts_per_step=4)
+
+    def noised(**place):
+        run = lone_run(args, **place)
+        batches, _ = rollout(run, run.base_params)
+        graded = [TrainBatch.of(batch, torch.zeros(4)) for batch in batches]
+        return [app.noise_afresh(run, Step(0), batch) for batch in graded]
+
+    of_groups = noised()
+    for at in (at for points in of_groups for at in points):
+        assert torch.equal(at.noise, at.noise[:1].expand_as(at.noise))
+        assert len(at.sigma.unique()) == 1
+    assert not torch.equal(of_groups[0][0].noise, of_groups[1][0].noise)
+    by_rank = [noised(rank=rank, world_size=2) for rank in range(2)]
+    for ours, theirs in zip(of_groups, [by_rank[0][0], by_rank[1][0], by_rank[0][1], by_rank[1][1]], strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            assert torch.equal(one.noise, other.noise)
+            assert torch.equal(one.sigma, other.sigma)
+
+
+def test_dgpo_needs_whole_groups_in_a_batch(here):
+    with pytest.raises(ValueError, match=r"^--batch-size must be a multiple of --group-size \(4\) for dgpo, got 2$"):
+        app.check_args(change(TINY, algo="dgpo", batch_size=2, scorer_url="http://x"))
 
 
 def test_each_stratum_of_the_schedule_gives_one_level(here):

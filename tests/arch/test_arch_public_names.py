@@ -54,6 +54,8 @@ SIGNATURES = {
     "adv_clip_max=5.0, ref_velocity=None, kl_coef=0.0, min_weight=1e-5, weights=None",
     "omni_losses.awm_log_prob": "velocity, x0, noise, sigma, *, weighting='ghuber'",
     "omni_losses.awm_loss": "log_prob, old_log_prob, advantages, *, clip_range=1.0, adv_clip_max=5.0, weights=None",
+    "omni_losses.dgpo_loss": "error, ref_error, old_error, advantages, groups, *, dgpo_beta, clip_range=1e-2, "
+    "adv_clip_max=5.0",
     "omni_losses.diffusion_dpo_loss": "win_error, lose_error, ref_win_error, ref_lose_error, *, dpo_beta",
     "omni_losses.direct_align": "velocity, x, noise, sigma, sigma_next",
     "omni_losses.srpo_loss": "positive_reward, negative_reward, *, discount, inversion=False, threshold=0.7",

@@ -173,6 +173,7 @@ class Memory:
     offload: Annotated[str, Was("offload"), MAY_CHANGE] = ""  # Parts on the host
     cache_mb: Annotated[float, at_least(0)] = 1.0  # Most memory
     sleeps: bool = True  # Move weights
+    copies: Annotated[Literal["raw", "zip", "lzma"], Was("compress", ("raw", "zip"))] = "raw"  # Format of copies
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,8 @@ def test_a_group_is_a_prefix_a_table_and_the_names_of_before(tmp_path: Path, cap
     )
     path = tmp_path / "mine.toml"
     path.write_text(to_toml(both))
-    assert tomllib.loads(path.read_text())["memory"] == {"offload": "engine", "cache_mb": 2.0, "sleeps": False}
+    told = {"offload": "engine", "cache_mb": 2.0, "sleeps": False, "copies": "raw"}
+    assert tomllib.loads(path.read_text())["memory"] == told
     assert grouped("--preset", "a", "--config", str(path)) == both
     path.write_text("[memory]\nsleeps = false\n")
     assert grouped("--preset", "a", "--config", str(path)).memory == Memory("x", 3.0, sleeps=False)
@@ -219,6 +221,27 @@ def test_a_checkpoint_holds_a_group_by_the_names_of_before():
         check_bounds(change(args, memory_cache_mb=-1.0))
     with pytest.raises(ValueError, match=r"^mine: unknown key 'memory.ofload'; did you mean 'memory.offload'"):
         from_toml("[memory]\nofload = 1", Grouped, "mine")
+
+
+def test_a_setting_that_was_a_switch_is_one_still_by_its_name_of_before(tmp_path: Path):
+    def grouped(*words: str) -> str:
+        return read_settings(Grouped, words, {"a": "compress = true"}, "").memory.copies
+
+    assert (grouped("--compress"), grouped("--preset", "a"), grouped("--memory-copies", "lzma")) == (
+        "zip",
+        "zip",
+        "lzma",
+    )
+    assert grouped("--preset", "a", "--no-compress") == grouped() == "raw"
+    words = {"raw": False, "zip": True, "lzma": "lzma"}
+    for word, held in words.items():
+        args = change(Grouped(), **{"memory.copies": word})
+        assert flat(args)["compress"] is held or flat(args)["compress"] == held == "lzma"
+        assert build(Grouped, flat(args)) == args
+    with pytest.raises(ValueError, match=r"^mine: memory.copies must be one of 'raw', 'zip', 'lzma', got 'yes'"):
+        from_toml('compress = "yes"', Grouped, "mine")
+    with pytest.raises(ValueError, match=r"^mine: memory.copies must be one of 'raw', 'zip', 'lzma', got True"):
+        from_toml("[memory]\ncopies = true", Grouped, "mine")
 
 
 FILES = {
@@ -351,7 +374,8 @@ def test_no_default_learning_rate_is_above_those_of_recipes_of_real_models_and_h
 
 
 SAFE = {  # what a bare command does: nothing that grows beyond bounds, leaves the machine, or loses what was computed
-    "dtype": "float32", "lr_decay": False, "max_grad_norm": 1.0, "weight_decay": 1e-4, "clip_range": 1e-4, "kl_coef": 0,
+    "dtype": "float32", "optim.lr_scheduler_type": "constant", "optim.max_grad_norm": 1.0, "optim.weight_decay": 1e-4,
+    "clip_range": 1e-4, "kl_coef": 0,
     "guidance_scale": 1.0, "save_every": 10, "keep_checkpoints": 2, "ema_decay": 0.0, "num_minibatches": 1,
     "tracking.to": "none", "scorer.proxy": "none", "scorer.on_failure": "raise", "eval.first": True,
     "memory.base_dtype": "auto", "memory.engine_sleep": True,

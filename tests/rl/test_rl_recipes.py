@@ -32,7 +32,7 @@ REAL = [(app, name) for app, name in ALL if not name.startswith("tiny-")]
 FOR_CARDS = [(app, name) for app, name in REAL if re.search(r"-\d+x\d+gb-", name)]
 ONE_CARD = [(app, name) for app, name in REAL if "-1x" in name]
 PUBLISHED = tomllib.loads((REPO / "recipes" / "published.toml").read_text("utf-8"))
-FIXED = {"adam_betas": "0.9 0.999", "adam_epsilon": 1e-8, "ema_update_interval": 1}  # no settings here
+FIXED = {"ema_update_interval": 1}  # no settings here
 TEXT_TOKENS = {  # part of a model's name -> how long its texts are by default
     "stable-diffusion-3.5": sd3.StableDiffusion3.OPTIONS["max_sequence_length"],
     "Z-Image": z_image.ZImage.OPTIONS["max_sequence_length"], "Qwen-Image": qwen_image.MAX_PROMPT_TOKENS,
@@ -50,6 +50,8 @@ def values_of(app: str, name: str) -> dict[str, object]:
     module = importlib.import_module(app)
     args = build(module.Args, from_toml(recipes(app)[name], module.Args, name))
     values = FIXED | flat(args if app != "train_gspo" else module.resolve_auto(args))
+    optim = args.optim
+    values |= {"adam_betas": f"{optim.adam_beta1} {optim.adam_beta2}", "adam_epsilon": optim.adam_epsilon}
     values["max_sequence_length"] = next((n for word, n in TEXT_TOKENS.items() if word in args.model), None)
     values |= parse_numbers(values.get("guidance", ""), "guidance")
     sampling = ("height", "width", "num_frames", "guidance_scale", "guidance_scale_2")  # the same in evaluations

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from omni_train.optim import build_adamw, optimizer_step, reduce_gradients, warmup_lr
+from omni_train.optim import build_adamw, optimizer_step, reduce_gradients, scheduled_lr
 from omni_train.shard import shard
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -171,9 +171,47 @@ def test_the_norm_of_sharded_gradients_counts_every_slice_once(run_ranks):
 
 
 def test_warmup_rises_in_equal_parts_and_stays():
-    rates = [warmup_lr(step, lr=1.0, warmup_steps=3) for step in range(6)]
+    rates = [scheduled_lr(step, 9, lr=1.0, kind="constant", warmup=3) for step in range(6)]
     assert rates == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0])
-    assert warmup_lr(0, lr=0.3, warmup_steps=0) == 0.3
+    assert scheduled_lr(0, 0, lr=0.3, kind="constant", warmup=0) == 0.3
+
+
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
+def test_the_learning_rate_follows_the_schedules_of_torch(kind):
+    def torchs(optimizer):
+        """A warm-up over 3 steps, times the schedule over 10."""
+        rise = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1 / 4, total_iters=3)
+        if kind == "cosine":
+            return rise, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
+        return rise, torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, float(kind == "constant"), total_iters=10)
+
+    theirs = []
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.3)
+    schedulers = torchs(optimizer)
+    for _ in range(10):
+        theirs.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        for scheduler in schedulers:
+            scheduler.step()
+    ours = [scheduled_lr(step, 10, lr=0.3, kind=kind, warmup=3) for step in range(10)]
+    assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-12)
+    assert scheduled_lr(10, 10, lr=0.3, kind=kind, warmup=3) == pytest.approx(0.3 * (kind == "constant"))
+
+
+def test_adamw_takes_its_betas_its_epsilon_and_its_decay():
+    """A few steps by the published algorithm (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2), in float64."""
+    beta1, beta2, eps, decay, lr = 0.5, 0.75, 0.1, 0.25, 0.125
+    param = nn.Parameter(torch.tensor([1.0, -2.0]))
+    optimizer = build_adamw([param], lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=decay)
+    weight, mean, square = param.detach().double(), torch.zeros(2).double(), torch.zeros(2).double()
+    for step, gradient in enumerate(torch.tensor([[0.5, -1.0], [0.25, 4.0], [-3.0, 0.0]]), start=1):
+        param.grad = gradient.clone()
+        optimizer.step()
+        mean = beta1 * mean + (1 - beta1) * gradient.double()
+        square = beta2 * square + (1 - beta2) * gradient.double() ** 2
+        weight = weight * (1 - lr * decay)
+        weight -= lr * mean / (1 - beta1**step) / ((square / (1 - beta2**step)).sqrt() + eps)
+        torch.testing.assert_close(param.detach().double(), weight, rtol=1e-6, atol=1e-7)
 
 
 def test_only_float32_parameters_are_trained():

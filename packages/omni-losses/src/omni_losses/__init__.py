@@ -19,6 +19,7 @@ from omni_losses.divergence import k3_kl as k3_kl
 from omni_losses.divergence import velocity_kl as velocity_kl
 from omni_losses.forward import awm_log_prob as awm_log_prob
 from omni_losses.forward import awm_loss as awm_loss
+from omni_losses.forward import dgpo_loss as dgpo_loss
 from omni_losses.forward import diffusion_nft_loss as diffusion_nft_loss
 from omni_losses.forward import old_policy_decay as old_policy_decay
 from omni_losses.forward import reward_probability as reward_probability

@@ -11,19 +11,24 @@ made x0: no density of its steps is needed.
 
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 
 from omni_losses.divergence import velocity_kl
 from omni_losses.output import (
     LossOutput,
+    clip_metrics,
     element_mean,
     over,
+    ratio_metrics,
+    require_batch,
     require_latents,
     require_per_sample,
     require_positive,
+    require_shape_of,
     weighted_mean,
 )
-from omni_losses.policy import ClipRange, grpo_loss
+from omni_losses.policy import ClipRange, _clip_bounds, grpo_loss
 
 ProbabilityMode = Literal["continuous", "positive_only", "negative_only", "one_only", "binary"]
 DecaySchedule = Literal["copy", "linear", "delayed_linear"]
@@ -265,6 +270,60 @@ def awm_loss(
     return grpo_loss(
         log_prob, old_log_prob, advantages, clip_range=clip_range, adv_clip_max=adv_clip_max, weights=weights
     )
+
+
+def dgpo_loss(
+    error: Tensor,
+    ref_error: Tensor,
+    old_error: Tensor,
+    advantages: Tensor,
+    groups: Tensor,
+    *,
+    dgpo_beta: float,
+    clip_range: ClipRange = 1e-2,
+    adv_clip_max: float = 5.0,
+) -> LossOutput:
+    """Compute the loss of DGPO: flow matching weighted by the advantage, and by how wrongly a group is still ordered.
+
+        s_G = dgpo_beta / |G| sum_{i in G} A_i (error_i - ref_error_i),   a constant
+        L   = 1/B sum_i sigmoid(s_G(i)) A_i error_i
+
+    L has the gradient of -log sigmoid(-s_G), the likelihood that the group's better samples are preferred to its worse
+    ones, times |G| / (B dgpo_beta). A sample whose ratio exp(old_error - error) is above 1 + high, at an advantage > 0,
+    or below 1 - low, at another, gets no gradient.
+
+    Args:
+        error: [B], from `velocity_error`, of the weights being trained; gradients flow here only. The samples of a
+            group share noise and noise level.
+        ref_error: [B], of the reference, with the same noise and noise level.
+        old_error: [B], of the old policy, likewise.
+        advantages: [B], dimensionless, of a group near 0 in sum; 0 for a sample without a score.
+        groups: [B], integer ids; all samples of a group are in the batch.
+        dgpo_beta: > 0; published 100 with the policy before training as the reference, 2000 with a moving average.
+        clip_range, adv_clip_max: as in `grpo_loss`.
+
+    Returns:
+        The loss, the metrics of `grpo_loss` for the ratio above, and `group_weight`, the mean of sigmoid(s_G).
+
+    Raises:
+        ValueError: shapes do not fit, or a number is out of range.
+
+    Source: DGPO (arXiv 2510.08425); the ratio and its clipping are those of its released code, as is a weight of
+    sigmoid(s_G) without the factor dgpo_beta / |G|.
+    """
+    low, high = _clip_bounds(clip_range)
+    require_positive(dgpo_beta=dgpo_beta, adv_clip_max=adv_clip_max)
+    require_batch("error", error, ref_error=ref_error, old_error=old_error, advantages=advantages)
+    require_shape_of("error", error, groups=groups)
+    now, advantage = error.detach().float(), advantages.detach().float().clamp(-adv_clip_max, adv_clip_max)
+    places, sizes = groups.unique(return_inverse=True, return_counts=True)[1:]
+    gains = advantage * (now - ref_error.detach().float())
+    weight = torch.sigmoid(dgpo_beta * (gains.new_zeros(len(sizes)).index_add(0, places, gains) / sizes))
+    log_ratio = old_error.detach().float() - now
+    clipped = torch.where(advantage > 0, log_ratio.exp() > 1 + high, log_ratio.exp() < 1 - low)
+    losses = weight[places] * advantage * torch.where(clipped, now, error.float())
+    metrics = ratio_metrics(log_ratio) | clip_metrics(log_ratio, low, high) | {"group_weight": weight[places].mean()}
+    return LossOutput(losses.mean(), metrics)
 
 
 def _normalized_error(predicted: Tensor, x0: Tensor, min_weight: float) -> Tensor:

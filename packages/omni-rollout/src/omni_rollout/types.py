@@ -203,16 +203,21 @@ class Trajectory(Samples):
         """Return the noise levels [B] at which the k-th kept step ends."""
         return self.sigmas[self.sde_steps[:, k] + 1]
 
-    def take_steps(self, start: int, stop: int) -> "Trajectory":
-        """Return the same samples with only the kept steps from `start` to before `stop`."""
-        rows, mean = slice(start, stop), self.rollout_mean
+    def take_steps(self, steps: slice | Tensor) -> "Trajectory":
+        """Return the same samples with only some of their kept steps: a slice, or for each sample its own, [B, k]."""
+        mean, every = self.rollout_mean, slice(None)
+        own = (
+            (every, steps)
+            if isinstance(steps, slice)
+            else (torch.arange(len(self), device=steps.device)[:, None], steps)
+        )
         return replace(
             self,
-            x=self.x[:, rows],
-            x_next=self.x_next[:, rows],
-            sde_steps=self.sde_steps[:, rows],
-            rollout_log_prob=self.rollout_log_prob[:, rows],
-            rollout_mean=None if mean is None else mean[:, rows],
+            x=self.x[own],
+            x_next=self.x_next[own],
+            sde_steps=self.sde_steps[own],
+            rollout_log_prob=self.rollout_log_prob[own],
+            rollout_mean=None if mean is None else mean[own],
         )
 
     def trim(self) -> "Trajectory":

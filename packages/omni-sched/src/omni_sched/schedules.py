@@ -199,36 +199,41 @@ def sde_window(  # noqa: PLR0913 - one call names everything a window depends on
     """
     high = num_steps - 1 if high is None else high
     size = high - low if size is None else size
-    if num_steps < 2:
-        raise ValueError(f"num_steps must be >= 2, because the last step is never stochastic, got {num_steps}")
-    if high > num_steps - 1:
-        raise ValueError(f"high must be <= num_steps - 1 = {num_steps - 1}, the last step is excluded, got {high}")
-    if not 0 <= low < high:
-        raise ValueError(f"low must be in [0, high = {high}), got {low}")
-    if not 1 <= size <= high - low:
-        raise ValueError(f"size must be in [1, high - low = {high - low}], got {size}")
-    if strategy not in get_args(Strategy):
-        raise ValueError(f"strategy must be one of {', '.join(get_args(Strategy))}, got {strategy!r}")
-    if iteration < 0:
-        raise ValueError(f"iteration must be >= 0, got {iteration}")
-    for name, count in (("iters_per_window", iters_per_window), ("stride", stride)):
-        if count < 1:
-            raise ValueError(f"{name} must be >= 1, got {count}")
-    turn = iteration // iters_per_window
+    _require(
+        (num_steps >= 2, f"num_steps must be >= 2, because the last step is never stochastic, got {num_steps}"),
+        (high < num_steps, f"high must be <= num_steps - 1 = {num_steps - 1}, the last step is excluded, got {high}"),
+        (0 <= low < high, f"low must be in [0, high = {high}), got {low}"),
+        (1 <= size <= high - low, f"size must be in [1, high - low = {high - low}], got {size}"),
+        (strategy in get_args(Strategy), f"strategy must be one of {', '.join(get_args(Strategy))}, got {strategy!r}"),
+        (iteration >= 0, f"iteration must be >= 0, got {iteration}"),
+        (iters_per_window >= 1, f"iters_per_window must be >= 1, got {iters_per_window}"),
+        (stride >= 1, f"stride must be >= 1, got {stride}"),
+        (strategy != "all" or size == high - low, f"size must be None with strategy 'all', got {size}"),
+    )
+    start, turn = low, iteration // iters_per_window
     if strategy == "subset":
         return tuple(sorted(_rng(seed, turn).sample(range(low, high), size)))
-    if strategy == "all" and size != high - low:
-        raise ValueError(f"size must be None with strategy 'all', got {size}")
-    if strategy in SLIDING and stride > size:
-        raise ValueError(f"stride must be <= size with strategy {strategy!r}, got stride={stride}, size={size}")
-    start = low
     if strategy == "random":
         start = _rng(seed, turn).randint(low, high - size)
     elif strategy in SLIDING:
-        starts = [*range(low, high - size, stride), high - size]  # a last, shorter move ends flush with high
-        ends = list(accumulate(_stay(strategy, place, low, high, num_steps, iters_per_window) for place in starts))
-        start = starts[bisect_right(ends, iteration % ends[-1])]
+        start = _slide(strategy, iteration, low, high, size, stride, num_steps, iters_per_window)
     return tuple(range(start, start + size))
+
+
+def _slide(
+    strategy: str, iteration: int, low: int, high: int, size: int, stride: int, num_steps: int, iters_per_window: int
+) -> int:
+    """Return the first step of a sliding window; the arguments are those of `sde_window`."""
+    _require((stride <= size, f"stride must be <= size with strategy {strategy!r}, got {stride=}, {size=}"))
+    starts = [*range(low, high - size, stride), high - size]  # a last, shorter move ends flush with high
+    ends = list(accumulate(_stay(strategy, place, low, high, num_steps, iters_per_window) for place in starts))
+    return starts[bisect_right(ends, iteration % ends[-1])]
+
+
+def _require(*rules: tuple[bool, str]) -> None:
+    """Raise ValueError with the message of the first rule that does not hold."""
+    if broken := [words for holds, words in rules if not holds]:
+        raise ValueError(broken[0])
 
 
 def _float_levels(sigmas: Tensor) -> Tensor:

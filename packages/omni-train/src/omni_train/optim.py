@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as torch_dist
@@ -14,6 +15,8 @@ from omni_train.checkpoint.state import in_batches
 from omni_train.dist import Dist, gather_json
 from omni_train.memory.offload import HostAdamW
 from omni_train.shard import Mode, sharded_backward
+
+Schedule = Literal["constant", "linear", "cosine"]
 
 _BUCKET_BYTES = 64 * 2**20  # one all-reduce per 64 MB: few calls, little extra memory
 
@@ -60,13 +63,14 @@ def build_adamw(
     )
 
 
-def warmup_lr(step: int, *, lr: float, warmup_steps: int, decay_steps: int = 0) -> float:
-    """Return the learning rate of a step counted from 0: a linear warm-up over the first `warmup_steps`, then `lr`.
+def scheduled_lr(step: int, num_steps: int, lr: float, kind: Schedule, warmup: int) -> float:
+    """Return the learning rate of a step counted from 0: `lr` times a rise and a fall.
 
-    With `decay_steps`, it is also multiplied by a linear decay to 0 at that step.
+    rise = (step + 1) / (warmup + 1), at most 1
+    fall = 1 (constant), 1 - t (linear), or (1 + cos(pi t)) / 2 (cosine), with t = step / num_steps, at most 1
     """
-    rise = min(1.0, (step + 1) / (warmup_steps + 1))
-    return lr * rise * (max(0.0, 1 - step / decay_steps) if decay_steps else 1.0)
+    rise, t = min(1.0, (step + 1) / (warmup + 1)), 0.0 if kind == "constant" else min(1.0, step / max(1, num_steps))
+    return lr * rise * ((1 + math.cos(math.pi * t)) / 2 if kind == "cosine" else 1 - t)
 
 
 def plain_backward(loss: Tensor, *, of: int) -> None:

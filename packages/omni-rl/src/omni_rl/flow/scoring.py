@@ -21,12 +21,13 @@ from omni_losses import best_worst_n, filter_groups, group_advantages, multi_rew
 from omni_reward import RewardError, Score
 from omni_rollout import Prompt, Samples, Trajectory
 from omni_rollout.types import to_device
+from omni_sched import step_noise
 from omni_train.dist import Dist, gather_by_index, gather_json
 from torch import Tensor
 
 from omni_rl.flow.scorers import Pending, Scorer
 from omni_rl.run.run import AnyRun, MediaRun, Step
-from omni_rl.settings.args import STREAMS, GroupArgs, JudgedArgs, parse_judges, parse_numbers
+from omni_rl.settings.args import STREAMS, GroupArgs, JudgedArgs, WindowArgs, parse_judges, parse_numbers
 from omni_rl.settings.cli import printable
 
 BatchT = TypeVar("BatchT", bound=Samples, covariant=True)
@@ -260,7 +261,7 @@ def train_batches(
     drop_silent_groups: bool = False,
     num_minibatches: int = 1,
 ) -> list[TrainBatch]:
-    """Return this rank's batches to train on, with their grades.
+    """Return this rank's batches to train on, with their grades; where --timestep-fraction is below 1, `some_steps`.
 
     A batch as it was sampled waits only for the scores of its own groups, when its grades are read. All wait for all
     scores where samples may be left out, a rank samples parts of groups, or others' scores enter an advantage.
@@ -277,6 +278,8 @@ def train_batches(
         RewardError: the scorer failed for some rank; on every rank, at the latest before the first optimizer step.
     """
     leaves_out = bool(best_worst) or drop_silent_groups
+    if isinstance(run.args, WindowArgs) and run.args.timestep_fraction < 1:
+        rollout = replace(rollout, batches=[some_steps(batch, run.args.timestep_fraction) for batch in rollout.batches])
 
     def grade(run: MediaRun[GroupArgs], step: Step, rollout: Rollout[Trajectory]) -> list[TrainBatch]:
         advantages, rewards = advantages_of(run, step, rollout)
@@ -293,6 +296,17 @@ def train_batches(
         return graded(run, step, rollout, grade)
     step.grade = partial(graded, run, step, rollout, grade)
     return [TrainBatch(b, cache(partial(_own_grades, run, b, rollout, weighted))) for b in rollout.batches]
+
+
+def some_steps(batch: Trajectory, fraction: float) -> Trajectory:
+    """Return the samples with this share of their kept steps, at random for each, as DanceGRPO's released code does.
+
+    The choice depends only on a sample's seed: any number of ranks takes the same steps.
+    """
+    first = batch.params.num_inference_steps  # the noise of the steps before is the rollout's
+    places = step_noise([prompt.seed for prompt in batch.prompts], first, (batch.num_kept,)).argsort(dim=1)
+    chosen = places[:, : max(1, int(batch.num_kept * fraction))].sort(dim=1).values
+    return batch.take_steps(to_device(chosen, batch.x.device))
 
 
 def groups_are_local(args: GroupArgs, dist: Dist, in_a_row: int) -> bool:
@@ -375,7 +389,7 @@ def split_steps(batches: Sequence[TrainBatch], shares: int, parts: int) -> list[
     """Return each share of the batches `parts` times, first with the first of their kept steps, and so on."""
     size, length = len(batches) // shares, batches[0].trajectory.num_kept // parts
     return [
-        replace(batch, trajectory=batch.trajectory.take_steps(start, start + length))
+        replace(batch, trajectory=batch.trajectory.take_steps(slice(start, start + length)))
         for first in range(0, len(batches), size)
         for start in range(0, parts * length, length)
         for batch in batches[first : first + size]

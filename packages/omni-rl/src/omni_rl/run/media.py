@@ -38,7 +38,16 @@ from omni_rl.run.start import (
     read_sets,
 )
 from omni_rl.run.world import World
-from omni_rl.settings.args import STREAMS, JudgedArgs, MediaArgs, ScoredArgs, offloaded, parse_numbers, read_prompts
+from omni_rl.settings.args import (
+    STREAMS,
+    JudgedArgs,
+    MediaArgs,
+    ScoredArgs,
+    WindowArgs,
+    offloaded,
+    parse_numbers,
+    read_prompts,
+)
 from omni_rl.settings.fields import flag, require
 
 ModelT = TypeVar("ModelT", bound=Model)
@@ -135,7 +144,7 @@ def read_all(
     config: dict[str, object] = {"images_digest": probe_digest(images, num_blocks=1)} if images else {}
     config |= {"teachers_digest": probe_digest(weights)} if teachers else {}
     latents = [model.latent_shape(params.of_size(size)) for size in sorted(sizes)]
-    low_lr = args.low_expert_lr
+    low_lr = args.optim.low_expert_lr
     return Inputs(
         model,
         params,
@@ -162,8 +171,8 @@ def check_model(
     only = " or ".join(("both", *filter(None, model.nets)))
     require(
         (trained, f"--train-experts must be {only} for this model, got {args.train_experts}"),
-        (args.low_expert_lr is None or (len(trained) == 2 and args.lr),
-         "--low-expert-lr needs two experts that are trained, and --lr > 0"),
+        (args.optim.low_expert_lr is None or (len(trained) == 2 and args.lr),
+         "--optim.low-expert-lr needs two experts that are trained, and --lr > 0"),
         (not args.streams.freeze_audio or "audio" in model.BRANCHES,
          "--streams.freeze-audio needs a model that draws video with sound"),
     )  # fmt: skip
@@ -186,6 +195,10 @@ def check_steps(
         return
     high = (model.sigmas(params)[:-1] >= model.boundary).tolist()
     least, most = 0 if "high" in trained else sum(high), len(high) if "low" in trained else sum(high)
+    require(
+        (not isinstance(args, WindowArgs) or args.timestep_fraction == 1,
+         "--timestep-fraction must be 1 for a model with two experts, as a batch is of one")
+    )  # fmt: skip
     which, last = args.train_experts, steps[1] - 1
     rule = f"--train-experts {which} takes steps {least} to {most - 1} of {len(high)}, got trained steps"
     require((least <= steps[0] and last < most, f"{rule} {steps[0]} to {last}"))

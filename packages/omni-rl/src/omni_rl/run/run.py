@@ -19,8 +19,8 @@ from omni_rollout.tokens import TokenEngine, TokenModel, TokenParams
 from omni_rollout.types import WeightedEngine
 from omni_train.dist import Dist, gather_json, mean_metrics, memory, merge_metric
 from omni_train.flops import Calls, FlopTable
-from omni_train.optim import StepResult, optimizer_step, warmup_lr
-from omni_train.prompts.sampler import PromptSampler
+from omni_train.optim import StepResult, optimizer_step, scheduled_lr
+from omni_train.prompts.sampler import PromptSampler, sample_seed
 from omni_train.shard import gathered
 from omni_train.weights.full import named_weights
 from torch import Tensor, nn
@@ -123,14 +123,22 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
             RewardError: of `step.settle`, on every rank, before the weights are touched.
         """
         step.settle()
-        args, policy = self.args, self.policy
-        decay_steps = args.train_steps if args.lr_decay else 0
-        lr = warmup_lr(step.number, lr=args.lr or 0.0, warmup_steps=args.warmup_steps, decay_steps=decay_steps)
+        args, policy, optim = self.args, self.policy, self.args.optim
+        lr = scheduled_lr(step.number, args.train_steps, args.lr or 0.0, optim.lr_scheduler_type, optim.warmup_steps)
         step.metrics["policy/lr"] = lr
         if not (step.has_signal and has_signal):
             policy.optimizer.zero_grad(set_to_none=True)
             return StepResult(grad_norm=0.0, skipped=True)
-        return optimizer_step(policy.optimizer, policy.params, lr=lr, max_grad_norm=args.max_grad_norm, dist=self.dist)
+        return optimizer_step(policy.optimizer, policy.params, lr=lr, max_grad_norm=optim.max_grad_norm, dist=self.dist)
+
+    def minibatches(self, step: "Step", *, epochs: int) -> list[int]:
+        """Return the minibatch of each update of a step: all in turn, and in each later epoch all in another order.
+
+        The order depends only on the seed, the step and the epoch: any number of ranks has the same.
+        """
+        numbers = range(self.args.num_minibatches)
+        keys = [[sample_seed(self.args.seed, step.number, -1 - e, i) for i in numbers] for e in range(1, epochs)]
+        return [*numbers, *(i for own in keys for i in sorted(numbers, key=own.__getitem__))]
 
     @contextmanager
     def updating(self, step: "Step") -> Iterator[None]:

@@ -425,13 +425,16 @@ def phases_unsharded(args: RunArgs, world: World, net: nn.Module, engine: Weight
 
 def open_policy(args: RunArgs, inputs: Inputs[Any, Any], needs: Needs, net: nn.Module, session: Session) -> Policy:
     """Return the policy as the checkpoint has it, if there is one."""
-    trained, on_host, lr = (
-        [p for p in net.parameters() if p.requires_grad],
-        "optimizer" in offloaded(args),
-        args.lr or 0.0,
+    trained, optim = [p for p in net.parameters() if p.requires_grad], args.optim
+    optimizer = build_adamw(
+        trained,
+        lr=args.lr or 0.0,
+        betas=(optim.adam_beta1, optim.adam_beta2),
+        weight_decay=optim.weight_decay,
+        eps=optim.adam_epsilon,
+        on_host="optimizer" in offloaded(args),
+        foreach=True if inputs.how.lora and inputs.how.mesh else None,  # of sharded adapters, many and small
     )
-    foreach = True if inputs.how.lora and inputs.how.mesh else None  # of sharded adapters, many and small
-    optimizer = build_adamw(trained, lr=lr, weight_decay=args.weight_decay, on_host=on_host, foreach=foreach)
     for expert, scale in inputs.lr_scales.items():
         own, group = set(net.get_submodule(expert).parameters()), optimizer.param_groups[0]
         group["params"] = [p for p in trained if p not in own]

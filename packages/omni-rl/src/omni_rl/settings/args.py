@@ -39,8 +39,10 @@ from omni_rl.settings.groups import (
     JudgedStreams,
     Lora,
     MediaMemory,
+    MediaOptim,
     MediaScorer,
     Memory,
+    Optim,
     ScoredScorer,
     Scorer,
     Sharding,
@@ -102,10 +104,7 @@ class RunArgs:
     # Optimizer
     num_minibatches: Annotated[int, at_least(1)] = 1  # Optimizer steps per rollout
     lr: Annotated[float | None, between(0, 1)] = None  # Learning rate of AdamW (default: 3e-4 with LoRA, 1e-5 without)
-    lr_decay: bool = False  # Lower the learning rate in a straight line to 0 at the last step
-    warmup_steps: Annotated[int, at_least(0)] = 0  # Training steps over which the learning rate rises
-    weight_decay: Annotated[float, between(0, 1e3)] = 1e-4  # Weight decay of AdamW
-    max_grad_norm: Annotated[float, at_least(1e-12)] = 1.0  # Norm down to which larger gradients are scaled
+    optim: Optim = Optim()  # AdamW and its learning rate
     ema_decay: Annotated[float, at_least(0)] = 0.0  # Share that an average of the weights keeps each step; 0 is off
 
     @property
@@ -150,7 +149,7 @@ class MediaArgs(RunArgs):
     scorer: MediaScorer = MediaScorer()  # The reward servers
 
     # Optimizer
-    low_expert_lr: float | None = None  # Learning rate of the expert of low noise levels (default: --lr)
+    optim: MediaOptim = MediaOptim()  # AdamW and its learning rate
 
     @property
     def has_trained_engine(self) -> bool:
@@ -201,6 +200,7 @@ class WindowArgs(GroupArgs):
     window_size: int | None = None  # Number of stochastic steps in a rollout (default: all but the last)
     window_low: Annotated[int, at_least(0)] = 0  # First step that may be stochastic
     window_high: int | None = None  # One past the last step that may be stochastic (default: the last step)
+    timestep_fraction: Annotated[float, between(1e-6, 1)] = 1.0  # Share of its stochastic steps that a sample trains on
 
     @property
     def window(self) -> tuple[int, int]:

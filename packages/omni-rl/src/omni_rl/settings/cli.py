@@ -28,6 +28,7 @@ from omni_rl.settings.fields import (
     kind_of,
     leaves,
     old_names,
+    old_switches,
     require,
     values_of,
 )
@@ -123,6 +124,8 @@ def read_settings(cls: type[ConfigT], argv: Sequence[str], presets: Mapping[str,
         sys.exit(0)
     old = {flag_of(key): flag_of(name) for key, name in old_names(cls).items()}
     old |= {f"--no-{flag_of(key)[2:]}": off_flag(name) for key, name in old_names(cls).items()}
+    for key, (off, on) in old_switches(cls).items():
+        old |= {f"--no-{flag_of(key)[2:]}": f"{old[flag_of(key)]}={off}", flag_of(key): f"{old[flag_of(key)]}={on}"}
     words = [re.sub("^--[^=]+", lambda name: old.get(flag_of(name[0][2:]), name[0]), word) for word in argv]
     view: Any
     try:

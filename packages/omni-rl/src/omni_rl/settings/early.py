@@ -100,15 +100,20 @@ def check_unchanged(args: RunArgs) -> None:
 
 
 def check_same(args: RunArgs, saved: Saved, now: Config, *, ignore: Collection[str] = ()) -> None:
-    """Raise ValueError where a run continues with other settings or files, but for those that may change."""
-    then = saved.config.get("train_steps", args.train_steps)
-    rule = "as --lr-decay ends with the last step: to train longer, give the run another --name and its weights as "
+    """Raise ValueError where a run continues with other settings or files, but for those that may change.
+
+    A setting that its checkpoint lacks, as it is newer, must have its default.
+    """
+    then, falls = saved.config.get("train_steps", args.train_steps), args.optim.lr_scheduler_type != "constant"
+    kind = f"--optim.lr-scheduler-type {args.optim.lr_scheduler_type}"
+    rule = f"as {kind} ends with the last step: to train longer, give the run another --name and its weights as "
     rule += f"--init-weights runs/{args.name}/weights"
-    require((not args.lr_decay or then == args.train_steps, f"--train-steps must be {then}, {rule}, "
+    require((not falls or then == args.train_steps, f"--train-steps must be {then}, {rule}, "
              f"got {args.train_steps}"))  # fmt: skip
     may = marked(type(args), MAY_CHANGE, SECRET)
     old = (was for was, name in old_names(type(args)).items() if name in may)
-    check_config(saved, now, ignore=(*may, *old, *ignore, "train_steps", "scorer", "gate"))
+    new = (name for name, value in flat(type(args)()).items() if now.get(name) == value and name not in saved.config)
+    check_config(saved, now, ignore=(*may, *old, *ignore, *new, "train_steps", "scorer", "gate"))
 
 
 def files_of(args: RunArgs, model: Path | None) -> dict[str, str]:

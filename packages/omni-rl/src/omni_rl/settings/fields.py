@@ -43,9 +43,13 @@ class Bound:
 
 @dataclass(frozen=True)
 class Was:
-    """The old flat name of a setting in a group, for files, flags and checkpoints; "" is its name in the group."""
+    """The old flat name of a setting in a group, for files, flags and checkpoints; "" is its name in the group.
+
+    switch: the values that mean off and on, of a setting that was a switch.
+    """
 
     name: str = ""
+    switch: tuple[str, ...] = ()
 
 
 def between(least: float, most: float) -> Bound:
@@ -93,19 +97,27 @@ def values_of(config: Any, prefix: str = "") -> dict[str, Any]:
 
 def build(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
     """Return the dataclass with values by the names of `leaves` or `old_names`, and its defaults."""
-    old, own = old_names(cls), dict[str, Any]()
+    own = dict[str, Any]()
     shape: Any = cls
     groups = {each.name: kind_of(each.type) for each in fields(shape)}
-    for name, value in values.items():
-        group, _, rest = old.get(name, name).rpartition(".")
+    for name, value in renewed(cls, values).items():
+        group, _, rest = name.rpartition(".")
         own |= {group: replace(own.get(group, groups[group]()), **{rest: value})} if group else {rest: value}
     return cls(**own)
 
 
 def change(config: ConfigT, **values: Any) -> ConfigT:
     """Return the dataclass with other values, by the names of `leaves` or by `old_names`."""
-    old = old_names(type(config))
-    return build(type(config), values_of(config) | {old.get(name, name): value for name, value in values.items()})
+    return build(type(config), values_of(config) | renewed(type(config), values))
+
+
+def renewed(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by the names of `leaves`, from those by the names of `leaves` or `old_names`."""
+    old, words = old_names(cls), old_switches(cls)
+    return {
+        old.get(name, name): words[name][value] if name in words and isinstance(value, bool) else value
+        for name, value in values.items()
+    }
 
 
 @cached
@@ -124,9 +136,17 @@ def old_names(cls: Any) -> dict[str, str]:
 
 def flat(config: Any) -> dict[str, object]:
     """Return the values of a dataclass as checkpoints hold them, by `old_names`."""
-    plain = values_of(config)
+    plain, words = values_of(config), old_switches(type(config))
     old = {name: name for name in plain} | {name: was for was, name in old_names(type(config)).items()}
-    return {old[name]: [*map(asdict, own)] if isinstance(own, tuple) else own for name, own in plain.items()}
+    found = {old[name]: [*map(asdict, own)] if isinstance(own, tuple) else own for name, own in plain.items()}
+    return found | {was: found[was] == on for was, (off, on) in words.items() if found[was] in (off, on)}
+
+
+@cached
+def old_switches(cls: Any) -> dict[str, tuple[str, ...]]:
+    """Return the values that mean off and on of settings that were switches, by their names of before."""
+    notes = [note for own in leaves(cls).values() for note in notes_of(own.type)]
+    return {note.name: note.switch for note in notes if isinstance(note, Was) and note.switch}
 
 
 def marked(cls: Any, *marks: Mark) -> tuple[str, ...]:

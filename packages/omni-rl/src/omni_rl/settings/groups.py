@@ -9,6 +9,8 @@ Shard = Literal["auto", "none", "ddp", "fsdp2"]
 Unshard = Literal["auto", "none", "rollout", "all"]
 OnFailure = Literal["raise", "mask", "mask_group"]
 BaseDtype = Literal["auto", "int8", "fp8", "nf4"]
+Schedule = Literal["constant", "linear", "cosine"]
+LR_DECAY = Was("lr_decay", ("constant", "linear"))
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,33 @@ class Lora:
     alpha: Annotated[int, at_least(0)] = 0  # Scale times rank: the scale is alpha / rank; 0 is twice the rank
     targets: str = ""  # Layers that get adapters, separated by commas (default: the model's own list)
     init: Literal["default", "gaussian"] = "default"  # Distribution of the adapters' first values
+
+
+@dataclass(frozen=True)
+class Optim:
+    """AdamW and its learning rate."""
+
+    lr_scheduler_type: Annotated[Schedule, LR_DECAY] = "constant"  # Curve on which lr falls to 0 at the last step
+    warmup_steps: Annotated[int, Was(), at_least(0)] = 0  # Training steps over which the learning rate rises
+    weight_decay: Annotated[float, Was(), between(0, 1e3)] = 1e-4  # Weight decay of AdamW
+    max_grad_norm: Annotated[float, Was(), at_least(1e-12)] = 1.0  # Norm down to which larger gradients are scaled
+    adam_beta1: Annotated[float, between(0, 0.999999)] = 0.9  # Share that the mean of gradients keeps each update
+    adam_beta2: Annotated[float, between(0, 0.999999)] = 0.999  # Share that the mean of their squares keeps
+    adam_epsilon: Annotated[float, at_least(1e-30)] = 1e-8  # Addend of the root of that mean
+
+
+@dataclass(frozen=True)
+class MediaOptim(Optim):
+    """AdamW and its learning rate in a run on images, videos or sound."""
+
+    low_expert_lr: Annotated[float | None, Was()] = None  # Learning rate of the low-noise expert (default: --lr)
+
+
+@dataclass(frozen=True)
+class RewardGradientOptim(MediaOptim):
+    """AdamW and its learning rate in a run on the gradient of a reward."""
+
+    max_grad_norm: Annotated[float, Was(), at_least(1e-12)] = 0.1  # Norm down to which larger gradients are scaled
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from omni_train.hub import check_named, is_from_hub, local_file
 
-from omni_rl.settings.fields import flag, flag_of, kind_of, leaves, old_names, require
+from omni_rl.settings.fields import flag, flag_of, kind_of, leaves, old_names, renewed, require
 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 ELSEWHERE = {  # what takes the place of names that other projects have
@@ -26,6 +26,9 @@ ELSEWHERE = {  # what takes the place of names that other projects have
     "--tracking.to": "report-to", "--tracking.to wandb": "wandb", "--tracking.to tensorboard": "tensorboard",
     "--train-steps": "steps max-steps max-train-steps epochs num-epochs num-train-epochs", "--lora.rank": "lora-r",
     "--num-inference-steps": "num-steps", "--dtype": "precision mixed-precision", "--dtype bfloat16": "bf16",
+    "--optim.lr-scheduler-type": "lr-scheduler", "--optim.warmup-steps": "lr-warmup-steps",
+    "--optim.weight-decay": "adam-weight-decay", "--optim.adam-epsilon": "adam-eps",
+    "--num-inner-epochs": "num-iterations ppo-epochs", "--num-iterations": "num-inner-epochs ppo-epochs",
     "--model": "model-path pretrained-model-name-or-path", "--init-weights": "weights", "--best-worst-n": "best-of-n",
     "the same command again, which continues the run": "resume resume-from-checkpoint",
     "omni-rl train NAME --nproc-per-node N": "gpus num-gpus num-processes nproc-per-node",
@@ -84,10 +87,10 @@ def from_toml(text: str, cls: type, place: str) -> dict[str, Any]:
     Raises:
         ValueError: the text is no TOML, or has an unknown key or table, or a value of another type.
     """
-    known, old, values = leaves(cls), old_names(cls), dict[str, Any]()
-    groups = sorted({name.partition(".")[0] for name in old.values()})
-    for key, value in plain(tomllib.loads(text)).items():
-        name, group = old.get(key, key), key.rpartition(".")[0]
+    known, values = leaves(cls), dict[str, Any]()
+    groups = sorted({name.partition(".")[0] for name in old_names(cls).values()})
+    for name, value in renewed(cls, plain(tomllib.loads(text))).items():
+        group = name.rpartition(".")[0]
         if group and group not in groups:
             raise ValueError(f"{place}: [{group}] is a table, but only {', '.join(groups) or 'eval'} are")
         if name not in known:
