@@ -40,6 +40,14 @@ class Correction:
 
 
 @dataclass(frozen=True)
+class Gate:
+    """Samples that the KL to the policy before training is of."""
+
+    parts: str = ""  # Parts of the score, with commas; the KL is of samples that the whole overrates by them
+    share: Annotated[float, at_least(1e-6)] = 0.1  # Most samples of a step that the KL is of
+
+
+@dataclass(frozen=True)
 class Args(JudgedArgs, WindowArgs):
     """Settings of a run; --preset NAME and --config FILE.toml are read first."""
 
@@ -69,6 +77,7 @@ class Args(JudgedArgs, WindowArgs):
     old_log_prob: Literal["auto", "rollout", "recompute", "correct"] = "auto"  # Source of the old log-probs
     ratio_tolerance: float | None = None  # Largest |ratio - 1| before the first update (default: 0 if exact)
     route_replay: bool = False  # Have the update take the experts that the rollout took, of a mixture of experts
+    gate: Gate = Gate()  # Samples in the KL
     correction: Correction = Correction()  # Importance weights of --old-log-prob correct
 
 
@@ -82,6 +91,8 @@ def check_args(args: Args) -> None:
         (args.window_size or not args.algo.startswith(("dance", "mix")), f"--window-size must be set for {args.algo}"),
         (args.window_stride <= size, f"--window-stride must be <= --window-size ({size}), got {args.window_stride}"),
         (args.correction.low < 1 < args.correction.high, "--correction.low must be < 1 and --correction.high > 1"),
+        (args.kl_coef or not args.gate.parts, "--gate.parts needs --kl-coef > 0"),
+        (args.gate.share <= 1, f"--gate.share must be <= 1, got {args.gate.share}"),
         (args.noise_level <= 1 or args.algo != "flowgrpo-cps", "--noise-level must be <= 1 for flowgrpo-cps"),
         (args.compress_ratio is None or 0 < args.compress_ratio <= 1,
          f"--compress-ratio must be in (0, 1], got {args.compress_ratio}"),
@@ -195,6 +206,7 @@ def main(args: Args, world: World) -> None:
                 rollout,
                 best_worst=args.best_worst_n,
                 drop_silent_groups=args.filter_groups,
+                doubts=(args.gate.parts, args.gate.share),
                 num_minibatches=args.num_minibatches,
             )
             with run.updating(step):
@@ -342,7 +354,9 @@ def kl_to_reference(run: MediaRun[Args], batch: TrainBatch, k: int, now: Transit
     with torch.no_grad(), run.policy.reference() as net:
         reference = replay(run.model, net, batch.trajectory, k)
     kl = gaussian_kl(now.mean, reference.mean, now.std)
-    return (kl if batch.weights is None else kl * batch.weights).mean()
+    for weights in (batch.weights, batch.kl_weights):
+        kl = kl if weights is None else kl * weights
+    return kl.mean()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omni_losses import group_advantages, reward_metrics
+from omni_losses import group_advantages, overrated, reward_metrics
 
 torch.set_num_threads(1)
 
@@ -165,3 +165,20 @@ def test_reward_metrics_of_a_worked_batch():
         },
         abs=1e-6,
     )
+
+
+def test_overrated_samples_are_those_ranked_furthest_above_what_other_rewards_make_of_them():
+    """Ranks written out: the reward has 4, 3, 2, 1 of 4, the others' mean is 1, 2.5, 2.5, 4: doubt 3, 0.5, -0.5, -3."""
+    rewards = torch.tensor([0.9, 0.5, 0.4, 0.1])
+    others = torch.tensor([[1.0, 20.0], [2.0, 40.0], [3.0, 30.0], [4.0, 50.0]])
+    assert overrated(rewards, others, 1.0).tolist() == [True, True, False, False]
+    assert overrated(rewards, others, 0.25).tolist() == [True, False, False, False]
+    assert overrated(rewards, others, 0.3).tolist() == [True, True, False, False]  # rounded up
+    assert overrated(rewards, rewards[:, None].pow(3).expand(4, 3), 1.0).sum() == 0  # who agrees doubts nothing
+    assert overrated(10 * rewards - 3, others.exp2(), 1.0).tolist() == [True, True, False, False]  # only ranks count
+    nan = torch.tensor([torch.nan])
+    mask = overrated(torch.cat([nan, rewards]), torch.cat([nan.expand(1, 2), others]), 1.0)
+    assert mask.tolist() == [False, True, True, False, False]
+    for shape, share in (((4,), 0.5), ((4, 1), 0.0), ((3, 1), 0.5)):
+        with pytest.raises(ValueError, match=r"^rewards and others must be"):
+            overrated(rewards, torch.zeros(shape), share)

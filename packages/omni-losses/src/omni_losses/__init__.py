@@ -7,6 +7,8 @@ from omni_losses.advantages import best_worst_n as best_worst_n
 from omni_losses.advantages import filter_groups as filter_groups
 from omni_losses.advantages import group_advantages as group_advantages
 from omni_losses.advantages import multi_reward_advantages as multi_reward_advantages
+from omni_losses.advantages import overrated as overrated
+from omni_losses.advantages import ranks as ranks
 from omni_losses.advantages import reward_metrics as reward_metrics
 from omni_losses.correction import rollout_weights as rollout_weights
 from omni_losses.correction import token_rollout_weights as token_rollout_weights

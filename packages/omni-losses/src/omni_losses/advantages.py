@@ -196,6 +196,48 @@ def reward_metrics(rewards: Tensor, groups: Tensor) -> dict[str, Tensor]:
     }
 
 
+def ranks(scores: Tensor) -> Tensor:
+    """Return how many of the other scores are lower than each, [N], where equal ones count half.
+
+    These are ranks from 0, equal scores at the mean of theirs, so that the correlation of two is Spearman's.
+
+    scores: [N], no NaN.
+    """
+    lower = (scores[:, None] > scores).float() + (scores[:, None] == scores).float() / 2
+    return lower.sum(dim=1) - 0.5
+
+
+def overrated(rewards: Tensor, others: Tensor, share: float) -> Tensor:
+    """Return a mask [N] of the samples that the reward ranks above what other rewards make of them, the most so first.
+
+        u_i = w_i(r) - mean over R of w_i(r_R),        w: `ranks`
+
+    Of N samples it has at most `share * N`, rounded up: those with the largest u > 0. A KL to the reference on these
+    only holds back a policy that games the reward, and no other.
+
+    Args:
+        rewards: [N], NaN where there is no score, which is never in the mask.
+        others: [N, R] of further rewards, NaN where and only where `rewards` is.
+        share: of the samples, in (0, 1].
+
+    Raises:
+        ValueError: shapes do not fit, or the share is out of range.
+
+    Source: the gate of GARDO (arXiv 2512.24138). Its released code changes the share, from 0.02 to 0.2, with the mean
+    of u, takes that share of the samples with u > 0, and its ranks count from the best.
+    """
+    if rewards.ndim != 1 or others.ndim != 2 or len(others) != len(rewards) or not 0 < share <= 1:
+        shapes = f"{tuple(rewards.shape)} and {tuple(others.shape)}, {share}"
+        raise ValueError(f"rewards and others must be [N] and [N, R], and share in (0, 1], got {shapes}")
+    doubt = torch.full_like(rewards, -torch.inf)
+    (scored,) = torch.where(~rewards.isnan())
+    doubt[scored] = others.shape[1] * ranks(rewards[scored])  # R times u, in which nothing is rounded
+    for column in others.unbind(dim=1):
+        doubt[scored] -= ranks(column[scored])
+    most = doubt.argsort(descending=True, stable=True)[: math.ceil(share * len(doubt))]
+    return torch.isin(torch.arange(len(doubt), device=doubt.device), most) & (doubt > 0)
+
+
 def _varied(rewards: Tensor, scored: Tensor, index: Tensor, num_groups: int) -> Tensor:
     """Return a mask [N] of the samples whose group holds two different rewards.
 

@@ -20,12 +20,14 @@ from omni_train.prompts.sampler import sample_seed
 from omni_train.shard import gathered
 
 from omni_rl.flow.evals import HeldOut, Shown, by_tag, describe
+from omni_rl.flow.gold import judge
 from omni_rl.flow.scorers import Pending, Scorer
 from omni_rl.flow.scoring import Rollout, collect, gather_parts, gather_rewards, submit, submit_groups
 from omni_rl.media.images import read_image
 from omni_rl.report import Sample
 from omni_rl.run.run import MediaRun, Step
 from omni_rl.settings.args import MediaArgs, WindowArgs
+from omni_rl.settings.eval_sets import GOLD
 
 
 def expand_groups(
@@ -140,16 +142,18 @@ def show(run: MediaRun[MediaArgs], step: Step, rollout: Rollout[Trajectory]) -> 
 
 def evaluate_set(run: MediaRun[MediaArgs], held: HeldOut[Params, Scorer]) -> tuple[dict[str, float], Shown]:
     """Return metrics of a set's samples, and this rank's samples for the report."""
+    is_gold = held.name == GOLD
+    second = run.scorer if is_gold else run.watch
     prompts = expand_groups(held.records, held.samples, seed=held.seed, step=-1)  # the same for every run
     # Every rank runs the same number of full batches, as sharded weights demand; what fills them up is not counted.
     # So does a scorer of groups, which may span batches.
-    asked = [held.scorer or run.scorer, *([run.watch] if run.watch else [])]
+    asked = [held.scorer or run.scorer, *([second] if second else [])]
     group = held.samples if any(scorer.takes_groups for scorer in asked) else 1
     filled = fill_batches(prompts, run.args.batch_size, run.dist.world_size, group=group)
     with gathered(run.policy.net) if "rollout" in run.policy.unshard else nullcontext():
         rollout = sample(run, filled, held.params, unit=group, scorer=held.scorer)
     batches = rollout.batches
-    parts = [batches[: end + 1] for end in range(len(batches))] if run.watch else []
+    parts = [batches[: end + 1] for end in range(len(batches))] if second else []
     watched = [future for own in parts for future in submit_groups(asked[-1], own, group, 0)]
     scores = collect(run.dist, rollout.pending)
     groups = torch.arange(len(filled))
@@ -158,13 +162,16 @@ def evaluate_set(run: MediaRun[MediaArgs], held: HeldOut[Params, Scorer]) -> tup
     own_names = sorted({name for score in scores for name in score.parts})
     if names := sorted({name for of_rank in gather_json(run.dist, own_names) for name in of_rank}):
         others |= dict(zip(names, gather_parts(run.dist, batches, scores, names, whole).T, strict=True))
-    if run.watch:
-        others["watch"] = gather_rewards(run.dist, batches, collect(run.dist, watched), groups)
+    if second:
+        others["proxy" if is_gold else "watch"] = gather_rewards(run.dist, batches, collect(run.dist, watched), groups)
     rewards = {held.metric(name): values[: len(prompts)] for name, values in others.items()}
     means = {name: values.nanmean().item() for name, values in rewards.items() if not values.isnan().all()}
     for name, values in (others or {"reward": whole}).items():
         means |= by_tag(held, name, values[: len(prompts)])
-    return means | describe(held, whole[: len(prompts)]), _shown(batches, scores)
+    means |= describe(held, whole[: len(prompts)])
+    if is_gold:
+        means |= judge(run, held, prompts, batches, others["proxy"][: len(prompts)], whole[: len(prompts)])
+    return means, _shown(batches, scores)
 
 
 def fill_batches(prompts: Sequence[Prompt], batch_size: int, num_ranks: int, *, group: int = 1) -> list[Prompt]:

@@ -23,7 +23,7 @@ from omni_rl.media.images import read_image
 from omni_rl.settings.args import RunArgs
 from omni_rl.settings.early import split_options
 from omni_rl.settings.eval_sets import OF_A_MACHINE, on_this_machine
-from omni_rl.settings.fields import change, flag, require
+from omni_rl.settings.fields import change, flag, flag_of, require
 from omni_rl.settings.groups import ScoredScorer, TokenScorer
 
 ArgsT = TypeVar("ArgsT", bound=RunArgs)
@@ -185,21 +185,26 @@ def scorer_to_start(args: RunArgs) -> tuple[str, list[str]]:
 
 
 def with_server(args: ArgsT, dist: Dist, open_servers: ExitStack) -> ArgsT:
-    """Return the settings with the URL of a server of the scorer that they name, if they have none of their own.
+    """Return the settings with the URLs of servers of the scorers that they name, where they have none of their own.
 
-    The first rank of each machine starts one, which ends with `open_servers`, or with the process. A collective.
+    The first rank of each machine starts them, with one token; they end with `open_servers`, or with the process. A
+    collective.
     """
-    (scorer, options), own = scorer_to_start(args), ("", "")
-    if not scorer or args.dry_run:
+    gold = split_options("" if args.eval.gold_scorer_url else args.eval.gold_scorer)
+    named = {"scorer.url": scorer_to_start(args), "eval.gold_scorer_url": gold}
+    starts = {name: start for name, start in named.items() if start[0]}
+    if not starts or args.dry_run:
         return args
+    own, token_file = dict[str, str](), args.scorer.token_file
     with same_error(dist):
         if dist.local_rank == 0:
-            flags, token = [f"--option={option}" for option in options], secrets.token_urlsafe(32)
-            with flag("--scorer: "):
-                server = open_servers.enter_context(serving(scorer, *flags, token=token))
-            own = server.url, str(server.token_file)
-    url, token_file = [each for each in gather_json(dist, own)[: dist.rank + 1] if each[0]][-1]
-    return change(args, **{"scorer.url": url, "scorer.token_file": token_file})
+            token = Path(token_file).read_text().strip() if token_file else secrets.token_urlsafe(32)
+            for name, (scorer, options) in starts.items():
+                with flag(f"{flag_of(name.removesuffix('url').rstrip('._'))}: "):
+                    flags = [f"--option={option}" for option in options]
+                    server = open_servers.enter_context(serving(scorer, *flags, token=token))
+                own |= {name: server.url, "scorer.token_file": str(server.token_file)}
+    return change(args, **[each for each in gather_json(dist, own)[: dist.rank + 1] if each][-1])
 
 
 def connect(

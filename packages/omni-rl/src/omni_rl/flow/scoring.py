@@ -17,7 +17,14 @@ from functools import cache, partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
-from omni_losses import best_worst_n, filter_groups, group_advantages, multi_reward_advantages, reward_metrics
+from omni_losses import (
+    best_worst_n,
+    filter_groups,
+    group_advantages,
+    multi_reward_advantages,
+    overrated,
+    reward_metrics,
+)
 from omni_reward import RewardError, Score
 from omni_rollout import Prompt, Samples, Trajectory
 from omni_rollout.types import to_device
@@ -217,12 +224,13 @@ class TrainBatch:
     """Samples of one forward of an update, whose grades are waited for when they are read.
 
     grades: returns them. is_as_sampled: the rollout had the same batch, so that an exact engine's log-probs are the
-    update's to the last bit.
+    update's to the last bit. kl_weights: [B] of the samples in the KL, or None where each counts once.
     """
 
     trajectory: Trajectory
     grades: Callable[[], Grades]
     is_as_sampled: bool = True
+    kl_weights: Tensor | None = None
 
     @classmethod
     def of(cls, trajectory: Trajectory, advantages: Tensor, weights: Tensor | None = None) -> "TrainBatch":
@@ -259,6 +267,7 @@ def train_batches(
     weighted: bool = False,
     best_worst: int = 0,
     drop_silent_groups: bool = False,
+    doubts: tuple[str, float] = ("", 1.0),
     num_minibatches: int = 1,
 ) -> list[TrainBatch]:
     """Return this rank's batches to train on, with their grades; where --timestep-fraction is below 1, `some_steps`.
@@ -272,6 +281,7 @@ def train_batches(
         rollout: of the step.
         weighted: True if a sample without a score has weight 0.
         best_worst, drop_silent_groups: as `keep_samples`.
+        doubts: names of parts of the scores, with commas, and a share: the KL is of the samples that are `overrated`.
         num_minibatches: as `select`.
 
     Raises:
@@ -289,9 +299,16 @@ def train_batches(
                 advantages, rewards, rollout.groups, best_worst=best_worst, drop_silent_groups=drop_silent_groups
             )
             step.metrics["reward/trained_ratio"] = keep.float().mean().item()
-        return select(run.dist, rollout.batches, advantages, keep, weights, num_minibatches=num_minibatches)
+        chosen = select(run.dist, rollout.batches, advantages, keep, weights, num_minibatches=num_minibatches)
+        if not doubts[0]:
+            return chosen
+        parts = gather_parts(run.dist, rollout.batches, rollout.scores, doubts[0].split(","), rewards)
+        gate = overrated(rewards, parts, doubts[1]).float()
+        step.metrics["reward/overrated_ratio"] = gate.mean().item()
+        kl_weights = gate / gate.mean().clamp(min=1 / len(gate))  # the KL is the mean over these samples
+        return [replace(b, kl_weights=to_device(kl_weights[b.trajectory.indices], run.dist.device)) for b in chosen]
 
-    is_as_sampled = not leaves_out and len(rollout.batches) % num_minibatches == 0
+    is_as_sampled = not (leaves_out or doubts[0]) and len(rollout.batches) % num_minibatches == 0
     if not is_as_sampled or not groups_are_local(run.args, run.dist, rollout.in_a_row):
         return graded(run, step, rollout, grade)
     step.grade = partial(graded, run, step, rollout, grade)

@@ -8,17 +8,18 @@ Between steps it evaluates, logs, raises alarms, saves, and stops where the prog
 saves what there is and says what broke.
 """
 
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from omni_reward import RewardError
-from omni_train.dist import gather_json
-from omni_train.files import load_metrics
+from omni_train.dist import gather_json, same_error
+from omni_train.files import load_metrics, write_folder_atomically
 from omni_train.flops import peak_tflops
 from omni_train.signals import catch_stop, resume_command
 
@@ -26,9 +27,18 @@ from omni_rl.flow.evals import HeldOut, Shown, evaluate
 from omni_rl.report.folder import command_line
 from omni_rl.run.alarms import Alarm, Watch
 from omni_rl.run.failures import BrokenRunError
+from omni_rl.run.metrics import GOLD_REWARD, error_of, falls
 from omni_rl.run.run import AnyRun, Step
 from omni_rl.settings.args import secret_flags, without_secrets
 from omni_rl.settings.fields import change, flat
+
+
+class Gold(NamedTuple):
+    """A step's gold score, and its standard error."""
+
+    score: float
+    error: float
+    step: int
 
 
 class Loop:
@@ -41,6 +51,7 @@ class Loop:
         self._in_step = False  # whether the trainer's own lines run
         self._alarms = Watch()
         self._evals: list[Mapping[str, float]] = []  # lines with a held-out score, in step order
+        self._golds: list[Gold] = []  # in step order, the same on every rank
         self._peak_tflops = peak_tflops(run.dist.device)
         self._open = ExitStack()
 
@@ -48,6 +59,9 @@ class Loop:
         for line in load_metrics(self.run.session.folder / "metrics.jsonl") if self.run.dist.is_main else []:
             self._alarms(line)
             self._evals += [line] if "eval/reward" in line else []
+            self._golds += gold_of(line)
+        self._golds = [Gold(*gold) for gold in gather_json(self.run.dist, self._golds)[0]]
+        self.run.session.checkpoints.pinned = best_of(self._golds)
         self._stop = self._open.enter_context(catch_stop(self.run.world.signals))
         self._open.enter_context(self.run.session.log)
         return self
@@ -127,6 +141,7 @@ class Loop:
             save = run.session.checkpoints.async_save if run.args.async_save else run.session.checkpoints.save
             save(self._done, run.policy.net, run.policy.optimizer, run.policy.averages, config=run.session.config)
             self._saved = self._done
+            run.session.checkpoints.pinned = best_of(self._golds)  # once that save has begun: an older best stays whole
 
     def _finish(self, step: Step) -> bool:
         """Evaluate, log and save when due; return True if the run has been asked to stop."""
@@ -136,13 +151,20 @@ class Loop:
         if (done or args.eval.first) and (done % args.eval.every == 0 or done == args.train_steps):
             with run.phase("eval"):
                 step.metrics |= hold_out(run, done, self._evals)
+                self._golds += gold_of({"step": done} | step.metrics)
+                if done and best_of(self._golds) == done:
+                    keep_best(run)
         run.session.log.log(done, step.metrics, num_samples=num_drawn, flops=flops, peak_tflops=self._peak_tflops)
         self._done = done
         if run.dist.is_main:
             _print_alarms(done, self._alarms({"step": done} | step.metrics))
-        stopping = self._stop.requested(run.dist)
+        scores, errors = [gold.score for gold in self._golds], [gold.error for gold in self._golds]
+        has_fallen = (
+            GOLD_REWARD in step.metrics and args.eval.stop_after > 0 and falls(scores, errors, args.eval.stop_after)
+        )
+        stopping = self._stop.requested(run.dist) or has_fallen
         is_last = stopping or done == args.train_steps
-        is_time = is_last or done % args.save_every == 0
+        is_time = is_last or done % args.save_every == 0 or best_of(self._golds) == done
         if is_time or run.session.checkpoints.is_saving:
             with run.phase("save"):
                 run.session.checkpoints.poll()
@@ -150,6 +172,10 @@ class Loop:
                     self._save()
                 if is_last or not done:  # lines of trained steps without a checkpoint could not be continued
                     run.session.checkpoints.wait()
+        if has_fallen and run.dist.is_main:
+            best = best_of(self._golds)
+            where = f", whose weights are in {run.session.folder / 'best'}" if best else ", the model as it was given"
+            print(f"--stop-on {args.eval.stop_on}: the gold score has fallen since step {best}{where}", flush=True)
         if stopping and done < args.train_steps and run.dist.is_main:
             print(f"stopped after step {done}; this continues:\n{resume_command()}", flush=True)
         return stopping
@@ -176,6 +202,25 @@ def hold_out(run: AnyRun, done: int, evals: list[Mapping[str, float]]) -> dict[s
 def _evaluate_set(run: AnyRun, held: HeldOut[Any, Any]) -> tuple[dict[str, float], Shown]:
     size = held.batch_size(run.args.batch_size, run.dist.world_size)
     return run.evaluate_set(replace(run, args=change(run.args, batch_size=size)), held)
+
+
+def gold_of(line: Mapping[str, float]) -> list[Gold]:
+    """Return the gold score of a line that has one, else nothing."""
+    error = line.get(error_of(GOLD_REWARD), 0.0)
+    return [Gold(line[GOLD_REWARD], error, int(line["step"]))] if GOLD_REWARD in line else []
+
+
+def best_of(golds: Sequence[Gold]) -> int | None:
+    """Return the step with the best gold score, the first of equal ones; None if there is none."""
+    return max(golds, key=lambda gold: gold.score).step if golds else None
+
+
+def keep_best(run: AnyRun) -> None:
+    """Copy the weights that were just exported to runs/NAME/best, completely or not at all."""
+    weights, best = run.session.folder / "weights", run.session.folder / "best"
+    with same_error(run.dist):
+        if run.dist.is_main:
+            write_folder_atomically(best, lambda into: shutil.copytree(weights, into, dirs_exist_ok=True))
 
 
 def _model_card(run: AnyRun, evals: Sequence[Mapping[str, float]]) -> dict[str, object]:

@@ -3,6 +3,7 @@
 A metric without a row is logged, drawn in a chart of its own, and averaged over ranks.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,6 +17,11 @@ MAX_CLIPPED = 0.3  # share of ratios outside the clip range
 MAX_GAP = 1.0  # |ratio - 1| between sampler and trainer before an update; a rare token's may near it in bfloat16
 MIN_EFFECTIVE = 0.5  # share of samples that would be left if all had the same weight
 NUM_EVALS = 4  # evaluations after the first, in which the held-out score must rise
+NUM_FALLEN = 2  # evaluations in a row below the best gold score
+MIN_CORRELATION = 0.2  # of the ranks of reward and gold score
+MIN_DIVERSITY = 0.5  # of that of the first evaluation
+MAX_DRIFT = 1.0  # distance of a sample from its first one, over that of two random samples
+GOLD_REWARD = "eval/gold/reward"
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,12 @@ def _stays(errors: Sequence[float], scores: Sequence[float]) -> bool:
     return _mean(scores[-3:]) <= scores[0] + errors[0]
 
 
+def falls(scores: Sequence[float], errors: Sequence[float], count: int) -> bool:
+    """True if the last `count` scores are all more than two of its standard errors below the best one before them."""
+    best, error = max(zip(scores[:-count], errors, strict=False), default=(-math.inf, 0.0))
+    return max(scores[-count:]) < best - 2 * error
+
+
 def error_of(name: str) -> str:
     """Return the name of the standard error of a held-out score, which charts show as a band."""
     return f"{name}_stderr"
@@ -91,6 +103,8 @@ def error_of(name: str) -> str:
 CHARTS = (  # in the order of the page
     Chart("reward", "Reward", "Held-out: fixed prompts and seeds, no injected noise. Training: the samples of a step.",
           smooth=True),
+    Chart("reward", "Gold set", "Rank correlation of reward and gold score; spread of a prompt's samples, and distance "
+          "from the first evaluation's, both over that of two random samples then."),
     Chart("policy", "KL", "To the model without its adapter, and half the mean squared log-ratio of an update."),
     Chart("policy", "Ratio deviation", "Largest |ratio - 1|. Before the first update: 0 with the embedded engine."),
     Chart("policy", "Clip fraction", "Share of ratios outside the clip range. Below 0.3 is healthy."),
@@ -117,6 +131,22 @@ METRICS = (
                       "evaluations with their scores, at Spread within groups and at KL: if it is near 0, raise --lr.",
                       window=1 + NUM_EVALS, from_first=True, others=("eval/reward",))),
     Metric("reward/mean", "Reward", "training", column=1),
+    Metric(error_of(GOLD_REWARD),
+           alarm=Rule("The gold score falls", lambda errors, scores: falls(scores, errors, NUM_FALLEN),
+                      "Training is past its best, which runs/NAME/best has: compare the images of these evaluations. "
+                      "--stop-on gold-falls:K stops there.", window=1 + NUM_FALLEN, from_first=True,
+                      others=(GOLD_REWARD,))),
+    Metric("eval/gold/rank_correlation", "Gold set", "rank correlation",
+           alarm=Rule("The reward ranks samples unlike the gold scorer", lambda v: max(v) < MIN_CORRELATION,
+                      "What it prefers is not what is wanted: compare its best and worst samples. Another reward, or "
+                      "a sum of several, may not be fooled so.", window=2)),
+    Metric("eval/gold/diversity", "Gold set", "diversity",
+           alarm=Rule("The samples of a prompt become similar", lambda v: max(v[-2:]) < MIN_DIVERSITY * v[0],
+                      "Look at the images of a prompt. Raise --kl-coef, or lower --lr.", window=3, from_first=True)),
+    Metric("eval/gold/drift", "Gold set", "drift",
+           alarm=Rule("The samples are far from the first ones", lambda v: min(v) > MAX_DRIFT,
+                      "With the same noise they are as unlike as two random ones were. Raise --kl-coef, or lower --lr.",
+                      window=2)),
     Metric("policy/kl", "KL", "to the reference"),
     Metric("policy/kl_max", merge="max"),
     Metric("policy/approx_kl", "KL", "of the update"),

@@ -42,6 +42,7 @@ from omni_rl.run.session import Session
 from omni_rl.run.world import World
 from omni_rl.settings.args import RunArgs, offloaded, sharding, without_secrets
 from omni_rl.settings.early import files_of
+from omni_rl.settings.eval_sets import GOLD, setting_of
 from omni_rl.settings.fields import flag, flat, values_of
 from omni_rl.settings.toml import to_toml
 
@@ -287,15 +288,14 @@ def read_sets(
 ) -> list[HeldOut[AnyParamsT, Any]]:
     """Return the sets of an evaluation, the first of which has the records of --eval.prompts.
 
-    check: called with each prompt of a set that has a scorer of its own; check_graded: with that of another set.
+    check: called with each prompt of a set that only a scorer of its own grades; check_graded: with that of another.
     """
     samples, threshold = args.eval.samples_per_prompt, args.eval.pass_threshold
     sets: list[HeldOut[AnyParamsT, Any]] = [HeldOut("", records, params, samples=samples, threshold=threshold)]
-    for number, own in enumerate(args.eval.sets, start=1):
-        with flag(f"eval.sets[{number}].prompts: "):
-            found = load_prompts(
-                own.prompts, check=check if own.scorer_url else check_graded, media_root=args.media_root
-            )
+    for number, own in enumerate(args.eval.all_sets, start=1):
+        is_graded = own.name == GOLD or not own.scorer_url
+        with flag(f"{setting_of(own, number, 'prompts')}: "):
+            found = load_prompts(own.prompts, check=check_graded if is_graded else check, media_root=args.media_root)
         with flag(f"eval.sets[{number}]: "):
             check_params(own_params := params_of(own, params))
         limit = threshold if own.pass_threshold is None else own.pass_threshold
@@ -306,9 +306,9 @@ def read_sets(
 
 def open_set_scorers(args: RunArgs, sets: list[HeldOut[Any, Any]], connect: Callable[[str, str, Any], Any]) -> None:
     """Open the scorers of evaluation sets. connect: takes a URL, the setting's name and the set's prompts."""
-    for place, own in enumerate(args.eval.sets, start=1):
+    for place, own in enumerate(args.eval.all_sets, start=1):
         if own.scorer_url:
-            scorer = connect(own.scorer_url, f"eval.sets[{place}].scorer_url", sets[place].records)
+            scorer = connect(own.scorer_url, setting_of(own, place, "scorer_url"), sets[place].records)
             sets[place] = replace(sets[place], scorer=scorer)
 
 

@@ -18,7 +18,7 @@ from omni_train.prompts.sampler import PromptSampler
 from omni_rl.media.images import AllOrNone, reference_sizes
 from omni_rl.run.engines import ENGINES
 from omni_rl.run.sinks import check_tracker
-from omni_rl.settings.eval_sets import Eval, MediaEval, check_sets, check_urls
+from omni_rl.settings.eval_sets import Eval, MediaEval, check_gold, check_sets, check_urls
 from omni_rl.settings.fields import (
     MAY_CHANGE,
     REQUIRED,
@@ -222,6 +222,7 @@ def check_run(args: RunArgs) -> None:
     values = values_of(args)
     for setting in ("scorer.url", "scorer.watch_url"):
         check_urls(values.get(setting, ""), flag_of(setting))
+    check_gold(args.eval, [args.prompts, values.get("scorer.name", ""), values.get("scorer.url", "")])
     missing = next((flag_of(name) for name in marked(type(args), REQUIRED) if not values[name]), "")
     offload, lora_only = offloaded(args), {"targets": lora.targets, "init": lora.init}
     unused = next((key for key, value in lora_only.items() if value not in ("", "default")), "")
@@ -288,7 +289,7 @@ def check_media(args: MediaArgs, *, num_trained: int | None = 1) -> None:
     )  # fmt: skip
     parse_numbers(args.guidance, "--guidance")
     read_prompts(args, check_shapes(args), AllOrNone())
-    check_sets(args.eval.sets, AllOrNone, media_root=args.media_root)
+    check_sets(args.eval.all_sets, AllOrNone, media_root=args.media_root)
     if num_trained is not None:
         num_batches(args, num_ranks(), num_trained=num_trained)
 

@@ -81,6 +81,7 @@ def parse_cli(
             if isinstance(config, MediaArgs):
                 check_sides(config.model, config.height, config.width)
             check_reward(values_of(config).get("scorer.name", ""))
+            check_reward(config.eval.gold_scorer, "eval.gold_scorer")
             check_unchanged(config)
         if "--check" not in argv and not getattr(config, "dry_run", False):
             knock(values_of(config))

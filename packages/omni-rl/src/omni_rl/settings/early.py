@@ -72,12 +72,12 @@ def kind_of(folder: Path) -> str:
     return ""
 
 
-def check_reward(name: str) -> None:
+def check_reward(name: str, setting: str = "scorer") -> None:
     """Raise ValueError unless a reward, which may have options after it, names scorers that exist."""
     if name:
         from omni_reward.scorers import check_scorer
 
-        with flag("--scorer: "):
+        with flag(f"{flag_of(setting)}: "):
             check_scorer(split_options(name)[0])
 
 
@@ -131,7 +131,7 @@ def knock(settings: Mapping[str, Any]) -> None:
         ValueError: a scorer's URL is no reward server, or the hub has no such model for this user.
     """
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        for name in ("scorer.url", "scorer.watch_url"):
+        for name in ("scorer.url", "scorer.watch_url", "eval.gold_scorer_url"):
             ask_scorer(settings, name)
         ask_hub(settings.get("model", ""))
 

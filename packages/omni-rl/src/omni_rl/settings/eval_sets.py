@@ -12,6 +12,8 @@ from omni_train.prompts.files import RecordCheck, load_prompts
 
 from omni_rl.settings.fields import MAY_CHANGE, REQUIRED, SECRET, Was, at_least, between, check_bounds, flag, require
 
+GOLD = "gold"  # name of the set whose prompts and scorer training never sees
+
 
 @dataclass(frozen=True)
 class EvalSet:
@@ -59,6 +61,22 @@ class Eval:
     samples_per_prompt: Annotated[int, between(1, 65_536), MAY_CHANGE] = 1  # Samples of a prompt, for eval/best@n
     pass_threshold: Annotated[float | None, Was(), MAY_CHANGE] = None  # Least score that passes, for eval/pass@k
     sets: Annotated[tuple[EvalSet, ...], Was("eval"), MAY_CHANGE] = ()  # Further sets, each a table [[eval.sets]]
+    gold_prompts: Annotated[str, MAY_CHANGE] = ""  # File of prompts that only evaluations see, for eval/gold/reward
+    gold_scorer: Annotated[str, MAY_CHANGE] = ""  # Scorer of these that only evaluations see, to start, as --scorer
+    gold_scorer_url: Annotated[str, SECRET] = ""  # URL of a reward server to use instead
+    stop_on: Annotated[str, Was("stop_on"), MAY_CHANGE] = ""  # gold-falls:K, K evaluations below the best gold score
+
+    @property
+    def all_sets(self) -> tuple[EvalSet, ...]:
+        """The sets of the tables, and the gold set, if there is one, with samples to compare of each prompt."""
+        samples, url = max(2, self.samples_per_prompt), self.gold_scorer_url
+        gold = EvalSet(GOLD, self.gold_prompts, samples_per_prompt=samples, scorer_url=url)
+        return (*self.sets, gold) if self.gold_prompts else self.sets
+
+    @property
+    def stop_after(self) -> int:
+        """The K of --stop-on gold-falls:K; 0 if nothing stops the run."""
+        return int(self.stop_on.rpartition(":")[2] or 0)
 
 
 @dataclass(frozen=True)
@@ -86,6 +104,27 @@ class ThoughtEval(MediaEval):
     top_p: Annotated[float, between(1e-3, 1)] = 0.7  # Share of the likeliest tokens that evaluations sample from
 
 
+def check_gold(own: Eval, seen: Sequence[str]) -> None:
+    """Raise ValueError for settings of the gold set that do not fit together. seen: training's prompts and scorer."""
+    scorer = own.gold_scorer or own.gold_scorer_url
+    require(
+        (bool(own.gold_prompts) == bool(scorer),
+         "--eval.gold-prompts must be given with --eval.gold-scorer or --eval.gold-scorer-url, and they with it"),
+        (not {own.gold_prompts, own.gold_scorer, own.gold_scorer_url}.intersection(filter(None, seen)),
+         "--eval.gold-prompts and --eval.gold-scorer must be others than training sees, got "
+         f"{own.gold_prompts} and {own.gold_scorer or 'the URL'}"),
+        (re.fullmatch(r"(gold-falls:[1-9]\d{0,8})?", own.stop_on, re.ASCII),
+         f"--stop-on must be gold-falls:K with K from 1, got {own.stop_on!r}"),
+        (scorer or not own.stop_on, f"--stop-on {own.stop_on} needs --eval.gold-prompts"),
+        (all(each.name != GOLD for each in own.sets), "eval.sets must not be named gold, as --eval.gold-prompts is"),
+    )  # fmt: skip
+
+
+def setting_of(own: EvalSet, number: int, name: str) -> str:
+    """Return the setting that holds a value of a set, as messages call it: of a table by its number, or a flag."""
+    return f"--eval.gold-{name.replace('_', '-')}" if own.name == GOLD else f"eval.sets[{number}].{name}"
+
+
 def check_sets(
     sets: Sequence[EvalSet], check: Callable[[], RecordCheck | None] = lambda: None, *, media_root: str = ""
 ) -> None:
@@ -103,8 +142,8 @@ def check_sets(
             (own.prompts, f"{at}.prompts must be given"),
         )  # fmt: skip
         check_bounds(own, at)
-        check_urls(own.scorer_url, f"{at}.scorer_url")
-        with flag(f"{at}.prompts: "):
+        check_urls(own.scorer_url, setting_of(own, number, "scorer_url"))
+        with flag(f"{setting_of(own, number, 'prompts')}: "):
             count = len(load_prompts(own.prompts, check=check(), media_root=media_root))
         rule = f"{at}.num_prompts must be at most {count}, those of {own.prompts}, got {own.num_prompts}"
         require((own.num_prompts <= count, rule))

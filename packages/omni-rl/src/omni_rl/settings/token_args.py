@@ -86,7 +86,7 @@ def check_tokens(args: TokenArgs) -> None:
         (args.scorer.given or not asks, f"--scorer or --scorer.url must be given for {SCORER} in --reward"),
     )
     read_prompts(args)
-    check_sets(args.eval.sets, media_root=args.media_root)
+    check_sets(args.eval.all_sets, media_root=args.media_root)
 
 
 @dataclass(frozen=True)

@@ -147,8 +147,8 @@ def check_foreign(values: Mapping[str, Any], path: str) -> None:
     """
     for row in [*map(vars, values.get("eval.sets", ())), values]:
         for key, value in row.items():
-            is_place = key in ("scorer_url", "scorer.url", "scorer.watch_url", "scorer.token_file", "media_root")
-            word = "://" if key == "scorer.name" and "://" in value else "python:"
+            is_place = key.endswith(("scorer_url", "scorer.url", "watch_url", "token_file", "media_root"))
+            word = "://" if key in ("scorer.name", "eval.gold_scorer") and "://" in value else "python:"
             what = f"a {key}" if is_place else f"{word} in {key}"
             rule = f"must not name {what}: give the flag, or a copy of the file that you have read"
             is_fine = not value if is_place else word not in str(value)

@@ -62,6 +62,7 @@ class Checkpoint:
         self.folder = Path(folder)
         self.dist = dist
         self.keep, self._wait_for = keep, wait_for
+        self.pinned: int | None = None  # step of a checkpoint that is kept however old
         self._verified: Saved | None = None
         self._saving: tuple[int, Saving] | None = None
         self._memory: list[Tensor] = []  # of the copies that are written during training, one a file
@@ -313,7 +314,7 @@ class Checkpoint:
         self._wait_for()
         os.rename(temporary, self._path(about["step"]))
         sync_folder(self.folder)
-        for step in self._steps()[: -self.keep]:
+        for step in set(self._steps()[: -self.keep]) - {self.pinned}:
             litter = self._path(step, ".tmp")  # no longer a checkpoint when its first file is deleted
             os.rename(self._path(step), litter)
             shutil.rmtree(litter)

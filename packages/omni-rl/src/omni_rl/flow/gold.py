@@ -1,0 +1,87 @@
+"""The gold set, whose prompts and scorer training never sees: does the reward still mean what it meant?
+
+Distances are of latents, between every so-manieth element, in units of the distance of two random samples of the run's
+first evaluation of the set. Letters: N samples of all ranks, G of each prompt, D elements.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import correlation
+
+import torch
+from omni_losses import ranks
+from omni_rollout import Params, Prompt, Trajectory
+from omni_train.dist import Dist, gather_json, same_error
+from omni_train.files import write_atomically
+from safetensors.torch import load, save
+from torch import Tensor
+
+from omni_rl.flow.evals import HeldOut
+from omni_rl.flow.scorers import Scorer
+from omni_rl.run.run import MediaRun
+from omni_rl.settings.args import MediaArgs
+
+NUM_ELEMENTS = 256  # of a sample's latent; their mean square is within a tenth of that of all, a set's within less
+
+
+def judge(
+    run: MediaRun[MediaArgs],
+    held: HeldOut[Params, Scorer],
+    prompts: Sequence[Prompt],
+    batches: Sequence[Trajectory],
+    rewards: Tensor,
+    golds: Tensor,
+) -> dict[str, float]:
+    """Return rank correlation, diversity and drift of the gold set's samples by their names in the log.
+
+    prompts: the N of all ranks; batches: of this rank, with further samples that fill them up. rewards, golds: [N].
+    """
+    rows = rows_of(run.dist, batches, len(prompts))
+    params = held.params
+    sampling = params.num_inference_steps, params.height, params.width, params.guidance_scale, params.guidance
+    about = repr([*sampling, *((p.text, p.seed, p.size) for p in prompts)])
+    first = first_rows(run, hashlib.sha256(about.encode()).hexdigest(), rows)
+    spread = (2 * first.var(dim=0).mean()).sqrt()
+    diversity = (2 * rows.unflatten(0, (-1, held.samples)).var(dim=1).mean()).sqrt() / spread
+    drift = (rows - first).square().mean().sqrt() / spread
+    found = {"diversity": diversity.item(), "drift": drift.item()}
+    if not math.isnan(correlation := rank_correlation(rewards, golds)):
+        found["rank_correlation"] = correlation
+    return {held.metric(name): value for name, value in found.items()}
+
+
+def rank_correlation(first: Tensor, second: Tensor) -> float:
+    """Return Spearman's correlation of scores [N], of samples that have both; NaN where either scores all the same."""
+    scored = ~(first.isnan() | second.isnan())
+    own, others = ranks(first[scored]).tolist(), ranks(second[scored]).tolist()
+    return correlation(own, others) if min(len(set(own)), len(set(others))) > 1 else math.nan
+
+
+def rows_of(dist: Dist, batches: Sequence[Trajectory], total: int) -> Tensor:
+    """Return elements [total, D] of the latents of all ranks' samples, each at its index."""
+    own = dict[int, list[float]]()
+    for batch in batches:
+        flat = batch.x0.flatten(1)
+        places = torch.linspace(0, flat.shape[1] - 1, min(NUM_ELEMENTS, flat.shape[1])).long()
+        own |= zip(batch.indices.tolist(), flat.float().cpu()[:, places].tolist(), strict=True)
+    found = {index: row for rank in gather_json(dist, list(own.items())) for index, row in rank}
+    return torch.tensor([found[index] for index in range(total)])
+
+
+def first_rows(run: MediaRun[MediaArgs], name: str, rows: Tensor) -> Tensor:
+    """Return the rows of the run's first evaluation of a set, which its folder keeps; these if they are the first.
+
+    name: of the set, its prompts, seeds and sampling parameters among it.
+    """
+    file = Path("runs", run.args.name, "gold-first.safetensors")
+    with same_error(run.dist):
+        if (
+            run.dist.is_main
+            and not run.args.eval.only
+            and name not in (load(file.read_bytes()) if file.exists() else ())
+        ):
+            write_atomically(file, save({name: rows}))
+    gather_json(run.dist, None)  # written before any rank reads it
+    return load(file.read_bytes()).get(name, rows) if file.exists() else rows
