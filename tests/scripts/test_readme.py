@@ -1,6 +1,7 @@
 """The numbers and names of README's first screen are those of the tree."""
 
 import re
+import tomllib
 
 from helpers import REPO
 from omni_reward.scorers import SCORERS
@@ -40,3 +41,12 @@ def test_the_recipes_that_it_names_are_planned_for_a_card_of_each_size_and_the_f
     (commands,) = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)[:1]
     (prompts,) = re.findall(r"^# Prompts: (.*)$", texts[0], re.MULTILINE)
     assert commands == f"{prompts}\nomni-rl train flowgrpo --preset {names[0]}\n"
+
+
+def test_the_package_s_page_installs_the_scorer_that_its_first_command_starts():
+    text = (REPO / "packages" / "omni-rl" / "README.md").read_text("utf-8")
+    lines = r"^    pip install .*omni-rl\[scorer\].*\n    omni-rl train flowgrpo --preset (\S+)$"
+    (preset,) = re.findall(lines, text, re.MULTILINE)
+    assert "ocr" in tomllib.loads(recipes("train_flowgrpo")[preset])["scorer"]["name"]
+    extras = tomllib.loads((REPO / "packages" / "omni-rl" / "pyproject.toml").read_text("utf-8"))["project"]
+    assert "[ocr]" in extras["optional-dependencies"]["scorer"][0]
