@@ -40,14 +40,6 @@ class Correction:
 
 
 @dataclass(frozen=True)
-class Gate:
-    """Samples that the KL to the policy before training is of."""
-
-    parts: str = ""  # Parts of the score, with commas; the KL is of samples that the whole overrates by them
-    share: Annotated[float, at_least(1e-6)] = 0.1  # Most samples of a step that the KL is of
-
-
-@dataclass(frozen=True)
 class Args(JudgedArgs, WindowArgs):
     """Settings of a run; --preset NAME and --config FILE.toml are read first."""
 
@@ -74,10 +66,11 @@ class Args(JudgedArgs, WindowArgs):
     filter_groups: bool = False  # Leave out groups whose samples have equal scores
     step_weights: Literal["equal", "tempflow"] = "equal"  # Weights of the stochastic steps; tempflow: by their noise
     kl_coef: Annotated[float, at_least(0)] = 0.0  # Weight of the KL to the policy before training
+    gate_parts: str = ""  # Parts of the score, with commas; the KL is of samples that the whole overrates by them
+    gate_share: Annotated[float, at_least(1e-6)] = 0.1  # Most samples of a step that the KL is then of
     old_log_prob: Literal["auto", "rollout", "recompute", "correct"] = "auto"  # Source of the old log-probs
     ratio_tolerance: float | None = None  # Largest |ratio - 1| before the first update (default: 0 if exact)
     route_replay: bool = False  # Have the update take the experts that the rollout took, of a mixture of experts
-    gate: Gate = Gate()  # Samples in the KL
     correction: Correction = Correction()  # Importance weights of --old-log-prob correct
 
 
@@ -91,8 +84,8 @@ def check_args(args: Args) -> None:
         (args.window_size or not args.algo.startswith(("dance", "mix")), f"--window-size must be set for {args.algo}"),
         (args.window_stride <= size, f"--window-stride must be <= --window-size ({size}), got {args.window_stride}"),
         (args.correction.low < 1 < args.correction.high, "--correction.low must be < 1 and --correction.high > 1"),
-        (args.kl_coef or not args.gate.parts, "--gate.parts needs --kl-coef > 0"),
-        (args.gate.share <= 1, f"--gate.share must be <= 1, got {args.gate.share}"),
+        (args.kl_coef or not args.gate_parts, "--gate-parts needs --kl-coef > 0"),
+        (args.gate_share <= 1, f"--gate-share must be <= 1, got {args.gate_share}"),
         (args.noise_level <= 1 or args.algo != "flowgrpo-cps", "--noise-level must be <= 1 for flowgrpo-cps"),
         (args.compress_ratio is None or 0 < args.compress_ratio <= 1,
          f"--compress-ratio must be in (0, 1], got {args.compress_ratio}"),
@@ -206,7 +199,7 @@ def main(args: Args, world: World) -> None:
                 rollout,
                 best_worst=args.best_worst_n,
                 drop_silent_groups=args.filter_groups,
-                doubts=(args.gate.parts, args.gate.share),
+                doubts=(args.gate_parts, args.gate_share),
                 num_minibatches=args.num_minibatches,
             )
             with run.updating(step):

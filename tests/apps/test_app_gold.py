@@ -147,7 +147,7 @@ def test_the_kl_is_of_samples_that_the_reward_overrates(here):
     assert gated[1]["policy/kl"] == plain[1]["policy/kl"] == 0.0  # the policy is the reference still
     assert 0 < gated[2]["policy/kl"] != plain[2]["policy/kl"] > 0
     assert undocumented(gated) == {"eval/mean"}  # PART
-    with pytest.raises(ValueError, match=r"^--gate.parts needs --kl-coef > 0$"):
+    with pytest.raises(ValueError, match=r"^--gate-parts needs --kl-coef > 0$"):
         app.check_args(change(GATED, scorer_url="http://a:1", kl_coef=0.0))
 
 
