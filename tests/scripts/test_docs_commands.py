@@ -114,6 +114,13 @@ def check_server(words, place):
     assert {spec.removeprefix("frames:") for spec in named} <= set(SCORERS)
 
 
+def check_verify(words, place):
+    """It has the scorer; tests/reward/test_reward_verify.py runs it."""
+    assert words[words.index("--scorer") + 1] in SCORERS
+    source = (REPO / "packages/omni-reward/src/omni_reward/scorers/published.py").read_text("utf-8")
+    assert [word for word in words if word.startswith("--") and f'"{word}"' not in source] == []
+
+
 def check_trainer(words, place):
     """A dry run on as many ranks; of a model on the hub, and of an engine, only the settings are checked."""
     script = next(word for word in words if word.startswith("apps/"))
@@ -121,6 +128,8 @@ def check_trainer(words, place):
     ranks = int(words[words.index("--nproc-per-node") + 1]) if "torchrun" in words else 1
     flags = [place.url if word.startswith("http:") else word for word in words[words.index(script) + 1 :]]
     place.monkeypatch.setattr(settings, "find_spec", lambda name: True)
+    if "--init-weights" in words:
+        write_weights(Path(words[words.index("--init-weights") + 1]))
     if "--teachers" in words:
         write_weights(Path(words[words.index("--teachers") + 1].partition("=")[2]))
     with place.monkeypatch.context() as patch:
@@ -244,6 +253,7 @@ def check_elsewhere(words, place):
 RULES = {  # how a command begins -> what runs it
     r"(UV_FIND_LINKS=\S+ )?make \S+": check_make,
     r"python -m omni_reward\.server ": check_server,
+    r"python -m omni_reward\.verify ": check_verify,
     r"omni-rl (train|sample|serve|report) ": check_command,
     r"omni-rl doctor": check_tool,
     r"omni-rl prompts": check_prompts,
