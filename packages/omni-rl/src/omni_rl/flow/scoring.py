@@ -300,19 +300,30 @@ def train_batches(
             )
             step.metrics["reward/trained_ratio"] = keep.float().mean().item()
         chosen = select(run.dist, rollout.batches, advantages, keep, weights, num_minibatches=num_minibatches)
-        if not doubts[0]:
-            return chosen
-        parts = gather_parts(run.dist, rollout.batches, rollout.scores, doubts[0].split(","), rewards)
-        gate = overrated(rewards, parts, doubts[1]).float()
-        step.metrics["reward/overrated_ratio"] = gate.mean().item()
-        kl_weights = gate / gate.mean().clamp(min=1 / len(gate))  # the KL is the mean over these samples
-        return [replace(b, kl_weights=to_device(kl_weights[b.trajectory.indices], run.dist.device)) for b in chosen]
+        return gate_kl(run, step, rollout, rewards, chosen, *doubts) if doubts[0] else chosen
 
     is_as_sampled = not (leaves_out or doubts[0]) and len(rollout.batches) % num_minibatches == 0
     if not is_as_sampled or not groups_are_local(run.args, run.dist, rollout.in_a_row):
         return graded(run, step, rollout, grade)
     step.grade = partial(graded, run, step, rollout, grade)
     return [TrainBatch(b, cache(partial(_own_grades, run, b, rollout, weighted))) for b in rollout.batches]
+
+
+def gate_kl(
+    run: MediaRun[GroupArgs],
+    step: Step,
+    rollout: Rollout[Trajectory],
+    rewards: Tensor,
+    batches: Sequence[TrainBatch],
+    names: str,
+    share: float,
+) -> list[TrainBatch]:
+    """Return the batches with the KL of the samples only that the rewards [N] overrate by these parts of the scores."""
+    parts = gather_parts(run.dist, rollout.batches, rollout.scores, names.split(","), rewards)
+    gate = overrated(rewards, parts, share).float()
+    step.metrics["reward/overrated_ratio"] = gate.mean().item()
+    weights = gate / gate.mean().clamp(min=1 / len(gate))  # the KL is the mean over these samples
+    return [replace(b, kl_weights=to_device(weights[b.trajectory.indices], run.dist.device)) for b in batches]
 
 
 def some_steps(batch: Trajectory, fraction: float) -> Trajectory:
