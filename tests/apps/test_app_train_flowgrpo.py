@@ -69,7 +69,7 @@ def test_a_batch_is_with_the_scorer_before_the_next_is_drawn():
     run, events = lone_run(change(TINY, batch_size=2)), []
     generate = run.engine.generate
     run.engine.generate = lambda prompts, params: events.append("draw") or generate(prompts, params)
-    run.scorer.submit = lambda media, prompts, meta, references: events.append("submit")
+    run.scorer.submit = lambda *samples: events.append("submit")
     sample(run, prompts_of(run, Step(0)), app.params_at(run, Step(0)))
     assert events == ["draw", "submit"] * 4
 
