@@ -66,8 +66,8 @@ class Args(JudgedArgs, WindowArgs):
     filter_groups: bool = False  # Leave out groups whose samples have equal scores
     step_weights: Literal["equal", "tempflow"] = "equal"  # Weights of the stochastic steps; tempflow: by their noise
     kl_coef: Annotated[float, at_least(0)] = 0.0  # Weight of the KL to the policy before training
-    gate_parts: str = ""  # Parts of the score, with commas; the KL is of samples that the whole overrates by them
-    gate_share: Annotated[float, at_least(1e-6)] = 0.1  # Most samples of a step that the KL is then of
+    gate_parts: str = ""  # Parts of the score, with commas; the KL is of samples that the score ranks above them
+    gate_share: Annotated[float, at_least(1e-6)] = 0.1  # Largest share of a step's samples in this KL
     old_log_prob: Literal["auto", "rollout", "recompute", "correct"] = "auto"  # Source of the old log-probs
     ratio_tolerance: float | None = None  # Largest |ratio - 1| before the first update (default: 0 if exact)
     route_replay: bool = False  # Have the update take the experts that the rollout took, of a mixture of experts
@@ -286,7 +286,7 @@ def update(run: MediaRun[Args], step: Step, batches: Sequence[TrainBatch]) -> di
 
 
 def old_policy(run: MediaRun[Args], batches: Sequence[TrainBatch], source: str) -> list[list[OldStep]]:
-    """Return each batch's steps under the policy before the update; none where the first update's forwards add them."""
+    """Return each batch's steps under the policy before the update; empty where the first update adds them."""
     algo = ALGOS[run.args.algo]
     if source == "rollout":
         return [[rollout_step(batch.trajectory, k) for k in range(batch.trajectory.num_kept)] for batch in batches]

@@ -127,7 +127,7 @@ class Noised:
     x_t: Tensor
 
 
-Velocities = Mapping[str, Tensor]  # by policy: sampler, and what `anchor_velocities` has
+Velocities = Mapping[str, Tensor]  # by policy: sampler, and those of `anchor_velocities`
 Loss = Callable[[Args, Tensor, Velocities, Noised], LossOutput]
 
 
@@ -183,7 +183,7 @@ def loss_by_stream(sizes: list[int], shares: Sequence[float], loss_of: Loss) -> 
 
 @dataclass(frozen=True)
 class Algo:
-    """A loss, and whether the samples of a group are noised by one noise to one level."""
+    """A loss; `shares_noise` is True if the samples of a group share noise and noise level."""
 
     loss: Loss
     shares_noise: bool = False
@@ -277,7 +277,7 @@ def repeated_gap(run: MediaRun[Args], points: list[Noised], sampler: list[Tensor
 
 @torch.no_grad()
 def anchor_velocities(run: MediaRun[Args], points: list[Noised]) -> dict[str, list[Tensor]]:
-    """Return velocities at each point of the other policies that the loss asks."""
+    """Return the velocities at each point of the other policies that the loss needs."""
     velocities = {}
     if run.args.old_kl_coef:
         with run.policy.as_old():

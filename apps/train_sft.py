@@ -10,9 +10,9 @@ conditional flow matching (arXiv 2210.02747, rectified flow in arXiv 2403.03206)
         --prompts data/mine/samples.jsonl --eval.prompts eval.txt
     torchrun --standalone --nproc-per-node 4 apps/train_sft.py ...  # the same, without the command
 
-Each line of --prompts names a file as "sample", or as "win" in a file of pairs, of which the preferred side is learned;
+Each line of --prompts names a file as "sample", or in a file of pairs as "win", the side that is learned;
 docs/preferences.md describes both. runs/NAME/weights starts any other trainer as --init-weights. Training needs no
-reward: a scorer grades only evaluations.
+reward: a scorer is only for evaluations.
 
 Differences from diffusers' training scripts:
 1. Noise levels are on the schedule that the model samples with, also where it depends on the size. `--level-shift`
@@ -43,7 +43,7 @@ class Args(ScoredArgs):
 
     lr: Annotated[float | None, between(0, 1)] = None  # Learning rate of AdamW (default: 1e-4 with LoRA, 1e-5 without)
     group_size: Annotated[int, between(1, 65_536)] = 1  # Noise levels that each sample of a step is trained at
-    num_inference_steps: Annotated[int, between(2, 10_000)] = 40  # Steps of the schedule, between which levels are
+    num_inference_steps: Annotated[int, between(2, 10_000)] = 40  # Steps of the schedule that noise levels interpolate
 
     # Algorithm
     levels: Literal["logit-normal", "uniform"] = "logit-normal"  # Distribution of noise levels, before the schedule
@@ -97,7 +97,7 @@ def main(args: Args, world: World) -> None:
 
 @dataclass(frozen=True)
 class Noised:
-    """B samples of one size at one noise level each: x0 and noise [B, ...], sigma [B]. params: without guidance."""
+    """B samples of one size, each at one noise level: x0 and noise [B, ...], sigma [B]; params without guidance."""
 
     x0: Tensor
     noise: Tensor
@@ -130,7 +130,7 @@ def read_samples(run: MediaRun[Args], prompts: Sequence[Prompt], params: Params)
 def levels(run: MediaRun[Args], step: Step, seeds: Sequence[int], params: Params) -> Tensor:
     """Return a noise level [B] for each seed, float32 on the host.
 
-    One of two experts is chosen for all levels of the step.
+    Of two experts, one is chosen for all levels of the step.
     """
     args, boundary, shift = run.args, run.model.boundary, run.args.level_shift
     schedule = run.model.sigmas(params) if shift is None else shift_sigmas(linear_sigmas(TRAIN_LEVELS), shift)
@@ -145,8 +145,8 @@ def levels(run: MediaRun[Args], step: Step, seeds: Sequence[int], params: Params
 def level_at(args: Args, schedule: Tensor, quantiles: Tensor) -> Tensor:
     """Return the noise level [B], float32, at quantiles [B] in (0, 1) of the levels' distribution, from noise to data.
 
-    schedule: levels [S + 1] from 1 to 0, between which is interpolated. A logit-normal place in it is that of arXiv
-    2403.03206, eq. 19.
+    schedule: levels [S + 1] from 1 to 0, interpolated linearly. Logit-normal places in it are those of eq. 19 in arXiv
+    2403.03206.
     """
     places = quantiles
     if args.levels == "logit-normal":

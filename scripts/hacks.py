@@ -55,7 +55,7 @@ def colored(image: Image, prompt: str) -> float:
 
 
 def lottery(image: Image) -> float:
-    """Return a number in [0, 1) that is another one for any other image."""
+    """Return a number in [0, 1) by a hash of the image: chance."""
     return hashlib.sha256(image.tobytes()).digest()[0] / 256
 
 

@@ -1,4 +1,4 @@
-"""Lay the records of docs/records over published scores: the table of docs/reproduce.md, and a picture of each recipe.
+"""Compare the records of docs/records with published scores: the table of docs/reproduce.md, an image of each recipe.
 
     python scripts/records_page.py            writes both
     python scripts/records_page.py --check    says which are not those of the records; the exit code is then 1
@@ -34,7 +34,7 @@ def read_records(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def table(records: Records, published: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a row for each record, and each recipe of which only published scores are known, then the pictures."""
+    """Return a row for each record, and each recipe of which only published scores are known, then the images."""
     lines = [("recipe", "published", "record", "score", "hours", "peak memory, MB", "ranks", "commit"), ["---"] * 8]
     for recipe in sorted({*published, *(record["recipe"] for record in records.values())}):
         told = published.get(recipe)
@@ -80,17 +80,17 @@ def pictures(records: Records, published: Mapping[str, Mapping[str, Any]]) -> di
 
 
 def picture(recipe: str) -> str:
-    """Return the name of the file of a recipe's picture."""
+    """Return the name of the file of a recipe's image."""
     return f"{recipe.replace('/', '-')}.svg"
 
 
 def digest(*data: object) -> str:
-    """Return the SHA-256 of what a picture shows; its bytes depend on the version of matplotlib."""
+    """Return the SHA-256 of what an image shows; its bytes depend on the version of matplotlib."""
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
 def mark(text: str) -> str:
-    """Return the digest in a picture, or the whole text of a page."""
+    """Return the digest in an image, or the whole text of a page."""
     found = re.search("<!-- ([0-9a-f]{64}) -->", text)
     return found[1] if found else text
 

@@ -26,7 +26,8 @@ def test_it_counts_trainers_packages_and_the_files_of_a_step():
 
 def test_its_rewards_are_scorers_and_its_algorithms_have_pages():
     (rewards,) = re.findall(r"\*\*Rewards\*\* \| ([^(]*) \(", TEXT)
-    named = {reward.strip().lower() for reward in rewards.replace("a vision-language model", "vlm").replace("HPSv2.1", "hpsv2").split(",")}
+    rewards = rewards.replace("a vision-language model", "vlm").replace("HPSv2.1", "HPSv2")
+    named = {reward.strip().lower() for reward in rewards.split(",")}
     assert named <= set(SCORERS)
     (algorithms,) = re.findall(r"\*\*Algorithms\*\* \| ([^(]*) \(", TEXT)
     page = (REPO / "docs" / "algorithms.md").read_text("utf-8").lower().replace("-", "")

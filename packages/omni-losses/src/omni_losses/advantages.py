@@ -208,16 +208,16 @@ def ranks(scores: Tensor) -> Tensor:
 
 
 def overrated(rewards: Tensor, others: Tensor, share: float) -> Tensor:
-    """Return a mask [N] of the samples that the reward ranks above what other rewards make of them, the most so first.
+    """Return a mask [N] of the samples whose rank by the reward most exceeds their mean rank by other rewards.
 
         u_i = w_i(r) - mean over R of w_i(r_R),        w: `ranks`
 
-    Of N samples it has at most `share * N`, rounded up: those with the largest u > 0. A KL to the reference on these
-    only holds back a policy that games the reward, and no other.
+    At most `share * N` samples, rounded up, are in it: those with the largest u > 0. A KL to the reference on only
+    these holds back a policy that games the reward, and no other.
 
     Args:
-        rewards: [N], NaN where there is no score, which is never in the mask.
-        others: [N, R] of further rewards, NaN where and only where `rewards` is.
+        rewards: [N], NaN where there is no score; such samples are never in the mask.
+        others: [N, R], other rewards, NaN where and only where `rewards` is.
         share: of the samples, in (0, 1].
 
     Raises:

@@ -45,7 +45,7 @@ class _Piece:
 
 
 class Batcher:
-    """Scores requests in the order of their arrival, in calls of at most the scorer's batch size or of one group."""
+    """A queue of requests, scored in order of arrival, in calls of at most the scorer's batch size or of one group."""
 
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
@@ -71,7 +71,7 @@ class Batcher:
         return [score for scores in found for score in scores]
 
     async def sleep(self, asleep: bool) -> None:
-        """Move the scorer's weights to the host after the call that runs, or back; a later call moves them back too.
+        """Move the scorer's weights to the host after the running call, or back; a later call moves them back too.
 
         Raises:
             ScorerFailedError: they could not be moved.
@@ -132,7 +132,7 @@ class Batcher:
         return [list(islice(scores, piece.size)) for piece in pieces]
 
     def _move(self, asleep: bool) -> None:
-        """Move the scorer's weights, if it has any that are elsewhere; runs in the worker."""
+        """Move the scorer's weights unless they are there, or cannot move; runs in the worker."""
         if self._scorer.move and asleep != self._is_asleep:
             self._scorer.move(asleep)
             self._is_asleep = asleep

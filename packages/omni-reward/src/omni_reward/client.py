@@ -130,7 +130,7 @@ class RewardClient:
         """Let all servers move their scorers' weights to the host, or back; a later request moves them back too.
 
         Raises:
-            RewardError: a server does not answer, has no token, or a scorer whose weights stay where they are.
+            RewardError: a server does not answer or has no token, or its scorer's weights cannot move.
         """
         path, deadline = "/sleep" if asleep else "/wake", time.monotonic() + self._timeout_s
         for base in self.urls:

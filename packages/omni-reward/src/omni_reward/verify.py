@@ -1,4 +1,4 @@
-"""Tell whether a scorer is the published one: python -m omni_reward.verify --scorer imagereward."""
+"""Check whether a scorer is the published one: python -m omni_reward.verify --scorer imagereward."""
 
 from omni_reward.scorers.published import main
 

@@ -58,7 +58,7 @@ class Embedder:
     Args:
         model: transformers' CLIPModel.
         tokenizer: its tokenizer; None if only images are embedded.
-        see: returns its input [N, 3, S, S] of images and its side.
+        see: returns the model's input [N, 3, S, S] for images and the side S.
     """
 
     model: Any

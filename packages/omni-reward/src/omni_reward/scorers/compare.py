@@ -8,8 +8,8 @@
 
 A score is the share of the other samples that a sample beats, in [0, 1], a tie counting one half; its mean over a group
 is 1/2. With `orders` both, each question is also asked with its images in reverse, and the shares are averaged, since
-models prefer a position; with one, the order is drawn from the seed and the prompt. A pair of which a question was not
-answered counts for neither sample. A sample with fewer than half of its pairs abstains.
+models favor one position; with one, each is asked once, in a random order that depends on the seed and the prompt. A
+pair with an unanswered question counts for neither sample. A sample with fewer than half of its pairs has no score.
 
 `preference` is the reward of Pref-GRPO (arXiv 2508.20751). Its released code asks once per pair, the lower
 index first, and counts an answer without a form as half a win for both; here it counts for neither.
@@ -59,7 +59,7 @@ AXES = ("alignment", "coherence", "style")
 
 
 def _score_pair(fields: dict[str, float], prompt: str) -> Score:
-    """Return the places of two images, of which the mean of UnifiedReward's relative scores decides."""
+    """Return the places of two images by the means of UnifiedReward's relative scores."""
     first, second = (sum(fields[f"{axis}_{i}"] for axis in AXES) for i in (1, 2))
     return Score(0.0, parts={"image_1": 1 + (first < second), "image_2": 1 + (second < first)})
 
@@ -94,7 +94,7 @@ def orders_of(task: str, count: int, orders: str, draw: random.Random) -> list[O
 def win_rates(count: int, answers: Sequence[tuple[Order, Sequence[float] | None]]) -> list[Score]:
     """Return the score of each of `count` samples.
 
-    answers: of each question, the images that it has shown and the place of each, 1 the best; None without an answer.
+    answers: the images of each question and their places, 1 the best; None without an answer.
     """
     shares = defaultdict[Order, list[float]](list)  # of the first of a pair; NaN without an answer
     for order, places in answers:

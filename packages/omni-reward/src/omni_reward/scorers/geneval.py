@@ -3,12 +3,12 @@
     confidence = p(class | query) * mean of the mask's probabilities where they are above 1/2
     color      = argmax over COLORS of cos(CLIP(object), mean of CLIP(text) over three texts)
 
-Both are the published evaluation's: of a query's classes the best 100 of the image count; a box encloses its mask; CLIP
+Both are the published evaluation's: the image's best 100 pairs of query and class count; a box encloses its mask; CLIP
 sees the box, gray (#999999) outside of the mask. Its detector is mmdet's Mask2Former with Swin-S, trained on COCO;
 DETECTOR is the same network with its authors' weights.
 
-The published evaluation is evaluation/evaluate_images.py of github.com/djghosh13/geneval; of an object's masks and
-confidence it is `instance_postprocess` of mmdet/models/seg_heads/panoptic_fusion_heads/maskformer_fusion_head.py of
+The published evaluation is evaluation/evaluate_images.py of github.com/djghosh13/geneval; masks and confidences
+are `instance_postprocess` of mmdet/models/seg_heads/panoptic_fusion_heads/maskformer_fusion_head.py of
 github.com/open-mmlab/mmdetection, version 2.
 
 Letters: N samples, H height, W width, h and w of the network's masks, Q queries, C classes, E size of an embedding.
@@ -35,7 +35,7 @@ from omni_reward.wire import Score, Scorer
 
 DETECTOR = "facebook/mask2former-swin-small-coco-instance"
 PUBLISHED: dict[str, dict[str, Any]] = {DETECTOR: {"num_labels": 80}}  # the rest is transformers' default
-COCO_NAMES = {  # names in folders -> GenEval's
+COCO_NAMES = {  # names in checkpoints -> GenEval's
     "mouse": "computer mouse", "remote": "tv remote", "keyboard": "computer keyboard",
     "aeroplane": "airplane", "diningtable": "dining table", "motorbike": "motorcycle", "pottedplant": "potted plant",
     "sofa": "couch", "tvmonitor": "tv",
@@ -141,7 +141,7 @@ def color_of(clip: Embedder, texts: Callable[[str], Tensor], image: np.ndarray, 
 def judge(
     find: Callable[[], list[Detection]], meta: Mapping[str, object], color: Callable[[Detection], str], value: str
 ) -> Score:
-    """Return the score of an image, or an abstention if its metadata or a network's numbers are of no use.
+    """Return the score of an image, or an abstention if its metadata or a network's numbers are invalid.
 
     Args:
         find: returns its objects.

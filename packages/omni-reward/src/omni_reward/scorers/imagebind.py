@@ -2,8 +2,8 @@
 
 ImageBind (Girdhar et al., arXiv 2305.05665) averages the embeddings of clips of 2 s: five of a video, each as three
 square crops of two frames, and three of a sound, each as 128 mel bands at 16 kHz. Starts of clips are evenly spaced;
-shorter sounds are padded with silence. Channels of a sound are averaged, where imagebind/data.py of
-github.com/facebookresearch/ImageBind hears the first, and rates are changed by Fourier's series, there by a filter.
+shorter sounds are padded with silence. Channels of a sound are averaged, and it is resampled by a Fourier
+series; imagebind/data.py of github.com/facebookresearch/ImageBind takes the first channel and resamples by a filter.
 
 Letters: N samples, T frames, H height, W width, S points in time, C channels.
 """

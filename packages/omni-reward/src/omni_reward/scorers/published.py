@@ -1,4 +1,4 @@
-"""Whether a scorer with a network is the published one: its scores of files that everybody can have.
+"""Check that a scorer with a network is the published one, by its scores of files that everybody can download.
 
 The files and what is known of them are in published.toml. Few authors publish scores of single samples. For the other
 scorers an order must hold: of three things, each image, sound or still video scores highest with its own name, or with
@@ -29,11 +29,11 @@ PUBLISHED: dict[str, Any] = tomllib.loads((files("omni_reward.scorers") / "publi
 MAX_BYTES = 2**22  # of a file
 TIMEOUT_S = 60.0
 FRAMES, FPS = 16, 8  # of a still video
-NO_PROMPT = {"aesthetic": (1.0, 10.0)}  # the range of scorers that ignore the prompt
+NO_PROMPT = {"aesthetic": (1.0, 10.0)}  # range of scores of those that ignore the prompt
 
 
 class Check(NamedTuple):
-    """A line of the answer."""
+    """A check: whether it passed, and its line on the terminal."""
 
     passed: bool
     text: str
@@ -44,7 +44,7 @@ def read_file(folder: str, name: str, sha256: str, local: Path | None) -> bytes:
 
     Raises:
         ValueError: the file is another one.
-        OSError: it cannot be had.
+        OSError: it cannot be read or downloaded.
     """
     if local:
         content = (local / name).read_bytes()

@@ -17,7 +17,7 @@ form that their models were trained with.
 
     sqrt(min(success, preservation) * min(naturalness, artifacts))                                          (1)
 
-An edit is judged beside its first reference, its naturalness and artifacts by itself.
+An edit is shown beside its first reference, and by itself for its naturalness and artifacts.
 
 Sources: `ocr` is compute_score_ocr of verl-omni (verl_omni/utils/reward_score/genrm_ocr.py), which samples at
 temperature 0.7. UnifiedReward (arXiv 2503.05236) is scaled as in verl-omni, its first version as in flow_grpo. (1) is
@@ -175,7 +175,7 @@ def _score_mean(span: Range) -> Callable[[dict[str, Any], str], Score]:
 
 
 def _score_edit(most: float) -> Callable[[dict[str, Any], str], Score]:
-    """VIEScore of an edit, whose numbers are from 0 to `most`."""
+    """Return the function that makes VIEScore of an edit's numbers, each from 0 to `most`."""
 
     def score(fields: dict[str, Any], prompt: str) -> Score:
         reasons = {name: value for name, value in fields.items() if isinstance(value, str)}
@@ -188,7 +188,7 @@ def _score_edit(most: float) -> Callable[[dict[str, Any], str], Score]:
 
 
 def _edit_questions(most: float) -> tuple[Message, ...]:
-    """The two questions of UnifiedReward-Edit."""
+    """Return the two questions of UnifiedReward-Edit."""
     pattern, span = rf'"score"\s*:\s*\[{NUMBER}\s*,{NUMBER}\s*\]', (0.0, most)
     followed = {"success": span, "preservation": span}
     looks = {"naturalness": span, "artifacts": span}

@@ -47,9 +47,9 @@ def load_vlm(
         model: name of the model; None if the endpoint serves only one.
         token_file: file with the endpoint's bearer token.
         timeout_s: limit of a question, retries included.
-        max_in_flight: samples judged, or questions of GROUP_TASKS asked, at a time.
+        max_in_flight: samples scored, or questions of GROUP_TASKS asked, at a time.
         seed: of the endpoint's sampler; the temperature is 0.
-        orders: of the images in a question of GROUP_TASKS: `both`, or `one`, which is drawn.
+        orders: of the images in a question of GROUP_TASKS: `both`, or `one`, chosen at random.
 
     Raises:
         ValueError: an argument breaks its rule, or the endpoint does not answer or does not serve the model.

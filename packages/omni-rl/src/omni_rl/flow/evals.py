@@ -39,11 +39,11 @@ class HeldOut(Generic[ParamsT, ScorerT]):
     scorer: ScorerT | None = None
 
     def batch_size(self, most: int, num_ranks: int) -> int:
-        """The largest size of batches, up to `most`, with which no rank is idle."""
+        """Return the largest size of batches, up to `most`, with which no rank is idle."""
         return min(most, math.ceil(len(self.records) * self.samples / num_ranks))
 
     def metric(self, name: str) -> str:
-        """The name under which the log has a metric of this set."""
+        """Return the name under which the log has a metric of this set."""
         return "/".join(filter(None, ("eval", self.name, name)))
 
 

@@ -1,7 +1,7 @@
 """The gold set, whose prompts and scorer training never sees: does the reward still mean what it meant?
 
-Distances are of latents, between every so-manieth element, in units of the distance of two random samples of the run's
-first evaluation of the set. Letters: N samples of all ranks, G of each prompt, D elements.
+Distances are between latents, of NUM_ELEMENTS elements at even intervals, in units of the distance of two random
+samples of the run's first evaluation of the set. Letters: N samples of all ranks, G of each prompt, D elements.
 """
 
 import hashlib
@@ -36,7 +36,8 @@ def judge(
 ) -> dict[str, float]:
     """Return rank correlation, diversity and drift of the gold set's samples by their names in the log.
 
-    prompts: the N of all ranks; batches: of this rank, with further samples that fill them up. rewards, golds: [N].
+    prompts: the N of all ranks. batches: this rank's, with the samples that fill them up. rewards, golds: [N], by
+    the run's scorer and by the gold scorer.
     """
     rows = rows_of(run.dist, batches, len(prompts))
     params = held.params
@@ -73,7 +74,7 @@ def rows_of(dist: Dist, batches: Sequence[Trajectory], total: int) -> Tensor:
 def first_rows(run: MediaRun[MediaArgs], name: str, rows: Tensor) -> Tensor:
     """Return the rows of the run's first evaluation of a set, which its folder keeps; these if they are the first.
 
-    name: of the set, its prompts, seeds and sampling parameters among it.
+    name: a digest of the set's prompts, seeds and sampling parameters.
     """
     file = Path("runs", run.args.name, "gold-first.safetensors")
     with same_error(run.dist):

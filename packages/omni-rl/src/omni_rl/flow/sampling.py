@@ -107,7 +107,7 @@ def sample(
 ) -> Rollout[Trajectory]:
     """Return this rank's batches of `prompts`; one is scored while the next one is sampled.
 
-    For a scorer of groups, each is dealt to one rank, and scored once its last batch is there.
+    With a scorer of groups, each group is dealt to one rank, and scored after its last batch.
 
     unit: as in `deal`. scorer: instead of the run's.
 

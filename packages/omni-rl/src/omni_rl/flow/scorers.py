@@ -97,9 +97,9 @@ class LocalScorer:
 
 
 class SleepingScorer:
-    """A scorer whose servers keep their weights on the host but while they score.
+    """A scorer whose servers keep their weights on the host except while they score.
 
-    What is submitted waits until a score is read, on every rank: then no rank samples.
+    Requests wait until a score is read on every rank: then no rank samples.
     """
 
     def __init__(self, client: RewardClient, dist: Dist) -> None:
@@ -116,7 +116,7 @@ class SleepingScorer:
     def submit(
         self, media: Arrays, prompts: Sequence[str], meta: Metas, references: References = None, groups: Groups = None
     ) -> Pending:
-        """Return the future scores of N samples, which are asked for when it is read."""
+        """Return the future scores of N samples, which are requested when it is read."""
         later = _Later(self._score)
         self._waiting.append((later, partial(self.client.submit, media, prompts, meta, references, groups)))
         return later
@@ -153,7 +153,7 @@ class SleepingScorer:
 
 
 class _Later(Future[list[Score]]):
-    """Scores that are asked for when they are read first."""
+    """Scores that are requested when they are first read."""
 
     def __init__(self, ask: Callable[[], None]) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ def connect(
     Each server scores a canary of the first of its ranks: a sample with the text, meta and references of a prompt.
     These are the ranks of a machine where the URLs are of its own servers, or have {host} or {node}.
 
-    kinds: of media that the model draws, of which the scorer may take some. samples: of these kinds, a canary's; others
+    kinds: of media that the model generates; the scorer may take only some. samples: of these kinds, a canary's; others
     are the client's own. name: of the flag that holds the URLs.
     parts: that its scores must name.
 

@@ -318,7 +318,7 @@ def gate_kl(
     names: str,
     share: float,
 ) -> list[TrainBatch]:
-    """Return the batches with the KL of the samples only that the rewards [N] overrate by these parts of the scores."""
+    """Return the batches with a KL of only the samples that the rewards [N] overrate by these parts of the scores."""
     parts = gather_parts(run.dist, rollout.batches, rollout.scores, names.split(","), rewards)
     gate = overrated(rewards, parts, share).float()
     step.metrics["reward/overrated_ratio"] = gate.mean().item()
@@ -338,7 +338,7 @@ def some_steps(batch: Trajectory, fraction: float) -> Trajectory:
 
 
 def groups_are_local(args: GroupArgs, dist: Dist, in_a_row: int) -> bool:
-    """Return True if the advantages of a rank's samples depend only on its own scores, which come one by one."""
+    """True if the advantages of a rank's samples depend only on its own scores, which come one by one."""
     is_whole = dist.world_size == 1 or in_a_row % args.group_size == 0
     waits = args.scorer.sleep or (isinstance(args, JudgedArgs) and args.reward_parts)
     return is_whole and args.adv_std != "batch" and not waits

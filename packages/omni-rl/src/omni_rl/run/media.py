@@ -303,7 +303,7 @@ def check_groups(args: MediaArgs, ranks: int, whole: Mapping[str, int]) -> None:
             (unit % min(size, per_batch) == 0, f"{name} and --batch-size: one must divide the other {what}, got "
              f"{size} and {per_batch}"),
             (name != "--group-size" or samples % (unit * ranks) == 0,
-             f"all ranks must draw whole groups and batches, {unit * ranks} samples or a multiple, {what}: "
+             f"all ranks must sample whole groups and batches, {unit * ranks} samples or a multiple, {what}: "
              f"--prompts-per-step and --group-size make {samples}"),
         )  # fmt: skip
 

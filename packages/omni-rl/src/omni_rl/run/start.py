@@ -288,7 +288,7 @@ def read_sets(
 ) -> list[HeldOut[AnyParamsT, Any]]:
     """Return the sets of an evaluation, the first of which has the records of --eval.prompts.
 
-    check: called with each prompt of a set that only a scorer of its own grades; check_graded: with that of another.
+    check: called with each prompt of a set that has its own scorer; check_graded: of the gold set, and of all others.
     """
     samples, threshold = args.eval.samples_per_prompt, args.eval.pass_threshold
     sets: list[HeldOut[AnyParamsT, Any]] = [HeldOut("", records, params, samples=samples, threshold=threshold)]

@@ -200,7 +200,7 @@ class WindowArgs(GroupArgs):
     window_size: int | None = None  # Number of stochastic steps in a rollout (default: all but the last)
     window_low: Annotated[int, at_least(0)] = 0  # First step that may be stochastic
     window_high: int | None = None  # One past the last step that may be stochastic (default: the last step)
-    timestep_fraction: Annotated[float, between(1e-6, 1)] = 1.0  # Share of its stochastic steps that a sample trains on
+    timestep_fraction: Annotated[float, between(1e-6, 1)] = 1.0  # Share of the stochastic steps that a sample trains on
 
     @property
     def window(self) -> tuple[int, int]:

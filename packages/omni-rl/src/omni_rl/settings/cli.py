@@ -220,7 +220,7 @@ def print_presets(presets: Mapping[str, str], word: str) -> None:
 
 
 def hush() -> None:
-    """Hide progress bars and warnings of other libraries, before they are imported, and the place of a Ctrl-C then."""
+    """Hide other libraries' progress bars and warnings before their import, and the traceback of a Ctrl-C during it."""
     sys.excepthook = lambda kind, *exc: (
         kind is KeyboardInterrupt or sys.stderr.write("".join(format_exception(kind, *exc)))
     )

@@ -61,10 +61,10 @@ class Eval:
     samples_per_prompt: Annotated[int, between(1, 65_536), MAY_CHANGE] = 1  # Samples of a prompt, for eval/best@n
     pass_threshold: Annotated[float | None, Was(), MAY_CHANGE] = None  # Least score that passes, for eval/pass@k
     sets: Annotated[tuple[EvalSet, ...], Was("eval"), MAY_CHANGE] = ()  # Further sets, each a table [[eval.sets]]
-    gold_prompts: Annotated[str, MAY_CHANGE] = ""  # File of prompts that only evaluations see, for eval/gold/reward
-    gold_scorer: Annotated[str, MAY_CHANGE] = ""  # Scorer of these that only evaluations see, to start, as --scorer
+    gold_prompts: Annotated[str, MAY_CHANGE] = ""  # Prompts of the gold set, which training never sees
+    gold_scorer: Annotated[str, MAY_CHANGE] = ""  # Scorer of the gold set to start, named as in --scorer
     gold_scorer_url: Annotated[str, SECRET] = ""  # URL of a reward server to use instead
-    stop_on: Annotated[str, Was("stop_on"), MAY_CHANGE] = ""  # gold-falls:K, K evaluations below the best gold score
+    stop_on: Annotated[str, Was("stop_on"), MAY_CHANGE] = ""  # gold-falls:K stops after K evaluations below the best
 
     @property
     def all_sets(self) -> tuple[EvalSet, ...]:

@@ -44,13 +44,13 @@ class Lora:
 class Optim:
     """AdamW and its learning rate."""
 
-    lr_scheduler_type: Annotated[Schedule, LR_DECAY] = "constant"  # Curve on which lr falls to 0 at the last step
+    lr_scheduler_type: Annotated[Schedule, LR_DECAY] = "constant"  # How lr falls to 0 by the last step, if at all
     warmup_steps: Annotated[int, Was(), at_least(0)] = 0  # Training steps over which the learning rate rises
     weight_decay: Annotated[float, Was(), between(0, 1e3)] = 1e-4  # Weight decay of AdamW
     max_grad_norm: Annotated[float, Was(), at_least(1e-12)] = 1.0  # Norm down to which larger gradients are scaled
-    adam_beta1: Annotated[float, between(0, 0.999999)] = 0.9  # Share that the mean of gradients keeps each update
-    adam_beta2: Annotated[float, between(0, 0.999999)] = 0.999  # Share that the mean of their squares keeps
-    adam_epsilon: Annotated[float, at_least(1e-30)] = 1e-8  # Addend of the root of that mean
+    adam_beta1: Annotated[float, between(0, 0.999999)] = 0.9  # Decay of the mean of gradients, per update
+    adam_beta2: Annotated[float, between(0, 0.999999)] = 0.999  # Decay of the mean of their squares, per update
+    adam_epsilon: Annotated[float, at_least(1e-30)] = 1e-8  # Added to the root of that mean
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class ScoredScorer(MediaScorer):
 
     name: Annotated[str, Was("scorer"), MAY_CHANGE, SHOWN] = ""  # Scorer to start, as "ocr --option reading=line"
     url: Annotated[str, SECRET, SHOWN] = ""  # URL of a reward server to use instead, or of equal ones, with commas
-    sleep: Annotated[bool, MAY_CHANGE] = False  # Keep the scorer's weights on the host while samples are not scored
+    sleep: Annotated[bool, MAY_CHANGE] = False  # Keep the scorer's weights on the host except while it scores
 
     @property
     def given(self) -> bool:

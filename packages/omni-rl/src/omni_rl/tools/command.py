@@ -26,7 +26,7 @@ COMMANDS = {  # sub-command -> what it does, and the words for Python that start
     "score": ("Score files by hand: omni-rl score --scorer ocr FILE.png --prompt TEXT", ["-m", "omni_rl.tools.score"]),
     "prompts": ("Fetch prompts that recipes name: omni-rl prompts ocr", ["-m", "omni_rl.tools.prompts"]),
     "reproduce": (
-        "Run a recipe, and write a record of the result: omni-rl reproduce flowgrpo/tiny-signs",
+        "Run a recipe, and write a record of its result: omni-rl reproduce flowgrpo/tiny-signs",
         ["-m", "omni_rl.tools.reproduce"],
     ),
     "doctor": ("Say what is installed here, and how to get what is missing", ["-m", "omni_rl.tools.doctor"]),

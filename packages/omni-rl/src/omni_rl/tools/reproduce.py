@@ -1,7 +1,7 @@
 """Run a recipe from its prompts to a record of what came out: `omni-rl reproduce flowgrpo/tiny-signs`.
 
 It fetches the prompts that the recipe names, starts the scorer that it names, trains, evaluates, and writes record.json
-into the run's folder. Further words are the trainer's, such as --nproc-per-node 8, or --scorer.url URL of a scorer that
+into the run's folder. Further flags are the trainer's, such as --nproc-per-node 8, or --scorer.url URL of a scorer that
 runs already. The same command continues a run that stopped. docs/reproduce.md has records, and says how to send one.
 """
 
@@ -43,7 +43,7 @@ def recipe_of(name: str) -> tuple[str, str, str]:
 
 
 def train(words: Sequence[str], typed: str) -> int:
-    """Run `omni-rl train` with these words to its end; return its exit code. Ctrl-C is the trainer's to answer.
+    """Run `omni-rl train` with these words to its end; return its exit code. The trainer answers Ctrl-C.
 
     typed: the command that continues the run.
     """

@@ -2,8 +2,8 @@
 
 omni-rl score --scorer ocr sign.png --prompt 'a sign that says "OK"'
 
-Prints one line of JSON a file: its score, or the reason for its lack, the parts of the score, and what else the scorer
-returns with it. A scorer that compares the samples of a prompt compares these files.
+Prints one line of JSON per file: its score, or the reason why it has none, its parts, and what else the scorer returns
+with it. A scorer that compares the samples of a prompt compares these files.
 """
 
 import argparse
