@@ -45,12 +45,12 @@ Where a setting must be one of some words, the others follow its default.
 SHARED = tuple(inspect.getsource(module) for module in (args, token_args, eval_sets, groups))
 CLASSES = {
     "RunArgs": "All trainers",
-    "MediaArgs": "All trainers on pictures, videos and sound",
+    "MediaArgs": "All trainers on images, videos and sound",
     "TokenArgs": "All trainers of policies over tokens",
 }
 SETS = {
     "EvalSet": "all trainers",
-    "MediaEvalSet": "all trainers on pictures, videos and sound",
+    "MediaEvalSet": "all trainers on images, videos and sound",
     "TokenEvalSet": "all trainers of policies over tokens",
 }
 SETS_HEAD = """
