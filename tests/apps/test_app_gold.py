@@ -77,6 +77,9 @@ def test_a_run_stops_when_the_gold_score_has_fallen_and_keeps_its_best(here, gol
     ours, theirs = best("run"), best("short")
     assert ours.keys() == theirs.keys()
     assert all(ours[name].equal(theirs[name]) for name in ours)
+    shutil.copy("gold.txt", "other.txt")
+    with pytest.raises(ValueError, match="eval_gold_prompts was"):  # the best would mix scales
+        train(app, settings("short", bright_url, gold, train_steps=3, eval_gold_prompts="other.txt"))
 
 
 def test_the_best_is_the_same_after_a_crash_and_its_checkpoint_continues(here, gold_prompts, bright_url):

@@ -61,8 +61,8 @@ class Eval:
     samples_per_prompt: Annotated[int, between(1, 65_536), MAY_CHANGE] = 1  # Samples of a prompt, for eval/best@n
     pass_threshold: Annotated[float | None, Was(), MAY_CHANGE] = None  # Least score that passes, for eval/pass@k
     sets: Annotated[tuple[EvalSet, ...], Was("eval"), MAY_CHANGE] = ()  # Further sets, each a table [[eval.sets]]
-    gold_prompts: Annotated[str, MAY_CHANGE] = ""  # Prompts of the gold set, which training never sees
-    gold_scorer: Annotated[str, MAY_CHANGE] = ""  # Scorer of the gold set to start, named as in --scorer
+    gold_prompts: str = ""  # Prompts of the gold set, which training never sees
+    gold_scorer: str = ""  # Scorer of the gold set to start, named as in --scorer
     gold_scorer_url: Annotated[str, SECRET] = ""  # URL of a reward server to use instead
     stop_on: Annotated[str, Was("stop_on"), MAY_CHANGE] = ""  # gold-falls:K stops after K evaluations below the best
 
