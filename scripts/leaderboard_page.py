@@ -40,6 +40,7 @@ ENTRIES = (
     Entry("flow-dppo", "Flow-DPPO", "train_flowgrpo", "tiny-signs-flow-dppo", "flow-dppo.md"),
     Entry("nft", "DiffusionNFT", "train_nft", "tiny-signs", "diffusion-nft.md"),
     Entry("awm", "AWM", "train_nft", "tiny-signs-awm", "awm.md"),
+    Entry("dgpo", "DGPO", "train_nft", "tiny-signs-dgpo", "dgpo.md"),
     Entry("dpo", "Diffusion-DPO", "train_dpo", "tiny-signs", "diffusion-dpo.md"),
     Entry("dpo-offline", "Diffusion-DPO, offline", "train_dpo", "tiny-signs-offline", "diffusion-dpo.md"),
     Entry("srpo", "SRPO", "train_srpo", "tiny-signs", "srpo.md"),

@@ -5,6 +5,7 @@ import shutil
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from helpers import names
 from omni_losses import gaussian_kl
 from omni_reward import Score
 from omni_reward.serving import serving_here
+from omni_rl.flow import scoring
 from omni_rl.flow.scoring import TrainBatch
 from omni_rl.report.data import run_data
 from omni_rl.run.run import Step
@@ -167,3 +169,18 @@ def test_a_batch_weighs_its_kl_by_the_gate(here):
     found = app.kl_to_reference(run, replace(TrainBatch.of(batch, torch.zeros(4)), kl_weights=weights), 0, now)
     torch.testing.assert_close(found, each[1])
     torch.testing.assert_close(app.kl_to_reference(run, TrainBatch.of(batch, torch.zeros(4)), 0, now), each.mean())
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_the_kl_is_the_mean_over_the_overrated_of_the_samples_that_are_trained_on(here, monkeypatch, every):
+    run = lone_run(GATED)
+    batches, _ = rollout(run, app.params_at(run, Step(0)))
+    rewards = torch.arange(sum(len(batch) for batch in batches)).float()
+    keep = rewards % every == 0
+    monkeypatch.setattr(scoring, "gather_parts", lambda *given: rewards.flip(0)[:, None])
+    chosen = [TrainBatch.of(batch, torch.zeros(len(batch))) for batch in batches]
+    own = SimpleNamespace(batches=batches, scores=[])
+    gated = scoring.gate_kl(run, Step(0), own, rewards, keep if every > 1 else None, chosen, "mean", 0.5)
+    weights = torch.cat([batch.kl_weights for batch in gated])
+    assert set(weights.tolist()) == {0.0, weights.max().item()}
+    assert (weights * keep).sum() == keep.sum()

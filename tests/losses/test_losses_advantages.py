@@ -179,6 +179,8 @@ def test_overrated_samples_are_those_ranked_furthest_above_what_other_rewards_ma
     nan = torch.tensor([torch.nan])
     mask = overrated(torch.cat([nan, rewards]), torch.cat([nan.expand(1, 2), others]), 1.0)
     assert mask.tolist() == [False, True, True, False, False]
+    lacking = torch.where(torch.arange(4)[:, None] == 0, torch.nan, others)
+    assert overrated(rewards, lacking, 1.0).tolist() == [False, True, True, False]  # 1.5, 0.5, -2 of the other three
     for shape, share in (((4,), 0.5), ((4, 1), 0.0), ((3, 1), 0.5)):
         with pytest.raises(ValueError, match=r"^rewards and others must be"):
             overrated(rewards, torch.zeros(shape), share)

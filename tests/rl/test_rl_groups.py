@@ -6,6 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from omni_reward import RewardClient, Score, Scorer
 from omni_reward.serving import serving_here
 from omni_rl.flow.evals import HeldOut
@@ -152,6 +154,17 @@ def test_an_evaluation_fills_up_with_whole_groups(batch_size, samples, num_ranks
         assert len(own) * num_ranks == len(filled)
         assert all(len({(p.group, p.text) for p in group}) == 1 for group in groups)
         assert len({group[0].group for group in groups}) == len(groups)
+
+
+@given(num_prompts=st.integers(1, 9), samples=st.sampled_from([2, 4]), num_ranks=st.integers(1, 5))
+def test_an_evaluation_of_few_prompts_cuts_no_group(num_prompts, samples, num_ranks):
+    records = [PromptRecord(text=str(i), index=i) for i in range(num_prompts)]
+    size = HeldOut("", records, None, samples=samples).batch_size(8, num_ranks)
+    filled = fill_batches(expand_groups(records, samples, seed=0, step=-1), size, num_ranks, group=samples)
+    for rank in range(num_ranks):
+        own = [p.group for batch in deal(filled, place(rank, num_ranks), size, unit=samples) for p in batch]
+        assert len(own) * num_ranks == len(filled)
+        assert own == [group for group in own[::samples] for _ in range(samples)]
 
 
 def test_a_second_scorer_of_evaluations_may_compare_too(tmp_path, monkeypatch, url):

@@ -27,14 +27,14 @@ class Napping:
 
     def __init__(self):
         self.is_asleep, self.wakes = multiprocessing.Value("b", 0), 0
-        self.fails = False
+        self.fails = None  # True at moves to the host, False at moves back
 
     def score(self, media, prompts, meta):
         assert not self.is_asleep.value
         return brightness(media, prompts, meta)
 
     def move(self, asleep):
-        if self.fails:
+        if self.fails is asleep:
             raise MemoryError
         self.is_asleep.value, self.wakes = asleep, self.wakes + (not asleep)
 
@@ -100,7 +100,7 @@ def test_no_rank_samples_while_the_scorer_of_another_is_awake(tmp_path, monkeypa
     assert lines[1]["reward/mean"] == one[1]["reward/mean"]
 
 
-def test_scores_are_asked_for_when_one_is_read_and_failures_are_no_scores(tmp_path, monkeypatch, napping):
+def test_scores_are_asked_for_when_one_is_read_and_failures_are_no_scores(tmp_path, monkeypatch, napping, capsys):
     scorer, flags = napping
     args = settings(tmp_path, monkeypatch, **flags)
     sleeping, _ = connect(args.scorer.url, args, place(), PromptRecord(text="a", index=0), ("image",))
@@ -116,8 +116,14 @@ def test_scores_are_asked_for_when_one_is_read_and_failures_are_no_scores(tmp_pa
     with pytest.raises(RewardError, match="scores of rank 0: meta must hold one object per prompt"):
         collect(place(), bad)
     scorer.fails = True
-    with pytest.raises(RewardError, match=r"scores of rank 0: POST .*/wake: 500 scorer_failed"):
+    kept = collect(place(), [sleeping.submit(media, ["a", "b"], [{}, {}])])
+    assert [score.value for score in kept] == [7.0, 7.0]  # they were there before the server failed to sleep
+    assert "--scorer.sleep: POST" in capsys.readouterr().err
+    scorer.fails = False
+    with pytest.raises(RewardError, match=r"scores of rank 0: POST .*/score: 500 scorer_failed"):
         collect(place(), [sleeping.submit(media, ["a", "b"], [{}, {}])])
+    scorer.fails = None
+    assert len(collect(place(), [sleeping.submit(media, ["a", "b"], [{}, {}])])) == 2
     sleeping.close()
 
 

@@ -216,8 +216,8 @@ def overrated(rewards: Tensor, others: Tensor, share: float) -> Tensor:
     these holds back a policy that games the reward, and no other.
 
     Args:
-        rewards: [N], NaN where there is no score; such samples are never in the mask.
-        others: [N, R], other rewards, NaN where and only where `rewards` is.
+        rewards: [N], NaN where there is no score.
+        others: [N, R], other rewards, NaN likewise; samples that lack any score are never in the mask.
         share: of the samples, in (0, 1].
 
     Raises:
@@ -230,7 +230,7 @@ def overrated(rewards: Tensor, others: Tensor, share: float) -> Tensor:
         shapes = f"{tuple(rewards.shape)} and {tuple(others.shape)}, {share}"
         raise ValueError(f"rewards and others must be [N] and [N, R], and share in (0, 1], got {shapes}")
     doubt = torch.full_like(rewards, -torch.inf)
-    (scored,) = torch.where(~rewards.isnan())
+    (scored,) = torch.where(~(rewards.isnan() | others.isnan().any(dim=1)))
     doubt[scored] = others.shape[1] * ranks(rewards[scored])  # R times u, in which nothing is rounded
     for column in others.unbind(dim=1):
         doubt[scored] -= ranks(column[scored])

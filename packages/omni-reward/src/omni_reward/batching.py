@@ -134,6 +134,7 @@ class Batcher:
     def _move(self, asleep: bool) -> None:
         """Move the scorer's weights unless they are there, or cannot move; runs in the worker."""
         if self._scorer.move and asleep != self._is_asleep:
+            self._is_asleep = True  # until all have moved: the next call moves all back
             self._scorer.move(asleep)
             self._is_asleep = asleep
 

@@ -95,7 +95,8 @@ def order(name: str, scorer: Scorer, known: Mapping[str, Any], local: Path | Non
             low, high = NO_PROMPT[name]
             yield Check(low <= found[i] <= high, f"the {thing} scores {found[i]:.4f}, possible {low:g} to {high:g}")
         else:
-            yield Check(bool(np.argmax(found) == i), f"the {thing} scores highest with its own: {shown}")
+            is_best = all(found[i] > value for j, value in enumerate(found) if j != i)  # False if it abstains
+            yield Check(is_best, f"the {thing} scores highest with its own: {shown}")
 
 
 def scored(scorer: Scorer, image: np.ndarray, sound: np.ndarray, rate: int, thing: str) -> float:

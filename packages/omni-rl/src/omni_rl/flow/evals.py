@@ -40,7 +40,7 @@ class HeldOut(Generic[ParamsT, ScorerT]):
 
     def batch_size(self, most: int, num_ranks: int) -> int:
         """Return the largest size of batches, up to `most`, with which no rank is idle."""
-        return min(most, math.ceil(len(self.records) * self.samples / num_ranks))
+        return min(most, math.ceil(len(self.records) / num_ranks) * self.samples)  # a prompt's samples stay together
 
     def metric(self, name: str) -> str:
         """Return the name under which the log has a metric of this set."""

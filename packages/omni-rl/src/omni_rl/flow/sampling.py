@@ -154,7 +154,7 @@ def evaluate_set(run: MediaRun[MediaArgs], held: HeldOut[Params, Scorer]) -> tup
         rollout = sample(run, filled, held.params, unit=group, scorer=held.scorer)
     batches = rollout.batches
     parts = [batches[: end + 1] for end in range(len(batches))] if second else []
-    watched = [future for own in parts for future in submit_groups(asked[-1], own, group, 0)]
+    watched = [future for own in parts for future in submit_groups(asked[-1], own, group, run.args.scorer.batch_size)]
     scores = collect(run.dist, rollout.pending)
     groups = torch.arange(len(filled))
     whole = gather_rewards(run.dist, batches, scores, groups)
@@ -166,7 +166,7 @@ def evaluate_set(run: MediaRun[MediaArgs], held: HeldOut[Params, Scorer]) -> tup
         others["proxy" if is_gold else "watch"] = gather_rewards(run.dist, batches, collect(run.dist, watched), groups)
     rewards = {held.metric(name): values[: len(prompts)] for name, values in others.items()}
     means = {name: values.nanmean().item() for name, values in rewards.items() if not values.isnan().all()}
-    for name, values in (others or {"reward": whole}).items():
+    for name, values in (others if names else {"reward": whole} | others).items():
         means |= by_tag(held, name, values[: len(prompts)])
     means |= describe(held, whole[: len(prompts)])
     if is_gold:

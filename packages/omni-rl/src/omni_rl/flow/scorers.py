@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -126,30 +127,31 @@ class SleepingScorer:
         self.client.close()
 
     def _score(self) -> None:
-        """Wake the servers, score what waits, and let them sleep; a collective."""
+        """Score what waits, which wakes the servers, and let them sleep again; a collective."""
         waiting, self._waiting = self._waiting, []
-        pending: list[Pending] = []
-
-        def score() -> None:
-            self.client.sleep(False)
-            pending.extend(ask() for _, ask in waiting)
-            wait(pending)
-
-        errors = [self._together(act) for act in (score, self.client.sleep)]
-        for number, (later, _) in enumerate(waiting):
-            if error := errors[0] or errors[1] or pending[number].exception():
+        gather_json(self.dist, None)  # no rank samples any more
+        pending = [_asked(ask) for _, ask in waiting]
+        wait(pending)
+        gather_json(self.dist, None)  # no rank scores any more
+        try:
+            self.client.sleep()
+        except RewardError as exc:  # the scores are there
+            print(f"--scorer.sleep: {exc}; the scorer's weights stay on the device", file=sys.stderr, flush=True)
+        for (later, _), done in zip(waiting, pending, strict=True):
+            if error := done.exception():
                 later.set_exception(error)
             else:
-                later.set_result(pending[number].result())
+                later.set_result(done.result())
 
-    def _together(self, act: Callable[[], None]) -> Exception | None:
-        """Act once all ranks are here, and return the error, which `collect` shares."""
-        gather_json(self.dist, None)
-        try:
-            act()
-        except (RewardError, ValueError) as exc:
-            return exc
-        return None
+
+def _asked(ask: Callable[[], Pending]) -> Pending:
+    """Return what is asked for; its error, where it cannot be asked, comes when it is read, as that of a scorer."""
+    try:
+        return ask()
+    except ValueError as exc:
+        failed: Pending = Future()
+        failed.set_exception(exc)
+        return failed
 
 
 class _Later(Future[list[Score]]):
@@ -279,4 +281,7 @@ def connect(
     client.takes_references, client.kinds = references is not None, tuple(info["media"])  # asked once
     client.takes_groups = info["groups"]
     version = f"{info['scorer']} {info['scorer_version']}".strip()
-    return SleepingScorer(client, dist) if sleeps else client, version
+    try:
+        return SleepingScorer(client, dist) if sleeps else client, version
+    except RewardError as exc:
+        raise ValueError(f"--scorer.sleep: {exc}") from exc

@@ -300,7 +300,7 @@ def train_batches(
             )
             step.metrics["reward/trained_ratio"] = keep.float().mean().item()
         chosen = select(run.dist, rollout.batches, advantages, keep, weights, num_minibatches=num_minibatches)
-        return gate_kl(run, step, rollout, rewards, chosen, *doubts) if doubts[0] else chosen
+        return gate_kl(run, step, rollout, rewards, keep, chosen, *doubts) if doubts[0] else chosen
 
     is_as_sampled = not (leaves_out or doubts[0]) and len(rollout.batches) % num_minibatches == 0
     if not is_as_sampled or not groups_are_local(run.args, run.dist, rollout.in_a_row):
@@ -314,6 +314,7 @@ def gate_kl(
     step: Step,
     rollout: Rollout[Trajectory],
     rewards: Tensor,
+    keep: Tensor | None,
     batches: Sequence[TrainBatch],
     names: str,
     share: float,
@@ -322,7 +323,8 @@ def gate_kl(
     parts = gather_parts(run.dist, rollout.batches, rollout.scores, names.split(","), rewards)
     gate = overrated(rewards, parts, share).float()
     step.metrics["reward/overrated_ratio"] = gate.mean().item()
-    weights = gate / gate.mean().clamp(min=1 / len(gate))  # the KL is the mean over these samples
+    trained = torch.ones_like(gate) if keep is None else keep.float()
+    weights = gate * trained.sum() / (gate * trained).sum().clamp(min=1)  # the KL is the mean over these samples
     return [replace(b, kl_weights=to_device(weights[b.trajectory.indices], run.dist.device)) for b in batches]
 
 

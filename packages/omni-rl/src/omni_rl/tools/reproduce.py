@@ -104,7 +104,9 @@ def main(argv: list[str] | None = None) -> None:
         trainer, preset, text = recipe_of(args.recipe)
         for prompts in PROMPTS.findall(text):
             fetch_set(prompt_sets()[prompts], Path("data", prompts))
-        given = any(word.startswith("--scorer") for word in words)
+        given = {"--scorer", "--scorer.name", "--scorer.url", "--scorer-url"} & {
+            word.partition("=")[0] for word in words
+        }
         scorer = (
             [] if given else [word for text in SCORER.findall(text) for word in ("--scorer", text.replace('"', ""))]
         )
