@@ -277,8 +277,6 @@ MISTAKES = {
     "train_sft": {
         "--prompts data/tiny-signs/train.txt": 'data/tiny-signs/train.txt, sample 1, "sample": must name a file',
         "--prompts x.jsonl": "path must be a file that can be read, got x.jsonl",
-        "--batch-size 5": "--batch-size times ranks (5) must divide a step's samples (64), got 5; nearest: 4",
-        "--num-minibatches 3": "--num-minibatches must divide a rank's batches",
         "--levels normal": "--levels must be one of 'logit-normal', 'uniform'",
         "--logit-std 0": "--logit-std must be >= 0.001, got 0.0",
     },

@@ -27,13 +27,13 @@ class Server:
 
 
 def test_requests_of_parts_of_a_batch_go_to_all_servers_and_change_no_number(here):
-    """Four batches of 4, one of them of an evaluation: a request each, or two of 3 and 1 samples."""
+    """Two batches of 4, a request each, or two of 3 and 1 samples; before and after them an evaluation of 3."""
     servers = [Server() for _ in range(3)]
     with serving_here(servers[0]) as alone, serving_here(servers[1]) as first, serving_here(servers[2]) as second:
         whole = train(app, change(TINY, name="whole", scorer_url=alone, train_steps=1, eval_every=1))
         args = change(TINY, name="parts", scorer_url=f"{first},{second}", scorer_batch_size=3)
         parts = train(app, change(args, train_steps=1, eval_every=1))
     assert unclocked(parts) == unclocked(whole)
-    assert servers[0].sizes == [1] + [4] * 4  # the canary, and two evaluations
-    assert sorted(servers[1].sizes + servers[2].sizes) == [1] * 6 + [3] * 4
+    assert servers[0].sizes == [1, 3, 4, 4, 3]  # the canary first
+    assert sorted(servers[1].sizes + servers[2].sizes) == [1] * 4 + [3] * 4
     assert len(servers[1].sizes) > 1 < len(servers[2].sizes)

@@ -103,13 +103,15 @@ def test_a_scorer_that_hangs_does_not_keep_the_server(launch: Callable[..., tupl
     assert "in hangs" in process.communicate()[1]  # where it hangs
 
 
-def test_replies_name_no_folder_and_tell_a_neighbour_what_was_raised(
+def test_a_server_names_no_folder_but_tells_its_own_machine_what_was_raised_and_where(
     launch: Callable[..., tuple[subprocess.Popen[str], str]], tmp_path: Path
 ) -> None:
     _, url = launch("fails")
     with RewardClient(url) as client:
         assert client.info()["scorer"] == "python:own.py:fails"
-        with pytest.raises(RewardHTTPError, match="500 scorer_failed the scorer raised KeyError: 'target'; the server"):
+        with pytest.raises(
+            RewardHTTPError, match=r"500 scorer_failed the scorer raised KeyError: 'target' \(.*own\.py, line \d+\)"
+        ):
             client.check()
         assert client.check(prompts=["a"], meta=[{"target": 3}])[0][0].value == 3.0
     assert public_name(f"0.7*ocr + python:{tmp_path}/a.py:f if clip >= 0 else 1").startswith("0.7*ocr + python:a.py:f")

@@ -73,7 +73,9 @@ def test_nft_moves_a_stream_by_its_own_advantage_and_weighs_both_losses(monkeypa
     args, old = train_nft.Args(nft_beta=0.5), latents(6)
     advantages = torch.tensor([[0.0, 1.0], [0.0, -1.0], [0.0, 2.0], [0.0, 0.0]])
     velocity = old.clone().requires_grad_()
-    out = train_nft.loss_by_stream(SIZES, (0.75, 0.25), train_nft.nft_loss)(args, velocity, old, at(advantages))
+    out = train_nft.loss_by_stream(SIZES, (0.75, 0.25), train_nft.nft_loss)(
+        args, velocity, {"sampler": old}, at(advantages)
+    )
     out.loss.backward()
     assert not velocity.grad[:, :6].any()  # advantage 0 is half good and half bad
     assert velocity.grad[:3, 6:].any(dim=1).all()
