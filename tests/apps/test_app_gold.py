@@ -58,6 +58,12 @@ def best(name):
     return {k: v for file in Path(f"runs/{name}/best").rglob("*.safetensors") for k, v in load_file(file).items()}
 
 
+def test_one_gold_prompt_is_too_few_to_tell_a_fall(here):
+    (here / "gold.txt").write_text("a red sign\n")
+    with pytest.raises(ValueError, match=r"--eval\.gold-prompts must have at least 2 prompts, got 1"):
+        train(app, settings("one", "http://127.0.0.1:9", "http://127.0.0.1:7", train_steps=1))
+
+
 def test_a_run_stops_when_the_gold_score_has_fallen_and_keeps_its_best(here, gold_prompts, bright_url, capfd):
     with scripted(per_sample(SCORES)) as gold:
         args = settings("run", bright_url, gold, train_steps=6, eval_stop_on="gold-falls:2")

@@ -43,7 +43,7 @@ from omni_rl.run.world import World
 from omni_rl.settings.args import RunArgs, offloaded, sharding, without_secrets
 from omni_rl.settings.early import files_of
 from omni_rl.settings.eval_sets import GOLD, setting_of
-from omni_rl.settings.fields import flag, flat, values_of
+from omni_rl.settings.fields import flag, flat, require, values_of
 from omni_rl.settings.toml import to_toml
 
 SHIPPED = "omni-rollout's, with a token for each word of a prompt, as {} cannot be fetched: {}"
@@ -296,6 +296,8 @@ def read_sets(
         is_graded = own.name == GOLD or not own.scorer_url
         with flag(f"{setting_of(own, number, 'prompts')}: "):
             found = load_prompts(own.prompts, check=check_graded if is_graded else check, media_root=args.media_root)
+        few = own.name == GOLD and len(found) < 2  # for an error bar
+        require((not few, f"--eval.gold-prompts must have at least 2 prompts, got {len(found)}"))
         with flag(f"eval.sets[{number}]: "):
             check_params(own_params := params_of(own, params))
         limit = threshold if own.pass_threshold is None else own.pass_threshold
