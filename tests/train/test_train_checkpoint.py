@@ -6,6 +6,7 @@ import math
 import os
 import re
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -80,6 +81,24 @@ def test_ranks_write_their_own_rows_and_whole_tensors_once(run_ranks, tmp_path):
     assert tensors["weight/weight"]["pieces"] == [[first, 0], [second, 2]]  # three rows on two ranks
     assert tensors["weight/weight"]["shape"] == [3, 2]
     assert tensors["buffer/scale"]["pieces"] == [[first, 0]]
+
+
+def test_whole_tensors_are_dealt_over_ranks_by_size_and_go_back_to_any_number(run_ranks, tmp_path, monkeypatch):
+    """Of 40, 24, 12 and 8 bytes the first rank writes 40 and the second 44; of too few to share, the first all."""
+    sizes = (3, 10, 6, 2)
+
+    def work(dist, share_bytes):
+        monkeypatch.setattr("omni_train.checkpoint.parts.SHARE_BYTES", share_bytes)
+        checkpoints = Checkpoint(tmp_path / f"{share_bytes}", dist)
+        checkpoints.save(1, nn.ParameterList([torch.full((n,), float(n)) for n in sizes]), config={})
+        net = nn.ParameterList([torch.zeros(n) for n in sizes])
+        entries = load_newest(checkpoints, net).tensors
+        return [[p.tolist() for p in net], [entries[f"weight/{i}"]["pieces"] for i in range(len(sizes))]]
+
+    for share_bytes, owners in ((16, [1, 0, 1, 1]), (48, [0, 0, 0, 0])):
+        first, second = run_ranks(partial(work, share_bytes=share_bytes))
+        weights = [[float(n)] * n for n in sizes]
+        assert first == second == [weights, [[[f"rank-{owner:05}-000.safetensors", 0]] for owner in owners]]
 
 
 def test_a_file_holds_no_more_than_it_must(checkpoints, monkeypatch):

@@ -1,13 +1,14 @@
 """The parts of a checkpoint, one per rank, and the reading of any rows of a tensor from them.
 
-A part has the rows of one rank; the first of several ranks with equal rows writes them. In the index
-each tensor has `{"dtype", "shape", "pieces": [[file, first row], ...]}`, and each file its size and SHA-256.
+A part has the rows of one rank; of several ranks with equal rows one writes them. In the index each tensor
+has `{"dtype", "shape", "pieces": [[file, first row], ...]}`, and each file its size and SHA-256.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from heapq import heapreplace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from omni_train.dist import Dist
 from omni_train.files import write_file
 
 FILE_BYTES = 2**29  # of a file, unless it has one larger tensor
+SHARE_BYTES = 2**26  # that a rank writes before another one with equal rows writes too: files cost time to open
 DTYPES = {  # safetensors' names
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -98,16 +100,31 @@ def part_files(dist: Dist, state: Mapping[str, Tensor]) -> dict[str, list[Row]]:
     Raises:
         ValueError: safetensors lacks the dtype of a tensor.
     """
-    rows = []
+    rows, copies = [], deal_copies(state, dist.world_size)
     for name, tensor in state.items():
         local, first = local_rows(tensor)
         if local.dtype not in DTYPES:
             raise ValueError(f"tensors must be of a dtype that safetensors has, got {local.dtype} in {name}")
-        num_ranks = tensor.device_mesh.size() if isinstance(tensor, DTensor) else 1
-        if len(local) and dist.rank < num_ranks:  # the first of several copies
+        if len(local) and dist.rank // _num_holders(tensor) == copies[name]:
             rows.append(Row(name, local, first, list(tensor.shape)))
     batches = in_batches(rows, FILE_BYTES, num_bytes=lambda row: row.local.nbytes)
     return {f"rank-{dist.rank:05}-{number:03}.safetensors": batch for number, batch in enumerate(batches)}
+
+
+def deal_copies(state: Mapping[str, Tensor], num_ranks: int) -> dict[str, int]:
+    """Return which copy of each tensor to write: copy c of one that n ranks hold is that of the ranks from n c on.
+
+    Largest tensors first, each goes to the copy that has the fewest bytes, so that many ranks write at the same time.
+    """
+    chosen = {}
+    for holders in {_num_holders(tensor) for tensor in state.values()}:
+        sizes = {name: t.numel() * t.itemsize for name, t in state.items() if _num_holders(t) == holders}
+        num_copies = min(num_ranks // holders, max(1, sum(sizes.values()) // (holders * SHARE_BYTES)))
+        loads = [(0, copy) for copy in range(num_copies)]
+        for name in sorted(sizes, key=lambda name: -sizes[name]):
+            load, chosen[name] = loads[0]
+            heapreplace(loads, (load + sizes[name], chosen[name]))
+    return chosen
 
 
 def num_bytes(rows: Sequence[Row]) -> int:
@@ -183,6 +200,11 @@ def check_part(path: Path, index: Mapping[str, Mapping[str, Any]]) -> None:
                 check_finite(name, local)
     except SafetensorError as exc:
         raise ValueError(f"{path.name} is no safetensors file: {exc}") from exc
+
+
+def _num_holders(tensor: Tensor) -> int:
+    """Return the number of ranks that hold the rows of one copy."""
+    return tensor.device_mesh.size() if isinstance(tensor, DTensor) else 1
 
 
 def _copy_rows(local: Tensor, first: int, pieces: Sequence[tuple[Any, int]]) -> int:
