@@ -1,11 +1,14 @@
-"""Compare all algorithms on tiny-signs: train each with three seeds, then write the data, the table and the pictures.
+"""Compare all algorithms on tiny-signs: train each with several seeds, then write the data, tables and images.
 
-    python scripts/leaderboard.py                       what is missing in runs/leaderboard, then docs/
+    python scripts/leaderboard.py                       rows that docs/evidence/leaderboard.jsonl lacks, then docs/
+    python scripts/leaderboard.py --images 20480        the larger budget, whose learning rates are tuned before
     python scripts/leaderboard.py --only flowgrpo,nft   these rows
+    python scripts/leaderboard.py --again --only nft    these rows, although the data has them
     python scripts/leaderboard.py --try                 two steps of each, in runs/leaderboard-try; nothing in docs/
-    python scripts/leaderboard.py --page-only           table and pictures, from docs/evidence/leaderboard.jsonl
+    python scripts/leaderboard.py --page-only           tables and images, from the data
 
-Started again, it continues runs that were stopped. All runs share one OCR scorer, and each has one thread.
+A run that the data has with the same settings is not made again. Started again, it continues runs that were stopped.
+All runs share one reward server, and each has one thread.
 """
 
 import argparse
@@ -19,19 +22,34 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
-from leaderboard_page import ENTRIES, Entry, Row, blocks, by_algorithm, digest, draw, fill, read_rows
+from leaderboard_page import (
+    ENTRIES,
+    RATES,
+    Entry,
+    Row,
+    blocks,
+    by_algorithm,
+    digest,
+    draw,
+    fill,
+    key,
+    order,
+    read_rows,
+    tuned_rate,
+)
 from omni_reward.serving import Server, serving
 from omni_rl.settings.toml import plain, recipes
 from omni_train.files import load_metrics
+from tiny_signs import write_prompts
 
 ROOT = Path(__file__).parents[1]
-IMAGES = 3840  # that each row draws to train on
 SEEDS = "0,1,2"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ASCEND_RT_VISIBLE_DEVICES": ""}
 OURS = {
@@ -43,25 +61,60 @@ OURS = {
     "eval.prompts",
     "reward_model",
 }  # settings that a run here has of its own
+WORDS = ("ocr", "--option", "reading=line")
+WORDS_AND_COLORS = ("0.5*ocr + 0.5*color", "--option", "ocr.reading=line")
+SIGNS = Path("data") / "tiny-signs"
+VALIDATION = Path("runs") / "leaderboard" / "validation.txt"  # words of no other file
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Images that a row samples to train on, what grades them, and the held-out prompts of so many evaluations.
+
+    data: file in docs/evidence.
+    """
+
+    images: int
+    scorer: Sequence[str]
+    prompts: Path
+    evaluations: int
+    data: str
+
+
+SHORT = Budget(3840, WORDS, SIGNS / "test.txt", 2, "leaderboard.jsonl")
+LONG = Budget(20_480, WORDS_AND_COLORS, SIGNS / "test.txt", 4, "leaderboard_20480.jsonl")
+TUNING = Budget(2560, WORDS_AND_COLORS, VALIDATION, 1, "leaderboard_tuning.jsonl")
+TUNING_SEED = 100  # of no row
+NUM_WORDS = 2048  # in train.txt
+PAIRING = Lock()  # runs with one seed share their pairs
+JUDGED = "test"  # evaluation set of a trainer whose own reward is another
+Rows = dict[str, list[Row]]  # the data of each budget, by the name of its file
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run to make. trial: of two steps, in a folder of its own."""
+    """A run to make. rate: multiple of the recipe's learning rate. trial: of two steps, in a folder of its own."""
 
     entry: Entry
     seed: int
-    trial: bool
+    budget: Budget = SHORT
+    rate: float = 1.0
+    trial: bool = False
 
     @property
     def name(self) -> str:
         """Name of the run, a folder below runs/."""
-        return f"leaderboard{'-try' * self.trial}/{self.entry.name}-{self.seed}"
+        rate = f"-x{self.rate:g}" if self.rate != 1 else ""
+        return f"leaderboard{'-try' * self.trial}/{self.budget.images}/{self.entry.name}-{self.seed}{rate}"
 
     @property
     def folder(self) -> Path:
         """Folder that the trainer writes to."""
         return ROOT / "runs" / self.name
+
+    def beside(self, suffix: str) -> Path:
+        """Return the file beside the folder with this suffix."""
+        return self.folder.with_name(self.folder.name + suffix)
 
     @property
     def pairs(self) -> Path | None:
@@ -69,10 +122,12 @@ class Job:
         return self.folder.with_name(f"pairs-{self.seed}") if self.entry.preset.endswith("offline") else None
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings of the recipe that a run keeps."""
+        """Return the settings of the recipe that a run keeps, with the steps and the rate of this one."""
         recipe = plain(tomllib.loads(recipes(self.entry.app)[self.entry.preset]))
-        steps = {"train_steps": 2, "eval.every": 2} if self.trial else {}
-        return {name: value for name, value in (recipe | steps).items() if name not in OURS}
+        steps = recipe["train_steps"] * self.budget.images // SHORT.images
+        own = {"train_steps": steps, "eval.every": steps // self.budget.evaluations, "lr": recipe["lr"] * self.rate}
+        own |= {"train_steps": 2, "eval.every": 2} if self.trial else {}
+        return {name: value for name, value in (recipe | own).items() if name not in OURS}
 
     def is_finished(self) -> bool:
         """True once the run has come to its last step."""
@@ -80,21 +135,35 @@ class Job:
         lines = load_metrics(log) if log.exists() else []
         return bool(lines) and lines[-1]["step"] >= self.settings()["train_steps"]
 
+    def is_in(self, rows: Sequence[Row]) -> bool:
+        """True if the data has this run, with the settings of now."""
+        return any(key(row) == (self.entry.name, self.seed, self.rate) and row["settings"] == self.settings()
+                   for row in rows)  # fmt: skip
+
 
 # 1. Running
 
 
-def measure(jobs: Sequence[Job], at_a_time: int) -> list[str]:
+def waves(
+    entries: Sequence[Entry], seeds: Sequence[int], budget: Budget, rows: Rows, *, trial: bool
+) -> Iterator[list[Job]]:
+    """Yield jobs that may run side by side: with the larger budget those that tune a row, and then the row's own."""
+    if budget is not LONG:
+        yield [Job(entry, seed, budget, trial=trial) for seed in seeds for entry in entries]
+        return
+    for entry in entries:
+        yield [Job(entry, TUNING_SEED, TUNING, rate, trial) for rate in RATES]
+        rate = 1.0 if trial else tuned_rate(rows[TUNING.data], entry)
+        yield [Job(entry, seed, budget, rate, trial) for seed in seeds if rate]
+
+
+def measure(jobs: Sequence[Job], at_a_time: int, server: Server) -> list[str]:
     """Make the runs that are not finished, so many at a time; the names of those that failed."""
     left = [job for job in jobs if not job.is_finished()]
     say(f"{len(jobs)} runs, {len(left)} of them to make, {at_a_time} at a time")
     running: set[subprocess.Popen[bytes]] = set()
     failed = []
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended too
-    with (
-        serving("ocr", "--option", "reading=line", token=secrets.token_urlsafe(32), env=ENVIRONMENT) as server,
-        ThreadPoolExecutor(at_a_time) as pool,
-    ):
+    with ThreadPoolExecutor(at_a_time) as pool:
         futures = {pool.submit(make, job, server, running): job for job in left}
         try:
             for future in as_completed(futures):
@@ -110,46 +179,65 @@ def measure(jobs: Sequence[Job], at_a_time: int) -> list[str]:
 
 def make(job: Job, server: Server, running: set[subprocess.Popen[bytes]]) -> None:
     """Train the job's run to its end, after its preference file where it needs one."""
-    if job.pairs and not (job.pairs / "made.json").exists():
-        shutil.rmtree(job.pairs, ignore_errors=True)  # half made
-        start = time.monotonic()
-        images, steps = 512 if job.trial else IMAGES, 10
-        counts = {"num-prompts": images // 8, "group-size": 8, "num-inference-steps": steps, "seed": job.seed}
-        words = [word for name, count in counts.items() for word in (f"--{name}", str(count))]
-        flags = [word.replace("scorer.", "scorer-") for word in server.flags]
-        run(job, ["scripts/build_preferences.py", "--out", str(job.pairs), *words, *flags], running)
-        made = {"images": images, "forwards": images * steps, "seconds": time.monotonic() - start}
-        (job.pairs / "made.json").write_text(json.dumps(made))
+    with PAIRING:
+        if job.pairs and not (job.pairs / "made.json").exists():
+            make_pairs(job, job.pairs, server, running)
     run(job, train_command(job, server), running)
 
 
+def make_pairs(job: Job, folder: Path, server: Server, running: set[subprocess.Popen[bytes]]) -> None:
+    """Sample the images of the job's budget before training, and make the preference file from them."""
+    shutil.rmtree(folder, ignore_errors=True)  # half made
+    start = time.monotonic()
+    images, steps = 512 if job.trial else job.budget.images, 10
+    group = 10 if images > 8 * NUM_WORDS else 8
+    counts = {"num-prompts": images // group, "group-size": group, "num-inference-steps": steps, "seed": job.seed}
+    words = [word for name, count in counts.items() for word in (f"--{name}", str(count))]
+    flags = [word.replace("scorer.", "scorer-") for word in server.flags]
+    cpu_s = run(job, ["scripts/build_preferences.py", "--out", str(folder), *words, *flags], running)
+    made = {"images": images, "forwards": images * steps, "seconds": time.monotonic() - start, "cpu_s": cpu_s}
+    (folder / "made.json").write_text(json.dumps(made))
+
+
 def train_command(job: Job, server: Server) -> list[str]:
-    """Return the command of the row's trainer with its recipe; with a gradient the OCR only evaluates."""
+    """Return the command of the row's trainer with its recipe; with a gradient the scorer only evaluates."""
+    own, prompts = job.settings(), str(job.budget.prompts)
     flags = ["--preset", job.entry.preset, "--name", job.name, "--seed", str(job.seed), "--sharding.mode", "none"]
-    flags += ["--eval.prompts", "data/tiny-signs/test.txt"]
-    flags += ["--train-steps", "2", "--eval.every", "2"] if job.trial else []
+    flags += ["--eval.prompts", prompts, "--train-steps", str(own["train_steps"])]
+    flags += ["--eval.every", str(own["eval.every"]), "--lr", str(own["lr"])]
     flags += ["--preferences", str(job.pairs / "pairs.jsonl")] if job.pairs else []
-    scored = server.flags if job.entry.app != "train_srpo" else ["--scorer.watch-url", *server.flags[1:]]
+    url, token = server.url, server.flags[2:]
+    if job.entry.app != "train_srpo":
+        scored = ["--scorer.url", url, *token]
+    elif job.budget is SHORT:
+        scored = ["--scorer.watch-url", url, *token]
+    else:  # as watching does not tell the parts of a score
+        judged = job.beside(".toml")
+        judged.parent.mkdir(parents=True, exist_ok=True)
+        judged.write_text(f'[[eval.sets]]\nname = "{JUDGED}"\nprompts = "{prompts}"\nscorer_url = "{url}"\n', "utf-8")
+        scored = ["--config", str(judged), *token]
     return [f"apps/{job.entry.app}.py", *flags, *scored]
 
 
-def run(job: Job, command: Sequence[str], running: set[subprocess.Popen[bytes]]) -> None:
-    """Run a Python program to its end; what it prints goes to a file beside the run.
+def run(job: Job, command: Sequence[str], running: set[subprocess.Popen[bytes]]) -> float:
+    """Run a Python program to its end; what it prints goes to a file beside the run. Return its CPU seconds.
 
     Raises:
         RuntimeError: it ended with another exit code than 0.
     """
-    log = job.folder.with_suffix(".txt")
+    log = job.beside(".txt")
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as file:
         process = subprocess.Popen(
             [sys.executable, *command], cwd=ROOT, env=os.environ | ENVIRONMENT, stdout=file, stderr=file
         )
         running.add(process)
-        code = process.wait()
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = code = os.waitstatus_to_exitcode(status)
         running.discard(process)
     if code:
         raise RuntimeError(f"{command[0]} ended with exit code {code}, see {log}")
+    return used.ru_utime + used.ru_stime
 
 
 def say(words: str) -> None:
@@ -171,7 +259,7 @@ def collect(job: Job) -> Row:
     if other := sorted(name for name, value in settings.items() if config.get(name) != value):
         raise ValueError(f"{job.folder} holds a run with other settings, {', '.join(other)}: move it away")
     lines = load_metrics(job.folder / "metrics.jsonl")
-    made: dict[str, Any] = {"images": 0, "forwards": 0, "seconds": 0.0}
+    made: dict[str, Any] = {"images": 0, "forwards": 0, "seconds": 0.0, "cpu_s": 0.0}
     per_step = config["prompts_per_step"] * config["group_size"]
     if job.pairs:
         made, per_step = json.loads((job.pairs / "made.json").read_text("utf-8")), 0
@@ -179,20 +267,22 @@ def collect(job: Job) -> Row:
     for line in lines:
         forwards += round(line.get("perf/forwards", 0))
         seconds += line["time/step_s"] - line.get("time/eval_s", 0.0) if line["step"] else 0.0
-        score = line.get("eval/watch", line.get("eval/reward"))
-        if score is not None:
+        if found := held_out(line, job.budget):
             images = made["images"] + int(line["step"]) * per_step
-            evaluations.append({"step": int(line["step"]), "score": score, "images": images, "forwards": forwards})
+            evaluations.append({"step": int(line["step"]), **found, "images": images, "forwards": forwards})
     if len(evaluations) < 2 or not all(math.isfinite(e["score"]) for e in evaluations):
         raise ValueError(f"{job.folder} must have a score in every evaluation")
     version = json.loads((job.folder / "versions.jsonl").read_text("utf-8").splitlines()[-1])
     return {
         "name": job.entry.name,
         "seed": job.seed,
+        "rate": job.rate,
         "settings": settings,
         "evaluations": evaluations,
         "images": evaluations[-1]["images"],
         "forwards": forwards,
+        "backwards": round(sum(line.get("perf/backwards", 0) for line in lines)),
+        "cpu_s": round(made["cpu_s"] + sum(line.get("perf/cpu_s", 0) for line in lines), 1),
         "peak_memory_mb": round(max(line.get("perf/peak_memory_mb", 0.0) for line in lines), 1),
         "wall_s": round(seconds, 1),
         "ratio_deviation": ratio_deviation(lines, config),
@@ -200,6 +290,15 @@ def collect(job: Job) -> Row:
         "commit": version["commit"],
         "cores": os.cpu_count() or 1,
     }
+
+
+def held_out(line: Mapping[str, float], budget: Budget) -> dict[str, float]:
+    """Return the scores of an evaluation: of the words, and of the colors where these are part of the reward."""
+    if budget is SHORT:
+        score = line.get("eval/watch", line.get("eval/reward"))
+        return {} if score is None else {"score": score}
+    place = f"eval/{JUDGED}" if f"eval/{JUDGED}/ocr" in line else "eval"
+    return {"score": line[f"{place}/ocr"], "color": line[f"{place}/color"]} if f"{place}/ocr" in line else {}
 
 
 def ratio_deviation(lines: Sequence[dict[str, float]], config: dict[str, Any]) -> float | None:
@@ -213,54 +312,88 @@ def ratio_deviation(lines: Sequence[dict[str, float]], config: dict[str, Any]) -
 # 3. The whole
 
 
-def write(rows: Sequence[Row], docs: Path) -> None:
-    """Write data, table and pictures; the text around the table stays."""
-    page = fill((docs / "evidence" / "leaderboard.md").read_text("utf-8"), blocks(rows))
-    draw(rows, docs / "images")
-    lines = [json.dumps(row, allow_nan=False) + "\n" for group in by_algorithm(rows).values() for row in group]
-    (docs / "evidence" / "leaderboard.jsonl").write_text("".join(lines), "utf-8")
+def keep(rows: Rows, jobs: Sequence[Job]) -> None:
+    """Put the finished ones of these runs into the data, each in place of an older one with its name, seed and rate."""
+    for job in jobs:
+        if not job.trial and job.is_finished():
+            row = collect(job)
+            found = key(row) if job.budget is TUNING else key(row)[:2]
+            rows[job.budget.data] = [old for old in rows[job.budget.data] if key(old)[: len(found)] != found] + [row]
+
+
+def read_all(docs: Path) -> Rows:
+    """Return the data of each budget, by the name of its file."""
+    return {budget.data: read_rows(docs / "evidence" / budget.data) for budget in (SHORT, LONG, TUNING)}
+
+
+def write(rows: Rows, docs: Path) -> None:
+    """Write data, tables and images; the text around the tables stays."""
+    page = fill((docs / "evidence" / "leaderboard.md").read_text("utf-8"), blocks(*rows.values()))
+    draw(rows[SHORT.data], rows[LONG.data], docs / "images")
+    for name, own in rows.items():
+        lines = [json.dumps(row, allow_nan=False) + "\n" for row in sorted(own, key=order)]
+        (docs / "evidence" / name).write_text("".join(lines), "utf-8")
     (docs / "evidence" / "leaderboard.md").write_text(page, "utf-8")
 
 
 def stale(docs: Path) -> list[str]:
     """Return the files that were not made from the current data."""
-    rows = read_rows(docs / "evidence" / "leaderboard.jsonl")
+    rows = read_all(docs)
+    short, long, _ = rows.values()
     page = (docs / "evidence" / "leaderboard.md").read_text("utf-8")
-    names = ["leaderboard.svg", *(f"algorithms/{entry.name}.svg" for entry in by_algorithm(rows))]
-    pictures = [docs / "images" / name for name in names]
-    old = [path.name for path in pictures if not path.exists() or digest(rows) not in path.read_text("utf-8")]
-    return old + (["leaderboard.md"] if fill(page, blocks(rows)) != page else [])
+    of_short = ["leaderboard.svg", *(f"algorithms/{entry.name}.svg" for entry in by_algorithm(short))]
+    made = dict.fromkeys(of_short, short) | ({"leaderboard_20480.svg": long} if long else {})
+    images = {docs / "images" / name: own for name, own in made.items()}
+    old = [path.name for path, own in images.items()
+           if not path.exists() or digest(own) not in path.read_text("utf-8")]  # fmt: skip
+    return old + (["leaderboard.md"] if fill(page, blocks(*rows.values())) != page else [])
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line, or `argv`."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     names = [entry.name for entry in ENTRIES]
-    parser.add_argument("--only", default=",".join(names), help="Names of rows, separated by commas")
+    parser.add_argument("--images", type=int, default=SHORT.images, choices=(SHORT.images, LONG.images), help="Budget")
+    parser.add_argument("--only", default=",".join(names), help="Names of rows in order, separated by commas")
     parser.add_argument("--seeds", default=SEEDS, help="Seeds, separated by commas")
     parser.add_argument("--jobs", type=int, default=2, help="Number of runs at a time")
+    parser.add_argument("--again", action="store_true", help="Make rows that the data has too")
     parser.add_argument("--try", dest="trial", action="store_true", help="Make two steps of each row, nothing in docs/")
-    parser.add_argument("--page-only", action="store_true", help="Only write the table and the pictures")
+    parser.add_argument("--page-only", action="store_true", help="Only write the tables and the images")
     args = parser.parse_args(argv)
     if unknown := set(args.only.split(",")) - set(names):
         parser.error(f"--only must be of {', '.join(names)}, got {', '.join(sorted(unknown))}")
     return args
 
 
+def measure_all(args: argparse.Namespace, rows: Rows) -> list[str]:
+    """Make the runs that the data lacks, and put them into it; the names of those that failed."""
+    budget, failed = LONG if args.images == LONG.images else SHORT, list[str]()
+    by_name = {entry.name: entry for entry in ENTRIES}
+    entries, seeds = [by_name[name] for name in args.only.split(",")], [int(seed) for seed in args.seeds.split(",")]
+    if args.trial:
+        shutil.rmtree(ROOT / "runs" / "leaderboard-try", ignore_errors=True)
+    taken = [ROOT / SIGNS / name for name in ("train.txt", "eval.txt", "test.txt")]
+    write_prompts(ROOT / VALIDATION, count=256, evaluation=True, avoid=taken)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended too
+    with serving(*budget.scorer, token=secrets.token_urlsafe(32), env=ENVIRONMENT) as server:
+        for wave in waves(entries, seeds, budget, rows, trial=args.trial):
+            left = [job for job in wave if args.again or args.trial or not job.is_in(rows[job.budget.data])]
+            try:
+                failed += measure(left, args.jobs, server)
+            finally:
+                keep(rows, left)
+    return failed
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     args, docs = parse(argv), ROOT / "docs"
-    rows, failed = read_rows(docs / "evidence" / "leaderboard.jsonl"), list[str]()
-    if not args.page_only:
-        entries = [entry for entry in ENTRIES if entry.name in args.only.split(",")]
-        jobs = [Job(entry, int(seed), args.trial) for seed in args.seeds.split(",") for entry in entries]
-        if args.trial:
-            shutil.rmtree(ROOT / "runs" / "leaderboard-try", ignore_errors=True)
-        failed = measure(jobs, args.jobs)
-        made = [collect(job) for job in jobs if job.is_finished()]
-        keys = {(row["name"], row["seed"]) for row in made}
-        rows = [row for row in rows if (row["name"], row["seed"]) not in keys] + made
-    if not args.trial:
-        write(rows, docs)
+    rows, failed = read_all(docs), list[str]()
+    try:
+        failed = [] if args.page_only else measure_all(args, rows)
+    finally:
+        if not args.trial:
+            write(rows, docs)
     if failed:
         sys.exit(f"failed: {', '.join(failed)}; the same command makes these again")
 

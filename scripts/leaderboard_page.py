@@ -1,4 +1,4 @@
-"""The leaderboard's table and images, made from docs/evidence/leaderboard.jsonl; the text around them is not."""
+"""The leaderboard's tables and images, made from docs/evidence/leaderboard*.jsonl; the text around them is not."""
 
 import hashlib
 import json
@@ -46,12 +46,42 @@ ENTRIES = (
     Entry("srpo", "SRPO", "train_srpo", "tiny-signs", "srpo.md"),
 )
 
+RATES = (0.5, 1.0, 2.0)  # multiples of a recipe's learning rate that are tried before the larger budget
+
 # 1. The data
 
 
 def read_rows(path: Path) -> list[Row]:
     """Return the rows of a leaderboard.jsonl."""
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def key(row: Row) -> tuple[str, int, float]:
+    """Return the name of a row, its seed, and the multiple of the recipe's learning rate."""
+    return row["name"], row["seed"], row.get("rate", 1.0)
+
+
+def order(row: Row) -> tuple[int, int, float]:
+    """Return the place of a row in its file."""
+    name, seed, rate = key(row)
+    return [entry.name for entry in ENTRIES].index(name), seed, rate
+
+
+def grade(row: Row) -> float:
+    """Return what the row's last evaluation gives its reward: words and colors, half each."""
+    last = row["evaluations"][-1]
+    return (last["score"] + last["color"]) / 2
+
+
+def trials_of(tuning: Sequence[Row], entry: Entry) -> dict[float, Row]:
+    """Return the trials of an algorithm by the multiple of its learning rate."""
+    return {row["rate"]: row for row in tuning if row["name"] == entry.name}
+
+
+def tuned_rate(tuning: Sequence[Row], entry: Entry) -> float | None:
+    """Return the multiple whose trial is graded best, the lowest of equal ones; None until all have been tried."""
+    trials = trials_of(tuning, entry)
+    return max(RATES, key=lambda rate: grade(trials[rate])) if trials.keys() >= set(RATES) else None
 
 
 def by_algorithm(rows: Iterable[Row]) -> dict[Entry, list[Row]]:
@@ -74,9 +104,9 @@ def by_algorithm(rows: Iterable[Row]) -> dict[Entry, list[Row]]:
     return {entry: group for entry, group in groups.items() if group}
 
 
-def scores(group: Sequence[Row], evaluation: int) -> list[float]:
-    """Return the score of each seed in its first (0) or last (-1) evaluation."""
-    return [row["evaluations"][evaluation]["score"] for row in group]
+def scores(group: Sequence[Row], evaluation: int, of: str = "score") -> list[float]:
+    """Return the score, or the `color`, of each seed in its first (0) or last (-1) evaluation."""
+    return [row["evaluations"][evaluation][of] for row in group]
 
 
 def ranked(groups: Mapping[Entry, Sequence[Row]]) -> list[tuple[Entry, Sequence[Row]]]:
@@ -110,12 +140,66 @@ def fill(page: str, blocks: Mapping[str, str]) -> str:
     return page
 
 
-def blocks(rows: Sequence[Row]) -> dict[str, str]:
+def blocks(short: Sequence[Row], long: Sequence[Row], tuning: Sequence[Row]) -> dict[str, str]:
     """Return the generated parts of the page, by name."""
-    groups = by_algorithm(rows)
+    found = {"results": f"{measured(short)}\n\n{results(by_algorithm(short))}"}
+    return found | {"larger": larger(by_algorithm(long), tuning), "tuning": tried(tuning)}
+
+
+def measured(rows: Sequence[Row]) -> str:
+    """Return the sentence that says with what these rows were measured."""
     commits = ", ".join(sorted({row["commit"][:12] + "+" * row["commit"].endswith("+") for row in rows}))
     torch, cores = (", ".join(sorted({str(row[name]) for row in rows})) for name in ("torch", "cores"))
-    return {"results": f"Measured with torch {torch} on {cores} CPU cores, at commit {commits}.\n\n" + results(groups)}
+    return f"Measured with torch {torch} on {cores} CPU cores, at commit {commits}."
+
+
+def larger(groups: Mapping[Entry, Sequence[Row]], tuning: Sequence[Row]) -> str:
+    """Return what has been run of the larger budget and what has not, and a line per algorithm, best words first."""
+    runs, missing = sum(map(len, groups.values())), [entry.title for entry in ENTRIES if entry not in groups]
+    told = f"{runs} runs of {len(groups)} of {len(ENTRIES)} rows are there."
+    told += f" **Not run yet:** {'; '.join(missing)}." if missing else ""
+    if not groups:
+        return told + "\n"
+    names = (
+        "algorithm", "seeds", "learning rate", "words before", "words after: mean [range]", "colors before, after",
+        "forwards", "backward passes", "CPU seconds",
+    )  # fmt: skip
+    lines: list[Sequence[str]] = [names, ("---", *["---:"] * (len(names) - 1))]
+    for entry, group in ranked(groups):
+        after, colors = scores(group, -1), [mean(scores(group, at, "color")) for at in (0, -1)]
+        tuned = tuned_rate(tuning, entry)
+        rates = {f"{row['rate']:g}x{'' if row['rate'] == tuned else ', not tuned'}" for row in group}
+        lines.append((
+            f"[{entry.title}](../algorithms/{entry.page})",
+            f"{len(group)}",
+            ", ".join(sorted(rates)),
+            f"{mean(scores(group, 0)):.3f}",
+            f"**{mean(after):.3f}** [{min(after):.3f}, {max(after):.3f}]",
+            f"{colors[0]:.3f}, {colors[1]:.3f}",
+            f"{mean(row['forwards'] for row in group):,.0f}",
+            f"{mean(row['backwards'] for row in group):,.0f}",
+            f"{mean(row['cpu_s'] for row in group):,.0f}",
+        ))  # fmt: skip
+    rows = [row for group in groups.values() for row in group]
+    image = "![Held-out words against transformer forwards, 20,480 images a row](../images/leaderboard_20480.svg)"
+    return f"{told} {measured(rows)}\n\n{markdown(lines)}\n{image}\n"
+
+
+def tried(tuning: Sequence[Row]) -> str:
+    """Return a line per algorithm with the words and colors of each trial, and the multiple that was chosen."""
+    entries = [entry for entry in ENTRIES if trials_of(tuning, entry)]
+    missing = [entry.title for entry in ENTRIES if tuned_rate(tuning, entry) is None]
+    told = f"Not tuned yet: {'; '.join(missing)}.\n" if missing else "All rows are tuned.\n"
+    if not entries:
+        return told
+    names = ("algorithm", *(f"{rate:g}x" for rate in RATES), "chosen")
+    lines: list[Sequence[str]] = [names, ("---", *["---:"] * (len(names) - 1))]
+    for entry in entries:
+        trials, rate = trials_of(tuning, entry), tuned_rate(tuning, entry)
+        ends = [trials[r]["evaluations"][-1] if r in trials else None for r in RATES]
+        cells = [f"{end['score']:.3f}, {end['color']:.3f}" if end else "" for end in ends]
+        lines.append((entry.title, *cells, f"{rate:g}x" if rate else "not yet"))
+    return f"{told}\n{markdown(lines)}"
 
 
 def results(groups: Mapping[Entry, Sequence[Row]]) -> str:
@@ -149,28 +233,35 @@ def markdown(lines: Iterable[Sequence[str]]) -> str:
 # 3. The pictures
 
 
-def draw(rows: Sequence[Row], folder: Path) -> None:
-    """Write leaderboard.svg, all algorithms against forwards, and algorithms/NAME.svg, each against images."""
+def draw(rows: Sequence[Row], long: Sequence[Row], folder: Path) -> None:
+    """Write all algorithms against forwards, an image per budget, and algorithms/NAME.svg, each against images."""
     groups = by_algorithm(rows)
     (folder / "algorithms").mkdir(parents=True, exist_ok=True)
-    every = [e["score"] for row in rows for e in row["evaluations"]]
-    limits = (min(every) - 0.02, max(every) + 0.02)
-    figure = Figure(figsize=(9.2, 4.7), layout="constrained")
-    overview(figure.add_subplot(ylim=limits), groups)
-    save(figure, folder / "leaderboard.svg", rows)
+    for own, name in ((rows, "leaderboard.svg"), (long, "leaderboard_20480.svg")):
+        if own:
+            figure = Figure(figsize=(9.2, 4.7), layout="constrained")
+            overview(figure.add_subplot(ylim=limits(own)), by_algorithm(own))
+            save(figure, folder / name, own)
     for entry, group in groups.items():
         figure = Figure(figsize=(4.2, 2.6), layout="constrained")
-        curves(figure.add_subplot(ylim=limits, title=f"{entry.title}: held-out OCR score"), group)
+        curves(figure.add_subplot(ylim=limits(rows), title=f"{entry.title}: held-out OCR score"), group)
         save(figure, folder / "algorithms" / f"{entry.name}.svg", rows)
 
 
+def limits(rows: Sequence[Row]) -> tuple[float, float]:
+    """Return the range of scores that an image shows."""
+    every = [e["score"] for row in rows for e in row["evaluations"]]
+    return min(every) - 0.02, max(every) + 0.02
+
+
 def overview(axes: Axes, groups: Mapping[Entry, Sequence[Row]]) -> None:
-    """Plot each algorithm's mean score over forwards, with the range at the end; numbers are places in the legend."""
+    """Plot each algorithm's mean score over forwards, with the range of seeds; numbers are places in the legend."""
     for place, (entry, group) in enumerate(ranked(groups), start=1):
         (x, y), after, color = average(group, "forwards"), scores(group, -1), f"C{place % 10}"
+        seen = [scores(group, at) for at in range(len(x))]
         label = f"{place}. {entry.title}: {mean(after):.3f} [{min(after):.3f}, {max(after):.3f}]"
         axes.plot(x, y, "--s" if place > 9 else "-o", color=color, markersize=4, label=label)
-        axes.vlines(x[-1], min(after), max(after), color=color)
+        axes.vlines(x, list(map(min, seen)), list(map(max, seen)), color=color, alpha=0.6)
         axes.annotate(str(place), (x[-1], y[-1]), (5, -3), textcoords="offset points", color=color, weight="bold")
     axes.set(xlabel="transformer forwards, evaluations left out", ylabel="held-out OCR score", xlim=(0, None))
     axes.figure.legend(loc="outside right center", title="after training: mean [range]", frameon=False)

@@ -11,6 +11,7 @@ import argparse
 import hashlib
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -62,9 +63,9 @@ def render(rng: random.Random, color: str, word: str) -> np.ndarray:
     return np.asarray(image)
 
 
-def write_prompts(path: Path, *, count: int, evaluation: bool, avoid: Path | None = None) -> None:
-    """Write a prompt file of `count` different words, none of which is in the file `avoid`."""
-    taken = {line.split('"')[1] for line in avoid.read_text().splitlines()} if avoid else set()
+def write_prompts(path: Path, *, count: int, evaluation: bool, avoid: Sequence[Path] = ()) -> None:
+    """Write a prompt file of `count` different words, none of which is in the files `avoid`."""
+    taken = {line.split('"')[1] for other in avoid for line in other.read_text().splitlines()}
     rng = random.Random(f"tiny-signs words, {path.stem}")
     prompts: dict[str, str] = {}
     while len(prompts) < count:
@@ -96,4 +97,4 @@ if __name__ == "__main__":
     else:
         write_prompts(home / "train.txt", count=2048, evaluation=False)
         write_prompts(home / "eval.txt", count=256, evaluation=True)
-        write_prompts(home / "test.txt", count=256, evaluation=True, avoid=home / "eval.txt")
+        write_prompts(home / "test.txt", count=256, evaluation=True, avoid=[home / "eval.txt"])

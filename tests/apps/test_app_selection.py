@@ -217,8 +217,8 @@ def test_forwards_are_counted_with_and_without_the_short_cuts(here, bright_url):
         TINY, scorer_url=bright_url, train_steps=1, eval_every=1, window_high=1, num_inference_steps=5,
         old_log_prob="auto", ratio_tolerance=None,
     )  # fmt: skip
-    forwards = {
-        name: train(app, change(args, name=name, **changes))[1]["perf/forwards"]
+    lines = {
+        name: train(app, change(args, name=name, **changes))[1]
         for name, changes in {
             "plain": {},
             "guided": {"true_cfg_scale": 2.0},
@@ -226,7 +226,11 @@ def test_forwards_are_counted_with_and_without_the_short_cuts(here, bright_url):
             "fast": {"window_low": 2, "window_high": 3, "same_start_noise": True, "batch_size": 8},
         }.items()
     }
+    forwards = {name: line["perf/forwards"] for name, line in lines.items()}
     assert forwards == {"plain": 16 * 6, "guided": 2 * 16 * 6, "compressed": 16 * 4, "fast": 2 * 2 + 16 * 3 + 16}
+    backwards = {name: line["perf/backwards"] for name, line in lines.items()}
+    assert backwards == {"plain": 16, "guided": 2 * 16, "compressed": 16, "fast": 16}
+    assert all(line["perf/cpu_s"] > 0 for line in lines.values())
 
 
 def test_an_update_takes_a_share_of_the_steps_where_there_are_fewer_batches_than_updates():

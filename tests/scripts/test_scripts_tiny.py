@@ -66,7 +66,7 @@ def mean_score(name, media, texts, references):
 
 
 def write_signs(folder):
-    for name, count, avoid in (("train", 2048, None), ("eval", 256, None), ("test", 256, folder / "eval.txt")):
+    for name, count, avoid in (("train", 2048, []), ("eval", 256, []), ("test", 256, [folder / "eval.txt"])):
         tiny_signs.write_prompts(folder / f"{name}.txt", count=count, evaluation=name != "train", avoid=avoid)
 
 

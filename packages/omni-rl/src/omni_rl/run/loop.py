@@ -10,6 +10,7 @@ saves what there is and says what broke.
 
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -94,7 +95,7 @@ class Loop:
         for number in range(max(self._done, 0), args.train_steps):
             if stopping:
                 return
-            step, busy_s = Step(number), run.scorer.busy_s
+            step, busy_s, cpu_s = Step(number), run.scorer.busy_s, time.process_time()
             run.counts.clear()
             run.calls.clear()
             if run.load:
@@ -107,7 +108,7 @@ class Loop:
                 print(f"step {number + 1}: no sample has a signal, so no optimizer step was taken", flush=True)
             step.metrics["reward/busy_s"] = run.scorer.busy_s - busy_s
             step.metrics |= run.memory("", peak=True)
-            step.metrics["perf/forwards"] = float(sum(gather_json(run.dist, sum(run.calls.values()))))
+            step.metrics |= costs(run, time.process_time() - cpu_s)
             if run.model.boundary:
                 step.metrics |= {f"policy/forwards_{name}": float(run.counts[name]) for name in run.model.nets}
             step.metrics |= run.load.metrics() if run.load else {}
@@ -179,6 +180,14 @@ class Loop:
         if stopping and done < args.train_steps and run.dist.is_main:
             print(f"stopped after step {done}; this continues:\n{resume_command()}", flush=True)
         return stopping
+
+
+def costs(run: AnyRun, cpu_s: float) -> dict[str, float]:
+    """Return metrics of what a step took on all ranks. cpu_s: CPU seconds of this one."""
+    with_gradients = sum(samples for (_, has_gradient, _), samples in run.calls.items() if has_gradient)
+    by_rank = gather_json(run.dist, [float(sum(run.calls.values())), float(with_gradients), cpu_s])
+    names, sums = ("perf/forwards", "perf/backwards", "perf/cpu_s"), map(sum, zip(*by_rank, strict=True))
+    return dict(zip(names, sums, strict=True))
 
 
 def hold_out(run: AnyRun, done: int, evals: list[Mapping[str, float]]) -> dict[str, float]:
