@@ -27,6 +27,8 @@ from omni_rl.settings.fields import change, values_of
 from omni_rl.settings.toml import to_toml
 from omni_train.checkpoint.state import train_state
 from omni_train.checkpoint.store import Checkpoint
+from omni_train.remote import Remote
+from s3_store import SECRET, s3_store
 from safetensors.torch import load_file, save_file
 from trainer_runs import recipe, write_eval_prompts
 
@@ -210,18 +212,18 @@ def test_a_run_that_is_killed_in_its_first_save_goes_on_with_the_same_command(en
 
 def stop_the_report(rank):
     """Before a life: the process that writes evaluations stands still, and "reached" tells of the first checkpoint."""
-    begin, sync = ReportProcess.__init__, omni_train.checkpoint.store.sync_folder
+    begin, digest = ReportProcess.__init__, omni_train.checkpoint.store.index_digest
 
     def begin_and_stop(report, *args):
         begin(report, *args)
         os.kill(report._process.pid, signal.SIGSTOP)
         Path("report").write_text(str(report._process.pid))
 
-    def note(path):
-        sync(path)
+    def note(content):
         Path("reached").touch()
+        return digest(content)
 
-    ReportProcess.__init__, omni_train.checkpoint.store.sync_folder = begin_and_stop, note
+    ReportProcess.__init__, omni_train.checkpoint.store.index_digest = begin_and_stop, note
 
 
 def test_a_kill_loses_no_image_of_an_evaluation(enter, bright_url):
@@ -321,6 +323,41 @@ def test_ctrl_c_before_the_first_step_tells_the_command_too(enter, bright_url, r
     assert life.wait() == [130] * ranks, life.text()
     assert life.text().count("interrupted; this continues from the newest checkpoint:\n") == 1
     assert "Traceback" not in life.text()
+
+
+KEPT = ("full", "fsdp2")  # kinds of a run whose folders are lost
+
+
+@pytest.mark.parametrize("kind", sampled(KEPT, 1))
+def test_a_run_with_a_url_goes_on_in_an_empty_folder(enter, bright_url, in_peace, kind):
+    """It ends as the run with a folder did, and no file and no line has a credential."""
+    ranks, changes = KINDS[kind]
+    peace = in_peace(kind)
+    with s3_store() as bucket:
+        args = settings(bright_url, checkpoint_url=f"{bucket}/run", keep_checkpoints=1, **changes)
+        first = enter("first")
+        life = lives.train(first, change(args, train_steps=2), ranks=ranks)
+        assert_ends_well(life)
+        assert os.listdir(first / "runs/run/checkpoints") == []
+        second = enter("second")
+        again = lives.train(second, args, ranks=ranks)
+        assert_ends_well(again)
+        assert "runs/run continues after step 2: " in again.text()
+        assert lines(second) == lines(peace)
+        assert (second / "runs/run/config.toml").read_text().count(f"{bucket}/run") == 1
+        remote, last = Remote(f"{bucket}/run"), f"step-{STEPS:08}"
+        assert {name.partition("/")[0] for name in remote.sizes()} == {last}  # the lock was given back
+        saved = [name for name in remote.sizes(last) if name.endswith(".safetensors")]
+        found = {f"runs/run/checkpoints/{last}/{name}": remote.read(f"{last}/{name}") for name in saved}
+    weights = {path: data for path, data in outcome(peace).items() if "weights" in path.parts}
+    assert {
+        path.relative_to(second): path.read_bytes() for path in second.glob("runs/run/weights/**/*.safetensors")
+    } == weights
+    wanted = {str(path): data for path, data in outcome(peace).items() if "checkpoints" in path.parts}
+    assert {name: data for name, data in found.items() if "weights" not in name} == wanted
+    written = [path for home in (first, second) for path in home.rglob("*") if path.is_file()]
+    assert not [path for path in written if SECRET.encode() in path.read_bytes()]
+    assert len(written) > 10
 
 
 def whole(checkpoint):

@@ -71,6 +71,7 @@ MAY_IMPORT_LAZILY = {  # inside a function
     "omni_train/prompts/table.py": {"pyarrow"},
     "omni_train/hub.py": {"huggingface_hub"},
     "omni_train/log.py": {"rich"},
+    "omni_train/remote.py": {"fsspec"},  # which torch brings
     "omni_rl/flow/direct_rewards.py": {"transformers"},
     "omni_rl/run/sinks.py": {"wandb", "trackio"},
     "omni_rl/settings/early.py": {"huggingface_hub", "httpx"},  # the latter is the former's

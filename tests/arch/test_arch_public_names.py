@@ -137,7 +137,8 @@ SIGNATURES = {
     "omni_train.weights.full.load_weights": "module, folder, *, part='transformer'",
     "omni_train.weights.full.load_adapter": "module, folder, *, adapter='default', part='transformer', "
     "file='pytorch_lora_weights.safetensors'",
-    "omni_train.checkpoint.store.Checkpoint": "folder, dist, *, keep=2, wait_for=...",
+    "omni_train.checkpoint.store.Checkpoint": "folder, dist, *, keep=2, wait_for=..., url='', beside=()",
+    "omni_train.checkpoint.store.Checkpoint.send_rest": "self",
     "omni_train.checkpoint.store.Checkpoint.save": "self, step, module, optimizer=None, ema=None, *, config",
     "omni_train.checkpoint.store.Checkpoint.async_save": "self, step, module, optimizer=None, ema=None, *, config",
     "omni_train.checkpoint.store.Checkpoint.poll": "self",

@@ -218,7 +218,7 @@ def test_a_checkpoint_is_verified_without_a_model(checkpoints, monkeypatch):
     with pytest.raises(ValueError, match=r"weight/weight is torch.float32 \[3, 2\], the module has .* \[4, 2\]"):
         checkpoints.verify(saved, other)
     with monkeypatch.context() as patch:  # what is verified is not read for that again
-        patch.setattr("omni_train.checkpoint.store.check_file", None)
+        patch.setattr("omni_train.checkpoint.places.check_file", None)
         checkpoints.load(saved, filled(0.0))
     damage(folder / "rank-00000-000.safetensors")
     with pytest.raises(ValueError, match=r"is damaged: rank-00000-000\.safetensors has the SHA-256"):

@@ -203,7 +203,7 @@ def test_a_part_that_never_comes_is_waited_for_no_longer_than_said(run_ranks, tm
 KILLS = [  # the rank that is killed inside its thread, and where
     "0 omni_train.checkpoint.parts.write_file", "1 omni_train.checkpoint.parts.write_file",
     "1 omni_train.checkpoint.saving.write_atomically",
-    "0 omni_train.checkpoint.store.write_file", "0 os.rename",
+    "0 omni_train.checkpoint.places.write_file", "0 os.rename",
 ]  # fmt: skip
 
 

@@ -33,7 +33,7 @@ CALLS = {  # what a save asks of the disk
     "os.rename": os.rename,
     "pathlib.Path.mkdir": Path.mkdir,
     "shutil.rmtree": shutil.rmtree,
-    "omni_train.checkpoint.store.write_file": write_file,
+    "omni_train.checkpoint.places.write_file": write_file,
     "omni_train.checkpoint.parts.write_file": write_file,
 }
 

@@ -196,19 +196,29 @@ def probe_digest(paths: Iterable[str | Path], *, num_blocks: int = 64, block_byt
     return digest.hexdigest()
 
 
-def check_file(path: Path, expected: dict[str, int | str]) -> None:
+def check_file(path: Path, expected: Mapping[str, int | str]) -> None:
     """Raise ValueError if the file is missing or has another size or SHA-256 than `write_file` returned."""
     check_size(path, expected)
-    if (found := file_digest(path)) != expected["sha256"]:
-        raise ValueError(f"{path.name} has the SHA-256 {found[:12]}..., not {str(expected['sha256'])[:12]}...")
+    check_digest(path.name, file_digest(path), expected)
 
 
-def check_size(path: Path, expected: dict[str, int | str]) -> None:
+def check_size(path: Path, expected: Mapping[str, int | str]) -> None:
     """Raise ValueError if the file is missing or has another size than `write_file` returned."""
-    if not path.is_file():
-        raise ValueError(f"{path.name} is missing")
-    if (size := path.stat().st_size) != expected["bytes"]:
-        raise ValueError(f"{path.name} has {size} bytes, not {expected['bytes']}")
+    check_bytes(path.name, path.stat().st_size if path.is_file() else None, expected)
+
+
+def check_bytes(name: str, size: int | None, expected: Mapping[str, int | str]) -> None:
+    """Raise ValueError if a file has another size than `write_file` returned, or none as it is missing."""
+    if size is None:
+        raise ValueError(f"{name} is missing")
+    if size != expected["bytes"]:
+        raise ValueError(f"{name} has {size} bytes, not {expected['bytes']}")
+
+
+def check_digest(name: str, digest: str, expected: Mapping[str, int | str]) -> None:
+    """Raise ValueError if a file has another SHA-256 than `write_file` returned."""
+    if digest != expected["sha256"]:
+        raise ValueError(f"{name} has the SHA-256 {digest[:12]}..., not {str(expected['sha256'])[:12]}...")
 
 
 def sync_folder(path: Path) -> None:

@@ -1,16 +1,27 @@
-"""One writer per run folder: a lock that the operating system releases when its holder ends."""
+"""One writer per run folder: a lock that the operating system releases when its holder ends.
+
+The folder of a URL has no such lock. There an object names the holder, which renews it; one that is not renewed for
+`LEASE_S` is free.
+"""
 
 import errno
+import json
 import os
 import socket
+import threading
+import time
+from contextlib import suppress
 from pathlib import Path
+from uuid import uuid4
 
 from filelock import FileLock, Timeout
 
 from omni_train.dist import Dist, gather_json, same_error
 from omni_train.files import open_regular, read_regular
+from omni_train.remote import Remote
 
 LOCK_FILE = "lock"
+BEAT_S, LEASE_S = 15.0, 60.0  # between two renewals of a lease; until one that is not renewed is free
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # errors of a file system without locks
 _held: set[FileLock] = set()  # of this process, as a lock without a reference would be released
@@ -23,46 +34,135 @@ class RunLock:
     the last holder. A process that has the lock may take it again. A forked child does not have it.
     """
 
-    def __init__(self, folder: str | Path, dist: Dist, *, wait_s: float = 5.0) -> None:
+    def __init__(self, folder: str | Path, dist: Dist, *, wait_s: float = 5.0, url: str = "") -> None:
         """Take the lock. Every rank calls it.
 
         Args:
             folder: of the run, made if missing.
             dist: the ranks; the file names them.
             wait_s: seconds that the holder has to end, such as the ranks of a torchrun that was killed.
+            url: of a folder to take too, for a run whose checkpoints are there.
 
         Raises:
-            ValueError: another process writes into the folder; it is named. Or the lock file is a link, or no file. The
-                same on every rank.
+            ValueError: another process writes into the folder or the URL; it is named. Or the lock file is a link, or
+                no file. The same on every rank.
             OSError: the folder cannot be written to, or its file system has no locks.
         """
         self.path = Path(folder).absolute() / LOCK_FILE
         self._lock = FileLock(self.path, thread_local=False, is_singleton=True, fallback_to_soft=False)
+        self._lease: _Lease | None = None
         places = gather_json(dist, [socket.gethostname(), os.getpid()])
         with same_error(dist):
             if dist.is_main:
+                holder = ", ".join(f"pid {pid} on {host}" for host, pid in places)
                 try:
-                    self._take(wait_s, ", ".join(f"pid {pid} on {host}" for host, pid in places))
+                    before = self._take(wait_s)
                 except OSError as exc:
                     what = "on a disk that has file locks" if exc.errno in _NO_LOCKS else "that can be written to"
                     raise OSError(f"--name must name a folder {what}, got {folder}: {exc}") from exc
+                if url:
+                    self._lease = _Lease(Remote(url), holder, before)
+                    holder += f"\n{self._lease.token}"
+                with open(open_regular(self.path, os.O_RDWR), "r+") as file:
+                    file.truncate()
+                    file.write(holder)
+
+    def check(self) -> None:
+        """Raise OSError on the first rank if another process has taken the URL, which this one could not renew."""
+        if self._lease:
+            self._lease.check()
 
     def release(self) -> None:
         """Release the lock before the process ends."""
+        if self._lease:
+            self._lease.release()
         self._lock.release(force=True)
         _held.discard(self._lock)
 
-    def _take(self, wait_s: float, name: str) -> None:
+    def _take(self, wait_s: float) -> str:
+        """Take the kernel's lock; return the token of the lease that the last holder had, if any."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         os.close(open_regular(self.path, os.O_RDWR | os.O_CREAT))  # neither a link nor a pipe
         try:
             self._lock.acquire(timeout=wait_s)
             _held.add(self._lock)
         except Timeout:
-            holder = read_regular(self.path).decode(errors="replace") or "another process"
+            other = read_regular(self.path).decode(errors="replace").partition("\n")[0] or "another process"
             raise ValueError(
-                f"{self.path.parent} is in use by {holder}: end that run, or give this one another --name"
+                f"{self.path.parent} is in use by {other}: end that run, or give this one another --name"
             ) from None
-        with open(open_regular(self.path, os.O_RDWR), "r+") as file:
-            file.truncate()
-            file.write(name)
+        return read_regular(self.path).decode(errors="replace").partition("\n")[2]
+
+
+class _Lease:
+    """An object that names the one writer of a URL, and is renewed in a thread."""
+
+    def __init__(self, remote: Remote, holder: str, before: str) -> None:
+        """Take the URL.
+
+        before: token of a holder that has ended, as this process holds that one's lock on a disk.
+
+        Raises:
+            ValueError: another process renews it, or has just taken it.
+            OSError: the URL cannot be read or written.
+        """
+        self._remote, self._holder, self.token, self._beats = remote, holder, uuid4().hex, 0
+        self._ends = threading.Event()
+        if not remote.create(LOCK_FILE, self._text()):
+            other = self._other()
+            if not before or before not in other:
+                self._await(other)
+            remote.write(LOCK_FILE, self._text())
+        self.check()
+        threading.Thread(target=self._renew, daemon=True).start()
+
+    def check(self) -> None:
+        """Raise OSError if the object names another holder."""
+        if self.token not in (found := self._other()):
+            raise OSError(f"{self._remote.url} was taken by {_holder(found)}, as this run could not renew its lock")
+
+    def release(self) -> None:
+        """Delete the object, if it is this holder's."""
+        self._ends.set()
+        with suppress(OSError):  # it then ends by itself
+            if self.token in self._other():
+                self._remote.delete(LOCK_FILE)
+
+    def _await(self, other: str) -> None:
+        """Wait until the lease of another holder has ended; raise ValueError if it is renewed."""
+        deadline = time.monotonic() + LEASE_S
+        while time.monotonic() < deadline:
+            time.sleep(min(1.0, LEASE_S / 10))
+            if (now := self._other()) not in (other, ""):
+                raise ValueError(
+                    f"{self._remote.url} is in use by {_holder(now)}: end that run, or give this one another "
+                    "--checkpoint-url"
+                )
+            if not now:
+                return
+
+    def _renew(self) -> None:
+        while not self._ends.wait(BEAT_S):
+            with suppress(OSError):  # the next beat tries again, and `check` reports a loss
+                if self.token not in self._other():
+                    return
+                self._beats += 1
+                self._remote.write(LOCK_FILE, self._text())
+
+    def _other(self) -> str:
+        """Return the object's text; nothing if there is none."""
+        try:
+            return self._remote.read(LOCK_FILE).decode(errors="replace")
+        except FileNotFoundError:
+            return ""
+
+    def _text(self) -> bytes:
+        return json.dumps({"holder": self._holder, "token": self.token, "beats": self._beats}).encode()
+
+
+def _holder(text: str) -> str:
+    """Return the holder that a lease's text names."""
+    try:
+        return str(json.loads(text)["holder"])
+    except (ValueError, LookupError, TypeError):
+        return "another process"

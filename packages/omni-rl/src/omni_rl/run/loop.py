@@ -62,7 +62,10 @@ class Loop:
             self._evals += [line] if "eval/reward" in line else []
             self._golds += gold_of(line)
         self._golds = [Gold(*gold) for gold in gather_json(self.run.dist, self._golds)[0]]
-        self.run.session.checkpoints.pinned = best_of(self._golds)
+        self.run.session.checkpoints.pinned = best = best_of(self._golds)
+        with same_error(self.run.dist):
+            if best and self.run.dist.is_main:
+                self.run.session.fetch_best(best)
         self._stop = self._open.enter_context(catch_stop(self.run.world.signals))
         self._open.enter_context(self.run.session.log)
         return self
@@ -202,6 +205,8 @@ def hold_out(run: AnyRun, done: int, evals: list[Mapping[str, float]]) -> dict[s
             run.session.report.show_eval(done, *shown)
         evals += [metrics] if "eval/reward" in metrics else []
         if done and not run.args.eval.only:
+            if run.args.checkpoint_url:
+                run.session.checkpoints.wait()  # a save in progress sends the weights before
             card = _model_card(run, evals) if "eval/reward" in metrics else None
             run.export(run, card)
     run.sync_weights(done)

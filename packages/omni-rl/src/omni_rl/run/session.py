@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 from omni_train.checkpoint.store import Checkpoint
-from omni_train.dist import Dist
-from omni_train.files import write_atomically
+from omni_train.dist import Dist, same_error
+from omni_train.files import read_regular, read_steps, write_atomically
 from omni_train.hub import FETCHED, pinned
 from omni_train.kernels import BACKENDS
 from omni_train.lock import RunLock
@@ -24,6 +24,8 @@ from omni_rl.settings.early import check_same
 from omni_rl.settings.fields import flat
 from omni_rl.settings.toml import to_toml
 
+BESIDE = ("config.toml", "metrics.jsonl", "weights")  # what a checkpoint at a URL has of the folder
+
 
 class Session:
     """The folder of a run, and what writes into it.
@@ -34,15 +36,23 @@ class Session:
 
     def __init__(self, args: RunArgs, dist: Dist) -> None:
         self.folder = Path("runs") / args.name
+        self.lock: RunLock | None = None
+        self.report: ReportProcess | None = None
         self.checkpoints = Checkpoint(
-            self.folder / "checkpoints", dist, keep=args.keep_checkpoints, wait_for=self._await_samples
+            self.folder / "checkpoints",
+            dist,
+            keep=args.keep_checkpoints,
+            wait_for=self._await_samples,
+            url=args.checkpoint_url,
+            beside=[self.folder / name for name in BESIDE],
         )
+        if args.checkpoint_url and not (args.dry_run or args.eval.only):
+            self.lock = RunLock(self.folder, dist, url=args.checkpoint_url)
+            self.checkpoints.send_rest()
         self.saved = self.checkpoints.latest()
         self.first_step = self.saved.step + 1 if self.saved else 0
         self.config: dict[str, object] = {}
         self.log = RunLog("", is_main=False, total_steps=args.train_steps)
-        self.lock: RunLock | None = None
-        self.report: ReportProcess | None = None
         if args.eval.only:
             self.folder /= f"eval-{max(self.first_step - 1, 0):06}"
 
@@ -75,9 +85,12 @@ class Session:
 
     def take(self, args: RunArgs, dist: Dist, mode: str) -> None:
         """Make this the one run that writes into the folder, and print the first line."""
-        self.lock = RunLock(self.folder, dist)
+        self.lock = self.lock or RunLock(self.folder, dist)
         if self.checkpoints.latest() != self.saved:
             raise ValueError(f"{self.folder} has another checkpoint, from a run that has ended meanwhile: start again")
+        if not args.eval.only:
+            with same_error(dist):
+                self.fetch(dist)
         claim_folder(dist, self.folder, has_checkpoint=self.saved is not None)
         if dist.is_main:
             start = self.begins if self.saved else "begins"
@@ -85,6 +98,36 @@ class Session:
             ranks = f"{dist.world_size} {'rank' if dist.world_size == 1 else 'ranks'} on {dist.device.type}"
             place = f"report in {self.folder}/report.html; loading {args.model}"
             print(f"{self.folder} {start}: {ranks}, weights {mode}; {place}", flush=True)
+
+    def fetch(self, dist: Dist) -> None:
+        """Have the folder hold what the checkpoint at a URL has of it, where another machine has trained on.
+
+        Raises:
+            ValueError: the folder is another run's, or an object is not the one that was sent.
+            OSError: it could not be read or written.
+        """
+        remote = self.checkpoints.remote
+        if not (remote and self.saved and dist.is_main):
+            return
+        name, step = "metrics.jsonl", self.saved.step
+        theirs, path = remote.read_beside(step, name), self.folder / name
+        ours = read_regular(path) if path.exists() else b""
+        if theirs is None:  # the checkpoint was copied from a folder
+            return
+        if ours and ours.splitlines()[:1] != theirs.splitlines()[:1]:  # seconds of step 0, which no two runs share
+            raise ValueError(f"{self.folder} holds another run than {remote.remote.url}: give another --name")
+        if ours and max(line["step"] for line in read_steps(path)) >= step:
+            return
+        for name in BESIDE[:2]:
+            if data := remote.read_beside(step, name):
+                write_atomically(self.folder / name, data)
+        remote.fetch_beside(step, "weights", self.folder / "weights")
+
+    def fetch_best(self, step: int) -> None:
+        """Fetch the weights of the best checkpoint at a URL, on the first rank, unless the folder has them."""
+        remote, best = self.checkpoints.remote, self.folder / "best"
+        if remote and not best.exists() and step in remote.steps():
+            remote.fetch_beside(step, "weights", best)
 
     def open_log(
         self, args: RunArgs, world: World, nets: Sequence[nn.Module], rewards: Sequence[str], unshard: Sequence[str]
@@ -117,6 +160,12 @@ class Session:
         )
 
     def _await_samples(self) -> None:
-        """Wait until the samples of evaluations are on the disk: what comes before a checkpoint is not drawn again."""
+        """Wait until the samples of evaluations are on the disk: what comes before a checkpoint is not drawn again.
+
+        Raises:
+            OSError: another run has taken the URL of the checkpoints.
+        """
+        if self.lock:
+            self.lock.check()
         if self.report:
             self.report.wait()

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from omni_train.prompts.files import PromptRecord, RecordCheck, load_prompts
 from omni_train.prompts.sampler import PromptSampler
+from omni_train.remote import check_url
 
 from omni_rl.media.images import AllOrNone, reference_sizes
 from omni_rl.run.engines import ENGINES
@@ -73,6 +74,7 @@ class RunArgs:
     train_steps: Annotated[int, at_least(0)] = 300  # Training steps; each is one rollout and its updates
     save_every: Annotated[int, at_least(1), MAY_CHANGE] = 10  # Training steps between two checkpoints
     keep_checkpoints: Annotated[int, at_least(1), MAY_CHANGE] = 2  # Number of newest checkpoints to keep
+    checkpoint_url: Annotated[str, MAY_CHANGE] = ""  # URL for checkpoints of machines that share no disk
     async_save: Annotated[bool, MAY_CHANGE] = True  # Write checkpoints from a copy on the host while training goes on
     tracking: Tracking = Tracking()  # Trackers that get metrics and images too
     profile: Annotated[int, at_least(0), MAY_CHANGE] = 0  # Step to trace, phase by phase, from 1; 0 is none
@@ -216,6 +218,9 @@ def check_run(args: RunArgs) -> None:
     """
     check_bounds(args)
     check_tracker(args.tracking.to, args.tracking.project)
+    if args.checkpoint_url:
+        with flag("--checkpoint-url: "):
+            check_url(args.checkpoint_url)
     lora, memory, shards = args.lora, args.memory, args.sharding
     world_size = num_ranks()
     name, mode = PurePath(args.name), sharding(args, world_size)

@@ -29,13 +29,23 @@ class Saved:
 
 def saved_steps(folder: Path) -> list[int]:
     """Return the steps of the complete checkpoints in a folder, in ascending order."""
-    found = [re.fullmatch("step-([0-9]{8,19})", path.name) for path in folder.glob("step-*")]
-    return sorted(int(match[1]) for match in found if match)
+    return sorted(step for path in folder.glob("step-*") if (step := step_of(path.name)) is not None)
+
+
+def step_name(step: int) -> str:
+    """Return the name of a checkpoint."""
+    return f"step-{step:08}"
+
+
+def step_of(name: str) -> int | None:
+    """Return the step of a checkpoint's name; None for any other name."""
+    match = re.fullmatch("step-([0-9]{8,19})", name)
+    return int(match[1]) if match else None
 
 
 def step_folder(folder: Path, step: int, suffix: str = "") -> Path:
     """Return the folder of a checkpoint."""
-    return folder / f"step-{step:08}{suffix}"
+    return folder / f"{step_name(step)}{suffix}"
 
 
 def check_config(saved: Saved, config: Config, *, ignore: Collection[str] = ()) -> None:
@@ -68,8 +78,13 @@ def read_index(folder: Path) -> Saved:
     path = folder / INDEX_FILE
     if not path.is_file():
         raise ValueError(f"{INDEX_FILE} is missing")
+    return parse_index(read_regular(path))
+
+
+def parse_index(data: bytes) -> Saved:
+    """Return the index in the bytes of its file; raise ValueError unless it is the one that was written."""
     try:
-        content = json.loads(read_regular(path), parse_int=parse_int)
+        content = json.loads(data, parse_int=parse_int)
     except (ValueError, RecursionError) as exc:
         raise ValueError(f"{INDEX_FILE} is not valid JSON ({exc})") from exc
     if not isinstance(content, dict) or content.pop("sha256", None) != index_digest(content):

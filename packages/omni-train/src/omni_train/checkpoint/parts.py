@@ -5,8 +5,9 @@ has `{"dtype", "shape", "pieces": [[file, first row], ...]}`, and each file its 
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from heapq import heapreplace
 from itertools import accumulate, pairwise
@@ -152,24 +153,40 @@ def merge_parts(parts: Sequence[Index]) -> Index:
 
 
 @torch.no_grad()
-def read_tensors(folder: Path, index: Mapping[str, Mapping[str, Any]], targets: Mapping[str, Tensor]) -> None:
-    """Fill each target, or this rank's rows of it, with the checkpoint's tensor of its name.
+def read_tensors(
+    open_rows: Callable[[str], AbstractContextManager[Any]],
+    index: Mapping[str, Mapping[str, Any]],
+    targets: Mapping[str, Tensor],
+) -> None:
+    """Fill each target, or this rank's rows of it, with the checkpoint's tensor of its name, file by file.
+
+    open_rows: opens the rows of a file, as `places.MappedRows` has them.
 
     Raises:
         ValueError: the pieces lack rows, or have NaN or infinity.
     """
-    with ExitStack() as stack:
-        opened: dict[str, Any] = {}
-        for name, target in targets.items():
-            pieces = []
-            for file, first in index[name]["pieces"]:
-                if file not in opened:  # mapped, not read: only rows that are used come from the disk
-                    opened[file] = stack.enter_context(safe_open(folder / file, framework="pt"))
-                pieces.append((opened[file].get_slice(name), first))
-            local, first = local_rows(target)
-            if _copy_rows(local, first, pieces) != len(local):
-                raise ValueError(f"{name} lacks rows in {folder}")
-            check_finite(name, local)
+    pieces: dict[str, list[tuple[str, int]]] = {}
+    for name in targets:
+        for file, first in index[name]["pieces"]:
+            pieces.setdefault(file, []).append((name, first))
+    copied: Counter[str] = Counter()
+    for file, own in pieces.items():
+        with open_rows(file) as rows:
+            wanted, views = [], []
+            for name, start in own:
+                local, first = local_rows(targets[name])
+                low, high = max(first, start), min(first + len(local), start + rows.count(name))
+                if low < high:
+                    wanted.append((name, low - start, high - start))
+                    views.append(local[low - first : high - first])
+                    copied[name] += high - low
+            for view, found in zip(views, rows.read(wanted), strict=True):
+                view.copy_(found)
+    for name, target in targets.items():
+        local, _ = local_rows(target)
+        if copied[name] != len(local):
+            raise ValueError(f"{name} lacks rows")
+        check_finite(name, local)
 
 
 def check_fits(index: Mapping[str, Mapping[str, Any]], state: Mapping[str, Tensor]) -> None:
@@ -205,17 +222,6 @@ def check_part(path: Path, index: Mapping[str, Mapping[str, Any]]) -> None:
 def _num_holders(tensor: Tensor) -> int:
     """Return the number of ranks that hold the rows of one copy."""
     return tensor.device_mesh.size() if isinstance(tensor, DTensor) else 1
-
-
-def _copy_rows(local: Tensor, first: int, pieces: Sequence[tuple[Any, int]]) -> int:
-    """Copy the rows `first ... first + len(local) - 1` from the pieces that have them; return their number."""
-    copied = 0
-    for piece, start in pieces:
-        low, high = max(first, start), min(first + len(local), start + piece.get_shape()[0])
-        if low < high:
-            local[low - first : high - first].copy_(piece[low - start : high - start])
-            copied += high - low
-    return copied
 
 
 def check_finite(name: str, local: Tensor) -> None:

@@ -1,21 +1,23 @@
 """A save in progress: the threads of a rank, which call no collective, and the waits for them.
 
-Each rank's thread writes its files, and their index as `part-00001.json`. The first rank's thread reads these indices
-as they appear, and completes the checkpoint when it has all of them.
+Each rank's thread writes its files into a draft, and their index as `part-00001.json`, and hands them over to the place
+of the checkpoints. The first rank's thread reads these indices as they appear there, and completes the checkpoint when
+it has all of them.
 """
 
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
-from omni_train.checkpoint.parts import Index, PartFile, merge_parts
+from omni_train.checkpoint.parts import Index, PartFile
+from omni_train.checkpoint.places import Place, part_name
 from omni_train.dist import Dist
 from omni_train.files import write_atomically
 
-NUM_THREADS = 4  # of a rank, each writes one file at a time
 SHARED_S = 60.0  # until a file of another rank must be visible in the shared folder
 LONELY_S = 20.0  # the first rank of a failed run waits this long for the parts of the others
 
@@ -24,18 +26,29 @@ class Saving:
     """This rank's part of a save, which starts immediately."""
 
     def __init__(
-        self, folder: Path, dist: Dist, files: Iterable[PartFile], finish: Callable[[Index], None], *, num_threads: int
+        self,
+        draft: Path,
+        place: Place,
+        dist: Dist,
+        files: Iterable[PartFile],
+        about: Mapping[str, Any],
+        finish: Callable[[Sequence[Index]], None],
+        *,
+        num_threads: int,
     ) -> None:
         """Start to write.
 
         Args:
-            folder: where all ranks write.
-            dist: this rank's place.
+            draft: the folder to write into.
+            place: of the checkpoints.
+            dist: this rank's number.
             files: its files; an iterator is advanced when the last one is written.
-            finish: called by the first rank with the index of all parts.
+            about: what the part's index holds beside the files and their tensors.
+            finish: called by the first rank with the indices of all parts.
             num_threads: files written at the same time; if several, `files` must be in memory.
         """
-        self._folder, self._dist, self._files, self._finish = folder, dist, files, finish
+        self._draft, self._place, self._dist, self._files = draft, place, dist, files
+        self._about, self._finish = about, finish
         self._num_threads = num_threads
         self._written: Future[None] = Future()  # this rank's part
         self._ended: Future[None] = Future()  # on the first rank, the checkpoint
@@ -77,11 +90,10 @@ class Saving:
 
     def _run(self) -> None:
         try:
-            part = self._write()
+            self._place.hand_over(self._draft, self._write())
             self._written.set_result(None)
             if self._dist.is_main:
-                others = [self._take_part(rank) for rank in range(1, self._dist.world_size)]
-                self._finish(merge_parts([part, *others]))
+                self._finish([self._take_part(rank) for rank in range(self._dist.world_size)])
             self._ended.set_result(None)
         except Exception as exc:
             is_sent = isinstance(exc, OSError | ValueError | RuntimeError)  # to the other ranks by `same_error`
@@ -90,31 +102,29 @@ class Saving:
                 if not future.done():
                     future.set_exception(error)
 
-    def _write(self) -> Index:
+    def _write(self) -> list[str]:
+        """Write this rank's files and, last, their index; return the names."""
         index: Index = {"files": {}, "tensors": {}}
 
         def write(file: PartFile) -> tuple[PartFile, dict[str, int | str]]:
-            return file, file.write(self._folder)
+            return file, file.write(self._draft)
 
         with ThreadPoolExecutor(self._num_threads) as pool:
             for file, about in (pool.map if self._num_threads > 1 else map)(write, self._files):
                 index["files"][file.name] = about
                 index["tensors"] |= file.index()
-        if not self._dist.is_main:
-            write_atomically(self._part(self._dist.rank), json.dumps(index))
-        return index
+        own = part_name(self._dist.rank)
+        write_atomically(self._draft / own, json.dumps(index | self._about))
+        return [*index["files"], own]
 
     def _take_part(self, rank: int) -> Index:
-        """Wait for the index of another rank; return and delete it."""
-        path, deadline = self._part(rank), float("inf")
-        while not path.is_file():
+        """Wait for the index of a rank, and return it."""
+        deadline = float("inf")
+        while (data := self._place.part(self._draft, rank)) is None:
             if self._all_written.is_set():
                 deadline = min(deadline, time.monotonic() + SHARED_S)
-            if self._is_given_up.wait(0.02) or time.monotonic() > deadline:
-                raise OSError(f"{path.name} is missing in {self._folder}; it must be a folder that all ranks share")
-        index: Index = json.loads(path.read_bytes())
-        path.unlink()
+            if self._is_given_up.wait(self._place.pause_s) or time.monotonic() > deadline:
+                fault = f"{part_name(rank)} is missing in {self._draft}; it must be a folder that all ranks share"
+                raise OSError(f"{fault}, or --checkpoint-url must be given")
+        index: Index = json.loads(data)
         return index
-
-    def _part(self, rank: int) -> Path:
-        return self._folder / f"part-{rank:05}.json"

@@ -2,20 +2,19 @@
 
 A checkpoint is a folder `step-00000120` of safetensors files and one `checkpoint.json`. It is written under another
 name and renamed when all of it is on the disk: a folder of that name is complete, and one with another name was left by
-a crash. No file is ever written twice.
+a crash. At a URL one with a `checkpoint.json` is complete. No file is ever written twice.
 
 `async_save` copies the state to host memory and returns; threads write the copy while training continues. No thread
 calls a collective (see `checkpoint.saving`); `poll`, once a step, reports the result to all ranks.
 
 Every rank writes the rows that it holds, and the index has the file and first row of each piece of a tensor. So nothing
 is gathered, no host needs room for more than one file per rank, and any number of ranks, sharded or not, can read it.
-All ranks must see the same folder. Nothing is pickled.
+All ranks must see the same folder, or send what they have written to a URL. Nothing is pickled.
 
 The states of torch's default random generators are not saved: all random numbers of a run come from a seed of the step.
 """
 
 import json
-import os
 import platform
 import shutil
 import warnings
@@ -24,7 +23,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import safetensors
 import torch
@@ -33,33 +31,48 @@ from torch.optim import Optimizer
 
 from omni_train import __version__
 from omni_train.checkpoint import parts
-from omni_train.checkpoint.index import INDEX_FILE, Config, Saved, index_digest, read_index, saved_steps, step_folder
+from omni_train.checkpoint.index import INDEX_FILE, Config, Saved, index_digest, step_folder
 from omni_train.checkpoint.index import check_config as check_config
 from omni_train.checkpoint.index import config_differences as config_differences
-from omni_train.checkpoint.saving import NUM_THREADS, Saving
+from omni_train.checkpoint.places import NUM_THREADS, Place, RemoteFolder, SharedFolder, drafts
+from omni_train.checkpoint.saving import Saving
 from omni_train.checkpoint.state import Copies, allocate_optimizer, train_state
 from omni_train.dist import Dist, gather_json, same_error, synchronize
-from omni_train.files import check_file, check_size, sync_folder, write_file
+from omni_train.remote import Remote
 
 
 class Checkpoint:
     """The checkpoints of one run, the last `keep` of them. Every rank calls every method, and fails where one fails."""
 
     def __init__(
-        self, folder: str | Path, dist: Dist, *, keep: int = 2, wait_for: Callable[[], object] = lambda: None
+        self,
+        folder: str | Path,
+        dist: Dist,
+        *,
+        keep: int = 2,
+        wait_for: Callable[[], object] = lambda: None,
+        url: str = "",
+        beside: Sequence[Path] = (),
     ) -> None:
         """Open the folder.
 
         Args:
-            folder: of the checkpoints, made by the first save.
+            folder: of the checkpoints, made by the first save; with `url` of those that are not sent yet.
             dist: the ranks.
             keep: number of newest checkpoints to keep.
             wait_for: called by the first rank before a checkpoint is complete, in the thread that writes it. It may
                 wait for other files, which are then on the disk if the checkpoint is.
+            url: of a folder to keep the checkpoints in, for ranks that share no disk; see `omni_train.remote`.
+            beside: files and folders of the first rank that a checkpoint at a URL holds too.
+
+        Raises:
+            ValueError: `keep` or `url` is none.
         """
         if keep < 1:
             raise ValueError(f"keep must be >= 1, got {keep}")
         self.folder = Path(folder)
+        self.remote = RemoteFolder(Remote(url), beside) if url else None
+        self._place: Place = self.remote or SharedFolder(self.folder)
         self.dist = dist
         self.keep, self._wait_for = keep, wait_for
         self.pinned: int | None = None  # step of a checkpoint that is kept however old
@@ -75,7 +88,7 @@ class Checkpoint:
                 Or a file or link has the name of an unfinished checkpoint.
         """
         with same_error(self.dist):
-            steps = self._steps() if self.dist.is_main else []
+            steps = self._place.steps() if self.dist.is_main else []
         newest = gather_json(self.dist, steps[-1:])[0]  # as the first rank sees the folder
         if not newest:
             return None
@@ -102,11 +115,11 @@ class Checkpoint:
                 state = train_state(module, None, None).items()
                 entries = {name: entry for name, entry in saved.tensors.items() if name.startswith("weight/")}
                 parts.check_fits(entries, {name: tensor for name, tensor in state if name.startswith("weight/")})
-            for name in sorted(saved.files)[self.dist.rank :: self.dist.world_size]:
-                path = self._path(saved.step) / name
+            names = sorted(saved.files)[self.dist.rank :: self.dist.world_size]
+            check = partial(parts.check_part, index=saved.tensors)
+            with ThreadPoolExecutor(NUM_THREADS) as pool:
                 try:
-                    check_file(path, saved.files[name])
-                    parts.check_part(path, saved.tensors)
+                    list(pool.map(lambda name: self._place.check(saved.step, name, saved.files[name], check), names))
                 except ValueError as exc:
                     raise self._damaged(saved.step, exc) from exc
         self._verified = saved
@@ -115,6 +128,8 @@ class Checkpoint:
         self, step: int, module: nn.Module, optimizer: Optimizer | None = None, ema: Copies = None, *, config: Config
     ) -> Path:
         """Write the state that training changes; return the folder. Earlier checkpoints stay complete after any error.
+
+        With a URL the folder is removed when all of it has been sent; it stays where that fails, for `send_rest`.
 
         A rank has one file's tensors in host memory at a time.
 
@@ -189,6 +204,7 @@ class Checkpoint:
             saving.give_up()
             self._remove(step)
             raise
+        self._clear()
 
     def wait_alone(self) -> None:
         """Write this rank's part of the save in progress, after an error that other ranks may not have.
@@ -197,6 +213,24 @@ class Checkpoint:
         """
         if self._saving:
             self._saving[1].wait_alone()
+
+    def send_rest(self) -> None:
+        """Complete the checkpoint that an earlier start has not sent to the URL completely, if the machines have it.
+
+        Every rank calls it, before `latest`, in a run that may write. Drafts that are not needed are removed.
+
+        Raises:
+            OSError: it could not be sent.
+        """
+        if not self.remote:
+            return
+        with same_error(self.dist):
+            for draft in drafts(self.folder) if self._is_first_here else []:
+                self.remote.send_rest(draft)
+        with same_error(self.dist):
+            for found in self.remote.unfinished() if self.dist.is_main else []:
+                self._finish(found)
+        self._clear()
 
     def load(self, saved: Saved, module: nn.Module, optimizer: Optimizer | None = None, ema: Copies = None) -> None:
         """Load a checkpoint into a module, optimizer and averages like those that `save` was given.
@@ -219,7 +253,7 @@ class Checkpoint:
                 allocate_optimizer(module, optimizer, {name: entry["shape"] for name, entry in saved.tensors.items()})
             state = train_state(module, optimizer, ema)
             parts.check_fits(saved.tensors, state)
-            parts.read_tensors(self._path(saved.step), saved.tensors, state)
+            parts.read_tensors(partial(self._place.rows, saved.step), saved.tensors, state)
         if self.dist.is_main and saved.versions != _versions():
             warnings.warn(
                 f"made with {saved.versions}, read with {_versions()}: the last bits may differ", stacklevel=2
@@ -228,36 +262,24 @@ class Checkpoint:
     def _path(self, step: int, suffix: str = "") -> Path:
         return step_folder(self.folder, step, suffix)
 
-    def _steps(self) -> list[int]:
-        self._litter()
-        return saved_steps(self.folder)
-
-    def _litter(self) -> list[Path]:
-        """Return the folders of unfinished checkpoints; raise ValueError for a file or link, which no save leaves."""
-        litter = list(self.folder.glob("step-*.tmp"))
-        for path in litter:
-            if path.is_symlink() or path.is_file():
-                raise ValueError(f"{path} must be a folder, which an unfinished checkpoint is: move it away")
-        return litter
-
     def _open(self, step: int) -> Saved:
         """Return the index of a step; raise ValueError unless all files have the right size."""
-        saved = read_index(self._path(step))
+        saved = self._place.open(step)
         if saved.step != step:
             raise ValueError(f"{INDEX_FILE} is of step {saved.step}: the folder was copied or renamed")
-        for name, expected in saved.files.items():
-            check_size(self._path(step) / name, expected)
         return saved
 
     def _damaged(self, step: int, reason: ValueError) -> ValueError:
         """Return the error of a damaged checkpoint, which names the next older one that has all its files."""
-        message = f"checkpoint {self._path(step)} is damaged: {reason}."
-        for older in reversed([s for s in self._steps() if s < step]):
+        message = f"checkpoint {self._place.at(step)} is damaged: {reason}."
+        for older in reversed([s for s in self._place.steps() if s < step]):
             try:
                 self._open(older)
             except ValueError:
                 continue
-            return ValueError(f"{message} Move it away to continue from {self._path(older)}, which has all its files")
+            return ValueError(
+                f"{message} Move it away to continue from {self._place.at(older)}, which has all its files"
+            )
         return ValueError(f"{message} There is no older one: move it away to start anew")
 
     def _begin(
@@ -269,12 +291,17 @@ class Checkpoint:
         with same_error(self.dist):
             files = parts.part_files(self.dist, train_state(module, optimizer, ema))
             if self.dist.is_main:
-                if self._path(step).exists():
-                    raise ValueError(f"step must be new, but {self._path(step)} exists")
+                if step in self._place.steps():
+                    raise ValueError(f"step must be new, but {self._place.at(step)} exists")
                 self.folder.mkdir(parents=True, exist_ok=True)
-                for litter in self._litter():
-                    shutil.rmtree(litter)
-                self._path(step, ".tmp").mkdir()
+                self._place.clean()
+                if not self.remote:
+                    self._path(step, ".tmp").mkdir()
+            self._clear()
+        if self.remote:
+            with same_error(self.dist):  # after all machines have removed theirs, as some may share a disk
+                if self._is_first_here:
+                    self._path(step, ".tmp").mkdir(parents=True, exist_ok=True)
         return files
 
     def _copy(self, files: Mapping[str, Sequence[parts.Row]]) -> list[parts.PartFile]:
@@ -292,32 +319,43 @@ class Checkpoint:
 
     def _start(self, step: int, files: Iterable[parts.PartFile], config: Config, *, num_threads: int) -> None:
         about = {"step": step, "config": dict(config), "versions": _versions(), "world_size": self.dist.world_size}
-        finish = partial(self._finish, about)
-        self._saving = step, Saving(self._path(step, ".tmp"), self.dist, files, finish, num_threads=num_threads)
+        self._saving = (
+            step,
+            Saving(
+                self._path(step, ".tmp"),
+                self._place,
+                self.dist,
+                files,
+                {"about": about} if self.dist.is_main else {},
+                self._finish,
+                num_threads=num_threads,
+            ),
+        )
+
+    @property
+    def _is_first_here(self) -> bool:
+        """True on the rank that makes and removes drafts: the first one, or with a URL the first of each machine."""
+        return self.dist.local_rank == 0 if self.remote else self.dist.is_main
+
+    def _clear(self) -> None:
+        """Remove the drafts of this machine."""
+        for draft in drafts(self.folder) if self.remote and self._is_first_here else []:
+            shutil.rmtree(draft, ignore_errors=True)  # machines may share it
 
     def _remove(self, step: int) -> None:
         """Free the space of an unfinished save; the next one removes what cannot be removed now."""
-        if self.dist.is_main:
+        if self.dist.is_main and not self.remote:
             shutil.rmtree(self._path(step, ".tmp"), ignore_errors=True)
 
-    def _finish(self, about: dict[str, Any], index: parts.Index) -> None:
-        """Write the index and give the folder its name; then delete checkpoints that are too old."""
-        temporary = self._path(about["step"], ".tmp")
-        for name, expected in index["files"].items():
-            try:
-                check_size(temporary / name, expected)
-            except ValueError as exc:
-                raise OSError(f"{temporary}: {exc}; it must be a folder that all ranks share") from exc
-        content = asdict(Saved(**(about | index)))
-        write_file(temporary / INDEX_FILE, json.dumps({"sha256": index_digest(content)} | content, indent=1).encode())
-        sync_folder(temporary)
+    def _finish(self, found: Sequence[parts.Index]) -> None:
+        """Complete the checkpoint of these parts; then delete checkpoints that are too old."""
+        about, index = found[0]["about"], parts.merge_parts(found)
+        content = asdict(Saved(**about, **index))
+        text = json.dumps({"sha256": index_digest(content)} | content, indent=1)
         self._wait_for()
-        os.rename(temporary, self._path(about["step"]))
-        sync_folder(self.folder)
-        for step in set(self._steps()[: -self.keep]) - {self.pinned}:
-            litter = self._path(step, ".tmp")  # no longer a checkpoint when its first file is deleted
-            os.rename(self._path(step), litter)
-            shutil.rmtree(litter)
+        self._place.seal(self._path(about["step"], ".tmp"), index["files"], text.encode())
+        for step in set(self._place.steps()[: -self.keep]) - {self.pinned}:
+            self._place.delete(step)
 
 
 def _versions() -> dict[str, str]:
