@@ -165,7 +165,14 @@ def main(args: Args, world: World) -> None:
     teachers = parse_teachers(args.teachers)
     trained, teaching = trained_steps(args), partial(teacher_params, args)
     run = MEDIA.start(
-        args, world, args.algo, reference=not teachers, steps=trained, teachers=teachers, teaching=teaching
+        args,
+        world,
+        args.algo,
+        reference=not teachers,
+        steps=trained,
+        teachers=teachers,
+        teaching=teaching,
+        scored=False,
     )
     with Loop(run) as steps:
         for step in steps:

@@ -121,7 +121,7 @@ class Pairs:
 def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
     source = read_pairs if args.preferences else sample_pairs
-    run = MEDIA.start(args, world, "dpo", reference=True)
+    run = MEDIA.start(args, world, "dpo", reference=True, scored=not args.preferences)
     with Loop(run) as steps:
         for step in steps:
             pairs = source(run, step)

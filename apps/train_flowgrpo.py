@@ -186,8 +186,8 @@ ALGOS = {
 
 def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
-    reference, routes = bool(args.kl_coef), args.route_replay
-    run = MEDIA.start(args, world, args.algo, reference=reference, steps=args.window, routes=routes)
+    reference, routes, parts = bool(args.kl_coef), args.route_replay, args.gate_parts
+    run = MEDIA.start(args, world, args.algo, reference=reference, steps=args.window, routes=routes, gate_parts=parts)
     with Loop(run) as steps:
         for step in steps:
             prompts = prompts_of(run, step, same_start_noise=args.same_start_noise)

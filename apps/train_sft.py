@@ -85,7 +85,7 @@ QUANTILES = (torch.arange(10_000, dtype=torch.float64) + 0.5) / 10_000  # to mea
 
 def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
-    run = MEDIA.start(args, world, "sft")
+    run = MEDIA.start(args, world, "sft", scored=False)
     with Loop(run) as steps:
         for step in steps:
             with run.phase("read"):

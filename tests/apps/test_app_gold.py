@@ -88,6 +88,9 @@ def test_a_run_stops_when_the_gold_score_has_fallen_and_keeps_its_best(here, gol
     shutil.copy("gold.txt", "other.txt")
     with pytest.raises(ValueError, match="eval_gold_prompts was"):  # the best would mix scales
         train(app, settings("short", bright_url, gold, train_steps=3, eval_gold_prompts="other.txt"))
+    Path("gold.txt").write_text('a red sign that says "MN"\na red sign that says "OP"\n')
+    with pytest.raises(ValueError, match=r"gold\.txt has other contents than at the start"):
+        train(app, settings("short", bright_url, gold, train_steps=3))
 
 
 def test_the_best_is_the_same_after_a_crash_and_its_checkpoint_continues(here, gold_prompts, bright_url):
@@ -151,6 +154,10 @@ def darkest(media, prompts, meta):
 
 def test_the_kl_is_of_samples_that_the_reward_overrates(here):
     with serving_here(darkest, name="corner") as url:
+        message = r"--gate-parts must name parts of the scores, got 'main'; this scorer has mean$"
+        with pytest.raises(ValueError, match=message):
+            train(app, change(GATED, name="unknown", scorer_url=url, gate_parts="mean,main"))
+        assert not Path("runs/unknown").exists()  # nothing was sampled
         gated = train(app, change(GATED, name="gated", scorer_url=url))
         plain = train(app, change(GATED, name="plain", scorer_url=url, gate_parts=""))
     assert 0 < gated[1]["reward/overrated_ratio"] <= 0.25

@@ -11,6 +11,8 @@ from diffusers.training_utils import compute_density_for_timestep_sampling, comp
 from helpers import CHECKPOINT, REPO, sampled, ulps
 from model_rows import ROWS
 from omni_losses import velocity_error
+from omni_reward import Scorer
+from omni_reward.serving import serving_here
 from omni_rl.run.run import Step
 from omni_rl.settings.fields import change
 from omni_rollout import Params
@@ -229,6 +231,19 @@ def test_it_learns_what_it_is_shown_without_a_scorer_and_other_trainers_start_fr
         rewards.append(train(other, tiny(recipe(other, "tiny-signs"), **changes))[0]["eval/reward"])
     base, *started = rewards
     assert started[0] == started[1] > base + 0.01
+
+
+def test_a_scorer_may_compare_samples_of_evaluations_where_training_samples_none(samples):
+    def first_is_best(media, prompts, meta):
+        return [float(i == 0) for i in range(len(prompts))]
+
+    with serving_here(Scorer(first_is_best, groups=True)) as url:
+        alone = change(TINY, group_size=1, batch_size=1, train_steps=1, eval_every=1, scorer_url=url)
+        (before, _) = train(app, change(alone, name="pairs", eval_samples_per_prompt=2))
+        with pytest.raises(ValueError, match=r"^--eval\.samples-per-prompt must be at least 2 where a scorer compares"):
+            train(app, change(alone, name="single"))
+    assert before["eval/reward"] == 0.5
+    assert before["eval/best@2"] == 1.0
 
 
 def test_the_script_writes_the_signs_that_the_recipe_names(tmp_path, monkeypatch):

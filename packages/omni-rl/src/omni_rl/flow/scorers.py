@@ -218,7 +218,7 @@ def connect(
     *,
     samples: Arrays = MappingProxyType({}),
     name: str = "--scorer.url",
-    parts: Sequence[str] = (),
+    parts: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[RewardClient | SleepingScorer, str]:
     """Open a client of the scorer at one URL or of equal ones at several, with commas between; return its version too.
 
@@ -227,7 +227,7 @@ def connect(
 
     kinds: of media that the model generates; the scorer may take only some. samples: of these kinds, a canary's; others
     are the client's own. name: of the flag that holds the URLs.
-    parts: that its scores must name.
+    parts: that its scores must name, each with the flag that names it.
 
     Raises:
         ValueError: a server does not answer, refuses the token or the canary, takes other media, or takes references
@@ -271,9 +271,9 @@ def connect(
          f"--scorer.sleep needs a scorer whose weights can move to the host, {info['scorer']} has none"),
         (TEXT not in kinds or not client.takes_groups,
          f"{name} must be a scorer of single answers, this one compares those of a group"),
-        *((part in score.parts, f"--reward-parts must name parts of the scores, got {part!r}; this scorer has "
+        *((part in score.parts, f"{own} must name parts of the scores, got {part!r}; this scorer has "
            f"{', '.join(sorted(score.parts)) or 'no parts'}")
-          for part in parts for scores in replies for score in scores if score.abstained is None),
+          for part, own in parts.items() for scores in replies for score in scores if score.abstained is None),
     )  # fmt: skip
     waiting = info["limits"]["max_waiting"] * len(client.urls)  # requests that the servers let wait, of all ranks
     client.close()

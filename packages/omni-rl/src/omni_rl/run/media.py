@@ -270,7 +270,9 @@ def open_scorer(
         watch, _ = ask(args.scorer.watch_url, canary=canary, name="--scorer.watch-url")
     scorer: Scorer = abstaining()
     version, url = "", args.scorer.url if isinstance(args, ScoredArgs) else ""
-    parts = list(parse_numbers(args.reward_parts, "--reward-parts")) if isinstance(args, JudgedArgs) else []
+    parts = dict.fromkeys(needs.gate_parts.split(",") if needs.gate_parts else (), "--gate-parts")
+    if isinstance(args, JudgedArgs):
+        parts |= dict.fromkeys(parse_numbers(args.reward_parts, "--reward-parts"), "--reward-parts")
     if needs.scorer:
         scorer = needs.scorer(world.dist, kinds)
     elif url or args.dry_run:  # of a plan
@@ -280,7 +282,7 @@ def open_scorer(
         return ask(url, canary=_with(meta, canary_of(args.frame_rate, records)), name=name)[0]
 
     open_set_scorers(args, inputs.held_out, connect)
-    whole = {"--group-size": args.group_size} if scorer.takes_groups else {}
+    whole = {"--group-size": args.group_size} if scorer.takes_groups and needs.scored else {}
     for number, held in enumerate(inputs.held_out):
         name = f"eval.sets[{number}].samples_per_prompt" if number else "--eval.samples-per-prompt"
         asked = held.scorer or scorer, *([watch] if watch else [])

@@ -58,7 +58,8 @@ class Needs:
     old_policy: an older policy, for `Policy.as_old`. reference: the first one, for `Policy.reference`. steps: the first
     of the schedule that is trained at, and one past the last. routes: a mixture of experts, whose routes are replayed.
     scorer: opens another scorer than --scorer.url. teachers: folders of weights by name, for `Policy.teacher`.
-    teaching: what teachers sample with, of what the run samples with.
+    teaching: what teachers sample with, of what the run samples with. gate_parts: as --gate-parts. scored: False if
+    only evaluations ask the scorer.
     """
 
     old_policy: bool = False
@@ -68,6 +69,8 @@ class Needs:
     scorer: Callable[[Dist, Sequence[str]], Scorer] | None = None
     teachers: Mapping[str, str] = field(default_factory=dict)
     teaching: Callable[[Params], Params] | None = None
+    gate_parts: str = ""
+    scored: bool = True
 
 
 @dataclass
@@ -133,6 +136,8 @@ class Kind(Generic[ModelT, EngineT, ParamsT, ScorerT]):
         scorer: Callable[[Dist, Sequence[str]], Scorer] | None = None,
         teachers: Mapping[str, str] = MappingProxyType({}),
         teaching: Callable[[Params], Params] | None = None,
+        gate_parts: str = "",
+        scored: bool = True,
     ) -> Run[OwnArgsT, ModelT, EngineT, ParamsT, ScorerT]:
         """Return a new run, or the one that runs/NAME holds where it stopped. With --dry-run, print the plan and end.
 
@@ -141,7 +146,7 @@ class Kind(Generic[ModelT, EngineT, ParamsT, ScorerT]):
         Raises:
             ValueError, OSError: something in the settings does not fit; the same on every rank.
         """
-        needs = Needs(old_policy, reference, steps, routes, scorer, teachers, teaching)
+        needs = Needs(old_policy, reference, steps, routes, scorer, teachers, teaching, gate_parts, scored)
         return start(self, args, world, algorithm, needs)
 
 

@@ -119,6 +119,8 @@ def check_same(args: RunArgs, saved: Saved, now: Config, *, ignore: Collection[s
 def files_of(args: RunArgs, model: Path | None) -> dict[str, str]:
     """Return what identifies the files of prompts and weights. model: its folder, None for one that is not fetched."""
     prompts = {"prompts": pinned(args.prompts), "prompts_digest": file_digest(local_file(args.prompts))}
+    if args.eval.gold_prompts:
+        prompts["eval_gold_prompts_digest"] = file_digest(local_file(args.eval.gold_prompts))
     start = sorted(Path(args.init_weights).rglob("*.safetensors")) if args.init_weights else []
     weights = {"weights_digest": probe_digest([*sorted(model.rglob("*.safetensors")), *start])} if model else {}
     return prompts | weights
