@@ -10,9 +10,11 @@ import pytest
 from apps.app_lives import TINY
 from helpers import sampled
 from omni_reward.serving import serving
+from omni_rl.run import loop
 from omni_rl.run.world import World
 from omni_rl.settings.fields import change
-from trainer_runs import train
+from omni_train.files import load_metrics
+from trainer_runs import train, unclocked
 
 import train_flowgrpo as app
 
@@ -96,3 +98,28 @@ def test_a_scorer_gone_for_good_ends_the_run_with_a_checkpoint_and_an_error(serv
     server()
     lines = train(app, change(args, scorer_timeout_s=60.0))
     assert [line["step"] for line in lines] == list(range(5))
+
+
+def test_a_scorer_lost_in_an_evaluation_costs_no_steps_and_the_run_goes_on_with_it(server, monkeypatch):
+    args = settings(server, train_steps=3, eval_every=2, save_every=9, scorer_timeout_s=2.0)
+    process, hold_out = server(), loop.hold_out
+
+    def hold_out_without_scorer(run, done, evals):
+        if done == 2:
+            process.kill()
+            process.wait()
+        return hold_out(run, done, evals)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "hold_out", hold_out_without_scorer)
+        with pytest.raises(RuntimeError, match=r"phase eval: RewardError: "):
+            app.main(args, World.join(args))
+    assert Path("runs/run/checkpoints/step-00000002").is_dir()
+    (*_, broken) = load_metrics("runs/run/metrics.jsonl")
+    assert broken["step"] == 2
+    assert not {name for name in broken if name.startswith("eval/")}
+    server()
+    lines = train(app, change(args, scorer_timeout_s=60.0))
+    peace = train(app, change(args, name="peace", scorer_timeout_s=60.0))
+    assert unclocked(lines) == unclocked(peace)
+    assert lines[2]["perf/forwards"] == peace[2]["perf/forwards"] > 0

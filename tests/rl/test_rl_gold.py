@@ -70,6 +70,8 @@ def test_distances_are_those_of_random_samples_at_first_and_move_with_the_latent
     assert judged(one_each)["eval/gold/diversity"] == 0.0
     assert judged(other, prompt="b")["eval/gold/drift"] == 0.0  # another set begins anew
     assert judged(first, prompt="b")["eval/gold/drift"] > 0.9
+    assert set(judged(torch.ones(64, 16, 8, 8), prompt="c")) == {"eval/gold/rank_correlation"}  # nothing to measure by
+    assert set(judged(first, prompt="c")) == {"eval/gold/rank_correlation"}
 
 
 def test_an_evaluation_alone_compares_with_the_first_and_writes_nothing(tmp_path, monkeypatch):

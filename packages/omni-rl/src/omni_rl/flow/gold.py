@@ -36,6 +36,8 @@ def judge(
 ) -> dict[str, float]:
     """Return rank correlation, diversity and drift of the gold set's samples by their names in the log.
 
+    There are no distances where all samples of the first evaluation were the same.
+
     prompts: the N of all ranks. batches: this rank's, with the samples that fill them up. rewards, golds: [N], by
     the run's scorer and by the gold scorer.
     """
@@ -44,10 +46,11 @@ def judge(
     sampling = params.num_inference_steps, params.height, params.width, params.guidance_scale, params.guidance
     about = repr([*sampling, *((p.text, p.seed, p.size) for p in prompts)])
     first = first_rows(run, hashlib.sha256(about.encode()).hexdigest(), rows)
-    spread = (2 * first.var(dim=0).mean()).sqrt()
-    diversity = (2 * rows.unflatten(0, (-1, held.samples)).var(dim=1).mean()).sqrt() / spread
-    drift = (rows - first).square().mean().sqrt() / spread
-    found = {"diversity": diversity.item(), "drift": drift.item()}
+    found, spread = dict[str, float](), (2 * first.var(dim=0).mean()).sqrt().item()
+    if spread:
+        within = (2 * rows.unflatten(0, (-1, held.samples)).var(dim=1).mean()).sqrt().item()
+        moved = (rows - first).square().mean().sqrt().item()
+        found |= {"diversity": within / spread, "drift": moved / spread}
     if not math.isnan(correlation := rank_correlation(rewards, golds)):
         found["rank_correlation"] = correlation
     return {held.metric(name): value for name, value in found.items()}

@@ -53,11 +53,21 @@ class Loop:
         self._alarms = Watch()
         self._evals: list[Mapping[str, float]] = []  # lines with a held-out score, in step order
         self._golds: list[Gold] = []  # in step order, the same on every rank
+        self._unjudged: dict[str, float] = {}  # the last line, if its evaluation is due still
         self._peak_tflops = peak_tflops(run.dist.device)
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
-        for line in load_metrics(self.run.session.folder / "metrics.jsonl") if self.run.dist.is_main else []:
+        lines = load_metrics(self.run.session.folder / "metrics.jsonl") if self.run.dist.is_main else []
+        if (
+            lines
+            and self._done == lines[-1]["step"] > 0
+            and self._is_evaluated(self._done)
+            and not is_judged(lines[-1])
+        ):
+            self._unjudged = lines.pop()
+        self._unjudged = gather_json(self.run.dist, self._unjudged)[0]
+        for line in lines:
             self._alarms(line)
             self._evals += [line] if "eval/reward" in line else []
             self._golds += gold_of(line)
@@ -95,6 +105,10 @@ class Loop:
         if args.eval.only:
             return self._evaluate_alone()
         stopping = run.session.first_step == 0 and self._finish(Step(-1))  # line 0: the model as it was given
+        if self._unjudged:  # as its scorer failed
+            step = Step(self._done - 1)
+            step.metrics = {name: value for name, value in self._unjudged.items() if not is_added(name)}
+            stopping = self._finish(step)
         for number in range(max(self._done, 0), args.train_steps):
             if stopping:
                 return
@@ -147,18 +161,32 @@ class Loop:
             self._saved = self._done
             run.session.checkpoints.pinned = best_of(self._golds)  # once that save has begun: an older best stays whole
 
+    def _is_evaluated(self, done: int) -> bool:
+        """Return True if an evaluation is due after so many steps."""
+        args = self.run.args
+        return bool(done or args.eval.first) and (done % args.eval.every == 0 or done == args.train_steps)
+
     def _finish(self, step: Step) -> bool:
         """Evaluate, log and save when due; return True if the run has been asked to stop."""
         run, args, done = self.run, self.run.args, step.number + 1
         num_drawn = run.counts["drawn"]  # an evaluation draws more
         flops = run.flops.total(run.calls) if run.flops else {}
-        if (done or args.eval.first) and (done % args.eval.every == 0 or done == args.train_steps):
-            with run.phase("eval"):
-                step.metrics |= hold_out(run, done, self._evals)
-                self._golds += gold_of({"step": done} | step.metrics)
-                if done and best_of(self._golds) == done:
-                    keep_best(run)
-        run.session.log.log(done, step.metrics, num_samples=num_drawn, flops=flops, peak_tflops=self._peak_tflops)
+        log = partial(run.session.log.log, num_samples=num_drawn, flops=flops, peak_tflops=self._peak_tflops)
+        if self._is_evaluated(done):
+            try:
+                with run.phase("eval"):
+                    step.metrics |= hold_out(run, done, self._evals)
+                    self._golds += gold_of({"step": done} | step.metrics)
+                    if done and best_of(self._golds) == done:
+                        keep_best(run)
+            except RewardError:  # of all ranks: the steps are kept, and judged when the run goes on
+                if done:
+                    log(done, step.metrics)
+                    self._done = done
+                    self._save()
+                    run.session.checkpoints.wait()
+                raise
+        log(done, step.metrics)
         self._done = done
         if run.dist.is_main:
             _print_alarms(done, self._alarms({"step": done} | step.metrics))
@@ -191,6 +219,16 @@ def costs(run: AnyRun, cpu_s: float) -> dict[str, float]:
     by_rank = gather_json(run.dist, [float(sum(run.calls.values())), float(with_gradients), cpu_s])
     names, sums = ("perf/forwards", "perf/backwards", "perf/cpu_s"), map(sum, zip(*by_rank, strict=True))
     return dict(zip(names, sums, strict=True))
+
+
+def is_judged(line: Mapping[str, float]) -> bool:
+    """Return True if a line of the log has an evaluation."""
+    return any(name.startswith("eval/") for name in line)
+
+
+def is_added(name: str) -> bool:
+    """Return True for what the log itself adds to a line."""
+    return name == "step" or name.startswith("time/") or name.endswith(("samples_per_s", "_tflops", "_mfu"))
 
 
 def hold_out(run: AnyRun, done: int, evals: list[Mapping[str, float]]) -> dict[str, float]:
