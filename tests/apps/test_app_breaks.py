@@ -147,13 +147,16 @@ BREAKS = {  # what each rank does before, exit codes, what is said and advised, 
 @pytest.mark.parametrize("name", sampled(BREAKS, 2))
 def test_what_breaks_is_told_once_and_the_same_command_continues(folder, bright_url, name):
     before, codes, message, newest = BREAKS[name]
-    args = settings(bright_url)
+    args = settings(bright_url, tracking_notify="tee -a told.txt")
     life = lives.train(folder, args, ranks=2, before=before)
     assert life.wait(60) == codes, life.text()
     text = life.text()
     assert f": {message}" in text
     assert text.count("this continues from the newest:\ntorchrun --nproc-per-node 2 ") == 1
     assert text.count("Traceback (most recent call last)") == ("disk" not in name)
+    told = (folder / "told.txt").read_text()
+    assert told.count(f": {message}") == 1
+    assert told.startswith("run: ")
     left = sorted(path.name for path in folder.glob("runs/run/checkpoints/*"))
     assert left == [f"step-{step:08}" for step in range(max(0, newest - 1), newest + 1)]
     life = lives.train(folder, args, ranks=2)

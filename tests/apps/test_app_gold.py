@@ -1,6 +1,7 @@
 """Runs with a gold set: its score beside the reward's, the best weights and checkpoint, the stop, crashes and ranks."""
 
 import copy
+import re
 import shutil
 from contextlib import contextmanager
 from dataclasses import replace
@@ -66,7 +67,8 @@ def test_one_gold_prompt_is_too_few_to_tell_a_fall(here):
 
 def test_a_run_stops_when_the_gold_score_has_fallen_and_keeps_its_best(here, gold_prompts, bright_url, capfd):
     with scripted(per_sample(SCORES)) as gold:
-        args = settings("run", bright_url, gold, train_steps=6, eval_stop_on="gold-falls:2")
+        notify = {"tracking_notify": "tee -a 'what was told.txt'"}
+        args = settings("run", bright_url, gold, train_steps=6, eval_stop_on="gold-falls:2", **notify)
         lines = train(app, args, report=True)
     assert [line["eval/gold/reward"] for line in lines] == pytest.approx([score + 0.005 for score in SCORES[:5]])
     shown = capfd.readouterr()
@@ -76,6 +78,10 @@ def test_a_run_stops_when_the_gold_score_has_fallen_and_keeps_its_best(here, gol
     )
     assert "stopped after step 4" in shown.out
     assert "ALARM after step 4: The gold score falls (" in shown.err
+    told = Path("what was told.txt").read_text()
+    starts = re.findall(r"^run: (ALARM after step 4: The gold score falls|--stop-on|stopped after step 4)", told, re.M)
+    assert starts == ["ALARM after step 4: The gold score falls", "--stop-on", "stopped after step 4"]
+    assert "tee" not in Path("runs/run/config.toml").read_text()  # a command may hold a token
     assert "The gold score falls" in [alarm["title"] for alarm in run_data(Path("runs/run"))["alarms"]]
     assert undocumented(lines) == {f"eval/gold/{name}" for name in ("abstained_ratio", "best@2")}  # NAME
     assert names(Path("runs/run/checkpoints")) == ["step-00000002", "step-00000004"]

@@ -55,7 +55,7 @@ MAY_IMPORT = {  # places -> libraries and siblings, whichever way a line names t
     "omni_rl/settings/cli.py": {"tyro"},
     "omni_rl/media/videos.py": {"av"},
     "omni_rl/media/write.py": {"av"},
-    "omni_rl/report/serve.py": {"starlette", "uvicorn"},
+    "omni_rl/report/serve.py": {"prometheus_client", "starlette", "uvicorn"},
     "omni_rl/tools/prompts.py": {"requests", "urllib3"},
     "apps/*": {"torch", "numpy", *SIBLINGS},
 }
@@ -73,7 +73,7 @@ MAY_IMPORT_LAZILY = {  # inside a function
     "omni_train/log.py": {"rich"},
     "omni_train/remote.py": {"fsspec"},  # which torch brings
     "omni_rl/flow/direct_rewards.py": {"transformers"},
-    "omni_rl/run/sinks.py": {"wandb", "trackio"},
+    "omni_rl/run/sinks.py": {"wandb", "trackio", "swanlab", "mlflow"},
     "omni_rl/settings/early.py": {"huggingface_hub", "httpx"},  # the latter is the former's
     "omni_rl/tools/doctor.py": {"huggingface_hub"},
     "omni_rl/tools/hub.py": {"huggingface_hub"},

@@ -1,4 +1,4 @@
-"""Run by test_rl_sinks.py where nothing but omni-rl and its three extras is installed: prints what sinks stored.
+"""Run by test_rl_sinks.py where nothing but omni-rl and its extras of trackers is installed: prints what sinks stored.
 
 python sinks_alone.py FOLDER    with TRACKIO_DIR set
 """
@@ -71,13 +71,43 @@ def read_trackio(folder: Path) -> list[tuple[int, dict[str, Any]]]:
     return [(step, json.loads(metrics)) for step, metrics in rows]
 
 
+def read_swanlab(folder: Path) -> list[tuple[int, dict[str, Any]]]:
+    """(step, metrics) of the folder's runs, one for each start; of sheets their file names."""
+    from swanlab.proto.swanlab.record.v1.record_pb2 import Record
+    from swanlab.sdk.internal.core_python.store import DataStoreReader
+
+    found: dict[int, dict[str, Any]] = {}
+    for path in sorted(folder.glob("swanlab/run-*/*.swanlab")):
+        reader = DataStoreReader()
+        reader.open(path)
+        for data in reader:
+            record = Record.FromString(data)
+            if record.HasField("scalar"):
+                found.setdefault(record.scalar.step, {})[record.scalar.key] = record.scalar.value.number
+            if record.HasField("media"):
+                found.setdefault(record.media.step, {})[record.media.key] = len(record.media.value.items)
+    return sorted(found.items())
+
+
+def read_mlflow(folder: Path) -> dict[str, Any]:
+    """Parameters, status, sheets and {name: [(step, value)]} of the one run in the folder."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{folder / 'mlflow.db'}")
+    (run,) = client.search_runs([client.get_experiment_by_name("project").experiment_id])
+    names = [name for metrics in dict(LINES).values() for name in metrics]
+    history = {name: [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, name)] for name in names}
+    sheets = sorted(path.name for path in (folder / "mlflow").glob("*/artifacts/eval/pictures/*"))
+    return history | {"params": run.data.params, "status": run.info.status, "sheets": sheets}
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     run = folder / "run"
     write_eval(run, 0, np.zeros((2, 32, 96, 3), np.uint8), [Sample("a cat", 0.5)] * 2)
     (run / "config.toml").write_text("lr = 0.5\n")
     for start in (LINES[:2], LINES[2:]):
-        sinks = tracker("tensorboard,wandb,trackio", run, "project")
+        sinks = tracker("tensorboard,wandb,trackio,swanlab,mlflow", run, "project")
         with RunLog(run, is_main=True, total_steps=5, sinks=sinks, tty=False, resume_step=start[0][0] - 1) as log:
             for step, metrics in start:
                 log.log(step, metrics)
@@ -85,6 +115,8 @@ def main() -> None:
         "tensorboard": read_tensorboard(run / "tensorboard"),
         "wandb": read_wandb(run),
         "trackio": read_trackio(Path(os.environ["TRACKIO_DIR"])),
+        "swanlab": read_swanlab(run),
+        "mlflow": read_mlflow(run),
     }
     (folder / "stored.json").write_text(json.dumps(stored))
 

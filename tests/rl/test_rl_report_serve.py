@@ -18,6 +18,7 @@ from omni_rl.report import Sample, serve, write_eval
 from omni_rl.report.__main__ import main
 from omni_rl.report.data import run_data
 from omni_rl.report.serve import LiveServer, Runs
+from prometheus_client.parser import text_string_to_metric_families
 from rl.report_runs import RATES, clips, write_run
 
 
@@ -71,6 +72,18 @@ def test_the_list_tells_of_every_run_and_why_one_cannot_be_read(server):
     assert (b["id"], b["step"], b["total"], b["seconds"]) == ("sweep/b c", 8, 40, 18)
     assert bad["error"].startswith("bad/metrics.jsonl, line 1")
     assert "64 bits" in huge["error"]
+
+
+def test_prometheus_reads_the_last_line_of_every_run_that_can_be_read(server):
+    status, headers, body = ask(server, "/metrics")
+    families = {family.name: family for family in text_string_to_metric_families(body.decode())}
+    assert status == 200
+    assert headers["Content-Type"].startswith("text/plain; version=")
+    steps = {sample.labels["run"]: sample.value for sample in families["omni_rl_step"].samples}
+    assert steps == {"a": 12, "sweep/b c": 8}
+    values = {(s.labels["run"], s.labels["metric"]): s.value for s in families["omni_rl_metric"].samples}
+    assert values["a", "eval/reward"] == pytest.approx(0.24)
+    assert ("bad", "step") not in values
 
 
 def test_runs_are_looked_for_down_to_three_levels_and_not_in_runs_or_behind_links(tmp_path, monkeypatch):

@@ -13,12 +13,12 @@ from helpers import REPO
 from omni_rl.run import sinks
 from omni_train.log import RunLog
 
-EXTRAS = ("tensorboard", "wandb", "trackio")
+EXTRAS = ("tensorboard", "wandb", "trackio", "swanlab", "mlflow")
 
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory):
-    """What the three libraries stored, in an environment of its own: trackio and the pillow of the tests do not fit."""
+    """What the libraries stored, in an environment of its own: trackio and the pillow of the tests do not fit."""
     folder = tmp_path_factory.mktemp("sinks")
     uv = shutil.which("uv") or shutil.which("uv", path=REPO / ".tools" / "bin")
     assert uv, "uv must be on the PATH or in .tools/bin"
@@ -62,6 +62,24 @@ def test_trackio_stores_every_number_in_its_database(stored):
     assert found[5]["loss"] == -1.5
 
 
+def test_swanlab_stores_every_number_without_a_network(stored):
+    found = dict(stored["swanlab"])
+    assert list(found) == [0, 1, 5]
+    assert found[0]["eval/reward"] == 0.5
+    assert found[0]["eval/pictures"] == 1
+    assert found[1]["loss"] == 0.25
+    assert found[5]["loss"] == -1.5
+
+
+def test_mlflow_stores_every_number_in_one_run_of_a_database(stored):
+    found = stored["mlflow"]
+    assert found["eval/reward"] == [[0, 0.5]]
+    assert found["loss"] == [[1, 0.25], [5, -1.5]]
+    assert math.isnan(found["bad"][0][1])
+    assert found["bad"][1] == [5, sys.float_info.max]
+    assert (found["params"], found["status"], found["sheets"]) == ({"lr": "0.5"}, "FINISHED", ["000000.png"])
+
+
 def test_a_sink_is_closed_with_the_log_and_a_plain_function_need_not_be(tmp_path):
     seen = []
     closable = sinks.Sink(lambda step, metrics: seen.append(step), lambda: seen.append("closed"))
@@ -70,7 +88,7 @@ def test_a_sink_is_closed_with_the_log_and_a_plain_function_need_not_be(tmp_path
     assert seen == [1, "closed"]
 
 
-@pytest.mark.parametrize("kind", ["tensorboard", "wandb", "trackio"])
+@pytest.mark.parametrize("kind", EXTRAS)
 def test_a_missing_library_is_refused_with_the_words_that_install_it(kind, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, kind, None)
     with pytest.raises(ValueError, match=rf"--tracking\.to must be .*, got '{kind}': pip install 'omni-rl\[{kind}\]'"):
@@ -81,7 +99,7 @@ def test_a_missing_library_is_refused_with_the_words_that_install_it(kind, monke
 @pytest.mark.parametrize("kind", ["wand", "none,wandb", "wandb,wandb", ""])
 def test_trackers_are_named_once_each(kind, monkeypatch, tmp_path):
     monkeypatch.setattr(sinks, "find_spec", lambda name: True)
-    with pytest.raises(ValueError, match=r"--tracking\.to must be none, or of tensorboard, wandb and trackio"):
+    with pytest.raises(ValueError, match=r"--tracking\.to must be none, or of tensorboard, wandb, .*, each once"):
         sinks.check_tracker(kind, "project")
 
 

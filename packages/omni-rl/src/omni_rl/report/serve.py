@@ -6,6 +6,7 @@
 |---|---|
 | `/` | the list, which asks for `runs.json` every few seconds |
 | `/report?run=a&run=b` | the report of a run, or a comparison, made on request |
+| `/metrics` | the last line of each run's metrics, as Prometheus reads them |
 | `/files/a/eval/000080/0000.png` | an image, a video or a sound of a report |
 
 It only reads, and serves no files outside the folder and no HTML of the folder. If other machines can reach it, every
@@ -29,6 +30,7 @@ import uvicorn
 from omni_reward.cli import bind
 from omni_reward.transport import is_loopback, names_loopback
 from omni_train.files import load_metrics
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -54,6 +56,7 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
+State = tuple[tuple[int, int], ...]  # when each file changed, in nanoseconds, and its size in bytes
 PAGE_POLICY = "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"  # besides the one in the page
 
 
@@ -84,10 +87,22 @@ class Runs:
         """Return the row of each run in the list, or the error of its files."""
         return [{"id": name, "name": self.title(name), **self._outline(run)} for name, run in self.find().items()]
 
+    def gauges(self) -> bytes:
+        """Return the last line of each run in Prometheus' text format; damaged runs have none."""
+        registry = CollectorRegistry()
+        step = Gauge("omni_rl_step", "Finished training steps of the run", ["run"], registry=registry)
+        values = Gauge("omni_rl_metric", "Metric of the run's last line", ["run", "metric"], registry=registry)
+        for name, folder in self.find().items():
+            with suppress(Exception):  # of any content; the list shows the error
+                line = _last_line(folder, _state(folder))
+                step.labels(self.title(name)).set(line["step"])
+                for metric, value in line.items():
+                    values.labels(self.title(name), metric).set(value)
+        return generate_latest(registry)
+
     def _outline(self, folder: Path) -> dict[str, Any]:
         try:
-            stats = [path.stat() for name in FILES if (path := folder / name).exists()]
-            return _outline(folder, tuple((stat.st_mtime_ns, stat.st_size) for stat in stats))
+            return _outline(folder, _state(folder))
         except Exception as exc:  # of any content; the other runs are listed
             return {"error": str(exc).replace(f"{self.root}/", "")}
 
@@ -126,8 +141,20 @@ class Runs:
         raise HTTPException(404, "no such image, video or sound")
 
 
+def _state(folder: Path) -> State:
+    """Return what changes when one of the run's files does."""
+    stats = [path.stat() for name in FILES if (path := folder / name).exists()]
+    return tuple((stat.st_mtime_ns, stat.st_size) for stat in stats)
+
+
 @lru_cache(MAX_RUNS)
-def _outline(folder: Path, state: tuple[tuple[int, int], ...]) -> dict[str, Any]:
+def _last_line(folder: Path, state: State) -> dict[str, float]:
+    """Return the last line of the run's metrics. state: of its files, which are read again only if it changes."""
+    return load_metrics(folder / FILES[0])[-1]
+
+
+@lru_cache(MAX_RUNS)
+def _outline(folder: Path, state: State) -> dict[str, Any]:
     """Return the row of a run in the list. state: of its files, which are read again only if it changes."""
     steps = load_metrics(folder / FILES[0])
     found = outline(folder, steps)
@@ -159,6 +186,10 @@ def create_app(runs: Runs, *, host: str = "localhost", token: str = "") -> Starl
         async with listing:
             return Response(embed(await run_in_threadpool(runs.outlines)), media_type="application/json")
 
+    async def gauges(request: Request) -> Response:
+        async with listing:
+            return Response(await run_in_threadpool(runs.gauges), media_type=CONTENT_TYPE_LATEST)
+
     async def report(request: Request) -> Response:
         async with drawing:
             return show(await run_in_threadpool(runs.report, request.query_params.getlist("run")))
@@ -179,7 +210,7 @@ def create_app(runs: Runs, *, host: str = "localhost", token: str = "") -> Starl
             answer.headers.setdefault(name, value)
         return answer
 
-    pages = {"": index, "runs.json": listed, "report": report, "files/{path:path}": media}
+    pages = {"": index, "runs.json": listed, "metrics": gauges, "report": report, "files/{path:path}": media}
     routes = [Route(start + path, endpoint) for path, endpoint in pages.items()]
     app = Starlette(routes=routes, middleware=[Middleware(BaseHTTPMiddleware, dispatch=guard)])
     app.router.redirect_slashes = False

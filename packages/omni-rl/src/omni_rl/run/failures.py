@@ -18,6 +18,7 @@ from omni_train.kernels import has_own_attention
 from omni_train.signals import resume_command
 
 from omni_rl.flow.scorers import scorer_to_start
+from omni_rl.run.notify import announce
 from omni_rl.run.world import World
 from omni_rl.settings.args import RunArgs
 from omni_rl.settings.fields import values_of
@@ -81,7 +82,7 @@ def say_failure(failure: BrokenRunError, args: RunArgs) -> None:
     parts = [f"{Path(sys.argv[0]).name}: {message}{where}", advice(failure.cause, args)]
     if not args.dry_run:
         parts += ["Checkpoints that were complete stay; this continues from the newest:", resume_command()]
-    print("\n".join(parts), file=sys.stderr, flush=True)
+    announce("\n".join(parts), args, sys.stderr)
 
 
 def describe(reports: Mapping[int, str], num_ranks: int) -> str:

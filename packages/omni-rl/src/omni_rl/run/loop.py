@@ -29,6 +29,7 @@ from omni_rl.report.folder import command_line
 from omni_rl.run.alarms import Alarm, Watch
 from omni_rl.run.failures import BrokenRunError
 from omni_rl.run.metrics import GOLD_REWARD, error_of, falls
+from omni_rl.run.notify import announce
 from omni_rl.run.run import AnyRun, Step
 from omni_rl.settings.args import secret_flags, without_secrets
 from omni_rl.settings.fields import change, flat
@@ -150,7 +151,8 @@ class Loop:
                 ends = scores[:: max(1, len(scores) - 1)]  # first and last
                 changes.append(f"{held.name or 'held-out score'} {' -> '.join(f'{score:.3f}' for score in ends)}")
         if self.run.dist.is_main:
-            print(f"{', '.join(changes) or 'no held-out score'}; {written} in {self.run.session.folder}", flush=True)
+            scored = ", ".join(changes) or "no held-out score"
+            announce(f"{scored}; {written} in {self.run.session.folder}", self.run.args)
 
     def _save(self) -> None:
         """Begin a checkpoint of the finished steps, unless there is one."""
@@ -189,7 +191,8 @@ class Loop:
         log(done, step.metrics)
         self._done = done
         if run.dist.is_main:
-            _print_alarms(done, self._alarms({"step": done} | step.metrics))
+            for alarm in self._alarms({"step": done} | step.metrics):
+                announce(_alarm_text(done, alarm), args, sys.stderr)
         scores, errors = [gold.score for gold in self._golds], [gold.error for gold in self._golds]
         has_fallen = (
             GOLD_REWARD in step.metrics and args.eval.stop_after > 0 and falls(scores, errors, args.eval.stop_after)
@@ -207,9 +210,9 @@ class Loop:
         if has_fallen and run.dist.is_main:
             best = best_of(self._golds)
             where = f", whose weights are in {run.session.folder / 'best'}" if best else ", the model as it was given"
-            print(f"--stop-on {args.eval.stop_on}: the gold score has fallen since step {best}{where}", flush=True)
+            announce(f"--stop-on {args.eval.stop_on}: the gold score has fallen since step {best}{where}", args)
         if stopping and done < args.train_steps and run.dist.is_main:
-            print(f"stopped after step {done}; this continues:\n{resume_command()}", flush=True)
+            announce(f"stopped after step {done}; this continues:\n{resume_command()}", args)
         return stopping
 
 
@@ -293,8 +296,7 @@ def _model_card(run: AnyRun, evals: Sequence[Mapping[str, float]]) -> dict[str, 
     }
 
 
-def _print_alarms(done: int, alarms: Sequence[Alarm]) -> None:
-    """Print alarms; the report draws the same from the log."""
-    for alarm in alarms:
-        numbers = ", ".join(f"{name} {value:.4g}" for name, value in alarm.numbers.items())
-        print(f"ALARM after step {done}: {alarm.title} ({numbers}). {alarm.look}", file=sys.stderr, flush=True)
+def _alarm_text(done: int, alarm: Alarm) -> str:
+    """Return the line of an alarm; the report shows the same from the log."""
+    numbers = ", ".join(f"{name} {value:.4g}" for name, value in alarm.numbers.items())
+    return f"ALARM after step {done}: {alarm.title} ({numbers}). {alarm.look}"

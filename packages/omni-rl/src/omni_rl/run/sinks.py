@@ -1,16 +1,18 @@
-"""Trackers of metrics: TensorBoard, Weights & Biases, Trackio.
+"""Trackers of metrics: TensorBoard, Weights & Biases, Trackio, SwanLab, MLflow.
 
     RunLog(folder, is_main=..., total_steps=..., sinks=tracker("wandb,tensorboard", folder, "my-project"))
 
 A sink is called as `sink(step, metrics)` after each line of the log. Trackers also get the sheet of each evaluation,
 written by `omni_rl.report.write_eval`, and the settings of config.toml. A folder that was tracked before continues its
 run in the tracker. A library is imported when its sink is made; each is an extra of this package. Nothing is uploaded
-unless the user has logged in to W&B, or a library is configured so.
+unless the user has logged in to W&B or SwanLab, or a library is configured so.
 """
 
 import netrc
 import os
+import re
 import secrets
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 PICTURES = "eval/pictures"  # name of an evaluation's sheet in trackers
+TRACKERS = ("tensorboard", "wandb", "trackio", "swanlab", "mlflow")  # modules, and extras of this package
 
 
 @dataclass(frozen=True)
@@ -40,13 +43,19 @@ def tracker(kind: str, folder: str | Path, project: str) -> list[Sink]:
     Args:
         kind: the libraries.
         folder: the run folder; the run of runs/seeds/1 is named seeds-1.
-        project: of the run in W&B and Trackio.
+        project: of the run; its experiment in MLflow. TensorBoard has none.
 
     Raises:
         ValueError: as `check_tracker`.
     """
     check_tracker(kind, project)
-    opens = {"tensorboard": lambda _, at: tensorboard(at), "wandb": wandb, "trackio": trackio}
+    opens = {
+        "tensorboard": lambda _, at: tensorboard(at),
+        "wandb": wandb,
+        "trackio": trackio,
+        "swanlab": swanlab,
+        "mlflow": mlflow,
+    }
     return [opens[name](project, Path(folder)) for name in kind.split(",") if name in opens]
 
 
@@ -58,8 +67,8 @@ def check_tracker(kind: str, project: str) -> None:
     """
     names = kind.split(",")
     for name in names if kind != "none" else ():
-        if name not in ("tensorboard", "wandb", "trackio") or names.count(name) > 1:
-            rule = "--tracking.to must be none, or of tensorboard, wandb and trackio, each once, separated by commas"
+        if name not in TRACKERS or names.count(name) > 1:
+            rule = f"--tracking.to must be none, or of {', '.join(TRACKERS)}, each once, separated by commas"
             raise ValueError(f"{rule}, got {kind!r}")
         if find_spec(name) is None:
             raise ValueError(f"--tracking.to must be an installed package, got {name!r}: pip install 'omni-rl[{name}]'")
@@ -110,6 +119,57 @@ def trackio(project: str, folder: str | Path) -> Sink:
     resume = "allow" if _tracked(folder, "trackio")[1] else "never"
     run = library.init(project=project, name=_name(folder), config=_config(folder), resume=resume, **off)
     return _run_sink(run, library.Image, folder)
+
+
+def swanlab(project: str, folder: str | Path) -> Sink:
+    """Log to a SwanLab run, online after a login, else in `folder`/swanlab for `swanlab sync`. Needs swanlab.
+
+    SWANLAB_MODE overrides this.
+    """
+    import swanlab as library
+
+    folder, mode = Path(folder), os.environ.get("SWANLAB_MODE")
+    mode = mode or ("online" if library.Settings().api_key else "offline")
+    which = {"project": project, "name": _name(folder), "id": _tracked(folder, "swanlab")[0]}
+    resume = "allow" if mode == "online" else None  # a local run is new at each start, in a folder of its own
+    logs = folder / "swanlab"
+    logs.mkdir(parents=True, exist_ok=True)
+    run = library.init(**which, resume=resume, config=_config(folder), mode=mode, log_dir=str(logs))
+    return _run_sink(run, library.Image, folder)
+
+
+def mlflow(project: str, folder: str | Path) -> Sink:
+    """Log to a run of an MLflow server, or in `folder`/mlflow.db for `mlflow ui`. Needs mlflow or mlflow-skinny.
+
+    MLFLOW_TRACKING_URI names the server. MLflow stores infinity as the largest float.
+    """
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric, Param
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    home, local = folder.resolve(), not os.environ.get("MLFLOW_TRACKING_URI")
+    client = MlflowClient(tracking_uri=f"sqlite:///{home / 'mlflow.db'}" if local else None)
+    noted = folder / "mlflow-run.txt"
+    if noted.is_file():
+        run = noted.read_text("utf-8").strip()
+        client.update_run(run, status="RUNNING")
+    else:
+        found = client.get_experiment_by_name(project)
+        at = (home / "mlflow").as_uri() if local else None
+        experiment = found.experiment_id if found else client.create_experiment(project, artifact_location=at)
+        run = client.create_run(experiment, run_name=_name(folder)).info.run_id
+        client.log_batch(run, params=[Param(name, str(value)) for name, value in _config(folder).items()])
+        noted.write_text(run, "utf-8")
+
+    def write(step: int, metrics: Mapping[str, float]) -> None:
+        ms = int(time.time() * 1000)
+        named = ((re.sub(r"[^\w\-. :/]", "_", name), value) for name, value in metrics.items())
+        client.log_batch(run, metrics=[Metric(name, value, ms, step) for name, value in named])
+        if sheet := _sheet(folder, step, metrics):
+            client.log_artifact(run, str(sheet), PICTURES)
+
+    return Sink(write, lambda: client.set_terminated(run))
 
 
 def _name(folder: Path) -> str:

@@ -6,6 +6,8 @@ samples. `omni_rl.settings.notes.field_notes` reads the help from comments.
 
 import math
 import os
+import shlex
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -218,6 +220,7 @@ def check_run(args: RunArgs) -> None:
     """
     check_bounds(args)
     check_tracker(args.tracking.to, args.tracking.project)
+    check_notify(args.tracking.notify)
     if args.checkpoint_url:
         with flag("--checkpoint-url: "):
             check_url(args.checkpoint_url)
@@ -481,6 +484,21 @@ def parse_pairs(text: str, name: str, form: str = "NAME=VALUE") -> dict[str, str
     rule = f"{name} must be {form} with commas between, each name once, got {text!r}"
     require((len(pairs) == len(pieces), rule))
     return pairs
+
+
+def check_notify(command: str) -> None:
+    """Check that the command can be started; an empty one is no command.
+
+    Raises:
+        ValueError: a quote is not closed, or the program does not exist; the command itself is not named.
+    """
+    rule = "--tracking.notify must be a program that exists and its arguments, as in a shell"
+    try:
+        words = shlex.split(command)
+    except ValueError as exc:
+        raise ValueError(f"{rule}: {exc}") from None
+    if command and not (words and shutil.which(words[0])):
+        raise ValueError(f"{rule}, got the program {words[0] if words else ''!r}")
 
 
 def secret_flags(args: RunArgs) -> list[str]:

@@ -15,10 +15,11 @@ LR_DECAY = Was("lr_decay", ("constant", "linear"))
 
 @dataclass(frozen=True)
 class Tracking:
-    """Trackers beside the report."""
+    """Trackers beside the report, and who is notified."""
 
-    to: Annotated[str, Was("track"), MAY_CHANGE, SHOWN] = "none"  # Trackers, with commas: tensorboard, wandb, trackio
+    to: Annotated[str, Was("track"), MAY_CHANGE, SHOWN] = "none"  # Trackers: tensorboard,wandb,trackio,swanlab,mlflow
     project: Annotated[str, Was(), MAY_CHANGE] = "omni-rl"  # Project name in the trackers
+    notify: Annotated[str, MAY_CHANGE, SECRET] = ""  # Command that gets each alarm, and the end, on its standard input
 
 
 @dataclass(frozen=True)

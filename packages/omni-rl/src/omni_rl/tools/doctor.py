@@ -26,6 +26,8 @@ EXTRAS = {  # module -> what it is for, and the extra of omni-rl that brings it
     "tensorboard": ("--tracking.to tensorboard", "tensorboard"),
     "wandb": ("--tracking.to wandb", "wandb"),
     "trackio": ("--tracking.to trackio", "trackio"),
+    "swanlab": ("--tracking.to swanlab", "swanlab"),
+    "mlflow": ("--tracking.to mlflow", "mlflow"),
 }
 CLONE = "clone the sources of omni-rl, and start in their folder"
 

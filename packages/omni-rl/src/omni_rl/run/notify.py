@@ -1,0 +1,40 @@
+"""Announcements of a run, its alarms and its end: on the terminal, and to a command of the user's."""
+
+import shlex
+import subprocess
+import sys
+from typing import TextIO
+
+from omni_rl.settings.args import RunArgs
+
+WAIT_S = 10.0  # for the command
+
+
+def announce(text: str, args: RunArgs, file: TextIO | None = None) -> None:
+    """Print a text, and give it to the command of `--tracking.notify` on its standard input, after the run's name.
+
+    The command starts without a shell. It never stops a run: where it fails, or runs longer than `WAIT_S`, a line says
+    so, without the command, which may hold a token.
+
+    Args:
+        text: a line or more.
+        args: settings of the run.
+        file: where to print (default: standard output).
+    """
+    print(text, file=file or sys.stdout, flush=True)
+    if not args.tracking.notify or args.dry_run:
+        return
+    words = shlex.split(args.tracking.notify)
+    try:
+        subprocess.run(
+            words, input=f"{args.name}: {text}\n".encode(), stdout=subprocess.DEVNULL, timeout=WAIT_S, check=True
+        )
+    except subprocess.CalledProcessError as exc:
+        failed = f"exit code {exc.returncode}"
+    except subprocess.TimeoutExpired:
+        failed = f"no end after {WAIT_S:g} s"
+    except OSError as exc:
+        failed = exc.strerror or type(exc).__name__
+    else:
+        return
+    print(f"the command of --tracking.notify failed: {failed}", file=sys.stderr, flush=True)
