@@ -15,8 +15,10 @@ from omni_train.dist import Dist, init_distributed
 torch.set_num_threads(1)
 
 
-def _rank_main(rank: int, work: Callable[[Dist], object], world_size: int, folder: Path) -> None:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+def _rank_main(rank: int, work: Callable[[Dist], object], world_size: int, folder: Path, per_machine: int) -> None:
+    first = rank - rank % per_machine
+    local = {"LOCAL_RANK": str(rank - first), "LOCAL_WORLD_SIZE": str(min(per_machine, world_size - first))}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)} | local
     dist = init_distributed(timeout_s=60, init_method=f"file://{folder}/store")
     result = json.dumps(work(dist))
     (folder / f"{rank}.json").write_text(result)
@@ -27,12 +29,18 @@ def _rank_main(rank: int, work: Callable[[Dist], object], world_size: int, folde
 
 @pytest.fixture
 def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
-    """`run_ranks(work, world_size)` is what `work(dist)` returned on each rank, through JSON; failures are raised."""
+    """`run_ranks(work, world_size)` is what `work(dist)` returned on each rank, through JSON; failures are raised.
 
-    def run(work: Callable[[Dist], object], world_size: int = 2) -> list[Any]:
+    Ranks are on one machine, or take the environment of machines with `per_machine` of them, the last with the rest.
+    """
+
+    def run(work: Callable[[Dist], object], world_size: int = 2, per_machine: int = 0) -> list[Any]:
         folder = tmp_path_factory.mktemp("ranks")
         torch.multiprocessing.start_processes(
-            _rank_main, args=(work, world_size, folder), nprocs=world_size, start_method="fork"
+            _rank_main,
+            args=(work, world_size, folder, per_machine or world_size),
+            nprocs=world_size,
+            start_method="fork",
         )
         return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]
 

@@ -156,9 +156,9 @@ def test_every_dtype_comes_back(checkpoints):
 def test_no_thread_but_the_loops_own_takes_part_in_a_collective(run_ranks, tmp_path, monkeypatch):
     gather = torch.distributed.all_gather
 
-    def own(*arguments):
+    def own(*arguments, **options):
         assert threading.current_thread() is threading.main_thread()
-        return gather(*arguments)
+        return gather(*arguments, **options)
 
     def work(dist):
         monkeypatch.setattr(torch.distributed, "all_gather", own)

@@ -6,7 +6,9 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +17,12 @@ from omni_train.dist import (
     gather_json,
     is_lost_rank,
     mean_metrics,
+    same_error,
+    shard_mesh,
     shutdown,
     tell_failure,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def test_without_torchrun_there_is_one_rank_and_no_group(alone):
@@ -114,6 +119,89 @@ def test_a_metric_that_must_be_finite_names_its_rank_on_every_rank(run_ranks, al
 
     run_ranks(work)
     assert mean_metrics(alone, {"other": math.inf}, finite=("loss",)) == {"other": math.inf}
+
+
+class Rings(TorchDispatchMode):
+    """How many ranks meet in each gather."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.c10d.allgather_.default:
+            self.sizes.append(len(args[0][0]))
+        return func(*args, **(kwargs or {}))
+
+
+def everything(dist):
+    """What each function that sends small messages returns or raises on this rank."""
+    texts = [f"{dist.rank}" * length for length in (1, 4094, 4095, 9000)]
+    found = [gather_json(dist, text) for text in texts] + [gather_json(dist, None)]
+    found += [gather_json(dist, "long" * 3000 if dist.rank == 2 else dist.rank)]
+    places = torch.tensor([[5, 0], [], [3, 1, 4], [2]][dist.rank], dtype=torch.int64)
+    found.append(gather_by_index(dist, places, places / 3, 6).tolist())
+    metrics = {"mean": 0.1 * dist.rank, "most": dist.rank}
+    found.append(mean_metrics(dist, metrics, merges={"most": "max"}))
+    with pytest.raises(FloatingPointError) as infinite:
+        mean_metrics(dist, {"loss": math.inf if dist.rank == 3 else 0.0}, finite=("loss",))
+    with pytest.raises(ValueError, match="names") as names:
+        mean_metrics(dist, {f"m{dist.rank // 2}": 0.0})
+    with pytest.raises(ValueError, match="once") as twice:
+        gather_by_index(dist, torch.tensor([dist.rank // 2]), torch.zeros(1), 4)
+    with pytest.raises(OSError, match="No such file") as lost, same_error(dist):
+        Path("/" if dist.rank != 2 else "/not there").stat()
+    return found + [str(error.value) for error in (infinite, names, twice, lost)]
+
+
+def sizes_of_rings(dist):
+    """How many ranks meet in each exchange of a message."""
+    with Rings() as seen:
+        gather_json(dist, 0)
+    return seen.sizes
+
+
+def test_messages_go_by_machine_to_the_values_of_one_ring(run_ranks, monkeypatch, store):
+    monkeypatch.setattr("omni_train.dist._RING_RANKS", 3)
+
+    def work(dist):
+        assert sizes_of_rings(dist) == [2, 2]
+        ring = replace(dist, machines=None)
+        assert sizes_of_rings(ring) == [4]
+        assert everything(dist) == everything(ring)
+        told = tell_failure(f"{dist.rank} of {dist.local_rank}", wait_s=20)
+        mesh = shard_mesh(dist, 2)  # whose groups are named after those
+        total = torch.full((1,), float(dist.rank))
+        torch.distributed.all_reduce(total, group=mesh.get_group("shard"))
+        shutdown()
+        return [[told[rank] for rank in range(4)], total.item()]
+
+    told = [f"{rank} of {rank % 2}" for rank in range(4)]
+    assert run_ranks(work, 4, per_machine=2) == [[told, total] for total in (1.0, 1.0, 5.0, 5.0)]
+
+
+def test_machines_of_unequal_numbers_of_ranks_keep_one_ring(run_ranks, monkeypatch):
+    monkeypatch.setattr("omni_train.dist._RING_RANKS", 2)
+
+    def work(dist):
+        return [sizes_of_rings(dist), gather_json(dist, dist.rank)]
+
+    assert run_ranks(work, 3, per_machine=2) == [[[3], [0, 1, 2]]] * 3
+
+
+def test_ranks_connect_when_they_first_speak(run_ranks, monkeypatch):
+    """In a ring of four, a rank has two neighbors; the third one it does not know."""
+
+    def work(dist):
+        gather_json(dist, None)
+        found = [Path(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
+        number = sum(path.is_symlink() and os.readlink(path).startswith("socket:") for path in found)
+        gather_json(dist, None)  # all have counted
+        return number
+
+    first = run_ranks(work, 4)
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "0")
+    assert run_ranks(work, 4) == [count + 1 for count in first]
 
 
 @pytest.fixture

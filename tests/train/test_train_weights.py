@@ -18,6 +18,7 @@ from omni_train.weights.full import (
     load_weights,
     named_weights,
     save_weights,
+    saved_files,
 )
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -148,7 +149,7 @@ def test_weights_are_checked_without_reading_one(tiny_qwen, tmp_path, alone, kin
         check_weights(model, tmp_path)
 
 
-def test_no_host_holds_more_than_a_tensor_while_weights_are_written(run_ranks, tmp_path):
+def test_no_host_holds_more_than_a_tensor_while_weights_are_written(run_ranks, tmp_path, monkeypatch):
     """Sixteen of 256 KB, a number and a mask, which lie behind the wider ones; the file is as safetensors has it."""
 
     class Net(nn.Module):
@@ -164,12 +165,17 @@ def test_no_host_holds_more_than_a_tensor_while_weights_are_written(run_ranks, t
     def work(dist):
         torch.manual_seed(0)
         net = shard(Net(), dist.mesh, mode="fsdp2")
-        with Meter(torch.device("cpu")) as memory:
-            save_weights(net, tmp_path / "weights", dist)
-        return memory.peaks[""] / 2**18
+        peaks = []
+        for file_bytes in (2**30, 2**20):
+            monkeypatch.setattr("omni_train.weights.full.FILE_BYTES", file_bytes)
+            with Meter(torch.device("cpu")) as memory:
+                save_weights(net, tmp_path / ("weights" if file_bytes == 2**30 else "dealt"), dist)
+            peaks.append(memory.peaks[""] / 2**18)
+        return peaks
 
-    peaks = run_ranks(work)
-    assert max(peaks) < 8  # of 16: one is gathered, one is written, and gloo's threads may hold others a moment longer
+    for peaks in run_ranks(work):
+        assert max(peaks) < 8  # of 16: one gathered, one written, and gloo's threads may hold others a moment longer
+    assert len(saved_files(tmp_path / "dealt")) == 2
     torch.manual_seed(0)
     expected = Net().state_dict()
     file = tmp_path / "weights/transformer/diffusion_pytorch_model.safetensors"
@@ -178,6 +184,44 @@ def test_no_host_holds_more_than_a_tensor_while_weights_are_written(run_ranks, t
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     with safe_open(file, framework="pt") as opened:
         assert opened.metadata() == {"format": "pt"}
+
+
+def test_large_weights_are_files_of_several_ranks_that_diffusers_opens(run_ranks, tiny_qwen, tmp_path, monkeypatch):
+    """Of three; also where the second does not see the folder of the first, and where the disk of the last is full."""
+    monkeypatch.setattr("omni_train.weights.full.FILE_BYTES", 100_000)
+    folder = tmp_path / "weights"
+
+    def work(dist):
+        model = shard(tiny_qwen.build(), dist.mesh, mode="fsdp2", block_names=tiny_qwen.block_names)
+        save_weights(tiny_qwen.build(seed=1), folder, dist)  # what is to be replaced
+        save_weights(model, folder, dist)
+        save_weights(model, tmp_path / f"home-{dist.rank % 2}" / "weights", dist)
+        before = sorted(path.read_bytes() for path in folder.rglob("*.*"))
+        monkeypatch.setattr("torch.Tensor.cpu", no_space) if dist.rank == 2 else None
+        with pytest.raises(OSError, match=r"weights could not be written: rank 2: .*No space left"):
+            save_weights(tiny_qwen.build(seed=1), folder, dist)
+        assert sorted(path.read_bytes() for path in folder.rglob("*.*")) == before
+
+    def no_space(tensor):
+        raise OSError(28, "No space left on device")
+
+    run_ranks(work, 3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["home-0", "weights"]
+    plain = tiny_qwen.build()
+    for home, number in ((folder, 3), (tmp_path / "home-0" / "weights", 2)):
+        names = [f"diffusion_pytorch_model-{i:05}-of-{number:05}.safetensors" for i in range(1, number + 1)]
+        sizes = [sum(t.nbytes for t in load_file(home / "transformer" / name).values()) for name in names]
+        assert max(sizes) - min(sizes) < max(p.nbytes for p in plain.parameters())
+        index = json.loads((home / "transformer/diffusion_pytorch_model.safetensors.index.json").read_text())
+        assert index["metadata"]["total_size"] == sum(sizes)
+        assert {path.name for path in (home / "transformer").iterdir()} == {
+            "config.json", "diffusion_pytorch_model.safetensors.index.json", *names,
+        }  # fmt: skip
+        opened = type(plain).from_pretrained(home, subfolder="transformer")
+        load_weights(ours := tiny_qwen.build(seed=2), home)
+        for found in (opened, ours):
+            state = found.state_dict()
+            assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
 
 
 @pytest.mark.parametrize("mode", sampled(["ddp", "fsdp2"], 1))
@@ -201,7 +245,7 @@ def test_a_failed_save_keeps_the_old_folder_and_fails_on_every_rank(
 
     def work(dist):
         model = shard(with_lora(tiny_qwen), dist.mesh, mode=mode, block_names=tiny_qwen.block_names)
-        with pytest.raises(OSError, match=r"rank 0: .*adapter could not be written: .*No space left on device"):
+        with pytest.raises(OSError, match=r"adapter could not be written: rank 0: .*No space left on device"):
             save_weights(model, folder, dist)
 
     run_ranks(work)

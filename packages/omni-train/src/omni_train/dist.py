@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from hashlib import sha256
 from pathlib import Path
@@ -41,6 +41,7 @@ Merge = Literal["mean", "max", "min"]  # how values of a metric become one
 _MB = 2**20
 _ALLOCATOR = ("memory_allocated", "max_memory_allocated", "max_memory_reserved")
 _FIRST_BYTES = 4096  # of a message that all ranks exchange at once; a longer one takes a second exchange
+_RING_RANKS = 64  # that exchange messages in one ring, in which each passes on what every other one sends
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class Dist:
     """This process's place among the ranks. `mesh` is 1-D with the axis name "dp", or None without a process group.
 
     is_planned: True if the other ranks do not exist (`omni_train.planned`); they are taken to send what this one does.
+    machines: groups for messages by machine: this rank and those of its number in the other machines, and the ranks of
+        its machine. None if messages go in one ring of all ranks.
     """
 
     rank: int
@@ -56,6 +59,7 @@ class Dist:
     device: torch.device
     mesh: DeviceMesh | None
     is_planned: bool = False
+    machines: tuple[torch_dist.ProcessGroup, torch_dist.ProcessGroup] | None = None
 
     @property
     def is_main(self) -> bool:
@@ -90,7 +94,8 @@ def init_distributed(
 ) -> Dist:
     """Join the ranks that torchrun started in one process group; return a single rank without torchrun.
 
-    A rank ends when its torchrun has ended, so that it cannot write at the same time as the next run.
+    A rank ends when its torchrun has ended, so that it cannot write at the same time as the next run. Ranks connect
+    over gloo when they first speak to each other, unless TORCH_GLOO_LAZY_INIT is set.
 
     Args:
         timeout_s: seconds after which a collective fails if a rank is missing.
@@ -111,6 +116,7 @@ def init_distributed(
     backend = torch_dist.get_default_backend_for_device(device)  # gloo, nccl on cuda, hccl on npu
     timeout = timedelta(seconds=timeout_s)
     has_old_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # it outlives the ranks
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     torch_dist.init_process_group(
         backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}",
         init_method=None if has_old_store else init_method,
@@ -121,7 +127,25 @@ def init_distributed(
         device_id=None if device.type == "cpu" else device,
     )
     mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp",))
-    return Dist(rank=rank, world_size=world_size, local_rank=local_rank, device=device, mesh=mesh)
+    dist = Dist(rank=rank, world_size=world_size, local_rank=local_rank, device=device, mesh=mesh)
+    return replace(dist, machines=_machines(dist, timeout))
+
+
+def _machines(dist: Dist, timeout: timedelta) -> tuple[torch_dist.ProcessGroup, torch_dist.ProcessGroup] | None:
+    """Return the groups for messages by machine; None for few ranks, or unless all machines have equally many.
+
+    Every rank makes two groups of its own, as the names of later groups count those before.
+    """
+    if dist.world_size <= _RING_RANKS:
+        return None
+    size = int(os.environ.get("LOCAL_WORLD_SIZE", dist.world_size))
+    own = [size, dist.rank - dist.local_rank]
+    if gather_json(dist, own) != [[size, rank - rank % size] for rank in range(dist.world_size)]:
+        return None
+    column, machine = range(dist.local_rank, dist.world_size, size), range(own[1], own[1] + size)
+    how = {"timeout": timeout, "backend": "gloo", "use_local_synchronization": True}  # only members call it
+    between, within = (torch_dist.new_group(list(ranks), **how) for ranks in (column, machine))
+    return between, within
 
 
 def shard_mesh(dist: Dist, size: int = 0) -> DeviceMesh | None:
@@ -443,11 +467,20 @@ def _meet(rank: int, world_size: int, timeout: timedelta) -> torch_dist.Store:
 
 
 def _gather(dist: Dist, message: bytes) -> list[bytes]:
-    """Return every rank's message; all have one length."""
+    """Return every rank's message, in rank order; all have one length.
+
+    By machine: between those of each number in their machines, then within each, in 127 + 7 hops for 128 machines of 8
+    and not 1,023.
+    """
     if dist.mesh is None or dist.is_planned:
         return [message] * (dist.world_size if dist.is_planned else 1)
-    rows = torch.empty(dist.world_size, len(message), dtype=torch.uint8)
-    torch_dist.all_gather(list(rows.unbind()), torch.frombuffer(bytearray(message), dtype=torch.uint8))
+    rows = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+    for group in dist.machines or (None,):
+        gathered = torch.empty(torch_dist.get_world_size(group), *rows.shape, dtype=torch.uint8)
+        torch_dist.all_gather(list(gathered.unbind()), rows, group=group)
+        rows = gathered
+    if dist.machines:  # [ranks of a machine, machines, bytes]
+        rows = rows.transpose(0, 1).flatten(0, 1)
     return [row.numpy().tobytes() for row in rows]
 
 

@@ -6,7 +6,8 @@ import math
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from threading import get_native_id
 from typing import Any
@@ -71,28 +72,24 @@ def write_atomically(path: str | Path, data: bytes | str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def write_folder_atomically(folder: str | Path, write: Mapping[str, bytes | str] | Callable[[Path], object]) -> None:
-    """Replace a folder at once, with all of its files on the disk.
+@contextmanager
+def new_folder(folder: str | Path) -> Iterator[Path]:
+    """Replace a folder at once by the one that is filled in the `with` block, with all of its files on the disk.
 
-    The files get the mode that the folder has from the umask. Only one process may write a folder.
+    The files get the mode that the folder has from the umask. Only one process may replace a folder.
 
     Args:
         folder: its parents are made if missing.
-        write: the content of each file by its name, or a function that writes them into the folder it is given.
 
     Raises:
-        OSError: it could not be written. The old folder stays.
+        OSError: it could not be written. The old folder stays, as after any error in the block.
     """
     folder = Path(folder)
     temporary, old = folder.with_name(f"{folder.name}.tmp"), folder.with_name(f"{folder.name}.old")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        if callable(write):
-            write(temporary)
-        else:
-            for name, data in write.items():
-                write_file(temporary / name, data.encode() if isinstance(data, str) else data)
+        yield temporary
         _sync_files(temporary)
         if folder.exists():
             shutil.rmtree(old, ignore_errors=True)
@@ -104,6 +101,19 @@ def write_folder_atomically(folder: str | Path, write: Mapping[str, bytes | str]
         shutil.rmtree(temporary, ignore_errors=True)
         if old.exists() and not folder.exists():  # stopped between the two renames, this time or an earlier one
             old.rename(folder)
+
+
+def write_folder_atomically(folder: str | Path, write: Mapping[str, bytes | str] | Callable[[Path], object]) -> None:
+    """Replace a folder as `new_folder` does.
+
+    write: the content of each file by its name, or a function that writes them into the folder it is given.
+    """
+    with new_folder(folder) as temporary:
+        if callable(write):
+            write(temporary)
+        else:
+            for name, data in write.items():
+                write_file(temporary / name, data.encode() if isinstance(data, str) else data)
 
 
 def _sync_files(folder: Path) -> None:

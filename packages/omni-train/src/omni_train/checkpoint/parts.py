@@ -113,18 +113,21 @@ def part_files(dist: Dist, state: Mapping[str, Tensor]) -> dict[str, list[Row]]:
 
 
 def deal_copies(state: Mapping[str, Tensor], num_ranks: int) -> dict[str, int]:
-    """Return which copy of each tensor to write: copy c of one that n ranks hold is that of the ranks from n c on.
-
-    Largest tensors first, each goes to the copy that has the fewest bytes, so that many ranks write at the same time.
-    """
+    """Return which copy of each tensor to write: copy c of one that n ranks hold is that of the ranks from n c on."""
     chosen = {}
     for holders in {_num_holders(tensor) for tensor in state.values()}:
         sizes = {name: t.numel() * t.itemsize for name, t in state.items() if _num_holders(t) == holders}
         num_copies = min(num_ranks // holders, max(1, sum(sizes.values()) // (holders * SHARE_BYTES)))
-        loads = [(0, copy) for copy in range(num_copies)]
-        for name in sorted(sizes, key=lambda name: -sizes[name]):
-            load, chosen[name] = loads[0]
-            heapreplace(loads, (load + sizes[name], chosen[name]))
+        chosen |= deal_by_size(sizes, num_copies)
+    return chosen
+
+
+def deal_by_size(sizes: Mapping[str, int], number: int) -> dict[str, int]:
+    """Return which of so many shares each name belongs to: the largest first, each to the share with least so far."""
+    chosen, loads = {}, [(0, share) for share in range(number)]
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        load, chosen[name] = loads[0]
+        heapreplace(loads, (load + sizes[name], chosen[name]))
     return chosen
 
 

@@ -4,9 +4,13 @@ Sharded tensors are gathered one at a time; every rank takes part.
 """
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from peft import LoraConfig, TaskType
@@ -15,9 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from omni_train.checkpoint.parts import file_header
-from omni_train.dist import Dist, same_error
-from omni_train.files import write_folder_atomically
+from omni_train.checkpoint.parts import deal_by_size, file_header
+from omni_train.dist import Dist, gather_json, same_error
+from omni_train.files import new_folder
 from omni_train.lora import adapter_layers, base_name, lora_layers
 from omni_train.lora_linear import LoraLinear, factors
 from omni_train.weights.card import CARD_FILE, model_card
@@ -25,6 +29,7 @@ from omni_train.weights.load import check_files, read_shapes, read_tensors
 
 FULL_FILE, LORA_FILE = "diffusion_pytorch_model.safetensors", "pytorch_lora_weights.safetensors"  # diffusers' names
 PEFT_FILE, PEFT_PART = SAFETENSORS_WEIGHTS_NAME, "base_model.model"  # peft's names
+FILE_BYTES = 5 * 10**9  # of full weights, which are dealt over more files, one a rank
 
 
 @torch.no_grad()
@@ -79,13 +84,14 @@ def save_weights(
 
     With adapters: `pytorch_lora_weights.safetensors`, for `pipeline.load_lora_weights(folder)` and
     `net.load_lora_adapter(folder, weight_name=..., prefix=part)`. Without: `diffusion_pytorch_model.safetensors` and
-    `config.json` in the subfolder `part`, for `ModelClass.from_pretrained(folder, subfolder=part)`. An existing folder
-    is replaced.
+    `config.json` in the subfolder `part`, for `ModelClass.from_pretrained(folder, subfolder=part)`. More than 5 GB are
+    several files, `diffusion_pytorch_model-00001-of-00003.safetensors` and so on, with diffusers' index. An existing
+    folder is replaced.
 
     Args:
         module: a diffusers model, sharded or not; one with adapters may be any module.
-        folder: where to write.
-        dist: rank 0 writes, and holds one tensor at a time.
+        folder: where to write. Ranks that do not see that of the first rank write nothing.
+        dist: rank 0 writes; of several files, other ranks write one each. A rank holds two full tensors at a time.
         part: the module's name in its pipeline.
         adapter: which adapter to save.
         into: the pipeline's component that loads it, for the card, if not `part`: the second of two experts.
@@ -94,7 +100,7 @@ def save_weights(
     Raises:
         ValueError: there is nothing to save, the module has no adapters and no configuration to save with it, or the
             card lacks a fact.
-        OSError: rank 0 could not write; the other ranks raise it as well.
+        OSError: some rank could not write; the others raise it as well.
     """
     is_lora = bool(lora_layers(module))
     texts = {} if is_lora else {f"{part}/config.json": _config(module)}
@@ -148,27 +154,83 @@ def _save(
     weights: Iterator[Tensor],
     texts: dict[str, str],
 ) -> None:
-    """Write weights, with the names and shapes of `state`, to a file of the folder, and texts; all ranks take part."""
+    """Write weights, with the names and shapes of `state`, and texts to the folder; all ranks take part.
 
-    def write(temporary: Path) -> None:
-        (temporary / file).parent.mkdir(exist_ok=True)
-        with (temporary / file).open("wb") as out:
-            out.write(file_header(state, format="pt"))
-            for tensor in weights:
-                out.write(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-                del tensor  # before the next one is gathered
-        for name, text in texts.items():
-            (temporary / name).write_text(text, encoding="utf-8")
+    More than FILE_BYTES are dealt over files by size; the rank that writes one holds a tensor beside the gathered one.
+    """
+    sizes = {name: tensor.numel() * tensor.itemsize for name, tensor in state.items()}
+    number = max(1, min(-(-sum(sizes.values()) // FILE_BYTES), len(sizes)))
+    try:
+        with ExitStack() as stack:
+            with same_error(dist):
+                place = stack.enter_context(new_folder(folder)) if dist.is_main else None
+                if place:
+                    (place / file).parent.mkdir(exist_ok=True)
+            writers, place = ([0], place) if number == 1 else _find_writers(dist, Path(folder), place)
+            files = _file_names(file, min(number, len(writers)))
+            chosen = {name: files[share] for name, share in deal_by_size(sizes, len(files)).items()}
+            mine = dict(zip(writers, files, strict=False)).get(dist.rank)
+            with same_error(dist):
+                try:
+                    if place and mine:
+                        own = {name: tensor for name, tensor in state.items() if chosen[name] == mine}
+                        _write(place / mine, own, zip(state, weights, strict=True))
+                finally:
+                    for _ in weights:  # all ranks take part in every gather, also after an error
+                        pass
+            if len(files) > 1:
+                index = {
+                    "metadata": {"total_size": sum(sizes.values())},
+                    "weight_map": {name: Path(path).name for name, path in chosen.items()},
+                }
+                texts = texts | {f"{file}.index.json": json.dumps(index, indent=2, sort_keys=True) + "\n"}
+            with same_error(dist):
+                for name, text in texts.items() if dist.is_main and place else ():
+                    (place / name).write_text(text, encoding="utf-8")
+                stack.close()  # the folder gets its name
+    except OSError as exc:
+        raise OSError(f"{folder} could not be written: {exc}") from exc
 
+
+def _find_writers(dist: Dist, folder: Path, place: Path | None) -> tuple[list[int], Path]:
+    """Return the ranks that see the folder which the first one has made in place of `folder`, and its path here."""
+    mark = place and place / f".{uuid4().hex}"
     with same_error(dist):
-        try:
-            if dist.is_main:
-                write_folder_atomically(folder, write)
-        except OSError as exc:
-            raise OSError(f"{folder} could not be written: {exc}") from exc
-        finally:
-            for _ in weights:  # all ranks take part in every gather, also after an error
-                pass
+        if mark:
+            mark.touch()
+    seen = folder.parent / gather_json(dist, mark and f"{mark.parent.name}/{mark.name}")[0]
+    writers = [rank for rank, sees in enumerate(gather_json(dist, seen.is_file())) if sees]
+    with same_error(dist):
+        if mark:
+            mark.unlink()
+    return writers, seen.parent
+
+
+def _file_names(file: str, number: int) -> list[str]:
+    """Return diffusers' names of so many files, or `file` itself."""
+    stem, ending = file.removesuffix(".safetensors"), f"of-{number:05}.safetensors"
+    return [f"{stem}-{i:05}-{ending}" for i in range(1, number + 1)] if number > 1 else [file]
+
+
+def _write(path: Path, own: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Write a file of the `own` ones of all weights, which come in its order, while the next ones are gathered."""
+
+    def write(tensor: Tensor) -> None:
+        out.write(tensor.view(-1).view(torch.uint8).numpy().data)
+
+    with path.open("wb") as out, ThreadPoolExecutor(1) as pool:
+        out.write(file_header(own, format="pt"))
+        written: Future[None] | None = None
+        for name, tensor in weights:
+            if name in own:
+                if written:
+                    written.result()
+                written = pool.submit(write, tensor.cpu().contiguous())
+            del tensor  # before the next one is gathered
+        if written:
+            written.result()
+        out.flush()
+        os.fsync(out.fileno())
 
 
 def homes(folder: str | Path, names: Iterable[str]) -> dict[str, Path]:
