@@ -114,7 +114,7 @@ class Saving:
                 index["files"][file.name] = about
                 index["tensors"] |= file.index()
         own = part_name(self._dist.rank)
-        write_atomically(self._draft / own, json.dumps(index | self._about))
+        write_atomically(self._draft / own, json.dumps({**index, **self._about}))
         return [*index["files"], own]
 
     def _take_part(self, rank: int) -> Index:

@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import safetensors
 import torch
@@ -349,8 +350,9 @@ class Checkpoint:
 
     def _finish(self, found: Sequence[parts.Index]) -> None:
         """Complete the checkpoint of these parts; then delete checkpoints that are too old."""
-        about, index = found[0]["about"], parts.merge_parts(found)
-        content = asdict(Saved(**about, **index))
+        about: dict[str, Any] = found[0]["about"]
+        index = parts.merge_parts(found)
+        content = asdict(Saved(**(about | index)))
         text = json.dumps({"sha256": index_digest(content)} | content, indent=1)
         self._wait_for()
         self._place.seal(self._path(about["step"], ".tmp"), index["files"], text.encode())
