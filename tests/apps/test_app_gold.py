@@ -122,6 +122,23 @@ def test_the_best_is_the_same_after_a_crash_and_its_checkpoint_continues(here, g
     assert unclocked(back) == unclocked(lines)
 
 
+def test_the_best_comes_back_from_a_url_into_an_empty_folder(here, gold_prompts, bright_url, monkeypatch):
+    with scripted(per_sample(SCORES)) as gold:
+        args = settings("run", bright_url, gold, train_steps=3, checkpoint_url=f"file://{here}/store")
+        train(app, args)
+        wanted = best("run")
+        monkeypatch.chdir((here / "elsewhere").mkdir() or here / "elsewhere")
+        shutil.copy(here / "gold.txt", "gold.txt")
+        shutil.copy(here / "eval.txt", "eval.txt")
+    with scripted([0.0, *per_sample(SCORES)[17:]]) as gold:
+        train(app, change(args, train_steps=4, eval_gold_scorer_url=gold))
+    found = best("run")
+    assert found.keys() == wanted.keys()
+    assert all(found[name].equal(wanted[name]) for name in wanted)
+    assert names(here / "store") == ["step-00000002", "step-00000004"]  # that of the best is kept
+    assert [line["step"] for line in load_metrics("runs/run/metrics.jsonl")] == [0, 1, 2, 3, 4]
+
+
 def test_the_reward_is_compared_with_the_gold_score_on_any_number_of_ranks(here, gold_prompts, bright_url):
     def dark(media, prompts, meta):
         return [-float(image.mean()) for image in media["image"]]

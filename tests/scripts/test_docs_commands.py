@@ -246,6 +246,12 @@ def check_docker(words, place):
         check_make(words[words.index("make") :], place)
 
 
+def check_cluster(words, place):
+    """The script is there; tests/train/test_train_restarts.py runs its command."""
+    (path,) = (word for word in words if word.startswith("scripts/cluster/"))
+    assert (REPO / path).is_file()
+
+
 def check_elsewhere(words, place):
     """Nothing of ours: programs of others, or of the shell."""
 
@@ -266,6 +272,7 @@ RULES = {  # how a command begins -> what runs it
     r"(python|\S+/bin/python|uv run( --with \S+)?) (scripts|benchmarks|tests/emulated)/\S+\.py": check_script,
     r"scripts/env pytest ": check_pytest,
     r"docker (build|run) ": check_docker,
+    r"(sbatch|kubectl apply -f|HEAD_NODE=\S+ .*) scripts/cluster/": check_cluster,
     r"(git clone|vllm serve|source) ": check_elsewhere,
 }
 

@@ -1,15 +1,18 @@
 """Training of a tiny net under torchrun, of which the last rank is killed after its second step, once.
 
-Each rank leaves `log-RANK`, a line a start and a step, in the working folder.
+Each rank leaves `log-RANK`, a line a start and a step, and `weights-RANK.json`, in the working folder. With
+`--checkpoint-url URL` the ranks need no folder in common.
 """
 
+import json
 import os
 import signal
+import sys
 from pathlib import Path
 
 import torch
 from omni_train.checkpoint.store import Checkpoint
-from omni_train.dist import init_distributed, shutdown
+from omni_train.dist import Dist, init_distributed, shutdown
 from omni_train.optim import build_adamw, optimizer_step
 from omni_train.shard import shard, sharded_backward
 from torch import nn
@@ -23,13 +26,13 @@ def note(rank: int, line: str) -> None:
         log.write(line + "\n")
 
 
-def main() -> None:
+def train(dist: Dist, url: str = "", *, is_killed: bool = True) -> None:
     """Train, from the newest checkpoint if there is one."""
-    dist = init_distributed(timeout_s=30.0)
     torch.manual_seed(0)
     net = shard(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)), dist.mesh, mode="fsdp2", block_names=())
     params = list(net.parameters())
-    optimizer, checkpoints = build_adamw(params, lr=0.1), Checkpoint("checkpoints", dist)
+    optimizer, checkpoints = build_adamw(params, lr=0.1), Checkpoint("checkpoints", dist, url=url)
+    checkpoints.send_rest()
     if saved := checkpoints.latest():
         checkpoints.load(saved, net, optimizer)
     note(dist.rank, "start")
@@ -40,15 +43,17 @@ def main() -> None:
         optimizer_step(optimizer, params, lr=0.1, max_grad_norm=1.0, dist=dist)
         checkpoints.save(step + 1, net, optimizer, config={})
         note(dist.rank, str(step + 1))
-        if step == 1 and dist.rank == dist.world_size - 1 and not Path("killed").exists():
+        if is_killed and step == 1 and dist.rank == dist.world_size - 1 and not Path("killed").exists():
             Path("killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
-    shutdown()
+    weights = [param.full_tensor().tolist() for param in params]  # type: ignore[attr-defined]
+    Path(f"weights-{dist.rank}.json").write_text(json.dumps(weights))
 
 
 if __name__ == "__main__":
     try:
-        main()
+        train(init_distributed(timeout_s=30.0), *sys.argv[2:])
+        shutdown()
     except RuntimeError as exc:  # the other rank is gone
         print(exc, flush=True)
         os._exit(1)
