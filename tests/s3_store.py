@@ -1,4 +1,4 @@
-"""An S3 server on this machine, which holds its objects in the memory of the process that starts it."""
+"""An S3 server on this machine, one at a time, which holds its objects in the memory of the process that starts it."""
 
 import logging
 import os
@@ -27,6 +27,7 @@ def s3_store() -> Iterator[str]:
         "AWS_DEFAULT_REGION": "us-east-1",
     }
     try:
+        requests.post(f"http://{host}:{port}/moto-api/reset", timeout=10).raise_for_status()  # all servers of a process
         requests.put(f"http://{host}:{port}/bucket", timeout=10).raise_for_status()
         yield "s3://bucket"
     finally:
