@@ -118,9 +118,7 @@ class Session:
             raise ValueError(f"{self.folder} holds another run than {remote.remote.url}: give another --name")
         if ours and max(line["step"] for line in read_steps(path)) >= step:
             return
-        for name in BESIDE[:2]:
-            if data := remote.read_beside(step, name):
-                write_atomically(self.folder / name, data)
+        write_atomically(path, theirs)
         remote.fetch_beside(step, "weights", self.folder / "weights")
 
     def fetch_best(self, step: int) -> None:

@@ -272,8 +272,8 @@ class RemoteFolder:
         self.remote.delete_folder(step_name(step))
 
     def send_rest(self, draft: Path) -> None:
-        """Send what is missing of the whole parts in a draft, of a step for which there is no checkpoint."""
-        if (step := step_of(draft.stem)) is None or step in self.steps():
+        """Send what is missing of the whole parts in a draft, if it is newer than all checkpoints."""
+        if not self._is_new(draft.stem):
             return
         found = self.remote.sizes(draft.stem)
         for part in sorted(draft.glob("part-*.json")):
@@ -283,11 +283,10 @@ class RemoteFolder:
                 self.hand_over(draft, missing)
 
     def unfinished(self) -> Iterator[list[Index]]:
-        """Yield the indices of all parts of each checkpoint that lacks only its own index, in ascending order."""
-        complete = self.steps()
+        """Yield the indices of all parts of each newer checkpoint that lacks only its own index, in ascending order."""
         for folder in sorted({name.partition("/")[0] for name in self.remote.sizes()}):
-            step, found = step_of(folder), self.remote.sizes(folder)
-            if step is None or step in complete or part_name(0) not in found:
+            found = self.remote.sizes(folder)
+            if part_name(0) not in found or not self._is_new(folder):
                 continue
             first = json.loads(self.remote.read(f"{folder}/{part_name(0)}"))
             others = [part_name(rank) for rank in range(1, first["about"]["world_size"])]
@@ -332,6 +331,11 @@ class RemoteFolder:
         if wrong := [name for name in kept if name.startswith("/") or ".." in PurePosixPath(name).parts]:
             raise ValueError(f"{self.at(step)}/{BESIDE_FILE} must name files below it, got {wrong[0]!r:.100}")
         return dict(kept)
+
+    def _is_new(self, name: str) -> bool:
+        """True if it is the name of a checkpoint that is newer than all complete ones."""
+        step = step_of(name)
+        return step is not None and step > max(self.steps(), default=-1)
 
     def _send(self, draft: Path, name: str) -> None:
         self.remote.send(draft / name, f"{draft.stem}/{name}")

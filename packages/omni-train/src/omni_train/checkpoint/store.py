@@ -230,7 +230,7 @@ class Checkpoint:
                 self.remote.send_rest(draft)
         with same_error(self.dist):
             for found in self.remote.unfinished() if self.dist.is_main else []:
-                self._finish(found)
+                self._seal(found)
         self._clear()
 
     def load(self, saved: Saved, module: nn.Module, optimizer: Optimizer | None = None, ema: Copies = None) -> None:
@@ -350,14 +350,18 @@ class Checkpoint:
 
     def _finish(self, found: Sequence[parts.Index]) -> None:
         """Complete the checkpoint of these parts; then delete checkpoints that are too old."""
+        self._seal(found)
+        for step in set(self._place.steps()[: -self.keep]) - {self.pinned}:
+            self._place.delete(step)
+
+    def _seal(self, found: Sequence[parts.Index]) -> None:
+        """Complete the checkpoint of these parts."""
         about: dict[str, Any] = found[0]["about"]
         index = parts.merge_parts(found)
         content = asdict(Saved(**(about | index)))
         text = json.dumps({"sha256": index_digest(content)} | content, indent=1)
         self._wait_for()
         self._place.seal(self._path(about["step"], ".tmp"), index["files"], text.encode())
-        for step in set(self._place.steps()[: -self.keep]) - {self.pinned}:
-            self._place.delete(step)
 
 
 def _versions() -> dict[str, str]:
