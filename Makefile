@@ -14,7 +14,7 @@ demo-short: ## The same, three steps
 	rm -rf runs/demo-short
 	UV_NO_DEV=1 scripts/env scripts/demo --name demo-short --train-steps 3 --eval.every 3
 
-leaderboard: ## Train every algorithm on tiny-signs with three seeds (hours) and write docs/evidence/leaderboard.md; ARGS="--only nft" chooses
+leaderboard: ## Train the algorithms that the leaderboard's data lack (hours) and write docs/evidence/leaderboard.md; ARGS="--again --only nft" repeats one
 	scripts/env python scripts/leaderboard.py $(ARGS)
 
 test: ## The tests that need no accelerator, of similar cases some; those of the report draw it in a Chromium
