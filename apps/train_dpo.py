@@ -29,7 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from omni_rl.settings.args import ScoredArgs, check_scored, num_ranks
+from omni_rl.settings.args import RolloutArgs, check_scored, num_ranks
 from omni_rl.settings.cli import parse_cli
 from omni_rl.settings.fields import at_least, require
 
@@ -37,7 +37,7 @@ from omni_rl.settings.fields import at_least, require
 
 
 @dataclass(frozen=True)
-class Args(ScoredArgs):
+class Args(RolloutArgs):
     """Settings of a run; --preset NAME and --config FILE.toml are read first. Offline, a group is a pair."""
 
     # Algorithm
@@ -67,6 +67,8 @@ def check_args(args: Args) -> None:
     require(
         (args.scorer.given or offline or args.dry_run,
          "--scorer must name a reward, --scorer.url a reward server, or --preferences a file of pairs"),
+        (not (offline and args.draw_ahead),
+         f"--draw-ahead must be 0 with --preferences, of which nothing is sampled, got {args.draw_ahead}"),
         (args.batch_size % 2 == 0, f"--batch-size must be even, as a pair is two samples, got {args.batch_size}"),
         (offline or unit % min(args.batch_size, args.group_size) == 0,
          f"--batch-size and --group-size: one must divide the other, got {args.batch_size} and {args.group_size}"),
@@ -120,20 +122,25 @@ class Pairs:
 
 def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
-    source = read_pairs if args.preferences else sample_pairs
     run = MEDIA.start(args, world, "dpo", reference=True, scored=not args.preferences)
     with Loop(run) as steps:
-        for step in steps:
-            pairs = source(run, step)
+        for step, rollout in steps.sampled_by(roll_out):
+            pairs = pairs_of(run, step, rollout) if rollout else read_pairs(run, step)
             with run.updating(step):
                 step.metrics |= update(run, step, pairs)
             run.sync(step)
 
 
-def sample_pairs(run: MediaRun[Args], step: Step) -> list[Pairs]:
-    """Return the best and the worst of each of this rank's groups of the step, by size."""
+def roll_out(run: MediaRun[Args], step: Step) -> Rollout[Trajectory] | None:
+    """Return this rank's samples of a step, whose scores are still to come; none offline."""
+    if run.args.preferences:
+        return None
     with run.phase("rollout"):
-        rollout = sample(run, prompts_of(run, step), run.base_params, unit=run.args.group_size)
+        return sample(run, prompts_of(run, step), run.base_params, unit=run.args.group_size)
+
+
+def pairs_of(run: MediaRun[Args], step: Step, rollout: Rollout[Trajectory]) -> list[Pairs]:
+    """Return the best and the worst of each of this rank's groups of the step, by size."""
     pairs = graded(run, step, rollout, choose)  # all of them, as a batch takes pairs of groups that have one
     show(run, step, rollout)
     return pairs

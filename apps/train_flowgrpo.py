@@ -10,7 +10,8 @@ better than its group makes its stochastic steps more likely, a worse one less (
     torchrun --standalone --nproc-per-node 8 apps/train_flowgrpo.py ...  # the same, without the command
 
 Differences from the released code of the papers:
-1. Before the first update of every step the ratio is checked to be 1, and the run stops if it is not.
+1. Before the first update of every step the ratio is checked to be 1, and the run stops if it is not; with
+   --draw-ahead only where the weights are those that sampled it.
 2. `std` is the true standard deviation of a step, so the KL term is the true KL (theirs misses a factor |dt|).
 3. A sample without a score never counts as 0: its advantage is 0, and it enters no mean.
 4. Noise depends only on (seed, step, prompt, sample): any number of ranks gives the same samples.
@@ -31,9 +32,9 @@ from omni_rl.settings.fields import at_least, require
 
 @dataclass(frozen=True)
 class Correction:
-    """Importance weights of a rollout by another engine."""
+    """Importance weights of a rollout by another engine, or by weights of some updates before."""
 
-    level: Literal["step", "trajectory"] = "trajectory"  # Unit that shares a weight
+    level: Literal["auto", "step", "trajectory"] = "auto"  # Unit that shares a weight; auto: step with --draw-ahead
     mode: Literal["truncate", "mask"] = "truncate"  # Treatment of weights beyond the bounds
     low: Annotated[float, at_least(0)] = 0.99  # Least weight per latent element
     high: float = 1.01  # Largest weight per latent element
@@ -73,14 +74,31 @@ class Args(JudgedArgs, WindowArgs):
     route_replay: bool = False  # Have the update take the experts that the rollout took, of a mixture of experts
     correction: Correction = Correction()  # Importance weights of --old-log-prob correct
 
+    def __post_init__(self) -> None:
+        """Set the unit of importance weights, so that printed and saved settings have it."""
+        super().__post_init__()
+        if self.correction.level == "auto":
+            level: Literal["step", "trajectory"] = "step" if self.draw_ahead else "trajectory"
+            vars(self).update(correction=replace(self.correction, level=level))
+
+    @property
+    def source(self) -> str:
+        """The source of the old log-probs; "auto" where it depends on the engine."""
+        return "correct" if self.old_log_prob == "auto" and self.draw_ahead else self.old_log_prob
+
 
 def check_args(args: Args) -> None:
     """Raise ValueError when settings do not fit together."""
     size = check_window(args)
     num_trained = max(1, int(size * args.timestep_fraction))
-    check_judged(args, num_trained=1 if args.old_log_prob == "correct" else num_trained)  # it weighs whole trajectories
-    by_rollout = args.old_log_prob == "rollout" or (args.old_log_prob == "auto" and args.has_trained_engine)
+    corrects, draws_ahead = args.source == "correct", bool(args.draw_ahead)
+    by_trajectory = corrects and args.correction.level == "trajectory"
+    check_judged(args, num_trained=1 if by_trajectory else num_trained)
+    by_rollout = args.source == "rollout" or (args.source == "auto" and args.has_trained_engine)
+    correct = "--old-log-prob correct, the default with --draw-ahead," if draws_ahead else "--old-log-prob correct"
     require(
+        (not (draws_ahead and args.source == "rollout"),
+         "--old-log-prob rollout does not go with --draw-ahead, whose ratios would nearly all be clipped"),
         (args.window_size or not args.algo.startswith(("dance", "mix")), f"--window-size must be set for {args.algo}"),
         (args.window_stride <= size, f"--window-stride must be <= --window-size ({size}), got {args.window_stride}"),
         (args.correction.low < 1 < args.correction.high, "--correction.low must be < 1 and --correction.high > 1"),
@@ -91,18 +109,17 @@ def check_args(args: Args) -> None:
          f"--compress-ratio must be in (0, 1], got {args.compress_ratio}"),
         (args.best_worst_n % 2 == 0 and args.best_worst_n <= args.group_size,
          f"--best-worst-n must be even and <= --group-size ({args.group_size}), got {args.best_worst_n}"),
-        (args.old_log_prob != "correct" or not repacks(args),
-         "--old-log-prob correct does not go with --best-worst-n or --filter-groups"),
-        (args.old_log_prob != "correct" or args.timestep_fraction == 1,
-         f"--timestep-fraction must be 1 for --old-log-prob correct, got {args.timestep_fraction}"),
-        (args.old_log_prob != "correct" or args.algo != "flowgrpo-cps",
-         "--old-log-prob correct does not go with flowgrpo-cps, whose log-prob is no density"),
+        (not by_trajectory or not repacks(args),
+         f"{correct} needs --correction.level step for --best-worst-n or --filter-groups"),
+        (not by_trajectory or args.timestep_fraction == 1,
+         f"{correct} needs --correction.level step for --timestep-fraction {args.timestep_fraction}"),
+        (not corrects or args.algo != "flowgrpo-cps",
+         f"{correct} does not go with flowgrpo-cps, whose log-prob is no density: give --old-log-prob recompute"),
         (not by_rollout or args.algo == "flow-dppo" or (args.ratio_tolerance or 0.0) <= args.clip_range / 3,
          f"--ratio-tolerance must be <= a third of --clip-range ({args.clip_range:g}) where the old log-probs are the "
          f"rollout's, or --old-log-prob be recompute, got {args.ratio_tolerance}"),
-        (not args.has_streams or (args.algo not in ("grpo-guard", "flow-dppo") and args.old_log_prob != "correct"),
-         "--streams.sound-weight and --streams.reward-media do not go with grpo-guard, flow-dppo or "
-         "--old-log-prob correct"),
+        (not args.has_streams or (args.algo not in ("grpo-guard", "flow-dppo") and not corrects),
+         f"--streams.sound-weight and --streams.reward-media do not go with grpo-guard, flow-dppo or {correct}"),
         (not args.streams.reward_media or not repacks(args),
          "--streams.reward-media does not go with --best-worst-n or --filter-groups, which rank by one advantage"),
     )  # fmt: skip
@@ -129,14 +146,14 @@ from omni_losses import (
     tempflow_weights,
 )
 from omni_rl.flow.sampling import prompts_of, sample, show, window_params
-from omni_rl.flow.scoring import TrainBatch, train_batches
+from omni_rl.flow.scoring import MediaRollout, TrainBatch, train_batches
 from omni_rl.flow.streams import over_streams, shares_of
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
 from omni_rl.run.media import MEDIA
 from omni_rl.run.run import MediaRun, Step
 from omni_rl.run.world import World
-from omni_rollout import Params, Trajectory, replay
+from omni_rollout import Params, replay
 from omni_sched import Transition, cps_step, dance_step, sde_step
 from torch import Tensor
 
@@ -189,10 +206,7 @@ def main(args: Args, world: World) -> None:
     reference, routes, parts = bool(args.kl_coef), args.route_replay, args.gate_parts
     run = MEDIA.start(args, world, args.algo, reference=reference, steps=args.window, routes=routes, gate_parts=parts)
     with Loop(run) as steps:
-        for step in steps:
-            prompts = prompts_of(run, step, same_start_noise=args.same_start_noise)
-            with run.phase("rollout"):
-                rollout = sample(run, prompts, params_at(run, step), unit=unit_of(run))
+        for step, rollout in steps.sampled_by(roll_out):
             batches = train_batches(
                 run,
                 step,
@@ -208,6 +222,13 @@ def main(args: Args, world: World) -> None:
             show(run, step, rollout)
 
 
+def roll_out(run: MediaRun[Args], step: Step) -> MediaRollout:
+    """Return this rank's samples of a step, whose scores are still to come."""
+    prompts = prompts_of(run, step, same_start_noise=run.args.same_start_noise)
+    with run.phase("rollout"):
+        return sample(run, prompts, params_at(run, step), unit=unit_of(run))
+
+
 def unit_of(run: MediaRun[Args]) -> int:
     """Return how many samples in a row one rank takes: a group shares what precedes its window."""
     args = run.args
@@ -219,7 +240,7 @@ def old_log_probs(run: MediaRun[Args], batches: Sequence[TrainBatch]) -> tuple[s
     """Return the source of the old log-probs, and the largest |ratio - 1| that it allows before the first update."""
     args = run.args  # exact: the same arithmetic on both sides
     is_exact = run.engine.is_exact and batches[0].is_as_sampled and run.gate == "exact"
-    source, tolerance = args.old_log_prob, args.ratio_tolerance
+    source, tolerance = args.source, args.ratio_tolerance
     if source == "auto":
         source = "rollout" if is_exact else "recompute"
     if tolerance is None:
@@ -253,20 +274,17 @@ def update(run: MediaRun[Args], step: Step, batches: Sequence[TrainBatch]) -> di
     old, loss_of = old_policy(run, batches, source), algo.loss(args)
     if run.streams:
         loss_of = over_streams(loss_of, shares_of(run))
-    corrections: Sequence[Tensor | None] = [None] * num_kept
-    metrics: dict[str, Tensor] = {}
     seen, results = [], []
     for number, minibatch in enumerate(run.minibatches(step, epochs=args.num_inner_epochs)):
         rows = slice(minibatch * size, (minibatch + 1) * size)
         for batch, before in zip(batches[rows], old[rows], strict=True):
-            if source == "correct":
-                corrections, metrics = correct(args, before, batch.trajectory)
             for k in range(num_kept):
                 now = replay(run.model, run.policy.net, batch.trajectory, k)
                 if k == len(before):  # before the first update
                     before.append(as_old(algo, now))
+                correction, metrics = correct(args, before, batch, k) if source == "correct" else (None, {})
                 moments = {"mean": now.mean, "old_mean": before[k].mean, "std": now.std} if algo.moments else {}
-                weights = step_weights(args, batch, k, now.std, corrections[k])
+                weights = step_weights(args, batch, k, now.std, correction)
                 out = loss_of(now.log_prob, before[k].log_prob, batch.advantages, weights=weights, **moments)
                 kl = kl_to_reference(run, batch, k, now) if args.kl_coef else torch.zeros_like(out.loss)
                 loss = out.loss + args.kl_coef * kl
@@ -274,8 +292,8 @@ def update(run: MediaRun[Args], step: Step, batches: Sequence[TrainBatch]) -> di
                 run.policy.backward(loss / (size * num_kept * dist.world_size), of=size * num_kept)
                 gap = gap_to_rollout(batch, k, now).abs().max().expm1()
                 seen.append(metrics | out.metrics | {"loss": loss.detach(), "kl": kl.detach(), "rollout_gap": gap})
-        if number == 0:
-            is_set = args.ratio_tolerance == 0 or args.old_log_prob == "rollout"
+        if number == 0 and not step.staleness:
+            is_set = args.ratio_tolerance == 0 or args.source == "rollout"
             gaps, gap_of = [m["rollout_gap"] for m in seen], None if is_set else partial(replayed_gap, run, batches)
             deviation = run.check_ratio(gaps, tolerance, step, gap_of=gap_of, limit=run.rounding)
             if deviation is None:
@@ -289,8 +307,9 @@ def old_policy(run: MediaRun[Args], batches: Sequence[TrainBatch], source: str) 
     """Return each batch's steps under the policy before the update; empty where the first update adds them."""
     algo = ALGOS[run.args.algo]
     if source == "rollout":
-        return [[rollout_step(batch.trajectory, k) for k in range(batch.trajectory.num_kept)] for batch in batches]
-    skip = len(batches) // run.args.num_minibatches if source == "recompute" else 0
+        return [[rollout_step(batch, k) for k in range(batch.trajectory.num_kept)] for batch in batches]
+    waits = source == "recompute" or run.args.correction.level == "step"
+    skip = len(batches) // run.args.num_minibatches if waits else 0
     return (
         [[] for _ in batches[:skip]]
         + [  # with gradients, for which a device may have other kernels
@@ -311,10 +330,10 @@ def replayed_gap(run: MediaRun[Args], batches: Sequence[TrainBatch], forward: in
     return gap_to_rollout(batch, k, replay(run.model, run.policy.net, batch.trajectory, k))
 
 
-def rollout_step(trajectory: Trajectory, k: int) -> OldStep:
+def rollout_step(batch: TrainBatch, k: int) -> OldStep:
     """Return the k-th kept step as the engine took it."""
-    means = trajectory.rollout_mean
-    return OldStep(trajectory.rollout_log_prob[:, k], None if means is None else means[:, k])
+    means = batch.trajectory.rollout_mean
+    return OldStep(batch.trajectory.rollout_log_prob[:, k], None if means is None else means[:, k])
 
 
 def as_old(algo: Algo, step: Transition) -> OldStep:
@@ -322,14 +341,12 @@ def as_old(algo: Algo, step: Transition) -> OldStep:
     return OldStep(step.log_prob.detach(), step.mean.detach() if algo.moments else None)
 
 
-def correct(args: Args, old: list[OldStep], drawn: Trajectory) -> tuple[Sequence[Tensor], dict[str, Tensor]]:
-    """Return importance weights [B] of each kept step, and metrics."""
-    weights, metrics = rollout_weights(
-        torch.stack([step.log_prob for step in old], dim=1),
-        drawn.rollout_log_prob,
-        **vars(args.correction),
-    )
-    return weights.unbind(dim=1), {f"correction_{name}": value for name, value in metrics.items()}
+def correct(args: Args, old: list[OldStep], batch: TrainBatch, k: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return importance weights [B] of the k-th kept step, and metrics: of this step, or of the whole trajectories."""
+    rows = slice(k, k + 1) if args.correction.level == "step" else slice(None)
+    log_prob = torch.stack([step.log_prob for step in old[rows]], dim=1)
+    weights, metrics = rollout_weights(log_prob, batch.trajectory.rollout_log_prob[:, rows], **vars(args.correction))
+    return weights[:, min(k, weights.shape[1] - 1)], {f"correction_{name}": value for name, value in metrics.items()}
 
 
 def step_weights(args: Args, batch: TrainBatch, k: int, std: Tensor, correction: Tensor | None) -> Tensor | None:

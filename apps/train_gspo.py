@@ -11,7 +11,8 @@ worse one less; GSPO weighs and clips an answer as a whole (arXiv 2507.18071), t
 
 Differences from the released code of the papers:
 1. Old log-probs come from the function and the batches of the update. Before the first update of every step the ratio
-   is checked to be 1, and the run stops if it is not; the sampler's own log-probs must be near.
+   is checked to be 1, and the run stops if it is not; the sampler's own log-probs must be near, unless --draw-ahead
+   has samples of older weights, which are weighed.
 2. Means over tokens or answers are those over all batches and ranks of an optimizer step.
 3. Dynamic sampling draws other prompts in rounds, at most --rounds of them, and takes the first groups that differ.
 4. Samples depend only on (seed, step, prompt, sample): any number of ranks gives the same answers.
@@ -48,7 +49,7 @@ class Args(TokenArgs):
     mask_truncated: bool = False  # Leave answers without an end out of the update
     kl_coef: Annotated[float, at_least(0)] = 0.0  # Weight of the KL to the policy before training
     ratio_tolerance: Annotated[float | None, at_least(0)] = None  # Largest |ratio - 1| (default: 1e-4, 1e-3 or any)
-    rollout_correction: Correction = "auto"  # Weights for vllm: off, or token_ or sequence_ with truncate or mask
+    rollout_correction: Correction = "auto"  # Importance weights for vllm or --draw-ahead, or off
     rollout_correction_cap: Annotated[float, at_least(1)] = 2.0  # Largest importance weight; others are cut or masked
 
 
@@ -60,8 +61,9 @@ def check_args(args: Args) -> None:
          f"--overlong-tokens must be <= --max-new-tokens ({args.max_new_tokens}), got {args.overlong_tokens}"),
         (args.num_minibatches <= args.prompts_per_step * args.group_size,
          f"--num-minibatches must be <= a step's samples, got {args.num_minibatches}"),
-        (args.engine == "vllm" or args.rollout_correction in ("auto", "off"),
-         f"--rollout-correction needs --engine vllm, as the other engine is exact, got {args.rollout_correction}"),
+        (args.engine == "vllm" or args.draw_ahead or args.rollout_correction in ("auto", "off"),
+         "--rollout-correction needs --engine vllm, as the other engine is exact, or --draw-ahead, got "
+         f"{args.rollout_correction}"),
         (args.algo != "gspo" or not args.rollout_correction.startswith("token"),
          f"--rollout-correction must be of a sequence for gspo, got {args.rollout_correction}"),
     )  # fmt: skip
@@ -133,7 +135,8 @@ def resolve_auto(args: Args) -> Args:
     algo = ALGOS[args.algo]
     overlong, is_exact = args.max_new_tokens // 5 * algo.overlong, args.engine == "transformers"
     tolerance = torch.inf if args.dtype != "float32" else 1e-4 if is_exact else 1e-3
-    correction: Correction = "off" if is_exact else "sequence_truncate" if args.algo == "gspo" else "token_truncate"
+    weighed: Correction = "sequence_truncate" if args.algo == "gspo" else "token_truncate"
+    correction: Correction = "off" if is_exact and not args.draw_ahead else weighed
     return replace(
         args,
         clip_low=args.clip_low or algo.clip[0],
@@ -152,8 +155,7 @@ def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
     run = TEXT.start(args, world, args.algo, reference=bool(args.kl_coef))
     with Loop(run) as steps:
-        for step in steps:
-            rollout = roll_out(run, step)
+        for step, rollout in steps.sampled_by(roll_out):
             minibatches = graded(run, step, rollout, grade)
             with run.updating(step):
                 step.metrics |= update(run, step, minibatches)
@@ -227,7 +229,7 @@ def update(run: TokenRun[Args], step: Step, minibatches: list[list[TokenBatch]])
         references = [[reference(run, batch) for batch in batches] for batches in minibatches]
     scored = zip(chain(*minibatches), chain(*old), strict=True)
     gaps = [farthest(batch, before.log_prob, batch.trajectory.rollout_log_prob) for batch, before in scored]
-    gap = run.check_ratio(gaps, args.ratio_tolerance or 0.0, step) or 0.0
+    gap = run.check_ratio(gaps, torch.inf if step.staleness else args.ratio_tolerance or 0.0, step) or 0.0
     seen: list[dict[str, Tensor]] = []
     moves: list[Tensor] = []
     results = []
@@ -259,7 +261,7 @@ def update(run: TokenRun[Args], step: Step, minibatches: list[list[TokenBatch]])
 
 def correct(args: Args, batch: TokenBatch, old: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Return loss weights [B] or [B, T] of the batch, and metrics of the sampler's distance from `old` [B, T]."""
-    if args.engine == "transformers":
+    if args.engine == "transformers" and not args.draw_ahead:
         return batch.weights, {}
     is_off, sampled = args.rollout_correction == "off", batch.trajectory.rollout_log_prob.to(old.device)
     mode = "token_truncate" if is_off else args.rollout_correction

@@ -105,7 +105,7 @@ from omni_losses import (
 )
 from omni_rl.flow.experts import on_one_side
 from omni_rl.flow.sampling import prompts_of, sample, show
-from omni_rl.flow.scoring import TrainBatch, train_batches
+from omni_rl.flow.scoring import MediaRollout, TrainBatch, train_batches
 from omni_rl.flow.streams import add_up, of_stream, shares_of
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
@@ -199,16 +199,20 @@ def main(args: Args, world: World) -> None:
     levels = trained_levels(args)[:2]
     run = MEDIA.start(args, world, args.algo, old_policy=True, reference=args.has_reference, steps=levels)
     with Loop(run) as steps:
-        for step in steps:
-            with sampling_policy(run):
-                run.sync(step, version=step.number)
-                with run.phase("rollout"):
-                    rollout = sample(run, prompts_of(run, step), run.base_params)
+        for step, rollout in steps.sampled_by(roll_out):
             batches = train_batches(run, step, rollout, weighted=True)  # weight 0 for samples without a score
             with run.updating(step):
                 step.metrics |= update(run, step, batches)
                 step.metrics["policy/old_decay"] = refresh_old(run, step)
             show(run, step, rollout)
+
+
+def roll_out(run: MediaRun[Args], step: Step) -> MediaRollout:
+    """Return this rank's samples of a step, whose scores are still to come."""
+    with sampling_policy(run):
+        run.sync(step, version=step.version)
+        with run.phase("rollout"):
+            return sample(run, prompts_of(run, step), run.base_params)
 
 
 def sampling_policy(run: MediaRun[Args]) -> AbstractContextManager[None]:

@@ -14,7 +14,7 @@ for the first, Flow-GRPO for the second, each with its own clip range.
 What is decided here, as no code has been released:
 1. Before the first update of every step the ratios of tokens and of steps are checked to be 1, and the run stops if
    they are not. The old log-probs of tokens come from the function and the batches of the update, those of steps from
-   the rollout.
+   the rollout, or with --draw-ahead from the update too, which weighs samples of older weights.
 2. A step reads the thought anew, so that its gradient reaches what has read the thought, and not the cache of it.
 3. The loss of a thought is the mean over its tokens. Both parts are means over the samples of all ranks.
 4. Samples depend only on (seed, step, prompt, sample), on any number of ranks.
@@ -59,9 +59,17 @@ if __name__ == "__main__":
 # 2. A training step: rollout, score, advantages, update
 
 import torch
-from omni_losses import LossOutput, distill_velocity_loss, grpo_loss, k3_kl, token_grpo_loss
+from omni_losses import (
+    LossOutput,
+    distill_velocity_loss,
+    grpo_loss,
+    k3_kl,
+    rollout_weights,
+    token_grpo_loss,
+    token_rollout_weights,
+)
 from omni_rl.flow.sampling import prompts_of, sample, show, window_params
-from omni_rl.flow.scoring import Rollout, TrainBatch, train_batches
+from omni_rl.flow.scoring import MediaRollout, TrainBatch, train_batches
 from omni_rl.flow.tokens import lengths_of
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
@@ -74,15 +82,15 @@ from omni_rollout.tokens import TokenScores, TokenTrajectory, score_tokens
 from omni_sched import Transition
 from torch import Tensor, nn
 
+STEP_BOUNDS, TOKEN_CAP = (0.99, 1.01), 2.0  # of importance weights with --draw-ahead
+
 
 def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
     reference = bool(args.kl_coef or args.velocity_coef)
     run = THOUGHTS.start(args, world, "unigrpo", reference=reference, steps=args.window)
     with Loop(run) as steps:
-        for step in steps:
-            with run.phase("rollout"):
-                rollout = sample(run, prompts_of(run, step), window_params(run, step))
+        for step, rollout in steps.sampled_by(roll_out):
             batches = train_batches(run, step, rollout)  # tokens and steps share advantages
             with run.updating(step):
                 step.metrics |= update(run, step, batches) | lengths(run, rollout)
@@ -90,7 +98,13 @@ def main(args: Args, world: World) -> None:
             show(run, step, rollout)
 
 
-def lengths(run: ThinkingRun[Args], rollout: Rollout[Trajectory]) -> dict[str, float]:
+def roll_out(run: ThinkingRun[Args], step: Step) -> MediaRollout:
+    """Return this rank's samples of a step, whose scores are still to come."""
+    with run.phase("rollout"):
+        return sample(run, prompts_of(run, step), window_params(run, step))
+
+
+def lengths(run: ThinkingRun[Args], rollout: MediaRollout) -> dict[str, float]:
     """Return metrics of the lengths of all ranks' thoughts."""
     thoughts = [thoughts_of(batch) for batch in rollout.batches]
     tokens, ended = lengths_of(run.dist, thoughts, len(rollout.prompts))
@@ -102,9 +116,9 @@ def update(run: ThinkingRun[Args], step: Step, batches: Sequence[TrainBatch]) ->
     args, dist = run.args, run.dist
     size, num_kept = len(batches) // args.num_minibatches, batches[0].trajectory.num_kept
     old = [old_scores(run, batch) for batch in batches]
-    steps = [[old_step(run, batch, k) for k in range(num_kept)] for batch in batches]
-    gap = run.check_ratio(gaps(batches, old), tolerance(args), step) or 0.0
-    if run.gate != "exact":
+    steps = [old_steps(run, step, batch, is_first=i < size) for i, batch in enumerate(batches)]
+    gap = run.check_ratio(gaps(batches, old), torch.inf if step.staleness else tolerance(args), step) or 0.0
+    if run.gate != "exact" and not step.staleness:
         run.check_ratio(step_gaps(batches, steps), run.rounding, step)
     seen, results = list[dict[str, Tensor]](), []
     moves = list[Tensor]()
@@ -114,7 +128,7 @@ def update(run: ThinkingRun[Args], step: Step, batches: Sequence[TrainBatch]) ->
             # Gradients are summed over batches, kept steps and ranks; the divisors make the sum a mean.
             total, parts = size * dist.world_size, []
             for k in range(num_kept):
-                parts.append(step_loss(run, batch, k, steps[i][k]))
+                parts.append(step_loss(run, batch, k, steps[i]))
                 run.policy.backward(parts[-1].loss / (total * num_kept), of=size * (num_kept + 1))
             thought = thought_loss(run, batch, before)
             run.policy.backward(args.thought_weight * thought.loss / total, of=size * (num_kept + 1))
@@ -144,11 +158,17 @@ def old_scores(run: ThinkingRun[Args], batch: TrainBatch) -> TokenScores:
     return replace(scores, log_prob=score(run, run.policy.net, batch.trajectory).log_prob.detach())
 
 
-def old_step(run: ThinkingRun[Args], batch: TrainBatch, k: int) -> Tensor:
-    """Return the log-prob [B] of the k-th kept step before the update: the engine's, or that with gradients."""
-    if run.gate == "exact":
-        return batch.trajectory.rollout_log_prob[:, k]
-    return retake(run, run.policy.net, batch.trajectory, k)[1].log_prob.detach()
+def old_steps(run: ThinkingRun[Args], step: Step, batch: TrainBatch, *, is_first: bool) -> list[Tensor]:
+    """Return the log-prob [B] of each kept step before the update: the engine's, or one with gradients.
+
+    is_first: True for the first minibatch, to whose older samples the update itself adds them.
+    """
+    drawn = batch.trajectory
+    if run.gate == "exact" and not step.staleness:
+        return [*drawn.rollout_log_prob.unbind(dim=1)]
+    if run.gate == "exact" and is_first:
+        return []
+    return [retake(run, run.policy.net, drawn, k)[1].log_prob.detach() for k in range(drawn.num_kept)]
 
 
 def repeated_gap(
@@ -164,17 +184,40 @@ def repeated_gap(
     return off[thoughts_of(drawn).mask.to(off.device)]
 
 
-def step_loss(run: ThinkingRun[Args], batch: TrainBatch, k: int, old: Tensor) -> LossOutput:
-    """Return the loss of the k-th kept step: Flow-GRPO's, and the squared distance to the velocity before training."""
+def step_loss(run: ThinkingRun[Args], batch: TrainBatch, k: int, old: list[Tensor]) -> LossOutput:
+    """Return the loss of the k-th kept step: Flow-GRPO's, and the squared distance to the velocity before training.
+
+    old: log-probs [B] before the update, to which this step's is added if it is the next.
+    """
     args, drawn = run.args, batch.trajectory
     velocity, now = retake(run, run.policy.net, drawn, k)
-    out = grpo_loss(now.log_prob, old, batch.advantages, clip_range=args.clip_range)
+    if k == len(old):
+        old.append(now.log_prob.detach())
+    weights, metrics = step_weights(old[k], drawn, k) if args.draw_ahead else (None, {})
+    out = grpo_loss(now.log_prob, old[k], batch.advantages, clip_range=args.clip_range, weights=weights)
+    out = replace(out, metrics=out.metrics | metrics)
     if not args.velocity_coef:
         return out
     with torch.no_grad(), run.policy.reference() as net:
         before, _ = retake(run, net, drawn, k)
     drift = distill_velocity_loss(velocity, before)
     return LossOutput(out.loss + args.velocity_coef * drift.loss, out.metrics | {"velocity_drift": drift.loss.detach()})
+
+
+def step_weights(old: Tensor, drawn: Trajectory, k: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return importance weights [B] of the k-th kept step, which older weights sampled, and metrics. old: [B]."""
+    low, high = STEP_BOUNDS
+    sampled = drawn.rollout_log_prob[:, k : k + 1]
+    weights, metrics = rollout_weights(old[:, None], sampled, level="step", low=low, high=high)
+    named = {f"correction_{name}": value for name, value in metrics.items()}
+    return weights[:, 0], named | {"rollout_gap": metrics["abs_diff_max"].expm1()}
+
+
+def thought_weights(old: TokenScores, drawn: Trajectory, mask: Tensor) -> Tensor:
+    """Return those of each token [B, T], in the mean over thoughts of the mean over their tokens."""
+    sampled = thoughts_of(drawn).rollout_log_prob.to(mask.device)
+    weights, _ = token_rollout_weights(old.log_prob, sampled, mask, cap=TOKEN_CAP)
+    return weights / (len(mask) * mask.sum(dim=1, keepdim=True).clamp(min=1))
 
 
 def retake(run: ThinkingRun[Args], net: nn.Module, drawn: Trajectory, k: int) -> tuple[Tensor, Transition]:
@@ -190,9 +233,11 @@ def thought_loss(run: ThinkingRun[Args], batch: TrainBatch, before: TokenScores)
     """Return the loss of the thoughts' tokens: GRPO's, and the KL to the policy before training."""
     args, now = run.args, score(run, run.policy.net, batch.trajectory).log_prob
     mask = thoughts_of(batch.trajectory).mask.to(now.device)
+    weights = thought_weights(before, batch.trajectory, mask) if args.draw_ahead else None
     out = token_grpo_loss(
-        now, before.log_prob, batch.advantages, mask, clip_low=args.thought_clip_low, clip_high=args.thought_clip_high
-    )
+        now, before.log_prob, batch.advantages, mask, clip_low=args.thought_clip_low, clip_high=args.thought_clip_high,
+        weights=weights,
+    )  # fmt: skip
     metrics = out.metrics | {"entropy": before.entropy[mask].mean()}
     if not args.kl_coef:
         return LossOutput(out.loss, metrics)

@@ -119,7 +119,7 @@ def planned_line(plan: Figures, ranks: int) -> Line:
     gb = next((card for card in CARDS if plan.peak <= (1 - LEFT) * card * GB), None)
     if gb is None:
         raise ValueError(f"a step must fit {(1 - LEFT) * CARDS[-1]:.1f} GB, takes {plan.peak / GB:.1f}")
-    tflop = plan.flops.total() / 2e12  # of one of the two steps
+    tflop = plan.flops.total() / plan.num_steps / 1e12
     peak, scorer, host = (round(each / GB, 1) for each in (plan.peak, plan.scorer.total(), plan.host))
     return Line(ranks, gb, peak, scorer, host, round(tflop))
 

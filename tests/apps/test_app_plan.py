@@ -18,6 +18,7 @@ from helpers import sampled
 from model_rows import ROWS
 from omni_rl.flow.scorers import LocalScorer
 from omni_rl.run.failures import launch
+from omni_rl.run.run import Step
 from omni_rl.run.world import World
 from omni_rl.settings.args import MediaArgs
 from omni_rl.settings.fields import change, leaves, old_names
@@ -29,7 +30,8 @@ from omni_train.lora import add_lora
 from omni_train.planned import PLANNED, Meter, planned_ranks
 from PIL import Image
 from torch import nn
-from trainer_runs import recipe, tiny, write_eval_prompts
+from torch.utils._pytree import tree_leaves
+from trainer_runs import lone_run, recipe, rollout, tiny, write_eval_prompts
 
 SMALL = {
     "prompts_per_step": 4,
@@ -140,6 +142,22 @@ def test_forwards_of_one_backward_are_told_apart(sizes):
     assert first[1] == every[1]
     for number, peak in every[0].items():
         assert first[0][number] == pytest.approx(peak, rel=0.02), number
+
+
+def test_a_plan_counts_the_samples_of_steps_that_wait():
+    """The bytes that a real step keeps, once more for each step, and the same operations of a step."""
+    changes = {"lora_rank": 8, "batch_size": 4, "correction_level": "step", "train_steps": 3, "eval_every": 3}
+    now, ahead = (planned("all weights", draw_ahead=number, **changes) for number in (0, 4))  # 4 are never ahead of 3
+    app, args = settings("all weights")
+    run = lone_run(change(args, **changes))
+    batches, _ = rollout(run, app.params_at(run, Step(0)))
+    kept = [t for batch in batches for t in tree_leaves([batch.cond, batch.x, batch.x_next, batch.x0])]
+    size = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}.values())
+    for name in ("rollout", "update"):
+        assert ahead.peaks[name] - now.peaks[name] == pytest.approx(2 * size, rel=0.05), name
+    assert ahead.peaks["save"] == now.peaks["save"]
+    assert ahead.num_steps == 4
+    assert ahead.flops["update"] / 4 == pytest.approx(now.flops["update"] / 2, rel=1e-6)
 
 
 def test_sharded_weights_take_a_rank_s_share():

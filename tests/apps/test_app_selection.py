@@ -297,7 +297,10 @@ def test_no_forward_is_added_by_more_updates(here, bright_url):
             r"--ratio-tolerance must be <= a third of --clip-range \(0.01\) where .* got 0.004",
         ),
         ({"old_log_prob": "auto", "ratio_tolerance": 1e-3, "clip_range": 1e-5}, "--ratio-tolerance must be <= a third"),
-        ({"filter_groups": True, "old_log_prob": "correct"}, "--old-log-prob correct does not go with"),
+        (
+            {"filter_groups": True, "old_log_prob": "correct"},
+            "--old-log-prob correct needs --correction.level step for",
+        ),
         (
             {"algo": "flowgrpo-cps", "old_log_prob": "correct"},
             "--old-log-prob correct does not go with flowgrpo-cps, whose log-prob is no density",

@@ -111,6 +111,9 @@ class Rollout(Generic[BatchT]):
         return [score for future in self.pending for score in future.result()]
 
 
+MediaRollout = Rollout[Trajectory]
+
+
 def gather_rewards(dist: Dist, batches: Sequence[Samples], scores: Sequence[Score], groups: Tensor) -> Tensor:
     """Return the rewards [N] of all ranks' samples, as `rewards_of` does."""
     return rewards_of(_in_order(dist, batches, values_of(scores), len(groups)), groups)
@@ -342,7 +345,7 @@ def some_steps(batch: Trajectory, fraction: float) -> Trajectory:
 def groups_are_local(args: GroupArgs, dist: Dist, in_a_row: int) -> bool:
     """True if the advantages of a rank's samples depend only on its own scores, which come one by one."""
     is_whole = dist.world_size == 1 or in_a_row % args.group_size == 0
-    waits = args.scorer.sleep or (isinstance(args, JudgedArgs) and args.reward_parts)
+    waits = args.draw_ahead or args.scorer.sleep or (isinstance(args, JudgedArgs) and args.reward_parts)
     return is_whole and args.adv_std != "batch" and not waits
 
 

@@ -1,22 +1,26 @@
 """The loop of a run: what happens around and between its training steps.
 
     with Loop(run) as steps:
-        for step in steps:
+        for step, rollout in steps.sampled_by(roll_out):
             ...
 
 Between steps it evaluates, logs, raises alarms, saves, and stops where the program is asked to. When a step breaks, it
 saves what there is and says what broke.
+
+With `--draw-ahead K` a step is sampled K updates before its own, so that its scores come meanwhile. No samples wait
+where a run is saved or evaluated: a checkpoint holds none, and a step's number says how old its samples are.
 """
 
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from omni_reward import RewardError
 from omni_train.dist import gather_json, same_error
@@ -31,8 +35,11 @@ from omni_rl.run.failures import BrokenRunError
 from omni_rl.run.metrics import GOLD_REWARD, error_of, falls
 from omni_rl.run.notify import announce
 from omni_rl.run.run import AnyRun, Step
-from omni_rl.settings.args import secret_flags, without_secrets
+from omni_rl.settings.args import next_end, secret_flags, without_secrets
 from omni_rl.settings.fields import change, flat
+
+RunT = TypeVar("RunT", bound=AnyRun)
+T = TypeVar("T")
 
 
 class Gold(NamedTuple):
@@ -43,14 +50,16 @@ class Gold(NamedTuple):
     step: int
 
 
-class Loop:
+class Loop(Generic[RunT]):
     """The remaining training steps of a run; the `with` block closes its log, and after success the run."""
 
-    def __init__(self, run: AnyRun) -> None:
+    def __init__(self, run: RunT) -> None:
         self.run = run
         self._done = run.session.first_step - 1  # finished steps; line n of the log speaks of n of them
         self._saved = self._done  # finished steps of the newest checkpoint, which may be under way
         self._in_step = False  # whether the trainer's own lines run
+        self._ahead = deque[Step]()  # steps whose samples wait
+        self._asked = False  # whether to stop, once no samples wait
         self._alarms = Watch()
         self._evals: list[Mapping[str, float]] = []  # lines with a held-out score, in step order
         self._golds: list[Gold] = []  # in step order, the same on every rank
@@ -100,6 +109,32 @@ class Loop:
     def __iter__(self) -> Iterator[Step]:
         return iter(self.run.world.steps(self.run, self._left()))
 
+    def sampled_by(self, roll_out: Callable[[RunT, Step], T]) -> Iterator[tuple[Step, T]]:
+        """Yield each step that is left with its samples, which are sampled at most `--draw-ahead` updates before.
+
+        roll_out: `(run, step) -> samples`, by weights of `step.version`.
+
+        Raises:
+            RuntimeError: samples of a step are older, as the engine lacks weights.
+        """
+        waiting = deque[T]()
+        for now in self:
+            ahead = self.run.args.draw_ahead
+            while len(waiting) <= ahead:
+                number = now.number + len(waiting)
+                if waiting and (self._asked or number >= next_end(self.run.args, now.number)):
+                    break
+                step = Step(number, version=now.number) if waiting else now
+                waiting.append(roll_out(self.run, step))
+                step.version = self.run.version
+                self._ahead.append(step)
+            step = self._ahead.popleft()
+            if step.staleness > ahead:
+                rule = f"samples must be at most {ahead} updates old, as --draw-ahead says"
+                raise RuntimeError(f"step {step.number + 1}: {rule}, got {step.staleness}: a sync is missing")
+            step.metrics |= {"policy/staleness": float(step.staleness)} if ahead else {}
+            yield step, waiting.popleft()
+
     def _left(self) -> Iterator[Step]:
         """Yield the steps that are left, and do what happens before, between and after them."""
         run, args = self.run, self.run.args
@@ -113,7 +148,8 @@ class Loop:
         for number in range(max(self._done, 0), args.train_steps):
             if stopping:
                 return
-            step, busy_s, cpu_s = Step(number), run.scorer.busy_s, time.process_time()
+            step = self._ahead[0] if self._ahead else Step(number)
+            busy_s, cpu_s = run.scorer.busy_s, time.process_time()
             run.counts.clear()
             run.calls.clear()
             if run.load:
@@ -197,7 +233,8 @@ class Loop:
         has_fallen = (
             GOLD_REWARD in step.metrics and args.eval.stop_after > 0 and falls(scores, errors, args.eval.stop_after)
         )
-        stopping = self._stop.requested(run.dist) or has_fallen
+        self._asked = self._stop.requested(run.dist) or has_fallen
+        stopping = self._asked and not self._ahead
         is_last = stopping or done == args.train_steps
         is_time = is_last or done % args.save_every == 0 or best_of(self._golds) == done
         if is_time or run.session.checkpoints.is_saving:

@@ -308,15 +308,22 @@ def first_input(kwargs: Mapping[str, Tensor], args: tuple[Tensor, ...]) -> tuple
 class Step:
     """One training step: its `number`, counted from 0, and the `metrics` to log of it.
 
-    has_signal: True if any sample of any rank has an advantage; set by trainers that know it. grade: grades the
+    version: of the weights that sample it, which is the number of steps that are finished then; by default all before
+    it. has_signal: True if any sample of any rank has an advantage; set by trainers that know it. grade: grades the
     samples of all ranks, on every rank, where the update began before all scores were there; see `flow.scoring`.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, version: int | None = None) -> None:
         self.number = number
+        self.version = number if version is None else version
         self.metrics: dict[str, float] = {}
         self.has_signal = True
         self.grade: Callable[[], object] = lambda: None
+
+    @property
+    def staleness(self) -> int:
+        """The number of updates between the weights that sampled the step and those that it trains."""
+        return self.number - self.version
 
     def settle(self) -> None:
         """Grade the samples of all ranks, once: what grades them holds this step's samples."""

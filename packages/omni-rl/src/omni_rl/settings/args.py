@@ -64,11 +64,12 @@ class RunArgs:
     """Settings of a run. `model`, `prompts` and `eval.prompts` must be given; a preset may give them.
 
     OFFLOAD: the parts that --memory.offload may name, in ascending order of the time of their copies. RATES: the
-    default learning rates, of all weights and of LoRA.
+    default learning rates, of all weights and of LoRA. draw_ahead: a setting of trainers whose samples are graded.
     """
 
     OFFLOAD = "encoder engine optimizer activations"
     RATES = (1e-5, 3e-4)
+    draw_ahead = 0
 
     # Run
     name: Annotated[str, MAY_CHANGE] = "run"  # Name of the run in runs/NAME, which the same command continues
@@ -173,7 +174,15 @@ class ScoredArgs(MediaArgs):
 
 
 @dataclass(frozen=True)
-class GroupArgs(ScoredArgs):
+class RolloutArgs(ScoredArgs):
+    """Settings of a run that trains on its own samples, which a reward server grades."""
+
+    # Sampling
+    draw_ahead: Annotated[int, at_least(0)] = 0  # Updates for which a step's samples wait while they are scored
+
+
+@dataclass(frozen=True)
+class GroupArgs(RolloutArgs):
     """Settings of a run that compares the samples of a group."""
 
     # Algorithm
@@ -349,6 +358,8 @@ def check_scored(args: ScoredArgs, *, num_trained: int | None = 1, needs_scorer:
     require(
         (scorer.given or args.dry_run or not needs_scorer, rule),
         (scorer.given or args.dry_run or not scorer.sleep, f"--scorer.sleep: {rule}"),
+        (not (scorer.sleep and args.draw_ahead),
+         f"--draw-ahead must be 0 with --scorer.sleep, which scores while no rank samples, got {args.draw_ahead}"),
         (not (scorer.sleep and scorer.url) or scorer.token_file,
          "--scorer.sleep needs --scorer.token-file beside --scorer.url, as only its clients with a token move weights"),
     )  # fmt: skip
@@ -417,6 +428,11 @@ def num_batches(args: RunArgs, world_size: int = 0, *, num_trained: int = 1) -> 
          f"got {args.num_minibatches}; nearest: {_nearest(args.num_minibatches, counts)}"),
     )  # fmt: skip
     return rounds
+
+
+def next_end(args: RunArgs, number: int) -> int:
+    """Return the finished steps at the first save or evaluation, or the end, after the step of that number."""
+    return min(args.train_steps, *((number // every + 1) * every for every in (args.save_every, args.eval.every)))
 
 
 def _nearest(number: int, others: Sequence[int]) -> int | None:

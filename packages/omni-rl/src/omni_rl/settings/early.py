@@ -110,7 +110,9 @@ def check_same(args: RunArgs, saved: Saved, now: Config, *, ignore: Collection[s
     rule += f"--init-weights runs/{args.name}/weights"
     require((not falls or then == args.train_steps, f"--train-steps must be {then}, {rule}, "
              f"got {args.train_steps}"))  # fmt: skip
-    may = marked(type(args), MAY_CHANGE, SECRET)
+    may = {*marked(type(args), MAY_CHANGE, SECRET)}
+    if args.draw_ahead:  # samples wait neither where a run is saved nor where it is evaluated
+        may -= {"save_every", "eval.every"}
     old = (was for was, name in old_names(type(args)).items() if name in may)
     new = (name for name, value in flat(type(args)()).items() if now.get(name) == value and name not in saved.config)
     check_config(saved, now, ignore=(*may, *old, *ignore, *new, "train_steps", "scorer", "gate"))

@@ -24,6 +24,7 @@ class TokenArgs(RunArgs):
     max_prompt_tokens: Annotated[int, at_least(0)] = 0  # Most tokens of a prompt and its media; 0 is any
     max_new_tokens: Annotated[int, between(1, 2**20)] = 1024  # Most tokens of an answer
     temperature: Annotated[float, between(1e-3, 100)] = 1.0  # Temperature of the rollout and of trained log-probs
+    draw_ahead: Annotated[int, at_least(0)] = 0  # Updates for which a step's samples wait while they are scored
 
     # Data
     group_size: Annotated[int, between(2, 65_536)] = 16  # Samples of each prompt

@@ -50,7 +50,7 @@ from omni_rl.flow.scorers import LocalScorer, scorer_to_start
 from omni_rl.media.images import reference_sizes
 from omni_rl.run.run import Step
 from omni_rl.run.world import World
-from omni_rl.settings.args import MediaArgs, RunArgs, num_batches, num_ranks, sharding
+from omni_rl.settings.args import MediaArgs, RunArgs, next_end, num_batches, num_ranks, sharding
 from omni_rl.settings.fields import change, flag, flag_of, values_of
 from omni_rl.settings.groups import ScoredScorer
 from omni_rl.tools.plan_tokens import differing, sample_ends
@@ -227,8 +227,9 @@ def _prompt_counts(args: RunArgs, ranks: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Figures:
-    """What two steps take. peaks: the most bytes in each phase. flops: of each phase. forwards, tokens: of the net.
+    """What `num_steps` steps take.
 
+    peaks: the most bytes in each phase. flops: of each phase. forwards, tokens: of the net.
     unshard: the phases in which sharded weights are gathered once. offloads: the parts that --memory.offload may name.
     scorer: the bytes of each peak that the scorer takes, by what they are for. sleeps: True if only the wait for scores
     has them. host: the most bytes of tensors on the host, such as offloaded parts, and weights before they are
@@ -244,6 +245,7 @@ class Figures:
     scorer: Counter[str] = field(default_factory=Counter)
     sleeps: bool = False
     host: int = 0
+    num_steps: int = 2
 
     @property
     def peak(self) -> int:
@@ -256,9 +258,9 @@ class Figures:
         scorer = ", ".join(f"{name} {count / GB:.3g}" for name, count in self.scorer.items())
         which = f"the wait for scores, {self.peaks['reward_wait'] / GB:.3g}," if self.sleeps else "these"
         flops = {name: count for name, count in self.flops.items() if count}
-        work = ", ".join(f"{name} {flops[name] / 2e12:.4g}" for name in ordered(flops))  # of one of the two steps
+        work = ", ".join(f"{name} {flops[name] / self.num_steps / 1e12:.4g}" for name in ordered(flops))
         through = ", ".join(
-            f"{name} {self.forwards[name] / 2:g} of {self.tokens[name] / self.forwards[name]:,.0f}"
+            f"{name} {self.forwards[name] / self.num_steps:g} of {self.tokens[name] / self.forwards[name]:,.0f}"
             for name in ordered(self.forwards)
         )
         lines = [
@@ -338,7 +340,10 @@ class PlannedWorld(World):
         return _Log(self.device)
 
     def steps(self, run: Any, left: Iterable[Any]) -> Iterator[Any]:
-        """Two steps for each number of prompts, as the optimizer has its moments from the second on, and a save."""
+        """Two steps for each number of prompts, as the optimizer has its moments from the second on, and a save.
+
+        With --draw-ahead as many more.
+        """
         device, offloads = self.device, [p for p in run.args.OFFLOAD.split() if p != "encoder" or run.model.encoders]
         run.prompts, loaded = _Alike(run.args), Counter(device.peaks)
         if not isinstance(run.args, MediaArgs):
@@ -346,19 +351,25 @@ class PlannedWorld(World):
         self._trained[:] = run.policy.params
         _fuse(run.policy.optimizer)
         _repeat_steps(run.policy.optimizer, device)
+        ahead = min(run.args.draw_ahead, next_end(run.args, 0) - 1)
+        num_steps = 2 + ahead  # after so many rollouts a run has held the most that it holds
+        if run.args.draw_ahead:
+            run.args = change(
+                run.args, draw_ahead=ahead, train_steps=num_steps, save_every=num_steps, eval_every=num_steps
+            )
         for run.prompts.prompts_per_step in self.counts:
             run.args = replace(run.args, prompts_per_step=run.prompts.prompts_per_step)
             for counted in (device.peaks, device.flops, self._forwards, self._tokens):
                 counted.clear()
             with device.phase(""):
-                yield from (Step(0), Step(0))
+                yield from (Step(number if ahead else 0) for number in range(num_steps))
                 with run.phase("save"):
                     alone = replace(self.dist, is_planned=False)
                     part_files(alone, train_state(run.policy.net, run.policy.optimizer, run.policy.averages))
             peaks = Counter({name or "others": peak for name, peak in (loaded | device.peaks).items()})
             flops, forwards, tokens = (Counter(each) for each in (device.flops, self._forwards, self._tokens))
-            figures = Figures(peaks, flops, forwards, tokens, run.policy.unshard, offloads, host=device.host_peak)
-            self.found.append(figures)
+            more = {"host": device.host_peak, "num_steps": num_steps}
+            self.found.append(Figures(peaks, flops, forwards, tokens, run.policy.unshard, offloads, **more))
 
     def forget(self) -> None:
         """Drop what was remembered, which keeps tensors alive."""
