@@ -242,7 +242,7 @@ def update(
                 outs.append(loss_of(velocity, teacher_velocity(run, name, cond, at), at, weights))
             loss = torch.stack([out.loss for out in outs]).sum()
             # Gradients are summed over batches, steps and ranks; this makes the sum a mean.
-            run.policy.backward(loss / (size * dist.world_size), of=size)
+            run.policy.backward(loss / (size * dist.num_shares), of=size)
             means = {name: torch.stack([out.metrics[name] for out in outs]).mean() for name in outs[0].metrics}
             seen.append(means | {"loss": loss.detach()})
         results.append(run.optimizer_step(step))

@@ -29,7 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from omni_rl.settings.args import RolloutArgs, check_scored, num_ranks
+from omni_rl.settings.args import RolloutArgs, check_scored, num_shares
 from omni_rl.settings.cli import parse_cli
 from omni_rl.settings.fields import at_least, require
 
@@ -56,7 +56,7 @@ def check_args(args: Args) -> None:
     """Raise ValueError when settings do not fit together."""
     offline = bool(args.preferences)  # then a batch is of pairs of one size, however many samples it holds
     samples, unit = args.prompts_per_step * args.group_size, max(args.batch_size, args.group_size)
-    per_round = unit * num_ranks()
+    per_round = unit * num_shares(args)
     if offline:
         from omni_rl.media.preferences import check_preferences
 
@@ -163,7 +163,7 @@ def choose(run: MediaRun[Args], step: Step, rollout: Rollout[Trajectory]) -> lis
 def read_pairs(run: MediaRun[Args], step: Step) -> list[Pairs]:
     """Return this rank's pairs of the step from the preference file, by size."""
     dist, model, parts, records = run.dist, run.model, run.engine.parts, run.prompts.at(step.number)
-    places = range(dist.rank, len(records), dist.world_size)
+    places = range(dist.share, len(records), dist.num_shares)
     prompts = expand_groups([records[i] for i in places] or records[:1], 1, seed=run.args.seed, step=step.number)
     folder, pairs = Path(run.args.preferences).parent, []
     with run.phase("read"):
@@ -247,6 +247,7 @@ def update(run: MediaRun[Args], step: Step, pairs: Sequence[Pairs]) -> dict[str,
     args, dist, num_updates = run.args, run.dist, run.args.num_minibatches
     own = [minibatch(args, pairs, number) for number in range(num_updates)]
     counts = gather_json(dist, [[sum(len(rows) for _, rows in batches), len(batches)] for batches in own])
+    counts = counts[:: dist.context]  # of each share of ranks once
     num_pairs, most = torch.tensor(counts).sum(dim=0)[:, 0].tolist(), torch.tensor(counts).amax(dim=0)[:, 1].tolist()
     # Every rank computes as many batches as the one with the most, as sharded weights demand.
     filled = [batches + [(pairs[0], [])] * (n - len(batches)) for batches, n in zip(own, most, strict=True)]
@@ -268,7 +269,7 @@ def update(run: MediaRun[Args], step: Step, pairs: Sequence[Pairs]) -> dict[str,
     if not seen:
         step.has_signal = False
         return {"policy/skipped_updates": float(num_updates)}
-    share = dist.world_size / (sum(num_pairs) * args.levels_per_pair)
+    share = dist.num_shares / (sum(num_pairs) * args.levels_per_pair)
     sums = {name: torch.stack([m[name] for m in seen]).sum() * share for name in seen[0]}
     return run.policy_metrics([sums], results)
 

@@ -232,7 +232,7 @@ def roll_out(run: MediaRun[Args], step: Step) -> MediaRollout:
 def unit_of(run: MediaRun[Args]) -> int:
     """Return how many samples in a row one rank takes: a group shares what precedes its window."""
     args = run.args
-    has_groups = not args.group_size % args.batch_size and not args.prompts_per_step % run.dist.world_size
+    has_groups = not args.group_size % args.batch_size and not args.prompts_per_step % run.dist.num_shares
     return args.group_size if args.same_start_noise and has_groups else 1
 
 
@@ -289,7 +289,7 @@ def update(run: MediaRun[Args], step: Step, batches: Sequence[TrainBatch]) -> di
                 kl = kl_to_reference(run, batch, k, now) if args.kl_coef else torch.zeros_like(out.loss)
                 loss = out.loss + args.kl_coef * kl
                 # Gradients are summed over batches, kept steps and ranks; this makes the sum a mean.
-                run.policy.backward(loss / (size * num_kept * dist.world_size), of=size * num_kept)
+                run.policy.backward(loss / (size * num_kept * dist.num_shares), of=size * num_kept)
                 gap = gap_to_rollout(batch, k, now).abs().max().expm1()
                 seen.append(metrics | out.metrics | {"loss": loss.detach(), "kl": kl.detach(), "rollout_gap": gap})
         if number == 0 and not step.staleness:

@@ -313,7 +313,7 @@ def update(run: MediaRun[Args], step: Step, batches: Sequence[TrainBatch]) -> di
                     distance = velocity_kl(velocity, anchors[policy][i]).mean()
                     loss, metrics[f"{policy}_velocity_kl"] = loss + coef * distance, distance.detach()
             # Gradients are summed over batches, noise levels and ranks; this makes the sum a mean.
-            run.policy.backward(loss / (size * dist.world_size), of=size)
+            run.policy.backward(loss / (size * dist.num_shares), of=size)
             seen.append(metrics | {"loss": loss.detach()})
         if number == 0 and "ratio_max_dev" in seen[0] and starts_as_old(args, step):
             gaps, gap_of = [m["ratio_max_dev"] for m in seen], partial(repeated_gap, run, points, sampler)

@@ -168,7 +168,7 @@ def update(run: MediaRun[Args], step: Step, batches: Sequence[Noised]) -> dict[s
             velocity = run.model.predict_velocity(run.policy.net, x_t, at.sigma, at.cond, at.params)
             loss = velocity_error(velocity, at.x0, at.noise).mean()
             # Gradients are summed over batches and ranks; this makes the sum a mean.
-            run.policy.backward(loss / (size * run.dist.world_size), of=size)
+            run.policy.backward(loss / (size * run.dist.num_shares), of=size)
             seen.append({"loss": loss.detach()})
         results.append(run.optimizer_step(step))
     return run.policy_metrics(seen, results)

@@ -205,7 +205,7 @@ def update(run: MediaRun[Args], step: Step, reward: Reward, batches: Sequence[Tr
             for kind in ("inversion", "denoising"):
                 out = align(run, step, reward, batch, inversion=kind == "inversion")
                 # Gradients are summed over batches, kinds of step and ranks; this makes the sum a mean.
-                run.policy.backward(out.loss / (2 * size * dist.world_size), of=2 * size)
+                run.policy.backward(out.loss / (2 * size * dist.num_shares), of=2 * size)
                 metrics |= {f"{kind}_{name}": value for name, value in out.metrics.items()}
                 metrics["loss"] += out.loss.detach() / 2
             seen.append(metrics)

@@ -126,7 +126,7 @@ def update(run: ThinkingRun[Args], step: Step, batches: Sequence[TrainBatch]) ->
         for i in range(first, first + size):
             batch, before = batches[i], old[i]
             # Gradients are summed over batches, kept steps and ranks; the divisors make the sum a mean.
-            total, parts = size * dist.world_size, []
+            total, parts = size * dist.num_shares, []
             for k in range(num_kept):
                 parts.append(step_loss(run, batch, k, steps[i]))
                 run.policy.backward(parts[-1].loss / (total * num_kept), of=size * (num_kept + 1))

@@ -5,9 +5,9 @@ from arch import step_trace
 from records import record
 
 MAX_FRAMES = 2
-LOOP_FILES, LOOP_LINES = 21, 1138  # of the loop's own thread
-RECIPE_FILES, RECIPE_LINES = 26, 1247  # the same with LoRA, KL, group std and two ranks
-ALL_FILES, ALL_LINES = 24, 1381  # with the threads that send images to the scorer
+LOOP_FILES, LOOP_LINES = 21, 1159  # of the loop's own thread
+RECIPE_FILES, RECIPE_LINES = 26, 1268  # the same with LoRA, KL, group std and two ranks
+ALL_FILES, ALL_LINES = 24, 1402  # with the threads that send images to the scorer
 
 
 RECIPE = {"lora_rank": 4, "kl_coef": 0.01, "adv_std": "group", "ranks": 2}

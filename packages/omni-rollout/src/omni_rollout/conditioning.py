@@ -64,7 +64,7 @@ class Conditioner:
         if self.model.is_guided(params):
             negative = join([self._encode(prompt, params, negative=True) for prompt in prompts], dim=0, what="encode")
             cond |= {f"negative_{name}": tensor for name, tensor in negative.items()}
-        fixed = repr(replace(params, sde_steps=()))  # which steps are kept changes nothing here
+        fixed = repr(replace(params, sde_steps=(), decode=True))  # which change nothing here
         others = [self._once(partial(self.model.condition, self.parts, p, params), p, fixed) for p in prompts]
         return cond | join(others, dim=0, what="condition")
 

@@ -31,6 +31,7 @@ class Model(Protocol):
     IMAGES: range  # the numbers of references that a prompt may have
     BRANCHES: ClassVar[Mapping[str, tuple[str, ...]]]  # names of modules and weights for only one medium
     boundary: float  # noise level below which the second of two experts runs; 0 for one net
+    context: int  # number of ranks that compute each forward together
 
     @property
     def nets(self) -> Mapping[str, str]:
@@ -54,6 +55,16 @@ class Model(Protocol):
 
     def check(self, params: Params) -> None:
         """Raise ValueError for a size, number of frames or option that the model lacks; name the nearest legal one."""
+
+    def check_context(self) -> None:
+        """Raise ValueError unless `context` ranks can compute a forward together; `check` has the rules of sizes."""
+
+    def share(self, net: nn.Module, mesh: "torch.distributed.DeviceMesh") -> None:
+        """Have the ranks of a row of `mesh` compute each forward of the net together, each a part of the tokens.
+
+        They call it with equal inputs, and get equal outputs. A rank's gradients are those of its tokens: their sum is
+        the gradient. mesh: with the axes "ring" and "ulysses".
+        """
 
     def check_image(self, height: int, width: int) -> None:
         """Raise ValueError for a reference of a size, in pixels, that the model does not support."""

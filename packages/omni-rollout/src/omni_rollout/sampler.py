@@ -68,7 +68,7 @@ class Sampler:
             sigmas = compress_sigmas(sigmas, params.first_after, params.compress_ratio)
         cond = self.condition(prompts, params) if cond is None else cond
         x, kept = self._denoise(prompts, params, sigmas, cond, shape, weight_version)
-        media, rates = self.model.decode(self.parts, x, cond, params)
+        media, rates = self.model.decode(self.parts, x, cond, params) if params.decode else ({}, {})
         B, K, device = len(prompts), len(kept), x.device
         return Trajectory(
             prompts=tuple(prompts),

@@ -72,7 +72,7 @@ class Params:
     stochastic step of omni_sched at the step indices `sde_steps`; other steps are Euler's. noise_level: strength of the
     injected noise, defined by the rule. keep_mean: True to store the steps' means. compress_ratio: if given, the steps
     after the last stochastic one are DPM-Solver++(2M)'s, and only this share of them, in (0, 1], remains; the
-    trajectory has the shorter schedule (MixGRPO-Flash, arXiv 2507.21802).
+    trajectory has the shorter schedule (MixGRPO-Flash, arXiv 2507.21802). decode: False for samples without media.
     """
 
     num_inference_steps: int
@@ -87,6 +87,7 @@ class Params:
     sde_steps: tuple[int, ...] = ()
     keep_mean: bool = False
     compress_ratio: float | None = None
+    decode: bool = True
 
     def __post_init__(self) -> None:
         for name in ("num_inference_steps", "num_frames"):

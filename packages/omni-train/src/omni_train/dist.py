@@ -51,6 +51,7 @@ class Dist:
     is_planned: True if the other ranks do not exist (`omni_train.planned`); they are taken to send what this one does.
     machines: groups for messages by machine: this rank and those of its number in the other machines, and the ranks of
         its machine. None if messages go in one ring of all ranks.
+    context: number of ranks in a row, a share, that compute each forward together. They hold the same samples.
     """
 
     rank: int
@@ -60,6 +61,17 @@ class Dist:
     mesh: DeviceMesh | None
     is_planned: bool = False
     machines: tuple[torch_dist.ProcessGroup, torch_dist.ProcessGroup] | None = None
+    context: int = 1
+
+    @property
+    def share(self) -> int:
+        """The number of this rank's share."""
+        return self.rank // self.context
+
+    @property
+    def num_shares(self) -> int:
+        """The number of shares; that of ranks, where a share is one rank."""
+        return self.world_size // self.context
 
     @property
     def is_main(self) -> bool:
@@ -163,6 +175,17 @@ def shard_mesh(dist: Dist, size: int = 0) -> DeviceMesh | None:
     shape = dist.world_size // size, size
     mesh = init_device_mesh(dist.device.type, shape, mesh_dim_names=("replicate", "shard"))
     mesh._device_type = dist.mesh.device_type  # may be that of a planned device
+    return mesh
+
+
+def context_mesh(dist: Dist) -> DeviceMesh:
+    """Return the mesh of shares and the ranks of each, with the axes that diffusers' context parallelism names.
+
+    They are "data" with `num_shares`, "ring" with 1 and "ulysses" with `context` ranks. Every rank calls it.
+    """
+    shape = dist.num_shares, 1, dist.context
+    mesh = init_device_mesh(dist.device.type, shape, mesh_dim_names=("data", "ring", "ulysses"))
+    mesh._device_type = dist.mesh.device_type if dist.mesh else dist.device.type  # may be that of a planned device
     return mesh
 
 

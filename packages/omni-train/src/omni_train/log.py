@@ -105,7 +105,7 @@ class RunLog:
         step: int,
         metrics: Mapping[str, float | Tensor],
         *,
-        num_samples: int = 0,
+        num_samples: float = 0,
         flops: Mapping[str, float] = MappingProxyType({}),
         peak_tflops: float | None = None,
     ) -> None:

@@ -43,7 +43,8 @@ class Preparation:
 
     block_names: class names of its blocks. dtype: of frozen weights, and of what sharded ones are gathered in. lora:
     None trains the weights themselves, unless `is_trained` is False. is_frozen: True for the name of a weight that is
-    never trained. mesh: over which weights are sharded, if they are. base_dtype: bits of frozen weights, or "auto".
+    never trained. mesh: over which weights are sharded, if they are. context_mesh: of ranks that compute each forward
+    together, if they do; share: has them do so. base_dtype: bits of frozen weights, or "auto".
     """
 
     device: torch.device
@@ -53,6 +54,8 @@ class Preparation:
     is_trained: bool = True
     is_frozen: Callable[[str], bool] = lambda name: False
     mesh: DeviceMesh | None = None
+    context_mesh: DeviceMesh | None = None
+    share: Callable[[nn.Module, DeviceMesh], None] = lambda net, mesh: None
     base_dtype: Literal["auto", "int8", "fp8", "nf4"] = "auto"
     attention: str = "auto"
     compile: bool = False
@@ -102,6 +105,8 @@ def prepare(
     """
     is_empty = any(p.is_meta for p in net.parameters())
     adapt(net, how)
+    if how.context_mesh:
+        how.share(net, how.context_mesh)
     if is_empty:  # each rank reads only its rows
         net = load_sharded(
             net,

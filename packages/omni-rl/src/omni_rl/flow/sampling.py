@@ -65,10 +65,12 @@ def by_shapes(prompts: Sequence[Prompt]) -> list[list[Prompt]]:
 def deal(prompts: Sequence[Prompt], dist: Dist, batch_size: int, *, unit: int = 1) -> Iterator[Sequence[Prompt]]:
     """Yield this rank's batches: `batch_size` consecutive prompts, or `unit` if that is more, go to the ranks in turn.
 
+    They go to shares of ranks, where these compute each forward together.
+
     unit: number of consecutive prompts that one rank takes, such as a group.
     """
     per_turn = max(batch_size, unit)
-    for start in range(dist.rank * per_turn, len(prompts), dist.world_size * per_turn):
+    for start in range(dist.share * per_turn, len(prompts), dist.num_shares * per_turn):
         for first in range(start, start + per_turn, batch_size):
             yield prompts[first : first + batch_size]
 
@@ -107,37 +109,49 @@ def sample(
 ) -> Rollout[Trajectory]:
     """Return this rank's batches of `prompts`; one is scored while the next one is sampled.
 
-    With a scorer of groups, each group is dealt to one rank, and scored after its last batch.
+    With a scorer of groups, each group is dealt to one rank, and scored after its last batch. Ranks that compute each
+    forward together have the same batches, without media; they decode and score them in turn.
 
     unit: as in `deal`. scorer: instead of the run's.
 
     Raises:
         RuntimeError: the engine samples with other weights than those of the last sync.
     """
-    batches, pending, scorer = [], list[Pending](), scorer or run.scorer
+    batches, scored, pending, scorer = [], list[Trajectory](), list[Pending](), scorer or run.scorer
+    dist, batch_size = run.dist, run.args.batch_size
     group = sum(prompt.group == prompts[0].group for prompt in prompts)
     unit = max(unit, group) if scorer.takes_groups else unit
-    for own, following in pairwise([*deal(prompts, run.dist, run.args.batch_size, unit=unit), ()]):
-        batch = run.engine.generate(own, params.of_size(own[0].size))
+    for number, (own, following) in enumerate(pairwise([*deal(prompts, dist, batch_size, unit=unit), ()])):
+        is_scored = number // max(1, unit // batch_size) % dist.context == dist.rank % dist.context
+        batch = run.engine.generate(own, replace(params.of_size(own[0].size), decode=is_scored))
         if batch.weight_version != run.version:
             raise RuntimeError(f"the engine samples with weights {batch.weight_version}, the trainer has {run.version}")
         if following:  # while the device is busy with this one
             run.engine.prepare(following, params.of_size(following[0].size))
         # Scorers and the report look at the media on the host; one copy, which is all that waits for the batch.
-        batches.append(replace(batch, media={kind: tensor.cpu() for kind, tensor in batch.media.items()}))
+        batch = replace(batch, media={kind: tensor.cpu() for kind, tensor in batch.media.items()})
+        batches.append(batch if dist.context == 1 else _undecoded(batch))
         run.counts["drawn"] += len(batch)
+        if not is_scored:
+            continue
+        scored.append(batch)
         if scorer.takes_groups:
-            pending += submit_groups(scorer, batches, group, run.args.scorer.batch_size)
+            pending += submit_groups(scorer, scored, group, run.args.scorer.batch_size)
             continue
         size = run.args.scorer.batch_size or len(batch)
-        pending += [submit(scorer, batches[-1], slice(i, i + size)) for i in range(0, len(batch), size)]
-    return Rollout(prompts, batches, pending, max(run.args.batch_size, unit))
+        pending += [submit(scorer, scored[-1], slice(i, i + size)) for i in range(0, len(batch), size)]
+    return Rollout(prompts, batches, pending, max(batch_size, unit), scored)
+
+
+def _undecoded(batch: Trajectory) -> Trajectory:
+    """Return the samples as all ranks of a share have them."""
+    return replace(batch, media={}, rates={}, params=replace(batch.params, decode=True))
 
 
 def show(run: MediaRun[MediaArgs], step: Step, rollout: Rollout[Trajectory]) -> None:
     """Put the best and worst of some of rank 0's samples into the report."""
     if run.session.report:
-        run.session.report.show_samples(step.number + 1, *_shown(rollout.batches, rollout.scores))
+        run.session.report.show_samples(step.number + 1, *_shown(rollout.scored, rollout.scores))
 
 
 def evaluate_set(run: MediaRun[MediaArgs], held: HeldOut[Params, Scorer]) -> tuple[dict[str, float], Shown]:
@@ -149,10 +163,10 @@ def evaluate_set(run: MediaRun[MediaArgs], held: HeldOut[Params, Scorer]) -> tup
     # So does a scorer of groups, which may span batches.
     asked = [held.scorer or run.scorer, *([second] if second else [])]
     group = held.samples if any(scorer.takes_groups for scorer in asked) else 1
-    filled = fill_batches(prompts, run.args.batch_size, run.dist.world_size, group=group)
+    filled = fill_batches(prompts, run.args.batch_size, run.dist.num_shares, group=group)
     with gathered(run.policy.net) if "rollout" in run.policy.unshard else nullcontext():
         rollout = sample(run, filled, held.params, unit=group, scorer=held.scorer)
-    batches = rollout.batches
+    batches = rollout.scored
     parts = [batches[: end + 1] for end in range(len(batches))] if second else []
     watched = [future for own in parts for future in submit_groups(asked[-1], own, group, run.args.scorer.batch_size)]
     scores = collect(run.dist, rollout.pending)
@@ -170,7 +184,7 @@ def evaluate_set(run: MediaRun[MediaArgs], held: HeldOut[Params, Scorer]) -> tup
         means |= by_tag(held, name, values[: len(prompts)])
     means |= describe(held, whole[: len(prompts)])
     if is_gold:
-        means |= judge(run, held, prompts, batches, others["proxy"][: len(prompts)], whole[: len(prompts)])
+        means |= judge(run, held, prompts, rollout.batches, others["proxy"][: len(prompts)], whole[: len(prompts)])
     return means, _shown(batches, scores)
 
 

@@ -92,13 +92,20 @@ def groups_of(prompts: Sequence[Prompt]) -> Tensor:
 class Rollout(Generic[BatchT]):
     """The samples of a step: the N prompts of all ranks, this rank's batches, and its scores to come in their order.
 
-    in_a_row: number of consecutive samples that one rank takes.
+    in_a_row: number of consecutive samples that one rank takes. decoded: the batches with media, which are scored; None
+    for all of them.
     """
 
     prompts: Sequence[Prompt]
     batches: Sequence[BatchT]
     pending: Sequence[Pending]
     in_a_row: int = 1
+    decoded: Sequence[BatchT] | None = None
+
+    @property
+    def scored(self) -> Sequence[BatchT]:
+        """The batches that this rank has scored; others of its share have the rest."""
+        return self.batches if self.decoded is None else self.decoded
 
     @property
     def groups(self) -> Tensor:
@@ -107,7 +114,7 @@ class Rollout(Generic[BatchT]):
 
     @property
     def scores(self) -> list[Score]:
-        """The scores [n] of this rank's samples; waits for them."""
+        """The scores [n] of the samples of `scored`; waits for them."""
         return [score for future in self.pending for score in future.result()]
 
 
@@ -115,7 +122,7 @@ MediaRollout = Rollout[Trajectory]
 
 
 def gather_rewards(dist: Dist, batches: Sequence[Samples], scores: Sequence[Score], groups: Tensor) -> Tensor:
-    """Return the rewards [N] of all ranks' samples, as `rewards_of` does."""
+    """Return the rewards [N] of all ranks' samples, as `rewards_of` does. batches: those with the scores."""
     return rewards_of(_in_order(dist, batches, values_of(scores), len(groups)), groups)
 
 
@@ -141,6 +148,8 @@ def gather_parts(
 ) -> Tensor:
     """Return the named parts [N, names] of all ranks' scores; NaN where there is none, or no reward.
 
+    batches: those with the scores.
+
     Raises:
         RuntimeError: no score has a part of that name.
     """
@@ -150,9 +159,8 @@ def gather_parts(
     parts = torch.stack(columns, dim=1).masked_fill(rewards.isnan()[:, None], math.nan)
     for name, column in zip(names, columns, strict=True):
         if column.isnan().all() and not rewards.isnan().all():
-            raise RuntimeError(
-                f"the scorer must name a part {name!r} in its scores, it names {sorted(scores[0].parts)}"
-            )
+            named = sorted(scores[0].parts) if scores else "none on this rank"
+            raise RuntimeError(f"the scorer must name a part {name!r} in its scores, it names {named}")
     return parts
 
 
@@ -165,16 +173,16 @@ def rewards_at(run: AnyRun, step: Step, rollout: Rollout[Any], groups: Tensor | 
         RuntimeError: no sample has a score, and --scorer.on-failure asks for one.
     """
     groups, scores = rollout.groups if groups is None else groups, rollout.scores
-    rewards = gather_rewards(run.dist, rollout.batches, scores, groups)
+    rewards = gather_rewards(run.dist, rollout.scored, scores, groups)
     if rewards.isnan().all():
         if run.args.scorer.on_failure == "raise":
-            reason = printable(str(scores[0].abstained))
+            reason = printable(next((str(score.abstained) for score in scores), "on other ranks"))
             raise RuntimeError(f"the scorer gave no score for any of {len(rewards)} samples: {reason}")
         step.metrics["reward/abstained_ratio"] = 1.0
         return rewards
     step.metrics |= {f"reward/{name}": value.item() for name, value in reward_metrics(rewards, groups).items()}
     if run.parts:
-        parts = gather_parts(run.dist, rollout.batches, scores, run.parts, rewards).nanmean(dim=0).tolist()
+        parts = gather_parts(run.dist, rollout.scored, scores, run.parts, rewards).nanmean(dim=0).tolist()
         step.metrics |= {f"reward/{name}": part for name, part in zip(run.parts, parts, strict=True)}
     return rewards
 
@@ -206,7 +214,7 @@ def part_advantages(args: JudgedArgs, dist: Dist, rollout: Rollout[Trajectory], 
     rewards: [N].
     """
     weights, judges = parse_numbers(args.reward_parts, ""), parse_judges(args.streams.reward_media, args.reward_parts)
-    columns = gather_parts(dist, rollout.batches, rollout.scores, list(weights), rewards)
+    columns = gather_parts(dist, rollout.scored, rollout.scores, list(weights), rewards)
 
     def added(medium: str | None) -> Tensor:
         own = [weight * (judges.get(name, medium) == medium) for name, weight in weights.items()]
@@ -323,7 +331,7 @@ def gate_kl(
     share: float,
 ) -> list[TrainBatch]:
     """Return the batches with a KL of only the samples that the rewards [N] overrate by these parts of the scores."""
-    parts = gather_parts(run.dist, rollout.batches, rollout.scores, names.split(","), rewards)
+    parts = gather_parts(run.dist, rollout.scored, rollout.scores, names.split(","), rewards)
     gate = overrated(rewards, parts, share).float()
     step.metrics["reward/overrated_ratio"] = gate.mean().item()
     trained = torch.ones_like(gate) if keep is None else keep.float()
@@ -343,9 +351,10 @@ def some_steps(batch: Trajectory, fraction: float) -> Trajectory:
 
 
 def groups_are_local(args: GroupArgs, dist: Dist, in_a_row: int) -> bool:
-    """True if the advantages of a rank's samples depend only on its own scores, which come one by one."""
+    """True if the advantages of a rank's samples depend only on scores that it waits for, which come one by one."""
     is_whole = dist.world_size == 1 or in_a_row % args.group_size == 0
-    waits = args.draw_ahead or args.scorer.sleep or (isinstance(args, JudgedArgs) and args.reward_parts)
+    judged = isinstance(args, JudgedArgs) and args.reward_parts
+    waits = dist.context > 1 or args.draw_ahead or args.scorer.sleep or judged
     return is_whole and args.adv_std != "batch" and not waits
 
 
@@ -443,9 +452,9 @@ def repack(
     counts = [[int(keep[torch.cat([b.indices for b in same])].sum()) for same in part] for part in parts]
     least = [[math.ceil(count / size) for count in own] for own in counts]
     by_rank = gather_json(dist, [[sum(own) for own in counts], [sum(own) for own in least]])
-    kept, rounds = torch.tensor(by_rank).unbind(dim=1)  # [ranks, minibatches]
+    kept, rounds = torch.tensor(by_rank[:: dist.context]).unbind(dim=1)  # [shares, minibatches]
     most = max(1, int(rounds.max()))
-    scale = most * size * dist.world_size / kept.sum(dim=0).clamp(min=1)
+    scale = most * size * dist.num_shares / kept.sum(dim=0).clamp(min=1)
     chosen = []
     for part, own, factor in zip(parts, least, scale, strict=True):
         for same, num in zip(part, _filled(own, [len(same) for same in part], most), strict=True):

@@ -207,8 +207,8 @@ class Loop(Generic[RunT]):
     def _finish(self, step: Step) -> bool:
         """Evaluate, log and save when due; return True if the run has been asked to stop."""
         run, args, done = self.run, self.run.args, step.number + 1
-        num_drawn = run.counts["drawn"]  # an evaluation draws more
-        flops = run.flops.total(run.calls) if run.flops else {}
+        num_drawn = run.counts["drawn"] / run.dist.context  # an evaluation draws more
+        flops = {name: n / run.dist.context for name, n in run.flops.total(run.calls).items()} if run.flops else {}
         log = partial(run.session.log.log, num_samples=num_drawn, flops=flops, peak_tflops=self._peak_tflops)
         if self._is_evaluated(done):
             try:
@@ -256,7 +256,8 @@ class Loop(Generic[RunT]):
 def costs(run: AnyRun, cpu_s: float) -> dict[str, float]:
     """Return metrics of what a step took on all ranks. cpu_s: CPU seconds of this one."""
     with_gradients = sum(samples for (_, has_gradient, _), samples in run.calls.items() if has_gradient)
-    by_rank = gather_json(run.dist, [float(sum(run.calls.values())), float(with_gradients), cpu_s])
+    samples = [count / run.dist.context for count in (sum(run.calls.values()), with_gradients)]
+    by_rank = gather_json(run.dist, [*samples, cpu_s])
     names, sums = ("perf/forwards", "perf/backwards", "perf/cpu_s"), map(sum, zip(*by_rank, strict=True))
     return dict(zip(names, sums, strict=True))
 
@@ -292,7 +293,7 @@ def hold_out(run: AnyRun, done: int, evals: list[Mapping[str, float]]) -> dict[s
 
 
 def _evaluate_set(run: AnyRun, held: HeldOut[Any, Any]) -> tuple[dict[str, float], Shown]:
-    size = held.batch_size(run.args.batch_size, run.dist.world_size)
+    size = held.batch_size(run.args.batch_size, run.dist.num_shares)
     return run.evaluate_set(replace(run, args=change(run.args, batch_size=size)), held)
 
 

@@ -118,7 +118,7 @@ def read_all(
         pieces = name.split(".")
         return not (trained.keys() & {"", pieces[0]}) or not still.isdisjoint(pieces)
 
-    how = preparation(args, world.dist.device, model, is_frozen, compiles=args.compile)
+    how = replace(preparation(args, world.dist.device, model, is_frozen, compiles=args.compile), share=model.share)
     prompts, records = read_prompts(args, check_whole, check_whole)
     sets = read_sets(args, records, eval_params, check_record, check_whole, model.check)
     files, adapters = read_start(args, model, how)
@@ -169,6 +169,9 @@ def check_model(
 ) -> None:
     """Raise ValueError unless the model is whole and fits the settings. params, eval_params: what it samples with."""
     only = " or ".join(("both", *filter(None, model.nets)))
+    model.context = args.sharding.context_parallel
+    with flag("--sharding.context-parallel: "):
+        model.check_context()
     require(
         (trained, f"--train-experts must be {only} for this model, got {args.train_experts}"),
         (args.optim.low_expert_lr is None or (len(trained) == 2 and args.lr),
@@ -287,7 +290,7 @@ def open_scorer(
         name = f"eval.sets[{number}].samples_per_prompt" if number else "--eval.samples-per-prompt"
         asked = held.scorer or scorer, *([watch] if watch else [])
         whole |= {name: held.samples} if any(one.takes_groups for one in asked) else {}
-    check_groups(args, world.dist.world_size, whole)
+    check_groups(args, world.dist.num_shares, whole)
     return scorer, version, watch
 
 

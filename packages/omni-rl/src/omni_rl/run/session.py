@@ -96,6 +96,7 @@ class Session:
             start = self.begins if self.saved else "begins"
             start = f"evaluates step {self.saved.step if self.saved else 0}" if args.eval.only else start
             ranks = f"{dist.world_size} {'rank' if dist.world_size == 1 else 'ranks'} on {dist.device.type}"
+            ranks += f", {dist.context} of them for each sample" if dist.context > 1 else ""
             place = f"report in {self.folder}/report.html; loading {args.model}"
             print(f"{self.folder} {start}: {ranks}, weights {mode}; {place}", flush=True)
 

@@ -19,9 +19,9 @@ from omni_rollout.models.hub import hub_fault, local_folder, released_models
 from omni_rollout.tokens import TokenParams
 from omni_rollout.types import WeightedEngine
 from omni_train import lora
-from omni_train.dist import Dist, deterministic, gather_json, same_error, shard_mesh
+from omni_train.dist import Dist, context_mesh, deterministic, gather_json, same_error, shard_mesh
 from omni_train.flops import FlopTable
-from omni_train.kernels import check_attention, check_compiler, check_float8
+from omni_train.kernels import BACKENDS, check_attention, check_compiler, check_float8
 from omni_train.memory.offload import HostAdamW
 from omni_train.memory.quantized import BYTES
 from omni_train.memory.recompute import Recompute
@@ -33,6 +33,7 @@ from omni_train.shard import shard
 from omni_train.weights.full import load_adapter, named_weights, saved_files
 from omni_train.weights.snapshot import Ema, Snapshot
 from torch import Tensor, nn
+from torch.nn.attention import sdpa_kernel
 
 from omni_rl.flow.evals import HeldOut, Shown, params_of
 from omni_rl.flow.scorers import Scorer, with_server
@@ -178,6 +179,8 @@ def start(
     check_alike(dist, {"scorer": version})  # each machine may have a server of its own
     session.take(args, dist, mode)
     inputs.how = how = replace(how, mesh=shard_mesh(dist, args.sharding.size) if mode == "fsdp2" else None)
+    if dist.context > 1:
+        inputs.how = how = replace(how, context_mesh=context_mesh(dist))
     with same_error(dist):
         net = open_net(args, kind, inputs)
     model, engine = kind.open_engine(args, world, inputs, net, needs)
@@ -191,6 +194,8 @@ def start(
     policy.unshard = unshard
     if mode != "none":
         policy.backward = SummedBackward(net, how.mesh or dist.mesh, mode=mode)
+    if dist.context > 1:  # whose attention is computed again in the backward pass
+        policy.backward = sdpa_kernel(BACKENDS[args.attention])(policy.backward)
     if args.deterministic:
         policy.backward = deterministic()(policy.backward)
     with same_error(dist):
@@ -355,11 +360,12 @@ def plan_of(args: RunArgs, dist: Dist, inputs: Inputs[Any, Any], needs: Needs, s
     is_shipped = inputs.model.folder == released_models().get(args.model)
     given = values_of(args)
     url = "that of --scorer.url, which no file keeps" if given.get("scorer.url") else ""
+    who = "rank" if dist.context == 1 else f"{dist.context} ranks, each with a part of every sample's tokens"
     lines = {
         "model": inputs.about,
         **({"configuration": SHIPPED.format(args.model, hub_fault() or "the hub refuses it")} if is_shipped else {}),
         "ranks": f"{num_ranks}, weights {mode}",
-        "samples per step": f"{samples}, {samples // num_ranks} per rank, {args.batch_size} per forward",
+        "samples per step": f"{samples}, {samples // dist.num_shares} per {who}, {args.batch_size} per forward",
         "optimizer steps per training step": str(args.num_minibatches),
         "evaluations": _evaluations(args, inputs),
         "scorer": url or given.get("scorer.name") or "none",

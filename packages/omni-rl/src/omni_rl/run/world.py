@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
@@ -13,7 +13,7 @@ from omni_train.prompts.files import PromptRecord
 from omni_train.signals import STOP_SIGNALS
 
 from omni_rl.flow.scorers import connect
-from omni_rl.settings.args import RunArgs
+from omni_rl.settings.args import RunArgs, num_shares
 
 ModelT = TypeVar("ModelT")
 
@@ -43,7 +43,7 @@ class World:
         dist = init_distributed(timeout_s=args.hang_timeout_s, expandable_segments=args.has_trained_engine)
         if dist.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)  # fast beside a scorer, and the same bits on any number of cores
-        return cls(dist)
+        return cls(replace(dist, context=dist.world_size // num_shares(args, dist.world_size)))
 
     def check_files(self, model: Checked) -> None:
         """Raise ValueError unless all files of a model are there."""

@@ -44,6 +44,7 @@ from omni_rl.settings.groups import (
     MediaMemory,
     MediaOptim,
     MediaScorer,
+    MediaSharding,
     Memory,
     Optim,
     ScoredScorer,
@@ -132,6 +133,7 @@ class MediaArgs(RunArgs):
     eval: MediaEval = MediaEval()  # Held-out prompts, and what is done with them
 
     # Model
+    sharding: MediaSharding = MediaSharding()  # Spread of weights and tokens over ranks
     train_experts: Literal["both", "high", "low"] = "both"  # Experts to train, of a model with two by noise level
     memory: MediaMemory = MediaMemory()  # What memory holds, and for how long
     streams: Streams = Streams()  # Video and sound of one latent
@@ -289,10 +291,17 @@ def check_media(args: MediaArgs, *, num_trained: int | None = 1) -> None:
     Raises:
         ValueError: as `check_run` and `num_batches`.
     """
-    memory = args.memory
+    memory, context, world_size = args.memory, args.sharding.context_parallel, num_ranks()
     check_run(args)
     engine = ENGINES.get(args.engine)
+    beside = f"--sharding.context-parallel {context} does not go with"
     require(
+        (world_size % context == 0,
+         f"--sharding.context-parallel must divide the {world_size} ranks, got {context}"),
+        (context == 1 or not (engine and engine.library), f"{beside} --engine {args.engine}"),
+        (context == 1 or not args.compile, f"{beside} --compile"),
+        (context == 1 or memory.base_dtype == "auto", f"{beside} --memory.base-dtype {memory.base_dtype}"),
+        (context == 1 or not values_of(args).get("scorer.sleep"), f"{beside} --scorer.sleep"),
         (not (memory.device_gb and engine and engine.library),
          f"--memory.device-gb plans the embedded engine only, got --engine {args.engine}"),
         (not (args.compile and engine and engine.library), f"--compile needs --engine diffusers, got {args.engine}"),
@@ -308,7 +317,7 @@ def check_media(args: MediaArgs, *, num_trained: int | None = 1) -> None:
     read_prompts(args, check_shapes(args), AllOrNone())
     check_sets(args.eval.all_sets, AllOrNone, media_root=args.media_root)
     if num_trained is not None:
-        num_batches(args, num_ranks(), num_trained=num_trained)
+        num_batches(args, num_trained=num_trained)
 
 
 def read_prompts(
@@ -397,6 +406,15 @@ def num_ranks() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def num_shares(args: RunArgs, world_size: int = 0) -> int:
+    """Return the number of shares of ranks, each of which samples and trains on batches of its own.
+
+    world_size: number of ranks; 0 is those that torchrun started.
+    """
+    context: int = values_of(args).get("sharding.context_parallel", 1)
+    return (world_size or num_ranks()) // context
+
+
 def sharding(args: RunArgs, world_size: int) -> Mode:
     """Return the mode of --sharding.mode; auto is the simplest one with the least traffic."""
     auto: Mode = "none" if world_size == 1 else "ddp" if args.lora.rank else "fsdp2"
@@ -404,7 +422,7 @@ def sharding(args: RunArgs, world_size: int) -> Mode:
 
 
 def num_batches(args: RunArgs, world_size: int = 0, *, num_trained: int = 1) -> int:
-    """Return the number of batches that each rank samples in a training step.
+    """Return the number of batches that each rank samples in a training step; those of a share have the same.
 
     world_size: number of ranks; 0 is those that torchrun started. num_trained: parts of a batch that one minibatch
     after the other may take, such as its stochastic steps.
@@ -413,15 +431,16 @@ def num_batches(args: RunArgs, world_size: int = 0, *, num_trained: int = 1) -> 
         ValueError: the step's samples cannot be split into them, or they into the step's minibatches. The message names
             the nearest number that fits.
     """
-    world_size = world_size or num_ranks()
-    samples, per_round = args.prompts_per_step * args.group_size, args.batch_size * world_size
+    shares = num_shares(args, world_size)
+    who = "ranks" if shares == (world_size or num_ranks()) else "ranks by --sharding.context-parallel"
+    samples, per_round = args.prompts_per_step * args.group_size, args.batch_size * shares
     rounds = samples // per_round
-    sizes = [n for n in range(1, samples + 1) if samples % (n * world_size) == 0]
+    sizes = [n for n in range(1, samples + 1) if samples % (n * shares) == 0]
     counts = [n for n in range(1, rounds * num_trained + 1) if rounds * num_trained % n == 0]
     require(
-        (sizes, f"the ranks ({world_size}) must divide a step's samples ({samples}), prompts times --group-size"),
+        (sizes, f"the {who} ({shares}) must divide a step's samples ({samples}), prompts times --group-size"),
         (args.batch_size in sizes,
-         f"--batch-size times ranks ({per_round}) must divide a step's samples ({samples}), got {args.batch_size}; "
+         f"--batch-size times {who} ({per_round}) must divide a step's samples ({samples}), got {args.batch_size}; "
          f"nearest: {_nearest(args.batch_size, sizes)}"),
         (args.num_minibatches in counts,
          f"--num-minibatches must divide a rank's batches times the steps trained of each ({rounds} x {num_trained}), "

@@ -32,6 +32,13 @@ class Sharding:
 
 
 @dataclass(frozen=True)
+class MediaSharding(Sharding):
+    """Spread of the weights, and of each sample's tokens, over ranks."""
+
+    context_parallel: Annotated[int, at_least(1), MAY_CHANGE] = 1  # Ranks in a row that compute each sample together
+
+
+@dataclass(frozen=True)
 class Lora:
     """LoRA adapters."""
 

@@ -50,7 +50,7 @@ from omni_rl.flow.scorers import LocalScorer, scorer_to_start
 from omni_rl.media.images import reference_sizes
 from omni_rl.run.run import Step
 from omni_rl.run.world import World
-from omni_rl.settings.args import MediaArgs, RunArgs, next_end, num_batches, num_ranks, sharding
+from omni_rl.settings.args import MediaArgs, RunArgs, next_end, num_batches, num_ranks, num_shares, sharding
 from omni_rl.settings.fields import change, flag, flag_of, values_of
 from omni_rl.settings.groups import ScoredScorer
 from omni_rl.tools.plan_tokens import differing, sample_ends
@@ -155,14 +155,15 @@ def measure(
 
     tells: print the settings too, and check the model's files. remembers: run one forward of a shape, not all.
     """
-    counts = _prompt_counts(args, ranks)
+    shares = num_shares(args, ranks)
+    counts = _prompt_counts(args, shares)
     plain = {"memory.text_cache": "", "memory.text_cache_mb": 0.0, "attention": "auto", "compile": False}
     bare = change(args, **{name: value for name, value in plain.items() if name in values_of(args)})
     scorer = scorer_bytes(args, ranks)
     with planned_ranks(ranks) as dist, PlannedDevice() as device:
         sleeps = isinstance(args.scorer, ScoredScorer) and args.scorer.sleep
         device.add(0 if sleeps else scorer.total())
-        plan = PlannedWorld(dist, args, device, counts, tells, remembers)
+        plan = PlannedWorld(replace(dist, context=ranks // shares), args, device, counts, tells, remembers)
         try:
             with device.phase("load"):
                 main(bare, plan)
@@ -210,6 +211,8 @@ def scorer_bytes(args: RunArgs, ranks: int) -> Counter[str]:
 
 def _prompt_counts(args: RunArgs, ranks: int) -> list[int]:
     """Two numbers of prompts whose steps are shaped like that of all, or all where they are few.
+
+    ranks: that have samples of their own.
 
     A rank has at least two batches, and ranks, groups and minibatches divide alike.
     """

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -78,8 +79,11 @@ class DiffusersModel:
     BRANCHES: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     NEGATES_TEXT: ClassVar[bool] = False
     IMAGES = range(1)
+    CONTEXT_PARALLEL: ClassVar[bool] = False  # True if several ranks can compute a forward together
+    HEADS: ClassVar[tuple[str, ...]] = ("num_attention_heads",)  # their numbers, in the net's configuration
     boundary = 0.0
     reads_weights = True  # False: parts are made from their configuration only, with uninitialized values
+    context = 1  # ranks that compute each forward together
     host_encoders = False  # True: text encoders are offloaded, and copied to the device while they encode
 
     def __init__(self, path: str | Path) -> None:
@@ -191,6 +195,43 @@ class DiffusersModel:
         for name, off in self.GUIDANCE.items():
             if (scale := self.option(params, name)) < off:  # the pipelines silently turn it off
                 raise ValueError(f"{name} must be >= {off:g}, where {off:g} is no guidance, got {scale}")
+
+    def check_context(self) -> None:
+        """Raise ValueError unless `context` ranks can compute a forward together; `check` has the rules of sizes."""
+        if self.context > 1 and not self.CONTEXT_PARALLEL:
+            raise ValueError(f"context must be 1 for a {self.PIPELINE}, got {self.context}")
+        for part, name in product(self.nets.values(), self.HEADS if self.context > 1 else ()):
+            default = inspect.signature(self._class(part).__init__).parameters[name].default
+            if (heads := self.value(part, name, int, default)) % self.context:
+                rule = f"context must divide {name} of {self.config_file(part)}, {heads}"
+                raise ValueError(f"{rule}, got {self.context}")
+
+    def _check_tokens(self, params: Params, unit: int, frames: int = 1) -> None:
+        """Raise ValueError unless `context` divides the tokens of a sample, each `unit` pixels wide and high."""
+        rows, columns = params.height // unit, params.width // unit
+        near = product(*(range(max(1, side - self.context), side + self.context + 1) for side in (rows, columns)))
+        sides = [(h, w) for h, w in near if h * w * frames % self.context == 0]
+        height, width = min(sides, key=lambda side: (abs(side[0] - rows) + abs(side[1] - columns), side))
+        if (height, width) != (rows, columns):
+            rule = f"height and width must make tokens that {self.context} ranks can share"
+            have = f"{params.height} x {params.width}, which makes {frames * rows * columns}"
+            raise ValueError(f"{rule}, such as {height * unit} x {width * unit}, got {have}")
+
+    def share(self, net: nn.Module, mesh: "torch.distributed.DeviceMesh") -> None:
+        """Have the ranks of a row of `mesh` compute each forward of the net together, each a part of the tokens.
+
+        They call it with equal inputs, and get equal outputs. A rank's gradients are those of its tokens: their sum is
+        the gradient. mesh: with the axes "ring" and "ulysses".
+        """
+        from diffusers import ContextParallelConfig
+
+        for name in self.nets:
+            config, part = ContextParallelConfig(ulysses_degree=self.context, mesh=mesh), net.get_submodule(name)
+            part.enable_parallelism(config=config, cp_plan=self._context_plan(part))  # type: ignore[operator]
+
+    def _context_plan(self, net: nn.Module) -> dict[str, Any] | None:
+        """Return which inputs and outputs of a net's modules ranks split and gather; None for those of its class."""
+        return None
 
     def check_text_length(self, params: Params, most: int = MOST_TEXT_TOKENS) -> None:
         """Raise ValueError unless the option max_sequence_length is a number of text tokens that the model supports."""

@@ -51,6 +51,7 @@ class Flux1(ImageModel):
     OPTIONS: ClassVar[Mapping[str, float]] = {"true_cfg_scale": 1.0, "max_sequence_length": 512}
     TEXT_OPTIONS: ClassVar[tuple[str, ...]] = ("max_sequence_length",)
     GUIDANCE: ClassVar[Mapping[str, float]] = {"true_cfg_scale": 1.0}
+    CONTEXT_PARALLEL = True
     BLOCK_NAMES: ClassVar[tuple[str, ...]] = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
     LORA_TARGETS: ClassVar[tuple[str, ...]] = (  # as published; of the single blocks only q, k and v
         *JOINT_ATTENTION,
@@ -80,6 +81,9 @@ class Flux1(ImageModel):
             raise ValueError(f"guidance_scale must be >= 0, got {scale}")
         if scale != 1 and not self.takes_scale:
             raise ValueError(f"guidance_scale must be 1 for a {self.PIPELINE} without guidance_embeds, got {scale}")
+        if (length := self.option(params, "max_sequence_length")) % self.context:
+            raise ValueError(f"max_sequence_length must be a multiple of {self.context} ranks, got {length:g}")
+        self._check_tokens(params, PIXELS_PER_TOKEN)
 
     def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False, max_sequence_length: float = 512) -> Cond:
         """Return the embeddings of one prompt: `embeds` [T, D] and `pooled` [D'], in the encoders' dtype."""
@@ -126,6 +130,7 @@ class Flux1Kontext(Flux1):
 
     PIPELINE = "FluxKontextPipeline"
     OPTIONS: ClassVar[Mapping[str, float]] = {**Flux1.OPTIONS, "image_area": AREA}
+    CONTEXT_PARALLEL = False  # the tokens of a reference need not divide
     IMAGES = range(1, 2)
 
     def check(self, params: Params) -> None:

@@ -48,6 +48,7 @@ class Flux2Klein(DiffusersModel):
     }
     UNUSED: ClassVar[Mapping[str, tuple[str, ...]]] = {"text_encoder": ("lm_head", "model.layers.28:")}
     IMAGES = range(11)
+    CONTEXT_PARALLEL = True
     BLOCK_NAMES: ClassVar[tuple[str, ...]] = ("Flux2TransformerBlock", "Flux2SingleTransformerBlock")
     LORA_TARGETS: ClassVar[tuple[str, ...]] = (  # as published; of the single blocks only the first layer
         *JOINT_ATTENTION,
@@ -73,12 +74,17 @@ class Flux2Klein(DiffusersModel):
         check_size(params, PIXELS_PER_TOKEN)
         if self.config.get("is_distilled") and params.guidance_scale != 1:
             raise ValueError(f"guidance_scale must be 1 for a distilled {self.PIPELINE}, got {params.guidance_scale}")
+        self._check_tokens(params, PIXELS_PER_TOKEN)
 
     def check_image(self, height: int, width: int) -> None:
-        """Raise ValueError for a reference that is too small, or has a too large aspect ratio."""
+        """Raise ValueError for a reference that is too small, too long, or has tokens that ranks cannot share."""
         if min(height, width) < LEAST_SIDE or max(height, width) > MOST_RATIO * min(height, width):
             rule = f"images must have sides of {LEAST_SIDE} pixels or more, one at most {MOST_RATIO} times the other"
             raise ValueError(f"{rule}, got height {height} and width {width}")
+        _, _, rows, columns = _crop(*_reduced(height, width))
+        if (tokens := rows * columns // PIXELS_PER_TOKEN**2) % self.context:
+            rule = f"images must have tokens that {self.context} ranks can share"
+            raise ValueError(f"{rule}, got height {height} and width {width}, which makes {tokens}")
 
     def latent_shape(self, params: Params) -> tuple[int, int, int]:
         """Return (C, h, w).
@@ -212,14 +218,22 @@ class Flux2(Flux2Klein):
 
 def _fit(image: Tensor) -> Tensor:
     """Return a reference, uint8 [H, W, 3], downscaled if it is too large, and center-cropped to whole tokens."""
-    height, width = image.shape[:2]
-    if height * width > MOST_PIXELS:
-        scale = math.sqrt(MOST_PIXELS / (width * height))
-        height, width = int(height * scale), int(width * scale)
-        image = resized(image, height, width)
-    top, left = height % PIXELS_PER_TOKEN // 2, width % PIXELS_PER_TOKEN // 2
-    bottom, right = (side // PIXELS_PER_TOKEN * PIXELS_PER_TOKEN for side in (height, width))
-    return image[top : top + bottom, left : left + right]
+    size = _reduced(*image.shape[:2])
+    image = image if size == image.shape[:2] else resized(image, *size)
+    top, left, rows, columns = _crop(*size)
+    return image[top : top + rows, left : left + columns]
+
+
+def _reduced(height: int, width: int) -> tuple[int, int]:
+    """Return the size to which a reference is reduced, if it is too large."""
+    scale = math.sqrt(MOST_PIXELS / (width * height))
+    return (int(height * scale), int(width * scale)) if height * width > MOST_PIXELS else (height, width)
+
+
+def _crop(height: int, width: int) -> tuple[int, int, int, int]:
+    """Return the first row and column, height and width of the whole tokens in the center of an image."""
+    unit = PIXELS_PER_TOKEN
+    return height % unit // 2, width % unit // 2, height // unit * unit, width // unit * unit
 
 
 def _places(latents: Tensor, first: int) -> Tensor:

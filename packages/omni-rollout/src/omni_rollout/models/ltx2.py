@@ -48,6 +48,8 @@ class LTX2(DiffusersModel):
     OPTIONS: ClassVar[Mapping[str, float]] = {SOUND_SCALE: 1.0}
     GUIDANCE: ClassVar[Mapping[str, float]] = {"guidance_scale": 1.0, SOUND_SCALE: 1.0}
     MEDIA: ClassVar[tuple[str, ...]] = ("video", "audio")
+    CONTEXT_PARALLEL = True
+    HEADS: ClassVar[tuple[str, ...]] = ("num_attention_heads", "audio_num_attention_heads")
     BLOCK_NAMES: ClassVar[tuple[str, ...]] = ("LTX2VideoTransformerBlock",)
     BRANCHES: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "audio": (
@@ -108,6 +110,7 @@ class LTX2(DiffusersModel):
         if not self._sound_length(params):
             rule = f"frame_rate must leave {frames} frames at least {0.5 / self._sound_rate():g} s of sound"
             raise ValueError(f"{rule}, got {params.frame_rate}")
+        self._check_tokens(params, pixels, (frames - 1) // stride + 1)
 
     def _strides(self) -> tuple[int, int]:
         """The frames, and the pixels along a side, of a latent."""
@@ -164,6 +167,28 @@ class LTX2(DiffusersModel):
         frames, sound, _ = parts.connectors(hidden, mask.to(hidden.device), padding_side="left")
         return {"embeds": frames[0], "sound_embeds": sound[0]}
 
+    def share(self, net: nn.Module, mesh: "torch.distributed.DeviceMesh") -> None:
+        """Have the ranks of a row of `mesh` compute each forward of the net together, each some of the frames' tokens.
+
+        All compute all of the sound, and take the first rank's.
+        """
+        from omni_rollout.models.ltx2_net import share_frames
+
+        super().share(net, mesh)
+        share_frames(net, mesh)
+
+    def _context_plan(self, net: nn.Module) -> dict[str, Any]:
+        """Return the plan without texts and with places of either form; the sound is gathered, not added up."""
+        from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
+
+        gathered, places = ContextParallelOutput(gather_dim=1), ContextParallelInput(split_dim=-2, split_output=True)
+        return {
+            "": {"hidden_states": ContextParallelInput(split_dim=1)},
+            "rope": {0: places, 1: places},
+            "proj_out": gathered,
+            "audio_proj_out": gathered,
+        }
+
     @cached_property
     def _net(self) -> Any:
         """A net that computes positions on the host: on a device it would create constants, and the host would wait."""
@@ -202,7 +227,7 @@ class LTX2(DiffusersModel):
             audio_coords=times,
             return_dict=False,
         )
-        found = [velocity.float() for velocity in velocities]
+        found = [velocities[0].float(), velocities[1][:, : sound.shape[1]].float()]  # the first rank's sound
         if guided:
             scales = [self.option(params, name) for name in self.GUIDANCE]
             halves = zip(scales, (each.chunk(2) for each in found), strict=True)

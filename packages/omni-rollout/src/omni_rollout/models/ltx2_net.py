@@ -1,19 +1,22 @@
 """LTX-2's modules with positions: diffusers' classes, whose tables of float64 any accelerator can use."""
 
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import diffusers
 import torch
+from diffusers.models.attention_dispatch import SeqAllToAllDim
 from diffusers.models.transformers.transformer_ltx2 import LTX2AudioVideoRotaryPosEmbed
 from diffusers.pipelines import ltx2
 from diffusers.pipelines.ltx2.connectors import LTX2RotaryPosEmbed1d
-from torch import Tensor
+from torch import Tensor, nn
 
 from omni_rollout.models.rotary import has_float64
 from omni_rollout.types import to_device
 
 Rotations = tuple[Tensor, Tensor]  # cosines and sines
+Inputs = tuple[Tensor, ...]  # without names
+Hooked = tuple[Inputs, dict[str, Any]]  # inputs as a hook has changed them
 
 
 class LTX2VideoTransformer3DModel(diffusers.LTX2VideoTransformer3DModel):
@@ -72,3 +75,33 @@ def spread(rotations: Rotations, num_samples: int, device: torch.device) -> Rota
         for each in rotations
     )
     return cosines, sines
+
+
+def share_frames(net: nn.Module, mesh: "torch.distributed.DeviceMesh") -> None:
+    """Have each rank attend with its own frames to whole texts and sound, and with the whole sound to all frames.
+
+    diffusers' parallel attention has no backward pass where there are more keys than queries, or fewer. It stays for
+    frames that attend to frames.
+
+    mesh: with the axis "ulysses".
+    """
+    ranks = mesh["ulysses"]
+    for block in net.get_submodule("transformer_blocks").children():
+        for name in ("attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn"):
+            block.get_submodule(name).processor._parallel_config = None  # type: ignore[union-attr]
+        own = partial(_take_places, ranks.get_local_rank(), ranks.size())
+        block.get_submodule("audio_to_video_attn").register_forward_pre_hook(own, with_kwargs=True)
+        every = partial(_gather_frames, ranks.get_group(), ranks.size())
+        block.get_submodule("video_to_audio_attn").register_forward_pre_hook(every, with_kwargs=True)
+
+
+def _take_places(rank: int, size: int, module: nn.Module, frames: Inputs, inputs: dict[str, Any]) -> Hooked:
+    """Return the inputs with the places of a rank's own frames."""
+    own = tuple(each.chunk(size, dim=-2)[rank] for each in inputs["query_rotary_emb"])
+    return frames, {**inputs, "query_rotary_emb": own}
+
+
+def _gather_frames(group: Any, size: int, module: nn.Module, sound: Inputs, inputs: dict[str, Any]) -> Hooked:
+    """Return the inputs with the frames of all ranks, whose gradients go back to the rank of each and are added up."""
+    copies = inputs["encoder_hidden_states"][:, :, None].expand(-1, -1, size, -1)  # one for each rank
+    return sound, {**inputs, "encoder_hidden_states": SeqAllToAllDim.apply(group, copies, 2, 1)[:, :, 0]}

@@ -46,6 +46,7 @@ class QwenImage(DiffusersModel):
     UNUSED: ClassVar[Mapping[str, tuple[str, ...]]] = {"text_encoder": ("model.visual", "lm_head")}
     OPTIONS: ClassVar[Mapping[str, float]] = {"true_cfg_scale": 1.0}
     GUIDANCE = OPTIONS
+    CONTEXT_PARALLEL = True
     BLOCK_NAMES: ClassVar[tuple[str, ...]] = ("QwenImageTransformerBlock",)
     LORA_TARGETS: ClassVar[tuple[str, ...]] = (
         "to_q",
@@ -84,6 +85,8 @@ class QwenImage(DiffusersModel):
         if params.guidance_scale != 1:
             rule = f"guidance_scale must be 1 for a {self.PIPELINE}, whose guidance is true_cfg_scale"
             raise ValueError(f"{rule}, got {params.guidance_scale}")
+        if self.context > 1:
+            self._check_tokens(params, PIXELS_PER_TOKEN)
 
     def load(self, *, device: torch.device | str, dtype: torch.dtype, net: nn.Module | None = None) -> Parts:
         """Load as any model does, and reduce the decoder, which is a video decoder, to a single frame."""
@@ -120,6 +123,8 @@ class QwenImage(DiffusersModel):
         shapes = [[(1, latents.shape[-2] // 2, latents.shape[-1] // 2) for latents in images]] * len(tokens)
 
         def predict(embeds: Tensor, mask: Tensor) -> Tensor:
+            if more := -mask.shape[1] % self.context:  # for equally many positions on every rank
+                embeds, mask = nn.functional.pad(embeds, [0, 0, 0, more]), nn.functional.pad(mask, [0, more])
             return net(
                 hidden_states=tokens.to(embeds.dtype),
                 timestep=sigma.float() * 1000 / 1000,  # diffusers' own rounding: its timesteps are float32 sigma * 1000

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from omni_rollout.models.diffusers_model import resized
+from omni_rollout.models.diffusers_model import PIXELS_PER_TOKEN, resized
 from omni_rollout.models.qwen_image import QwenImage, features
 from omni_rollout.types import Cond, Params, Parts, Prompt
 
@@ -48,6 +48,12 @@ class QwenImageEditPlus(QwenImage):
         super().check(params)
         if not (area := self.option(params, "image_area")) >= UNIT * UNIT:
             raise ValueError(f"image_area must be >= {UNIT * UNIT} pixels, got {area}")
+
+    def check_context(self) -> None:
+        """Raise ValueError unless `context` ranks can compute a forward together: a reference has 4 tokens a unit."""
+        super().check_context()
+        if (UNIT // PIXELS_PER_TOKEN) ** 2 % self.context:
+            raise ValueError(f"context must be 1, 2 or 4 for a {self.PIPELINE}, got {self.context}")
 
     def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False) -> Cond:
         """Return the embeddings of a prompt and its references: `embeds` [T, D] and `embeds_mask` [T].

@@ -53,6 +53,7 @@ class Wan(DiffusersModel):
         "use_flow_sigmas": True,
     }
     MEDIA: ClassVar[tuple[str, ...]] = ("video",)
+    CONTEXT_PARALLEL = True
     BLOCK_NAMES: ClassVar[tuple[str, ...]] = ("WanTransformerBlock",)
     LORA_TARGETS: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
 
@@ -104,6 +105,9 @@ class Wan(DiffusersModel):
             raise ValueError(f"guidance_scale_2 must be >= 1, or 0 for guidance_scale, got {second}")
         if shift < 0:
             raise ValueError(f"flow_shift must be > 0, or 0 for the checkpoint's, got {shift}")
+        self._check_tokens(
+            params, PATCH * self.value("vae", "scale_factor_spatial", int, 8), (frames - 1) // stride + 1
+        )
 
     def latent_shape(self, params: Params) -> tuple[int, int, int, int]:
         """Return (C, f, h, w)."""

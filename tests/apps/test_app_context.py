@@ -1,0 +1,110 @@
+"""Trainers on ranks that compute each forward together: the run of as many ranks as they have shares."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+from helpers import REPO, sampled
+from omni_reward.serving import serving_here
+from PIL import Image
+from trainer_runs import lose_step, recipe, tiny, train_on_ranks, unclocked
+
+import train_distill
+import train_dpo
+import train_flowgrpo
+import train_nft
+import train_sft
+import train_srpo
+
+SIZES = {"prompts_per_step": 2, "group_size": 4, "batch_size": 2, "num_inference_steps": 3, "lr": 1e-3}
+WINDOW = {"window_size": 2, "window_low": 0, "window_high": None}
+READER = str(REPO / "checkpoints" / "tiny-signs-reader")
+PAIRS = {"prompts": "pairs.jsonl", "group_size": 2}
+RUNS = {  # name -> trainer, and what its settings have beyond SIZES
+    "flowgrpo": (train_flowgrpo, WINDOW | {"lora_rank": 2, "save_every": 1}),
+    "flowgrpo ahead": (train_flowgrpo, WINDOW | {"algo": "flowgrpo", "lora_rank": 2, "draw_ahead": 1}),
+    "flowgrpo of all weights": (train_flowgrpo, WINDOW | {"best_worst_n": 2, "sharding_size": 2}),
+    "nft": (train_nft, {"train_levels": 2, "lora_rank": 2}),
+    "dpo": (train_dpo, {"sharding_mode": "fsdp2", "lora_rank": 2}),
+    "dpo offline": (train_dpo, PAIRS | {"preferences": "pairs.jsonl"}),
+    "srpo": (train_srpo, {"reward_model": READER, "group_size": 2}),
+    "sft": (train_sft, PAIRS),
+    "distill": (train_distill, {"teacher_substeps": 2, "train_low": 0, "train_high": None}),
+}
+
+
+@pytest.fixture
+def scored():
+    """URL of a server of brightness, and the number of images that it has scored."""
+    seen = []
+
+    def score(media, prompts, meta):
+        seen.extend(prompts)
+        return [float(image.mean()) / 255 for image in media["image"]]
+
+    with serving_here(score, name="brightness") as url:
+        yield url, seen
+
+
+def write_pairs(folder):
+    """Pairs of pictures, and prompts with a picture to train on."""
+    for name, level in (("win", 200), ("lose", 60)):
+        Image.new("RGB", (96, 32), (level, level // 2, 90)).save(folder / f"{name}.png")
+    lines = [
+        {"prompt": f'a red sign that says "{word}"', "win": "win.png", "lose": "lose.png", "sample": "win.png"}
+        for word in ("AB", "CDEFGH", "K", "XYZ")
+    ]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def alike(line, other):
+    """Whether two lines of logs have the same metrics, but for what rounding makes of them in two steps."""
+    same = [name for name in ("reward/mean", "policy/grad_norm", "eval/reward") if name in line]
+    assert [line[name] for name in same] == pytest.approx([other[name] for name in same], rel=1e-4)
+    return line == pytest.approx(other, rel=1e-3, abs=2e-5, nan_ok=True)
+
+
+@pytest.mark.parametrize("name", sampled(RUNS, 1, always=["flowgrpo"]))
+def test_four_ranks_that_share_samples_by_two_train_as_two_ranks(name, here, scored):
+    write_pairs(here)
+    (app, own), (url, seen) = RUNS[name], scored
+    grades = {} if app is train_srpo else {"scorer_url": url}
+    args = tiny(recipe(app, "tiny-signs"), **(SIZES | grades | own))
+    wanted = train_on_ranks(app, replace(args, name="two"))
+    count = len(seen)
+    seen.clear()
+    args = replace(args, name="shared", sharding=replace(args.sharding, context_parallel=2))
+    found = train_on_ranks(app, args, ranks=4)
+    assert len(seen) == count  # each sample once
+    for line, other in zip(unclocked(found), unclocked(wanted), strict=True):
+        assert alike(line, other)
+    if "save_every" in own:
+        lose_step("shared", 2)
+        alone = train_on_ranks(app, replace(args, sharding=replace(args.sharding, context_parallel=1)))
+        assert alike(unclocked(alone)[-1], unclocked(wanted)[-1])
+
+
+REFUSED = {
+    "--sharding.context-parallel must divide the 4 ranks, got 3": {"sharding_context_parallel": 3},
+    "--sharding.context-parallel 2 does not go with --engine vllm-omni": {"engine": "vllm-omni"},
+    "--sharding.context-parallel 2 does not go with --compile": {"compile": True},
+    "--sharding.context-parallel 2 does not go with --memory.base-dtype nf4": {
+        "memory_base_dtype": "nf4",
+        "memory_gradient_checkpointing": True,
+        "lora_rank": 2,
+    },
+    "--sharding.context-parallel 2 does not go with --scorer.sleep": {"scorer_sleep": True, "scorer_name": "ocr"},
+    "--batch-size times ranks by --sharding.context-parallel (6) must divide a step's samples (8), got 3": {
+        "batch_size": 3
+    },
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_does_not_go_with_it_is_refused_by_name(message, here, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    changes = SIZES | WINDOW | {"scorer_url": "http://nowhere", "sharding_context_parallel": 2} | REFUSED[message]
+    args = tiny(recipe(train_flowgrpo, "tiny-signs"), **changes)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        train_flowgrpo.check_args(args)
