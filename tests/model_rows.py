@@ -121,7 +121,7 @@ def stock_qwen_edit(params: Params, negative: list[str]) -> dict[str, Any]:
 def mend_qwen_edit(pipe: Any) -> None:
     """Give a stock pipeline its processor, small areas, and encoders that are told which tokens are pictures.
 
-    Without torchvision no processor can be loaded. The areas are constants. diffusers 0.40 drops the processor's
+    Without torchvision no processor can be loaded. The areas are constants. diffusers drops the processor's
     mm_token_type_ids, without which transformers 5 numbers pictures like words (diffusers issue 14194).
     """
 

@@ -14,7 +14,6 @@ import numpy as np
 import omni_rl.run.run
 import torch
 from build_tiny_models import tiny_checkpoint
-from diffusers.models.transformers import transformer_qwenimage
 from emulated.npu import Event, load, load_strict, watch
 from model_rows import ROWS
 from omni_reward.combine import score_in_batches
@@ -22,7 +21,7 @@ from omni_reward.scorers import load_scorer, neural
 from omni_rl.tools import plan_tokens
 from omni_rollout import Prompt
 from omni_rollout.engines.transformers import TransformersEngine
-from omni_rollout.models import open_model
+from omni_rollout.models import open_model, qwen_image_net, z_image_net
 from omni_rollout.models.hunyuan_image_moe import Mixture
 from omni_rollout.models.tokens import open_token_model
 from omni_rollout.sampler import Sampler
@@ -111,15 +110,16 @@ def run(
     )
 
 
-def rotate_in_real_numbers() -> None:
-    """Have the CPU rotate queries and keys as accelerators without complex numbers do, with diffusers' real form."""
-    transformer_qwenimage.ROPE_PER_DEVICE["cpu"] = transformer_qwenimage.apply_rotary_emb_qwen_neuron
+def rotate_in_real_numbers(is_real: bool = True) -> None:
+    """Have every device rotate queries and keys as accelerators without complex numbers do, or as others."""
+    for net in (qwen_image_net, z_image_net):
+        net.is_real = lambda device: is_real
 
 
 def load_like_cuda() -> None:
     """Load the accelerator, which then rotates in complex numbers, as CUDA does and plans assume."""
     load()
-    transformer_qwenimage.ROPE_PER_DEVICE["npu"] = transformer_qwenimage.ROPE_PER_DEVICE["cuda"]
+    rotate_in_real_numbers(False)
 
 
 def tell_algorithms() -> None:

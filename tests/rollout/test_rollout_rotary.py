@@ -16,20 +16,21 @@ from omni_rollout.models.rotary import has_float64, is_real, rotate
 from omni_rollout.sampler import Sampler
 
 CPU = torch.device("cpu")
-TABLE = transformer_qwenimage.ROPE_PER_DEVICE
+
+
+def rotate_in_real_numbers(monkeypatch):
+    """Have the CPU rotate as an accelerator without complex numbers does."""
+    for net in (qwen_image_net, z_image_net):
+        monkeypatch.setattr(net, "is_real", lambda device: True)
 
 
 @pytest.fixture
 def real_cpu(monkeypatch):
-    """Have the CPU rotate as an accelerator without complex numbers does."""
-    monkeypatch.setitem(TABLE, "cpu", rotate)
+    rotate_in_real_numbers(monkeypatch)
 
 
-def test_only_accelerators_that_diffusers_does_not_list_are_added_with_its_real_form(monkeypatch):
-    monkeypatch.setitem(TABLE, "mps", TABLE["cuda"])
-    monkeypatch.delitem(TABLE, "mps")
+def test_devices_without_float64_rotate_in_real_numbers():
     assert [is_real(torch.device(kind)) for kind in ("cpu", "meta", "cuda", "mps")] == [False, False, False, True]
-    assert TABLE["mps"] is transformer_qwenimage.apply_rotary_emb_qwen_neuron
     assert [has_float64(torch.device(kind)) for kind in ("cpu", "cuda", "mps")] == [True, True, False]
 
 
@@ -46,7 +47,8 @@ def test_qwen_images_angles_rotate_like_its_complex_numbers(real_cpu):
     mine, theirs = (kind(theta=10000, axes_dim=[16, 56, 56], scale_rope=True) for kind in kinds)
     shapes, x = [[(1, 6, 10), (1, 4, 4)]], torch.randn(2, 76, 3, 128)
     for angles, freqs in zip(*(each(shapes, CPU, 76) for each in (mine, theirs)), strict=True):
-        found, expected = TABLE["cpu"](x[:, : len(angles)], angles), TABLE["cuda"](x[:, : len(freqs)], freqs)
+        found = rotate(x[:, : len(angles)], angles)
+        expected = transformer_qwenimage.apply_rotary_emb_qwen(x[:, : len(freqs)], freqs, use_real=False)
         exact = torch.angle(freqs.to(torch.complex128))[:, None]
         error, released = errors(x[:, : len(freqs)], exact, found, expected)
         assert angles.dtype == torch.float32
@@ -69,9 +71,9 @@ def test_a_net_without_complex_numbers_samples_like_diffusers(monkeypatch, name)
     ]
     params = replace(row.guided, num_inference_steps=2, sde_steps=())
     found = []
-    for form in (None, rotate):
-        if form:
-            monkeypatch.setitem(TABLE, "cpu", form)
+    for is_complex in (True, False):
+        if not is_complex:
+            rotate_in_real_numbers(monkeypatch)
         model = open_model(row.checkpoint())
         found.append(
             Sampler(model, model.load(device=CPU, dtype=torch.float32)).sample(prompts, params, weight_version=0).x0

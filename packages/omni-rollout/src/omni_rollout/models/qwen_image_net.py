@@ -5,10 +5,11 @@ from typing import Any
 
 import diffusers
 import torch
-from diffusers.models.transformers.transformer_qwenimage import QwenEmbedRope
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0, QwenEmbedRope
 from torch import Tensor
 
-from omni_rollout.models.rotary import is_real
+from omni_rollout.models.rotary import is_real, rotate
 from omni_rollout.types import to_device
 
 
@@ -19,6 +20,8 @@ class QwenImageTransformer2DModel(diffusers.QwenImageTransformer2DModel):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.pos_embed.__class__ = Positions
+        for block in self.transformer_blocks:
+            block.attn.set_processor(Attention())
 
 
 class Positions(QwenEmbedRope):
@@ -29,3 +32,43 @@ class Positions(QwenEmbedRope):
         if not is_real(device):
             return super()._get_device_freqs(device)
         return to_device(self.pos_freqs.angle(), device), to_device(self.neg_freqs.angle(), device)
+
+
+class Attention(QwenDoubleStreamAttnProcessor2_0):
+    """diffusers' attention, which here also takes angles."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        encoder_hidden_states_mask: Tensor | None = None,
+        attention_mask: None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the states of the image [B, N, D] and of the text [B, T, D] after attention among all of them.
+
+        encoder_hidden_states_mask: bool [B, T], False for padding. image_rotary_emb: frequencies or angles, [N, d/2] of
+        the image and [T, d/2] of the text.
+        """
+        if image_rotary_emb is None or image_rotary_emb[0].is_complex():
+            inputs = hidden_states, encoder_hidden_states, encoder_hidden_states_mask, None, image_rotary_emb
+            return super().__call__(attn, *inputs)
+        image, text, size = hidden_states, encoder_hidden_states, attn.inner_dim // attn.heads
+        image_angles, text_angles = image_rotary_emb
+        of_text = attn.add_q_proj, attn.norm_added_q, attn.add_k_proj, attn.norm_added_k, attn.add_v_proj
+        of_image = attn.to_q, attn.norm_q, attn.to_k, attn.norm_k, attn.to_v
+        streams = []
+        for x, angles, (to_q, norm_q, to_k, norm_k, to_v) in (
+            (text, text_angles, of_text),
+            (image, image_angles, of_image),
+        ):
+            query, key, value = (layer(x).unflatten(-1, (-1, size)) for layer in (to_q, to_k, to_v))
+            streams.append((rotate(norm_q(query), angles), rotate(norm_k(key), angles), value))
+        query, key, value = (torch.cat(each, dim=1) for each in zip(*streams, strict=True))
+        given, mask = encoder_hidden_states_mask, None
+        if given is not None:
+            mask = torch.cat([given, given.new_ones(image.shape[:2])], dim=1)[:, None, None]
+        settings = {"backend": self._attention_backend, "parallel_config": self._parallel_config}
+        out = dispatch_attention_fn(query, key, value, attn_mask=mask, **settings).flatten(2).to(query.dtype)
+        return attn.to_out[0](out[:, text.shape[1] :]), attn.to_add_out(out[:, : text.shape[1]])

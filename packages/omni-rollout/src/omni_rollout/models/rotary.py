@@ -1,23 +1,26 @@
 """Rotary positions on accelerators without complex numbers and float64.
 
-diffusers' table of rotations by device lists those that compute with complex numbers. Every other accelerator takes its
-real form. diffusers also lists the kinds without float64.
+diffusers lists the kinds without float64; they have no complex numbers either, and rotate in real ones.
 """
 
 import torch
-from diffusers.models.transformers.transformer_qwenimage import ROPE_PER_DEVICE, apply_rotary_emb_qwen_neuron
 from diffusers.utils.torch_utils import maybe_adjust_dtype_for_device
-
-rotate = apply_rotary_emb_qwen_neuron
+from torch import Tensor
 
 
 def is_real(device: torch.device) -> bool:
-    """True if rotations on that device are of real numbers; an accelerator that diffusers' table lacks is added."""
-    if device.type not in ("cpu", "meta"):
-        ROPE_PER_DEVICE.setdefault(device.type, rotate)
-    return ROPE_PER_DEVICE.get(device.type) is rotate
+    """True if rotations on that device are of real numbers."""
+    return not has_float64(device)
 
 
 def has_float64(device: torch.device) -> bool:
     """True if a device computes in float64, at a usable speed."""
     return maybe_adjust_dtype_for_device(torch.float64, device) == torch.float64
+
+
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """Return queries or keys [B, N, H, d], whose neighboring pairs of entries are rotated by angles [(B,) N, d/2]."""
+    cosines, sines = (table.repeat_interleave(2, dim=-1).unsqueeze(-2) for table in (angles.cos(), angles.sin()))
+    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+    turned = torch.stack([-odd, even], dim=-1).flatten(-2)
+    return (x.float() * cosines + turned.float() * sines).to(x.dtype)

@@ -55,8 +55,7 @@ class Attention(ZSingleStreamAttnProcessor):
             layer(hidden_states).unflatten(-1, (attn.heads, -1)) for layer in (attn.to_q, attn.to_k, attn.to_v)
         )
         query, key = (
-            rotate((norm(x) if norm else x).transpose(1, 2), freqs_cis).transpose(1, 2)  # [B, H, N, d] and back
-            for norm, x in ((attn.norm_q, query), (attn.norm_k, key))
+            rotate(norm(x) if norm else x, freqs_cis) for norm, x in ((attn.norm_q, query), (attn.norm_k, key))
         )
         mask = None if attention_mask is None else attention_mask[:, None, None]
         out = dispatch_attention_fn(query, key, value, attn_mask=mask, backend=self._attention_backend)
