@@ -734,6 +734,67 @@ def build_qwen_processor(tokenizer: Any, *, max_tokens: int = 16) -> Any:
     return processor
 
 
+def build_qwen_image21() -> Any:
+    """Build a QwenImage21Pipeline; the images of its decoder are opaque in part."""
+    import diffusers
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    tokenizer = build_qwen_tokenizer()
+    tokenizer.chat_template = CHAT_WITH_MEDIA
+    rope: dict[str, Any] = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6}
+    text: dict[str, Any] = SIDES | {"vocab_size": len(tokenizer), "num_hidden_layers": 2, "num_key_value_heads": 2}
+    vision: dict[str, Any] = {"depth": 2, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 16}
+    config = Qwen3VLConfig(
+        text_config=text | {"head_dim": 16, "max_position_embeddings": 2048, "rope_parameters": rope},
+        vision_config=vision | {"out_hidden_size": 32, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
+        **places_of_media(tokenizer, "image", "video"),
+    )
+    return diffusers.QwenImage21Pipeline(
+        transformer=diffusers.QwenImage21Transformer2DModel(
+            num_layers=3,
+            in_channels=16,
+            out_channels=16,
+            attention_head_dim=32,
+            num_attention_heads=2,
+            context_in_dim=32,
+            axes_dims_rope=(8, 12, 12),
+        ),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(
+            use_dynamic_shifting=True, base_shift=0.5, max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02
+        ),
+        vae=diffusers.AutoencoderKLQwenImage21(
+            base_dim=8,
+            decoder_base_dim=8,
+            z_dim=16,
+            dim_mult=[1, 2, 2, 2, 2],
+            num_res_blocks=1,
+            latents_mean=[0.5] * 16,
+            latents_std=[2.0] * 16,
+        ),
+        text_encoder=Qwen3VLForConditionalGeneration(config),
+        processor=build_qwen3_vl_processor(tokenizer),
+    )
+
+
+def build_qwen3_vl_processor(tokenizer: Any) -> Any:
+    """Build a Qwen3VLProcessor without the part for videos, which needs torchvision."""
+    from transformers import Qwen3VLProcessor
+
+    processor = Qwen3VLProcessor.__new__(Qwen3VLProcessor)
+    processor.tokenizer, processor.image_processor = tokenizer, build_patches(16)
+    processor.chat_template = tokenizer.chat_template
+    for kind in ("image", "video"):
+        setattr(processor, f"{kind}_token", f"<|{kind}_pad|>")
+        setattr(processor, f"{kind}_token_id", tokenizer.convert_tokens_to_ids(f"<|{kind}_pad|>"))
+
+    def save_pretrained(folder: Path, **how: Any) -> None:
+        tokenizer.save_pretrained(folder)
+        processor.image_processor.save_pretrained(folder)
+
+    vars(processor)["save_pretrained"] = save_pretrained
+    return processor
+
+
 def build_qwen_tokenizer() -> Any:
     """Build a tokenizer with a token per byte, and those of chats and of images."""
     from tokenizers import AddedToken
@@ -907,6 +968,7 @@ BUILDERS: dict[str, Callable[[], Any]] = {
     "hunyuan-video15-i2v": build_hunyuan_video_of_images,
     "qwen-image-edit": lambda: build_qwen_image_edit(plus=False),
     "qwen-image-edit-plus": lambda: build_qwen_image_edit(plus=True),
+    "qwen-image21": build_qwen_image21,
     "sd35-medium": lambda: build_sd35(dual_attention_layers=(0, 1)),
     "sd35-large": build_sd35,
     "wan21": build_wan,

@@ -10,9 +10,16 @@ from typing import Any
 
 import diffusers
 import torch
-from build_tiny_models import build_qwen_processor, build_qwen_tokenizer, tiny_checkpoint
+from build_tiny_models import (
+    CHAT_WITH_MEDIA,
+    build_qwen3_vl_processor,
+    build_qwen_processor,
+    build_qwen_tokenizer,
+    tiny_checkpoint,
+)
 from helpers import CHECKPOINT, REPO
 from omni_rollout import Params, Prompt
+from omni_rollout.models.qwen_image21 import QwenImage21
 from omni_rollout.models.qwen_image_edit import QwenImageEdit
 from PIL import Image
 from transformers import CLIPImageProcessorPil, SiglipImageProcessorPil
@@ -45,6 +52,8 @@ class Row:
     never_guided: whether the model has no classifier-free guidance; `guided` is then other parameters, or the same.
     unit: pixels, of which sides are multiples; 0 where the model has a list of sizes, and `refused` some others.
     unseen: how names of weights begin that only the sound needs. given: references as arguments of the stock pipeline.
+    stock_parts: parts that the stock pipeline cannot load here. alone: whether it draws one prompt after the other, as
+    its images depend on their batch.
     """
 
     checkpoint: Callable[[], Path]
@@ -67,6 +76,8 @@ class Row:
     unit: int = 16
     unseen: tuple[str, ...] = ()
     given: Callable[[list[Any]], dict[str, Any]] = lambda images: {"image": images if len(images) > 1 else images[0]}
+    stock_parts: Callable[[], dict[str, Any]] = dict
+    alone: bool = False
 
     @property
     def has_size(self) -> bool:
@@ -86,13 +97,13 @@ class Row:
 
         index = json.loads((folder / "model_index.json").read_text("utf-8"))
         missing = {part: None for part, kind in index.items() if str(kind).endswith("Processor']")}
-        pipe = DiffusionPipeline.from_pretrained(folder, dtype=dtype, **missing)
+        pipe = DiffusionPipeline.from_pretrained(folder, dtype=dtype, **missing | self.stock_parts())
         pipe.set_progress_bar_config(disable=True)
         return self.pipe(pipe) or pipe
 
     def draw_stock(self, pipe: Any, prompts: Sequence[Prompt], params: Params, noise: torch.Tensor) -> torch.Tensor:
         """Its media from initial noise [B, ...], channels before height or points; one by one with references."""
-        batches = [[i] for i in range(len(prompts))] if self.images else [range(len(prompts))]
+        batches = [[i] for i in range(len(prompts))] if self.images or self.alone else [range(len(prompts))]
         drawn = []
         for batch in batches:
             own = [prompts[i] for i in batch]
@@ -137,6 +148,26 @@ def mend_qwen_edit(pipe: Any) -> None:
         fit = module.calculate_dimensions
         module.calculate_dimensions = lambda area, ratio: fit(EDIT_AREA, ratio)
         QwenImageEdit.SEEN_AREA = EDIT_AREA  # it is the same there
+
+
+def processor_of_qwen_image21() -> dict[str, Any]:
+    """The processor of its stock pipeline, which cannot be loaded without torchvision."""
+    tokenizer = build_qwen_tokenizer()
+    tokenizer.chat_template = CHAT_WITH_MEDIA
+    return {"processor": build_qwen3_vl_processor(tokenizer)}
+
+
+def mend_qwen_image21(pipe: Any) -> None:
+    """Put white behind the images of a stock pipeline, and have the model's encoder see areas as small as it does."""
+    finish = pipe.image_processor.postprocess
+
+    def put_on_white(decoded: torch.Tensor, output_type: str) -> torch.Tensor:
+        color, alpha = finish(decoded, output_type=output_type).split([3, 1], dim=1)
+        assert alpha.std() > 0.01
+        return color * alpha + 1 - alpha
+
+    pipe.image_processor.postprocess = put_on_white
+    QwenImage21.SEEN_AREA = EDIT_AREA
 
 
 def mend_flux2(pipe: Any) -> None:
@@ -371,6 +402,30 @@ ROWS = {
             ("qwen-image-edit", ((40, 72),)),
             ("qwen-image-edit-plus", ((40, 72), (60, 50))),
         )
+    },
+    **{
+        name: Row(
+            checkpoint=built("qwen-image21"),
+            unguided=Params(6, 64, 96, guidance=EDIT),
+            guided=Params(6, 64, 96, guidance={"true_cfg_scale": 4.0, **EDIT}),
+            stock=lambda params, negative: stock_qwen_edit(params, negative) | {"output_resolution": 64},
+            without_gradient=frozenset(),
+            lora_layers=3 * 7,
+            nearest=(({"height": 80}, 64), ({"width": 100}, 96)),
+            refused=(
+                ({"guidance_scale": 4.0}, "guidance_scale must be 1 for a QwenImage21Pipeline, .*, got 4"),
+                ({"guidance": {"image_area": 100.0}}, "image_area must be >= 1024 pixels, got 100"),
+            ),
+            latents=lambda noise: noise.flatten(2).mT,
+            images=images,
+            instead={"image_area": 96 * 96},
+            idle=frozenset() if images else frozenset(["image_area"]),
+            pipe=mend_qwen_image21,
+            unit=32,
+            stock_parts=processor_of_qwen_image21,
+            alone=True,
+        )
+        for name, images in (("qwen-image21", ()), ("qwen-image21-edit", ((40, 72), (60, 50))))
     },
     **{
         f"flux2-{name}": Row(

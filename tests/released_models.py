@@ -33,6 +33,7 @@ RELEASES = {
     "Qwen/Qwen-Image-Edit": Release(20, 60 * 12),
     "Qwen/Qwen-Image-Edit-2509": Release(20, 60 * 12),
     "Qwen/Qwen-Image-Edit-2511": Release(20, 60 * 12),
+    "Qwen/Qwen-Image-2.1": Release(7.1, 32 * 7, channels=64, stride=16),
     "stabilityai/stable-diffusion-3.5-medium": Release(2.5, 24 * 8 - 1),
     "Tongyi-MAI/Z-Image": Release(6, 34 * 7),
     "Tongyi-MAI/Z-Image-Turbo": Release(6, 34 * 7),

@@ -263,7 +263,7 @@ def test_the_velocity_needs_nothing_of_the_net_but_its_call(case, engine):
 
 
 class BlockVAE(nn.Module):
-    """A VAE that has an inverse: each block of `side` x `side` pixels is its mean, in the first three of the channels.
+    """A VAE that has an inverse: each block of `side` x `side` pixels is its mean, in the first channels.
 
     Of a video [B, 3, F, H, W] the first frame is coded alone, and each four that follow as their mean.
 
@@ -284,11 +284,12 @@ class BlockVAE(nn.Module):
         code = pixels.reshape(*pixels.shape[:-2], height // side, side, width // side, side).mean(dim=(-3, -1))
         if code.dim() == 5:
             code = torch.cat([code[:, :, :1], code[:, :, 1:].unflatten(2, (-1, 4)).mean(3)], dim=2)
-        code = torch.cat([code, code.new_zeros(len(code), self.channels - 3, *code.shape[2:])], dim=1)
+        self.colors = code.shape[1]  # three, or four with transparency
+        code = torch.cat([code, code.new_zeros(len(code), self.channels - self.colors, *code.shape[2:])], dim=1)
         return SimpleNamespace(latent_dist=SimpleNamespace(mode=lambda: code))
 
     def decode(self, latents, return_dict=False):
-        frames = latents[:, :3].repeat_interleave(self.side, dim=-1).repeat_interleave(self.side, dim=-2)
+        frames = latents[:, : self.colors].repeat_interleave(self.side, dim=-1).repeat_interleave(self.side, dim=-2)
         if frames.dim() == 5:
             frames = torch.cat([frames[:, :, :1], frames[:, :, 1:].repeat_interleave(4, dim=2)], dim=2)
         return (frames,)
@@ -303,7 +304,8 @@ def test_media_are_encoded_by_the_inverse_of_decoding(case):
     model.config["vae"] |= case.row.statistics
     shape = model.latent_shape(params)
     unit = params.height // shape[-2]  # pixels; 8, or 16 where the latents are the code's 2 x 2 patches
-    stride = unit if model.config["vae"].get("ffactor_spatial") == unit else 8  # of pictures; latents may be patches
+    strides = [model.config["vae"].get(name) for name in ("ffactor_spatial", "scale_factor_spatial")]
+    stride = unit if unit in strides else 8  # of pictures; latents may be patches
     vae = BlockVAE(shape[0] * stride**2 // unit**2, stride) if case.kind == "image" else BlockVAE(shape[0], unit)
     parts = SimpleNamespace(vae=vae)
     blocks = torch.randint(0, 256, (2, *shape[1:], 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)

@@ -14,6 +14,7 @@ from omni_rollout.models.hunyuan_image import HunyuanImage
 from omni_rollout.models.hunyuan_video import HunyuanVideo15, HunyuanVideo15ImageToVideo
 from omni_rollout.models.ltx2 import LTX2
 from omni_rollout.models.qwen_image import QwenImage
+from omni_rollout.models.qwen_image21 import QwenImage21
 from omni_rollout.models.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
 from omni_rollout.models.sd3 import StableDiffusion3
 from omni_rollout.models.stable_audio import StableAudio3
@@ -29,6 +30,7 @@ MODELS: dict[str, Callable[[str | Path], Model]] = {
     "HunyuanImage3ForCausalMM": HunyuanImage,
     "QwenImageEditPipeline": QwenImageEdit,
     "QwenImageEditPlusPipeline": QwenImageEditPlus,
+    "QwenImage21Pipeline": QwenImage21,
     "StableDiffusion3Pipeline": StableDiffusion3,
     "ZImagePipeline": ZImage,
     "WanPipeline": Wan,

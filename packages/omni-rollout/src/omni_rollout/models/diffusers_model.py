@@ -353,7 +353,10 @@ class DiffusersModel:
         import transformers
 
         library, name = self.PARTS[part]
-        cls = getattr({"diffusers": diffusers, "transformers": transformers}[library], name)
+        module = {"diffusers": diffusers, "transformers": transformers}[library]
+        cls = getattr(module, name, None)
+        if cls is None:
+            raise ValueError(f"{library} must have a {name} for a {self.PIPELINE}, {module.__version__} has none")
         return _without(cls, self.UNUSED[part]) if part in self.UNUSED else cls
 
     def _load(self, part: str, device: torch.device | str, dtype: torch.dtype) -> Any:
