@@ -325,38 +325,45 @@ def test_ctrl_c_before_the_first_step_tells_the_command_too(enter, bright_url, r
     assert "Traceback" not in life.text()
 
 
-KEPT = ("full", "fsdp2")  # kinds of a run whose folders are lost
+def on_machines(home):
+    """Before a life: each rank is the only one of a machine with a folder of its own."""
+
+    def before(rank):
+        os.environ["LOCAL_RANK"] = "0"
+        folder = home / f"machine-{rank}"
+        folder.mkdir(exist_ok=True)
+        write_eval_prompts(folder)
+        os.chdir(folder)
+
+    return before
 
 
-@pytest.mark.parametrize("kind", sampled(KEPT, 1))
-def test_a_run_with_a_url_goes_on_in_an_empty_folder(enter, bright_url, in_peace, kind):
-    """It ends as the run with a folder did, and no file and no line has a credential."""
+@pytest.mark.parametrize("kind", sampled(KINDS, 1))
+def test_a_run_with_a_url_goes_on_on_other_machines(enter, bright_url, in_peace, kind):
+    """They share no folder; it ends as the run with one did, and no file and no line has a credential."""
     ranks, changes = KINDS[kind]
-    peace = in_peace(kind)
+    peace, first, second = in_peace(kind), enter("first"), enter("second")
     with s3_store() as bucket:
         args = settings(bright_url, checkpoint_url=f"{bucket}/run", keep_checkpoints=1, **changes)
-        first = enter("first")
-        life = lives.train(first, change(args, train_steps=2), ranks=ranks)
-        assert_ends_well(life)
-        assert os.listdir(first / "runs/run/checkpoints") == []
-        second = enter("second")
-        again = lives.train(second, args, ranks=ranks)
+        assert_ends_well(lives.train(first, change(args, train_steps=2), ranks=ranks, before=on_machines(first)))
+        for rank in range(ranks):
+            assert os.listdir(first / f"machine-{rank}/runs/run/checkpoints") == []
+        again = lives.train(second, args, ranks=ranks, before=on_machines(second))
         assert_ends_well(again)
         assert "runs/run continues after step 2: " in again.text()
-        assert lines(second) == lines(peace)
-        assert (second / "runs/run/config.toml").read_text().count(f"{bucket}/run") == 1
         remote, last = Remote(f"{bucket}/run"), f"step-{STEPS:08}"
         assert {name.partition("/")[0] for name in remote.sizes()} == {last}  # the lock was given back
-        saved = [name for name in remote.sizes(last) if name.endswith(".safetensors")]
-        found = {f"runs/run/checkpoints/{last}/{name}": remote.read(f"{last}/{name}") for name in saved}
-    weights = {path: data for path, data in outcome(peace).items() if "weights" in path.parts}
-    assert {
-        path.relative_to(second): path.read_bytes() for path in second.glob("runs/run/weights/**/*.safetensors")
-    } == weights
-    wanted = {str(path): data for path, data in outcome(peace).items() if "checkpoints" in path.parts}
-    assert {name: data for name, data in found.items() if "weights" not in name} == wanted
-    written = [path for home in (first, second) for path in home.rglob("*") if path.is_file()]
+        place = Path(f"runs/run/checkpoints/{last}")
+        found = {place / name: remote.read(f"{last}/{name}") for name in remote.sizes(last)}
+    home = second / "machine-0"
+    assert lines(home) == lines(peace)
+    assert (home / "runs/run/config.toml").read_text().count(f"{bucket}/run") == 1
+    exported = home.glob("runs/run/weights/**/*.safetensors")
+    saved = {path: data for path, data in found.items() if path.parent == place and path.suffix == ".safetensors"}
+    assert saved | {path.relative_to(home): path.read_bytes() for path in exported} == outcome(peace)
+    written = [path for folder in (first, second) for path in folder.rglob("*") if path.is_file()]
     assert not [path for path in written if SECRET.encode() in path.read_bytes()]
+    assert not [path for path, data in found.items() if SECRET.encode() in data]
     assert len(written) > 10
 
 
