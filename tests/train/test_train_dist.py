@@ -9,12 +9,15 @@ import time
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from socket import create_server
 
 import pytest
 import torch
+import torch.multiprocessing
 from omni_train.dist import (
     gather_by_index,
     gather_json,
+    init_distributed,
     is_lost_rank,
     mean_metrics,
     same_error,
@@ -202,6 +205,24 @@ def test_ranks_connect_when_they_first_speak(run_ranks, monkeypatch):
     first = run_ranks(work, 4)
     monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "0")
     assert run_ranks(work, 4) == [count + 1 for count in first]
+
+
+def meet_and_end(rank, port):
+    """What a rank does that ends at once, and the store with it if it is the first."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 8, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in place.items()}
+    init_distributed(timeout_s=60)
+    shutdown()
+    os._exit(0)
+
+
+@pytest.mark.slow
+def test_the_store_of_the_first_rank_outlives_the_last_connections():
+    """Ranks that connect in the barrier of the end need it: with one barrier half of these ends failed."""
+    for _ in range(6):
+        with create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        torch.multiprocessing.start_processes(meet_and_end, args=(port,), nprocs=8, start_method="fork")
 
 
 @pytest.fixture

@@ -329,6 +329,7 @@ def shutdown() -> None:
     """
     if torch_dist.is_initialized():
         gc.collect()  # sharded tensors refer to the group, which must be freed after them
+        torch_dist.barrier()  # ranks that first speak in it find each other in the store, which may end with rank 0
         torch_dist.barrier()
         torch_dist.destroy_process_group()
 
