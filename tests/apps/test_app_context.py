@@ -1,12 +1,17 @@
 """Trainers on ranks that compute each forward together: the run of as many ranks as they have shares."""
 
 import json
+import math
 import re
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 from helpers import REPO, sampled
+from model_rows import ROWS
+from omni_reward import Scorer
 from omni_reward.serving import serving_here
+from omni_rl.tools import plan
 from PIL import Image
 from trainer_runs import lose_step, recipe, tiny, train_on_ranks, unclocked
 
@@ -30,21 +35,28 @@ RUNS = {  # name -> trainer, and what its settings have beyond SIZES
     "dpo offline": (train_dpo, PAIRS | {"preferences": "pairs.jsonl"}),
     "srpo": (train_srpo, {"reward_model": READER, "group_size": 2}),
     "sft": (train_sft, PAIRS),
+    "flowgrpo of video": (
+        train_flowgrpo,
+        WINDOW | {"model": "wan22", "num_frames": 5, "guidance_scale": 3.0, "window_size": 1, "window_high": 1},
+    ),
+    "nft of video with sound": (
+        train_nft,
+        {"model": "ltx23", "num_frames": 9, "width": 64, "train_levels": 2, "streams_sound_weight": 0.5},
+    ),
     "distill": (train_distill, {"teacher_substeps": 2, "train_low": 0, "train_high": None}),
 }
 
 
-@pytest.fixture
-def scored():
-    """URL of a server of brightness, and the number of images that it has scored."""
-    seen = []
+@contextmanager
+def scoring(seen, kind):
+    """URL of a server of brightness, which adds the prompts of what it scores to a list."""
 
     def score(media, prompts, meta):
         seen.extend(prompts)
-        return [float(image.mean()) / 255 for image in media["image"]]
+        return [float(sample.mean()) / 255 for sample in media[kind]]
 
-    with serving_here(score, name="brightness") as url:
-        yield url, seen
+    with serving_here(Scorer(score, media=(kind,)), name="brightness") as url:
+        yield url
 
 
 def write_pairs(folder):
@@ -66,34 +78,44 @@ def alike(line, other):
 
 
 @pytest.mark.parametrize("name", sampled(RUNS, 1, always=["flowgrpo"]))
-def test_four_ranks_that_share_samples_by_two_train_as_two_ranks(name, here, scored):
+def test_four_ranks_that_share_samples_by_two_train_as_two_ranks(name, here):
     write_pairs(here)
-    (app, own), (url, seen) = RUNS[name], scored
-    grades = {} if app is train_srpo else {"scorer_url": url}
-    args = tiny(recipe(app, "tiny-signs"), **(SIZES | grades | own))
-    wanted = train_on_ranks(app, replace(args, name="two"))
-    count = len(seen)
-    seen.clear()
-    args = replace(args, name="shared", sharding=replace(args.sharding, context_parallel=2))
-    found = train_on_ranks(app, args, ranks=4)
-    assert len(seen) == count  # each sample once
-    for line, other in zip(unclocked(found), unclocked(wanted), strict=True):
-        assert alike(line, other)
-    if "save_every" in own:
-        lose_step("shared", 2)
-        alone = train_on_ranks(app, replace(args, sharding=replace(args.sharding, context_parallel=1)))
-        assert alike(unclocked(alone)[-1], unclocked(wanted)[-1])
+    (app, own), seen = RUNS[name], list[str]()
+    with scoring(seen, "video" if "video" in name else "image") as url:
+        grades = {} if app is train_srpo else {"scorer_url": url}
+        model = {"model": str(ROWS[own["model"]].checkpoint())} if "model" in own else {}
+        args = tiny(recipe(app, "tiny-signs"), **(SIZES | grades | own | model))
+        wanted = train_on_ranks(app, replace(args, name="two"))
+        count = len(seen)
+        seen.clear()
+        args = replace(args, name="shared", sharding=replace(args.sharding, context_parallel=2))
+        found = train_on_ranks(app, args, ranks=4)
+        assert len(seen) == count  # each sample once
+        for line, other in zip(unclocked(found), unclocked(wanted), strict=True):
+            assert alike(line, other)
+        if "save_every" in own:
+            lose_step("shared", 2)
+            alone = train_on_ranks(app, replace(args, sharding=replace(args.sharding, context_parallel=1)))
+            assert alike(unclocked(alone)[-1], unclocked(wanted)[-1])
+
+
+def test_a_plan_holds_the_activations_of_a_ranks_tokens(here):
+    sizes = SIZES | WINDOW | {"width": 384, "height": 256, "lora_rank": 2, "dry_run": True, "memory_device_gb": 1.0}
+    args = tiny(recipe(train_flowgrpo, "tiny-signs"), **sizes)
+    whole, parts = (
+        plan.measure(train_flowgrpo.main, replace(args, sharding=replace(args.sharding, context_parallel=number)), 4)
+        for number in (1, 4)
+    )
+    tokens = [each.tokens["update"] / each.forwards["update"] for each in (whole, parts)]
+    held = [each.peaks["update"] - each.peaks["sync"] for each in (whole, parts)]  # beside weights and their moments
+    assert tokens[1] == math.ceil(tokens[0] / 4)
+    assert held[1] < held[0] / 2
 
 
 REFUSED = {
     "--sharding.context-parallel must divide the 4 ranks, got 3": {"sharding_context_parallel": 3},
     "--sharding.context-parallel 2 does not go with --engine vllm-omni": {"engine": "vllm-omni"},
     "--sharding.context-parallel 2 does not go with --compile": {"compile": True},
-    "--sharding.context-parallel 2 does not go with --memory.base-dtype nf4": {
-        "memory_base_dtype": "nf4",
-        "memory_gradient_checkpointing": True,
-        "lora_rank": 2,
-    },
     "--sharding.context-parallel 2 does not go with --scorer.sleep": {"scorer_sleep": True, "scorer_name": "ocr"},
     "--batch-size times ranks by --sharding.context-parallel (6) must divide a step's samples (8), got 3": {
         "batch_size": 3

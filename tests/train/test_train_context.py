@@ -45,6 +45,7 @@ def prepared(model, net, dist, case):
         model.BLOCK_NAMES,
         next(net.parameters()).dtype,
         lora=None if "all" in case else Lora(model.LORA_TARGETS, 4, 8, "default", 0),
+        base_dtype=next((bits for bits in ("int8", "fp8", "nf4") if bits in case), "auto"),
         recompute=Recompute(0.0, compiled=False, on_host=False) if "recomputed" in case else None,
         **ranks,
     )
@@ -135,7 +136,13 @@ CASES = [
     for context in (4, 2)
     for weights in (
         *("lora ddp", "lora ddp recomputed", "lora fsdp2", "lora fsdp2 size", "all ddp", "all fsdp2"),
-        *("all fsdp2 size", "all fsdp2 recomputed"),
+        *(
+            "all fsdp2 size",
+            "all fsdp2 recomputed",
+            "lora ddp nf4 recomputed",
+            "lora ddp int8 recomputed",
+            "lora ddp fp8 recomputed",
+        ),
     )
 ]
 

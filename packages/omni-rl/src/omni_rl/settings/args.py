@@ -300,7 +300,6 @@ def check_media(args: MediaArgs, *, num_trained: int | None = 1) -> None:
          f"--sharding.context-parallel must divide the {world_size} ranks, got {context}"),
         (context == 1 or not (engine and engine.library), f"{beside} --engine {args.engine}"),
         (context == 1 or not args.compile, f"{beside} --compile"),
-        (context == 1 or memory.base_dtype == "auto", f"{beside} --memory.base-dtype {memory.base_dtype}"),
         (context == 1 or not values_of(args).get("scorer.sleep"), f"{beside} --scorer.sleep"),
         (not (memory.device_gb and engine and engine.library),
          f"--memory.device-gb plans the embedded engine only, got --engine {args.engine}"),
