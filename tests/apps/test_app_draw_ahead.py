@@ -1,11 +1,13 @@
 """Steps that are sampled some updates before their own, so that their scores come meanwhile: `--draw-ahead`."""
 
 import json
+import math
 import os
 import signal
 import threading
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import build_tiny_models
 import pytest
@@ -80,7 +82,7 @@ def small(name, url, **changes):
     return app, tiny(recipe(app, "tiny-signs"), **(own | {"scorer_url": url} | ends | changes))
 
 
-@pytest.mark.parametrize("name", sampled(APPS, 1, always=("flowgrpo",)))
+@pytest.mark.parametrize("name", sampled(APPS, 1))
 def test_a_trainer_samples_a_step_ahead_and_logs_how_old_samples_are(here, bright_url, name):
     lines = train(*small(name, bright_url))
     steps = [line for line in lines if line["step"]]
@@ -114,20 +116,20 @@ def note_events(monkeypatch, app, events):
     monkeypatch.setattr(app, "update", noted_update)
 
 
-@pytest.mark.parametrize(
-    ("ahead", "expected"),
-    [
-        (0, "s0 t0 s1 t1 s2 t2 s3 t3 s4 t4"),
-        (1, "s0 s1 t0 s2 t1 t2 s3 s4 t3 t4"),
-        (2, "s0 s1 s2 t0 t1 t2 s3 s4 t3 t4"),
-        (4, "s0 s1 s2 t0 t1 t2 s3 s4 t3 t4"),
-    ],
-)
-def test_no_samples_wait_where_a_run_is_saved_or_evaluated(here, monkeypatch, bright_url, ahead, expected):
+ORDERS = {
+    0: "s0 t0 s1 t1 s2 t2 s3 t3 s4 t4",
+    1: "s0 s1 t0 s2 t1 t2 s3 s4 t3 t4",
+    2: "s0 s1 s2 t0 t1 t2 s3 s4 t3 t4",
+    4: "s0 s1 s2 t0 t1 t2 s3 s4 t3 t4",
+}
+
+
+@pytest.mark.parametrize("ahead", sampled(ORDERS, 1, always=(1,)))
+def test_no_samples_wait_where_a_run_is_saved_or_evaluated(here, monkeypatch, bright_url, ahead):
     events = []
     note_events(monkeypatch, train_flowgrpo, events)
     train(train_flowgrpo, change(AHEAD, draw_ahead=ahead, scorer_url=bright_url))
-    assert " ".join(event[0] + event.split()[1] for event in events) == expected
+    assert " ".join(event[0] + event.split()[1] for event in events) == ORDERS[ahead]
 
 
 @pytest.mark.parametrize(("number", "end"), [(0, 3), (2, 3), (3, 5), (4, 5), (5, 6), (9, 10), (10, 11)])
@@ -319,6 +321,36 @@ def test_old_samples_are_weighed_step_by_step_with_no_forward_more(monkeypatch):
             torch.testing.assert_close(ours, whole, rtol=1e-3, atol=1e-6)
 
 
+SAMPLED = torch.tensor([[-1.0, -2.0, -3.0]])  # log-probs of tokens, the last of which is filled up
+MASK, NOW = torch.tensor([[True, True, False]]), SAMPLED + torch.tensor([[3.0, 0.5, 7.0]]).log()
+
+
+def test_thoughts_of_older_weights_are_weighed_token_by_token(monkeypatch):
+    """By 3, cut to 2, and by a half, in a mean over two tokens of one thought."""
+    monkeypatch.setattr(train_unigrpo, "thoughts_of", lambda drawn: SimpleNamespace(rollout_log_prob=SAMPLED))
+    weights = train_unigrpo.thought_weights(SimpleNamespace(log_prob=NOW), None, MASK)
+    assert weights[MASK].tolist() == pytest.approx([1.0, 0.25])
+
+
+def test_images_after_thoughts_of_older_weights_are_weighed_step_by_step():
+    drawn = SimpleNamespace(rollout_log_prob=torch.tensor([[-1.0, -5.0], [-1.0, -5.0]]))
+    weights, metrics = train_unigrpo.step_weights(torch.tensor([-1.005, -0.9]), drawn, 0)
+    assert weights.tolist() == pytest.approx([math.exp(-0.005), 1.01])
+    assert metrics["rollout_gap"].item() == pytest.approx(math.exp(0.1) - 1)
+
+
+@pytest.mark.parametrize(
+    ("algo", "ahead", "expected"),
+    [("grpo", 1, [2.0, 0.5]), ("gspo", 1, 1.5), ("grpo", 0, 1.0), ("gspo", 0, 1.0)],
+)
+def test_answers_of_older_weights_are_weighed_as_those_of_another_engine(algo, ahead, expected):
+    """By token, or for gspo by the product of an answer's tokens."""
+    args = train_gspo.resolve_auto(train_gspo.Args(algo=algo, draw_ahead=ahead))
+    batch = SimpleNamespace(trajectory=SimpleNamespace(rollout_log_prob=SAMPLED), weights=torch.ones(1))
+    weights, _ = train_gspo.correct(args, batch, NOW, MASK)
+    assert (weights[MASK].tolist() if weights.ndim == 2 else weights.item()) == pytest.approx(expected)
+
+
 def test_where_versions_agree_the_ratio_must_be_one():
     run = lone_run(GRPO)
     batches, step = stale(run)
@@ -356,7 +388,7 @@ GOES = {  # trainer, settings
 }
 
 
-@pytest.mark.parametrize("case", sampled(GOES, 2))
+@pytest.mark.parametrize("case", sampled(GOES, 1))
 def test_what_goes_with_steps_ahead_trains(here, bright_url, case):
     name, changes = GOES[case]
     app, args = small(name, bright_url, **({"group_size": 4, "batch_size": 4, "train_steps": 2} | changes))
