@@ -1,6 +1,7 @@
 """The gold set: rank correlation, distances from the first samples, the rule that says a score falls, its settings."""
 
 import math
+from dataclasses import replace
 from itertools import permutations
 from types import SimpleNamespace
 
@@ -13,8 +14,11 @@ from omni_rl.run.alarms import find_alarms
 from omni_rl.run.loop import Gold, best_of
 from omni_rl.run.metrics import MAX_DRIFT, MIN_CORRELATION, MIN_DIVERSITY, falls
 from omni_rl.settings.args import MediaArgs, without_secrets
+from omni_rl.settings.early import GOLD_DIGEST, check_same
 from omni_rl.settings.eval_sets import EvalSet, MediaEval, check_gold
+from omni_rl.settings.fields import flat
 from omni_rollout import Params, Prompt
+from omni_train.checkpoint.index import Saved
 from trainer_runs import place
 
 PARAMS = Params(num_inference_steps=4, height=32, width=96)
@@ -157,3 +161,13 @@ def test_a_gold_set_is_one_more_set_with_samples_to_compare():
     args = MediaArgs(eval=MediaEval(gold_prompts="a.txt", gold_scorer_url="http://key@a:1", samples_per_prompt=4))
     assert args.eval.all_sets[0].samples_per_prompt == 4
     assert without_secrets(args).eval.gold_scorer_url == ""
+
+
+def test_a_checkpoint_of_before_the_gold_prompts_contents_were_kept_continues(tmp_path):
+    (tmp_path / "gold.txt").write_text("a\nb\n")
+    args = MediaArgs(eval=MediaEval(gold_prompts=str(tmp_path / "gold.txt"), gold_scorer_url="http://127.0.0.1:7"))
+    now = flat(without_secrets(args)) | {GOLD_DIGEST: "0" * 64}
+    old = Saved(3, {name: value for name, value in now.items() if name != GOLD_DIGEST}, {}, 1, {}, {})
+    check_same(args, old, now)
+    with pytest.raises(ValueError, match=r"gold\.txt has other contents than at the start"):
+        check_same(args, replace(old, config=now | {GOLD_DIGEST: "1" * 64}), now)

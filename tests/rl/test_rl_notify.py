@@ -25,6 +25,13 @@ def test_a_command_gets_the_name_of_the_run_and_the_text_and_is_no_line_of_a_she
     assert list(tmp_path.iterdir()) == [out]
 
 
+def test_what_may_hold_a_token_is_only_printed(tmp_path, capfd):
+    args = change(ARGS, tracking_notify=f"sh -c 'echo loud >&2; tee {tmp_path}/out'")
+    notify.announce("it stops", args, more="; this continues: --scorer.token abc")
+    assert capfd.readouterr() == ("it stops; this continues: --scorer.token abc\n", "")
+    assert (tmp_path / "out").read_text() == "a run: it stops\n"
+
+
 def test_a_dry_run_notifies_nobody(tmp_path, capfd):
     assert told(f"tee {tmp_path}/out", capfd, dry_run=True).out == "it ends\nhere\n"
     assert list(tmp_path.iterdir()) == []

@@ -79,10 +79,9 @@ def say_failure(failure: BrokenRunError, args: RunArgs) -> None:
         traceback.print_exception(failure.cause)
     message = describe(reports, int(os.environ.get("WORLD_SIZE", "1")))
     where = f" in phase {failure.phase}" if is_echo else ""
-    parts = [f"{Path(sys.argv[0]).name}: {message}{where}", advice(failure.cause, args)]
-    if not args.dry_run:
-        parts += ["Checkpoints that were complete stay; this continues from the newest:", resume_command()]
-    announce("\n".join(parts), args, sys.stderr)
+    text = f"{Path(sys.argv[0]).name}: {message}{where}\n{advice(failure.cause, args)}"
+    more = "\nCheckpoints that were complete stay; this continues from the newest:\n" + resume_command()
+    announce(text, args, sys.stderr, more="" if args.dry_run else more)
 
 
 def describe(reports: Mapping[int, str], num_ranks: int) -> str:

@@ -249,7 +249,7 @@ class Loop(Generic[RunT]):
             where = f", whose weights are in {run.session.folder / 'best'}" if best else ", the model as it was given"
             announce(f"--stop-on {args.eval.stop_on}: the gold score has fallen since step {best}{where}", args)
         if stopping and done < args.train_steps and run.dist.is_main:
-            announce(f"stopped after step {done}; this continues:\n{resume_command()}", args)
+            announce(f"stopped after step {done}", args, more=f"; this continues:\n{resume_command()}")
         return stopping
 
 

@@ -10,24 +10,30 @@ from omni_rl.settings.args import RunArgs
 WAIT_S = 10.0  # for the command
 
 
-def announce(text: str, args: RunArgs, file: TextIO | None = None) -> None:
+def announce(text: str, args: RunArgs, file: TextIO | None = None, *, more: str = "") -> None:
     """Print a text, and give it to the command of `--tracking.notify` on its standard input, after the run's name.
 
     The command starts without a shell. It never stops a run: where it fails, or runs longer than `WAIT_S`, a line says
-    so, without the command, which may hold a token.
+    so, without the command, which may hold a token; what the command prints is not shown.
 
     Args:
         text: a line or more.
         args: settings of the run.
         file: where to print (default: standard output).
+        more: printed after the text, and not given to the command: what continues the run may hold tokens.
     """
-    print(text, file=file or sys.stdout, flush=True)
+    print(text + more, file=file or sys.stdout, flush=True)
     if not args.tracking.notify or args.dry_run:
         return
     words = shlex.split(args.tracking.notify)
     try:
         subprocess.run(
-            words, input=f"{args.name}: {text}\n".encode(), stdout=subprocess.DEVNULL, timeout=WAIT_S, check=True
+            words,
+            input=f"{args.name}: {text}\n".encode(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=WAIT_S,
+            check=True,
         )
     except subprocess.CalledProcessError as exc:
         failed = f"exit code {exc.returncode}"

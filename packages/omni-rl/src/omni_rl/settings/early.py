@@ -20,6 +20,7 @@ from omni_rl.settings.fields import MAY_CHANGE, SECRET, flag, flag_of, flat, mar
 
 NO_VOCABULARY = {"tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"}
 BYTES = "ByT5Tokenizer"  # whose vocabulary is no file
+GOLD_DIGEST = "eval_gold_prompts_digest"
 
 
 def check_model(place: str, *, reads_texts: bool = True) -> None:
@@ -102,7 +103,8 @@ def check_unchanged(args: RunArgs) -> None:
 def check_same(args: RunArgs, saved: Saved, now: Config, *, ignore: Collection[str] = ()) -> None:
     """Raise ValueError where a run continues with other settings or files, but for those that may change.
 
-    A setting that its checkpoint lacks, as it is newer, must have its default.
+    A setting that its checkpoint lacks, as it is newer, must have its default. Older checkpoints also lack the contents
+    of the gold prompts.
     """
     then, falls = saved.config.get("train_steps", args.train_steps), args.optim.lr_scheduler_type != "constant"
     kind = f"--optim.lr-scheduler-type {args.optim.lr_scheduler_type}"
@@ -115,14 +117,15 @@ def check_same(args: RunArgs, saved: Saved, now: Config, *, ignore: Collection[s
         may -= {"save_every", "eval.every"}
     old = (was for was, name in old_names(type(args)).items() if name in may)
     new = (name for name, value in flat(type(args)()).items() if now.get(name) == value and name not in saved.config)
-    check_config(saved, now, ignore=(*may, *old, *ignore, *new, "train_steps", "scorer", "gate"))
+    unknown = {GOLD_DIGEST} - saved.config.keys()
+    check_config(saved, now, ignore=(*may, *old, *ignore, *new, *unknown, "train_steps", "scorer", "gate"))
 
 
 def files_of(args: RunArgs, model: Path | None) -> dict[str, str]:
     """Return what identifies the files of prompts and weights. model: its folder, None for one that is not fetched."""
     prompts = {"prompts": pinned(args.prompts), "prompts_digest": file_digest(local_file(args.prompts))}
     if args.eval.gold_prompts:
-        prompts["eval_gold_prompts_digest"] = file_digest(local_file(args.eval.gold_prompts))
+        prompts[GOLD_DIGEST] = file_digest(local_file(args.eval.gold_prompts))
     start = sorted(Path(args.init_weights).rglob("*.safetensors")) if args.init_weights else []
     weights = {"weights_digest": probe_digest([*sorted(model.rglob("*.safetensors")), *start])} if model else {}
     return prompts | weights

@@ -84,9 +84,9 @@ def save_weights(
 
     With adapters: `pytorch_lora_weights.safetensors`, for `pipeline.load_lora_weights(folder)` and
     `net.load_lora_adapter(folder, weight_name=..., prefix=part)`. Without: `diffusion_pytorch_model.safetensors` and
-    `config.json` in the subfolder `part`, for `ModelClass.from_pretrained(folder, subfolder=part)`. More than 5 GB are
-    several files, `diffusion_pytorch_model-00001-of-00003.safetensors` and so on, with diffusers' index. An existing
-    folder is replaced.
+    `config.json` in the subfolder `part`, for `ModelClass.from_pretrained(folder, subfolder=part)`. Several ranks that
+    share the folder write more than 5 GB as several files, `diffusion_pytorch_model-00001-of-00003.safetensors` and so
+    on, with diffusers' index. An existing folder is replaced.
 
     Args:
         module: a diffusers model, sharded or not; one with adapters may be any module.
