@@ -220,6 +220,27 @@ def mend_ltx2(pipe: Any) -> None:
     pipe._normalize_audio_latents = lambda latents, mean, std: latents
 
 
+def mend_ltx2_first(pipe: Any) -> Any:
+    """The stock pipeline that is given a first frame, with initial noise as an argument beside it."""
+    first = diffusers.LTX2ImageToVideoPipeline(**pipe.components)
+    first.set_progress_bar_config(disable=True)
+    mend_ltx2(first)
+    first.__class__ = type("First", (type(first),), {"__call__": ltx2_from_first_frame})
+    return first
+
+
+def ltx2_from_first_frame(pipe: Any, *, latents: torch.Tensor, **others: Any) -> Any:
+    """What the pipeline draws from noise [B, tokens, channels] around the first frame as it is."""
+    noise = latents.transpose(1, 2).unflatten(2, (2, 1, 2))
+    module = sys.modules[diffusers.LTX2ImageToVideoPipeline.__module__]
+    drawn = module.randn_tensor
+    module.randn_tensor = lambda shape, **how: noise if len(shape) == 5 else drawn(shape, **how)
+    try:
+        return diffusers.LTX2ImageToVideoPipeline.__call__(pipe, image_crf=0, **others)
+    finally:
+        module.randn_tensor = drawn
+
+
 def stock_ltx2(params: Params, negative: list[str]) -> dict[str, Any]:
     """Arguments of the stock pipeline of frames and sound, whose further guidance is on unless it is turned off."""
     off = {"stg_scale": 0.0, "modality_scale": 1.0, "guidance_rescale": 0.0}
@@ -571,32 +592,36 @@ ROWS = {
             ("wan22-i2v", 16, ((40, 90), (32, 64)), True, mend_wan, {}),
         )
     },
-    "ltx23": Row(
-        checkpoint=built("ltx23"),
-        unguided=LTX2,
-        guided=replace(LTX2, guidance_scale=4.0),
-        more=(
-            replace(LTX2, guidance_scale=3.0, guidance={"audio_guidance_scale": 7.0}),
-            replace(LTX2, guidance={"audio_guidance_scale": 2.0}),
-        ),
-        stock=stock_ltx2,
-        without_gradient=frozenset(),
-        lora_layers=4 * (6 * 4 + 2 * 2),
-        nearest=(({"height": 40}, 32), ({"width": 1100}, 1088)),
-        refused=(
-            ({"num_frames": 7}, r"num_frames must be 8k \+ 1, such as 9, got 7"),
-            ({"frame_rate": 1e3}, r"frame_rate must leave 9 frames at least 0.02 s of sound, got 1000"),
-        ),
-        latents=tokens_of_ltx2,
-        pipe=mend_ltx2,
-        unit=32,
-        unseen=(
-            "audio_scale_shift_table",
-            "audio_proj_out.",
-            "transformer_blocks.3.audio_ff.",
-            "transformer_blocks.3.video_to_audio_attn.",
-        ),
-    ),
+    **{
+        name: Row(
+            checkpoint=built("ltx23"),
+            unguided=LTX2,
+            guided=replace(LTX2, guidance_scale=4.0),
+            more=(
+                replace(LTX2, guidance_scale=3.0, guidance={"audio_guidance_scale": 7.0}),
+                replace(LTX2, guidance={"audio_guidance_scale": 2.0}),
+            ),
+            stock=stock_ltx2,
+            without_gradient=frozenset(),
+            lora_layers=4 * (6 * 4 + 2 * 2),
+            nearest=(({"height": 40}, 32), ({"width": 1100}, 1088)),
+            refused=(
+                ({"num_frames": 7}, r"num_frames must be 8k \+ 1, such as 9, got 7"),
+                ({"frame_rate": 1e3}, r"frame_rate must leave 9 frames at least 0.02 s of sound, got 1000"),
+            ),
+            latents=tokens_of_ltx2,
+            pipe=pipe,
+            images=images,
+            unit=32,
+            unseen=(
+                "audio_scale_shift_table",
+                "audio_proj_out.",
+                "transformer_blocks.3.audio_ff.",
+                "transformer_blocks.3.video_to_audio_attn.",
+            ),
+        )
+        for name, images, pipe in (("ltx23", (), mend_ltx2), ("ltx23-first", ((40, 90),), mend_ltx2_first))
+    },
     **{
         name: Row(
             checkpoint=built(name),

@@ -69,3 +69,15 @@ def test_the_engine_samples_the_model(name):
             check_scores(stale, model, trained, tolerance=1e-5)
     finally:
         engine.close()
+
+
+def test_a_first_frame_of_ltx2_is_refused():
+    row = ROWS["ltx23-first"]
+    engine = open_engine(open_model(row.checkpoint()))
+    try:
+        with pytest.raises(
+            ValueError, match="a first frame of an LTX2Pipeline must be sampled with --engine diffusers"
+        ):
+            engine.generate([Prompt("a sign", 0, 0, seed=0, images=row.references(0))], row.unguided)
+    finally:
+        engine.close()

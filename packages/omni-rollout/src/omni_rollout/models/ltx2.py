@@ -1,4 +1,4 @@
-"""LTX-2 and LTX-2.3 (arXiv 2601.03233): text to video with sound, a flow in the latents of both at once.
+"""LTX-2 and LTX-2.3 (arXiv 2601.03233): text, or text and a first frame, to video with sound, a flow in both's latents.
 
 Shapes: B samples, n latent elements of a sample: those of its frames, [C, f, h, w], then those of its sound, [L, A].
 C latent channels (128), F frames, f = (F - 1) / 8 + 1, h x w latent pixels (a thirty-second of a frame), L latents of
@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from omni_rollout.models.diffusers_model import DiffusersModel, both, check_size
+from omni_rollout.models.diffusers_model import DiffusersModel, both, check_size, pixels, resized
 from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates, to_device
 
 CPU = torch.device("cpu")
@@ -28,7 +28,8 @@ class LTX2(DiffusersModel):
     """LTX-2 or 2.3 for one checkpoint. Its guidance is `guidance_scale`, on above 1.
 
     The option audio_guidance_scale is the scale of the sound, if it differs from that of the frames. The pipeline's
-    further guidance, by forward passes without some attention, is not supported.
+    further guidance, by forward passes without some attention, is not supported. A first frame is known data: the net
+    gets it at noise level 0, and its velocity leads to it.
     """
 
     PIPELINE = "LTX2Pipeline"
@@ -50,6 +51,7 @@ class LTX2(DiffusersModel):
     MEDIA: ClassVar[tuple[str, ...]] = ("video", "audio")
     CONTEXT_PARALLEL = True
     HEADS: ClassVar[tuple[str, ...]] = ("num_attention_heads", "audio_num_attention_heads")
+    IMAGES = range(2)
     BLOCK_NAMES: ClassVar[tuple[str, ...]] = ("LTX2VideoTransformerBlock",)
     BRANCHES: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "audio": (
@@ -111,6 +113,11 @@ class LTX2(DiffusersModel):
             rule = f"frame_rate must leave {frames} frames at least {0.5 / self._sound_rate():g} s of sound"
             raise ValueError(f"{rule}, got {params.frame_rate}")
         self._check_tokens(params, pixels, (frames - 1) // stride + 1)
+
+    def check_image(self, height: int, width: int) -> None:
+        """Raise ValueError for a first frame where ranks compute forwards together: its noise level is another one."""
+        if self.context > 1:
+            raise ValueError(f"context must be 1 for a {self.PIPELINE} with a first frame, got {self.context}")
 
     def _strides(self) -> tuple[int, int]:
         """The frames, and the pixels along a side, of a latent."""
@@ -189,6 +196,16 @@ class LTX2(DiffusersModel):
             "audio_proj_out": gathered,
         }
 
+    def condition(self, parts: Parts, prompt: Prompt, params: Params) -> Cond:
+        """Return the latents of a given first frame, `first` [C, 1, h, w]."""
+        if not prompt.images:
+            return {}
+        vae = parts.vae
+        frame = pixels(resized(prompt.images[0], params.height, params.width, resample="BILINEAR"))
+        code = vae.encode(frame[None, :, None].to(vae.device, vae.dtype)).latent_dist.mode().float()
+        mean, std = (each.float().view(1, -1, 1, 1, 1) for each in (vae.latents_mean, vae.latents_std))
+        return {"first": ((code - mean) * self.value("vae", "scaling_factor", float, 1.0) / std)[0]}
+
     @cached_property
     def _net(self) -> Any:
         """A net that computes positions on the host: on a device it would create constants, and the host would wait."""
@@ -197,18 +214,25 @@ class LTX2(DiffusersModel):
     def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
         """Return the velocity [B, n], float32, at x [B, n] and noise levels sigma [B].
 
-        cond: `embeds` [B, T, D] and `sound_embeds` [B, T, D'], with guidance also their negatives. Both halves of
-        classifier-free guidance run as one batch.
+        cond: `embeds` [B, T, D] and `sound_embeds` [B, T, D'], with guidance also their negatives; with a first frame
+        `first` [B, C, 1, h, w]. Both halves of classifier-free guidance run as one batch.
         """
-        texts, guided = [cond["embeds"], cond["sound_embeds"]], self.is_guided(params)
+        texts, guided, first = [cond["embeds"], cond["sound_embeds"]], self.is_guided(params), cond.get("first")
         frames, sound = self._split(x, params)
         _, _, f, h, w = frames.shape
+        noisy = frames[:, :, :1]
+        if first is not None:
+            frames = torch.cat([first.to(frames.dtype), frames[:, :, 1:]], dim=2)
         # For strided rows a frozen linear layer uses another matrix product than a trained one, with other rounding.
         tokens, sound = frames.flatten(2).transpose(1, 2).contiguous(), sound.contiguous()
         level = sigma.float() * 1000
         if guided:
             texts = [both(cond, "embeds"), both(cond, "sound_embeds")]
             tokens, sound, level = (torch.cat([each, each]) for each in (tokens, sound, level))
+        levels = level
+        if first is not None:
+            levels = level[:, None].repeat(1, f * h * w)
+            levels[:, : h * w] = 0
         places = self._net.rope.prepare_video_coords(len(tokens), f, h, w, CPU, fps=params.frame_rate)
         times = self._net.audio_rope.prepare_audio_coords(len(sound), sound.shape[1], CPU).contiguous()
         velocities: tuple[Tensor, Tensor] = net(
@@ -216,8 +240,10 @@ class LTX2(DiffusersModel):
             audio_hidden_states=sound.to(texts[1].dtype),
             encoder_hidden_states=texts[0],
             audio_encoder_hidden_states=texts[1],
-            timestep=level,
+            timestep=levels,
+            audio_timestep=level,
             sigma=level,
+            use_cross_timestep=True,  # the level of the whole sample, also for what crosses over to a first frame
             num_frames=f,
             height=h,
             width=w,
@@ -232,7 +258,11 @@ class LTX2(DiffusersModel):
             scales = [self.option(params, name) for name in self.GUIDANCE]
             halves = zip(scales, (each.chunk(2) for each in found), strict=True)
             found = [negative + scale * (positive - negative) for scale, (positive, negative) in halves]
-        return torch.cat([found[0].transpose(1, 2).flatten(1), found[1].flatten(1)], dim=1)
+        velocity = found[0].transpose(1, 2)
+        if first is not None:
+            known = ((noisy - first) / sigma.view(-1, 1, 1, 1, 1)).flatten(2)
+            velocity = torch.cat([known, velocity[:, :, h * w :]], dim=2)
+        return torch.cat([velocity.flatten(1), found[1].flatten(1)], dim=1)
 
     def decode(self, parts: Parts, x0: Tensor, cond: Cond, params: Params) -> tuple[Media, Rates]:
         """Return videos [B, F, H, W, 3] in [0, 1] and sound [B, points, channels], float32, for latents x0 [B, n]."""

@@ -74,7 +74,11 @@ class Flux2KleinRollout(RolloutPipeline, Flux2KleinPipeline):
 
 
 class LTX2Rollout(RolloutPipeline, LTX2Pipeline):
-    """LTX-2 and 2.3, frames and sound."""
+    """LTX-2 and 2.3, frames and sound, without a given first frame."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.transformer.register_forward_pre_hook(_refuse_first_frame, with_kwargs=True)
 
 
 class StableDiffusion3Rollout(RolloutPipeline, StableDiffusion3Pipeline):
@@ -126,6 +130,13 @@ def _add_text_lengths(module: object, args: tuple[Any, ...], kwargs: dict[str, A
     """Add the padded length of every text, which vLLM-Omni's transformer requires as an argument."""
     num_samples, length = kwargs["encoder_hidden_states"].shape[:2]
     return args, kwargs | {"txt_seq_lens": [length] * num_samples}
+
+
+def _refuse_first_frame(module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise ValueError for levels of noise by token, which vLLM-Omni also takes for attention between the media."""
+    if kwargs["timestep"].dim() > 1:
+        rule = "a first frame of an LTX2Pipeline must be sampled with --engine diffusers"
+        raise ValueError(f"{rule}: vLLM-Omni modulates attention between frames and sound by other noise levels")
 
 
 # The pipeline of model_index.json -> its rollout class.
