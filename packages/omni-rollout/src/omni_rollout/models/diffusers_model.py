@@ -223,24 +223,23 @@ class DiffusersModel:
         They call it with equal inputs, and get equal outputs. A rank's gradients are those of its tokens: their sum is
         the gradient. mesh: with the axes "ring" and "ulysses".
         """
-        from diffusers import ContextParallelConfig
-        from diffusers.hooks.context_parallel import apply_context_parallel
-        from diffusers.models._modeling_parallel import ParallelConfig
+        from diffusers.hooks import apply_context_parallel
+        from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
 
-        # What diffusers' enable_parallelism does, which in 0.42 divides by the number of accelerators.
+        # diffusers' enable_parallelism divides by the number of accelerators, which is 0 on a CPU.
+        config = ParallelConfig(ContextParallelConfig(ulysses_degree=self.context, mesh=mesh))
+        config.setup(mesh.get_rank(), mesh.size(), torch.device(mesh.device_type), mesh=mesh)
         for name in self.nets:
-            part, own = net.get_submodule(name), ContextParallelConfig(ulysses_degree=self.context, mesh=mesh)
-            config = ParallelConfig(context_parallel_config=own)
-            config.setup(mesh.get_rank(), mesh.size(), torch.device(mesh.device_type), mesh=mesh)
-            for module in part.modules():
-                processor = getattr(module, "processor", None)
-                if processor is not None and hasattr(processor, "_parallel_config"):
-                    processor._parallel_config = config
-            apply_context_parallel(part, own, self._context_plan(part) or part._cp_plan)
+            part = net.get_submodule(name)
+            processors = [getattr(module, "processor", None) for module in part.modules()]
+            for each in (part, *processors):
+                if each is not None and hasattr(each, "_parallel_config"):
+                    each._parallel_config = config
+            apply_context_parallel(part, config.context_parallel_config, self._context_plan(part))
 
-    def _context_plan(self, net: nn.Module) -> dict[str, Any] | None:
-        """Return which inputs and outputs of a net's modules ranks split and gather; None for those of its class."""
-        return None
+    def _context_plan(self, net: nn.Module) -> dict[str, Any]:
+        """Return which inputs and outputs of a net's modules ranks split and gather: diffusers' own."""
+        return dict(net._cp_plan)  # type: ignore[arg-type]
 
     def check_text_length(self, params: Params, most: int = MOST_TEXT_TOKENS) -> None:
         """Raise ValueError unless the option max_sequence_length is a number of text tokens that the model supports."""

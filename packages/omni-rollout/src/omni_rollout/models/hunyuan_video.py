@@ -58,6 +58,7 @@ class HunyuanVideo15(DiffusersModel):
         "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
     }
     MEDIA: ClassVar[tuple[str, ...]] = ("video",)
+    CONTEXT_PARALLEL = True
     SCHEDULER: ClassVar[Mapping[str, object]] = {**FLOW_SCHEDULER, "use_dynamic_shifting": False}
     BLOCK_NAMES: ClassVar[tuple[str, ...]] = (
         "HunyuanVideo15TransformerBlock",
@@ -91,6 +92,7 @@ class HunyuanVideo15(DiffusersModel):
         nearest = max(0, round((frames - 1) / stride)) * stride + 1
         if frames != nearest:
             raise ValueError(f"num_frames must be {stride}k + 1, such as {nearest}, got {frames}")
+        self._check_tokens(params, self._strides[0], (frames - 1) // stride + 1)
 
     def latent_shape(self, params: Params) -> tuple[int, int, int, int]:
         """Return (C, f, h, w)."""
@@ -179,6 +181,24 @@ class HunyuanVideo15(DiffusersModel):
         video = pixels(media["video"]).transpose(1, 2).to(parts.vae.device, parts.vae.dtype)
         code = torch.cat([parts.vae.encode(one).latent_dist.mode() for one in video.split(1)])
         return code.float() * self.value("vae", "scaling_factor", float)
+
+    def share(self, net: nn.Module, mesh: "torch.distributed.DeviceMesh") -> None:
+        """Have the ranks of a row of `mesh` compute each forward of the net together; all refine all words."""
+        super().share(net, mesh)
+        for block in net.get_submodule("context_embedder.token_refiner.refiner_blocks").children():
+            block.get_submodule("attn").processor._parallel_config = None  # type: ignore[union-attr]
+
+    def _context_plan(self, net: nn.Module) -> dict[str, Any]:
+        """Return a plan, as diffusers has none: tokens, their places and words are split, and masks of both."""
+        from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
+
+        places = ContextParallelInput(split_dim=0, split_output=True)
+        return {
+            "transformer_blocks.0": dict.fromkeys(("hidden_states", "encoder_hidden_states"), ContextParallelInput(1)),
+            "transformer_blocks.*": {"attention_mask": ContextParallelInput(split_dim=-1)},
+            "rope": {0: places, 1: places},
+            "proj_out": ContextParallelOutput(gather_dim=1),
+        }
 
     def _class(self, part: str) -> Any:
         if part != "transformer":

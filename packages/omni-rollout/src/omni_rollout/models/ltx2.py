@@ -190,7 +190,10 @@ class LTX2(DiffusersModel):
 
         gathered, places = ContextParallelOutput(gather_dim=1), ContextParallelInput(split_dim=-2, split_output=True)
         return {
-            "": {"hidden_states": ContextParallelInput(split_dim=1)},
+            "": {  # a first frame has levels of its own, else there is one for a sample
+                "hidden_states": ContextParallelInput(split_dim=1),
+                "timestep": ContextParallelInput(split_dim=1, expected_dims=2),
+            },
             "rope": {0: places, 1: places},
             "proj_out": gathered,
             "audio_proj_out": gathered,
