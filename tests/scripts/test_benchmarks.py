@@ -1,7 +1,7 @@
 """The benchmarks of the training loop run, and what they count is there; seconds are not looked at."""
 
 import pytest
-from helpers import REPO
+from helpers import REPO, sampled
 
 
 @pytest.fixture(autouse=True)
@@ -160,3 +160,50 @@ def test_a_folder_without_the_peers_files_is_refused(capfd):
             versus_peer.main(given)
         assert stopped.value.code == 2
         assert "--peer must be a folder with flow_grpo's files" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("kind", sampled(["all weights", "LoRA"], 1))
+def test_what_two_ranks_exchange_predicts_four(kind):
+    """Of a step of other batches and optimizer steps too."""
+    import scaling
+
+    given = scaling.cases(lora=kind == "LoRA")
+    known = scaling.rates(given, scaling.count(given, 2))
+    case = scaling.Case(batches=4, updates=2, lora=kind == "LoRA")
+    (found,) = scaling.count([case], 4)
+    assert found == scaling.predicted(known, case, 4)
+    assert found["messages"] > 0
+    assert found["reductions" if kind == "LoRA" else "gathers"] > 0
+
+
+def test_a_simulated_step_is_its_operations_and_what_they_wait_for():
+    """64 samples of 1 s on as many GPUs: without a scorer, with one of 50 ms a sample, and with a step ahead."""
+    import scaling
+
+    zero = {"kernels": 0, "decode_s": 0.0, "evaluation": 0.0, "eval_every": 1, "weights": 2.0, "trained": 1.0}
+    shape = {"batch": 1, "denoising": 10, "passes": 2, "updates": 1, "rollout": 0.6e12, "update": 0.4e12}
+    job = scaling.Job("job", samples=64, forward=1.0, score_s=0.0, **zero, **shape)
+    speed = scaling.Args(tflops=1.0, hop_us=0.0)
+    counts = {"messages": scaling.Rates(7, 0, 0), "reductions, whole": scaling.Rates(0, 0, 1)}
+
+    def share(how, **changes):
+        return scaling.efficiency(scaling.replace(job, **changes), how, 64, speed, counts)
+
+    assert share(scaling.How(""))[0] == pytest.approx(1)
+    assert share(scaling.How(""), score_s=0.05) == (pytest.approx(1 / 4.2), "scorer 3.20 s of 4.20")
+    assert share(scaling.How("", ahead=True), score_s=0.05)[0] == pytest.approx(1 / 3.2)
+    assert share(scaling.How("", server_gpus=8), score_s=0.05)[0] == pytest.approx(1 / 1.4)
+    assert share(scaling.How(""), samples=32) == (0, "fewer samples than ranks")
+    assert share(scaling.How("", context=True), samples=32)[0] == pytest.approx(1 / 1.08)
+
+
+def test_each_rank_waits_for_the_scores_of_its_own_images(capfd):
+    import reward_scale
+
+    sizes = ["--ranks", "4", "--servers", "2", "--images", "8", "--side", "16"]
+    reward_scale.main([*sizes, "--image-ms", "1", "--rollout-s", "0.01", "--batches", "1,2"])
+    rows = table(capfd.readouterr().out)
+    assert [row[0] for row in rows] == ["1", "2"]
+    with pytest.raises(SystemExit):
+        reward_scale.main([*sizes, "--batches", "3"])
+    assert "--batches must divide the 2 images of a rank, got 3" in capfd.readouterr().err

@@ -1,0 +1,385 @@
+"""From 1 to 1,024 GPUs: what a step of the trainer exchanges, counted, and what that would cost, simulated.
+
+    python benchmarks/scaling.py
+
+Counted, on this machine: messages between ranks, gathers of weights and sums of gradients of FlowGRPO's own step, on 2
+gloo ranks with a tiny net, as torch's dispatcher sees them. A test holds what 2 ranks predict for 4 against what 4 do.
+Simulated: everything in seconds. No GPU is used: a step's operations are planned (docs/performance.md), and the speeds
+are assumed, in the arguments. Efficiency is the time of a step's operations at full batches over its predicted time.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from pathlib import Path
+from typing import Annotated, Any
+
+import engines
+import omni_rl.run.session
+import torch
+import torch.multiprocessing
+import trainer
+from omni_rl.flow.scorers import LocalScorer
+from omni_rl.run.loop import Loop
+from omni_rl.run.run import Step
+from omni_rl.run.world import World
+from omni_rl.settings.cli import parse_cli
+from omni_rl.settings.fields import at_least
+from omni_train.dist import shutdown
+from torch.utils._python_dispatch import TorchDispatchMode
+from trainer import app
+
+KINDS = {  # operations of torch.distributed, and which argument a rank gives
+    "allgather_": ("messages", 1), "_allgather_base_": ("gathers", 1), "_reduce_scatter_base_": ("scatters", 1),
+    "allreduce_": ("reductions", 0),
+}  # fmt: skip
+MACHINE = 8  # GPUs
+SIZES = (1, 8, 16, 64, 256, 512, 1024)
+
+
+@dataclass(frozen=True)
+class Args:
+    """Speeds that are assumed; nothing here was measured on a GPU."""
+
+    tflops: Annotated[float, at_least(1)] = 350.0  # Of a large forward in bfloat16; an H100's data sheet: 989 at most
+    nvlink_gbs: Annotated[float, at_least(1)] = 300.0  # GB/s of a GPU within a machine; data sheet: 450 each way
+    net_gbs: Annotated[float, at_least(1)] = 40.0  # GB/s of a GPU between machines; 400 Gb/s are 50
+    disk_gbs: Annotated[float, at_least(0.1)] = 1.2  # GB/s of a rank that writes a file
+    hop_us: Annotated[float, at_least(0)] = 40.0  # Microseconds of a message from host to host, over TCP
+    kernel_us: Annotated[float, at_least(0)] = 4.5  # Microseconds in which the host starts a kernel
+
+
+# Counted
+
+
+class Exchanges(TorchDispatchMode):
+    """How often this rank joins each kind of exchange, and the bytes that it gives to them."""
+
+    def __init__(self) -> None:
+        """Begin at zero."""
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count a collective, and call it."""
+        if func.namespace == "c10d" and (kind := KINDS.get(func.overloadpacket.__name__)):
+            given = args[kind[1]]
+            self.found[kind[0]] += 1
+            self.found[f"{kind[0]}, bytes"] += sum(t.nbytes for t in (given if isinstance(given, list) else [given]))
+        elif func.namespace == "c10d":
+            self.found[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a rank does in a step: batches, and optimizer steps. size: ranks of a copy of the weights, 0 is all."""
+
+    batches: int
+    updates: int
+    lora: bool
+    size: int = 0
+
+
+def count(cases: Sequence[Case], ranks: int) -> list[Counter[str]]:
+    """Return what a rank exchanges in a step of each case, the second step of a run on so many ranks.
+
+    Raises:
+        RuntimeError: ranks differ.
+    """
+    with contextlib.ExitStack() as stack:
+        free = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in cases]
+        ports = [each.getsockname()[1] for each in free]
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "prompts.txt").write_text("".join(f'a blue sign that says "{i}"\n' for i in range(64)))
+        arguments = (cases, ranks, ports, folder)
+        torch.multiprocessing.start_processes(_rank, args=arguments, nprocs=ranks, start_method="fork")
+        first, *others = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
+    if any(other != first for other in others):
+        raise RuntimeError(f"ranks must exchange the same, got {first} and {others}")
+    return [Counter(found) for found in first]
+
+
+def _rank(rank: int, cases: Sequence[Case], ranks: int, ports: Sequence[int], folder: str) -> None:
+    """Train a little for each case, in a forked process, and write what was exchanged."""
+    os.chdir(folder)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    torch.set_num_threads(1)
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    os.environ |= place | {"MASTER_ADDR": "127.0.0.1"}
+    found = []
+    for case, port in zip(cases, ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        found.append(_counted(case, ranks))
+    Path(f"{rank}.json").write_text(json.dumps(found))
+    os._exit(0)  # a forked process must not run its parent's endings
+
+
+def _counted(case: Case, ranks: int) -> Counter[str]:
+    """Run three steps; return what the second one exchanges, which neither evaluates nor saves."""
+    marks: list[Counter[str]] = []
+    trained: list[int] = []
+
+    class Steps(Loop):
+        def __iter__(self) -> Iterator[Step]:
+            with Exchanges() as seen:
+                trained.extend(p.numel() * p.element_size() for p in self.run.policy.params)
+                for step in super().__iter__():
+                    marks.append(Counter(seen.found))
+                    yield step
+
+    app.Loop = Steps  # type: ignore[misc, assignment]
+    World.connect = lambda *_, **__: (LocalScorer(trainer.in_order), "none")  # type: ignore[method-assign, assignment]
+    omni_rl.run.session.ReportProcess = lambda *_: None  # type: ignore[misc, assignment]
+    given = {"batch_size": 2, "group_size": 2, "prompts_per_step": ranks * case.batches, "num_inference_steps": 3}
+    lora = {"lora_rank": 4, "lora_alpha": 8} if case.lora else {"lora_rank": 0, "lora_alpha": 0, "true_cfg_scale": 1.0}
+    full = {"sharding_mode": "fsdp2", "sharding_size": case.size, "sharding_unshard": "rollout"}
+    mode = {"sharding_mode": "ddp"} if case.lora else full
+    few = {"train_steps": 3, "save_every": 99, "eval_every": 99, "eval_first": False, "eval_num_inference_steps": 2}
+    shape = given | {"num_minibatches": case.updates, "window_size": 2, "window_high": 2, "width": 32}
+    name = f"{case.lora}-{case.batches}-{case.updates}-{case.size}"
+    files = {"prompts": "prompts.txt", "eval_prompts": "prompts.txt", "name": name}
+    args = trainer.settings(trainer.Args(), trainer.Args.model, **lora, **mode, **few, **shape, **files)
+    app.check_args(args)
+    app.main(args, World.join(args))
+    shutdown()
+    return (marks[2] - marks[1]) + Counter({"trained, bytes": sum(trained)})
+
+
+@dataclass(frozen=True)
+class Rates:
+    """A count of a step that grows with its batches and optimizer steps."""
+
+    step: float
+    batch: float
+    update: float
+
+    def __call__(self, batches: float, updates: float) -> float:
+        """Return the count of a step."""
+        return self.step + self.batch * batches + self.update * updates
+
+
+def rates(cases: Sequence[Case], counts: Sequence[Mapping[str, int]]) -> dict[str, Rates]:
+    """Return the rates of each count from three cases: one batch, two, and two with two optimizer steps."""
+    if [(case.batches, case.updates) for case in cases] != [(1, 1), (2, 1), (2, 2)]:
+        raise ValueError(f"cases must be of 1, 2 and 2 batches with 1, 1 and 2 optimizer steps, got {list(cases)}")
+    one, two, twice = counts
+    found = {}
+    for kind in sorted(set().union(*counts)):
+        batch, update = two.get(kind, 0) - one.get(kind, 0), twice.get(kind, 0) - two.get(kind, 0)
+        found[kind] = Rates(one.get(kind, 0) - batch - update, batch, update)
+    return found
+
+
+def predicted(known: Mapping[str, Rates], case: Case, ranks: int, *, known_ranks: int = 2) -> dict[str, float]:
+    """Return the counts of a step of other ranks, batches and optimizer steps.
+
+    A rank gives its rows to a gather of weights, so that twice the ranks give half of the bytes each.
+    """
+    found = {kind: rate(case.batches, case.updates) for kind, rate in known.items()}
+    if "gathers, bytes" in found:
+        found["gathers, bytes"] *= known_ranks / ranks
+    return {kind: value for kind, value in found.items() if value}
+
+
+COUNTED = [(1, 1), (2, 1), (2, 2)]
+
+
+def cases(*, lora: bool) -> list[Case]:
+    """Return the cases that `rates` takes."""
+    return [Case(batches, updates, lora) for batches, updates in COUNTED]
+
+
+# Simulated
+
+
+@dataclass(frozen=True)
+class Job:
+    """A recipe's step. Operations are FLOP of a sample; bytes of float32 are 4 a parameter."""
+
+    name: str
+    weights: float  # Parameters
+    trained: float
+    samples: int
+    rollout: float
+    update: float
+    forward: float  # Of one denoising step, with guidance
+    kernels: int  # Of one call of the net
+    batch: int
+    denoising: int  # Steps of a sample
+    passes: int  # Forward and backward passes of a batch in the update
+    updates: int  # Optimizer steps
+    score_s: float
+    decode_s: float
+    evaluation: float  # FLOP of one evaluation, and how many steps apart
+    eval_every: int
+    guided: bool = True
+
+    @property
+    def is_full(self) -> bool:
+        """True if all weights are trained."""
+        return self.trained == self.weights
+
+
+@dataclass(frozen=True)
+class How:
+    """Settings of a run that scale it."""
+
+    name: str
+    server_gpus: int = 0  # GPUs of a scorer; 0 is one for all
+    copy_gpus: int = 0  # GPUs of a copy of sharded weights; 0 is all
+    ahead: bool = False
+    lean: bool = False  # evaluations a tenth of the recipe's
+    context: bool = False  # GPUs share a sample where there are more of them than samples
+
+
+def video(name: str, weights: float, layers: int, width: int, tokens: int, samples: int) -> Job:
+    """A video model by its published shape: 2 FLOP a weight and token, attention of all tokens, guidance."""
+    forward = 2 * (2 * weights * tokens + 4 * layers * tokens**2 * width)
+    costs = {"rollout": 10 * forward, "update": 2 * 4 * forward, "forward": forward}  # 2 of 10 trained, recomputed
+    return Job(name, weights, 300e6, samples, **costs, kernels=2500, batch=1, denoising=10, passes=2, updates=1,
+               score_s=1.0, decode_s=6.0, evaluation=64 * 20 * forward, eval_every=50)  # fmt: skip
+
+
+# Planned TFLOP of docs/evidence/performance.md over its images: 39,570 and 24,570 for 128; 10,010 and 8,058 for 64.
+# Evaluations are the recipes': 1,018 prompts of 50 steps every 30 steps.
+LORA = Job("20B LoRA, 512 images", 20.4e9, 425e6, 512, 309e12, 192e12, 30.9e12, 4500, 16, 10, 2, 2, 0.05, 0.014,
+           1018 * 50 * 30.9e12, 30)  # fmt: skip
+FULL = Job("20B all weights, 512 images", 20.4e9, 20.4e9, 512, 156e12, 126e12, 15.6e12, 4500, 16, 10, 2, 2, 0.05,
+           0.014, 1018 * 50 * 15.6e12, 30, guided=False)  # fmt: skip
+JOBS = (
+    LORA,
+    replace(LORA, name="20B LoRA, 16 images a GPU", samples=0),
+    FULL,
+    replace(FULL, name="20B all weights, 16 images a GPU", samples=0),
+    video("14B video LoRA, 256 videos of 81 x 480 x 832", 14e9, 40, 5120, 32760, 256),
+    video("5B video LoRA, 256 videos of 121 x 704 x 1280", 5e9, 30, 3072, 27280, 256),
+)
+LADDER = [How("one scorer")]
+for _name, _change in (
+    ("+ a scorer for each machine", {"server_gpus": MACHINE}), ("+ `--sharding.size 8`", {"copy_gpus": MACHINE}),
+    ("+ `--draw-ahead 1`", {"ahead": True}), ("+ a tenth of the evaluation", {"lean": True}),
+    ("+ context parallel", {"context": True}),
+):  # fmt: skip
+    LADDER.append(replace(LADDER[-1], name=_name, **_change))  # type: ignore[arg-type]
+SMALL = {1: 0.70, 2: 0.80, 4: 0.865, 8: 0.94}  # Assumed speed of batches of images, over that of 16
+
+
+def parts(job: Job, how: How, gpus: int, speed: Args, counts: Mapping[str, Rates]) -> dict[str, float]:
+    """Return the predicted seconds of a step by what they are spent on; {} if the step cannot run.
+
+    counts: of all weights if the job trains all, else of LoRA.
+    """
+    samples = job.samples or 16 * gpus
+    share = 1
+    while samples < gpus // share and how.context:
+        share *= 2
+    shares = gpus // share
+    if samples < shares or samples % shares or share > 16:
+        return {}
+    mine = samples // shares
+    batch = min(job.batch, mine)
+    batches, rate, machines = mine / batch, speed.tflops * 1e12, ceil(gpus / MACHINE)
+    compute = (job.rollout + job.update) * mine / share / rate
+    one = job.forward * batch / share / rate  # a forward's seconds
+    host = job.kernels * speed.kernel_us * 1e-6 * (1 + job.guided)
+    forwards = job.denoising + 4 * job.passes  # a backward pass is two, a recomputed forward one
+    speed_of_batch = SMALL.get(batch, 1.0) if job.batch > 1 else 1.0
+    found = {
+        "compute": compute,
+        "small batches": compute * (1 / speed_of_batch - 1),
+        "starts of kernels": max(0.0, host - one) * forwards * batches,
+        "decoding": job.decode_s * mine,
+        "context parallel": compute * (0 if share == 1 else 0.08 if share <= MACHINE else 0.35),  # assumed
+    }
+    work = samples * job.score_s / (max(1, gpus // how.server_gpus) if how.server_gpus else 1)
+    rollout = job.rollout * mine / share / rate
+    exposed = max(work - rollout * (1 - 1 / batches), work / batches)
+    found["scorer"] = max(0.0, work - compute) if how.ahead else exposed
+
+    updates = min(job.updates, batches)
+    step = {kind: rate_of(batches, updates) for kind, rate_of in counts.items()}
+    hops = gpus - 1 if gpus <= 64 else machines - 1 + MACHINE - 1  # one ring, or by machine
+    found["messages"] = step["messages"] * hops * speed.hop_us * 1e-6
+    group = min(gpus, how.copy_gpus or gpus)
+    inside, net = speed.nvlink_gbs * 1e9, speed.net_gbs * 1e9
+    within = inside if group <= MACHINE else net
+    if job.is_full and gpus > 1:
+        gather, scatter = job.weights * 2 / within, job.weights * 4 / within
+        num_gathers, num_sums = step["gathers, whole"], step["scatters, whole"]
+        found["gathers"] = gather + max(0.0, num_gathers - 1) * max(0.0, gather - one)  # the others beside a forward
+        found["sums of gradients"] = num_sums * max(0.0, scatter - 2 * one)
+        if gpus > group:
+            found["sums of gradients"] += updates * 2 * job.weights * 4 / group / net
+    elif gpus > 1:
+        copies = 2 * job.trained * 4 * (1 / inside + (machines > 1) / (net * MACHINE))
+        found["sums of gradients"] = step["reductions, whole"] * copies
+    found["save"] = job.trained * 12 / (gpus if job.is_full else 1) / 20e9 / 10  # to the host, every 10 steps
+    found["evaluation"] = job.evaluation * (0.1 if how.lean else 1) / gpus / rate / job.eval_every
+    files = max(1, min(gpus, int(job.trained * 4 // 5e9)))
+    gathered = job.weights * 4 / within if job.is_full and gpus > 1 else 0.0
+    found["export"] = (job.trained * 4 / files / (speed.disk_gbs * 1e9) + gathered) / job.eval_every
+    return found
+
+
+def efficiency(job: Job, how: How, gpus: int, speed: Args, counts: Mapping[str, Rates]) -> tuple[float, str]:
+    """Return the share of a step that is its operations and decoding, and the largest other part; (0, why) without."""
+    found = parts(job, how, gpus, speed, counts)
+    if not found:
+        return 0.0, "fewer samples than ranks"
+    ideal = found["compute"] + found["decoding"]
+    shared = max(1, gpus // (job.samples or 16 * gpus))
+    ideal -= found["decoding"] * (1 - 1 / shared)  # ranks that share a sample all decode it
+    wall = max((kind for kind in found if kind != "compute"), key=lambda kind: found[kind] if kind != "decoding" else 0)
+    return ideal / sum(found.values()), f"{wall} {found[wall]:.2f} s of {sum(found.values()):.2f}"
+
+
+def whole(known: Mapping[str, Rates]) -> dict[str, Rates]:
+    """Return the rates of 2 ranks with those of bytes also as shares of all that is trained."""
+    found, trained = dict(known), known["trained, bytes"].step
+    for kind, given in (("gathers", trained / 2), ("scatters", trained), ("reductions", trained)):
+        if rate := known.get(f"{kind}, bytes"):
+            found[f"{kind}, whole"] = Rates(rate.step / given, rate.batch / given, rate.update / given)
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Count, simulate, and print both."""
+    speed = parse_cli(
+        Args, lambda args: None, sys.argv[1:] if argv is None else argv, app="scaling", description=__doc__
+    )
+    print(engines.stamp("counted on 2 gloo ranks, simulated beyond"))
+    print("\n| counted, a rank | in a step | in a batch | in an optimizer step |\n| --- | --- | --- | --- |")
+    counts = {}
+    for lora in (True, False):
+        given = cases(lora=lora)
+        counts[lora] = whole(rates(given, count(given, 2)))
+        for kind, rate in counts[lora].items():
+            cells = " | ".join(f"{value:,.4g}" for value in (rate.step, rate.batch, rate.update))
+            print(f"| {'LoRA' if lora else 'all weights'}: {kind} | {cells} |")
+    for job in JOBS:
+        print("\n".join(simulated(job, speed, counts[not job.is_full])))
+
+
+def simulated(job: Job, speed: Args, counts: Mapping[str, Rates]) -> list[str]:
+    """Return the lines of a job: a row for each way to run it, and what costs most in the first and last."""
+    lines = ["", f"**{job.name}**", "", f"| simulated | {' | '.join(f'{gpus:,}' for gpus in SIZES)} |"]
+    lines.append(f"| --- |{' --- |' * len(SIZES)}")
+    found = {how: [efficiency(job, how, gpus, speed, counts) for gpus in SIZES] for how in LADDER}
+    for how, row in found.items():
+        lines.append(f"| {how.name} | {' | '.join(f'{share:.0%}' if share else '-' for share, _ in row)} |")
+    for how in (LADDER[0], LADDER[-1]):
+        walls = [f"{gpus:,} GPUs {found[how][SIZES.index(gpus)][1]}" for gpus in (64, 1024)]
+        lines += ["", f"First wall, {how.name}: {'; '.join(walls)}"]
+    return lines
+
+
+if __name__ == "__main__":
+    main()
