@@ -155,8 +155,10 @@ def _machines(dist: Dist, timeout: timedelta) -> tuple[torch_dist.ProcessGroup, 
     if gather_json(dist, own) != [[size, rank - rank % size] for rank in range(dist.world_size)]:
         return None
     column, machine = range(dist.local_rank, dist.world_size, size), range(own[1], own[1] + size)
-    how = {"timeout": timeout, "backend": "gloo", "use_local_synchronization": True}  # only members call it
-    between, within = (torch_dist.new_group(list(ranks), **how) for ranks in (column, machine))
+    between, within = (  # only members call it
+        torch_dist.new_group(list(ranks), timeout=timeout, backend="gloo", use_local_synchronization=True)
+        for ranks in (column, machine)
+    )
     return between, within
 
 

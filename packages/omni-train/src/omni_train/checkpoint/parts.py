@@ -114,7 +114,7 @@ def part_files(dist: Dist, state: Mapping[str, Tensor]) -> dict[str, list[Row]]:
 
 def deal_copies(state: Mapping[str, Tensor], num_ranks: int) -> dict[str, int]:
     """Return which copy of each tensor to write: copy c of one that n ranks hold is that of the ranks from n c on."""
-    chosen = {}
+    chosen: dict[str, int] = {}
     for holders in {_num_holders(tensor) for tensor in state.values()}:
         sizes = {name: t.numel() * t.itemsize for name, t in state.items() if _num_holders(t) == holders}
         num_copies = min(num_ranks // holders, max(1, sum(sizes.values()) // (holders * SHARE_BYTES)))
@@ -124,7 +124,8 @@ def deal_copies(state: Mapping[str, Tensor], num_ranks: int) -> dict[str, int]:
 
 def deal_by_size(sizes: Mapping[str, int], number: int) -> dict[str, int]:
     """Return which of so many shares each name belongs to: the largest first, each to the share with least so far."""
-    chosen, loads = {}, [(0, share) for share in range(number)]
+    chosen: dict[str, int] = {}
+    loads = [(0, share) for share in range(number)]
     for name in sorted(sizes, key=lambda name: -sizes[name]):
         load, chosen[name] = loads[0]
         heapreplace(loads, (load + sizes[name], chosen[name]))

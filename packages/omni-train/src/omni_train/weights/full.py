@@ -185,8 +185,9 @@ def _save(
                 }
                 texts = texts | {f"{file}.index.json": json.dumps(index, indent=2, sort_keys=True) + "\n"}
             with same_error(dist):
-                for name, text in texts.items() if dist.is_main and place else ():
-                    (place / name).write_text(text, encoding="utf-8")
+                if dist.is_main and place:
+                    for name, text in texts.items():
+                        (place / name).write_text(text, encoding="utf-8")
                 stack.close()  # the folder gets its name
     except OSError as exc:
         raise OSError(f"{folder} could not be written: {exc}") from exc
