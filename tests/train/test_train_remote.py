@@ -238,6 +238,83 @@ def test_a_network_that_fails_for_long_is_an_error_and_the_next_start_sends_what
     assert [names(tmp_path / f"machine-{rank}") for rank in range(2)] == [[], []]
 
 
+@pytest.mark.filterwarnings("ignore:.*tried again")
+def test_parts_of_two_saves_of_one_step_are_never_put_together(run_ranks, tmp_path, monkeypatch):
+    """Each attempt at step 2 fails; the second one has another second machine."""
+    monkeypatch.setattr(omni_train.remote, "PAUSE_S", 0.01)
+    monkeypatch.setattr(omni_train.remote, "SEND_S", 0.05)
+    url = f"file://{tmp_path}/store"
+
+    def opened(dist, second):
+        """Checkpoints on machine-0 and a second machine."""
+        return Checkpoint(tmp_path / f"machine-{dist.rank * second}", replace(dist, local_rank=0), url=url)
+
+    def attempt(dist, second, value):
+        """Fail to save step 2, as the second machine cannot send its part."""
+        (checkpoints := opened(dist, second)).send_rest()
+        net = shard(filled(value), dist.mesh, mode="fsdp2")
+        with pytest.MonkeyPatch.context() as patch:
+            fail_for(patch, [1000 * dist.rank])
+            with pytest.raises(OSError, match=r"rank 1: .*What was not sent stays in"):
+                checkpoints.save(2, net, config={})
+
+    def found(dist, second):
+        """Return the step and the weights with which a start continues."""
+        (checkpoints := opened(dist, second)).send_rest()
+        net = shard(filled(0.0), dist.mesh, mode="fsdp2")
+        return [load_newest(checkpoints, net).step, net.weight.full_tensor().unique().tolist()]
+
+    def work(dist):
+        opened(dist, 1).save(1, shard(filled(1.0), dist.mesh, mode="fsdp2"), config={})
+        attempt(dist, 1, 2.0)
+        attempt(dist, 2, 3.0)
+        return [found(dist, 1), found(dist, 2)]
+
+    assert run_ranks(work) == [[[1, [1.0]], [2, [3.0]]]] * 2
+
+
+@pytest.mark.filterwarnings("ignore:.*tried again")
+def test_a_save_is_completed_only_with_what_the_run_keeps_beside_and_with_all_its_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(omni_train.remote, "PAUSE_S", 0.01)
+    monkeypatch.setattr(omni_train.remote, "SEND_S", 0.05)
+    url, kept = f"file://{tmp_path}/store", tmp_path / "run" / "metrics.jsonl"
+    kept.parent.mkdir()
+    here, elsewhere = [
+        Checkpoint(folder / "checkpoints", init_distributed(), url=url, beside=[folder / kept.name])
+        for folder in (kept.parent, tmp_path / "elsewhere")
+    ]
+    draft = here.folder / "step-00000002.tmp"
+    kept.write_text("1")
+    here.save(1, filled(1.0), config={})
+    kept.write_text("2")
+    write = Remote.write
+
+    def save():
+        """Save step 2, of which what is beside cannot be written."""
+
+        def lost(self, own, data):
+            if own.endswith(kept.name):
+                raise OSError("no route")
+            write(self, own, data)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Remote, "write", lost)
+            with pytest.raises(OSError, match="no route"):
+                here.save(2, filled(2.0), config={})
+
+    save()
+    elsewhere.send_rest()
+    assert elsewhere.latest().step == 1
+    here.send_rest()
+    assert here.latest().step == 2
+    assert here.remote.read_beside(2, kept.name) == b"2"
+    here.remote.delete(2)
+    save()
+    next(draft.glob("*.safetensors")).unlink()  # where a removal was stopped
+    here.send_rest()
+    assert (here.latest().step, names(here.folder)) == (1, [])
+
+
 def fail_for(patch, left):
     """The next writes fail, as many as `left` says."""
     put = Remote._put

@@ -47,6 +47,7 @@ from omni_train.remote import Remote
 Files = Mapping[str, Mapping[str, int | str]]  # size and SHA-256 by name
 NUM_THREADS = 4  # of a rank, each writes, sends or fetches one file at a time
 BESIDE_FILE = "run.json"  # the sizes and SHA-256 of what a run keeps beside its checkpoints
+ATTEMPT_FILE = "attempt"  # the id of the save whose objects are in a folder of a URL
 
 
 class MappedRows:
@@ -166,10 +167,11 @@ class SharedFolder:
         os.rename(draft, draft.with_suffix(""))
         sync_folder(self.folder)
 
-    def clean(self) -> None:
-        """Delete what unfinished saves have left."""
-        for draft in drafts(self.folder):
-            shutil.rmtree(draft)
+    def begin(self, draft: Path, attempt: str) -> None:
+        """Delete what unfinished saves have left, and make the draft of a new one."""
+        for old in drafts(self.folder):
+            shutil.rmtree(old)
+        draft.mkdir(parents=True)
 
     def delete(self, step: int) -> None:
         """Rename a checkpoint, which is no longer one when its first file is deleted, and delete it."""
@@ -181,13 +183,18 @@ class SharedFolder:
 class RemoteFolder:
     """The folder of a URL: a checkpoint is complete once it has an index.
 
-    A checkpoint holds beside its own files those that a run keeps in `beside`, which are files and folders.
+    A checkpoint holds beside its own files those that a run keeps in `beside`, which are files and folders. They are
+    sent before the first rank's part. Every save has an id, and no objects of two saves are ever put together: the
+    folder names the save that may fill it, and a part of any other save is dropped.
     """
 
     pause_s = 1.0
 
-    def __init__(self, remote: Remote, beside: Sequence[Path] = ()) -> None:
-        self.remote, self._beside = remote, beside
+    def __init__(
+        self, remote: Remote, beside: Sequence[Path] = (), wait_for: Callable[[], object] = lambda: None
+    ) -> None:
+        """Note the URL. beside: as `Checkpoint` has it. wait_for: called before it is sent."""
+        self.remote, self._beside, self._wait_for = remote, beside, wait_for
         self._parts: set[str] = set()  # seen so far
 
     def at(self, step: int) -> str:
@@ -219,7 +226,7 @@ class RemoteFolder:
         yield RemoteRows(self.remote, f"{step_name(step)}/{name}")
 
     def hand_over(self, draft: Path, names: Sequence[str]) -> None:
-        """Send files of a draft, the last name last.
+        """Send files of a draft, the last name last; before the index of the first part what the run keeps beside.
 
         Raises:
             OSError: one could not be sent. The message says where the draft is.
@@ -228,6 +235,8 @@ class RemoteFolder:
         try:
             with ThreadPoolExecutor(NUM_THREADS) as pool:
                 list(pool.map(send, names[:-1]))
+            if names[-1] == part_name(0):
+                self._send_beside(draft.stem)
             send(names[-1])
         except OSError as exc:
             raise OSError(f"{exc}. What was not sent stays in {draft}: the same command sends it first") from exc
@@ -239,32 +248,21 @@ class RemoteFolder:
         return self.remote.read(f"{draft.stem}/{name}") if name in self._parts else None
 
     def seal(self, draft: Path, files: Files, index: bytes) -> None:
-        """Send what the run keeps beside, then the index; raise OSError unless all files are there."""
+        """Send the index; raise OSError unless all files are there."""
         try:
             self._check_sizes(draft.stem, files)
         except ValueError as exc:
             raise OSError(f"{self.remote.url}/{draft.stem}: {exc}") from exc
-        sent: dict[str, dict[str, int | str]] = {}
-        for path in self._beside:
-            if path.is_dir():
-                for own in sorted(each for each in path.rglob("*") if each.is_file()):
-                    name = own.relative_to(path.parent).as_posix()
-                    sent[name] = {"bytes": own.stat().st_size, "sha256": file_digest(own)}
-                    self.remote.send(own, f"{draft.stem}/{name}")
-            elif path.is_file():  # which may grow
-                data = path.read_bytes()
-                sent[path.name] = {"bytes": len(data), "sha256": sha256(data).hexdigest()}
-                self.remote.write(f"{draft.stem}/{path.name}", data)
-        self.remote.write(f"{draft.stem}/{BESIDE_FILE}", json.dumps(sent).encode())
         self.remote.write(f"{draft.stem}/{INDEX_FILE}", index)
 
-    def clean(self) -> None:
-        """Delete what unfinished saves have left."""
+    def begin(self, draft: Path, attempt: str) -> None:
+        """Delete what unfinished saves have left, and name the one that fills the folder."""
         self._parts = set()
         complete = set(map(step_name, self.steps()))
         for folder in {name.partition("/")[0] for name in self.remote.sizes()} - complete:
             if step_of(folder) is not None:
                 self.remote.delete_folder(folder)
+        self.remote.write(f"{draft.stem}/{ATTEMPT_FILE}", attempt.encode())
 
     def delete(self, step: int) -> None:
         """Delete the index of a checkpoint, which is complete no longer, and then the rest."""
@@ -272,27 +270,30 @@ class RemoteFolder:
         self.remote.delete_folder(step_name(step))
 
     def send_rest(self, draft: Path) -> None:
-        """Send what is missing of the whole parts in a draft, if it is newer than all checkpoints."""
+        """Send what is missing of the whole parts in a draft, if its save is the one that fills the newest folder."""
         if not self._is_new(draft.stem):
             return
-        found = self.remote.sizes(draft.stem)
-        for part in sorted(draft.glob("part-*.json")):
-            names = [*json.loads(part.read_bytes())["files"], part.name]
-            missing = [name for name in names if found.get(name) != (draft / name).stat().st_size]
-            if missing:
+        found, attempt = self.remote.sizes(draft.stem), self._attempt(draft.stem)
+        for path in sorted(draft.glob("part-*.json")):
+            part: Index = json.loads(path.read_bytes())
+            sizes = {name: about["bytes"] for name, about in part["files"].items()} | {path.name: path.stat().st_size}
+            is_whole = all((draft / name).is_file() and (draft / name).stat().st_size == sizes[name] for name in sizes)
+            missing = [name for name in sizes if found.get(name) != sizes[name]]
+            if is_whole and missing and part.get("attempt") == attempt:
                 self.hand_over(draft, missing)
 
     def unfinished(self) -> Iterator[list[Index]]:
         """Yield the indices of all parts of each newer checkpoint that lacks only its own index, in ascending order."""
         for folder in sorted({name.partition("/")[0] for name in self.remote.sizes()}):
             found = self.remote.sizes(folder)
-            if part_name(0) not in found or not self._is_new(folder):
+            if not {part_name(0), BESIDE_FILE} <= found.keys() or not self._is_new(folder):
                 continue
             first = json.loads(self.remote.read(f"{folder}/{part_name(0)}"))
             others = [part_name(rank) for rank in range(1, first["about"]["world_size"])]
             if set(others) <= found.keys():
                 parts = [first, *(json.loads(self.remote.read(f"{folder}/{name}")) for name in others)]
-                if all(found.get(name) == about["bytes"] for name, about in merge_parts(parts)["files"].items()):
+                is_whole = all(found.get(name) == about["bytes"] for name, about in merge_parts(parts)["files"].items())
+                if is_whole and {part.get("attempt") for part in parts} == {self._attempt(folder)}:
                     yield parts
 
     def read_beside(self, step: int, name: str) -> bytes | None:
@@ -332,10 +333,33 @@ class RemoteFolder:
             raise ValueError(f"{self.at(step)}/{BESIDE_FILE} must name files below it, got {wrong[0]!r:.100}")
         return dict(kept)
 
+    def _attempt(self, folder: str) -> str:
+        """Return the id of the save that fills a folder; nothing if there is none."""
+        try:
+            return self.remote.read(f"{folder}/{ATTEMPT_FILE}").decode(errors="replace")
+        except FileNotFoundError:
+            return ""
+
     def _is_new(self, name: str) -> bool:
         """True if it is the name of a checkpoint that is newer than all complete ones."""
         step = step_of(name)
         return step is not None and step > max(self.steps(), default=-1)
+
+    def _send_beside(self, folder: str) -> None:
+        """Send what the run keeps beside, and then its sizes and digests."""
+        self._wait_for()
+        sent: dict[str, dict[str, int | str]] = {}
+        for path in self._beside:
+            if path.is_dir():
+                for own in sorted(each for each in path.rglob("*") if each.is_file()):
+                    name = own.relative_to(path.parent).as_posix()
+                    sent[name] = {"bytes": own.stat().st_size, "sha256": file_digest(own)}
+                    self.remote.send(own, f"{folder}/{name}")
+            elif path.is_file():  # which may grow
+                data = path.read_bytes()
+                sent[path.name] = {"bytes": len(data), "sha256": sha256(data).hexdigest()}
+                self.remote.write(f"{folder}/{path.name}", data)
+        self.remote.write(f"{folder}/{BESIDE_FILE}", json.dumps(sent).encode())
 
     def _send(self, draft: Path, name: str) -> None:
         self.remote.send(draft / name, f"{draft.stem}/{name}")

@@ -43,7 +43,7 @@ class Saving:
             place: of the checkpoints.
             dist: this rank's number.
             files: its files; an iterator is advanced when the last one is written.
-            about: what the part's index holds beside the files and their tensors.
+            about: what the part's index holds beside the files and their tensors; the id of the save is one of it.
             finish: called by the first rank with the indices of all parts.
             num_threads: files written at the same time; if several, `files` must be in memory.
         """
@@ -118,13 +118,15 @@ class Saving:
         return [*index["files"], own]
 
     def _take_part(self, rank: int) -> Index:
-        """Wait for the index of a rank, and return it."""
-        deadline = float("inf")
-        while (data := self._place.part(self._draft, rank)) is None:
+        """Wait for the index of a rank, and return it; one of another save, from a rank that ends late, is none."""
+        deadline, index = float("inf"), Index()
+        while index.get("attempt") != self._about["attempt"]:
+            if data := self._place.part(self._draft, rank):
+                index = json.loads(data)
+                continue
             if self._all_written.is_set():
                 deadline = min(deadline, time.monotonic() + SHARED_S)
             if self._is_given_up.wait(self._place.pause_s) or time.monotonic() > deadline:
                 fault = f"{part_name(rank)} is missing in {self._draft}; it must be a folder that all ranks share"
                 raise OSError(f"{fault}, or --checkpoint-url must be given")
-        index: Index = json.loads(data)
         return index

@@ -24,6 +24,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import safetensors
 import torch
@@ -72,7 +73,7 @@ class Checkpoint:
         if keep < 1:
             raise ValueError(f"keep must be >= 1, got {keep}")
         self.folder = Path(folder)
-        self.remote = RemoteFolder(Remote(url), beside) if url else None
+        self.remote = RemoteFolder(Remote(url), beside, wait_for) if url else None
         self._place: Place = self.remote or SharedFolder(self.folder)
         self.dist = dist
         self.keep, self._wait_for = keep, wait_for
@@ -145,9 +146,10 @@ class Checkpoint:
             OSError: some rank could not write. The unfinished folder is removed.
             ValueError: a tensor holds NaN or infinity (it is named), or there is a checkpoint of this step.
         """
-        files = self._begin(step, module, optimizer, ema, config)
+        files, attempt = self._begin(step, module, optimizer, ema, config)
         memory = torch.empty(max(map(parts.num_bytes, files.values()), default=0), dtype=torch.uint8)
-        self._start(step, (parts.PartFile(name, rows, memory) for name, rows in files.items()), config, num_threads=1)
+        written = (parts.PartFile(name, rows, memory) for name, rows in files.items())
+        self._start(step, written, config, attempt, num_threads=1)
         self.wait()
         return self._path(step)
 
@@ -166,14 +168,14 @@ class Checkpoint:
         Raises:
             OSError, ValueError: as `save`, of this save or the one before.
         """
-        files = self._begin(step, module, optimizer, ema, config)
+        files, attempt = self._begin(step, module, optimizer, ema, config)
         try:
             with same_error(self.dist):
                 copies = self._copy(files)
         except (OSError, ValueError, RuntimeError):
             self._remove(step)
             raise
-        self._start(step, copies, config, num_threads=NUM_THREADS)
+        self._start(step, copies, config, attempt, num_threads=NUM_THREADS)
 
     @property
     def is_saving(self) -> bool:
@@ -285,25 +287,23 @@ class Checkpoint:
 
     def _begin(
         self, step: int, module: nn.Module, optimizer: Optimizer | None, ema: Copies, config: Config
-    ) -> dict[str, list[parts.Row]]:
-        """Wait for the save before, make the folder of a new one, and return this rank's files by their names."""
+    ) -> tuple[dict[str, list[parts.Row]], str]:
+        """Wait for the save before, make the folder of a new one; return this rank's files by name, and an id."""
         json.dumps(dict(config))  # a value that JSON lacks is an error before anything is written
         self.wait()
+        attempt = str(gather_json(self.dist, uuid4().hex)[0])
         with same_error(self.dist):
             files = parts.part_files(self.dist, train_state(module, optimizer, ema))
             if self.dist.is_main:
                 if step in self._place.steps():
                     raise ValueError(f"step must be new, but {self._place.at(step)} exists")
-                self.folder.mkdir(parents=True, exist_ok=True)
-                self._place.clean()
-                if not self.remote:
-                    self._path(step, ".tmp").mkdir()
+                self._place.begin(self._path(step, ".tmp"), attempt)
             self._clear()
         if self.remote:
             with same_error(self.dist):  # after all machines have removed theirs, as some may share a disk
                 if self._is_first_here:
                     self._path(step, ".tmp").mkdir(parents=True, exist_ok=True)
-        return files
+        return files, attempt
 
     def _copy(self, files: Mapping[str, Sequence[parts.Row]]) -> list[parts.PartFile]:
         """Copy the files to host memory, to that of the save before where it is large enough."""
@@ -318,7 +318,9 @@ class Checkpoint:
         synchronize()  # before training changes what is copied
         return copies
 
-    def _start(self, step: int, files: Iterable[parts.PartFile], config: Config, *, num_threads: int) -> None:
+    def _start(
+        self, step: int, files: Iterable[parts.PartFile], config: Config, attempt: str, *, num_threads: int
+    ) -> None:
         about = {"step": step, "config": dict(config), "versions": _versions(), "world_size": self.dist.world_size}
         self._saving = (
             step,
@@ -327,7 +329,7 @@ class Checkpoint:
                 self._place,
                 self.dist,
                 files,
-                {"about": about} if self.dist.is_main else {},
+                {"attempt": attempt} | ({"about": about} if self.dist.is_main else {}),
                 self._finish,
                 num_threads=num_threads,
             ),
@@ -341,6 +343,8 @@ class Checkpoint:
     def _clear(self) -> None:
         """Remove the drafts of this machine."""
         for draft in drafts(self.folder) if self.remote and self._is_first_here else []:
+            for part in draft.glob("part-*.json"):  # first, as one says that its files are there
+                part.unlink(missing_ok=True)
             shutil.rmtree(draft, ignore_errors=True)  # machines may share it
 
     def _remove(self, step: int) -> None:
