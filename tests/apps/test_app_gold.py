@@ -215,7 +215,7 @@ def test_the_kl_is_the_mean_over_the_overrated_of_the_samples_that_are_trained_o
     keep = rewards % every == 0
     monkeypatch.setattr(scoring, "gather_parts", lambda *given: rewards.flip(0)[:, None])
     chosen = [TrainBatch.of(batch, torch.zeros(len(batch))) for batch in batches]
-    own = SimpleNamespace(batches=batches, scores=[])
+    own = SimpleNamespace(batches=batches, scored=batches, scores=[])
     gated = scoring.gate_kl(run, Step(0), own, rewards, keep if every > 1 else None, chosen, "mean", 0.5)
     weights = torch.cat([batch.kl_weights for batch in gated])
     assert set(weights.tolist()) == {0.0, weights.max().item()}
