@@ -427,8 +427,8 @@ ROWS = {
     **{
         name: Row(
             checkpoint=built("qwen-image21"),
-            unguided=Params(6, 64, 96, guidance=EDIT),
-            guided=Params(6, 64, 96, guidance={"true_cfg_scale": 4.0, **EDIT}),
+            unguided=Params(6, 64, 96, guidance=EDIT if images else {}),
+            guided=Params(6, 64, 96, guidance={"true_cfg_scale": 4.0} | (EDIT if images else {})),
             stock=lambda params, negative: stock_qwen_edit(params, negative) | {"output_resolution": 64},
             without_gradient=frozenset(),
             lora_layers=3 * 7,

@@ -155,7 +155,7 @@ def test_only_whole_groups_that_depend_on_no_other_come_early():
     args = replace(FLOW, group_size=4, batch_size=2)
 
     def comes_early(args, num_ranks, unit=1):
-        dist = SimpleNamespace(world_size=num_ranks)
+        dist = SimpleNamespace(world_size=num_ranks, context=1)
         return groups_are_local(args, dist, max(unit, args.batch_size))
 
     assert comes_early(args, 1)

@@ -56,7 +56,7 @@ def test_a_scorer_lost_in_an_evaluation_saves_no_step_under_another_number(here,
     with pytest.raises(BrokenRunError, match="phase eval: RewardError: the scorer is gone"):
         train(app, change(TINY, scorer_url=bright_url, name="broken", train_steps=4, save_every=1))
     assert calls == [0, 2]
-    assert [path.name for path in sorted((here / "runs/broken/checkpoints").iterdir())][-1] == "step-00000001"
+    assert [path.name for path in sorted((here / "runs/broken/checkpoints").iterdir())][-1] == "step-00000002"
     monkeypatch.undo()
     monkeypatch.chdir(here)
     resumed = train(app, change(TINY, scorer_url=bright_url, name="broken", train_steps=4, save_every=1))

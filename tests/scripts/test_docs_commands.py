@@ -44,6 +44,7 @@ SHELL = ("", "sh", "bash")  # languages of blocks of commands
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 CODE = {  # page -> the test that runs its Python and JSON; or this file does
     "README.md": "tests/scripts/test_docs_commands.py",
+    "docs/api.md": "tests/apps/test_app_own_loop.py",
     "docs/contributing.md": "tests/apps/test_app_guides.py",
     "docs/engines.md": "tests/vllm_engine/test_vllm_omni_docs.py",
     "docs/preferences.md": "tests/apps/test_app_train_dpo.py",

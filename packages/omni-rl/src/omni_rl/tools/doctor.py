@@ -23,6 +23,7 @@ EXTRAS = {  # module -> what it is for, and the extra of omni-rl that brings it
     "rapidocr": ("the scorer ocr", "scorer"),
     "av": (".mp4, .webm and .flac", "video"),
     "pyarrow": ("prompts in .parquet", "parquet"),
+    "s3fs": ("--checkpoint-url s3://", "remote"),
     "tensorboard": ("--tracking.to tensorboard", "tensorboard"),
     "wandb": ("--tracking.to wandb", "wandb"),
     "trackio": ("--tracking.to trackio", "trackio"),
