@@ -322,8 +322,8 @@ class Step:
 
     @property
     def staleness(self) -> int:
-        """The number of updates between the weights that sampled the step and those that it trains."""
-        return self.number - self.version
+        """The number of updates from the weights that sampled a step to those that it trains; 0 for a repeated one."""
+        return max(0, self.number - self.version)
 
     def settle(self) -> None:
         """Grade the samples of all ranks, once: what grades them holds this step's samples."""
