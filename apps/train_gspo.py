@@ -64,6 +64,9 @@ def check_args(args: Args) -> None:
         (args.engine == "vllm" or args.draw_ahead or args.rollout_correction in ("auto", "off"),
          "--rollout-correction needs --engine vllm, as the other engine is exact, or --draw-ahead, got "
          f"{args.rollout_correction}"),
+        (not args.draw_ahead or args.algo != "dapo" or args.rounds == 1,
+         f"--draw-ahead must be 0 with --rounds {args.rounds}, which waits for scores before it samples more, "
+         f"got {args.draw_ahead}"),
         (args.algo != "gspo" or not args.rollout_correction.startswith("token"),
          f"--rollout-correction must be of a sequence for gspo, got {args.rollout_correction}"),
     )  # fmt: skip

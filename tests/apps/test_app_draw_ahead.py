@@ -17,6 +17,7 @@ from helpers import REPO, sampled
 from omni_reward import RewardError
 from omni_reward.serving import serving_here
 from omni_rl.flow.scoring import TrainBatch
+from omni_rl.run.alarms import Watch
 from omni_rl.run.run import Run, Step
 from omni_rl.settings.args import next_end
 from omni_rl.settings.early import check_unchanged
@@ -120,7 +121,6 @@ ORDERS = {
     0: "s0 t0 s1 t1 s2 t2 s3 t3 s4 t4",
     1: "s0 s1 t0 s2 t1 t2 s3 s4 t3 t4",
     2: "s0 s1 s2 t0 t1 t2 s3 s4 t3 t4",
-    4: "s0 s1 s2 t0 t1 t2 s3 s4 t3 t4",
 }
 
 
@@ -366,6 +366,7 @@ def test_where_versions_agree_the_ratio_must_be_one():
         ({"algo": "flowgrpo-cps"}, "the default with --draw-ahead, does not go with flowgrpo-cps"),
         ({"correction_level": "trajectory", "filter_groups": True}, "needs --correction.level step for"),
         ({"draw_ahead": -1}, "--draw-ahead must be >= 0, got -1"),
+        ({"draw_ahead": 3}, "--draw-ahead must be < --save-every and --eval.every, .* got 3"),
     ],
 )
 def test_what_does_not_go_with_steps_ahead_is_refused(here, bright_url, changes, fault):
@@ -384,7 +385,7 @@ GOES = {  # trainer, settings
     "epochs": ("flowgrpo", {"num_inner_epochs": 2, "num_minibatches": 2, "batch_size": 2, "clip_range": 1e-2}),
     "whole trajectories": ("flowgrpo", {"correction_level": "trajectory"}),
     "sampled with the policy": ("nft", {"algo": "awm", "sample_with": "policy"}),
-    "rounds": ("gspo", {"algo": "dapo", "rounds": 2}),
+    "one round": ("gspo", {"algo": "dapo", "rounds": 1}),
 }
 
 
@@ -395,6 +396,19 @@ def test_what_goes_with_steps_ahead_trains(here, bright_url, case):
     last = train(app, args)[-1]
     assert last["policy/staleness"] == 1
     assert last["policy/grad_norm"] > 0
+
+
+def test_rounds_that_wait_for_scores_are_not_sampled_ahead(here):
+    _, args = small("gspo", "", algo="dapo", rounds=2)
+    with pytest.raises(ValueError, match=r"--draw-ahead must be 0 with --rounds 2, which waits for scores .* got 1"):
+        train_gspo.check_args(args)
+    train_gspo.check_args(change(args, rounds=1))
+
+
+def test_the_gap_of_samples_of_older_weights_raises_no_alarm():
+    lines = [{"step": n, "policy/rollout_gap": 2.0, "policy/staleness": float(n % 2)} for n in range(1, 11)]
+    watch = Watch()
+    assert [line["step"] for line in lines if watch(line)] == [10]  # the fifth of fresh samples
 
 
 def test_pairs_of_a_file_are_not_sampled_ahead(here):
@@ -414,9 +428,9 @@ def test_importance_weights_are_of_steps_where_steps_are_sampled_ahead():
 def test_where_saves_and_evaluations_fall_may_not_change(here, bright_url):
     """Samples of other steps would be older."""
     for name, ahead in (("ahead", 1), ("now", 0)):
-        args = change(AHEAD, scorer_url=bright_url, name=name, draw_ahead=ahead, train_steps=1, save_every=1)
+        args = change(AHEAD, scorer_url=bright_url, name=name, draw_ahead=ahead, train_steps=2, save_every=2)
         train(train_flowgrpo, args)
-        for changes in ({"save_every": 2}, {"eval_every": 4}):
+        for changes in ({"save_every": 3}, {"eval_every": 4}):
             if ahead:
                 with pytest.raises(ValueError, match=f"{next(iter(changes))}"):
                     check_unchanged(change(args, **changes))

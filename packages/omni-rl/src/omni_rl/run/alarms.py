@@ -46,7 +46,8 @@ class Watch:
         found = []
         for name, rule in (*ALARMS, *((name, _not_finite(name)) for name in sorted(self._broken))):
             names = (name, *rule.others)
-            if any(name not in line for name in names):
+            is_stale = rule.of_fresh and line.get("policy/staleness", 0) > 0
+            if is_stale or any(name not in line for name in names):
                 continue
             rows = self._rows.setdefault(rule.title, deque(maxlen=None if rule.from_first else rule.window))
             rows.append(line)

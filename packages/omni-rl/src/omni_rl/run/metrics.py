@@ -45,6 +45,7 @@ class Rule:
         window: lines in a row that the condition sees.
         from_first: True if it sees all lines since the first, as soon as there are so many.
         others: further metrics; a line that lacks one of them does not count.
+        of_fresh: True if a line whose samples are of older weights, as with --draw-ahead, does not count.
     """
 
     title: str
@@ -53,6 +54,7 @@ class Rule:
     window: int = 5
     from_first: bool = False
     others: tuple[str, ...] = ()
+    of_fresh: bool = False
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,8 @@ METRICS = (
                       window=1)),
     Metric("policy/rollout_gap",
            alarm=Rule("The engine samples with another policy", lambda gaps: _mean(gaps) > MAX_GAP,
-                      "Its log-probs are far from the trainer's. Look at the weight sync, and at the engine's dtype.")),
+                      "Its log-probs are far from the trainer's. Look at the weight sync, and at the engine's dtype.",
+                      of_fresh=True)),
     Metric("policy/correction_abs_diff_max", merge="max"),
     Metric("policy/correction_ratio_max", merge="max"),
     Metric("policy/correction_ratio_min", merge="min"),

@@ -259,6 +259,9 @@ def check_run(args: RunArgs) -> None:
          f"--sharding.unshard {shards.unshard} needs --sharding.mode fsdp2"),
         (lora.rank or args.dtype == "float32" or mode == "fsdp2",
          f"--dtype {args.dtype} needs --lora.rank > 0 or --sharding.mode fsdp2, which trains float32 weights"),
+        (args.draw_ahead < min(args.save_every, args.eval.every),
+         "--draw-ahead must be < --save-every and --eval.every, as no samples wait where a run is saved or evaluated, "
+         f"got {args.draw_ahead}"),
         (args.dry_run or not memory.device_gb, "--memory.device-gb needs --dry-run"),
         (not args.eval.only or not memory.device_gb,
          "--memory.device-gb plans a training step, and --eval.only takes none"),
