@@ -2,13 +2,16 @@
 
 import os
 import re
+import shutil
 import signal
 import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import omni_train.checkpoint.places
 import omni_train.checkpoint.saving
+import omni_train.checkpoint.store
 import omni_train.lock
 import omni_train.remote
 import pytest
@@ -397,6 +400,110 @@ def test_two_runs_at_one_url_are_refused_and_one_that_ended_is_not_in_the_way(tm
     other.check()
     other.release()
     assert Remote(url).sizes() == {}
+
+
+def test_a_copy_of_a_folder_does_not_take_the_url_of_a_run_that_goes_on(tmp_path, url, monkeypatch):
+    monkeypatch.setattr(omni_train.lock, "BEAT_S", 0.1)
+    monkeypatch.setattr(omni_train.lock, "LEASE_S", 5.0)
+    first = RunLock(tmp_path / "a", init_distributed(), url=url)
+    shutil.copytree(tmp_path / "a", tmp_path / "copy")
+    with pytest.raises(ValueError, match=f"{url} is in use by pid {os.getpid()}"):
+        RunLock(tmp_path / "copy", init_distributed(), url=url)
+    first.check()
+    first.release()
+
+
+def test_a_store_that_creates_over_what_there_is_is_asked_before(tmp_path, url, monkeypatch):
+    monkeypatch.setattr(omni_train.lock, "BEAT_S", 0.1)
+    monkeypatch.setattr(omni_train.lock, "LEASE_S", 5.0)
+    monkeypatch.setattr(Remote, "create", lambda remote, name, data: remote.write(name, data) or True)
+    first = RunLock(tmp_path / "a", init_distributed(), url=url)
+    with pytest.raises(ValueError, match=f"{url} is in use by pid {os.getpid()}"):
+        RunLock(tmp_path / "b", init_distributed(), url=url)
+    first.check()
+    first.release()
+
+
+def test_a_renewal_is_tried_once_so_that_it_never_comes_over_a_later_holder(tmp_path, url, monkeypatch):
+    monkeypatch.setattr(omni_train.lock, "BEAT_S", 0.1)
+    monkeypatch.setattr(omni_train.lock, "LEASE_S", 0.6)
+    first = RunLock(tmp_path / "a", init_distributed(), url=url)
+    tries, put = [], first._lease._remote._put
+
+    def fail(*args):
+        tries.append(args)
+        if len(tries) < 40:
+            raise RuntimeError("no route")
+        put(*args)
+
+    monkeypatch.setattr(first._lease._remote, "_put", fail)
+    second = RunLock(tmp_path / "b", init_distributed(), url=url)
+    time.sleep(0.5)
+    second.check()
+    with pytest.raises(OSError, match="was taken by"):
+        first.check()
+    assert 0 < len(tries) < 20
+    second.release()
+
+
+def test_a_run_that_has_lost_the_url_deletes_nothing_of_its_next_holder(tmp_path, url, monkeypatch):
+    monkeypatch.setattr(omni_train.lock, "LEASE_S", 0.5)
+    first = RunLock(tmp_path / "a", init_distributed(), url=url)
+    first._lease._ends.set()  # as if it could renew it no longer
+    second = RunLock(tmp_path / "b", init_distributed(), url=url)
+    Remote(url).write("step-00000130/rank-00000-000.safetensors", b"under way")
+    lost = Checkpoint(tmp_path / "a", init_distributed(), url=url, wait_for=first.check)
+    with pytest.raises(OSError, match="was taken by"):
+        lost.save(125, filled(1.0), config={})
+    assert {name for name in Remote(url).sizes() if name != "lock"} == {"step-00000130/rank-00000-000.safetensors"}
+    second.release()
+
+
+def test_a_missing_right_to_delete_is_an_error_at_the_start(tmp_path, url, monkeypatch):
+    def refuse(remote, *names):
+        raise PermissionError(f"{remote.url}/{names[0]}: Access Denied")
+
+    monkeypatch.setattr(Remote, "delete", refuse)
+    with pytest.raises(OSError, match=f"{url}/probe: Access Denied"):
+        RunLock(tmp_path / "a", init_distributed(), url=url)
+    assert set(Remote(url).sizes()) == {"probe"}
+
+
+def test_ranges_that_a_store_returns_as_errors_are_raised(tmp_path, url, monkeypatch):
+    remote = Remote(url)
+    remote.write("a", b"abc")
+    file_system, _ = remote._open()
+    monkeypatch.setattr(file_system, "cat_ranges", lambda *args, **options: [FileNotFoundError("gone")])
+    with pytest.raises(FileNotFoundError, match=f"{url}/a: gone"):
+        remote.read_ranges("a", [(0, 2)])
+
+
+def test_files_of_a_checkpoint_are_checked_on_the_disk_of_the_run(tmp_path, url):
+    checkpoints = Checkpoint(tmp_path / "runs", init_distributed(), url=url)
+    checkpoints.save(1, filled(1.0), config={})
+    shutil.rmtree(tmp_path / "runs")
+    seen = []
+    saved = checkpoints.latest()
+    checkpoints.remote.check(1, name := min(saved.files), saved.files[name], seen.append)
+    assert seen[0].is_relative_to(tmp_path / "runs")
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_ranks_that_wait_for_a_slow_one_speak_with_it_meanwhile(run_ranks, tmp_path, url, monkeypatch):
+    """A wait of 2 s, where a rank hangs after 1."""
+    monkeypatch.setattr(omni_train.checkpoint.store, "WAIT_S", 0.1)
+
+    def rank(dist):
+        send = Remote.send
+        if dist.rank == 1:
+            monkeypatch.setattr(Remote, "send", lambda *args: time.sleep(2) or send(*args))
+        torch.distributed.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))._set_default_timeout(
+            timedelta(seconds=1)
+        )
+        on_own_disk(dist, tmp_path, url).save(1, filled(1.0), config={})
+
+    run_ranks(rank, 2)
+    assert Checkpoint(tmp_path / "again", init_distributed(), url=url).latest().step == 1
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ from filelock import FileLock, Timeout
 
 from omni_train.dist import Dist, gather_json, same_error
 from omni_train.files import open_regular, read_regular
-from omni_train.remote import Remote
+from omni_train.remote import READ_S, Remote
 
-LOCK_FILE = "lock"
+LOCK_FILE, PROBE_FILE = "lock", "probe"
 BEAT_S, LEASE_S = 15.0, 60.0  # between two renewals of a lease; until one that is not renewed is free
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # errors of a file system without locks
@@ -62,7 +62,7 @@ class RunLock:
                     raise OSError(f"--name must name a folder {what}, got {folder}: {exc}") from exc
                 if url:
                     self._lease = _Lease(Remote(url), holder, before)
-                    holder += f"\n{self._lease.token}"
+                    holder += f"\n{self._lease.token} {self._place()}"
                 with open(open_regular(self.path, os.O_RDWR), "r+") as file:
                     file.truncate()
                     file.write(holder)
@@ -91,7 +91,12 @@ class RunLock:
             raise ValueError(
                 f"{self.path.parent} is in use by {other}: end that run, or give this one another --name"
             ) from None
-        return read_regular(self.path).decode(errors="replace").partition("\n")[2]
+        token, _, place = read_regular(self.path).decode(errors="replace").partition("\n")[2].partition(" ")
+        return token if place == self._place() else ""
+
+    def _place(self) -> str:
+        """Return what no copy of the file shares."""
+        return f"{socket.gethostname()} {self.path.stat().st_ino}"
 
 
 class _Lease:
@@ -104,12 +109,15 @@ class _Lease:
 
         Raises:
             ValueError: another process renews it, or has just taken it.
-            OSError: the URL cannot be read or written.
+            OSError: objects of the URL cannot be read, written or deleted.
         """
         self._remote, self._holder, self.token, self._beats = remote, holder, uuid4().hex, 0
         self._ends = threading.Event()
-        if not remote.create(LOCK_FILE, self._text()):
-            other = self._other()
+        remote.write(PROBE_FILE, b"")
+        remote.delete(PROBE_FILE)  # a missing right to delete is an error now, not in a later save
+        other = self._other()  # first, as not every store refuses to create what there is
+        if other or not remote.create(LOCK_FILE, self._text()):
+            other = other or self._other()
             if not before or before not in other:
                 self._await(other)
             remote.write(LOCK_FILE, self._text())
@@ -144,15 +152,15 @@ class _Lease:
     def _renew(self) -> None:
         while not self._ends.wait(BEAT_S):
             with suppress(OSError):  # the next beat tries again, and `check` reports a loss
-                if self.token not in self._other():
+                if self.token not in self._other(limit_s=0):
                     return
                 self._beats += 1
-                self._remote.write(LOCK_FILE, self._text())
+                self._remote.write(LOCK_FILE, self._text(), limit_s=0)  # once: meanwhile another may have taken it
 
-    def _other(self) -> str:
+    def _other(self, *, limit_s: float = READ_S) -> str:
         """Return the object's text; nothing if there is none."""
         try:
-            return self._remote.read(LOCK_FILE).decode(errors="replace")
+            return self._remote.read(LOCK_FILE, limit_s=limit_s).decode(errors="replace")
         except FileNotFoundError:
             return ""
 

@@ -66,21 +66,25 @@ class Remote:
 
         return self._call(find, folder, READ_S)
 
-    def read(self, name: str) -> bytes:
-        """Return the bytes of an object.
+    def read(self, name: str, *, limit_s: float = READ_S) -> bytes:
+        """Return the bytes of an object. limit_s: for which it is tried again.
 
         Raises:
             FileNotFoundError: there is none.
             OSError: it could not be read.
         """
-        return self._call(lambda fs, path: bytes(fs.cat_file(path)), name, READ_S)
+        return self._call(lambda fs, path: bytes(fs.cat_file(path)), name, limit_s)
 
     def read_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """Return the bytes from each start to before each end. Raises as `read`."""
 
         def cat(fs: Any, path: str) -> list[bytes]:
             starts, ends = map(list, zip(*ranges, strict=True))
-            return list(fs.cat_ranges([path] * len(ranges), starts, ends, on_error="raise"))
+            found = list(fs.cat_ranges([path] * len(ranges), starts, ends, on_error="raise"))
+            for each in found:
+                if isinstance(each, Exception):  # which older versions of fsspec return
+                    raise each
+            return found
 
         return self._call(cat, name, READ_S) if ranges else []
 
@@ -88,9 +92,9 @@ class Remote:
         """Copy an object to a file. Raises as `read`."""
         self._call(lambda fs, place: fs.get_file(place, str(path)), name, READ_S)
 
-    def write(self, name: str, data: bytes) -> None:
-        """Write an object, or replace it. Raises OSError."""
-        self._call(lambda fs, path: self._put(fs, path, lambda place: fs.pipe_file(place, data)), name, SEND_S)
+    def write(self, name: str, data: bytes, *, limit_s: float = SEND_S) -> None:
+        """Write an object, or replace it. limit_s: for which it is tried again. Raises OSError."""
+        self._call(lambda fs, path: self._put(fs, path, lambda place: fs.pipe_file(place, data)), name, limit_s)
 
     def create(self, name: str, data: bytes) -> bool:
         """Write an object unless there is one, and return True; of several writers one succeeds. Raises OSError."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from omni_train.checkpoint.store import Checkpoint
 from omni_train.dist import Dist, same_error
-from omni_train.files import read_regular, read_steps, write_atomically
+from omni_train.files import read_regular, write_atomically
 from omni_train.hub import FETCHED, pinned
 from omni_train.kernels import BACKENDS
 from omni_train.lock import RunLock
@@ -52,6 +52,7 @@ class Session:
         self.saved = self.checkpoints.latest()
         self.first_step = self.saved.step + 1 if self.saved else 0
         self.config: dict[str, object] = {}
+        self._is_fetched = False  # whether another machine has trained on
         self.log = RunLog("", is_main=False, total_steps=args.train_steps)
         if args.eval.only:
             self.folder /= f"eval-{max(self.first_step - 1, 0):06}"
@@ -117,15 +118,16 @@ class Session:
             return
         if ours and ours.splitlines()[:1] != theirs.splitlines()[:1]:  # seconds of step 0, which no two runs share
             raise ValueError(f"{self.folder} holds another run than {remote.remote.url}: give another --name")
-        if ours and max(line["step"] for line in read_steps(path)) >= step:
+        if ours.splitlines()[: step + 1] == theirs.splitlines()[: step + 1]:
             return
-        write_atomically(path, theirs)
         remote.fetch_beside(step, "weights", self.folder / "weights")
+        write_atomically(path, theirs)
+        self._is_fetched = True
 
     def fetch_best(self, step: int) -> None:
         """Fetch the weights of the best checkpoint at a URL, on the first rank, unless the folder has them."""
         remote, best = self.checkpoints.remote, self.folder / "best"
-        if remote and not best.exists() and step in remote.steps():
+        if remote and (self._is_fetched or not best.exists()) and step in remote.steps():
             remote.fetch_beside(step, "weights", best)
 
     def open_log(

@@ -191,10 +191,17 @@ class RemoteFolder:
     pause_s = 1.0
 
     def __init__(
-        self, remote: Remote, beside: Sequence[Path] = (), wait_for: Callable[[], object] = lambda: None
+        self, remote: Remote, folder: Path, beside: Sequence[Path] = (), wait_for: Callable[[], object] = lambda: None
     ) -> None:
-        """Note the URL. beside: as `Checkpoint` has it. wait_for: called before it is sent."""
-        self.remote, self._beside, self._wait_for = remote, beside, wait_for
+        """Note the URL.
+
+        Args:
+            remote: the URL.
+            folder: on this machine's disk, for what is checked.
+            beside: as `Checkpoint` has it.
+            wait_for: called before that is sent, and before anything is deleted.
+        """
+        self.remote, self._folder, self._beside, self._wait_for = remote, folder, beside, wait_for
         self._parts: set[str] = set()  # seen so far
 
     def at(self, step: int) -> str:
@@ -215,7 +222,8 @@ class RemoteFolder:
 
     def check(self, step: int, name: str, expected: Mapping[str, int | str], check: Callable[[Path], object]) -> None:
         """Raise ValueError unless all bytes of an object are as expected and `check(path)` passes."""
-        with tempfile.TemporaryDirectory() as folder:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=self._folder, prefix="check-") as folder:
             self.remote.fetch(f"{step_name(step)}/{name}", path := Path(folder) / name)
             check_file(path, expected)
             check(path)
@@ -257,6 +265,7 @@ class RemoteFolder:
 
     def begin(self, draft: Path, attempt: str) -> None:
         """Delete what unfinished saves have left, and name the one that fills the folder."""
+        self._wait_for()
         self._parts = set()
         complete = set(map(step_name, self.steps()))
         for folder in {name.partition("/")[0] for name in self.remote.sizes()} - complete:

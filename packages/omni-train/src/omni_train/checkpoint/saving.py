@@ -63,19 +63,24 @@ class Saving:
             return "writing"
         return "failed" if self._ended.exception() else "done"
 
-    def wait_written(self) -> None:
-        """Wait for this rank's part.
+    def wait_written(self, limit_s: float) -> bool:
+        """Wait for this rank's part; return False if it takes longer."""
+        return bool(wait([self._written], limit_s).done)
+
+    def wait_finished(self, limit_s: float) -> bool:
+        """Wait, on the first rank, for the checkpoint, as all parts are written; return False if it takes longer."""
+        self._all_written.set()
+        return not self._dist.is_main or bool(wait([self._ended], limit_s).done)
+
+    def check(self) -> None:
+        """Raise the error of a save that has failed.
 
         Raises:
-            OSError, ValueError, RuntimeError: it could not be written, or holds NaN or infinity.
+            OSError, ValueError, RuntimeError: a file could not be written, or holds NaN or infinity.
         """
-        self._written.result()
-
-    def wait_finished(self) -> None:
-        """Wait, on the first rank, for the checkpoint; all parts are written. Raises as `wait_written`."""
-        self._all_written.set()
-        if self._dist.is_main:
-            self._ended.result()
+        for future in (self._written, self._ended):
+            if future.done():
+                future.result()
 
     def wait_alone(self) -> None:
         """Wait for this rank's part; on the first rank wait up to LONELY_S for those of ranks that may have ended."""

@@ -42,6 +42,8 @@ from omni_train.checkpoint.state import Copies, allocate_optimizer, train_state
 from omni_train.dist import Dist, gather_json, same_error, synchronize
 from omni_train.remote import Remote
 
+WAIT_S = 5.0  # between two exchanges of ranks that wait for each other's files
+
 
 class Checkpoint:
     """The checkpoints of one run, the last `keep` of them. Every rank calls every method, and fails where one fails."""
@@ -62,8 +64,9 @@ class Checkpoint:
             folder: of the checkpoints, made by the first save; with `url` of those that are not sent yet.
             dist: the ranks.
             keep: number of newest checkpoints to keep.
-            wait_for: called by the first rank before a checkpoint is complete, in the thread that writes it. It may
-                wait for other files, which are then on the disk if the checkpoint is.
+            wait_for: called by the first rank before a checkpoint is complete, in the thread that writes it, and with
+                `url` before anything is deleted. It may wait for other files, which are then on the disk if the
+                checkpoint is.
             url: of a folder to keep the checkpoints in, for ranks that share no disk; see `omni_train.remote`.
             beside: files and folders of the first rank that a checkpoint at a URL holds too.
 
@@ -73,7 +76,7 @@ class Checkpoint:
         if keep < 1:
             raise ValueError(f"keep must be >= 1, got {keep}")
         self.folder = Path(folder)
-        self.remote = RemoteFolder(Remote(url), beside, wait_for) if url else None
+        self.remote = RemoteFolder(Remote(url), self.folder, beside, wait_for) if url else None
         self._place: Place = self.remote or SharedFolder(self.folder)
         self.dist = dist
         self.keep, self._wait_for = keep, wait_for
@@ -199,10 +202,11 @@ class Checkpoint:
             return
         (step, saving), self._saving = self._saving, None
         try:
-            with same_error(self.dist):
-                saving.wait_written()
-            with same_error(self.dist):
-                saving.wait_finished()
+            for wait in (saving.wait_written, saving.wait_finished):
+                while not all(gather_json(self.dist, wait(WAIT_S))):  # so that no rank seems to hang
+                    pass
+                with same_error(self.dist):
+                    saving.check()
         except (OSError, ValueError, RuntimeError):
             saving.give_up()
             self._remove(step)
