@@ -13,6 +13,7 @@ from omni_train.lora import (
 )
 from omni_train.optim import build_adamw
 from omni_train.shard import shard
+from omni_train.weights.full import named_adapter, named_weights
 from torch import nn
 from torch.nn.functional import linear
 
@@ -274,3 +275,28 @@ def test_a_regular_expression_takes_whole_names_and_no_longer_ones():
     net.inner.q = nn.Linear(2, 2)
     assert add_lora(net, "q", rank=1, alpha=1, seed=0) == 1
     assert list(lora_layers(net)) == ["q"]
+
+
+def test_the_scale_of_rslora_is_alpha_over_the_root_of_the_rank_in_layers_merged_weights_and_files():
+    net = make_net()
+    add_lora(net, ["up", "down"], rank=4, alpha=6, use_rslora=True, seed=1)
+    fill(net, "default", 0.5)
+    plain, merged = make_net(), dict(named_weights(net))
+    delta = 6 / 2 * 4 * 0.25  # alpha / sqrt(4), over a rank of four products
+    expected = linear(torch.tanh(linear(X, plain.up.weight + delta, plain.up.bias)), plain.down.weight + delta)
+    torch.testing.assert_close(net(X), expected + plain.down.bias)
+    torch.testing.assert_close(merged["up.weight"], plain.up.weight.detach() + delta)
+    written = dict(named_adapter(net))
+    torch.testing.assert_close(written["up.lora_B.weight"] @ written["up.lora_A.weight"], torch.full((6, 3), delta))
+
+
+def test_layers_that_are_excluded_get_no_adapter():
+    net = nn.ModuleDict({"first": Net(), "last": Net()})
+    assert add_lora(net, ["up", "down"], exclude=["last.down"], rank=2, alpha=4, seed=1) == 3
+    assert list(lora_layers(net)) == ["first.up", "first.down", "last.up"]
+
+
+@pytest.mark.parametrize("exclude", [["left"], ["up", "down"], ["u"]])
+def test_what_excludes_nothing_or_all_is_refused(exclude):
+    with pytest.raises(ValueError, match="exclude must name some of the layers that targets name, got"):
+        add_lora(make_net(), ["up", "down"], exclude=exclude, rank=2, alpha=4, seed=1)

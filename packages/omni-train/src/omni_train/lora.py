@@ -23,12 +23,14 @@ from omni_train.weights.snapshot import ema_update_params
 Init = Literal["default", "gaussian"]
 
 
-def add_lora(
+def add_lora(  # noqa: PLR0913 - all but two are keyword-only, and each is one of peft's
     module: nn.Module,
     targets: Sequence[str] | str,
     *,
+    exclude: Sequence[str] = (),
     rank: int,
     alpha: float,
+    use_rslora: bool = False,
     adapter: str = "default",
     seed: int,
     init: Init = "default",
@@ -42,8 +44,11 @@ def add_lora(
     Args:
         module: a diffusers model or any other module.
         targets: endings of layer names, such as "to_q", or one regular expression for whole names.
+        exclude: endings of names of layers that get none.
         rank: inner size.
         alpha: scale; the adapter's product is multiplied by alpha / rank.
+        use_rslora: multiply it by alpha / sqrt(rank), which keeps the size of gradients at all ranks (rsLoRA, arXiv
+            2312.03732).
         adapter: the new adapter's name.
         seed: of A; the same on every rank.
         init: of A: uniform within sqrt(1 / in) ("default", the layer's own), or normal with standard deviation
@@ -51,7 +56,7 @@ def add_lora(
 
     Raises:
         ValueError: the module is sharded or has an adapter of that name, a target names no layer or one that is not
-            linear, or `rank` is below 1.
+            linear, an exclusion names none of the targets or all are excluded, or `rank` is below 1.
     """
     if rank < 1:
         raise ValueError(f"rank must be >= 1, got {rank}")
@@ -63,11 +68,12 @@ def add_lora(
     if any(adapter in layer.lora_A for layer in before.values()):
         raise ValueError(f"adapter must be a new name, got {adapter!r} again")
     active = next((layer.active_adapters for layer in before.values()), adapter)
-    named = _named(module, targets)
+    named = _without(_named(module, targets), exclude)
     longer = tuple(f".{name}" for name in named)  # peft also matches names that end like these
     config = LoraConfig(
         r=rank,
-        lora_alpha=alpha,  # type: ignore[arg-type]  # peft divides it by the rank
+        lora_alpha=alpha,  # type: ignore[arg-type]  # peft divides it by the rank, or its root
+        use_rslora=use_rslora,
         target_modules=named,  # peft would apply a regular expression to experts of transformers differently
         exclude_modules=[name for name, _ in module.named_modules() if name not in named and name.endswith(longer)],
         init_lora_weights="gaussian" if init == "gaussian" else True,
@@ -217,3 +223,13 @@ def _named(module: nn.Module, targets: Sequence[str] | str) -> list[str]:
     if others := [name for name, layer in named.items() if type(layer) not in (nn.Linear, LoraLinear)]:
         raise ValueError(f"targets must name linear layers, got {others[0]}, a {type(named[others[0]]).__name__}")
     return list(named)
+
+
+def _without(named: Sequence[str], exclude: Sequence[str]) -> list[str]:
+    """Return the names that have none of the endings; raise ValueError unless each ending is of one, and some stay."""
+    endings = {name: re.compile(rf"(.*\.)?{re.escape(name)}") for name in exclude}
+    missing = [name for name, ending in endings.items() if not any(map(ending.fullmatch, named))]
+    left = [name for name in named if not any(ending.fullmatch(name) for ending in endings.values())]
+    if missing or not left:
+        raise ValueError(f"exclude must name some of the layers that targets name, got {list(exclude)}")
+    return left

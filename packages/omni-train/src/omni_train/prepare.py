@@ -29,6 +29,8 @@ class Lora:
     alpha: float
     init: lora.Init
     seed: int
+    exclude: Sequence[str] = ()
+    use_rslora: bool = False
     others: tuple[str, ...] = ()
 
     @property
@@ -75,8 +77,17 @@ def adapt(net: nn.Module, how: Preparation) -> nn.Module:
     """Give the net its adapters, or have its weights trained, except those that never are; the same object."""
     if how.lora:
         for name in how.lora.names:
-            add = {"rank": how.lora.rank, "alpha": how.lora.alpha, "seed": how.lora.seed, "init": how.lora.init}
-            lora.add_lora(net, how.lora.targets, adapter=name, **add)  # type: ignore[arg-type]
+            lora.add_lora(
+                net,
+                how.lora.targets,
+                exclude=how.lora.exclude,
+                rank=how.lora.rank,
+                alpha=how.lora.alpha,
+                use_rslora=how.lora.use_rslora,
+                adapter=name,
+                seed=how.lora.seed,
+                init=how.lora.init,
+            )
     elif how.is_trained:
         net.requires_grad_(True)
     for name, weight in net.named_parameters(remove_duplicate=False):

@@ -253,8 +253,16 @@ def preparation(
     Raises:
         ValueError: the device has no such kernels of attention, no float8, or no compiler.
     """
-    targets = args.lora.targets.split(",") if args.lora.targets else model.LORA_TARGETS
-    adapters = Lora(targets, args.lora.rank, args.lora.alpha, args.lora.init, args.seed) if args.lora.rank else None
+    own = args.lora
+    adapters = Lora(
+        own.targets.split(",") if own.targets else model.LORA_TARGETS,
+        own.rank,
+        own.alpha,
+        own.init,
+        args.seed,
+        exclude=own.exclude.split(",") if own.exclude else (),
+        use_rslora=own.use_rslora,
+    )
     on_host = "activations" in offloaded(args)
     recompute = Recompute(args.memory.keep_products_gb * 1e9, compiled=compiles, on_host=on_host)
     dtype: torch.dtype = getattr(torch, args.dtype)
@@ -268,7 +276,7 @@ def preparation(
         device,
         model.BLOCK_NAMES,
         dtype,
-        lora=adapters,
+        lora=adapters if own.rank else None,
         is_frozen=is_frozen,
         base_dtype=args.memory.base_dtype,
         attention=args.attention,

@@ -122,7 +122,8 @@ class RunArgs:
         """Set the defaults that depend on other settings, so that printed and saved settings have them."""
         rank, alpha = self.lora.rank, self.lora.alpha
         lr = self.RATES[rank > 0] if self.lr is None else self.lr
-        vars(self).update(lr=lr, lora=replace(self.lora, alpha=alpha or 2 * rank))
+        divisor = rank**0.5 if self.lora.use_rslora else rank
+        vars(self).update(lr=lr, lora=replace(self.lora, alpha=alpha or round(2 * divisor)))
 
 
 @dataclass(frozen=True)
@@ -243,8 +244,8 @@ def check_run(args: RunArgs) -> None:
         check_urls(values.get(setting, ""), flag_of(setting))
     check_gold(args.eval, [args.prompts, values.get("scorer.name", ""), values.get("scorer.url", "")])
     missing = next((flag_of(name) for name in marked(type(args), REQUIRED) if not values[name]), "")
-    offload, lora_only = offloaded(args), {"targets": lora.targets, "init": lora.init}
-    unused = next((key for key, value in lora_only.items() if value not in ("", "default")), "")
+    offload, plain = offloaded(args), Lora()
+    unused = next((key for key, value in vars(lora).items() if key != "alpha" and value != vars(plain)[key]), "")
     require(
         (not missing, f"{missing} must be given, or come from --preset NAME or --config FILE.toml"),
         (name.parts and not name.is_absolute() and ".." not in name.parts and args.name.isprintable(),
@@ -268,7 +269,7 @@ def check_run(args: RunArgs) -> None:
         (not args.eval.only or not args.profile, "--profile traces a training step, and --eval.only takes none"),
         (args.profile <= args.train_steps,
          f"--profile must be <= --train-steps ({args.train_steps}), got {args.profile}"),
-        (lora.rank or not unused, f"--lora.{unused} needs --lora.rank > 0"),
+        (lora.rank or not unused, f"--lora.{unused.replace('_', '-')} needs --lora.rank > 0"),
         (memory.gradient_checkpointing or not memory.keep_products_gb,
          "--memory.keep-products-gb needs --memory.gradient-checkpointing"),
         (memory.base_dtype == "auto" or (lora.rank and memory.gradient_checkpointing and mode != "fsdp2"),

@@ -43,8 +43,10 @@ class Lora:
     """LoRA adapters."""
 
     rank: Annotated[int, between(0, 65_536)] = 0  # Rank of the adapters; 0 trains all weights of the denoiser
-    alpha: Annotated[int, at_least(0)] = 0  # Scale times rank: the scale is alpha / rank; 0 is twice the rank
+    alpha: Annotated[int, at_least(0)] = 0  # Scale times rank: the scale is alpha / rank; 0 is a scale of about 2
+    use_rslora: bool = False  # Make the scale alpha / sqrt(rank)
     targets: str = ""  # Layers that get adapters, separated by commas (default: the model's own list)
+    exclude: str = ""  # Those of them that get none, separated by commas
     init: Literal["default", "gaussian"] = "default"  # Distribution of the adapters' first values
 
 
