@@ -56,6 +56,7 @@ MAY_IMPORT = {  # places -> libraries and siblings, whichever way a line names t
     "omni_rl/media/videos.py": {"av"},
     "omni_rl/media/write.py": {"av"},
     "omni_rl/report/serve.py": {"prometheus_client", "starlette", "uvicorn"},
+    "omni_rl/tools/lora.py": {"diffusers", "peft"},
     "omni_rl/tools/prompts.py": {"requests", "urllib3"},
     "apps/*": {"torch", "numpy", *SIBLINGS},
 }

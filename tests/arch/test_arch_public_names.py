@@ -123,7 +123,9 @@ SIGNATURES = {
     "omni_train.shard.gathered": "module",
     "omni_train.weights.load.load_sharded": "net, files, mesh, *, block_names=(), compute_dtype=None, param_dtype=..., "
     "device='cpu'",
-    "omni_train.lora.add_lora": "module, targets, *, rank, alpha, adapter='default', seed, init='default'",
+    "omni_train.lora.add_lora": (
+        "module, targets, *, exclude=(), rank, alpha, use_rslora=False, adapter='default', seed, init='default'"
+    ),
     "omni_train.lora.init_adapter": "module, adapter='default', *, seed, init='default'",
     "omni_train.weights.snapshot.Snapshot": "params, *, name='snapshot'",
     "omni_train.weights.snapshot.Snapshot.applied": "self",

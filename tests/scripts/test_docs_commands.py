@@ -28,11 +28,12 @@ from omni_rl.settings import args as settings
 from omni_rl.settings.cli import parse_cli
 from omni_rl.settings.fields import change
 from omni_rl.settings.toml import from_toml, recipes
-from omni_rl.tools import reproduce, score
+from omni_rl.tools import lora, reproduce, score
 from omni_rl.tools.command import python_words
 from omni_rl.tools.prompts import prompt_sets
 from omni_rollout.models import open_model
-from omni_train.weights.full import save_weights
+from omni_train.lora import add_lora
+from omni_train.weights.full import LORA_FILE, save_weights
 from PIL import Image, ImageDraw, ImageFont
 from rl.report_runs import write_run
 
@@ -192,6 +193,17 @@ def check_prompts(words, place):
     assert {*words[2:]} <= {*prompt_sets()}
 
 
+def check_lora(words, place):
+    """It runs, on a file of the shipped model that is in diffusers' names."""
+    source, target = words[2:4]
+    net = open_model(CHECKPOINT).load(device="cpu", dtype=torch.float32).net
+    add_lora(net, ["attn.to_q"], rank=2, alpha=2, seed=0)
+    save_weights(net, place.folder / "weights", trainer_runs.place())
+    (place.folder / "weights" / LORA_FILE).rename(place.folder / source)
+    lora.main([str(place.folder / source), str(place.folder / target), "--model", str(CHECKPOINT)])
+    assert (place.folder / target / LORA_FILE).is_file()
+
+
 def check_tool(words, place):
     """The tool says what is here; nothing is fetched or uploaded."""
     with pytest.raises(SystemExit, match=r"^0$"):
@@ -264,6 +276,7 @@ RULES = {  # how a command begins -> what runs it
     r"omni-rl (train|sample|serve|report) ": check_command,
     r"omni-rl doctor": check_tool,
     r"omni-rl prompts": check_prompts,
+    r"omni-rl lora ": check_lora,
     r"omni-rl score ": check_score,
     r"omni-rl reproduce ": check_reproduce,
     r"for \w+ in ": check_loop,

@@ -25,6 +25,7 @@ ELSEWHERE = {  # what takes the place of names that other projects have
     "--height and --width": "resolution image-size", "--name, as the run writes to runs/NAME": "output-dir run-name",
     "--tracking.to": "report-to", "--tracking.to wandb": "wandb", "--tracking.to tensorboard": "tensorboard",
     "--train-steps": "steps max-steps max-train-steps epochs num-epochs num-train-epochs", "--lora.rank": "lora-r",
+    "--lora.exclude": "exclude-modules", "--lora.use-rslora": "rslora use-rslora",
     "--num-inference-steps": "num-steps", "--dtype": "precision mixed-precision", "--dtype bfloat16": "bf16",
     "--optim.lr-scheduler-type": "lr-scheduler", "--optim.warmup-steps": "lr-warmup-steps",
     "--optim.weight-decay": "adam-weight-decay", "--optim.adam-epsilon": "adam-eps",

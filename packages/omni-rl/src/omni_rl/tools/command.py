@@ -29,6 +29,7 @@ COMMANDS = {  # sub-command -> what it does, and the words for Python that start
         "Run a recipe, and write a record of its result: omni-rl reproduce flowgrpo/tiny-signs",
         ["-m", "omni_rl.tools.reproduce"],
     ),
+    "lora": ("Convert LoRA files of other trainers, or a run's for them", ["-m", "omni_rl.tools.lora"]),
     "doctor": ("Say what is installed here, and how to get what is missing", ["-m", "omni_rl.tools.doctor"]),
 }
 

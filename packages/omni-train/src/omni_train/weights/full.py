@@ -15,6 +15,7 @@ from uuid import uuid4
 import torch
 from peft import LoraConfig, TaskType
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -28,6 +29,7 @@ from omni_train.weights.card import CARD_FILE, model_card
 from omni_train.weights.load import check_files, read_shapes, read_tensors
 
 FULL_FILE, LORA_FILE = "diffusion_pytorch_model.safetensors", "pytorch_lora_weights.safetensors"  # diffusers' names
+SCALES = "lora_adapter_metadata"  # key of diffusers' trainers for rank and alpha
 PEFT_FILE, PEFT_PART = SAFETENSORS_WEIGHTS_NAME, "base_model.model"  # peft's names
 FILE_BYTES = 5 * 10**9  # of full weights, which are dealt over more files, one a rank
 
@@ -328,6 +330,9 @@ def check_adapter(
         raise ValueError(f"folder must hold {file}, got {home.parent}")
     targets = _factors_by_name(module, adapter, part)
     shapes = read_shapes(home)
+    with safe_open(home, framework="pt") as opened:
+        if SCALES in (opened.metadata() or {}):
+            raise ValueError(f"{home} has scales of another trainer: convert it by omni-rl lora")
     if other := targets.keys() ^ shapes.keys():
         raise ValueError(f"{home} must be an adapter on the same layers, differs in {len(other)} such as {min(other)}")
     for name, target in targets.items():
