@@ -257,6 +257,13 @@ def test_rungs_come_by_what_they_cost():
     found = [(ranks, flags) for _, ranks, flags in plan.ladder(wide, 8, ["engine"], ["update"])]
     assert found[0] == (8, "--sharding.unshard none")
     assert found[-1][0] == 16
+    threes = [
+        ranks
+        for _, ranks, _ in plan.ladder(
+            change(args, batch_size=4, prompts_per_step=27, sharding_context_parallel=3), 3, ["engine"], ["update"]
+        )
+    ]
+    assert threes[-1] == 9
     assert next(plan.ladder(args, 2, ["engine"], ["decode"]))[2] == "--memory.decode-batch-size 4"
 
 

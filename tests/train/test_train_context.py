@@ -173,6 +173,7 @@ def test_the_page_names_the_models_that_have_it():
 
 REFUSED = {
     "num_attention_heads of .*config.json, 4": ("qwen-image", 3, {}),
+    "context must divide the 512 tokens of each text of a Flux2KleinPipeline, got 3": ("flux2-klein", 3, {}),
     "context must be 1 for a StableDiffusion3Pipeline, got 2": ("sd35-medium", 2, {}),
     "context must be 1 for a FluxKontextPipeline, got 2": ("flux-kontext", 2, {}),
     "tokens that 4 ranks can share, such as 48 x 64, got 48 x 80, which makes 15": ("qwen-image", 4, {"width": 80}),
@@ -191,3 +192,12 @@ def test_a_model_names_what_ranks_cannot_share(message):
     model, model.context = open_model(ROWS[name].checkpoint()), context
     with pytest.raises(ValueError, match=message):
         model.check_context() or model.check(replace(ROWS[name].unguided, height=48, **changes))
+
+
+def test_kernels_of_attention_that_exchange_no_tokens_are_refused():
+    from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend
+
+    name = AttentionBackendName._NATIVE_MATH
+    message = rf"context needs DIFFUSERS_ATTN_BACKEND to be one of .*native.*, got {name.value}"
+    with attention_backend(name), pytest.raises(ValueError, match=message):
+        open_model(CHECKPOINT).share(torch.nn.Module(), None)

@@ -135,7 +135,8 @@ def ladder(args: ArgsT, ranks: int, offloads: Sequence[str], over: Collection[st
     for number, changes in enumerate(rungs):
         is_last = number == len(rungs) - 1
         changed = change(args, **changes)
-        world_size = max(MORE_RANKS, 2 * ranks) if is_last else ranks
+        together = ranks // num_shares(args, ranks)
+        world_size = -(-max(MORE_RANKS, 2 * ranks) // together) * together if is_last else ranks
         if (changed == args and not is_last) or not _is_divisible(changed, world_size):
             continue
         args = changed

@@ -222,9 +222,18 @@ class DiffusersModel:
 
         They call it with equal inputs, and get equal outputs. A rank's gradients are those of its tokens: their sum is
         the gradient. mesh: with the axes "ring" and "ulysses".
+
+        Raises:
+            ValueError: DIFFUSERS_ATTN_BACKEND names kernels of attention that do not exchange tokens.
         """
         from diffusers.hooks import apply_context_parallel
         from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
+        from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Backends
+
+        backend, _ = Backends.get_active_backend()
+        if not Backends._is_context_parallel_available(backend):
+            known = ", ".join(sorted(Backends._supports_context_parallel))
+            raise ValueError(f"context needs DIFFUSERS_ATTN_BACKEND to be one of {known}, got {backend.value}")
 
         # diffusers' enable_parallelism divides by the number of accelerators, which is 0 on a CPU.
         config = ParallelConfig(ContextParallelConfig(ulysses_degree=self.context, mesh=mesh))

@@ -68,6 +68,13 @@ class Flux2Klein(DiffusersModel):
         self._expect("vae", patch_size=[2, 2])
         self._expect_length("vae", "block_out_channels", 4)  # each but the first halves the sides
 
+    def check_context(self) -> None:
+        """Raise ValueError unless `context` ranks can compute a forward together, each a part of a text's tokens."""
+        if TEXT_TOKENS % self.context:
+            rule = f"context must divide the {TEXT_TOKENS} tokens of each text of a {self.PIPELINE}"
+            raise ValueError(f"{rule}, got {self.context}")
+        super().check_context()
+
     def check(self, params: Params) -> None:
         """Raise ValueError for a size or option that the model lacks."""
         super().check(params)

@@ -40,6 +40,8 @@ class ZImage(ImageModel):
     }
     TEXT_OPTIONS: ClassVar[tuple[str, ...]] = ("max_sequence_length",)
     GUIDANCE: ClassVar[Mapping[str, float]] = {"guidance_scale": 0.0}
+    CONTEXT_PARALLEL = True
+    HEADS: ClassVar[tuple[str, ...]] = ("n_heads", "n_kv_heads")
     BLOCK_NAMES: ClassVar[tuple[str, ...]] = ("ZImageTransformerBlock",)
     LORA_TARGETS: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0", "w1", "w2", "w3")
 
@@ -64,6 +66,29 @@ class ZImage(ImageModel):
         for name, most in (("cfg_truncation", 1), ("cfg_normalization", float("inf"))):
             if not 0 <= (value := self.option(params, name)) <= most:
                 raise ValueError(f"{name} must be in [0, {most}], got {value}")
+
+    def check_context(self) -> None:
+        """Raise ValueError unless `context` ranks can compute a forward together: tokens come in units of 32."""
+        if TEXT_UNIT % self.context:
+            raise ValueError(f"context must divide {TEXT_UNIT} for a {self.PIPELINE}, got {self.context}")
+        super().check_context()
+
+    def share(self, net: nn.Module, mesh: "torch.distributed.DeviceMesh") -> None:
+        """Have the ranks of a row of `mesh` compute each forward of the net together; all refine all tokens."""
+        super().share(net, mesh)
+        for block in (*net.get_submodule("noise_refiner").children(), *net.get_submodule("context_refiner").children()):
+            block.get_submodule("attention").processor._parallel_config = None  # type: ignore[union-attr]
+
+    def _context_plan(self, net: nn.Module) -> dict[str, Any]:
+        """Return a plan, as diffusers has none: image and text are split where they are one sequence."""
+        from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
+
+        part = ContextParallelInput(split_dim=1)
+        return {
+            "layers.0": {"x": part},
+            "layers.*": {"attn_mask": part, "freqs_cis": part},
+            "all_final_layer.2-1": ContextParallelOutput(gather_dim=1),
+        }
 
     def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False, max_sequence_length: float = 512) -> Cond:
         """Return the embeddings of one prompt: `embeds` [T, D] in the encoder's dtype and `embeds_mask` [T], True."""
