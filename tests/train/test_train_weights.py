@@ -9,9 +9,10 @@ import pytest
 import torch
 from helpers import sampled
 from omni_train.lora import adapter as use_adapter
-from omni_train.lora import adapter_params, add_lora, reference
+from omni_train.lora import adapter_params, add_lora, base_name, reference
 from omni_train.planned import Meter
 from omni_train.shard import shard
+from omni_train.weights import full
 from omni_train.weights.full import (
     check_weights,
     load_adapter,
@@ -56,6 +57,26 @@ def test_merging_keeps_the_dtype_of_the_base(tiny_qwen):
     assert {tensor.dtype for _, tensor in named_weights(model)} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("group_bytes", [2**28, 20_000])
+def test_shards_are_gathered_in_groups_by_one_collective_each(run_ranks, tiny_qwen, monkeypatch, group_bytes):
+    """Also where ranks have other numbers of rows."""
+    monkeypatch.setattr(full, "GROUP_BYTES", group_bytes)
+    sizes = [tensor.nbytes for _, tensor in named_weights(with_lora(tiny_qwen, torch.bfloat16))]
+
+    def work(dist):
+        model = shard(with_lora(tiny_qwen), dist.mesh, mode="fsdp2", block_names=(), compute_dtype=torch.bfloat16)
+        alone = {name: value.full_tensor() for name, value in model.state_dict().items()}
+        calls, send = [], torch.distributed.all_gather
+        monkeypatch.setattr(torch.distributed, "all_gather", lambda *args, **how: calls.append(send(*args, **how)))
+        with reference(model):
+            found = dict(named_weights(model))
+        assert all(torch.equal(found[base_name(name)], alone[name]) for name in alone if "lora_" not in name)
+        return len(calls), len(found)
+
+    for calls, weights in run_ranks(work, 3):
+        assert calls == 1 if group_bytes > sum(sizes) else 1 < calls < weights
+
+
 @pytest.mark.parametrize("mode", sampled(["ddp", "fsdp2"], 1))
 def test_two_ranks_stream_the_weights_of_one(run_ranks, tiny_qwen, mode):
     expected = dict(named_weights(with_lora(tiny_qwen)))
@@ -64,6 +85,7 @@ def test_two_ranks_stream_the_weights_of_one(run_ranks, tiny_qwen, mode):
         model = shard(with_lora(tiny_qwen), dist.mesh, mode=mode, block_names=tiny_qwen.block_names)
         weights = dict(named_weights(model))
         assert weights.keys() == expected.keys()
+        assert all(weights[name].dtype == expected[name].dtype for name in expected)
         return max((weights[name] - expected[name]).abs().max().item() for name in expected)
 
     assert run_ranks(work) == [0.0, 0.0]

@@ -5,9 +5,10 @@ Sharded tensors are gathered one at a time; every rank takes part.
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -31,6 +32,7 @@ from omni_train.weights.load import check_files, read_shapes, read_tensors
 FULL_FILE, LORA_FILE = "diffusion_pytorch_model.safetensors", "pytorch_lora_weights.safetensors"  # diffusers' names
 SCALES = "lora_adapter_metadata"  # key of diffusers' trainers for rank and alpha
 PEFT_FILE, PEFT_PART = SAFETENSORS_WEIGHTS_NAME, "base_model.model"  # peft's names
+GROUP_BYTES = 2**28  # of weights that are gathered together for the engine
 FILE_BYTES = 5 * 10**9  # of full weights, which are dealt over more files, one a rank
 
 
@@ -41,8 +43,9 @@ def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     The active adapter is merged: a layer's weight is `W + (alpha / rank) * B A`, in W's dtype, so the receiver gets the
     policy without LoRA. Inside `omni_train.lora.reference` it is W.
 
-    Every rank must run the iteration to its end. One gathered tensor is alive at a time if the receiver keeps none; an
-    unsharded weight may be the parameter itself, so a receiver that keeps it must copy it.
+    Every rank must run the iteration to its end. Shards are gathered together up to `GROUP_BYTES`, of which two copies
+    are alive at a time if the receiver keeps none; an unsharded weight may be the parameter itself, so a receiver that
+    keeps it must copy it.
 
     Args:
         module: with or without adapters, sharded or not.
@@ -50,12 +53,63 @@ def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     layers = lora_layers(module)
     adapters = tuple(f"{name}.lora_" for name in layers)
     adapted = {f"{name}.base_layer.weight": layer for name, layer in layers.items() if layer.active}
-    for name, value in module.state_dict(keep_vars=True).items():
-        if name.startswith(adapters):
-            continue
-        full = _full(value)
-        yield base_name(name), _merged(adapted[name], full) if name in adapted else full
-        del full  # before the next one is gathered
+    sources = {  # of each weight, itself and the factors that are merged into it
+        name: [tensor, *(factors(adapted[name], adapted[name].active) if name in adapted else ())]
+        for name, tensor in module.state_dict(keep_vars=True).items()
+        if not name.startswith(adapters)
+    }
+    for names in _groups({name: sum(tensor.nbytes for tensor in tensors) for name, tensors in sources.items()}):
+        whole = iter(gather([tensor for name in names for tensor in sources[name]]))
+        for name in names:
+            weight, *pair = islice(whole, len(sources[name]))
+            yield base_name(name), _merged(adapted[name], weight, *pair) if pair else weight
+            del weight, pair
+        del whole  # before the next ones are gathered
+
+
+def gather(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return full tensors, those that are sharded by one collective for all; every rank calls it.
+
+    tensors: the sharded ones by rows over the same ranks, as FSDP2 shards.
+    """
+    shards = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+    if not shards:
+        return [tensor.detach() for tensor in tensors]
+    mesh = shards[0].device_mesh
+    rows = [_padded(shard, mesh.size()).view(-1).view(torch.uint8) for shard in shards]
+    mine = torch.cat(rows)
+    every = mine.new_empty(mesh.size(), len(mine))
+    torch.distributed.all_gather(list(every.unbind()), mine, group=mesh.get_group())
+    parts = iter(every.split([len(each) for each in rows], dim=1))
+    return [_joined(tensor, next(parts)) if isinstance(tensor, DTensor) else tensor.detach() for tensor in tensors]
+
+
+def _joined(shard: DTensor, parts: Tensor) -> Tensor:
+    """Return a full tensor from the bytes of all ranks' rows [ranks, bytes]."""
+    return parts.reshape(-1).view(shard.dtype).view(-1, *shard.shape[1:])[: len(shard)]
+
+
+def _padded(shard: DTensor, ranks: int) -> Tensor:
+    """Return this rank's rows, filled up to as many as the first rank has."""
+    rows, length = shard.to_local(), -(-len(shard) // ranks)
+    if len(rows) == length:
+        return rows.contiguous()
+    padded = rows.new_zeros(length, *rows.shape[1:])
+    padded[: len(rows)] = rows
+    return padded
+
+
+def _groups(sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """Yield the names in order, in groups of at most GROUP_BYTES, or of one."""
+    group, total = list[str](), 0
+    for name, size in sizes.items():
+        if group and total + size > GROUP_BYTES:
+            yield group
+            group, total = [], 0
+        group.append(name)
+        total += size
+    if group:
+        yield group
 
 
 @torch.no_grad()
@@ -364,9 +418,8 @@ def _full(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value.detach()
 
 
-def _merged(layer: LoraLinear, weight: Tensor) -> Tensor:
+def _merged(layer: LoraLinear, weight: Tensor, down: Tensor, up: Tensor) -> Tensor:
     """Return the weight with the active adapter merged."""
-    down, up = map(_full, factors(layer, layer.active))
     return torch.addmm(weight.float(), up, down, alpha=layer.scaling[layer.active]).to(weight.dtype)
 
 
