@@ -91,7 +91,8 @@ def plan_of(app: str, name: str, ranks: int) -> Figures:
     module = importlib.import_module(app)
     args = build(module.Args, from_toml(recipes(app)[name], module.Args, name))
     is_media = isinstance(args, MediaArgs)
-    count = open_model(released_models()[args.model]).IMAGES.start if is_media else 0
+    least_images = open_model(released_models()[args.model]).IMAGES.start if is_media else 0
+    count = max(least_images, '"images"' in recipes(app)[name])  # of an editor that also takes none
     os.environ["WORLD_SIZE"] = str(ranks)
     with TemporaryDirectory() as folder, chdir(folder):
         if is_media:

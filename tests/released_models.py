@@ -22,6 +22,7 @@ RELEASES = {
     "diffusers/LTX-2.3-Diffusers": Release(19, 48 * 28, channels=128, stride=32, frames=8),
     "models/stable-audio-3-medium-base": Release(1.45, 24 * 7, channels=256, stride=4096),
     "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v": Release(8.3, 54 * 12 + 2 * 6, channels=32, stride=16),
+    "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v": Release(8.3, 54 * 12 + 2 * 6, channels=32, stride=16),
     "tencent/HunyuanImage-3.0": Release(80, 32 * 2, channels=32, stride=16),
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": Release(1.42, 30 * 10),
     "Wan-AI/Wan2.2-TI2V-5B-Diffusers": Release(5, 30 * 10, channels=48, stride=16),
