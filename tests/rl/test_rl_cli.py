@@ -116,6 +116,8 @@ MISTAKES = {
     "--learning-rate 1": "unknown flag --learning-rate; use --lr\n",
     "--output_dir x": "unknown flag --output_dir; use --name, as the run writes to runs/NAME\n",
     "--resume": "unknown flag --resume; use the same command again, which continues the run\n",
+    "--lora.use-dora": "unknown flag --lora.use-dora; an adapter is kept, averaged and exported as A and B, which",
+    "--target-parameters x": "unknown flag --target-parameters; adapters are on linear layers, which",
     "--gpus 2": "unknown flag --gpus; use omni-rl train NAME --nproc-per-node N\n",
     "--report-to x": "unknown flag --report-to; --help-all lists all",  # as these settings have no --tracking.to
     "--l 1": "unknown flag --l",

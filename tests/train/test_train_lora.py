@@ -14,6 +14,7 @@ from omni_train.lora import (
 from omni_train.optim import build_adamw
 from omni_train.shard import shard
 from omni_train.weights.full import named_adapter, named_weights
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn.functional import linear
 
@@ -288,6 +289,22 @@ def test_the_scale_of_rslora_is_alpha_over_the_root_of_the_rank_in_layers_merged
     torch.testing.assert_close(merged["up.weight"], plain.up.weight.detach() + delta)
     written = dict(named_adapter(net))
     torch.testing.assert_close(written["up.lora_B.weight"] @ written["up.lora_A.weight"], torch.full((6, 3), delta))
+
+
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_merged_weights_and_excluded_layers_are_those_of_peft(use_rslora):
+    net = nn.Sequential(Net(), Net())
+    config = LoraConfig(
+        r=3, lora_alpha=5, target_modules=["up", "down"], exclude_modules=["1.down"], use_rslora=use_rslora
+    )
+    peft_net = get_peft_model(nn.Sequential(Net(), Net()), config)
+    add_lora(net, ["up", "down"], exclude=["1.down"], rank=3, alpha=5, use_rslora=use_rslora, seed=1)
+    for p in adapter_params(net, "default"):
+        nn.init.normal_(p)
+    peft_net.base_model.model.load_state_dict(net.state_dict())  # the same names, so the same layers
+    merged = peft_net.merge_and_unload()
+    torch.testing.assert_close(net[0](X), merged[0](X))
+    torch.testing.assert_close(dict(named_weights(net)), dict(merged.state_dict()))
 
 
 def test_layers_that_are_excluded_get_no_adapter():

@@ -36,6 +36,12 @@ ELSEWHERE = {  # what takes the place of names that other projects have
     "omni-rl train nft": "nft awm", "omni-rl train dpo": "dpo", "omni-rl train srpo": "srpo",
     "omni-rl train gspo": "gspo", "omni-rl train distill": "opd", "omni-rl train unigrpo": "unigrpo",
 }  # fmt: skip
+REFUSED = {  # what peft has and a run does not, with the reason
+    "use-dora": "an adapter is kept, averaged and exported as A and B, which cannot hold DoRA's magnitudes",
+    "pissa": "PiSSA changes the frozen weights: without its adapter the net would not be the reference",
+    "target-parameters": "adapters are on linear layers, which --lora.targets names",
+    "autocast-adapter-dtype": "adapters are float32 for every --dtype, as their steps are",
+}
 
 
 def recipes(app: str) -> dict[str, str]:
@@ -159,9 +165,12 @@ def check_foreign(values: Mapping[str, Any], path: str) -> None:
 def suggest(name: str, known: Iterable[str]) -> str:
     """Return what to use in place of an unknown name, after "; ", or "" if nothing is near.
 
-    Names of other projects come before the first known name that holds this one, and that before the nearest.
+    What is refused has its reason there. Names of other projects come before the first known name that holds this one,
+    and that before the nearest.
     """
     names, word = list(known), flag_of(name.lstrip("-")).lstrip("-")
+    if reason := REFUSED.get(word.rpartition(".")[2]):
+        return f"; {reason}"
     flags = {flag_of(each.lstrip("-")) for each in names}
     here = [each for each, words in ELSEWHERE.items() if word in words.split()]
     if here := [each for each in here if each[:2] != "--" or each.split()[0].strip(",") in flags]:
