@@ -117,6 +117,8 @@ MISTAKES = {
     "--output_dir x": "unknown flag --output_dir; use --name, as the run writes to runs/NAME\n",
     "--resume": "unknown flag --resume; use the same command again, which continues the run\n",
     "--lora.use-dora": "unknown flag --lora.use-dora; an adapter is kept, averaged and exported as A and B, which",
+    "--fp16": "unknown flag --fp16; float16 needs a loss scaled by GradScaler, which no trainer has",
+    "--use-8bit-adam": "unknown flag --use-8bit-adam; AdamW's moments are float32, and --memory.offload optimizer",
     "--target-parameters x": "unknown flag --target-parameters; adapters are on linear layers, which",
     "--gpus 2": "unknown flag --gpus; use omni-rl train NAME --nproc-per-node N\n",
     "--report-to x": "unknown flag --report-to; --help-all lists all",  # as these settings have no --tracking.to

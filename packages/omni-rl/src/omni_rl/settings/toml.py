@@ -36,12 +36,15 @@ ELSEWHERE = {  # what takes the place of names that other projects have
     "omni-rl train nft": "nft awm", "omni-rl train dpo": "dpo", "omni-rl train srpo": "srpo",
     "omni-rl train gspo": "gspo", "omni-rl train distill": "opd", "omni-rl train unigrpo": "unigrpo",
 }  # fmt: skip
-REFUSED = {  # what peft has and a run does not, with the reason
+FLOAT16 = "float16 needs a loss scaled by GradScaler, which no trainer has: give --dtype bfloat16 or float32"
+ADAM_8BIT = "AdamW's moments are float32, and --memory.offload optimizer keeps them in host memory"
+REFUSED = {  # what peft and transformers have and a run does not, with the reason
     "use-dora": "an adapter is kept, averaged and exported as A and B, which cannot hold DoRA's magnitudes",
     "pissa": "PiSSA changes the frozen weights: without its adapter the net would not be the reference",
     "target-parameters": "adapters are on linear layers, which --lora.targets names",
     "autocast-adapter-dtype": "adapters are float32 for every --dtype, as their steps are",
-}
+    "fp16": FLOAT16, "float16": FLOAT16, "use-8bit-adam": ADAM_8BIT,
+}  # fmt: skip
 
 
 def recipes(app: str) -> dict[str, str]:
