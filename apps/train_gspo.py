@@ -240,7 +240,7 @@ def update(run: TokenRun[Args], step: Step, minibatches: list[list[TokenBatch]])
     for number, m in enumerate(run.minibatches(step, epochs=args.num_iterations)):
         batches, befores = minibatches[m], old[m]
         for batch, before, other in zip(batches, befores, references[m], strict=True):
-            now, mask = score(run, batch).log_prob, batch.trajectory.mask.to(dist.device)
+            now, mask = score(run, batch).log_prob, batch.trajectory.sampled.to(dist.device)
             weights, from_sampler = correct(args, batch, before.log_prob, mask)
             out = loss_of(now, before.log_prob, batch.advantages, mask, weights=weights)
             kl = penalty(now, other, mask)
@@ -284,7 +284,7 @@ def penalty(log_prob: Tensor, other: Tensor | None, mask: Tensor) -> Tensor:
 
 def farthest(batch: TokenBatch, log_prob: Tensor, other: Tensor) -> Tensor:
     """Return the largest |ratio - 1| of the batch's tokens, from log-probs [B, T] under two policies."""
-    mask = batch.trajectory.mask.to(log_prob.device)
+    mask = batch.trajectory.sampled.to(log_prob.device)
     return (log_prob - other.to(log_prob.device))[mask].abs().max().expm1()
 
 
@@ -303,7 +303,7 @@ def old_scores(run: TokenRun[Args], batch: TokenBatch) -> TokenScores:
 def repeated_gap(run: TokenRun[Args], batches: list[TokenBatch], old: list[TokenScores], forward: int) -> Tensor:
     """Return the log-probs of a forward of the update, computed again, minus the old ones, of tokens in a row."""
     off = score(run, batches[forward]).log_prob - old[forward].log_prob
-    return off[batches[forward].trajectory.mask.to(off.device)]
+    return off[batches[forward].trajectory.sampled.to(off.device)]
 
 
 def reference(run: TokenRun[Args], batch: TokenBatch) -> Tensor | None:

@@ -32,7 +32,7 @@ from omni_rollout.tokens import TokenParams, TokenTrajectory, score_tokens
 from omni_train.files import load_metrics
 from omni_train.prompts.files import PromptRecord, load_prompts
 from PIL import Image
-from trainer_runs import exported, place, recipe, train, train_on_ranks, unclocked, undocumented
+from trainer_runs import exported, keep_gradients, place, recipe, train, train_on_ranks, unclocked, undocumented
 
 import train_gspo as app
 
@@ -124,6 +124,79 @@ def test_iterations_are_a_plain_loop_with_the_log_probs_of_before_the_first_upda
     assert max(theirs.abs().max() for _, theirs in moved) > 2e-4
     for ours, theirs in moved:
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-6)
+
+
+TOOL = "def look(text):\n    return 'ab'\n"
+
+
+def most_common(here, monkeypatch, args):
+    """The letter that answers of the first step have most often before their last token."""
+    seen, update = [], app.update
+    with monkeypatch.context() as patched:
+        patched.setattr(app, "update", lambda run, *given: seen.extend(given[1]) or update(run, *given))
+        train(app, change(args, name="before"))
+    text = "".join(answer[:-1] for batches in seen for b in batches for answer in b.trajectory.answers)
+    return max((c for c in text if c.isascii() and c.isalnum()), key=text.count)
+
+
+def test_what_a_tool_says_is_in_no_loss(here, monkeypatch):
+    """GRPO by hand: a mean over answers of the mean over the tokens that are sampled."""
+    Path("tool.py").write_text(TOOL)
+    plain = tiny(algo="grpo", train_steps=1, max_new_tokens=12, eval_every=1)
+    mark, found, update = most_common(here, monkeypatch, plain), [], app.update
+
+    def both(run, step, minibatches):
+        ((batch, *others),) = minibatches
+        result, loss, count = run.model.tokenize("[ab]"), 0.0, sum(map(len, (b.trajectory for b in (batch, *others))))
+        for own in (batch, *others):
+            log_prob = score_tokens(run.model, run.policy.net, own.trajectory).log_prob
+            for row, tokens in enumerate(own.trajectory.tokens.tolist()):
+                length, at = own.trajectory.lengths[row], list[int]()
+                place = 0
+                while place < length:
+                    at.append(place)
+                    calls = run.model.decode(torch.tensor(tokens[: place + 1])).endswith(mark)
+                    place += 1 + len(result) * (calls and tokens[place] not in run.model.ends)
+                loss = loss - own.advantages[row] * log_prob[row, at].mean() / count
+        grads = torch.autograd.grad(loss, run.policy.params, allow_unused=True)
+        kept = keep_gradients(run)
+        metrics = update(run, step, minibatches)
+        found.append((kept[0], grads, sum(b.trajectory.forced.sum().item() for b in (batch, *others))))
+        return metrics
+
+    monkeypatch.setattr(app, "update", both)
+    lines = train(app, change(plain, tool="python:tool.py:look", tool_marks=f"? {mark} [ ]"))
+    ((ours, wanted, forced),) = found
+    assert forced >= 4
+    largest = max(grad.abs().max() for grad in wanted if grad is not None)
+    for own, grad in zip(ours, wanted, strict=True):
+        if grad is not None:
+            torch.testing.assert_close(own, grad, rtol=1e-3, atol=1e-4 * largest.item())
+    assert lines[-1]["policy/first_ratio_max_dev"] == 0
+    assert lines[-1]["policy/rollout_gap"] < 1e-4
+
+
+def test_a_tool_that_has_changed_does_not_continue_a_run(here):
+    Path("tool.py").write_text(TOOL)
+    args = tiny(tool="python:tool.py:look", train_steps=1, eval_every=1)
+    train(app, args)
+    Path("tool.py").write_text(TOOL.replace("ab", "ba"))
+    with pytest.raises(ValueError, match="look has other contents than at the start"):
+        train(app, change(args, train_steps=2))
+
+
+@pytest.mark.slow
+def test_a_net_of_random_weights_learns_to_call_a_tool(here, monkeypatch):
+    Path("tool.py").write_text(TOOL)
+    for name in ("train", "eval"):
+        lines = [{"prompt": f"say {i}", "pattern": r".*\[ab\].*"} for i in range(8)]
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    plain = tiny(
+        max_new_tokens=8, train_steps=40, group_size=32, batch_size=64, prompts_per_step=2, eval_every=40, lr=3e-3
+    )
+    lines = train(app, change(plain, tool="python:tool.py:look", tool_marks="? e [ ]"))
+    assert lines[0]["eval/reward"] < 0.3
+    assert lines[-1]["eval/reward"] > 0.8
 
 
 def test_a_model_of_all_media_trains_with_adapters_and_recomputation_as_without(here):
@@ -221,6 +294,7 @@ def answers(lengths, first=0):
     return TokenTrajectory(
         prompts=tuple(Prompt("x", i, i, i) for i in range(first, first + count)), media={}, rates={}, weight_version=0,
         encoded=({"input_ids": torch.arange(3)},) * count, tokens=torch.ones(count, most, dtype=torch.long), mask=mask,
+        forced=torch.zeros_like(mask),
         rollout_log_prob=torch.zeros(count, most), ended=torch.ones(count, dtype=torch.bool), answers=("",) * count,
         params=TokenParams(8),
     )  # fmt: skip
@@ -465,12 +539,19 @@ def test_an_answer_without_an_end_moves_nothing_where_it_is_masked(here):
         ({"max_prompt_tokens": 4}, "line 1: must have at most --max-prompt-tokens 4 tokens, got 2"),
         ({"overlong_tokens": 6}, r"--overlong-tokens must be <= --max-new-tokens \(5\), got 6"),
         ({"init_weights": "."}, "--init-weights: must be the folder of an adapter"),
+        ({"tool": "gone.py:look"}, "--tool must be python:FILE.py:FUNCTION with a file that exists, got gone.py:look"),
+        ({"tool": "python:gone.py:look"}, "--tool must be python:FILE.py:FUNCTION with a file that exists, got python"),
+        ({"tool": "python:tool.py:seek"}, "--tool: tool.py must have a function 'seek'"),
+        ({"tool": "python:tool.py:look", "engine": "vllm"}, "--tool needs --engine transformers, got --engine vllm"),
+        ({"tool_marks": "a b c"}, "--tool-marks must be four texts, of which the last does not end as the second, got"),
+        ({"tool_marks": "a b c ab"}, "--tool-marks must be four texts, of which the last does not end"),
         ({"prompts": "train-seen.jsonl"}, "line 2: prompts of a QwenText must hold only text, got image"),
     ],
 )
 def test_a_mistake_is_named(changes, words, here):
     Path("bert").mkdir()
     Path("bert/config.json").write_text('{"architectures": ["BertModel"]}')
+    Path("tool.py").write_text(TOOL)
     with pytest.raises(ValueError, match=words):
         train(app, tiny(**changes))
 

@@ -43,13 +43,15 @@ class TokenTrajectory(Samples):
     """The B answers of a batch.
 
     encoded: the results of `TokenModel.encode`, on the host. tokens: int64 [B, T], arbitrary after the end. mask: bool
-    [B, T], True for sampled tokens up to the end token. rollout_log_prob: the sampling policy's, float32 [B, T], 0
-    after the end. ended: bool [B], True with an end token. answers: B texts.
+    [B, T], True up to the end token. forced: bool [B, T], True for tokens of a tool's results, which the policy has
+    not sampled. rollout_log_prob: the sampling policy's, float32 [B, T], 0 after the end and where forced. ended: bool
+    [B], True with an end token. answers: B texts.
     """
 
     encoded: tuple[Cond, ...]
     tokens: Tensor
     mask: Tensor
+    forced: Tensor
     rollout_log_prob: Tensor
     ended: Tensor
     answers: tuple[str, ...]
@@ -59,6 +61,11 @@ class TokenTrajectory(Samples):
     def lengths(self) -> Tensor:
         """The number of tokens of each answer, int64 [B]."""
         return self.mask.sum(dim=1)
+
+    @property
+    def sampled(self) -> Tensor:
+        """True for the tokens that the policy has sampled, which are trained on, bool [B, T]."""
+        return self.mask & ~self.forced
 
     @classmethod
     def cat(cls, parts: Sequence[Self]) -> Self:
@@ -73,7 +80,7 @@ class TokenTrajectory(Samples):
     def _resized(self, length: int) -> Self:
         """Return the same answers, padded or truncated to `length`."""
         change = [0, length - self.tokens.shape[1]]  # a negative number truncates
-        names = ("tokens", "mask", "rollout_log_prob")
+        names = ("tokens", "mask", "forced", "rollout_log_prob")
         resized: dict[str, Any] = {name: pad(getattr(self, name), change) for name in names}
         return replace(self, **resized)
 
@@ -129,6 +136,9 @@ class TokenModel(Writer, Protocol):
 
     def decode(self, tokens: Tensor) -> str:
         """Return the text of one answer, without special tokens."""
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return the tokens of a text in an answer, which hold neither an end nor a suppressed token."""
 
     def save(self, net: nn.Module, weights: Mapping[str, Tensor], folder: Path) -> None:
         """Write full weights, by the net's names, in transformers' layout, with the checkpoint's other files."""

@@ -242,7 +242,8 @@ def pack(
     advantages, keep: [N], of all ranks' samples in order.
     """
     args, dist, drawn = run.args, run.dist, TokenTrajectory.cat(batches)
-    lengths = gather_by_index(dist, drawn.indices, drawn.lengths.float(), len(keep))
+    trained = drawn.sampled.sum(dim=1)
+    lengths = gather_by_index(dist, drawn.indices, trained.float(), len(keep))
     sizes = [(len(e["input_ids"]), n) for e, n in zip(drawn.encoded, drawn.lengths.tolist(), strict=True)]
     shares, own = keep.nonzero()[:, 0].tensor_split(args.num_minibatches), []
     for share in shares:
@@ -260,7 +261,7 @@ def pack(
             batch = drawn.select(rows).trim()
             is_real = len(chosen[-1]) < len(cuts)
             own_weights, own_advantages = weights[batch.indices] * is_real, advantages[batch.indices]
-            by = len(batch) * is_real / mean_answers, batch.lengths.sum().item() * is_real / mean_tokens
+            by = len(batch) * is_real / mean_answers, batch.sampled.sum().item() * is_real / mean_tokens
             chosen[-1].append(TokenBatch(batch, own_advantages.to(dist.device), own_weights.to(dist.device), *by))
     return chosen
 

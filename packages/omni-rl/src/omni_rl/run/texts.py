@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from omni_reward.media import TEXT as TEXT_KIND
 from omni_reward.rules import SCORER, check_meta, open_rules, version_of
+from omni_reward.scorers.user import load_user
 from omni_rollout.engines.transformers import TransformersEngine
 from omni_rollout.models.tokens import open_token_model
 from omni_rollout.tokens import TokenEngine, TokenModel, TokenParams
+from omni_rollout.tool import Tool
 from omni_train.dist import same_error
-from omni_train.files import probe_digest, write_folder_atomically
+from omni_train.files import file_digest, probe_digest, write_folder_atomically
 from omni_train.prepare import Preparation, adapt
 from omni_train.prompts.files import PromptRecord, load_prompts
 from omni_train.weights.card import CARD_FILE, model_card
@@ -68,6 +70,7 @@ def read(args: TokenArgs, world: World, needs: Needs) -> Inputs[TokenModel, Toke
     training = load_prompts(args.prompts, media_root=args.media_root)
     media = sorted({file for record in training for file in media_files(record)})
     config: dict[str, object] = {"media_digest": probe_digest(media, num_blocks=1)} if media else {}
+    config |= {"tool_digest": file_digest(args.tool_file)} if args.tool else {}
     return Inputs(
         model,
         params,
@@ -137,7 +140,10 @@ def open_engine(
         most = args.max_prompt_tokens and args.max_prompt_tokens + answer
         dtype, share = getattr(torch, args.dtype), args.gpu_memory_utilization
         return model, VllmEngine(model, device=dist.device, dtype=dtype, memory_share=share, max_tokens=most)
-    return model, TransformersEngine(model, net, synced=sharding(args, dist.world_size) == "fsdp2")
+    tool = None
+    if args.tool and not args.dry_run:
+        tool = Tool(load_user(args.tool, "text"), args.marks)
+    return model, TransformersEngine(model, net, synced=sharding(args, dist.world_size) == "fsdp2", tool=tool)
 
 
 def export(run: TokenRun[TokenArgs], card: Mapping[str, object] | None) -> None:

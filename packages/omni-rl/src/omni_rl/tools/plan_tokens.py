@@ -55,7 +55,15 @@ def sample_ends(
     device.burst(max(peaks), operations)
     whole = torch.ones(len(prompts), params.max_new_tokens, dtype=torch.bool)
     log_prob, ended = torch.zeros(whole.shape), ~whole[:, 0]
-    return replace(drawn, tokens=whole.long(), mask=whole, rollout_log_prob=log_prob, ended=ended, params=params)
+    return replace(
+        drawn,
+        tokens=whole.long(),
+        mask=whole,
+        forced=~whole,
+        rollout_log_prob=log_prob,
+        ended=ended,
+        params=params,
+    )
 
 
 def measured(

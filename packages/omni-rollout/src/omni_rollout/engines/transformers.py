@@ -5,6 +5,7 @@ Trainers compute the old policy's with `score_tokens`, and use those of this eng
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from omni_sched import INITIAL_NOISE, step_noise
@@ -12,21 +13,23 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from omni_rollout.tokens import TokenModel, TokenParams, TokenTrajectory, token_log_probs
+from omni_rollout.tool import Calls, Tool
 from omni_rollout.types import Cond, Prompt
 
 
 class TransformersEngine:
     """An engine that samples with a language model's net, as returned by `TokenModel.load_net`.
 
-    synced: True if the net is sharded: all ranks call it until the answers of all ranks have ended.
+    synced: True if the net is sharded: all ranks call it until the answers of all ranks have ended. tool: that answers
+    may call.
     """
 
     shares_weights = True
     is_exact = True
     moved_bytes = 0
 
-    def __init__(self, model: TokenModel, net: nn.Module, *, synced: bool = False) -> None:
-        self.model, self.net, self.synced = model, net, synced
+    def __init__(self, model: TokenModel, net: nn.Module, *, synced: bool = False, tool: Tool | None = None) -> None:
+        self.model, self.net, self.synced, self.tool = model, net, synced, tool
         self.weight_version = 0
 
     @torch.no_grad()
@@ -40,7 +43,8 @@ class TransformersEngine:
         device, none = next(self.net.parameters()).device, torch.empty(len(prompts), 0, dtype=torch.long)
         inputs = self.model.inputs(encoded, none.to(device), none.bool().to(device))
         inputs.pop("position_ids", None)  # generation computes them from the mask
-        sampler = TokenSampler([prompt.seed for prompt in prompts], self.model.suppressed, params)
+        calls = Calls(self.tool, self.model, len(prompts)) if self.tool else None
+        sampler = TokenSampler([prompt.seed for prompt in prompts], self.model.suppressed, params, calls=calls)
         ends, most = [*self.model.ends], params.max_new_tokens
         config = GenerationConfig(
             max_new_tokens=most, do_sample=False, eos_token_id=ends, pad_token_id=ends[0], use_cache=True
@@ -55,8 +59,10 @@ class TransformersEngine:
         finally:
             last.remove()
         tokens = whole[:, inputs["input_ids"].shape[1] :]
-        texts = self.model.ends, self.model.decode
-        return answers_of(tokens, sampler.log_probs, *texts, prompts, encoded, params, self.weight_version)
+        found = answers_of(
+            tokens, sampler.log_probs, self.model.ends, self.model.decode, prompts, encoded, params, self.weight_version
+        )
+        return replace(found, forced=torch.stack(sampler.forced, dim=1).cpu() & found.mask) if calls else found
 
     def adopt(self, params: Iterable[tuple[str, nn.Parameter]]) -> int:
         """Return 0: the trainer's parameters are those of this engine."""
@@ -110,7 +116,18 @@ def answers_of(
     tokens, mask, ended = tokens.cpu(), mask.cpu(), is_end.any(dim=1).cpu()
     answers = tuple(decode(row[kept]) for row, kept in zip(tokens, mask, strict=True))
     return TokenTrajectory(
-        tuple(prompts), {}, {}, weight_version, encoded, tokens, mask, log_prob, ended, answers, params
+        prompts=tuple(prompts),
+        media={},
+        rates={},
+        weight_version=weight_version,
+        encoded=encoded,
+        tokens=tokens,
+        mask=mask,
+        forced=torch.zeros_like(mask),
+        rollout_log_prob=log_prob,
+        ended=ended,
+        answers=answers,
+        params=params,
     )
 
 
@@ -121,16 +138,24 @@ class TokenSampler:
     """A sampler of next tokens by inverse transform sampling, with a uniform number of each sample's seed.
 
     transformers calls it with logits [B, V], and selects the only token whose result is not -inf. log_probs: of the
-    tokens sampled so far, [B] each. stream: of a sample's noise; each use of a seed has another.
+    tokens so far, [B] each. calls: of a tool, whose results take the place of sampled tokens. forced: of the tokens so
+    far whether they are such ones, [B] each; empty without `calls`. stream: of a sample's noise; each use of a seed has
+    another.
     """
 
     def __init__(
-        self, seeds: Sequence[int], suppressed: Sequence[int], params: TokenParams, *, stream: int = INITIAL_NOISE
+        self,
+        seeds: Sequence[int],
+        suppressed: Sequence[int],
+        params: TokenParams,
+        *,
+        calls: Calls | None = None,
+        stream: int = INITIAL_NOISE,
     ) -> None:
         normal = step_noise(seeds, stream, (params.max_new_tokens,))
         self.places = (torch.special.ndtr(normal.double()) * UNITS).long()  # [B, T]
         self.suppressed, self.params = suppressed, params
-        self.log_probs: list[Tensor] = []
+        self.calls, self.log_probs, self.forced = calls, list[Tensor](), list[Tensor]()
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         log_probs = token_log_probs(scores, self.suppressed, self.params)
@@ -141,5 +166,11 @@ class TokenSampler:
         place = self.places[:, len(self.log_probs)].to(share.device) * share[:, -1] // UNITS
         rank = torch.searchsorted(share, place[:, None], right=True).clamp(max=share.shape[-1] - 1)
         token = order.gather(-1, rank)
-        self.log_probs.append(log_probs.gather(-1, token)[:, 0])
+        log_prob = log_probs.gather(-1, token)
+        if self.calls:
+            given = self.calls.next(input_ids[:, input_ids.shape[1] - len(self.log_probs) :])[:, None]
+            is_given = given >= 0
+            token, log_prob = torch.where(is_given, given, token), torch.where(is_given, 0.0, log_prob)
+            self.forced.append(is_given[:, 0])
+        self.log_probs.append(log_prob[:, 0])
         return torch.full_like(scores, -torch.inf).scatter(-1, token, 0.0)

@@ -259,6 +259,11 @@ class TransformersModel:
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
         return text
 
+    def tokenize(self, text: str) -> list[int]:
+        """Return the tokens of a text in an answer, without those that the text has no right to: ends and media."""
+        left_out = {*self.ends, *self.suppressed}
+        return [token for token in self.tokenizer(text, add_special_tokens=False).input_ids if token not in left_out]
+
     def save(self, net: nn.Module, weights: Mapping[str, Tensor], folder: Path) -> None:
         """Write full weights, by the net's names, in transformers' layout, with the checkpoint's other files."""
         empty: Any = self.empty_net()

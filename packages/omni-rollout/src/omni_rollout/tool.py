@@ -1,0 +1,64 @@
+"""A tool that a language model calls in its answer: a Python function of a text, whose result the answer goes on with.
+
+The tokens of a result are in the answer and in the net's context, but the policy has not sampled them: they are masked
+from losses, ratios and divergences, as in Search-R1 (arXiv 2503.09516).
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from omni_rollout.tokens import TokenModel
+
+MARKS = ("<tool>", "</tool>", "<result>", "</result>")
+MOST_CHARACTERS = 2000  # of a result; the rest is cut off
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function of a call's text. marks: before and after a call, and before and after its result."""
+
+    function: Callable[[str], object]
+    marks: tuple[str, str, str, str] = MARKS
+
+    def __post_init__(self) -> None:
+        if len(self.marks) != 4 or not all(self.marks) or self.marks[3].endswith(self.marks[1]):
+            rule = "marks must be four texts, of which the last does not end as the second"
+            raise ValueError(f"{rule}, got {self.marks}")
+
+    def follow(self, answer: str) -> str:
+        """Return the result of the call at the end of an answer; nothing if there is none.
+
+        An exception is a result too: the model reads it.
+        """
+        before, after, *around = self.marks
+        if not answer.endswith(after):
+            return ""
+        call = answer.removesuffix(after).rpartition(before)[2]
+        try:
+            result = str(self.function(call))
+        except Exception as exc:  # a user's function may raise anything
+            result = f"{type(exc).__name__}: {exc}"
+        return result[:MOST_CHARACTERS].join(around)
+
+
+class Calls:
+    """The results that the answers of a batch are going on with, while their tokens are sampled."""
+
+    def __init__(self, tool: Tool, model: TokenModel, count: int) -> None:
+        """Begin without any. count: B."""
+        self._tool, self._model = tool, model
+        self._waiting = [deque[int]() for _ in range(count)]
+
+    def next(self, answers: Tensor) -> Tensor:
+        """Return the next token of a result, -1 where the policy samples, int64 [B]. answers: tokens so far [B, t]."""
+        mark, own = self._tool.marks[1], answers.cpu()
+        for tokens, waiting in zip(own, self._waiting, strict=True):
+            if waiting or not len(tokens) or int(tokens[-1]) in self._model.ends:
+                continue
+            if self._model.decode(tokens[-len(mark.encode()) :]).endswith(mark):  # a token has a byte at least
+                waiting += self._model.tokenize(self._tool.follow(self._model.decode(tokens)))
+        return torch.tensor([waiting.popleft() if waiting else -1 for waiting in self._waiting], device=answers.device)
