@@ -165,7 +165,7 @@ def test_what_a_tool_says_is_in_no_loss(here, monkeypatch):
         return metrics
 
     monkeypatch.setattr(app, "update", both)
-    lines = train(app, change(plain, tool="python:tool.py:look", tool_marks=f"? {mark} [ ]"))
+    lines = train(app, change(plain, tool_function="python:tool.py:look", tool_marks=f"? {mark} [ ]"))
     ((ours, wanted, forced),) = found
     assert forced >= 4
     largest = max(grad.abs().max() for grad in wanted if grad is not None)
@@ -178,10 +178,10 @@ def test_what_a_tool_says_is_in_no_loss(here, monkeypatch):
 
 def test_a_tool_that_has_changed_does_not_continue_a_run(here):
     Path("tool.py").write_text(TOOL)
-    args = tiny(tool="python:tool.py:look", train_steps=1, eval_every=1)
+    args = tiny(tool_function="python:tool.py:look", train_steps=1, eval_every=1)
     train(app, args)
     Path("tool.py").write_text(TOOL.replace("ab", "ba"))
-    with pytest.raises(ValueError, match="look has other contents than at the start"):
+    with pytest.raises(ValueError, match="has other contents than at the start"):
         train(app, change(args, train_steps=2))
 
 
@@ -194,7 +194,7 @@ def test_a_net_of_random_weights_learns_to_call_a_tool(here, monkeypatch):
     plain = tiny(
         max_new_tokens=8, train_steps=40, group_size=32, batch_size=64, prompts_per_step=2, eval_every=40, lr=3e-3
     )
-    lines = train(app, change(plain, tool="python:tool.py:look", tool_marks="? e [ ]"))
+    lines = train(app, change(plain, tool_function="python:tool.py:look", tool_marks="? e [ ]"))
     assert lines[0]["eval/reward"] < 0.3
     assert lines[-1]["eval/reward"] > 0.8
 
@@ -539,12 +539,21 @@ def test_an_answer_without_an_end_moves_nothing_where_it_is_masked(here):
         ({"max_prompt_tokens": 4}, "line 1: must have at most --max-prompt-tokens 4 tokens, got 2"),
         ({"overlong_tokens": 6}, r"--overlong-tokens must be <= --max-new-tokens \(5\), got 6"),
         ({"init_weights": "."}, "--init-weights: must be the folder of an adapter"),
-        ({"tool": "gone.py:look"}, "--tool must be python:FILE.py:FUNCTION with a file that exists, got gone.py:look"),
-        ({"tool": "python:gone.py:look"}, "--tool must be python:FILE.py:FUNCTION with a file that exists, got python"),
-        ({"tool": "python:tool.py:seek"}, "--tool: tool.py must have a function 'seek'"),
-        ({"tool": "python:tool.py:look", "engine": "vllm"}, "--tool needs --engine transformers, got --engine vllm"),
-        ({"tool_marks": "a b c"}, "--tool-marks must be four texts, of which the last does not end as the second, got"),
-        ({"tool_marks": "a b c ab"}, "--tool-marks must be four texts, of which the last does not end"),
+        (
+            {"tool_function": "gone.py:look"},
+            "--tool.function must be python:FILE.py:FUNCTION .*, got gone.py:look",
+        ),
+        (
+            {"tool_function": "python:gone.py:look"},
+            "--tool.function must be python:FILE.py:FUNCTION with a file that exists",
+        ),
+        ({"tool_function": "python:tool.py:seek"}, "--tool.function: tool.py must have a function 'seek'"),
+        (
+            {"tool_function": "python:tool.py:look", "engine": "vllm"},
+            "--tool.function needs --engine transformers",
+        ),
+        ({"tool_marks": "a b c"}, "--tool.marks must be four texts, of which the last does not end as the second, got"),
+        ({"tool_marks": "a b c ab"}, "--tool.marks must be four texts, of which the last does not end"),
         ({"prompts": "train-seen.jsonl"}, "line 2: prompts of a QwenText must hold only text, got image"),
     ],
 )

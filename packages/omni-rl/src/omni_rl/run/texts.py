@@ -70,7 +70,7 @@ def read(args: TokenArgs, world: World, needs: Needs) -> Inputs[TokenModel, Toke
     training = load_prompts(args.prompts, media_root=args.media_root)
     media = sorted({file for record in training for file in media_files(record)})
     config: dict[str, object] = {"media_digest": probe_digest(media, num_blocks=1)} if media else {}
-    config |= {"tool_digest": file_digest(args.tool_file)} if args.tool else {}
+    config |= {"tool.function_digest": file_digest(args.tool.file)} if args.tool.function else {}
     return Inputs(
         model,
         params,
@@ -141,8 +141,8 @@ def open_engine(
         dtype, share = getattr(torch, args.dtype), args.gpu_memory_utilization
         return model, VllmEngine(model, device=dist.device, dtype=dtype, memory_share=share, max_tokens=most)
     tool = None
-    if args.tool and not args.dry_run:
-        tool = Tool(load_user(args.tool, "text"), args.marks)
+    if args.tool.function and not args.dry_run:
+        tool = Tool(load_user(args.tool.function, "text"), args.tool.texts)
     return model, TransformersEngine(model, net, synced=sharding(args, dist.world_size) == "fsdp2", tool=tool)
 
 

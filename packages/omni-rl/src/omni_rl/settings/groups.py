@@ -1,6 +1,7 @@
 """Groups of settings that trainers share, each a table of a TOML file. Imports no torch."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 from omni_rl.settings.fields import MAY_CHANGE, SECRET, SHOWN, Was, at_least, between
@@ -113,6 +114,32 @@ class Scorer:
     )
     proxy: Annotated[Literal["none", "env"], MAY_CHANGE] = "none"  # Proxy for other hosts; env: HTTP_PROXY
     on_failure: Annotated[OnFailure, Was(), MAY_CHANGE] = "raise"  # End the run, or leave out the samples or groups
+
+
+@dataclass(frozen=True)
+class ToolCalls:
+    """A function that answers may call, whose results they go on with."""
+
+    function: str = ""  # The function of a text, as python:FILE.py:FUNCTION; results are masked in the update
+    marks: str = "<tool> </tool> <result> </result>"  # Texts around a call, and around its result
+
+    @property
+    def texts(self) -> tuple[str, str, str, str]:
+        """The texts of the marks.
+
+        Raises:
+            ValueError: they are not four, or the last ends as the second.
+        """
+        found = self.marks.split()
+        if len(found) != 4 or found[3].endswith(found[1]):
+            rule = "--tool.marks must be four texts, of which the last does not end as the second"
+            raise ValueError(f"{rule}, got {self.marks!r}")
+        return found[0], found[1], found[2], found[3]
+
+    @property
+    def file(self) -> Path:
+        """The file of the function."""
+        return Path(self.function.partition(":")[2].rpartition(":")[0])
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from omni_rl.settings.args import RunArgs, WindowArgs, check_run, check_scored, check_window, num_ranks, read_prompts
 from omni_rl.settings.eval_sets import ThoughtEval, TokenEval, check_sets
 from omni_rl.settings.fields import at_least, between, flag, require
-from omni_rl.settings.groups import TokenScorer
+from omni_rl.settings.groups import TokenScorer, ToolCalls
 
 if TYPE_CHECKING:
     from omni_reward.rules import Rules
@@ -25,9 +24,9 @@ class TokenArgs(RunArgs):
     max_prompt_tokens: Annotated[int, at_least(0)] = 0  # Most tokens of a prompt and its media; 0 is any
     max_new_tokens: Annotated[int, between(1, 2**20)] = 1024  # Most tokens of an answer
     temperature: Annotated[float, between(1e-3, 100)] = 1.0  # Temperature of the rollout and of trained log-probs
-    tool: str = ""  # Function that answers may call, python:FILE.py:FUNCTION; its results are masked in the update
-    tool_marks: str = "<tool> </tool> <result> </result>"  # Texts around a call, and around its result
     draw_ahead: Annotated[int, at_least(0)] = 0  # Updates for which a step's samples wait while they are scored
+
+    tool: ToolCalls = ToolCalls()  # A function that answers may call
 
     # Data
     group_size: Annotated[int, between(2, 65_536)] = 16  # Samples of each prompt
@@ -49,24 +48,6 @@ class TokenArgs(RunArgs):
     def has_trained_engine(self) -> bool:
         """True if the engine samples with the net that is trained."""
         return self.engine != "vllm"
-
-    @property
-    def marks(self) -> tuple[str, str, str, str]:
-        """The texts of --tool-marks.
-
-        Raises:
-            ValueError: they are not four, or the last ends as the second.
-        """
-        found = self.tool_marks.split()
-        if len(found) != 4 or found[3].endswith(found[1]):
-            rule = "--tool-marks must be four texts, of which the last does not end as the second"
-            raise ValueError(f"{rule}, got {self.tool_marks!r}")
-        return found[0], found[1], found[2], found[3]
-
-    @property
-    def tool_file(self) -> Path:
-        """The file of --tool."""
-        return Path(self.tool.partition(":")[2].rpartition(":")[0])
 
     @property
     def rules(self) -> "Rules":
@@ -92,7 +73,8 @@ def check_tokens(args: TokenArgs) -> None:
     own = [held.temperature for held in args.eval.sets if held.temperature is not None]
     temperatures = [args.temperature, args.eval.temperature, *own]  # vLLM would draw with 0.01 for any below
     require(
-        (args.engine != "vllm" or not args.tool, "--tool needs --engine transformers, got --engine vllm"),
+        (args.engine != "vllm" or not args.tool.function,
+         "--tool.function needs --engine transformers, got --engine vllm"),
         (args.engine != "vllm" or find_spec("vllm"),
          "--engine vllm must be installed: pip install 'omni-rollout[vllm]', or for a CPU make install-vllm"),
         (args.engine != "vllm" or all(0.01 <= value <= 2 for value in temperatures),
@@ -102,15 +84,15 @@ def check_tokens(args: TokenArgs) -> None:
         (args.engine != "vllm" or args.memory.base_dtype == "auto",
          f"--memory.base-dtype {args.memory.base_dtype} needs the embedded engine, got --engine {args.engine}"),
     )  # fmt: skip
-    _ = args.marks
-    if args.tool:
+    tool, _ = args.tool.function, args.tool.texts
+    if tool:
         from omni_reward.scorers.user import PREFIX, check_user
 
-        file = args.tool_file
-        require((args.tool.startswith(PREFIX) and file.suffix == ".py" and file.is_file(),
-                 f"--tool must be python:FILE.py:FUNCTION with a file that exists, got {args.tool}"))  # fmt: skip
-        with flag("--tool: "):
-            check_user(args.tool, "text")
+        file = args.tool.file
+        require((tool.startswith(PREFIX) and file.suffix == ".py" and file.is_file(),
+                 f"--tool.function must be python:FILE.py:FUNCTION with a file that exists, got {tool}"))  # fmt: skip
+        with flag("--tool.function: "):
+            check_user(tool, "text")
     with flag("--reward: "):
         asks = SCORER in args.rules.reward.specs.values()
     require(
