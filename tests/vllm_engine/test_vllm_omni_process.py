@@ -16,6 +16,7 @@ from omni_rollout.engines.vllm_omni.worker import check_versions
 from omni_rollout.models import open_model
 from omni_train.dist import same_error
 from omni_train.shard import shard
+from omni_train.weights import full
 from omni_train.weights.full import named_weights
 from torch.multiprocessing.reductions import StorageWeakRef
 from vllm_omni.diffusion.worker.diffusion_worker import DiffusionWorker
@@ -116,7 +117,10 @@ def test_two_ranks_sample_train_and_sync(run_ranks, mode):
         assert results[0]["x0"] == results[1]["x0"]  # both engines have the weights that both ranks trained
 
 
-def test_a_streamed_sync_has_one_gathered_parameter_at_a_time(run_ranks):
+def test_a_streamed_sync_has_one_gathered_group_at_a_time(run_ranks, monkeypatch):
+    """Here of one parameter each."""
+    monkeypatch.setattr(full, "GROUP_BYTES", 1)
+
     def work(dist):
         engine = open_engine(device=dist.device)
         net = load_net()
