@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from omni_train.checkpoint.parts import deal_by_size, file_header
+from omni_train.checkpoint.state import in_batches
 from omni_train.dist import Dist, gather_json, same_error
 from omni_train.files import new_folder
 from omni_train.lora import adapter_layers, base_name, lora_layers
@@ -58,10 +59,10 @@ def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in module.state_dict(keep_vars=True).items()
         if not name.startswith(adapters)
     }
-    for names in _groups({name: sum(tensor.nbytes for tensor in tensors) for name, tensors in sources.items()}):
-        whole = iter(gather([tensor for name in names for tensor in sources[name]]))
-        for name in names:
-            weight, *pair = islice(whole, len(sources[name]))
+    for group in in_batches(sources.items(), GROUP_BYTES, num_bytes=lambda item: sum(each.nbytes for each in item[1])):
+        whole = iter(gather([tensor for _, tensors in group for tensor in tensors]))
+        for name, tensors in group:
+            weight, *pair = islice(whole, len(tensors))
             yield base_name(name), _merged(adapted[name], weight, *pair) if pair else weight
             del weight, pair
         del whole  # before the next ones are gathered
@@ -97,19 +98,6 @@ def _padded(shard: DTensor, ranks: int) -> Tensor:
     padded = rows.new_zeros(length, *rows.shape[1:])
     padded[: len(rows)] = rows
     return padded
-
-
-def _groups(sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Yield the names in order, in groups of at most GROUP_BYTES, or of one."""
-    group, total = list[str](), 0
-    for name, size in sizes.items():
-        if group and total + size > GROUP_BYTES:
-            yield group
-            group, total = [], 0
-        group.append(name)
-        total += size
-    if group:
-        yield group
 
 
 @torch.no_grad()
