@@ -30,8 +30,10 @@ SHAPE: dict[str, Any] = record.LORA | {
     "train_steps": 3,
 }  # fmt: skip
 GUIDED: dict[str, Any] = SHAPE | {"true_cfg_scale": 3.0}
-CASES = {  # of 2 ranks, each with 2 batches of 4 pictures; dpo takes pairs of pictures that are there
-    "flowgrpo": record.grpo(ranks=2, **GUIDED, num_inference_steps=10, window_size=2, window_high=5),
+WINDOW: dict[str, Any] = {"num_inference_steps": 10, "window_size": 2, "window_high": 5}
+CASES = {  # of 2 ranks, or pairs, each with 2 batches of 4 pictures; dpo takes pairs of pictures that are there
+    "flowgrpo": record.grpo(ranks=2, **GUIDED, **WINDOW),
+    "flowgrpo, context": record.grpo(ranks=4, sharding_context_parallel=2, **SHAPE, **WINDOW),
     "nft": record.nft(ranks=2, **GUIDED),
     "dpo": record.dpo(ranks=2, **SHAPE),
     "srpo": record.srpo(ranks=2, **SHAPE | {"prompts_per_step": 16, "group_size": 1}),

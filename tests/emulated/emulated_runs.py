@@ -65,6 +65,9 @@ CASES = {
     "srpo full": record.srpo(**SMALL),
     "srpo LoRA": record.srpo(**SMALL, **record.SLOW_LORA, **RECOMPUTED),
     "flowgrpo LoRA, fsdp2": record.grpo(ranks=2, sharding_mode="fsdp2", adv_std="group", **FEW, **record.LORA),
+    "flowgrpo full, fsdp2, context": record.grpo(
+        ranks=4, sharding_mode="fsdp2", sharding_size=2, sharding_context_parallel=2, **FEW
+    ),
     "nft LoRA, ddp": record.nft(ranks=2, sharding_mode="ddp", adv_std="group", **FEW, **record.LORA, kl_coef=0.1),
     "dpo full, fsdp2": record.dpo(ranks=2, sharding_mode="fsdp2", **FEW),
     "distill LoRA": record.distill(**FEW, **record.LORA, teacher_true_cfg_scale=3.0),

@@ -129,14 +129,13 @@ def init_distributed(
     timeout = timedelta(seconds=timeout_s)
     has_old_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # it outlives the ranks
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    torch_dist.init_process_group(
+    torch_dist.init_process_group(  # without `device_id`: torch would split it for each mesh, as few backends can
         backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}",
         init_method=None if has_old_store else init_method,
         store=_meet(rank, world_size, timeout) if has_old_store else None,
         rank=rank,
         world_size=world_size,
         timeout=timeout,
-        device_id=None if device.type == "cpu" else device,
     )
     mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp",))
     dist = Dist(rank=rank, world_size=world_size, local_rank=local_rank, device=device, mesh=mesh)
