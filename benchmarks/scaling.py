@@ -341,6 +341,25 @@ def efficiency(job: Job, how: How, gpus: int, speed: Args, counts: Mapping[str, 
     return ideal / sum(found.values()), f"{wall} {found[wall]:.2f} s of {sum(found.values()):.2f}"
 
 
+def apart(job: Job, gpus: int, speed: Args, *, more: int = 0, share: float = 1.0) -> tuple[int, float]:
+    """Return the ranks that only sample with which a step is shortest, and how much faster than all `gpus` it then is.
+
+    With `--draw-ahead 1`, which keeps both roles busy. more: GPUs beside them that can only sample, of a `share` of
+    their speed. What is trained travels over the network, before each step that is sampled.
+    """
+    samples, rate = job.samples or 16 * gpus, speed.tflops * 1e12
+    sampling, training = samples * (job.rollout / rate + job.decode_s), samples * job.update / rate
+    sending = job.trained * 4 / (speed.net_gbs * 1e9)
+    together = (sampling + training) / gpus
+
+    def step(count: int) -> float:
+        power = more * share if more else count
+        return max(sampling / power + sending, training / (gpus - (0 if more else count)))
+
+    best = more or min(range(1, gpus), key=step)
+    return best, together / step(best)
+
+
 def whole(known: Mapping[str, Rates]) -> dict[str, Rates]:
     """Return the rates of 2 ranks with those of bytes also as shares of all that is trained."""
     found, trained = dict(known), known["trained, bytes"].step
@@ -366,6 +385,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"| {'LoRA' if lora else 'all weights'}: {kind} | {cells} |")
     for job in JOBS:
         print("\n".join(simulated(job, speed, counts[not job.is_full])))
+    print("\n| 64 GPUs | of which only sample | speed | 64 slow ones sample | 128 slow ones |")
+    print("| --- | --- | --- | --- | --- |")
+    for job in JOBS:
+        best, speeds = apart(job, 64, speed)[0], [apart(job, 64, speed, more=m, share=0.4)[1] for m in (0, 64, 128)]
+        print(f"| {job.name} | {best} | {' | '.join(f'{each:.2f}' for each in speeds)} |")
 
 
 def simulated(job: Job, speed: Args, counts: Mapping[str, Rates]) -> list[str]:

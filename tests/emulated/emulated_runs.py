@@ -68,6 +68,7 @@ CASES = {
     "flowgrpo full, fsdp2, context": record.grpo(
         ranks=4, sharding_mode="fsdp2", sharding_size=2, sharding_context_parallel=2, **FEW
     ),
+    "nft LoRA, a rank that samples": record.nft(ranks=2, sharding_rollout_ranks=1, **FEW, **record.LORA),
     "nft LoRA, ddp": record.nft(ranks=2, sharding_mode="ddp", adv_std="group", **FEW, **record.LORA, kl_coef=0.1),
     "dpo full, fsdp2": record.dpo(ranks=2, sharding_mode="fsdp2", **FEW),
     "distill LoRA": record.distill(**FEW, **record.LORA, teacher_true_cfg_scale=3.0),

@@ -46,7 +46,9 @@ def test_a_plan_tells_the_peak_of_a_run(tmp_path, monkeypatch, fresh, name):
     lines = [json.loads(line) for line in (folder / "runs/run/metrics.jsonl").read_text().splitlines()]
     app = importlib.import_module(case.app)
     monkeypatch.chdir(folder)
-    planned = plan.measure(app.main, fields.build(app.Args, settings | {"dry_run": True, "memory_device_gb": 1.0}), case.ranks)
+    planned = plan.measure(
+        app.main, fields.build(app.Args, settings | {"dry_run": True, "memory_device_gb": 1.0}), case.ranks
+    )
     assert planned.peak / 2**20 == pytest.approx(max(line.get("perf/peak_memory_mb", 0) for line in lines), rel=0.05)
 
 

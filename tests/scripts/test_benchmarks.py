@@ -195,6 +195,12 @@ def test_a_simulated_step_is_its_operations_and_what_they_wait_for():
     assert share(scaling.How("", server_gpus=8), score_s=0.05)[0] == pytest.approx(1 / 1.4)
     assert share(scaling.How(""), samples=32) == (0, "fewer samples than ranks")
     assert share(scaling.How("", context=True), samples=32)[0] == pytest.approx(1 / 1.08)
+    even = scaling.replace(job, rollout=0.5e12, update=0.5e12, trained=0.0)
+    assert scaling.apart(even, 64, speed) == (32, pytest.approx(1))  # a step of 1 s either way
+    assert scaling.apart(even, 64, speed, more=128, share=0.5) == (128, pytest.approx(2))
+    assert scaling.apart(even, 64, speed, more=32, share=0.5) == (32, pytest.approx(0.5))
+    sent = scaling.replace(even, trained=10e9)  # 40 GB at 40 GB/s
+    assert scaling.apart(sent, 64, speed, more=128, share=0.5) == (128, pytest.approx(2 / 3))
 
 
 def test_each_rank_waits_for_the_scores_of_its_own_images(capfd):

@@ -52,6 +52,7 @@ class Dist:
     machines: groups for messages by machine: this rank and those of its number in the other machines, and the ranks of
         its machine. None if messages go in one ring of all ranks.
     context: number of ranks in a row, a share, that compute each forward together. They hold the same samples.
+    first: number of ranks of another role before these, which only sample then; see `omni_train.roles`.
     """
 
     rank: int
@@ -62,6 +63,7 @@ class Dist:
     is_planned: bool = False
     machines: tuple[torch_dist.ProcessGroup, torch_dist.ProcessGroup] | None = None
     context: int = 1
+    first: int = 0
 
     @property
     def share(self) -> int:
@@ -75,8 +77,8 @@ class Dist:
 
     @property
     def is_main(self) -> bool:
-        """True on rank 0, the only one that writes and prints."""
-        return self.rank == 0 and not self.is_planned
+        """True on rank 0 of all, the only one that writes and prints."""
+        return self.rank == self.first == 0 and not self.is_planned
 
 
 @dataclass(frozen=True)
@@ -421,7 +423,7 @@ def same_error(dist: Dist) -> Iterator[None]:
     report = None if error is None else [[isinstance(error, kind) for kind in kinds].index(True), str(error)]
     for rank, entry in enumerate(gather_json(dist, report)):
         if isinstance(entry, list):
-            raise kinds[entry[0]](entry[1] if dist.mesh is None else f"rank {rank}: {entry[1]}") from error
+            raise kinds[entry[0]](entry[1] if dist.mesh is None else f"rank {dist.first + rank}: {entry[1]}") from error
 
 
 def is_lost_rank(error: BaseException) -> bool:
@@ -500,7 +502,7 @@ def _gather(dist: Dist, message: bytes) -> list[bytes]:
     if dist.mesh is None or dist.is_planned:
         return [message] * (dist.world_size if dist.is_planned else 1)
     rows = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-    for group in dist.machines or (None,):
+    for group in dist.machines or (dist.mesh.get_group(),):
         gathered = torch.empty(torch_dist.get_world_size(group), *rows.shape, dtype=torch.uint8)
         torch_dist.all_gather(list(gathered.unbind()), rows, group=group)
         rows = gathered

@@ -107,6 +107,26 @@ def window_params(
 def sample(
     run: MediaRun[MediaArgs], prompts: Sequence[Prompt], params: Params, *, unit: int = 1, scorer: Scorer | None = None
 ) -> Rollout[Trajectory]:
+    """Return this rank's batches of `prompts`, which other ranks sample if some only do that.
+
+    The arguments are those of `sample_here`.
+    """
+    if run.samplers is None:
+        return sample_here(run, prompts, params, unit=unit, scorer=scorer)
+    in_a_row = max(run.args.batch_size, unit, group_of(prompts, scorer or run.scorer))
+    own = [*deal(prompts, run.dist, run.args.batch_size, unit=in_a_row)]
+    run.counts["drawn"] += sum(map(len, own))
+    return Rollout(prompts, *run.samplers.expect(own, params, in_a_row), in_a_row)
+
+
+def group_of(prompts: Sequence[Prompt], scorer: Scorer) -> int:
+    """Return the size of the groups that the scorer takes whole; 1 if it takes any samples."""
+    return sum(prompt.group == prompts[0].group for prompt in prompts) if scorer.takes_groups else 1
+
+
+def sample_here(
+    run: MediaRun[MediaArgs], prompts: Sequence[Prompt], params: Params, *, unit: int = 1, scorer: Scorer | None = None
+) -> Rollout[Trajectory]:
     """Return this rank's batches of `prompts`; one is scored while the next one is sampled.
 
     With a scorer of groups, each group is dealt to one rank, and scored after its last batch. Ranks that compute each
@@ -119,8 +139,8 @@ def sample(
     """
     batches, scored, pending, scorer = [], list[Trajectory](), list[Pending](), scorer or run.scorer
     dist, batch_size = run.dist, run.args.batch_size
-    group = sum(prompt.group == prompts[0].group for prompt in prompts)
-    unit = max(unit, group) if scorer.takes_groups else unit
+    group = group_of(prompts, scorer)
+    unit = max(unit, group)
     for number, (own, following) in enumerate(pairwise([*deal(prompts, dist, batch_size, unit=unit), ()])):
         is_scored = number // max(1, unit // batch_size) % dist.context == dist.rank % dist.context
         batch = run.engine.generate(own, replace(params.of_size(own[0].size), decode=is_scored))
@@ -165,7 +185,7 @@ def evaluate_set(run: MediaRun[MediaArgs], held: HeldOut[Params, Scorer]) -> tup
     group = held.samples if any(scorer.takes_groups for scorer in asked) else 1
     filled = fill_batches(prompts, run.args.batch_size, run.dist.num_shares, group=group)
     with gathered(run.policy.net) if "rollout" in run.policy.unshard else nullcontext():
-        rollout = sample(run, filled, held.params, unit=group, scorer=held.scorer)
+        rollout = sample_here(run, filled, held.params, unit=group, scorer=held.scorer)
     batches = rollout.scored
     parts = [batches[: end + 1] for end in range(len(batches))] if second else []
     watched = [future for own in parts for future in submit_groups(asked[-1], own, group, run.args.scorer.batch_size)]

@@ -35,6 +35,7 @@ from omni_rl.run.failures import BrokenRunError
 from omni_rl.run.metrics import GOLD_REWARD, error_of, falls
 from omni_rl.run.notify import announce
 from omni_rl.run.run import AnyRun, Step
+from omni_rl.run.serve import serve
 from omni_rl.settings.args import next_end, secret_flags, without_secrets
 from omni_rl.settings.fields import change, flat
 
@@ -117,6 +118,10 @@ class Loop(Generic[RunT]):
         Raises:
             RuntimeError: samples of a step are older, as the engine lacks weights.
         """
+        roles, samplers = self.run.world.roles, self.run.samplers
+        if roles and not samplers:
+            serve(self.run, roles, roll_out)  # type: ignore[arg-type]  # of media, as the settings say
+            return
         waiting = deque[T]()
         for now in self:
             ahead = self.run.args.draw_ahead
@@ -125,10 +130,15 @@ class Loop(Generic[RunT]):
                 if waiting and (self._asked or number >= next_end(self.run.args, now.number)):
                     break
                 step = Step(number, version=now.number) if waiting else now
+                if samplers:
+                    samplers.order(number, step.version)
                 waiting.append(roll_out(self.run, step))
                 step.version = self.run.version
                 self._ahead.append(step)
             step = self._ahead.popleft()
+            if samplers:
+                with self.run.phase("rollout"):
+                    self.run.counts.update(samplers.arrive())
             if step.staleness > ahead:
                 rule = f"samples must be at most {ahead} updates old, as --draw-ahead says"
                 raise RuntimeError(f"step {step.number + 1}: {rule}, got {step.staleness}: a sync is missing")
@@ -257,7 +267,8 @@ def costs(run: AnyRun, cpu_s: float) -> dict[str, float]:
     """Return metrics of what a step took on all ranks. cpu_s: CPU seconds of this one."""
     with_gradients = sum(samples for (_, has_gradient, _), samples in run.calls.items() if has_gradient)
     samples = [count / run.dist.context for count in (sum(run.calls.values()), with_gradients)]
-    by_rank = gather_json(run.dist, [*samples, cpu_s])
+    samples[0] += run.counts["forwards"]  # of ranks that only sample
+    by_rank = gather_json(run.dist, [*samples, cpu_s + run.counts["cpu_ms"] / 1000])
     names, sums = ("perf/forwards", "perf/backwards", "perf/cpu_s"), map(sum, zip(*by_rank, strict=True))
     return dict(zip(names, sums, strict=True))
 

@@ -5,10 +5,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from omni_train import lora
+from omni_train.lora_linear import factors
 from omni_train.optim import plain_backward
 from omni_train.shard import reshard
 from omni_train.weights.snapshot import Ema, Snapshot
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
@@ -39,6 +40,14 @@ class Policy:
     def averages(self) -> tuple[Snapshot, ...]:
         """What checkpoints hold besides the net and its optimizer."""
         return (self.ema, self.old) if self.old else (self.ema,)
+
+    @property
+    def sampled_with(self) -> list[Tensor]:
+        """What moves of the policies that may sample: what is trained, and the old policy."""
+        if "old" in self.adapters:
+            layers = lora.lora_layers(self.net).values()
+            return [*self.params, *(factor for layer in layers for factor in factors(layer, "old"))]
+        return [*self.params, *(copy for _, copy in self.old.pairs())] if self.old else list[Tensor](self.params)
 
     @contextmanager
     def as_old(self) -> Iterator[None]:

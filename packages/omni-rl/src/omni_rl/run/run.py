@@ -29,6 +29,7 @@ from omni_rl.flow.evals import HeldOut, Shown
 from omni_rl.flow.scorers import AnyScorer, Scorer, TextScorer
 from omni_rl.run.metrics import EXTREMES
 from omni_rl.run.policy import Policy
+from omni_rl.run.samplers import Samplers
 from omni_rl.run.session import Session
 from omni_rl.run.world import World
 from omni_rl.settings.args import RunArgs
@@ -61,7 +62,8 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
     sound have separate losses. algorithm and base: for the model card. parts: of scores, which steps log. sleeps: True
     if the engine sleeps during updates. version: of the weights that the engine has. counts: samples that were `drawn`.
     calls: those that have passed the nets. load: of the experts of a mixture of experts in the engine, else None.
-    open_servers: the reward server that this run has started, if any.
+    open_servers: the reward server that this run has started, if any. samplers: the ranks that only sample, if any and
+    this one trains.
     """
 
     args: ArgsT
@@ -89,6 +91,7 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
     load: ExpertLoad | None = None
     flops: FlopTable | None = None
     open_servers: ExitStack = field(default_factory=ExitStack)
+    samplers: Samplers | None = None
 
     @property
     def dist(self) -> Dist:
@@ -108,8 +111,8 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time the block as `time/<name>_s`, and report errors in it under this phase."""
-        policy = self.policy
-        with self.session.log.phase(name), gathered(policy.net) if name in policy.unshard else nullcontext():
+        is_gathered = name in self.policy.unshard and not (name == "rollout" and self.samplers)
+        with self.session.log.phase(name), gathered(self.policy.net) if is_gathered else nullcontext():
             yield
 
     def optimizer_step(self, step: "Step", *, has_signal: bool = True) -> StepResult:
@@ -275,6 +278,8 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
         for scorer in (self.scorer, self.watch, *(held.scorer for held in self.held_out)):
             if scorer:
                 scorer.close()
+        if self.samplers:
+            self.samplers.close()
         self.open_servers.close()
         self.engine.close()
         if self.session.lock:

@@ -46,10 +46,10 @@ class Session:
             url=args.checkpoint_url,
             beside=[self.folder / name for name in BESIDE],
         )
-        if args.checkpoint_url and not (args.dry_run or args.eval.only):
+        if args.checkpoint_url and not (args.dry_run or args.eval.only or dist.first):
             self.lock = RunLock(self.folder, dist, url=args.checkpoint_url)
             self.checkpoints.send_rest()
-        self.saved = self.checkpoints.latest()
+        self.saved = None if dist.first else self.checkpoints.latest()  # ranks that only sample get the weights
         self.first_step = self.saved.step + 1 if self.saved else 0
         self.config: dict[str, object] = {}
         self._is_fetched = False  # whether another machine has trained on
@@ -86,6 +86,8 @@ class Session:
 
     def take(self, args: RunArgs, dist: Dist, mode: str) -> None:
         """Make this the one run that writes into the folder, and print the first line."""
+        if dist.first:
+            return
         self.lock = self.lock or RunLock(self.folder, dist)
         if self.checkpoints.latest() != self.saved:
             raise ValueError(f"{self.folder} has another checkpoint, from a run that has ended meanwhile: start again")

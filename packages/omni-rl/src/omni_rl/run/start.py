@@ -39,6 +39,7 @@ from omni_rl.flow.evals import HeldOut, Shown, params_of
 from omni_rl.flow.scorers import Scorer, with_server
 from omni_rl.run.policy import Policy
 from omni_rl.run.run import EngineT, ModelT, ParamsT, Run, ScorerT
+from omni_rl.run.samplers import Samplers
 from omni_rl.run.session import Session
 from omni_rl.run.world import World
 from omni_rl.settings.args import RunArgs, offloaded, sharding, without_secrets
@@ -165,14 +166,14 @@ def start(
         if mode == "fsdp2" and args.sharding.unshard == "none":
             kind.check_gathered(args, inputs.model.empty_net())
         config = flat(without_secrets(args)) | files_of(args, inputs.model.folder) | inputs.config
-    check_alike(dist, flat(args) | config)
+    check_alike(world.whole, flat(args) | config)
     session, how, model = Session(args, dist), inputs.how, inputs.model
     session.config = config
     session.check(args, adapt(model.empty_net(), how))
     if args.dry_run:
         world.tell("\n".join([to_toml(without_secrets(args)), *plan_of(args, dist, inputs, needs, session)]))
     open_servers = ExitStack()
-    args = with_server(args, dist, open_servers)
+    args = with_server(args, world.whole, open_servers)
     with same_error(dist):
         scorer, version, watch = kind.open_scorer(args, world, inputs, needs)
         session.name_scorer(args, version)
@@ -199,7 +200,8 @@ def start(
     if args.deterministic:
         policy.backward = deterministic()(policy.backward)
     with same_error(dist):
-        open_frozen(kind, inputs, needs, policy)
+        if not dist.first:
+            open_frozen(kind, inputs, needs, policy)
     run = Run(
         args,
         world,
@@ -221,6 +223,7 @@ def start(
         parts=inputs.parts,
         open_servers=open_servers,
         sleeps="engine" in offloaded(args) or (args.memory.engine_sleep and not engine.shares_weights),
+        samplers=Samplers(world.roles, policy, args.hang_timeout_s) if world.roles and not dist.first else None,
     )
     run.count_calls(kind.seen)
     nets = [each for each in {engine.net, net} if each is not None]

@@ -3,17 +3,18 @@
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from omni_train.dist import Dist, free_memory, init_distributed, shutdown
 from omni_train.log import RunLog
 from omni_train.prompts.files import PromptRecord
+from omni_train.roles import Roles, split
 from omni_train.signals import STOP_SIGNALS
 
 from omni_rl.flow.scorers import connect
-from omni_rl.settings.args import RunArgs, num_shares
+from omni_rl.settings.args import RunArgs, num_samplers, num_shares
 
 ModelT = TypeVar("ModelT")
 
@@ -29,11 +30,12 @@ class Checked(Protocol):
 class World:
     """The ranks that torchrun has started, or only this process.
 
-    `omni_rl.tools.plan.PlannedWorld` is one in which memory is only counted. signals: that ask a run to stop.
-    has_numbers: True if tensors have values.
+    `omni_rl.tools.plan.PlannedWorld` is one in which memory is only counted. dist: the ranks of this one's role. roles:
+    where some ranks only sample. signals: that ask a run to stop. has_numbers: True if tensors have values.
     """
 
     dist: Dist
+    roles: Roles | None = field(default=None, kw_only=True)
     signals: ClassVar[Sequence[Any]] = STOP_SIGNALS
     has_numbers: ClassVar[bool] = True
 
@@ -43,7 +45,14 @@ class World:
         dist = init_distributed(timeout_s=args.hang_timeout_s, expandable_segments=args.has_trained_engine)
         if dist.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)  # fast beside a scorer, and the same bits on any number of cores
-        return cls(replace(dist, context=dist.world_size // num_shares(args, dist.world_size)))
+        roles = split(dist, num_samplers(args)) if num_samplers(args) and dist.mesh else None  # not of a plan
+        own = roles.dist if roles else dist
+        return cls(replace(own, context=own.world_size // num_shares(args, own.world_size)), roles=roles)
+
+    @property
+    def whole(self) -> Dist:
+        """All ranks, of either role."""
+        return self.roles.whole if self.roles else self.dist
 
     def check_files(self, model: Checked) -> None:
         """Raise ValueError unless all files of a model are there."""

@@ -47,6 +47,7 @@ from omni_rl.settings.groups import (
     MediaSharding,
     Memory,
     Optim,
+    RolloutSharding,
     ScoredScorer,
     Scorer,
     Sharding,
@@ -180,6 +181,9 @@ class ScoredArgs(MediaArgs):
 class RolloutArgs(ScoredArgs):
     """Settings of a run that trains on its own samples, which a reward server grades."""
 
+    # Model
+    sharding: RolloutSharding = RolloutSharding()  # Spread of weights, tokens and sampling over ranks
+
     # Sampling
     draw_ahead: Annotated[int, at_least(0)] = 0  # Updates for which a step's samples wait while they are scored
 
@@ -237,7 +241,7 @@ def check_run(args: RunArgs) -> None:
         with flag("--checkpoint-url: "):
             check_url(args.checkpoint_url)
     lora, memory, shards = args.lora, args.memory, args.sharding
-    world_size = num_ranks()
+    world_size = num_trainers(args)
     name, mode = PurePath(args.name), sharding(args, world_size)
     values = values_of(args)
     for setting in ("scorer.url", "scorer.watch_url"):
@@ -295,7 +299,8 @@ def check_media(args: MediaArgs, *, num_trained: int | None = 1) -> None:
     Raises:
         ValueError: as `check_run` and `num_batches`.
     """
-    memory, context, world_size = args.memory, args.sharding.context_parallel, num_ranks()
+    memory, context, world_size = args.memory, args.sharding.context_parallel, num_trainers(args)
+    check_samplers(args)
     check_run(args)
     engine = ENGINES.get(args.engine)
     beside = f"--sharding.context-parallel {context} does not go with"
@@ -321,6 +326,29 @@ def check_media(args: MediaArgs, *, num_trained: int | None = 1) -> None:
     check_sets(args.eval.all_sets, AllOrNone, media_root=args.media_root)
     if num_trained is not None:
         num_batches(args, num_trained=num_trained)
+
+
+def check_samplers(args: MediaArgs) -> None:
+    """Raise ValueError unless the settings fit ranks that only sample, if there are any."""
+    count, trainers, given = num_samplers(args), num_trainers(args), values_of(args)
+    if not count:
+        return
+    beside = f"--sharding.rollout-ranks {count} does not go with"
+    samples, per_round = args.prompts_per_step * args.group_size, max(args.batch_size, args.group_size) * count
+    shares_noise = given.get("same_start_noise", False)
+    others = {"sharding.context_parallel": 1, "sharding.size": 0, "engine": "diffusers", "memory.device_gb": 0}
+    others |= {"scorer.sleep": False, "preferences": ""}
+    require(
+        (trainers > 0, f"--sharding.rollout-ranks must be < the {num_ranks()} ranks, got {count}"),
+        *((given.get(name, plain) == plain, f"{beside} {flag_of(name)} {given.get(name)}")
+          for name, plain in others.items()),
+        (samples % per_round == 0,
+         f"all ranks that sample must sample whole groups and batches, {per_round} samples or a multiple: "
+         f"--prompts-per-step and --group-size make {samples}"),
+        (not shares_noise or args.prompts_per_step % trainers == 0,
+         f"--prompts-per-step must be a multiple of the {trainers} ranks that train with --same-start-noise, "
+         f"got {args.prompts_per_step}"),
+    )  # fmt: skip
 
 
 def read_prompts(
@@ -409,13 +437,23 @@ def num_ranks() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def num_samplers(args: RunArgs) -> int:
+    """Return the number of ranks that only sample."""
+    return int(values_of(args).get("sharding.rollout_ranks", 0))
+
+
+def num_trainers(args: RunArgs) -> int:
+    """Return the number of ranks that torchrun started and that train."""
+    return num_ranks() - num_samplers(args)
+
+
 def num_shares(args: RunArgs, world_size: int = 0) -> int:
     """Return the number of shares of ranks, each of which samples and trains on batches of its own.
 
     world_size: number of ranks; 0 is those that torchrun started.
     """
     context: int = values_of(args).get("sharding.context_parallel", 1)
-    return (world_size or num_ranks()) // context
+    return (world_size or num_trainers(args)) // context
 
 
 def sharding(args: RunArgs, world_size: int) -> Mode:
@@ -435,7 +473,7 @@ def num_batches(args: RunArgs, world_size: int = 0, *, num_trained: int = 1) -> 
             the nearest number that fits.
     """
     shares = num_shares(args, world_size)
-    who = "ranks" if shares == (world_size or num_ranks()) else "ranks by --sharding.context-parallel"
+    who = "ranks" if shares == (world_size or num_trainers(args)) else "ranks by --sharding.context-parallel"
     samples, per_round = args.prompts_per_step * args.group_size, args.batch_size * shares
     rounds = samples // per_round
     sizes = [n for n in range(1, samples + 1) if samples % (n * shares) == 0]

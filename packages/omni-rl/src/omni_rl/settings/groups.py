@@ -40,6 +40,13 @@ class MediaSharding(Sharding):
 
 
 @dataclass(frozen=True)
+class RolloutSharding(MediaSharding):
+    """Spread of the weights, of each sample's tokens, and of sampling and training, over ranks."""
+
+    rollout_ranks: Annotated[int, at_least(0), MAY_CHANGE] = 0  # Ranks that only sample, the last ones
+
+
+@dataclass(frozen=True)
 class Lora:
     """LoRA adapters."""
 

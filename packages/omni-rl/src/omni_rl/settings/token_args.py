@@ -4,7 +4,16 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from omni_rl.settings.args import RunArgs, WindowArgs, check_run, check_scored, check_window, num_ranks, read_prompts
+from omni_rl.settings.args import (
+    RunArgs,
+    WindowArgs,
+    check_run,
+    check_scored,
+    check_window,
+    num_ranks,
+    num_samplers,
+    read_prompts,
+)
 from omni_rl.settings.eval_sets import ThoughtEval, TokenEval, check_sets
 from omni_rl.settings.fields import at_least, between, flag, require
 from omni_rl.settings.groups import TokenScorer, ToolCalls
@@ -141,6 +150,7 @@ def check_thinking(args: ThinkingArgs) -> None:
     with flag("--thought-reward: "):
         _ = args.rules
     require(
+        (not num_samplers(args), "--sharding.rollout-ranks samples no thoughts"),
         (args.has_trained_engine, f"--engine must be diffusers, which alone writes thoughts, got {args.engine}"),
         (not args.memory.device_gb, "--memory.device-gb does not plan thoughts, whose lengths nobody knows"),
         (not args.compile, "--compile does not go with thoughts, whose lengths differ from token to token"),

@@ -68,6 +68,12 @@ def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         del whole  # before the next ones are gathered
 
 
+def gather_in_groups(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield full tensors, in order, up to `GROUP_BYTES` at a time; every rank runs it to its end."""
+    for group in in_batches(tensors, GROUP_BYTES, num_bytes=lambda tensor: tensor.nbytes):
+        yield gather(group)
+
+
 def gather(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return full tensors, those that are sharded by one collective for all; every rank calls it.
 

@@ -1,0 +1,89 @@
+"""Ranks that only sample, beside those that train, and the messages between them.
+
+The first ranks train, the last ones sample. Each role has a `Dist` of its own, so what speaks with the other ranks of
+one needs nothing else. Messages are safetensors, JSON and tensors, which gloo carries from host to host. Orders go from
+the first rank to all that sample, in one order; results go from each rank that samples to each that trains.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from safetensors.torch import load, save
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from omni_train.dist import Dist
+
+_HEAD = "head"  # the entry of a message with its JSON
+_NO_LIMIT = timedelta(days=365)  # a rank that samples waits while others evaluate; an ended one is noticed at once
+
+
+@dataclass(frozen=True)
+class Roles:
+    """This process's role. whole: all ranks. dist: those of its role. num_trainers: T of W ranks."""
+
+    whole: Dist
+    dist: Dist
+    num_trainers: int
+    orders: torch_dist.ProcessGroup | None  # that of the first rank and those that sample; None on other ranks
+    results: torch_dist.ProcessGroup
+
+    @property
+    def num_samplers(self) -> int:
+        """The number of ranks that only sample."""
+        return self.whole.world_size - self.num_trainers
+
+    def announce(self, message: Tensor) -> None:
+        """Send an order from the first rank, as `pack` returned it."""
+        for part in (torch.tensor([len(message)]), message):
+            torch_dist.broadcast(part, 0, group=self.orders)
+
+    def next_order(self) -> tuple[Any, dict[str, Tensor]]:
+        """Return the next order on a rank that samples."""
+        torch_dist.broadcast(size := torch.empty(1, dtype=torch.int64), 0, group=self.orders)
+        torch_dist.broadcast(message := torch.empty(int(size), dtype=torch.uint8), 0, group=self.orders)
+        return unpack(message)
+
+    def send(self, message: Tensor, trainer: int) -> None:
+        """Send a result to a rank that trains."""
+        for part in (torch.tensor([len(message)]), message):
+            torch_dist.send(part, trainer, group=self.results)
+
+    def receive(self, sampler: int) -> tuple[Any, dict[str, Tensor]]:
+        """Return the next result of a rank that samples, by its number among them."""
+        source = self.num_trainers + sampler
+        torch_dist.recv(size := torch.empty(1, dtype=torch.int64), source, group=self.results)
+        torch_dist.recv(message := torch.empty(int(size), dtype=torch.uint8), source, group=self.results)
+        return unpack(message)
+
+
+def split(whole: Dist, num_samplers: int) -> Roles:
+    """Give the last ranks the role to sample. Every rank calls it."""
+    count = whole.world_size - num_samplers
+    ranks = [*range(count)], [*range(count, whole.world_size)]
+    meshes = [DeviceMesh(whole.device.type, own, mesh_dim_names=("dp",)) for own in ranks]
+    orders = torch_dist.new_group([0, *ranks[1]], timeout=_NO_LIMIT, backend="gloo")
+    results = torch_dist.new_group(timeout=_NO_LIMIT, backend="gloo")
+    samples = whole.rank >= count
+    first, own, mesh = (count if samples else 0), ranks[samples], meshes[samples]
+    dist = replace(whole, rank=whole.rank - first, world_size=len(own), mesh=mesh, machines=None, first=first)
+    is_ordered = samples or whole.rank == 0
+    return Roles(whole, dist, count, orders if is_ordered else None, results)
+
+
+def pack(head: object, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return a message, bytes [n] on the host, of JSON and copies of tensors."""
+    text = torch.frombuffer(bytearray(json.dumps(head).encode()), dtype=torch.uint8)
+    copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    return torch.frombuffer(bytearray(save(copies | {_HEAD: text})), dtype=torch.uint8)
+
+
+def unpack(message: Tensor) -> tuple[Any, dict[str, Tensor]]:
+    """Return the JSON and the tensors of a message."""
+    tensors = load(message.numpy().tobytes())
+    return json.loads(tensors.pop(_HEAD).numpy().tobytes()), tensors
