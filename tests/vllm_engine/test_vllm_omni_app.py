@@ -47,6 +47,17 @@ def test_both_engines_make_the_same_run(train, ranks, shard):
     assert all(line["policy/ratio_max_dev"] == 0 for line in ours[1:])  # it starts at the trainer's own log-probs
 
 
+def test_both_engines_sample_a_step_ahead_with_the_same_weights(train):
+    ahead = {"algo": "flowgrpo", "noise_level": 0.7, "draw_ahead": 1, "correction_level": "step", "lr": 1e-3}
+    ends = {"train_steps": 3, "save_every": 3, "eval_every": 3}
+    embedded = train(name="embedded", **ahead, **ends)
+    ours = train(name="vllm-omni", engine="vllm-omni", **ahead, **ends)
+    assert [line["policy/staleness"] for line in ours[1:]] == [0, 1, 1]
+    for line, expected in zip(ours[1:], embedded[1:], strict=True):
+        for name in ("reward/mean", "policy/rollout_gap", "policy/correction_abs_diff_max"):
+            assert line[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
+
+
 @pytest.mark.parametrize(("ranks", "dtype"), [(1, "float32"), (2, "bfloat16")])
 def test_a_sync_that_was_left_out_is_caught_whatever_the_learning_rate_and_the_dtype(train, monkeypatch, ranks, dtype):
     """At a recipe's learning rate the ratio of bfloat16 hides it for many steps: the weights' version does not."""
