@@ -3,6 +3,7 @@
 import inspect
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -200,6 +201,9 @@ class DiffusersModel:
         """Raise ValueError unless `context` ranks can compute a forward together; `check` has the rules of sizes."""
         if self.context > 1 and not self.CONTEXT_PARALLEL:
             raise ValueError(f"context must be 1 for a {self.PIPELINE}, got {self.context}")
+        backend = os.environ.get("DIFFUSERS_ATTN_BACKEND", "native")  # some of the others exchange no tokens
+        if self.context > 1 and backend != "native":
+            raise ValueError(f"DIFFUSERS_ATTN_BACKEND must be native for a context of {self.context}, got {backend}")
         for part, name in product(self.nets.values(), self.HEADS if self.context > 1 else ()):
             default = inspect.signature(self._class(part).__init__).parameters[name].default
             if (heads := self.value(part, name, int, default)) % self.context:
@@ -222,18 +226,9 @@ class DiffusersModel:
 
         They call it with equal inputs, and get equal outputs. A rank's gradients are those of its tokens: their sum is
         the gradient. mesh: with the axes "ring" and "ulysses".
-
-        Raises:
-            ValueError: DIFFUSERS_ATTN_BACKEND names kernels of attention that do not exchange tokens.
         """
+        from diffusers import ContextParallelConfig, ParallelConfig
         from diffusers.hooks import apply_context_parallel
-        from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
-        from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Backends
-
-        backend, _ = Backends.get_active_backend()
-        if not Backends._is_context_parallel_available(backend):
-            known = ", ".join(sorted(Backends._supports_context_parallel))
-            raise ValueError(f"context needs DIFFUSERS_ATTN_BACKEND to be one of {known}, got {backend.value}")
 
         # diffusers' enable_parallelism divides by the number of accelerators, which is 0 on a CPU.
         config = ParallelConfig(ContextParallelConfig(ulysses_degree=self.context, mesh=mesh))
