@@ -7,13 +7,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
+import torch
 from helpers import REPO, sampled
 from model_rows import ROWS
 from omni_reward import Scorer
 from omni_reward.serving import serving_here
+from omni_rl.settings.fields import change
 from omni_rl.tools import plan
 from PIL import Image
-from trainer_runs import lose_step, recipe, tiny, train_on_ranks, unclocked
+from trainer_runs import exported, lose_step, recipe, tiny, train_on_ranks, unclocked
 
 import train_distill
 import train_dpo
@@ -97,6 +99,25 @@ def test_four_ranks_that_share_samples_by_two_train_as_two_ranks(name, here):
             lose_step("shared", 2)
             alone = train_on_ranks(app, replace(args, sharding=replace(args.sharding, context_parallel=1)))
             assert alike(unclocked(alone)[-1], unclocked(wanted)[-1])
+
+
+@pytest.mark.parametrize("lora_rank", sampled([0, 2], 0))
+def test_a_run_continues_on_more_ranks_and_on_fewer(lora_rank, here):
+    """Two ranks share all samples; then two pairs share half of them each, and each pair has a copy of the weights."""
+    with scoring([], "image") as url:
+        sizes = SIZES | WINDOW | {"save_every": 1, "eval_every": 1, "lora_rank": lora_rank, "scorer_url": url}
+        shared = {"sharding_mode": "fsdp2", "sharding_context_parallel": 2, "optim_lr_scheduler_type": "constant"}
+        args = tiny(recipe(train_flowgrpo, "tiny-signs"), **sizes | shared)
+        wanted = train_on_ranks(train_flowgrpo, change(args, name="stays", train_steps=3))
+        for steps, ranks, size in ((1, 2, 0), (2, 4, 2), (3, 2, 0)):
+            life = change(args, name="moves", train_steps=steps, sharding_size=size)
+            found = train_on_ranks(train_flowgrpo, life, ranks=ranks)
+    for line, other in zip(unclocked(found), unclocked(wanted), strict=True):
+        assert alike(line, other)
+    moved, stayed = exported("moves"), exported("stays")
+    assert moved.keys() == stayed.keys()
+    for name, tensor in stayed.items():
+        torch.testing.assert_close(moved[name], tensor, atol=1e-4, rtol=1e-3)
 
 
 def test_a_plan_holds_the_activations_of_a_ranks_tokens(here):
