@@ -472,7 +472,7 @@ ROWS = {
         f"sd35-{size}": Row(
             checkpoint=built(f"sd35-{size}"),
             unguided=Params(6, 48, 80),
-            guided=Params(6, 48, 80, guidance_scale=4.5, guidance={"max_sequence_length": 40}),
+            guided=Params(6, 48, 80, guidance_scale=4.5, guidance={"max_sequence_length": 41}),
             stock=lambda params, negative: {
                 **params.guidance,
                 "guidance_scale": params.guidance_scale,

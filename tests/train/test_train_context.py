@@ -174,10 +174,15 @@ def test_the_page_names_the_models_that_have_it():
 REFUSED = {
     "num_attention_heads of .*config.json, 4": ("qwen-image", 3, {}),
     "context must divide the 512 tokens of each text of a Flux2KleinPipeline, got 3": ("flux2-klein", 3, {}),
-    "context must be 1 for a StableDiffusion3Pipeline, got 2": ("sd35-medium", 2, {}),
+    "context must be 1 for a StableAudio3Pipeline, got 2": ("stable-audio3", 2, {}),
     "context must be 1 for a FluxKontextPipeline, got 2": ("flux-kontext", 2, {}),
     "tokens that 4 ranks can share, such as 48 x 64, got 48 x 80, which makes 15": ("qwen-image", 4, {"width": 80}),
     "tokens that 2 ranks can share, such as 32 x 48, got 48 x 48": ("wan21", 2, {"width": 48, "num_frames": 1}),
+    "max_sequence_length and CLIP's 77 tokens must make a multiple of 2 ranks, such as 255, got 256": (
+        "sd35-medium",
+        2,
+        {"width": 64},
+    ),
     "max_sequence_length must be a multiple of 2 ranks, got 17": (
         "flux-dev",
         2,

@@ -5,7 +5,7 @@ CLIP encoders, max_sequence_length of T5), D text width. All texts fill all posi
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from omni_sched import shift_sigmas
@@ -45,6 +45,7 @@ class StableDiffusion3(ImageModel):
     }
     OPTIONS: ClassVar[Mapping[str, float]] = {"max_sequence_length": 256}
     TEXT_OPTIONS = tuple(OPTIONS)
+    CONTEXT_PARALLEL = True
     SCHEDULER: ClassVar[Mapping[str, object]] = {**FLOW_SCHEDULER, "use_dynamic_shifting": False}
     BLOCK_NAMES: ClassVar[tuple[str, ...]] = ("JointTransformerBlock",)
     LORA_TARGETS: ClassVar[tuple[str, ...]] = JOINT_ATTENTION  # as published: not 3.5 medium's second attention
@@ -58,11 +59,41 @@ class StableDiffusion3(ImageModel):
         """Raise ValueError for a size or option that the model lacks."""
         super().check(params)
         self.check_text_length(params)
-        check_size(
-            params,
-            8 * self.value("transformer", "patch_size", int, 2),
-            most=self.value("transformer", "pos_embed_max_size", int),
+        unit = 8 * self.value("transformer", "patch_size", int, 2)
+        check_size(params, unit, most=self.value("transformer", "pos_embed_max_size", int))
+        self._check_tokens(params, unit)
+        length, clip = (
+            int(self.option(params, "max_sequence_length")),
+            self.value("tokenizer", "model_max_length", int, 77),
         )
+        if more := (length + clip) % self.context:
+            near = length - more if length > more else length - more + self.context
+            rule = f"max_sequence_length and CLIP's {clip} tokens must make a multiple of {self.context} ranks"
+            raise ValueError(f"{rule}, such as {near}, got {length}")
+
+    def share(self, net: nn.Module, mesh: "torch.distributed.DeviceMesh") -> None:
+        """Have the ranks of a row of `mesh` compute each forward of the net together.
+
+        The attention of diffusers' net exchanges no tokens. HunyuanVideo's computes the same and does, and Z-Image's
+        where there are no texts.
+        """
+        from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
+        from diffusers.models.transformers.transformer_z_image import ZSingleStreamAttnProcessor
+
+        kinds = {"attn": HunyuanVideoAttnProcessor2_0, "attn2": ZSingleStreamAttnProcessor}
+        for name, module in net.named_modules():
+            if kind := kinds.get(name.rpartition(".")[2]):
+                module.set_processor(kind())
+        super().share(net, mesh)
+
+    def _context_plan(self, net: nn.Module) -> dict[str, Any]:
+        """Return a plan, as diffusers has none: images and texts are split after their embedders."""
+        from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
+
+        return {
+            "transformer_blocks.0": dict.fromkeys(("hidden_states", "encoder_hidden_states"), ContextParallelInput(1)),
+            "proj_out": ContextParallelOutput(gather_dim=1),
+        }
 
     def sigmas(self, params: Params) -> Tensor:
         """Return the noise levels [S + 1] from 1 to 0, the same for any size.
