@@ -402,22 +402,15 @@ def test_two_runs_at_one_url_are_refused_and_one_that_ended_is_not_in_the_way(tm
     assert Remote(url).sizes() == {}
 
 
-def test_a_copy_of_a_folder_does_not_take_the_url_of_a_run_that_goes_on(tmp_path, url, monkeypatch):
+@pytest.mark.parametrize("how", ["a copy of its folder", "a store that creates over what there is"])
+def test_the_url_of_a_run_that_goes_on_is_not_taken(tmp_path, url, monkeypatch, how):
     monkeypatch.setattr(omni_train.lock, "BEAT_S", 0.1)
     monkeypatch.setattr(omni_train.lock, "LEASE_S", 5.0)
     first = RunLock(tmp_path / "a", init_distributed(), url=url)
-    shutil.copytree(tmp_path / "a", tmp_path / "copy")
-    with pytest.raises(ValueError, match=f"{url} is in use by pid {os.getpid()}"):
-        RunLock(tmp_path / "copy", init_distributed(), url=url)
-    first.check()
-    first.release()
-
-
-def test_a_store_that_creates_over_what_there_is_is_asked_before(tmp_path, url, monkeypatch):
-    monkeypatch.setattr(omni_train.lock, "BEAT_S", 0.1)
-    monkeypatch.setattr(omni_train.lock, "LEASE_S", 5.0)
-    monkeypatch.setattr(Remote, "create", lambda remote, name, data: remote.write(name, data) or True)
-    first = RunLock(tmp_path / "a", init_distributed(), url=url)
+    if how == "a copy of its folder":
+        shutil.copytree(tmp_path / "a", tmp_path / "b")
+    else:
+        monkeypatch.setattr(Remote, "create", lambda remote, name, data: remote.write(name, data) or True)
     with pytest.raises(ValueError, match=f"{url} is in use by pid {os.getpid()}"):
         RunLock(tmp_path / "b", init_distributed(), url=url)
     first.check()
