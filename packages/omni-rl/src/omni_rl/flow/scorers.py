@@ -28,6 +28,7 @@ from omni_rl.settings.fields import change, flag, flag_of, require
 from omni_rl.settings.groups import ScoredScorer, TokenScorer
 
 ArgsT = TypeVar("ArgsT", bound=RunArgs)
+T = TypeVar("T")
 
 Pending = Future[list[Score]]
 Arrays = Mapping[str, np.ndarray]  # media by their kinds
@@ -130,7 +131,7 @@ class SleepingScorer:
         """Score what waits, which wakes the servers, and let them sleep again; a collective."""
         waiting, self._waiting = self._waiting, []
         gather_json(self.dist, None)  # no rank samples any more
-        pending = [_asked(ask) for _, ask in waiting]
+        pending = [asked(ask) for _, ask in waiting]
         wait(pending)
         gather_json(self.dist, None)  # no rank scores any more
         try:
@@ -144,7 +145,7 @@ class SleepingScorer:
                 later.set_result(done.result())
 
 
-def _asked(ask: Callable[[], Pending]) -> Pending:
+def asked(ask: Callable[[], Pending]) -> Pending:
     """Return what is asked for; its error, where it cannot be asked, comes when it is read, as that of a scorer."""
     try:
         return ask()
@@ -152,6 +153,18 @@ def _asked(ask: Callable[[], Pending]) -> Pending:
         failed: Pending = Future()
         failed.set_exception(exc)
         return failed
+
+
+def ruled(say: Callable[[], T], name: str) -> Future[T]:
+    """Return what rules say, or the RewardError of one that fails. name: of the flag that holds the rules."""
+    found: Future[T] = Future()
+    try:
+        found.set_result(say())
+    except Exception as exc:  # a user's function may raise anything
+        failed = RewardError(f"a rule of {name} fails: {type(exc).__name__}: {exc}")
+        failed.__cause__ = exc
+        found.set_exception(failed)
+    return found
 
 
 class _Later(Future[list[Score]]):

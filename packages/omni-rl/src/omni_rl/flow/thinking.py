@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
-from omni_reward import RewardError, Score
+from omni_reward import Score
 from omni_reward.rules import Rules, grade
 
-from omni_rl.flow.scorers import Arrays, Groups, Metas, Pending, References, Scorer
+from omni_rl.flow.scorers import Arrays, Groups, Metas, Pending, References, Scorer, ruled
 
 FLAG = "--thought-reward"
 
@@ -29,13 +29,7 @@ class ThoughtScorer:
         self, media: Arrays, prompts: Sequence[str], meta: Metas, references: References = None, groups: Groups = None
     ) -> Pending:
         """Return the future scores of N samples, whose meta hold the `thought`."""
-        thought: Pending = Future()
-        try:
-            thought.set_result(grade(self.rules, [str(each["thought"]) for each in meta], meta))
-        except Exception as exc:  # a user's function may raise anything
-            failed = RewardError(f"a rule of {FLAG} fails: {type(exc).__name__}: {exc}")
-            failed.__cause__ = exc
-            thought.set_exception(failed)
+        thought = ruled(lambda: grade(self.rules, [str(each["thought"]) for each in meta], meta), FLAG)
         return _Sum(self.scorer.submit(media, prompts, meta, references, groups), thought)
 
     def close(self) -> None:

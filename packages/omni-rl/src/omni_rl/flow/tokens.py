@@ -25,7 +25,7 @@ from torch import Tensor
 
 from omni_rl.flow.evals import HeldOut, Shown, describe
 from omni_rl.flow.sampling import deal, expand_groups
-from omni_rl.flow.scorers import Pending, TextScorer
+from omni_rl.flow.scorers import Pending, TextScorer, asked, ruled
 from omni_rl.flow.scoring import Rollout, collect, gather_rewards
 from omni_rl.media.prompts import with_media
 from omni_rl.report import Sample
@@ -53,9 +53,9 @@ class RuleScorer:
         """Return the future scores, or the RewardErrors of rules that fail: all ranks then save and end."""
         start, size = time.perf_counter(), self.size or len(answers)
         pieces = [slice(i, i + size) for i in range(0, len(answers), size)] if self.client else [slice(None)]
-        asked = [self._ask(self.client, answers[piece], prompts[piece]) if self.client else None for piece in pieces]
+        others = [self._ask(self.client, answers[piece], prompts[piece]) if self.client else None for piece in pieces]
         pending = [
-            self._grade(answers[piece], prompts[piece], other) for piece, other in zip(pieces, asked, strict=True)
+            self._grade(answers[piece], prompts[piece], other) for piece, other in zip(pieces, others, strict=True)
         ]
         self._busy_s += time.perf_counter() - start
         return pending
@@ -67,36 +67,24 @@ class RuleScorer:
 
     def _ask(self, client: RewardClient, answers: Sequence[str], prompts: Sequence[Prompt]) -> Pending:
         """Ask the server."""
-        future: Pending = Future()
-        try:
-            references = [[image.numpy() for image in p.images] for p in prompts] if client.takes_references else None
-            metas = [p.meta for p in prompts]
-            return client.submit({TEXT: answers}, [p.text for p in prompts], metas, references)
-        except ValueError as exc:
-            future.set_exception(exc)
-        return future
+        references = [[image.numpy() for image in p.images] for p in prompts] if client.takes_references else None
+        texts, metas = [p.text for p in prompts], [p.meta for p in prompts]
+        return asked(partial(client.submit, {TEXT: answers}, texts, metas, references))
 
-    def _grade(self, answers: Sequence[str], prompts: Sequence[Prompt], asked: Pending | None) -> Pending:
+    def _grade(self, answers: Sequence[str], prompts: Sequence[Prompt], other: Pending | None) -> Pending:
         """Return the future rewards of the rules and the server."""
-        future: Pending = Future()
         metas = [p.meta for p in prompts]
-        try:
-            if asked is None:
-                future.set_result(grade(self.rules, answers, metas))
-                return future
-            own = judge(self.rules, answers, metas)
-        except Exception as exc:  # a user's function may raise anything
-            failed = RewardError(f"a rule of --reward fails: {type(exc).__name__}: {exc}")
-            failed.__cause__ = exc
-            future.set_exception(failed)
-        else:
-            asked.add_done_callback(partial(self._settle, future, own))
+        if other is None:
+            return ruled(partial(grade, self.rules, answers, metas), "--reward")
+        future: Pending = Future()
+        own = ruled(partial(judge, self.rules, answers, metas), "--reward")
+        other.add_done_callback(partial(self._settle, future, own))
         return future
 
-    def _settle(self, future: Pending, own: Sequence[Mapping[str, float]], asked: Pending) -> None:
+    def _settle(self, future: Pending, own: Future[list[dict[str, float]]], other: Pending) -> None:
         """Add the server's scores, in a thread of the client."""
         try:
-            future.set_result([self._sum(*both) for both in zip(own, asked.result(), strict=True)])
+            future.set_result([self._sum(*both) for both in zip(own.result(), other.result(), strict=True)])
         except RewardError as exc:
             future.set_exception(exc)
         except Exception as exc:  # a text or meta that cannot travel
