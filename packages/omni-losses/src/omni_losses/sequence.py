@@ -11,13 +11,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from omni_losses.output import (
-    LossOutput,
-    clip_metrics,
-    ratio_metrics,
-    require_clip_width,
-    require_shape_of,
-)
+from omni_losses.output import LossOutput, clip_metrics, ratio_metrics, require_clip_width, require_shape_of
 
 TokenMean = Literal["sequence", "token", "constant"]
 

@@ -30,9 +30,8 @@ _LETTER_STATED = re.compile(
     r"(?:(?i:\b(?:answer|option|choice)(?:\s+is)?)[\s:=*(\[\"'$]{1,6}|\\boxed\{(?:\\(?:text|mathrm|textbf)\{)?\W*)"
     r"([A-Z](?!\w)|[b-hj-z](?![\w'\u2019]|\.\w)|[ai](?=[)\].,*\"'}$]*(?:\s*$|\n)|[)\]}]))"  # none in "is a good one"
 )
-_LETTER = re.compile(
-    r"(?<![\w'\u2019])([B-HJ-Z]|A(?!\s[a-z]))(?![\w'\u2019])"
-)  # neither "I" nor the article is an option
+# Neither "I" nor the article is an option.
+_LETTER = re.compile(r"(?<![\w'\u2019])([B-HJ-Z]|A(?!\s[a-z]))(?![\w'\u2019])")
 
 
 def exact(answer: str, meta: Mapping[str, object]) -> float:

@@ -59,10 +59,7 @@ class _Grader:
 
     def _grade(self, text: str, line: Mapping[str, object], left_s: float) -> Score:
         if left_s <= 0:
-            return Score(
-                None,
-                abstained=f"other answers took all of the {self._request_timeout_s:g} s of the request",
-            )
+            return Score(None, abstained=f"other answers took all of the {self._request_timeout_s:g} s of the request")
         limit_s = min(self._timeout_s + START_S * (self._process is None), left_s)
         if self._process is None:
             context = get_context("spawn")

@@ -80,12 +80,12 @@ def first_rows(run: MediaRun[MediaArgs], name: str, rows: Tensor) -> Tensor:
     name: a digest of the set's prompts, seeds and sampling parameters.
     """
     file = Path("runs", run.args.name, "gold-first.safetensors")
+
+    def kept() -> dict[str, Tensor]:
+        return load(file.read_bytes()) if file.exists() else {}
+
     with same_error(run.dist):
-        if (
-            run.dist.is_main
-            and not run.args.eval.only
-            and name not in (load(file.read_bytes()) if file.exists() else ())
-        ):
+        if run.dist.is_main and not run.args.eval.only and name not in kept():
             write_atomically(file, save({name: rows}))
     gather_json(run.dist, None)  # written before any rank reads it
-    return load(file.read_bytes()).get(name, rows) if file.exists() else rows
+    return kept().get(name, rows)

@@ -22,16 +22,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from omni_rl.settings.args import MediaArgs, RunArgs
 from omni_rl.settings.early import check_model, check_reward, check_sides, check_unchanged, knock
-from omni_rl.settings.fields import (
-    build,
-    flag_of,
-    kind_of,
-    leaves,
-    old_names,
-    old_switches,
-    require,
-    values_of,
-)
+from omni_rl.settings.fields import build, flag_of, kind_of, leaves, old_names, old_switches, require, values_of
 from omni_rl.settings.notes import Note, notes_of_help
 from omni_rl.settings.order import in_order, most_used, title_of
 from omni_rl.settings.printing import until_closed

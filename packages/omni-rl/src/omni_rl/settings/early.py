@@ -108,10 +108,9 @@ def check_same(args: RunArgs, saved: Saved, now: Config, *, ignore: Collection[s
     """
     then, falls = saved.config.get("train_steps", args.train_steps), args.optim.lr_scheduler_type != "constant"
     kind = f"--optim.lr-scheduler-type {args.optim.lr_scheduler_type}"
-    rule = f"as {kind} ends with the last step: to train longer, give the run another --name and its weights as "
-    rule += f"--init-weights runs/{args.name}/weights"
-    require((not falls or then == args.train_steps, f"--train-steps must be {then}, {rule}, "
-             f"got {args.train_steps}"))  # fmt: skip
+    rule = f"--train-steps must be {then}, as {kind} ends with the last step: to train longer, give the run another "
+    rule += f"--name and its weights as --init-weights runs/{args.name}/weights, got {args.train_steps}"
+    require((not falls or then == args.train_steps, rule))
     may = {*marked(type(args), MAY_CHANGE, SECRET)}
     if args.draw_ahead:  # samples wait neither where a run is saved nor where it is evaluated
         may -= {"save_every", "eval.every"}

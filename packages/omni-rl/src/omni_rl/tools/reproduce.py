@@ -104,12 +104,10 @@ def main(argv: list[str] | None = None) -> None:
         trainer, preset, text = recipe_of(args.recipe)
         for prompts in PROMPTS.findall(text):
             fetch_set(prompt_sets()[prompts], Path("data", prompts))
-        given = {"--scorer", "--scorer.name", "--scorer.url", "--scorer-url"} & {
-            word.partition("=")[0] for word in words
-        }
-        scorer = (
-            [] if given else [word for text in SCORER.findall(text) for word in ("--scorer", text.replace('"', ""))]
-        )
+        flags = {word.partition("=")[0] for word in words}
+        is_given = flags & {"--scorer", "--scorer.name", "--scorer.url", "--scorer-url"}
+        named = [] if is_given else SCORER.findall(text)
+        scorer = [word for own in named for word in ("--scorer", own.replace('"', ""))]
         name = f"reproduce/{trainer}-{preset}-{args.seed}"
         own = [*scorer, "--preset", preset, "--seed", str(args.seed), "--name", name]
         typed = shlex.join(["omni-rl", "reproduce", args.recipe, "--seed", str(args.seed), *words])

@@ -121,15 +121,11 @@ def main(argv: list[str] | None = None) -> None:
         scorer = open_scorer(args)
         media, metas = zip(*(read_media(path, scorer.media, meta) for path in args.files), strict=True)
         size = len(media) if scorer.groups else 1
-        parts = [slice(start, start + size) for start in range(0, len(media), size)]
-        scores = (
-            score
-            for part in parts
-            for score in score_files(scorer, media[part], args.prompt, [*metas[part]], references)
-        )
-        for path, score in zip(args.files, scores, strict=True):
-            row = {"file": str(path), "score": score.value, "parts": score.parts, "abstained": score.abstained}
-            print(json.dumps(row | {"details": score.details}, ensure_ascii=False), flush=True)
+        for part in (slice(start, start + size) for start in range(0, len(media), size)):
+            scores = score_files(scorer, media[part], args.prompt, [*metas[part]], references)
+            for path, score in zip(args.files[part], scores, strict=True):
+                row = {"file": str(path), "score": score.value, "parts": score.parts, "abstained": score.abstained}
+                print(json.dumps(row | {"details": score.details}, ensure_ascii=False), flush=True)
     except (ImportError, OSError, ValueError, RewardError) as exc:
         parser.error(str(exc))
 

@@ -73,9 +73,8 @@ class VllmOmniEngine:
         self.pipeline.sampler = Sampler(model, self.pipeline.parts(model, dtype), texts)
         self._adopted: dict[str, nn.Parameter] = {}  # the trainer's parameters in the engine's storage
         self._asleep: list[Tensor] = []  # the tensors that `sleep` has freed
-        self._kept: dict[
-            int, Tensor
-        ] = {}  # by id of a tensor: its values on the host, or its shape where a sync has them
+        # By id of a tensor: its values on the host, or its shape where a sync has them.
+        self._kept: dict[int, Tensor] = {}
         self._dropped = False  # True if weights are those of no version until the next sync
         self._calls = count()
 

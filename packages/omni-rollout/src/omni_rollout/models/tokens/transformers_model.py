@@ -22,11 +22,8 @@ from omni_rollout.models.hub import local_folder
 from omni_rollout.models.parts import RELEASED, UNUSABLE, made_of, one_line, open_tokenizer
 from omni_rollout.types import Cond, Prompt
 
-PARTS = {
-    "images": "image",
-    "video": "video",
-    "audio": "audio",
-}  # kind of a prompt's media -> its name in chat templates
+# Kind of a prompt's media -> its name in chat templates.
+PARTS = {"images": "image", "video": "video", "audio": "audio"}
 MEDIA = ("pixel_values", "pixel_values_videos", "input_features")  # inputs of towers
 
 MAX_RENDERED = 2**20  # letters that a chat template may add to a chat
