@@ -26,8 +26,7 @@ def combine(reward: Reward, scorers: Mapping[str, Scorer]) -> Scorer:
         reward: the weighted sum.
         scorers: scorer by name, for each name in reward.specs. Each is called with at most its batch size.
     """
-    sizes = [scorer.batch_size for scorer in scorers.values()]
-    known = [size for size in sizes if size is not None]
+    sizes = {scorer.batch_size for scorer in scorers.values()}
     media = sorted({kind for scorer in scorers.values() for kind in scorer.media})
     versions = [f"{name}: {scorer.version}" for name, scorer in scorers.items() if scorer.version]
 
@@ -36,10 +35,9 @@ def combine(reward: Reward, scorers: Mapping[str, Scorer]) -> Scorer:
         columns = {name: score_in_batches(scorer, *given) for name, scorer in scorers.items()}
         return [_join(reward, dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 
-    batch_size = min(known) if len(known) == len(sizes) else None
     wants = any(scorer.references for scorer in scorers.values())
-    version = "; ".join(versions)
     groups = any(scorer.groups for scorer in scorers.values())
+    batch_size = None if groups or None in sizes else min(filter(None, sizes))
     movers = [scorer.move for scorer in scorers.values() if scorer.move]
 
     def move(asleep: bool) -> None:
@@ -47,7 +45,7 @@ def combine(reward: Reward, scorers: Mapping[str, Scorer]) -> Scorer:
             each(asleep)
 
     how: Any = {"references": wants, "timed": True, "groups": groups, "move": move if movers else None}
-    return Scorer(score, tuple(media), batch_size=None if groups else batch_size, version=version, **how)
+    return Scorer(score, tuple(media), batch_size=batch_size, version="; ".join(versions), **how)
 
 
 def stack_parts(scores: Sequence[Score], names: Sequence[str]) -> np.ndarray:

@@ -108,11 +108,10 @@ class Remote:
         """Write an object from a file, or replace it. Raises OSError."""
         self._call(lambda fs, place: self._put(fs, place, lambda own: fs.put_file(str(path), own)), name, SEND_S)
 
-    def delete(self, *names: str) -> None:
-        """Delete objects, in this order; those that are missing are left out. Raises OSError."""
-        for name in names:
-            with suppress(FileNotFoundError):
-                self._call(lambda fs, path: fs.rm_file(path), name, SEND_S)
+    def delete(self, name: str) -> None:
+        """Delete an object, if there is one. Raises OSError."""
+        with suppress(FileNotFoundError):
+            self._call(lambda fs, path: fs.rm_file(path), name, SEND_S)
 
     def delete_folder(self, folder: str) -> None:
         """Delete all objects below a folder. Raises OSError."""

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain, zip_longest
-from statistics import stdev
+from statistics import fmean, stdev
 from typing import Any, Generic, TypeVar
 
 from omni_rollout import Params
@@ -70,16 +70,16 @@ def describe(held: HeldOut[Any, Any], rewards: Tensor) -> dict[str, float]:
     if not rewards.isnan().all():
         metrics["reward"] = rewards.nanmean().item()
     groups = [row[~row.isnan()].tolist() for row in rewards.view(-1, held.samples)]
-    means = [_mean(row) for row in groups if row]
+    means = [fmean(row) for row in groups if row]
     if len(means) > 1:
         metrics[error_of("reward")] = stdev(means) / math.sqrt(len(means))
     if held.samples > 1 and any(groups):
-        metrics[f"best@{held.samples}"] = _mean([max(row) for row in groups if row])
+        metrics[f"best@{held.samples}"] = fmean([max(row) for row in groups if row])
     if held.threshold is not None:
         passed = [(len(row), sum(score >= held.threshold for score in row)) for row in groups]
         for k in sorted({2**i for i in range(held.samples.bit_length())} | {held.samples}):
             if chances := [pass_at_k(n, c, k) for n, c in passed if n >= k]:
-                metrics[f"pass@{k}"] = _mean(chances)
+                metrics[f"pass@{k}"] = fmean(chances)
     return {held.metric(name): value for name, value in metrics.items()}
 
 
@@ -93,10 +93,10 @@ def by_tag(held: HeldOut[Any, Any], name: str, values: Tensor) -> dict[str, floa
     own: dict[str, list[float]] = {}
     for record, row in zip(held.records, values.view(-1, held.samples), strict=True):
         own.setdefault(str(record.meta.get("tag", "")), []).extend(row[~row.isnan()].tolist())
-    means = {tag: _mean(scores) for tag, scores in own.items() if scores}
+    means = {tag: fmean(scores) for tag, scores in own.items() if scores}
     if "" in own or not means:
         return {}
-    return {held.metric(f"{name}/{tag}"): mean for tag, mean in {**means, "tags": _mean([*means.values()])}.items()}
+    return {held.metric(f"{name}/{tag}"): mean for tag, mean in {**means, "tags": fmean([*means.values()])}.items()}
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
@@ -127,16 +127,10 @@ def evaluate(
 
 def mixed(sets: Sequence[tuple[str, Shown]]) -> Shown:
     """Return the samples of all sets in turn, so that the first of them are of every set."""
-    named = [
-        [
-            (media, replace(row, prompt=f"{name}: {row.prompt}") if name else row)
-            for media, row in zip(*shown, strict=True)
-        ]
-        for name, shown in sets
-    ]
-    both = [pair for pair in chain.from_iterable(zip_longest(*named)) if pair]
+
+    def named(name: str, row: Sample) -> Sample:
+        return replace(row, prompt=f"{name}: {row.prompt}") if name else row
+
+    pairs = [[(media, named(name, row)) for media, row in zip(*shown, strict=True)] for name, shown in sets]
+    both = [pair for pair in chain.from_iterable(zip_longest(*pairs)) if pair]
     return [media for media, _ in both], [row for _, row in both]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -239,7 +238,10 @@ class RemoteFolder:
         Raises:
             OSError: one could not be sent. The message says where the draft is.
         """
-        send = partial(self._send, draft)
+
+        def send(name: str) -> None:
+            self.remote.send(draft / name, f"{draft.stem}/{name}")
+
         try:
             with ThreadPoolExecutor(NUM_THREADS) as pool:
                 list(pool.map(send, names[:-1]))
@@ -369,9 +371,6 @@ class RemoteFolder:
                 sent[path.name] = {"bytes": len(data), "sha256": sha256(data).hexdigest()}
                 self.remote.write(f"{folder}/{path.name}", data)
         self.remote.write(f"{folder}/{BESIDE_FILE}", json.dumps(sent).encode())
-
-    def _send(self, draft: Path, name: str) -> None:
-        self.remote.send(draft / name, f"{draft.stem}/{name}")
 
     def _check_sizes(self, folder: str, files: Files) -> None:
         found = self.remote.sizes(folder)
