@@ -76,18 +76,9 @@ class Preparation:
 def adapt(net: nn.Module, how: Preparation) -> nn.Module:
     """Give the net its adapters, or have its weights trained, except those that never are; the same object."""
     if how.lora:
+        options = {key: value for key, value in vars(how.lora).items() if key != "others"}  # as `add_lora` has them
         for name in how.lora.names:
-            lora.add_lora(
-                net,
-                how.lora.targets,
-                exclude=how.lora.exclude,
-                rank=how.lora.rank,
-                alpha=how.lora.alpha,
-                use_rslora=how.lora.use_rslora,
-                adapter=name,
-                seed=how.lora.seed,
-                init=how.lora.init,
-            )
+            lora.add_lora(net, adapter=name, **options)
     elif how.is_trained:
         net.requires_grad_(True)
     for name, weight in net.named_parameters(remove_duplicate=False):

@@ -326,18 +326,9 @@ class Checkpoint:
         self, step: int, files: Iterable[parts.PartFile], config: Config, attempt: str, *, num_threads: int
     ) -> None:
         about = {"step": step, "config": dict(config), "versions": _versions(), "world_size": self.dist.world_size}
-        self._saving = (
-            step,
-            Saving(
-                self._path(step, ".tmp"),
-                self._place,
-                self.dist,
-                files,
-                {"attempt": attempt} | ({"about": about} if self.dist.is_main else {}),
-                self._finish,
-                num_threads=num_threads,
-            ),
-        )
+        draft, own = self._path(step, ".tmp"), {"attempt": attempt} | ({"about": about} if self.dist.is_main else {})
+        saving = Saving(draft, self._place, self.dist, files, own, self._finish, num_threads=num_threads)
+        self._saving = step, saving
 
     @property
     def _is_first_here(self) -> bool:
