@@ -160,8 +160,8 @@ def sample_answers(
 def lengths_of(dist: Dist, batches: Sequence[TokenTrajectory], total: int) -> tuple[Tensor, Tensor]:
     """Return the lengths [total] of all ranks' texts, and 1 for each that has an end."""
     indices = torch.cat([batch.indices for batch in batches])
-    lengths, ended = (torch.cat([value.float() for value in values]) for values in (
-        [batch.lengths for batch in batches], [batch.ended for batch in batches]))  # fmt: skip
+    lengths = torch.cat([batch.lengths for batch in batches]).float()
+    ended = torch.cat([batch.ended for batch in batches]).float()
     return gather_by_index(dist, indices, lengths, total), gather_by_index(dist, indices, ended, total)
 
 

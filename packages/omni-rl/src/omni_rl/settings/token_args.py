@@ -75,10 +75,9 @@ def check_tokens(args: TokenArgs) -> None:
     from omni_reward.rules import SCORER
 
     check_run(args)
-    samples, per_round = args.prompts_per_step * args.group_size, args.batch_size * num_ranks()
-    require((samples % per_round == 0,
-             f"--batch-size times ranks ({per_round}) must divide a step's samples ({samples}), prompts times "
-             f"--group-size, got {args.batch_size}"))  # fmt: skip
+    samples, unit = args.prompts_per_step * args.group_size, args.batch_size * num_ranks()
+    rule = f"--batch-size times ranks ({unit}) must divide a step's samples ({samples}), prompts times --group-size"
+    require((samples % unit == 0, f"{rule}, got {args.batch_size}"))
     own = [held.temperature for held in args.eval.sets if held.temperature is not None]
     temperatures = [args.temperature, args.eval.temperature, *own]  # vLLM would draw with 0.01 for any below
     require(
@@ -98,8 +97,8 @@ def check_tokens(args: TokenArgs) -> None:
         from omni_reward.scorers.user import PREFIX, check_user
 
         file = args.tool.file
-        require((tool.startswith(PREFIX) and file.suffix == ".py" and file.is_file(),
-                 f"--tool.function must be python:FILE.py:FUNCTION with a file that exists, got {tool}"))  # fmt: skip
+        is_whole = tool.startswith(PREFIX) and file.suffix == ".py" and file.is_file()
+        require((is_whole, f"--tool.function must be python:FILE.py:FUNCTION with a file that exists, got {tool}"))
         with flag("--tool.function: "):
             check_user(tool, "text")
     with flag("--reward: "):

@@ -43,12 +43,10 @@ def read_factors(file: Path, model: str) -> Factors:
     """
     names, opened = read_shapes(file), open_model(model)
     pipeline = getattr(diffusers, opened.config["_class_name"], None)
+    unread = next((name for name in names if any(part in name for part in UNREAD)), "")
     require(
         (hasattr(pipeline, "lora_state_dict"), f"--model must be one whose LoRA files diffusers reads, got {model}"),
-        *(
-            (not any(part in name for part in UNREAD), f"{file} must hold LoRA factors only, got {name}")
-            for name in names
-        ),
+        (not unread, f"{file} must hold LoRA factors only, got {unread}"),
     )
     try:
         state, layers = load(file, pipeline, opened)
