@@ -143,7 +143,7 @@ class QwenImage(DiffusersModel):
 
     def decode(self, parts: Parts, x0: Tensor, cond: Cond, params: Params) -> tuple[Media, Rates]:
         """Return images [B, 8h, 8w, 3] in [0, 1], float32, from clean latents x0 [B, C, h, w]."""
-        mean, std = self._statistics(x0)
+        mean, std = channel_statistics(self, x0)
         latents = (x0 * std + mean).to(parts.vae.dtype)
         images = parts.vae.decode(latents[:, :, None], return_dict=False)[0][:, :, 0]
         return {"image": (images.float() / 2 + 0.5).clamp(0, 1).movedim(1, -1)}, {}
@@ -152,15 +152,8 @@ class QwenImage(DiffusersModel):
         """Return the clean latents [B, C, H/8, W/8] of images [B, H, W, 3]: the mean of the VAE's code."""
         images = pixels(media["image"]).to(parts.vae.device, parts.vae.dtype)
         code = parts.vae.encode(images[:, :, None]).latent_dist.mode()[:, :, 0].float()
-        mean, std = self._statistics(code)
+        mean, std = channel_statistics(self, code)
         return (code - mean) / std
-
-    def _statistics(self, latents: Tensor) -> list[Tensor]:
-        """Return the mean and standard deviation [1, C, 1, 1] of the VAE's channels."""
-        return [
-            to_device(torch.tensor(self.value("vae", name, list)), latents.device).view(1, -1, 1, 1)
-            for name in ("latents_mean", "latents_std")
-        ]
 
 
 class OneFrameConv(nn.Conv2d):
@@ -195,3 +188,11 @@ def features(hidden: Tensor, num_left_out: int) -> Cond:
     """Return the conditioning of last hidden states [1, N, D] of a template with a text, without its first tokens."""
     embeds = hidden[0, num_left_out:]
     return {"embeds": embeds, "embeds_mask": torch.ones(len(embeds), dtype=torch.bool)}
+
+
+def channel_statistics(model: DiffusersModel, latents: Tensor) -> list[Tensor]:
+    """Return the mean and standard deviation [1, C, 1, ...] of the VAE's channels, for latents [B, C, ...]."""
+    return [
+        to_device(torch.tensor(model.value("vae", name, list)), latents.device).view(1, -1, *[1] * (latents.dim() - 2))
+        for name in ("latents_mean", "latents_std")
+    ]

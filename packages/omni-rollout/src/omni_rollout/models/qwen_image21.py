@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from omni_rollout.models.diffusers_model import DiffusersModel, check_size, pixels, where_needed
 from omni_rollout.models.parts import open_processor, open_tokenizer
+from omni_rollout.models.qwen_image import channel_statistics
 from omni_rollout.models.qwen_image_edit import PLACE, UNIT, fit, image_processor_class
 from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates, to_device
 
@@ -168,7 +169,7 @@ class QwenImage21(DiffusersModel):
 
     def decode(self, parts: Parts, x0: Tensor, cond: Cond, params: Params) -> tuple[Media, Rates]:
         """Return images [B, 16h, 16w, 3] in [0, 1], float32, on white, from clean latents x0 [B, C, h, w]."""
-        mean, std = self._statistics(x0.device)
+        mean, std = channel_statistics(self, x0)
         latents = (x0 * std + mean).to(parts.vae.dtype)
         decoded = parts.vae.decode(latents[:, :, None], return_dict=False)[0][:, :, 0]
         color, alpha = (decoded.float() / 2 + 0.5).clamp(0, 1).split([3, 1], dim=1)
@@ -179,12 +180,5 @@ class QwenImage21(DiffusersModel):
         images = pixels(media["image"]).to(parts.vae.device, parts.vae.dtype)
         images = torch.cat([images, torch.ones_like(images[:, :1])], dim=1)
         code = parts.vae.encode(images[:, :, None]).latent_dist.mode()[:, :, 0].float()
-        mean, std = self._statistics(code.device)
+        mean, std = channel_statistics(self, code)
         return (code - mean) / std
-
-    def _statistics(self, device: torch.device) -> list[Tensor]:
-        """Return the mean and standard deviation [1, C, 1, 1] of the VAE's channels."""
-        return [
-            to_device(torch.tensor(self.value("vae", name, list)), device).view(1, -1, 1, 1)
-            for name in ("latents_mean", "latents_std")
-        ]

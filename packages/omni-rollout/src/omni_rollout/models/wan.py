@@ -15,6 +15,7 @@ from omni_sched import linear_sigmas, shift_sigmas
 from torch import Tensor, nn
 
 from omni_rollout.models.diffusers_model import FLOW_SCHEDULER, DiffusersModel, both, check_size, pixels, resized
+from omni_rollout.models.qwen_image import channel_statistics
 from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates, to_device
 
 TEXT_TOKENS = 512  # a net with keys for images takes all tokens before this many last ones for image tokens
@@ -218,7 +219,7 @@ class Wan(DiffusersModel):
 
     def decode(self, parts: Parts, x0: Tensor, cond: Cond, params: Params) -> tuple[Media, Rates]:
         """Return videos [B, F, H, W, 3] in [0, 1], float32, from clean latents x0 [B, C, f, h, w]."""
-        mean, std = self._statistics(x0)
+        mean, std = channel_statistics(self, x0)
         video = parts.vae.decode((x0 * std + mean).to(parts.vae.dtype), return_dict=False)[0]
         return {"video": (video.float() / 2 + 0.5).clamp(0, 1).movedim(1, -1)}, {"fps": params.frame_rate}
 
@@ -226,16 +227,8 @@ class Wan(DiffusersModel):
         """Return the clean latents [B, C, f, h, w] of videos [B, F, H, W, 3]: the mean of the VAE's code."""
         video = pixels(media["video"]).transpose(1, 2).to(parts.vae.device, parts.vae.dtype)
         code = parts.vae.encode(video).latent_dist.mode().float()
-        mean, std = self._statistics(code)
+        mean, std = channel_statistics(self, code)
         return (code - mean) / std
-
-    def _statistics(self, latents: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean and standard deviation [1, C, 1, 1, 1] of the VAE's channels."""
-        mean, std = (
-            to_device(torch.tensor(self.value("vae", name, list)), latents.device).view(1, -1, 1, 1, 1)
-            for name in ("latents_mean", "latents_std")
-        )
-        return mean, std
 
 
 class WanImageToVideo(Wan):
