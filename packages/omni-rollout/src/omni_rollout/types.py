@@ -24,6 +24,7 @@ Cond = dict[str, Tensor]
 Media = dict[str, Tensor]  # image uint8 [B, H, W, 3]; video uint8 [B, F, H, W, 3]; audio float32 [B, points, channels]
 Rates = dict[str, float]  # of media: fps, sample_rate
 SHARED = ("rates", "weight_version", "sigmas", "params")  # fields that a batch of samples has once
+OF_STEPS = ("x", "x_next", "sde_steps", "rollout_log_prob", "rollout_mean")  # fields with a value for each kept step
 
 
 class Parts(SimpleNamespace):
@@ -206,20 +207,9 @@ class Trajectory(Samples):
 
     def take_steps(self, steps: slice | Tensor) -> "Trajectory":
         """Return the same samples with only some of their kept steps: a slice, or for each sample its own, [B, k]."""
-        mean, every = self.rollout_mean, slice(None)
-        own = (
-            (every, steps)
-            if isinstance(steps, slice)
-            else (torch.arange(len(self), device=steps.device)[:, None], steps)
-        )
-        return replace(
-            self,
-            x=self.x[own],
-            x_next=self.x_next[own],
-            sde_steps=self.sde_steps[own],
-            rollout_log_prob=self.rollout_log_prob[own],
-            rollout_mean=None if mean is None else mean[own],
-        )
+        rows = slice(None) if isinstance(steps, slice) else torch.arange(len(self), device=steps.device)[:, None]
+        found = {name: getattr(self, name) for name in OF_STEPS}
+        return replace(self, **{name: value[rows, steps] for name, value in found.items() if value is not None})
 
     def trim(self) -> "Trajectory":
         """Return the same samples without the last text positions if no mask has them: padding for longer texts."""
