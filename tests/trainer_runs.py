@@ -146,7 +146,7 @@ def lone_run(args, *, rank=0, world_size=1):
     parts = model.load(device="cpu", dtype=torch.float32)
     policy = Policy(parts.net.requires_grad_(True), build_adamw(parts.net, lr=1e-3), Ema([], decay=0.0))
     prompts = PromptSampler(args.prompts, prompts_per_step=args.prompts_per_step, seed=args.seed)
-    parts = DiffusersEngine(model, parts, weight_version=0), NobodyScores(), Session(args, world.dist), prompts, params
+    parts = DiffusersEngine(model, parts), NobodyScores(), Session(args, world.dist), prompts, params
     return Run(args, world, model, policy, *parts, [HeldOut("", load_prompts(args.prompts)[:3], params)])
 
 

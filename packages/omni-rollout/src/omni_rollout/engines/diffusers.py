@@ -23,10 +23,10 @@ class DiffusersEngine:
     is_exact = True
     moved_bytes = 0
 
-    def __init__(self, model: Model, parts: Parts, *, weight_version: int = 0, texts: TextCache = TEXT_CACHE) -> None:
+    def __init__(self, model: Model, parts: Parts, *, texts: TextCache = TEXT_CACHE) -> None:
         self.parts, self.net = parts, parts.net  # the trainer's net
         self.sampler = Sampler(model, parts, texts)
-        self.weight_version = weight_version
+        self.weight_version = 0
         self._rest: Rest | None = None
 
     def generate(self, prompts: Sequence[Prompt], params: Params) -> Trajectory:

@@ -36,7 +36,7 @@ PROBES = 32  # elements of each weight that a sync compares afterwards, at most
 
 
 class VllmOmniEngine:
-    """A vLLM-Omni engine, at most one per process. It begins with the checkpoint's weights as `weight_version`.
+    """A vLLM-Omni engine, at most one per process. It begins with the checkpoint's weights as version 0.
 
     model: from `open_model`. device: this rank's; its index selects the accelerator. dtype: of all weights. together:
     entered around code that may fail on only one rank; a context manager such as `same_error` then raises on all ranks,
@@ -56,7 +56,6 @@ class VllmOmniEngine:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         together: Callable[[], AbstractContextManager[None]] = nullcontext,
-        weight_version: int = 0,
         texts: TextCache = TEXT_CACHE,
     ) -> None:
         device = torch.device(device)
@@ -65,8 +64,7 @@ class VllmOmniEngine:
         kind = model.config["_class_name"]
         if kind not in PIPELINES:
             raise ValueError(f"model must be a {' or '.join(PIPELINES)} for the vLLM-Omni engine, got a {kind}")
-        self.weight_version = weight_version
-        self.moved_bytes = 0
+        self.weight_version = self.moved_bytes = 0
         local_rank = device.index or 0
         self._worker = start_worker(PIPELINES[kind], model.path, local_rank=local_rank, dtype=dtype, together=together)
         self.pipeline: Any = self._worker.model_runner.pipeline
