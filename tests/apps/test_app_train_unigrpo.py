@@ -13,7 +13,7 @@ from omni_reward.rules import open_rules
 from omni_reward.serving import serving_here
 from omni_rl.flow.scorers import LocalScorer
 from omni_rl.flow.scoring import collect
-from omni_rl.flow.thinking import ThoughtScorer
+from omni_rl.flow.thinking import with_thoughts
 from omni_rl.run.run import Run
 from omni_rl.settings.eval_sets import ThoughtEval
 from omni_rl.settings.fields import change, values_of
@@ -109,7 +109,7 @@ def test_each_part_adds_its_gradient(tiny, monkeypatch):
 
 def test_a_score_is_the_sum_of_picture_and_thought_or_none():
     pictures = [Score(0.25, details={"seen": "red"}), Score(None, abstained="too dark")]
-    scorer = ThoughtScorer(LocalScorer(lambda media, texts: pictures), open_rules("0.5*exact"))
+    scorer = with_thoughts(LocalScorer(lambda media, texts: pictures), open_rules("0.5*exact"))
     metas = [{"thought": "red", "answer": "red"}] * 2
     good, none = scorer.submit({}, ["a", "b"], metas).result()
     assert (good.value, good.parts) == (0.75, {"image": 0.25, "thought": 0.5})

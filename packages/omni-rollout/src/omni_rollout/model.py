@@ -143,5 +143,5 @@ class _Wrapped:
 
 
 def wrap(wrapped: T, **methods: Callable[..., object]) -> T:
-    """Return a model or an engine with some of its methods replaced; all other attributes are the wrapped one's."""
+    """Return an object, such as a model, with some of its methods replaced; other attributes are the wrapped one's."""
     return cast(T, _Wrapped(wrapped, methods))

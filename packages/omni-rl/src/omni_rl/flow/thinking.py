@@ -6,35 +6,24 @@ from dataclasses import replace
 
 from omni_reward import Score
 from omni_reward.rules import Rules, grade
+from omni_rollout.model import wrap
 
 from omni_rl.flow.scorers import Arrays, Groups, Metas, Pending, References, Scorer, ruled
 
 FLAG = "--thought-reward"
 
 
-class ThoughtScorer:
-    """A scorer of images, and rules for the thoughts before: a score is the sum of both, which are its parts."""
-
-    def __init__(self, scorer: Scorer, rules: Rules) -> None:
-        self.scorer, self.rules = scorer, rules
-        self.kinds, self.takes_references = scorer.kinds, scorer.takes_references
-        self.takes_groups = scorer.takes_groups
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds of work so far."""
-        return self.scorer.busy_s
+def with_thoughts(scorer: Scorer, rules: Rules) -> Scorer:
+    """Return a scorer of images with rules for the thoughts before: a score is the sum of both, which are its parts."""
 
     def submit(
-        self, media: Arrays, prompts: Sequence[str], meta: Metas, references: References = None, groups: Groups = None
+        media: Arrays, prompts: Sequence[str], meta: Metas, references: References = None, groups: Groups = None
     ) -> Pending:
         """Return the future scores of N samples, whose meta hold the `thought`."""
-        thought = ruled(lambda: grade(self.rules, [str(each["thought"]) for each in meta], meta), FLAG)
-        return _Sum(self.scorer.submit(media, prompts, meta, references, groups), thought)
+        thought = ruled(lambda: grade(rules, [str(each["thought"]) for each in meta], meta), FLAG)
+        return _Sum(scorer.submit(media, prompts, meta, references, groups), thought)
 
-    def close(self) -> None:
-        """Free what the scorer holds."""
-        self.scorer.close()
+    return wrap(scorer, submit=submit)
 
 
 class _Sum(Future[list[Score]]):

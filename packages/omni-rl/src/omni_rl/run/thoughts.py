@@ -18,7 +18,7 @@ from omni_train.prompts.files import PromptRecord
 from torch import Tensor, nn
 
 from omni_rl.flow.scorers import Scorer
-from omni_rl.flow.thinking import FLAG, ThoughtScorer
+from omni_rl.flow.thinking import FLAG, with_thoughts
 from omni_rl.run import media
 from omni_rl.run.media import decoding, params_of, read_all
 from omni_rl.run.run import first_input
@@ -63,7 +63,7 @@ def open_scorer(
 ) -> tuple[Scorer, str, Scorer | None]:
     """Open what scores images and thoughts."""
     scorer, version, watch = media.open_scorer(args, world, inputs, needs, meta={"thought": ""})  # as every sample's
-    return ThoughtScorer(scorer, args.rules) if args.rules else scorer, version, watch
+    return with_thoughts(scorer, args.rules) if args.rules else scorer, version, watch
 
 
 def open_engine(
