@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 from omni_rl import __version__
 from omni_rl.run.engines import ENGINES
+from omni_rl.run.sinks import TRACKERS
 from omni_rl.settings.early import ask_hub
 from omni_rl.settings.toml import recipes
 
@@ -24,11 +25,7 @@ EXTRAS = {  # module -> what it is for, and the extra of omni-rl that brings it
     "av": (".mp4, .webm and .flac", "video"),
     "pyarrow": ("prompts in .parquet", "parquet"),
     "s3fs": ("--checkpoint-url s3://", "remote"),
-    "tensorboard": ("--tracking.to tensorboard", "tensorboard"),
-    "wandb": ("--tracking.to wandb", "wandb"),
-    "trackio": ("--tracking.to trackio", "trackio"),
-    "swanlab": ("--tracking.to swanlab", "swanlab"),
-    "mlflow": ("--tracking.to mlflow", "mlflow"),
+    **{name: (f"--tracking.to {name}", name) for name in TRACKERS},
 }
 CLONE = "clone the sources of omni-rl, and start in their folder"
 
