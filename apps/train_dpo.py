@@ -235,9 +235,8 @@ def minibatch(args: Args, pairs: Sequence[Pairs], number: int) -> list[tuple[Pai
     """Return this rank's batches of one optimizer step: rows of pairs of one size."""
     batches = []
     for same in pairs:
-        rows = [
-            i for i, place in enumerate(same.places) if place * args.num_minibatches // args.prompts_per_step == number
-        ]
+        numbers = [place * args.num_minibatches // args.prompts_per_step for place in same.places]
+        rows = [i for i, own in enumerate(numbers) if own == number]
         batches += [(same, rows[i : i + args.batch_size // 2]) for i in range(0, len(rows), args.batch_size // 2)]
     return batches
 

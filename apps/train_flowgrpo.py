@@ -251,10 +251,8 @@ def old_log_probs(run: MediaRun[Args], batches: Sequence[TrainBatch]) -> tuple[s
 def params_at(run: MediaRun[Args], step: Step) -> Params:
     """Return the sampling parameters of a training step; its window is the same on every rank."""
     args, algo = run.args, ALGOS[run.args.algo]
-    params = window_params(
-        run, step, rule=algo.rule, strategy=algo.window, iters_per_window=args.iters_per_window,
-        stride=args.window_stride,
-    )  # fmt: skip
+    moves = {"iters_per_window": args.iters_per_window, "stride": args.window_stride}
+    params = window_params(run, step, rule=algo.rule, strategy=algo.window, **moves)
     return replace(params, keep_mean=algo.moments, compress_ratio=args.compress_ratio)
 
 
@@ -310,13 +308,9 @@ def old_policy(run: MediaRun[Args], batches: Sequence[TrainBatch], source: str) 
         return [[rollout_step(batch, k) for k in range(batch.trajectory.num_kept)] for batch in batches]
     waits = source == "recompute" or run.args.correction.level == "step"
     skip = len(batches) // run.args.num_minibatches if waits else 0
-    return (
-        [[] for _ in batches[:skip]]
-        + [  # with gradients, for which a device may have other kernels
-            [as_old(algo, replay(run.model, run.policy.net, b.trajectory, k)) for k in range(b.trajectory.num_kept)]
-            for b in batches[skip:]
-        ]
-    )
+    drawn = [batch.trajectory for batch in batches[skip:]]  # with gradients, for which a device may have other kernels
+    known = [[as_old(algo, replay(run.model, run.policy.net, t, k)) for k in range(t.num_kept)] for t in drawn]
+    return [[] for _ in batches[:skip]] + known
 
 
 def gap_to_rollout(batch: TrainBatch, k: int, now: Transition) -> Tensor:

@@ -132,9 +132,8 @@ def update(run: ThinkingRun[Args], step: Step, batches: Sequence[TrainBatch]) ->
                 run.policy.backward(parts[-1].loss / (total * num_kept), of=size * (num_kept + 1))
             thought = thought_loss(run, batch, before)
             run.policy.backward(args.thought_weight * thought.loss / total, of=size * (num_kept + 1))
-            loss = (
-                torch.stack([part.loss.detach() for part in parts]).mean() + args.thought_weight * thought.loss.detach()
-            )
+            image = torch.stack([part.loss.detach() for part in parts]).mean()
+            loss = image + args.thought_weight * thought.loss.detach()
             seen += [part.metrics for part in parts]
             seen.append({f"thought_{name}": value for name, value in thought.metrics.items()} | {"loss": loss})
             moves += [part.metrics["ratio_max_dev"] for part in (*parts, thought)]
@@ -234,10 +233,8 @@ def thought_loss(run: ThinkingRun[Args], batch: TrainBatch, before: TokenScores)
     args, now = run.args, score(run, run.policy.net, batch.trajectory).log_prob
     mask = thoughts_of(batch.trajectory).mask.to(now.device)
     weights = thought_weights(before, batch.trajectory, mask) if args.draw_ahead else None
-    out = token_grpo_loss(
-        now, before.log_prob, batch.advantages, mask, clip_low=args.thought_clip_low, clip_high=args.thought_clip_high,
-        weights=weights,
-    )  # fmt: skip
+    clip = {"clip_low": args.thought_clip_low, "clip_high": args.thought_clip_high}
+    out = token_grpo_loss(now, before.log_prob, batch.advantages, mask, weights=weights, **clip)
     metrics = out.metrics | {"entropy": before.entropy[mask].mean()}
     if not args.kl_coef:
         return LossOutput(out.loss, metrics)
