@@ -72,12 +72,11 @@ def check_args(args: Args) -> None:
     low, high = trained_steps(args)
     check_scored(args, num_trained=max(1, high - low), needs_scorer=False)
     most = args.num_inference_steps - (args.algo != "opd-ode")
+    bounds = f"steps of the student (0 to {most} with {args.algo})"
     require(
-        (low < high <= most,
-         f"--train-low and --train-high must bound steps of the student (0 to {most} with {args.algo}), "
-         f"got {low} and {high}"),
+        (low < high <= most, f"--train-low and --train-high must bound {bounds}, got {low} and {high}"),
         (args.noise_level <= 1 or args.algo != "opd-cps", "--noise-level must be <= 1 for opd-cps"),
-    )  # fmt: skip
+    )
     names = parse_teachers(args.teachers)
     with flag("--prompts: "):
         for record in load_prompts(args.prompts, media_root=args.media_root):
@@ -100,11 +99,11 @@ def parse_teachers(text: str) -> dict[str, str]:
     folders: dict[str, str] = {}
     for piece in filter(None, text.split(",")):
         name, _, folder = piece.partition("=")
+        is_new = name.isidentifier() and name not in folders and folder
         require(
-            (name.isidentifier() and name not in folders and folder,
-             f"--teachers must be NAME=FOLDER with commas between, each name once, got {text!r}"),
+            (is_new, f"--teachers must be NAME=FOLDER with commas between, each name once, got {text!r}"),
             (Path(folder).is_dir(), f"--teachers: {name} must be a folder of weights, got {folder}"),
-        )  # fmt: skip
+        )
         folders[name] = folder
     return folders
 

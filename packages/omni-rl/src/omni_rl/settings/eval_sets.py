@@ -135,12 +135,12 @@ def check_sets(
     names = [own.name for own in sets]
     for number, own in enumerate(sets, start=1):
         at = f"eval.sets[{number}]"
+        is_plain = re.fullmatch(r"[A-Za-z][\w-]*", own.name, re.ASCII)
         require(
-            (re.fullmatch(r"[A-Za-z][\w-]*", own.name, re.ASCII),
-             f"{at}.name must be a letter, then letters, digits, _ and -, got {own.name!r}"),
+            (is_plain, f"{at}.name must be a letter, then letters, digits, _ and -, got {own.name!r}"),
             (names.count(own.name) == 1, f"{at}.name must be that of no other set, got {own.name!r}"),
             (own.prompts, f"{at}.prompts must be given"),
-        )  # fmt: skip
+        )
         check_bounds(own, at)
         check_urls(own.scorer_url, setting_of(own, number, "scorer_url"))
         with flag(f"{setting_of(own, number, 'prompts')}: "):

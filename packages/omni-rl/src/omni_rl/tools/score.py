@@ -47,11 +47,11 @@ def open_scorer(args: argparse.Namespace) -> Scorer:
 
         scorer = Scorer(ask, media=kinds, references=wants, groups=whole)
     rule, what = ("given", "it") if scorer.references else ("left out", "none")
+    is_read = READERS.keys() >= set(scorer.media)
     require(
-        (READERS.keys() >= set(scorer.media),
-         f"the scorer must grade images, videos or sounds, takes {' and '.join(scorer.media)}"),
+        (is_read, f"the scorer must grade images, videos or sounds, takes {' and '.join(scorer.media)}"),
         (bool(args.reference) == scorer.references, f"--reference must be {rule}, as the scorer compares with {what}"),
-    )  # fmt: skip
+    )
     return scorer
 
 
