@@ -10,6 +10,7 @@ import pytest
 
 REPO = Path(__file__).parent.parent
 CHECKPOINT = REPO / "checkpoints" / "tiny-signs-qwen-image"
+TRAINERS = sorted(path.stem for path in (REPO / "apps").glob("train_*.py"))
 TEST_SEED = os.environ.get("TEST_SEED", "0")
 
 
@@ -36,6 +37,16 @@ def absolute_paths(folder):
 def names(folder):
     """The names of what is in a folder, in order."""
     return sorted(path.name for path in folder.iterdir())
+
+
+def filled(value):
+    """A net with all weights equal."""
+    import torch
+
+    net = torch.nn.Linear(2, 3)
+    for p in net.parameters():
+        torch.nn.init.constant_(p, value)
+    return net
 
 
 def load_newest(checkpoints, *parts):

@@ -16,7 +16,7 @@ from omni_reward.media import ScoreRequest
 from omni_reward.scorers.user import load_user
 from omni_reward.server import Limits, create_app
 from omni_reward.wire import Scorer, decode_reply, encode_request
-from reward.reward_helpers import HEAD
+from reward.reward_helpers import HEAD, halves
 
 BINARY = {"Content-Type": "application/octet-stream"}
 
@@ -27,10 +27,6 @@ def pack(
     media = {"image": np.zeros((num, pixels, pixels, 3), np.uint8)}
     request = ScoreRequest(media, ["a"] * num, meta or [{}] * num, request_id or uuid.uuid4().hex)
     return b"".join(encode_request(request))
-
-
-def halves(media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]) -> list[float]:
-    return [0.5] * len(prompts)
 
 
 def post(url: str, body: bytes | Iterator[bytes], **headers: str) -> requests.Response:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
-from helpers import REPO
+from helpers import REPO, TRAINERS
 from omni_reward.errors import RewardConnectError, RewardHTTPError, RewardTimeoutError
 from omni_reward.transport import Transport
 from omni_rl.settings import cli
@@ -334,13 +334,7 @@ def test_recipes_are_listed_by_a_word_of_their_names_or_titles(capsys):
     assert shown(capsys, "--list-presets", "none") == ""
 
 
-APPS = (
-    "train_flowgrpo", "train_nft", "train_dpo", "train_srpo", "train_gspo", "train_unigrpo", "train_distill",
-    "train_sft",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("app", APPS)
+@pytest.mark.parametrize("app", TRAINERS)
 def test_help_shows_what_recipes_set_most_in_their_order_and_little_else(app: str, capsys):
     cls, presets = importlib.import_module(app).Args, recipes(app)
     with pytest.raises(SystemExit):
@@ -363,7 +357,7 @@ def test_help_shows_what_recipes_set_most_in_their_order_and_little_else(app: st
     assert by_title[first:] == sorted(by_title[first:], reverse=True)
 
 
-@pytest.mark.parametrize("app", APPS)
+@pytest.mark.parametrize("app", TRAINERS)
 def test_no_default_learning_rate_is_above_those_of_recipes_of_real_models_and_help_tells_it(app: str):
     cls = importlib.import_module(app).Args
     given = {name: from_toml(text, cls, name) for name, text in recipes(app).items() if not name.startswith("tiny-")}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import sort_recipes
-from helpers import REPO
+from helpers import REPO, TRAINERS
 from omni_reward.cli import build_parser, read_options
 from omni_reward.scorers import SCORERS, load_scorer
 from omni_reward.terms import parse
@@ -23,11 +23,7 @@ from omni_rollout.models import flux2, ltx2, qwen_image, sd3, wan, z_image
 from PIL import Image
 from plan_recipes import CARDS, PAGE, page_with_table, read_line
 
-APPS = (
-    "train_flowgrpo", "train_nft", "train_dpo", "train_srpo", "train_gspo", "train_unigrpo", "train_distill",
-    "train_sft",
-)  # fmt: skip
-ALL = [(app, name) for app in APPS for name in recipes(app)]
+ALL = [(app, name) for app in TRAINERS for name in recipes(app)]
 REAL = [(app, name) for app, name in ALL if not name.startswith("tiny-")]
 FOR_CARDS = [(app, name) for app, name in REAL if re.search(r"-\d+x\d+gb-", name)]
 ONE_CARD = [(app, name) for app, name in REAL if "-1x" in name]
@@ -163,7 +159,7 @@ def test_a_recipe_names_model_and_data_and_the_knob_of_its_model(app: str, name:
 
 
 def test_no_two_recipes_of_a_trainer_write_to_one_folder():
-    for app in APPS:
+    for app in TRAINERS:
         names = [tomllib.loads(text)["name"] for text in recipes(app).values()]
         assert len(set(names)) == len(names)
 
@@ -333,4 +329,4 @@ def test_the_first_recipe_runs_in_an_empty_folder_on_the_files_of_the_package(tm
 def test_the_recipes_at_the_root_are_those_of_the_package():
     assert (REPO / "recipes").is_symlink()
     assert sorted(path.stem for path in (REPO / "recipes" / "train_nft").glob("*.toml")) == sorted(recipes("train_nft"))
-    assert {path.name for path in (REPO / "recipes").iterdir()} == {*APPS, "published.toml"}
+    assert {path.name for path in (REPO / "recipes").iterdir()} == {*TRAINERS, "published.toml"}

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import load_newest, names
+from helpers import filled, load_newest, names
 from omni_train.checkpoint.store import Checkpoint, check_config, config_differences
 from omni_train.lora import add_lora
 from omni_train.optim import build_adamw
@@ -18,14 +18,6 @@ from omni_train.shard import shard
 from omni_train.weights.snapshot import Ema, Snapshot
 from safetensors import safe_open
 from torch import nn
-
-
-def filled(value):
-    net = nn.Linear(2, 3)
-    with torch.no_grad():
-        for p in net.parameters():
-            p.fill_(value)
-    return net
 
 
 def damage(path):

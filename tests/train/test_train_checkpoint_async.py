@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from helpers import load_newest, names, sampled
+from helpers import filled, load_newest, names, sampled
 from omni_train.checkpoint.parts import PartFile
 from omni_train.checkpoint.store import Checkpoint
 from omni_train.dist import init_distributed
@@ -16,13 +16,6 @@ from omni_train.shard import shard
 from omni_train.weights.snapshot import Ema
 from torch import nn
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
-
-
-def filled(value):
-    net = nn.Linear(2, 3)
-    nn.init.constant_(net.weight, value)
-    nn.init.constant_(net.bias, 0.0)
-    return net
 
 
 def settle(checkpoints):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import load_newest, names
+from helpers import filled, load_newest, names
 from omni_train.checkpoint.store import Checkpoint
 from omni_train.dist import init_distributed
 from omni_train.files import write_file
@@ -20,12 +20,6 @@ from torch import nn
 @pytest.fixture
 def checkpoints(tmp_path):
     return Checkpoint(tmp_path / "checkpoints", init_distributed(), keep=1)
-
-
-def filled(value):
-    net = nn.Linear(2, 3)
-    nn.init.constant_(net.weight, value)
-    return net
 
 
 CALLS = {  # what a save asks of the disk

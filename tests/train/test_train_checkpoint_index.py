@@ -7,17 +7,9 @@ import shutil
 
 import pytest
 import torch
+from helpers import filled
 from omni_train.checkpoint.store import Checkpoint
 from omni_train.optim import build_adamw
-from torch import nn
-
-
-def filled(value):
-    net = nn.Linear(2, 3)
-    with torch.no_grad():
-        for p in net.parameters():
-            p.fill_(value)
-    return net
 
 
 def forge(folder, change):
