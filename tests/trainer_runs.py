@@ -17,6 +17,7 @@ import torch.multiprocessing
 from helpers import CHECKPOINT, REPO
 from omni_rl.flow.evals import HeldOut
 from omni_rl.flow.sampling import prompts_of, sample
+from omni_rl.flow.scoring import Rollout
 from omni_rl.run.media import params_of
 from omni_rl.run.policy import Policy
 from omni_rl.run.run import Run, Step
@@ -121,6 +122,14 @@ def exported(name="run"):
     return {k: v for file in Path(f"runs/{name}/weights").rglob("*.safetensors") for k, v in load_file(file).items()}
 
 
+def assert_same_weights(one, other):
+    """The exported weights of two runs agree, but for sums in another order."""
+    first, second = exported(one), exported(other)
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        torch.testing.assert_close(second[name], tensor, atol=1e-4, rtol=1e-3)
+
+
 def lose_step(name, step):
     """Take a run back to the step before its last one, as a kill before the last save leaves it."""
     shutil.rmtree(f"runs/{name}/checkpoints/step-{step:08}")
@@ -148,6 +157,13 @@ def lone_run(args, *, rank=0, world_size=1):
     prompts = PromptSampler(args.prompts, prompts_per_step=args.prompts_per_step, seed=args.seed)
     parts = DiffusersEngine(model, parts), NobodyScores(), Session(args, world.dist), prompts, params
     return Run(args, world, model, policy, *parts, [HeldOut("", load_prompts(args.prompts)[:3], params)])
+
+
+def scored(prompts, batches, scores):
+    """A rollout whose scores are there."""
+    future = Future()
+    future.set_result(scores)
+    return Rollout(prompts, batches, [future])
 
 
 def rollout(run, params, *, number=0, unit=1, **options):

@@ -1,7 +1,6 @@
 """The FlowGRPO trainer: ranks, overlap, kernels, speed, gradients, samples without a score, parts of the score."""
 
 import shutil
-from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from omni_reward import Score
 from omni_rl.flow.sampling import prompts_of, sample
 from omni_rl.flow.scorers import abstaining
 from omni_rl.flow.scoring import (
-    Rollout,
     TrainBatch,
     advantages_of,
     gather_rewards,
@@ -33,6 +31,7 @@ from trainer_runs import (
     place,
     recipe,
     rollout,
+    scored,
     tiny,
     train_on_ranks,
     undocumented,
@@ -191,13 +190,6 @@ def samples_of(count, group_size):
     """Samples of which only the prompts matter."""
     prompts = tuple(Prompt("", group=i // group_size, index=i, seed=i) for i in range(count))
     return Samples(prompts, {}, {}, 0)
-
-
-def scored(prompts, batches, scores):
-    """A rollout whose scores are there."""
-    future = Future()
-    future.set_result(scores)
-    return Rollout(prompts, batches, [future])
 
 
 def grade(args, scores):

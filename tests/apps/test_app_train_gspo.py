@@ -3,7 +3,6 @@
 import json
 import re
 import wave
-from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,6 @@ from helpers import REPO, sampled, ulps
 from omni_losses import group_advantages, token_weights
 from omni_reward import Score, Scorer
 from omni_reward.serving import serving_here
-from omni_rl.flow.scoring import Rollout
 from omni_rl.flow.tokens import TokenBatch, pack
 from omni_rl.run import texts
 from omni_rl.run.failures import launch
@@ -32,7 +30,18 @@ from omni_rollout.tokens import TokenParams, TokenTrajectory, score_tokens
 from omni_train.files import load_metrics
 from omni_train.prompts.files import PromptRecord, load_prompts
 from PIL import Image
-from trainer_runs import exported, keep_gradients, place, recipe, train, train_on_ranks, unclocked, undocumented
+from trainer_runs import (
+    assert_same_weights,
+    exported,
+    keep_gradients,
+    place,
+    recipe,
+    scored,
+    train,
+    train_on_ranks,
+    unclocked,
+    undocumented,
+)
 
 import train_gspo as app
 
@@ -239,10 +248,7 @@ def test_ranks_train_as_one_however_the_weights_are_spread(lora_rank, here, monk
             for name in names & line.keys():
                 assert other[name] == pytest.approx(line[name], rel=2e-3, abs=1e-6), name
             assert other.get("policy/first_ratio_max_dev", 0) == 0
-        one, other = exported("alone"), exported(mode)
-        assert one.keys() == other.keys()
-        for name, tensor in one.items():
-            torch.testing.assert_close(other[name], tensor, atol=1e-4, rtol=1e-3)
+        assert_same_weights("alone", mode)
 
 
 def test_full_weights_open_in_transformers_as_the_thinker_and_as_the_whole_model(here):
@@ -298,13 +304,6 @@ def answers(lengths, first=0):
         rollout_log_prob=torch.zeros(count, most), ended=torch.ones(count, dtype=torch.bool), answers=("",) * count,
         params=TokenParams(8),
     )  # fmt: skip
-
-
-def scored(prompts, batches, scores):
-    """A rollout whose scores are there."""
-    future = Future()
-    future.set_result(scores)
-    return Rollout(prompts, batches, [future])
 
 
 def test_batches_hold_the_kept_answers_once_within_their_bounds():
