@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from omni_rollout.models.diffusers_model import DiffusersModel, check_size, pixels, where_needed
 from omni_rollout.models.parts import open_processor, open_tokenizer
 from omni_rollout.models.qwen_image import channel_statistics
-from omni_rollout.models.qwen_image_edit import PLACE, UNIT, fit, image_processor_class
+from omni_rollout.models.qwen_image_edit import PLACE, check_image_area, fit, image_processor_class, reference_latents
 from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates, to_device
 
 STRIDE = 16  # pixels of a latent pixel
@@ -99,8 +99,7 @@ class QwenImage21(DiffusersModel):
         if params.guidance_scale != 1:
             rule = f"guidance_scale must be 1 for a {self.PIPELINE}, whose guidance is true_cfg_scale"
             raise ValueError(f"{rule}, got {params.guidance_scale}")
-        if not (area := self.option(params, "image_area")) >= UNIT * UNIT:
-            raise ValueError(f"image_area must be >= {UNIT * UNIT} pixels, got {area}")
+        check_image_area(self, params)
 
     def latent_shape(self, params: Params) -> tuple[int, int, int]:
         """Return (C, h, w)."""
@@ -135,10 +134,7 @@ class QwenImage21(DiffusersModel):
     def condition(self, parts: Parts, prompt: Prompt, params: Params) -> Cond:
         """Return the latents of the references, `reference_0` [C, h', w'] and so on."""
         images = [fit(image, self.option(params, "image_area")) for image in prompt.images]
-        return {
-            f"reference_{i}": self.encode_media(parts, {"image": image[None]}, params)[0]
-            for i, image in enumerate(images)
-        }
+        return reference_latents(self, parts, images, params)
 
     def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
         """Return the velocity [B, C, h, w], float32, at x [B, C, h, w] and noise levels sigma [B].

@@ -5,12 +5,13 @@ Beyond Qwen-Image's, shapes are: h' x w' latent pixels of a reference, which is 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from omni_rollout.models.diffusers_model import PIXELS_PER_TOKEN, resized
+from omni_rollout.model import Model
+from omni_rollout.models.diffusers_model import PIXELS_PER_TOKEN, DiffusersModel, resized
 from omni_rollout.models.qwen_image import QwenImage, features
 from omni_rollout.types import Cond, Params, Parts, Prompt
 
@@ -46,8 +47,7 @@ class QwenImageEditPlus(QwenImage):
     def check(self, params: Params) -> None:
         """Raise ValueError for a size or option that the model lacks."""
         super().check(params)
-        if not (area := self.option(params, "image_area")) >= UNIT * UNIT:
-            raise ValueError(f"image_area must be >= {UNIT * UNIT} pixels, got {area}")
+        check_image_area(self, params)
 
     def check_context(self) -> None:
         """Raise ValueError unless `context` ranks can compute a forward together: a reference has 4 tokens a unit."""
@@ -77,10 +77,7 @@ class QwenImageEditPlus(QwenImage):
     def condition(self, parts: Parts, prompt: Prompt, params: Params) -> Cond:
         """Return the latents of the references, `reference_0` [C, h', w'] and so on."""
         images = [fit(image, self.option(params, "image_area")) for image in prompt.images]
-        return {
-            f"reference_{i}": self.encode_media(parts, {"image": image[None]}, params)[0]
-            for i, image in enumerate(images)
-        }
+        return reference_latents(self, parts, images, params)
 
     def _class(self, part: str) -> Any:
         return image_processor_class() if part == "processor" else super()._class(part)
@@ -100,6 +97,18 @@ def image_processor_class() -> Any:
     from transformers import Qwen2VLImageProcessorPil
 
     return Qwen2VLImageProcessorPil
+
+
+def check_image_area(model: DiffusersModel, params: Params) -> None:
+    """Raise ValueError for references of less than a unit; a model's option image_area is their pixels."""
+    if not (area := model.option(params, "image_area")) >= UNIT * UNIT:
+        raise ValueError(f"image_area must be >= {UNIT * UNIT} pixels, got {area}")
+
+
+def reference_latents(model: Model, parts: Parts, images: Sequence[Tensor], params: Params) -> Cond:
+    """Return the latents of references, `reference_0` [C, h', w'] and so on."""
+    found = [model.encode_media(parts, {"image": image[None]}, params)[0] for image in images]
+    return {f"reference_{i}": latents for i, latents in enumerate(found)}
 
 
 def fit(image: Tensor, area: float) -> Tensor:
