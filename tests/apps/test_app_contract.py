@@ -5,6 +5,7 @@ Each row is a trainer with settings; TEST_SEED draws some of the rows that are a
 
 import importlib
 import json
+import math
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -235,6 +236,27 @@ def test_a_run_that_lost_its_last_step_ends_bit_for_bit_as_before_and_logs_docum
     again = exported()
     assert again.keys() == weights.keys()
     assert all(torch.equal(again[name], weights[name]) for name in weights)
+
+
+def test_moments_in_8_bits_continue_bit_for_bit_and_not_as_float32(here, bright_url):
+    app, args = settings(Row("train_sft", {"lr": 1e-3, "memory_adam_8bit": True}), bright_url)
+    args = change(args, eval_every=1, save_every=1)
+    with torch.compiler.set_stance("force_eager"):  # torchao compiles each shape, minutes
+        whole, weights = train(app, args), exported()
+        saved = json.loads(Path("runs/run/checkpoints/step-00000002/checkpoint.json").read_text())["tensors"]
+        lose_step("run", 2)
+        assert unclocked(train(app, args)) == unclocked(whole)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in exported().items())
+    sizes = {name.partition("/")[2]: math.prod(entry["shape"]) for name, entry in saved.items()}
+    in_8bit = {name.partition("/")[2] for name in saved if name.startswith("optimizer.exp_avg_sq.codes/")}
+    moved = {name.partition("/")[2] for name in saved if name.startswith("optimizer.step/")}
+    assert in_8bit == {name for name in moved if sizes[name] >= 4096 and sizes[name] % 256 == 0}
+    exact = change(args, memory_adam_8bit=False)
+    with pytest.raises(ValueError, match=r"made with other settings: memory.adam_8bit was true, is false\."):
+        train(app, exact)
+    train(app, change(exact, name="exact"))
+    with pytest.raises(ValueError, match=r"made with other settings: memory.adam_8bit was false, is true\."):
+        train(app, change(args, name="exact"))
 
 
 # Mistakes

@@ -327,6 +327,19 @@ def test_a_plan_counts_what_waits_on_the_host():
     assert f"GB: {quantized.host / 1e9:.3g}\n" in quantized.describe()
 
 
+def test_a_plan_counts_moments_in_8_bits():
+    """Codes, a scale for each 256 of them and a table of 1 KB for each moment; small ones stay float32."""
+    _, args = settings("all weights")
+    bare, in_8bit = (planned("all weights", memory_adam_8bit=each) for each in (False, True))
+    net = open_model(args.model).load(device="cpu", dtype=torch.float32).net
+    idle = ("transformer_blocks.3.txt_mlp", "transformer_blocks.3.attn.to_add_out")  # of the last block, unused
+    sizes = [p.numel() for name, p in net.named_parameters() if not name.startswith(idle)]
+    saved = sum(2 * (4 * n - n - 4 * n // 256 - 1024) for n in sizes if n >= 4096 and n % 256 == 0)
+    assert saved > sum(sizes)
+    for phase in ("rollout", "save"):
+        assert bare.peaks[phase] - in_8bit.peaks[phase] == pytest.approx(saved, rel=1e-3)
+
+
 def test_a_plan_counts_the_scorer_that_the_run_starts(capsys):
     """PickScore's 986 million weights in float32, from load to save; none of a scorer on the CPU or of another's."""
     app, args = settings("all weights")

@@ -139,6 +139,13 @@ def test_several_ranks_need_a_way_to_spread_the_weights(good: ScoredArgs, monkey
     check_media(change(good, sharding_mode="fsdp2"))
 
 
+def test_moments_in_8_bits_need_torchao(good: ScoredArgs, monkeypatch):
+    check_media(change(good, memory_adam_8bit=True))
+    monkeypatch.setattr("omni_rl.settings.args.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"--memory.adam-8bit needs torchao: pip install 'omni-rl\[torchao\]'"):
+        check_media(change(good, memory_adam_8bit=True))
+
+
 def test_what_waits_on_the_host_is_named(good: ScoredArgs):
     lean = change(good, lora_rank=4, memory_gradient_checkpointing=True)
     check_media(change(lean, memory_offload="activations,encoder", memory_base_dtype="nf4", memory_decode_batch_size=2))
@@ -154,6 +161,10 @@ def test_what_waits_on_the_host_is_named(good: ScoredArgs):
         "--memory.base-dtype int8 needs .* --memory.gradient-checkpointing": {
             "memory_base_dtype": "int8",
             "memory_gradient_checkpointing": False,
+        },
+        "--memory.adam-8bit keeps its moments on the device: --memory.offload must not name optimizer": {
+            "memory_adam_8bit": True,
+            "memory_offload": "encoder,optimizer",
         },
         "--memory.decode-batch-size must be >= 0": {"memory_decode_batch_size": -1},
     }

@@ -118,7 +118,6 @@ MISTAKES = {
     "--resume": "unknown flag --resume; use the same command again, which continues the run\n",
     "--lora.use-dora": "unknown flag --lora.use-dora; an adapter is kept, averaged and exported as A and B, which",
     "--fp16": "unknown flag --fp16; float16 needs a loss scaled by GradScaler, which no trainer has",
-    "--use-8bit-adam": "unknown flag --use-8bit-adam; AdamW's moments are float32, and --memory.offload optimizer",
     "--target-parameters x": "unknown flag --target-parameters; adapters are on linear layers, which",
     "--gpus 2": "unknown flag --gpus; use omni-rl train NAME --nproc-per-node N\n",
     "--report-to x": "unknown flag --report-to; --help-all lists all",  # as these settings have no --tracking.to
@@ -376,7 +375,7 @@ SAFE = {  # what a bare command does: nothing that grows beyond bounds, leaves t
     "clip_range": 1e-4, "kl_coef": 0,
     "guidance_scale": 1.0, "save_every": 10, "keep_checkpoints": 2, "ema_decay": 0.0, "num_minibatches": 1,
     "tracking.to": "none", "scorer.proxy": "none", "scorer.on_failure": "raise", "eval.first": True,
-    "memory.base_dtype": "auto", "memory.engine_sleep": True,
+    "memory.adam_8bit": False, "memory.base_dtype": "auto", "memory.engine_sleep": True,
 }  # fmt: skip
 
 

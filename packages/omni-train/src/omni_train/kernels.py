@@ -72,8 +72,8 @@ def check_float8(device: torch.device) -> None:
         raise ValueError(f"memory.base-dtype must be int8 or nf4 on {device.type}, which has no fp8, got fp8") from exc
 
 
-def check_compiler(device: torch.device) -> None:
-    """Compile a sum, which takes seconds if the device has a compiler.
+def check_compiler(device: torch.device, setting: str = "compile") -> None:
+    """Compile a sum, which takes seconds if the device has a compiler. setting: what the message calls what needs one.
 
     Raises:
         ValueError: it has none.
@@ -82,7 +82,9 @@ def check_compiler(device: torch.device) -> None:
         torch.compile(torch.add)(torch.ones(8, device=device), 1.0)
     except (RuntimeError, OSError) as exc:
         lines = str(exc).strip().splitlines()
-        raise ValueError(f"compile must be off where torch cannot compile for {device.type}: {lines[0]:.200}") from exc
+        raise ValueError(
+            f"{setting} must be off where torch cannot compile for {device.type}: {lines[0]:.200}"
+        ) from exc
 
 
 def compile_blocks(module: nn.Module, block_names: Collection[str], *, attention: str) -> None:

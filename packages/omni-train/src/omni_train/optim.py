@@ -40,12 +40,14 @@ def build_adamw(
     weight_decay: float = 1e-4,
     eps: float = 1e-8,
     on_host: bool = False,
+    in_8bit: bool = False,
     foreach: bool | None = None,
-) -> torch.optim.AdamW:
+) -> torch.optim.Optimizer:
     """Build AdamW over the trainable parameters, after sharding, so that its state is sharded too.
 
-    on_host: True to offload its moments between steps. foreach: True to update all parameters by a few operators, with
-    temporaries as large as they; None where torch does so by itself: on an accelerator, unless they are sharded.
+    on_host: True to offload its moments between steps. in_8bit: True to keep them in 8 bits, by torchao, which compiles
+    its step. foreach: True to update all parameters by a few operators, with temporaries as large as they; None where
+    torch does so by itself: on an accelerator, unless they are sharded.
 
     Raises:
         ValueError: nothing is trainable, or a trainable parameter is not float32: at the learning rates of RL an update
@@ -58,6 +60,10 @@ def build_adamw(
     dtypes = {p.dtype for p in trainable}
     if dtypes != {torch.float32}:
         raise ValueError(f"trainable params must all be torch.float32, got {sorted(map(str, dtypes))}")
+    if in_8bit:
+        from omni_train.adam8bit import AdamW8bit  # torchao is an extra
+
+        return AdamW8bit(trainable, lr=lr, betas=betas, weight_decay=weight_decay, eps=eps)
     return (HostAdamW if on_host else torch.optim.AdamW)(
         trainable, lr=lr, betas=betas, weight_decay=weight_decay, eps=eps, foreach=foreach
     )
@@ -145,7 +151,11 @@ def optimizer_step(
         if norm > max_grad_norm:
             torch._foreach_mul_(grads, max_grad_norm / norm)
         for group in optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_scale", 1.0)
+            rate = lr * group.get("lr_scale", 1.0)
+            if isinstance(group["lr"], Tensor):  # which compiled code reads
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return StepResult(grad_norm=norm, skipped=skipped)

@@ -22,10 +22,9 @@ import torch.distributed.fsdp._fully_shard._fully_shard as fsdp
 from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
@@ -111,10 +110,10 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run one operator, and count it; of sharded tensors that on this rank's rows, which comes next."""
+        """Run one operator, and count it; of tensors made of others that on those, such as this rank's rows."""
         if func is _DEVICE:
             return args[0].device
-        if any(issubclass(kind, DTensor) for kind in types):
+        if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented
         kwargs = kwargs or {}
         out = self.run(func, args, kwargs)
@@ -212,10 +211,12 @@ class PlannedDevice(Meter):
         self._kept = torch.utils.swap_tensors, fsdp._get_device_from_mesh
         torch.utils.swap_tensors, fsdp._get_device_from_mesh = self._swap, lambda mesh: PLANNED
         self._makers.__enter__()
+        self._eagerly = torch.compiler.set_stance("force_eager")  # a compiler would ask for values
         return super().__enter__()
 
     def __exit__(self, *exc_info: Any) -> None:
         super().__exit__(*exc_info)
+        self._eagerly.__exit__(*exc_info)
         self._makers.__exit__(*exc_info)
         torch.utils.swap_tensors, fsdp._get_device_from_mesh = self._kept
 

@@ -275,6 +275,8 @@ def preparation(
             check_float8(device)
         if compiles:
             check_compiler(device)
+        if args.memory.adam_8bit:
+            check_compiler(device, "memory.adam-8bit")
     return Preparation(
         device,
         model.BLOCK_NAMES,
@@ -358,13 +360,16 @@ def plan_of(args: RunArgs, dist: Dist, inputs: Inputs[Any, Any], needs: Needs, s
     num_trained = sum(p.numel() for p in net.parameters() if p.requires_grad)
     num_nets = 0 if lora_rank else needs.reference + len(inputs.teachers)
     num_frozen = num_weights - num_trained + num_weights * num_nets
-    copies = 4 + bool(args.ema_decay) + needs.old_policy  # float32: weight, gradient, two moments, averages
+    copies = 2 + bool(args.ema_decay) + needs.old_policy  # float32: weight, gradient, averages
     share = args.sharding.size or num_ranks if mode == "fsdp2" else 1
+    trained = [p.numel() for p in net.parameters() if p.requires_grad]
+    in_8bit = sum(n for n in trained if n >= 4096 * share and n % 256 == 0) if args.memory.adam_8bit else 0
+    moments = 8 * num_trained - (8 - 2 * (1 + 4 / 256)) * in_8bit  # bytes
     frozen_mb, trained_mb = (
         number / share / 2**20
         for number in (
             num_frozen * BYTES.get(args.memory.base_dtype, inputs.how.dtype.itemsize),
-            num_trained * 4 * copies,
+            num_trained * 4 * copies + moments,
         )
     )
     samples = args.prompts_per_step * args.group_size
@@ -457,6 +462,7 @@ def open_policy(args: RunArgs, inputs: Inputs[Any, Any], needs: Needs, net: nn.M
         weight_decay=optim.weight_decay,
         eps=optim.adam_epsilon,
         on_host="optimizer" in offloaded(args),
+        in_8bit=args.memory.adam_8bit,
         foreach=True if inputs.how.lora and inputs.how.mesh else None,  # of sharded adapters, many and small
     )
     for expert, scale in inputs.lr_scales.items():

@@ -279,6 +279,10 @@ def check_run(args: RunArgs) -> None:
         (memory.base_dtype == "auto" or (lora.rank and memory.gradient_checkpointing and mode != "fsdp2"),
          f"--memory.base-dtype {memory.base_dtype} needs --lora.rank > 0, --memory.gradient-checkpointing, and "
          "weights not fsdp2"),
+        (not memory.adam_8bit or find_spec("torchao"),
+         "--memory.adam-8bit needs torchao: pip install 'omni-rl[torchao]'"),
+        (not memory.adam_8bit or "optimizer" not in offload,
+         "--memory.adam-8bit keeps its moments on the device: --memory.offload must not name optimizer"),
         (memory.gradient_checkpointing or "activations" not in offload,
          "--memory.offload activations needs --memory.gradient-checkpointing"),
         (args.ema_decay < 1, f"--ema-decay must be < 1, got {args.ema_decay}"),

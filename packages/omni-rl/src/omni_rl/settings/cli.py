@@ -5,6 +5,7 @@ TOML file too: recipes/APP/NAME.toml in this package.
 """
 
 import inspect
+import logging
 import os
 import re
 import sys
@@ -217,6 +218,8 @@ def hush() -> None:
     )
     for name, value in {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error", "DIFFUSERS_VERBOSITY": "error"}.items():
         os.environ.setdefault(name, value)
+    for name in ("torchao", "torch.utils._pytree"):  # peft imports the first, which asks the second for what is old
+        logging.getLogger(name).setLevel(logging.ERROR)
     warnings.formatwarning = lambda message, *place: f"WARNING: {message}\n"
     warnings.filterwarnings("ignore", module=r"(torch|diffusers|transformers|peft|accelerate|huggingface_hub)\b")
 

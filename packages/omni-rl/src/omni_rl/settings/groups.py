@@ -94,6 +94,7 @@ class Memory:
     offload: Annotated[str, Was(), MAY_CHANGE] = (
         ""  # Parts offloaded to the host: encoder, engine, optimizer, activations
     )
+    adam_8bit: bool = False  # Keep AdamW's moments in 8 bits, by torchao
     base_dtype: Annotated[BaseDtype, Was()] = "auto"  # Format of the frozen weights of blocks; auto is --dtype
     engine_sleep: Annotated[bool, Was(), MAY_CHANGE] = True  # Move an engine's own weights to the host during updates
     device_gb: Annotated[float, Was("device_memory_gb"), at_least(0), MAY_CHANGE, SHOWN] = (

@@ -29,6 +29,7 @@ ELSEWHERE = {  # what takes the place of names that other projects have
     "--num-inference-steps": "num-steps", "--dtype": "precision mixed-precision", "--dtype bfloat16": "bf16",
     "--optim.lr-scheduler-type": "lr-scheduler", "--optim.warmup-steps": "lr-warmup-steps",
     "--optim.weight-decay": "adam-weight-decay", "--optim.adam-epsilon": "adam-eps",
+    "--memory.adam-8bit": "use-8bit-adam",
     "--num-inner-epochs": "num-iterations ppo-epochs", "--num-iterations": "num-inner-epochs ppo-epochs",
     "--model": "model-path pretrained-model-name-or-path", "--init-weights": "weights", "--best-worst-n": "best-of-n",
     "the same command again, which continues the run": "resume resume-from-checkpoint",
@@ -37,13 +38,12 @@ ELSEWHERE = {  # what takes the place of names that other projects have
     "omni-rl train gspo": "gspo", "omni-rl train distill": "opd", "omni-rl train unigrpo": "unigrpo",
 }  # fmt: skip
 FLOAT16 = "float16 needs a loss scaled by GradScaler, which no trainer has: give --dtype bfloat16 or float32"
-ADAM_8BIT = "AdamW's moments are float32, and --memory.offload optimizer keeps them in host memory"
 REFUSED = {  # what peft and transformers have and a run does not, with the reason
     "use-dora": "an adapter is kept, averaged and exported as A and B, which cannot hold DoRA's magnitudes",
     "pissa": "PiSSA changes the frozen weights: without its adapter the net would not be the reference",
     "target-parameters": "adapters are on linear layers, which --lora.targets names",
     "autocast-adapter-dtype": "adapters are float32 for every --dtype, as their steps are",
-    "fp16": FLOAT16, "float16": FLOAT16, "use-8bit-adam": ADAM_8BIT,
+    "fp16": FLOAT16, "float16": FLOAT16,
 }  # fmt: skip
 
 

@@ -25,6 +25,7 @@ EXTRAS = {  # module -> what it is for, and the extra of omni-rl that brings it
     "av": (".mp4, .webm and .flac", "video"),
     "pyarrow": ("prompts in .parquet", "parquet"),
     "s3fs": ("--checkpoint-url s3://", "remote"),
+    "torchao": ("--memory.adam-8bit", "torchao"),
     **{name: (f"--tracking.to {name}", name) for name in TRACKERS},
 }
 CLONE = "clone the sources of omni-rl, and start in their folder"

@@ -599,7 +599,8 @@ class _Repeat(torch.autograd.Function):
 def _fuse(optimizer: torch.optim.Optimizer) -> None:
     """Have the optimizer take all parameters at once, as torch has it on an accelerator, except sharded weights."""
     for group in optimizer.param_groups:
-        group["foreach"] = group["foreach"] or not any(isinstance(p, DTensor) for p in group["params"])
+        if "foreach" in group:
+            group["foreach"] = group["foreach"] or not any(isinstance(p, DTensor) for p in group["params"])
 
 
 def _repeat_steps(optimizer: torch.optim.Optimizer, device: PlannedDevice) -> None:

@@ -1,8 +1,8 @@
 """The contents of a checkpoint: the tensors that training changes, by names that do not depend on sharding.
 
 Names: `weight/NAME` for a trained parameter or a factor of any adapter, `buffer/NAME`, `optimizer.KEY/NAME` (AdamW's
-keys are exp_avg, exp_avg_sq and step), `ema/NAME` for a moving average, and a snapshot's name in place of `ema`. NAME
-is that of the parameter in the module.
+keys are exp_avg, exp_avg_sq and step; in 8 bits exp_avg.codes, exp_avg.scale and so on), `ema/NAME` for a moving
+average, and a snapshot's name in place of `ema`. NAME is that of the parameter in the module.
 """
 
 import math
@@ -36,8 +36,9 @@ def train_state(module: nn.Module, optimizer: Optimizer | None, ema: Copies) -> 
     state |= {f"buffer/{name}": b for name, b in module.named_buffers() if name in kept}
     for param in _params(optimizer):
         found = optimizer.state.get(param, {}) if optimizer else {}
-        named = {f"optimizer.{key}/{_name(names, param)}": value for key, value in found.items()}
-        state |= {name: value for name, value in named.items() if isinstance(value, Tensor)}
+        tensors = {key: value for key, value in found.items() if isinstance(value, Tensor)}
+        pieces = {key + end: piece for key, value in tensors.items() for end, piece in _pieces(value).items()}
+        state |= {f"optimizer.{key}/{_name(names, param)}": piece for key, piece in pieces.items()}
     copies = [ema] if isinstance(ema, Snapshot) else ema or []
     return state | {f"{each.name}/{_name(names, param)}": copy for each in copies for param, copy in each.pairs()}
 
@@ -46,7 +47,8 @@ def allocate_optimizer(module: nn.Module, optimizer: Optimizer, shapes: Mapping[
     """Replace the optimizer's state by zeros under those names of `shapes` that are its own, sharded as its parameters.
 
     Raises:
-        ValueError: a shape is neither that of its parameter nor of a single number, as AdamW's step is.
+        ValueError: a shape is neither that of its parameter nor of a single number, as AdamW's step is. Or a moment is
+            in 8 bits, and the optimizer has none such, or not on so many ranks.
     """
     names = dict(module.named_parameters())
     places = {param: i for i, param in enumerate(_params(optimizer))}
@@ -54,12 +56,29 @@ def allocate_optimizer(module: nn.Module, optimizer: Optimizer, shapes: Mapping[
     for name, shape in shapes.items():
         key, _, param_name = name.removeprefix("optimizer.").partition("/")
         param = names.get(param_name)
-        if name.startswith("optimizer.") and param in places:
+        key, _, end = key.partition(".")
+        if name.startswith("optimizer.") and param in places and end != "scale":  # which the codes bring
             is_number = list(param.shape) != list(shape)
             if is_number and math.prod(shape) != 1:
                 raise ValueError(f"{name} must have the shape {list(param.shape)} or be one number, got {list(shape)}")
-            state.setdefault(places[param], {})[key] = torch.zeros(shape) if is_number else torch.zeros_like(param)
+            own, zeros = state.setdefault(places[param], {}), getattr(optimizer, "zeros", None)
+            if end and not zeros:
+                kind = type(optimizer).__name__
+                raise ValueError(f"{name} is in 8 bits: the optimizer must be AdamW in 8 bits, got {kind}")
+            if end and zeros:
+                own[key] = zeros(param, signed=key == "exp_avg")
+            else:
+                own[key] = torch.zeros(shape) if is_number else torch.zeros_like(param)
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def sharded_like(tensor: Tensor, local: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return this rank's rows of a tensor of that shape as one that is sharded as `tensor`, if that is."""
+    if not isinstance(tensor, DTensor):
+        return local
+    whole, strides = torch.Size(shape), torch.empty(shape, device="meta").stride()
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole, stride=strides)
 
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
@@ -91,6 +110,19 @@ def in_batches(items: Iterable[T], limit: int, *, num_bytes: Callable[[T], int])
         size += num_bytes(item)
     if batch:
         yield batch
+
+
+def _pieces(value: Tensor) -> dict[str, Tensor]:
+    """Return a value of an optimizer's state; of a moment in 8 bits its codes, and the scales of its runs of rows."""
+    local = value.to_local() if isinstance(value, DTensor) else value
+    codes, scale = (getattr(local, name, None) for name in ("codes", "scale"))  # of torchao's OptimState8bit
+    if codes is None or scale is None:
+        return {"": value}
+    block, row = codes.numel() // scale.numel(), value.shape[1:].numel()
+    rows = block // math.gcd(row, block)  # that are whole blocks
+    shape = [value.shape[0] // rows, row * rows // block]
+    scales = scale.view(-1, shape[1])
+    return {".codes": sharded_like(value, codes, value.shape), ".scale": sharded_like(value, scales, shape)}
 
 
 def _params(optimizer: Optimizer | None) -> list[nn.Parameter]:
