@@ -47,6 +47,7 @@ MAY_IMPORT = {  # places -> libraries and siblings, whichever way a line names t
     "omni_rollout/engines/vllm_omni/pipelines.py": {"transformers"},
     "omni_rollout/engines/guest.py": {"setproctitle", "numpy"},  # only to put title and generator back
     "omni_train/*": {"torch", "peft", "safetensors", "numpy"},
+    "omni_train/adam8bit.py": {"torchao"},  # an extra, imported where it is asked for
     "omni_train/lock.py": {"filelock"},
     "omni_rl/*": {
         *("torch", "safetensors", "numpy", "PIL"),
