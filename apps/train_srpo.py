@@ -38,7 +38,7 @@ from omni_rl.settings.groups import RewardGradientOptim
 class Args(MediaArgs):
     """Settings of a run; --preset NAME and --config FILE.toml are read first."""
 
-    OFFLOAD = "encoder optimizer activations"  # its update decodes images
+    OFFLOAD = "encoder optimizer activations blocks"  # its update decodes images
     RATES = (5e-6, 1e-5)
 
     lr: Annotated[float | None, between(0, 1)] = None  # Learning rate of AdamW (default: 1e-5 with LoRA, 5e-6 without)

@@ -242,13 +242,15 @@ def test_rungs_come_by_what_they_cost():
         "--memory.decode-batch-size 4 --memory.offload encoder,engine,optimizer --memory.gradient-checkpointing"
     )
     on_host = recomputed.replace("optimizer", "optimizer,activations")
+    blocks = on_host.replace("activations", "activations,blocks")
     assert found == [
         "--memory.decode-batch-size 4 --memory.offload encoder,engine,optimizer",
         recomputed,
         on_host,
         f"{on_host} --batch-size 4",
         f"{on_host} --batch-size 2",
-        f"{on_host} --batch-size 2 --memory.base-dtype nf4",
+        f"{blocks} --batch-size 2",
+        f"{blocks} --batch-size 2 --memory.base-dtype nf4",
         f"{on_host} --batch-size 2 --sharding.mode fsdp2 8 ranks",
     ]
     wide = change(
@@ -325,6 +327,16 @@ def test_a_plan_counts_what_waits_on_the_host():
     assert offloaded.host - bare.host == pytest.approx(encoder + moments, rel=0.1)
     assert quantized.host - bare.host == pytest.approx(net, rel=0.05)
     assert f"GB: {quantized.host / 1e9:.3g}\n" in quantized.describe()
+
+
+def test_a_plan_keeps_all_blocks_but_one_on_the_host():
+    _, args = settings(case := "adapters, guidance, recomputation")
+    streamed, there = (planned(case, memory_offload=each) for each in ("blocks", ""))
+    net = open_model(args.model).load(device="cpu", dtype=torch.float32).net
+    *others, _ = (sum(p.nbytes for p in block.parameters()) for block in net.transformer_blocks)
+    for phase in ("rollout", "update"):
+        assert there.peaks[phase] - streamed.peaks[phase] == pytest.approx(sum(others), rel=0.01)
+    assert streamed.host - there.host == pytest.approx(sum(p.nbytes for p in net.parameters()), rel=0.05)  # to load it
 
 
 def test_a_plan_counts_moments_in_8_bits():

@@ -35,20 +35,76 @@ def without(ran):
     return ran()
 
 
-ALL = "encoder,engine,optimizer,activations"
+ALL = "encoder,engine,optimizer,activations,blocks"
 LEAST = {  # parts -> the metric in which less memory is in use, and by how many MB at least
     "encoder": ("peak_memory", 0.3), "engine": ("memory_asleep", 0.3), "optimizer": ("peak_memory", 0.1),
-    ALL: ("peak_memory", 0.6),
+    "blocks": ("peak_memory", 5), ALL: ("peak_memory", 5.6),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("parts", sampled(LEAST, 1, always=[ALL]))
+@pytest.mark.parametrize("parts", sampled(LEAST, 1, always=["blocks", ALL]))
 def test_parts_on_the_host_free_memory_and_change_no_bit(ran, without, parts):
     when, least_mb = LEAST[parts]
     outcome, most_mb = ran(memory_offload=parts)
     assert outcome.lines == without[0].lines
     assert outcome.weights == without[0].weights
     assert most_mb[when] < without[1][when] - least_mb
+
+
+@pytest.mark.parametrize("case", sampled(["nft LoRA, ddp", "nf4"], 1))
+def test_blocks_come_on_every_rank_and_in_fewer_bits(ran, case):
+    name, bits = ("flowgrpo LoRA", {"memory_base_dtype": case}) if case == "nf4" else (case, {})
+    (there, most_mb), (streamed, least_mb) = (ran(name, memory_offload=parts, **bits) for parts in ("", "blocks"))
+    assert streamed.lines == there.lines
+    assert streamed.weights == there.weights
+    assert least_mb["peak_memory"] < most_mb["peak_memory"] - (0.7 if bits else 5)
+
+
+def test_a_net_whose_blocks_come_holds_two_of_them_at_most_and_its_adapters():
+    """Beside activations, in forward and recomputation; with the bits of a net that is there."""
+    text = on_npu("""
+from omni_rollout.offload import bring_blocks
+from omni_train.lora import add_lora
+from omni_train.memory.recompute import Recompute
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(256, 256), nn.Linear(256, 256)
+
+    def forward(self, x):
+        return x + self.outer(self.inner(x).tanh())
+
+def trained(streams, num_blocks):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(256, 256), *[Block() for _ in range(num_blocks)])
+    add_lora(net, ["inner", "outer"], rank=4, alpha=8, seed=1)
+    for name, p in net.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(p)
+    bring_blocks(net, ["Block"], torch.device("npu")) if streams else net.to("npu")
+    held = torch.accelerator.memory_allocated()
+    library.emulated_reset_peak()
+    run, y = Recompute(0.0), torch.randn(2, 256).to("npu")
+    with torch.no_grad():
+        sampled = net(y).cpu()
+    y = net[0](y)
+    for block in net[1:]:
+        y = run(block, y)
+    y.square().sum().backward()
+    peak = library.emulated_peak() - held
+    places = {p.device.type for name, p in net[1:].named_parameters() if not p.requires_grad}
+    grads = [p.grad.cpu() for p in net.parameters() if p.requires_grad]
+    trained_bytes = sum(p.nbytes for p in (*net[0].parameters(), *(p for p in net.parameters() if p.requires_grad)))
+    return held - trained_bytes, peak, places, [sampled, y.detach().cpu(), *grads]
+
+frozen = 2 * (256 * 256 + 256) * 4
+for num_blocks in (4, 8):
+    _, _, there, expected = trained(False, num_blocks)
+    held, peak, places, found = trained(True, num_blocks)
+    print(there, places, held, peak < 2 * frozen, all(map(torch.equal, found, expected)), len(found) - 4 * num_blocks)
+""")
+    assert text.splitlines() == ["{'npu'} {'cpu'} 0 True True 2"] * 2
 
 
 def test_sharded_moments_wait_on_the_host(ran):

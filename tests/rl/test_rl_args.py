@@ -150,13 +150,19 @@ def test_what_waits_on_the_host_is_named(good: ScoredArgs):
     lean = change(good, lora_rank=4, memory_gradient_checkpointing=True)
     check_media(change(lean, memory_offload="activations,encoder", memory_base_dtype="nf4", memory_decode_batch_size=2))
     wrong: dict[str, dict[str, Any]] = {
-        "--memory.offload must be of encoder, engine, optimizer, activations, with commas between, got vae": {
+        "--memory.offload must be of encoder, engine, optimizer, activations, blocks, with commas between, got vae": {
             "memory_offload": "vae,encoder"
         },
         "--memory.offload activations needs --memory.gradient-checkpointing": {
             "memory_offload": "activations",
             "memory_gradient_checkpointing": False,
         },
+        "--memory.offload blocks needs --lora.rank > 0": {"memory_offload": "blocks", "lora_rank": 0},
+        "--memory.offload blocks needs .* --memory.gradient-checkpointing": {
+            "memory_offload": "blocks",
+            "memory_gradient_checkpointing": False,
+        },
+        "--memory.offload blocks does not go with --compile": {"memory_offload": "blocks", "compile": True},
         "--memory.base-dtype nf4 needs --lora.rank > 0": {"memory_base_dtype": "nf4", "lora_rank": 0},
         "--memory.base-dtype int8 needs .* --memory.gradient-checkpointing": {
             "memory_base_dtype": "int8",

@@ -1,6 +1,7 @@
-"""Offload of idle frozen modules, and decoding of a few samples at a time."""
+"""Offload of frozen modules while they are idle, and decoding of a few samples at a time."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -68,6 +69,35 @@ def leave(places: list[Place]) -> None:
     """Put the tensors of the host back."""
     for table, name, tensor in places:
         table[name] = tensor
+
+
+def bring(unit: nn.Module, places: list[Place], device: torch.device) -> None:
+    """Copy tensors of the host, pinned from now on, to the device whenever a module runs, without a wait of the host.
+
+    A graph keeps the copies that it needs for its backward pass.
+    """
+    for _, _, tensor in places if device.type != "cpu" else ():
+        if not tensor.is_pinned():
+            tensor.data = tensor.data.pin_memory()
+    unit.register_forward_pre_hook(lambda *_: arrive(places, device))
+    unit.register_forward_hook(lambda *_: leave(places), always_call=True)
+
+
+def bring_blocks(net: nn.Module, block_names: Collection[str], device: torch.device) -> None:
+    """Move a net from the host to the device, but for what is frozen in its blocks, which comes while a block runs.
+
+    Adapters stay on the device. Recompute the blocks: else graphs keep the copies of all.
+
+    block_names: class names of the blocks.
+    """
+    blocks = [block for block in net.modules() if type(block).__name__ in block_names]
+    own = [places_of(each for name, each in block.named_modules() if ".lora_" not in name) for block in blocks]
+    for table, name, _ in chain(*own):
+        table[name] = None
+    net.to(device)
+    for block, places in zip(blocks, own, strict=True):
+        leave(places)
+        bring(block, places, device)
 
 
 def on_host(tensor: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from omni_rollout import Params
 from omni_rollout.models.hub import hub_fault, local_folder, released_models
+from omni_rollout.offload import bring_blocks
 from omni_rollout.tokens import TokenParams
 from omni_rollout.types import WeightedEngine
 from omni_train import lora
@@ -410,7 +411,8 @@ def _evaluations(args: RunArgs, inputs: Inputs[Any, Any]) -> str:
 
 def open_net(args: RunArgs, kind: Kind[Any, Any, Any, Any], inputs: Inputs[Any, Any]) -> nn.Module:
     """Return the net, ready to train. Where nothing speaks against it, it has the checkpoint's weights as they are."""
-    how, model = inputs.how, inputs.model
+    how, model, host = inputs.how, inputs.model, torch.device("cpu")
+    streams = "blocks" in offloaded(args)
 
     def begin(net: nn.Module) -> None:
         with flag("--init-weights: "):
@@ -423,9 +425,13 @@ def open_net(args: RunArgs, kind: Kind[Any, Any, Any, Any], inputs: Inputs[Any, 
 
     if inputs.files or not args.lora.rank or how.mesh or args.memory.base_dtype != "auto":
         net, files = kind.source(inputs, how, inputs.files)
-        return prepare(net, how, files, begin=begin)
-    device = how.device if args.has_trained_engine else torch.device("cpu")  # until the engine adopts what it has too
-    return prepare(model.load_net(device=device, dtype=how.dtype), replace(how, device=device), begin=begin)
+        net = prepare(net, replace(how, device=host) if streams else how, files, begin=begin)
+    else:
+        device = how.device if args.has_trained_engine and not streams else host  # until the engine adopts what it has
+        net = prepare(model.load_net(device=device, dtype=how.dtype), replace(how, device=device), begin=begin)
+    if streams:
+        bring_blocks(net, how.block_names, how.device)
+    return net
 
 
 def share_weights(args: RunArgs, dist: Dist, engine: WeightedEngine, net: nn.Module, *, is_started: bool) -> None:

@@ -69,7 +69,7 @@ class RunArgs:
     default learning rates, of all weights and of LoRA. draw_ahead: a setting of trainers whose samples are graded.
     """
 
-    OFFLOAD = "encoder engine optimizer activations"
+    OFFLOAD = "encoder engine optimizer activations blocks"
     RATES = (1e-5, 3e-4)
     draw_ahead = 0
 
@@ -285,6 +285,8 @@ def check_run(args: RunArgs) -> None:
          "--memory.adam-8bit keeps its moments on the device: --memory.offload must not name optimizer"),
         (memory.gradient_checkpointing or "activations" not in offload,
          "--memory.offload activations needs --memory.gradient-checkpointing"),
+        ("blocks" not in offload or (lora.rank and memory.gradient_checkpointing and mode != "fsdp2"),
+         "--memory.offload blocks needs --lora.rank > 0, --memory.gradient-checkpointing, and weights not fsdp2"),
         (args.ema_decay < 1, f"--ema-decay must be < 1, got {args.ema_decay}"),
         (not args.init_weights or Path(args.init_weights).is_dir(),
          f"--init-weights must be a folder, got {args.init_weights}"),
@@ -320,8 +322,10 @@ def check_media(args: MediaArgs, *, num_trained: int | None = 1) -> None:
         (engine, f"--engine must be one of {', '.join(ENGINES)}, got {args.engine!r}"),
         (engine and (not engine.library or find_spec(engine.library)),
          f"--engine {args.engine} must be installed: {engine and engine.install}"),
-        (not (engine and engine.library and ("encoder" in offloaded(args) or memory.base_dtype != "auto")),
-         f"--memory.offload encoder and --memory.base-dtype fit the embedded engine alone, got --engine {args.engine}"),
+        (not (engine and engine.library and ({"encoder", "blocks"} & offloaded(args) or memory.base_dtype != "auto")),
+         "--memory.offload encoder or blocks and --memory.base-dtype fit the embedded engine alone, got --engine "
+         f"{args.engine}"),
+        (not (args.compile and "blocks" in offloaded(args)), "--memory.offload blocks does not go with --compile"),
         (not memory.text_cache or not Path(memory.text_cache).exists() or Path(memory.text_cache).is_dir(),
          f"--memory.text-cache must be a folder, got {memory.text_cache}"),
     )  # fmt: skip

@@ -92,7 +92,7 @@ class Memory:
     gradient_checkpointing: Annotated[bool, Was(), SHOWN] = False  # Recompute activations in the backward pass
     keep_products_gb: Annotated[float, Was(), at_least(0), MAY_CHANGE] = 0.0  # Memory of products not recomputed
     offload: Annotated[str, Was(), MAY_CHANGE] = (
-        ""  # Parts offloaded to the host: encoder, engine, optimizer, activations
+        ""  # Parts offloaded to the host: encoder, engine, optimizer, activations, blocks
     )
     adam_8bit: bool = False  # Keep AdamW's moments in 8 bits, by torchao
     base_dtype: Annotated[BaseDtype, Was()] = "auto"  # Format of the frozen weights of blocks; auto is --dtype

@@ -50,7 +50,7 @@ from omni_rl.flow.scorers import LocalScorer, scorer_to_start
 from omni_rl.media.images import reference_sizes
 from omni_rl.run.run import Step
 from omni_rl.run.world import World
-from omni_rl.settings.args import MediaArgs, RunArgs, next_end, num_batches, num_ranks, num_shares, sharding
+from omni_rl.settings.args import MediaArgs, RunArgs, next_end, num_batches, num_ranks, num_shares, offloaded, sharding
 from omni_rl.settings.fields import change, flag, flag_of, values_of
 from omni_rl.settings.groups import ScoredScorer
 from omni_rl.tools.plan_tokens import differing, sample_ends
@@ -110,13 +110,16 @@ def ladder(args: ArgsT, ranks: int, offloads: Sequence[str], over: Collection[st
     """Settings that need less memory, with their ranks and as flags, each rung with what those before it have.
 
     Gathering weights block by block and offloaded parts cost copies, recomputed activations a third more operations,
-    small batches slow kernels, weights in fewer bits precision, and more ranks money.
+    small batches slow kernels, offloaded blocks a copy of the net in each forward, weights in fewer bits precision, and
+    more ranks money.
 
     offloads: the parts that --memory.offload may name. over: the phases that need too much.
     """
     first, mode, is_text = args, sharding(args, ranks), not isinstance(args, MediaArgs)
     gather: dict[str, object] = {"sharding.unshard": "rollout" if is_text else "none"}  # no text samples without it
-    still = [part for part in offloads if part != "activations"]
+    streams = bool(args.lora.rank) and mode != "fsdp2" and not values_of(args).get("compile") and "blocks" in offloads
+    parts = [part for part in offloads if part != "blocks" or part in offloaded(args)]
+    still = [part for part in parts if part != "activations"]
     decode: dict[str, object] = {}
     if "decode" in over and isinstance(args, MediaArgs):  # the only ones that decode
         at_once = min(args.batch_size, num_decoded(args.memory.decode_batch_size, args.height, args.width))
@@ -126,11 +129,14 @@ def ladder(args: ArgsT, ranks: int, offloads: Sequence[str], over: Collection[st
         decode if set(over) == {"decode"} else {},
         decode | {"memory.offload": ",".join(still)},
         {"memory.gradient_checkpointing": True},
-        {"memory.offload": ",".join(offloads)},
+        {"memory.offload": ",".join(parts)},
         {"batch_size": min(args.batch_size, max(2, args.batch_size // 2))},
         {"batch_size": min(args.batch_size, max(2, args.batch_size // 4))},
+        {"memory.offload": ",".join(offloads)} if streams else {},
         {"memory.base_dtype": "nf4"} if args.lora.rank and mode != "fsdp2" else {},
-        {"memory.base_dtype": "auto", "sharding.mode": "fsdp2", "sharding.size": 0} | (gather if is_text else {}),
+        {"memory.base_dtype": "auto", "sharding.mode": "fsdp2", "sharding.size": 0}
+        | {"memory.offload": ",".join(part for part in parts if part != "blocks")}
+        | (gather if is_text else {}),
     ]
     for number, changes in enumerate(rungs):
         is_last = number == len(rungs) - 1

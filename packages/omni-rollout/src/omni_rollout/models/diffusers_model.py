@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from omni_rollout.files import check_counts, read_json, safetensors_files, safetensors_shapes
 from omni_rollout.models.hub import local_folder
 from omni_rollout.models.parts import RELEASED, made_of, open_processor, open_tokenizer
-from omni_rollout.offload import arrive, leave, places_of
+from omni_rollout.offload import bring, places_of
 from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates, to_device
 
 if TYPE_CHECKING:
@@ -519,12 +519,7 @@ def visit(module: nn.Module, device: torch.device) -> None:
     """
     module.register_forward_pre_hook(partial(_bring_inputs, device), with_kwargs=True)
     for unit, inside in _units(module):
-        places = places_of(inside)
-        for _, _, tensor in places if device.type != "cpu" else ():
-            if not tensor.is_pinned():
-                tensor.data = tensor.data.pin_memory()
-        unit.register_forward_pre_hook(lambda *_, places=places: arrive(places, device))
-        unit.register_forward_hook(lambda *_, places=places: leave(places), always_call=True)
+        bring(unit, places_of(inside), device)
 
 
 def _units(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
@@ -541,10 +536,10 @@ def _units(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
 def _bring_inputs(
     device: torch.device, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    def bring(value: Any) -> Any:
+    def brought(value: Any) -> Any:
         return to_device(value, device) if isinstance(value, Tensor) else value
 
-    return tuple(map(bring, args)), {name: bring(value) for name, value in kwargs.items()}
+    return tuple(map(brought, args)), {name: brought(value) for name, value in kwargs.items()}
 
 
 def check_size(params: Params, unit: int, *, most: int | None = None) -> None:
