@@ -40,16 +40,16 @@ def test_a_name_of_another_project_is_told_the_flags_that_the_page_has_for_it():
     rows = next(rows for _, rows in tables(PAGES["coming-from"]) if rows[0][0].startswith("`learning_rate`"))
     for theirs, ours in ((re.findall(r"`([^`]+)`", there), re.findall(r"`(--[^`]+)`", here)) for there, here in rows):
         for name in theirs:
-            told = re.findall(r"--[a-z][a-z.-]+", suggest(flag_of(name), FLAGS))
+            told = re.findall(r"--[a-z][a-z0-9.-]+", suggest(flag_of(name), FLAGS))
             assert told, name
             assert {*told} <= {*ours}, name
-    told = {flag for here in ELSEWHERE for flag in re.findall(r"--[a-z][a-z.-]+", here)}
+    told = {flag for here in ELSEWHERE for flag in re.findall(r"--[a-z][a-z0-9.-]+", here)}
     assert told - FLAGS.keys() == {"--nproc-per-node"}
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_flags_and_recipes_of_the_text_exist(page):
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z.-]+\b", PAGES[page]))
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9.-]+\b", PAGES[page]))
     assert named - FLAGS.keys() - OTHERS == set()
     presets = {name for app in APPS for name in recipes(app.__name__)}
     assert set(re.findall(r"`((?:sd35|qwen-image|flux)-[\w-]+)`", PAGES[page])) <= presets
