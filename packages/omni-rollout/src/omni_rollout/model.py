@@ -21,6 +21,7 @@ class Model(Protocol):
     """A model for one checkpoint; it has the checkpoint's configuration and no weight."""
 
     BLOCK_NAMES: ClassVar[tuple[str, ...]]  # classes of the net's blocks, the units of sharding and recomputing
+    EXPERT_NAMES: ClassVar[tuple[str, ...]]  # classes of its modules of experts
     LORA_TARGETS: ClassVar[tuple[str, ...]]  # endings of the names of layers with LoRA
     OPTIONS: ClassVar[Mapping[str, float]]  # the pipeline's parameters, by diffusers' names, with defaults
     TEXT_OPTIONS: ClassVar[tuple[str, ...]]  # OPTIONS that are keyword arguments of `encode`

@@ -103,6 +103,7 @@ class TokenModel(Writer, Protocol):
     """A language model for one checkpoint; it has the checkpoint's configuration and no weight."""
 
     BLOCK_NAMES: tuple[str, ...]  # classes of the net's blocks, the units of sharding and recomputing
+    EXPERT_NAMES: ClassVar[tuple[str, ...]]  # classes of its modules of experts
     LORA_TARGETS: str  # a pattern of the whole names of layers with LoRA
     FROZEN: ClassVar[tuple[str, ...]]  # prefixes of the names of modules that are never trained
     MEDIA: ClassVar[tuple[str, ...]]  # the kinds that prompts may hold

@@ -45,7 +45,8 @@ class Preparation:
 
     block_names: class names of its blocks. dtype: of frozen weights, and of what sharded ones are gathered in. lora:
     None trains the weights themselves, unless `is_trained` is False. is_frozen: True for the name of a weight that is
-    never trained. mesh: over which weights are sharded, if they are. context_mesh: of ranks that compute each forward
+    never trained. mesh: over which weights are sharded, if they are. expert_names: of the experts that stay on their
+    rank, as for `shard`. context_mesh: of ranks that compute each forward
     together, if they do; share: has them do so. base_dtype: bits of frozen weights, or "auto".
     """
 
@@ -56,6 +57,7 @@ class Preparation:
     is_trained: bool = True
     is_frozen: Callable[[str], bool] = lambda name: False
     mesh: DeviceMesh | None = None
+    expert_names: Collection[str] = ()
     context_mesh: DeviceMesh | None = None
     share: Callable[[nn.Module, DeviceMesh], None] = lambda net, mesh: None
     base_dtype: Literal["auto", "int8", "fp8", "nf4"] = "auto"
@@ -118,13 +120,15 @@ def prepare(
             compute_dtype=how.dtype if how.mesh else None,
             param_dtype=how.weight_dtype,
             device=how.device if how.base_dtype == "auto" else "cpu",
+            expert_names=how.expert_names,
         )
     if how.base_dtype != "auto":
         net = quantize_blocks(net, how.base_dtype, how.block_names, how.device)
     if how.mesh is None:
         net = net.to(how.device)
     elif not is_empty:
-        net = shard(net, how.mesh, mode="fsdp2", block_names=how.block_names, compute_dtype=how.dtype)
+        own = {"block_names": how.block_names, "expert_names": how.expert_names}
+        net = shard(net, how.mesh, mode="fsdp2", compute_dtype=how.dtype, **own)
     if how.lora:
         for name in how.lora.names:
             lora.init_adapter(net, name, seed=how.lora.seed, init=how.lora.init)

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from omni_train.dist import default_compute_dtype
+from omni_train.experts import shard_experts
 from omni_train.lora import all_factors, lora_layers
 
 Mode = Literal["none", "ddp", "fsdp2"]
@@ -40,6 +41,7 @@ def shard(
     mode: Mode,
     block_names: Collection[str] = (),
     compute_dtype: torch.dtype | None = None,
+    expert_names: Collection[str] = (),
 ) -> ModuleT:
     """Shard a module over the ranks of `mesh`; return the same module, with the same attributes and `forward`.
 
@@ -58,14 +60,18 @@ def shard(
             their dtype, except frozen weights under adapters, which are stored in it. None is the device's default.
             Inputs are never cast: a timestep rounded to bfloat16 (999 becomes 1000) would give another log-probability
             than the rollout's.
+        expert_names: class names of the modules of experts that stay on their rank (`omni_train.experts`), in mode
+            `fsdp2` with a 1-D mesh.
 
     Raises:
         ValueError: mode and mesh do not fit, a block name occurs nowhere, or `compute_dtype` is given without `fsdp2`.
     """
     _check(mesh, mode, compute_dtype)
+    if expert_names and (mode != "fsdp2" or (mesh is not None and mesh.ndim > 1)):
+        raise ValueError(f"expert_names need mode 'fsdp2' and a 1-D mesh, got mode {mode!r} and {mesh}")
     if mode == "fsdp2" and mesh is not None:
         # Torch's own hybrid sharding would sum over copies in every backward pass.
-        _fully_shard(module, mesh["shard"] if mesh.ndim > 1 else mesh, block_names, compute_dtype)
+        _fully_shard(module, mesh["shard"] if mesh.ndim > 1 else mesh, block_names, compute_dtype, expert_names)
     elif mode == "ddp" and mesh is not None:
         with torch.no_grad():
             for tensor in chain(module.parameters(), module.buffers()):
@@ -140,18 +146,23 @@ def _check(mesh: DeviceMesh | None, mode: Mode, compute_dtype: torch.dtype | Non
 
 
 def _fully_shard(
-    module: nn.Module, mesh: DeviceMesh, block_names: Collection[str], compute_dtype: torch.dtype | None
+    module: nn.Module,
+    mesh: DeviceMesh,
+    block_names: Collection[str],
+    compute_dtype: torch.dtype | None,
+    expert_names: Collection[str],
 ) -> None:
     blocks = [m for m in module.modules() if type(m).__name__ in block_names]
     missing = set(block_names) - {type(m).__name__ for m in blocks}
     if missing:
         raise ValueError(f"block_names must be class names of submodules, found none named {sorted(missing)}")
     policy = _precision(module, mesh, compute_dtype)
+    ignored = shard_experts(module, expert_names, mesh, policy.param_dtype) if expert_names else None
     for unit in [*blocks, module]:
         _move(unit, torch.device(mesh.device_type))
         # Resharding the root too keeps the registered parameters the sharded ones between forwards, so that adapters
         # can be copied, averaged and switched at any time.
-        fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+        fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy, ignored_params=ignored)
     for sharded in _units(module):
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # else it would multiply by 1.0, which gloo cannot

@@ -21,6 +21,7 @@ from omni_rollout.tokens import TokenParams
 from omni_rollout.types import WeightedEngine
 from omni_train import lora
 from omni_train.dist import Dist, context_mesh, deterministic, gather_json, same_error, shard_mesh
+from omni_train.experts import find_experts, num_gathered
 from omni_train.flops import FlopTable
 from omni_train.kernels import BACKENDS, check_attention, check_compiler, check_float8
 from omni_train.memory.offload import HostAdamW
@@ -43,7 +44,7 @@ from omni_rl.run.run import EngineT, ModelT, ParamsT, Run, ScorerT
 from omni_rl.run.samplers import Samplers
 from omni_rl.run.session import Session
 from omni_rl.run.world import World
-from omni_rl.settings.args import RunArgs, offloaded, sharding, without_secrets
+from omni_rl.settings.args import RunArgs, num_ranks, offloaded, sharding, without_secrets
 from omni_rl.settings.early import files_of
 from omni_rl.settings.eval_sets import GOLD, setting_of
 from omni_rl.settings.fields import flag, flat, require, values_of
@@ -164,7 +165,7 @@ def start(
     dist, mode = world.dist, sharding(args, world.dist.world_size)
     with same_error(dist):
         inputs = kind.read(args, world, needs)
-        if mode == "fsdp2" and args.sharding.unshard == "none":
+        if mode == "fsdp2" and args.sharding.unshard == "none" and not args.sharding.experts:
             kind.check_gathered(args, inputs.model.empty_net())
         config = flat(without_secrets(args)) | files_of(args, inputs.model.folder) | inputs.config
     check_alike(world.whole, flat(args) | config)
@@ -278,6 +279,10 @@ def preparation(
             check_compiler(device)
         if args.memory.adam_8bit:
             check_compiler(device, "memory.adam-8bit")
+    experts = model.EXPERT_NAMES if args.sharding.experts else ()
+    if args.sharding.experts:
+        with flag("--sharding.experts: "):
+            find_experts(model.empty_net(), experts, num_ranks())
     return Preparation(
         device,
         model.BLOCK_NAMES,
@@ -288,6 +293,7 @@ def preparation(
         attention=args.attention,
         compile=compiles,
         recompute=recompute if args.memory.gradient_checkpointing else None,
+        expert_names=experts,
     )
 
 
@@ -381,7 +387,7 @@ def plan_of(args: RunArgs, dist: Dist, inputs: Inputs[Any, Any], needs: Needs, s
     lines = {
         "model": inputs.about,
         **({"configuration": SHIPPED.format(args.model, hub_fault() or "the hub refuses it")} if is_shipped else {}),
-        "ranks": f"{num_ranks}, weights {mode}",
+        "ranks": f"{num_ranks}, weights {mode}" + ", experts on a rank each" * args.sharding.experts,
         "samples per step": f"{samples}, {samples // dist.num_shares} per {who}, {args.batch_size} per forward",
         "optimizer steps per training step": str(args.num_minibatches),
         "evaluations": _evaluations(args, inputs),
@@ -451,7 +457,7 @@ def phases_unsharded(args: RunArgs, world: World, net: nn.Module, engine: Weight
     """Return the phases in which the sharded net is gathered once; "auto" keeps most of the memory for the rest."""
     choice = args.sharding.unshard
     if choice == "auto":
-        size = sum(p.numel() for p in net.parameters()) * getattr(torch, args.dtype).itemsize
+        size = num_gathered(net) * getattr(torch, args.dtype).itemsize
         share = max(gather_json(world.dist, size / max(world.free_memory(), 1)))  # the same on every rank
         choice = "all" if share <= 1 / 4 else "rollout" if share <= 1 / 2 else "none"
     phases = {"rollout": choice != "none" and engine.shares_weights, "update": choice == "all"}

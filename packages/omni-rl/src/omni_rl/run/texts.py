@@ -14,6 +14,7 @@ from omni_rollout.models.tokens import open_token_model
 from omni_rollout.tokens import TokenEngine, TokenModel, TokenParams
 from omni_rollout.tool import Tool
 from omni_train.dist import same_error
+from omni_train.experts import num_gathered
 from omni_train.files import file_digest, probe_digest, write_folder_atomically
 from omni_train.prepare import Preparation, adapt
 from omni_train.prompts.files import PromptRecord, load_prompts
@@ -166,7 +167,7 @@ def export(run: TokenRun[TokenArgs], card: Mapping[str, object] | None) -> None:
 
 def check_gathered(args: TokenArgs | MediaArgs, net: nn.Module, engine: str = "transformers") -> None:
     """Raise ValueError if sharded ranks would gather too much for each token that this engine samples."""
-    size = sum(p.numel() for p in net.parameters()) * getattr(torch, args.dtype).itemsize
+    size = num_gathered(net) * getattr(torch, args.dtype).itemsize
     rule = (
         f"--sharding.mode fsdp2 would gather {size / 1e9:.1f} GB of weights for every token that "
         f"--engine {args.engine} samples: give --sharding.unshard rollout, which gathers them once a step, or "

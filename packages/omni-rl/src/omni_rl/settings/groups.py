@@ -30,6 +30,7 @@ class Sharding:
     mode: Annotated[Shard, Was("shard"), MAY_CHANGE] = "auto"  # Copies (ddp) or parts; auto: ddp for LoRA, else fsdp2
     size: Annotated[int, Was("shard_size"), at_least(0), MAY_CHANGE] = 0  # Ranks that share a copy in fsdp2; 0 is all
     unshard: Annotated[Unshard, Was(), MAY_CHANGE] = "auto"  # Phases in which fsdp2 keeps gathered weights
+    experts: Annotated[bool, MAY_CHANGE] = False  # In fsdp2 send tokens to the ranks of their experts, which stay there
 
 
 @dataclass(frozen=True)

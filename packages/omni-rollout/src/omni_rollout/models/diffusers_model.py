@@ -72,6 +72,7 @@ class DiffusersModel:
     UNUSED: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     SCHEDULER: ClassVar[Mapping[str, object]] = FLOW_SCHEDULER
     BLOCK_NAMES: ClassVar[tuple[str, ...]]
+    EXPERT_NAMES: ClassVar[tuple[str, ...]] = ()
     LORA_TARGETS: ClassVar[tuple[str, ...]]
     OPTIONS: ClassVar[Mapping[str, float]] = {}
     TEXT_OPTIONS: ClassVar[tuple[str, ...]] = ()

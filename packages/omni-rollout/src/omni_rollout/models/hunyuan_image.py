@@ -59,6 +59,7 @@ class HunyuanImage(ImageModel):
         "vae": ("omni_rollout", "HunyuanImageVAE"),
     }
     BLOCK_NAMES: ClassVar[tuple[str, ...]] = ("HunyuanImageBlock",)
+    EXPERT_NAMES: ClassVar[tuple[str, ...]] = ("HunyuanImageExperts",)
     LORA_TARGETS: ClassVar[tuple[str, ...]] = ("self_attn.qkv_proj", "self_attn.o_proj")  # as published
     NEGATES_TEXT = True
 

@@ -81,7 +81,7 @@ class GatedMLP(nn.Module):
 
 
 class Expert(nn.Module):
-    """The weights of one expert under their released names; `Mixture` uses them."""
+    """The weights of one expert under their released names; `HunyuanImageExperts` uses them."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -109,6 +109,21 @@ class Router(nn.Module):
         return experts, chosen / chosen.sum(dim=-1, keepdim=True)
 
 
+class HunyuanImageExperts(nn.ModuleList):
+    """All experts."""
+
+    def forward(self, states: Tensor, experts: Tensor, shares: Tensor) -> Tensor:
+        """Return the output [R, D] for states [R, D], the experts [R, k] of each, and their weights [R, k]."""
+        chosen, order = experts.flatten().sort(stable=True)
+        ends = torch.searchsorted(chosen, torch.arange(len(self), device=states.device), right=True)
+        ends = ends if ends.is_meta else ends.cpu()  # the only wait for the device, with that of the backward pass
+        rows = states[order // experts.shape[1]]
+        up, down = ([getattr(each, name)["weight"] for each in self] for name in ("gate_and_up_proj", "down_proj"))
+        rows = mm_experts(gated(mm_experts(rows, ends, up)), ends, down)
+        by_token = torch.empty_like(rows).index_copy(0, order, rows).unflatten(0, experts.shape)
+        return (by_token * shares[..., None]).sum(dim=1).to(states.dtype)
+
+
 class Mixture(nn.Module):
     """A shared MLP, and the experts of each token."""
 
@@ -116,23 +131,13 @@ class Mixture(nn.Module):
         super().__init__()
         self.gate = Router(width, num_experts, top_k)
         self.shared_mlp = GatedMLP(width, shared)
-        self.experts = nn.ModuleList([Expert(width, inner) for _ in range(num_experts)])
+        self.experts = HunyuanImageExperts(Expert(width, inner) for _ in range(num_experts))
 
     def forward(self, states: Tensor, routes: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the output [B, L, D] for states [B, L, D], and the experts [B, L, k]. routes: Router's, [B, L, k]."""
         flat = states.flatten(0, 1)
         experts, shares = self.gate(flat, None if routes is None else routes.flatten(0, 1))
-        chosen, order = experts.flatten().sort(stable=True)
-        every = torch.arange(len(self.experts), device=flat.device)
-        ends = torch.searchsorted(chosen, every, right=True)
-        ends = ends if ends.is_meta else ends.cpu()  # the only wait for the device, with that of the backward pass
-        rows = flat[order // experts.shape[1]]
-        up, down = (
-            [getattr(each, name)["weight"] for each in self.experts] for name in ("gate_and_up_proj", "down_proj")
-        )
-        rows = mm_experts(gated(mm_experts(rows, ends, up)), ends, down)
-        by_token = torch.empty_like(rows).index_copy(0, order, rows).unflatten(0, experts.shape)
-        mixed = (by_token * shares[..., None]).sum(dim=1).to(states.dtype)
+        mixed = self.experts(flat, experts, shares)
         return self.shared_mlp(states) + mixed.view_as(states), experts.view(*states.shape[:2], -1)
 
 

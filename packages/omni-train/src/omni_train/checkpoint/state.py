@@ -93,9 +93,11 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
         return (tensor if tensor.ndim else tensor.view(1)), 0
     if tensor.placements != (Shard(0),):
         raise ValueError(f"tensors must be sharded by rows over one mesh dimension, got {tensor.placements}")
-    mesh, num_rows = tensor.device_mesh, tensor.shape[0]
+    mesh, num_rows, local = tensor.device_mesh, tensor.shape[0], tensor.to_local()
+    if len(local) == num_rows:  # also those of an expert that this rank owns
+        return local, 0
     per_rank = -(-num_rows // mesh.size())  # the last ranks may have fewer, or none
-    return tensor.to_local(), min(mesh.get_local_rank() * per_rank, num_rows)
+    return local, min(mesh.get_local_rank() * per_rank, num_rows)
 
 
 def in_batches(items: Iterable[T], limit: int, *, num_bytes: Callable[[T], int]) -> Iterator[list[T]]:

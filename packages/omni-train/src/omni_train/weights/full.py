@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from uuid import uuid4
 
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from omni_train.checkpoint.parts import deal_by_size, file_header
 from omni_train.checkpoint.state import in_batches
 from omni_train.dist import Dist, gather_json, same_error
+from omni_train.experts import owners_of
 from omni_train.files import new_folder
 from omni_train.lora import adapter_layers, base_name, lora_layers
 from omni_train.lora_linear import LoraLinear, factors
@@ -59,8 +61,9 @@ def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in module.state_dict(keep_vars=True).items()
         if not name.startswith(adapters)
     }
+    owners = owners_of(module)
     for group in in_batches(sources.items(), GROUP_BYTES, num_bytes=lambda item: sum(each.nbytes for each in item[1])):
-        whole = iter(gather([tensor for _, tensors in group for tensor in tensors]))
+        whole = iter(gather([tensor for _, tensors in group for tensor in tensors], owners))
         for name, tensors in group:
             weight, *pair = islice(whole, len(tensors))
             yield base_name(name), _merged(adapted[name], weight, *pair) if pair else weight
@@ -74,21 +77,24 @@ def gather_in_groups(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield gather(group)
 
 
-def gather(tensors: Sequence[Tensor]) -> list[Tensor]:
+def gather(tensors: Sequence[Tensor], owners: Mapping[Tensor, int] = MappingProxyType({})) -> list[Tensor]:
     """Return full tensors, those that are sharded by one collective for all; every rank calls it.
 
-    tensors: the sharded ones by rows over the same ranks, as FSDP2 shards.
+    tensors: the sharded ones by rows over the same ranks, as FSDP2 shards. owners: the ranks that hold others whole.
     """
-    shards = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
-    if not shards:
-        return [tensor.detach() for tensor in tensors]
-    mesh = shards[0].device_mesh
-    rows = [_padded(shard, mesh.size()).view(-1).view(torch.uint8) for shard in shards]
-    mine = torch.cat(rows)
-    every = mine.new_empty(mesh.size(), len(mine))
-    torch.distributed.all_gather(list(every.unbind()), mine, group=mesh.get_group())
-    parts = iter(every.split([len(each) for each in rows], dim=1))
-    return [_joined(tensor, next(parts)) if isinstance(tensor, DTensor) else tensor.detach() for tensor in tensors]
+    shards = [tensor for tensor in tensors if isinstance(tensor, DTensor) and tensor not in owners]
+    parts: Iterator[Tensor] = iter(())
+    if shards:
+        mesh = shards[0].device_mesh
+        rows = [_padded(shard, mesh.size()).view(-1).view(torch.uint8) for shard in shards]
+        mine = torch.cat(rows)
+        every = mine.new_empty(mesh.size(), len(mine))
+        torch.distributed.all_gather(list(every.unbind()), mine, group=mesh.get_group())
+        parts = iter(every.split([len(each) for each in rows], dim=1))
+    return [
+        _joined(tensor, next(parts)) if isinstance(tensor, DTensor) and tensor not in owners else _full(tensor, owners)
+        for tensor in tensors
+    ]
 
 
 def _joined(shard: DTensor, parts: Tensor) -> Tensor:
@@ -162,7 +168,8 @@ def save_weights(
     else:
         file = f"{part}/{FULL_FILE}"
         state = dict(sorted(module.state_dict(keep_vars=True).items(), key=lambda item: -item[1].itemsize))
-        weights = (_full(tensor) for tensor in state.values())
+        owners = owners_of(module)
+        weights = (_full(tensor, owners) for tensor in state.values())
     _save(folder, dist, file, state, weights, texts)
 
 
@@ -408,8 +415,15 @@ def _fits_layer(name: str, shape: tuple[int, ...], weights: Mapping[str, tuple[i
     return side is not None and len(shape) == len(out_in) == 2 and shape[side] == out_in[side]
 
 
-def _full(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value.detach()
+def _full(value: Tensor, owners: Mapping[Tensor, int] = MappingProxyType({})) -> Tensor:
+    if not isinstance(value, DTensor):
+        return value.detach()
+    if value not in owners:
+        return value.full_tensor()
+    local = value.to_local().detach()
+    whole = local if len(local) else local.new_empty(value.shape)
+    torch.distributed.broadcast(whole, group=value.device_mesh.get_group(), group_src=owners[value])
+    return whole
 
 
 def _merged(layer: LoraLinear, weight: Tensor, down: Tensor, up: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ def load_sharded(
     compute_dtype: torch.dtype | None = None,
     param_dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    expert_names: Collection[str] = (),
 ) -> ModuleT:
     """Load the files' weights into a net, sharded over `mesh` (mode `fsdp2` of `shard`) if given; return the same net.
 
@@ -45,7 +46,7 @@ def load_sharded(
             otherwise only names that `check_files` ignores; or such files by submodule of the net. None leaves the
             values uninitialized.
         mesh: as for `shard`, or None for weights that are not sharded (`shard(..., mode="ddp")` may follow).
-        block_names, compute_dtype: as for `shard`.
+        block_names, compute_dtype, expert_names: as for `shard`.
         param_dtype: of the parameters; under adapters also of buffers, as diffusers has one dtype for all frozen
             tensors. A frozen copy in bfloat16 can be the reference of a net trained in float32; its buffers stay.
         device: of weights that are not sharded; a mesh has its own.
@@ -66,7 +67,8 @@ def load_sharded(
         if t not in adapters and t.is_floating_point():
             t.data = t.data.to(param_dtype)
     if mesh is not None:
-        shard(net, mesh, mode="fsdp2", block_names=block_names, compute_dtype=compute_dtype)
+        own = {"block_names": block_names, "expert_names": expert_names}
+        shard(net, mesh, mode="fsdp2", compute_dtype=compute_dtype, **own)
     place = torch.device(mesh.device_type) if mesh is not None else device
     net._apply(lambda t: torch.empty_like(t, device=place) if t.is_meta else t.to(place))
     for name, paths in by_module.items():

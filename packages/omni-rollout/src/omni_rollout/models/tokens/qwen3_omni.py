@@ -27,6 +27,7 @@ class Qwen3Omni(TransformersModel):
         "Qwen3OmniMoeVisionBlock",
         "Qwen3OmniMoeAudioEncoderLayer",
     )
+    EXPERT_NAMES: ClassVar[tuple[str, ...]] = ("Qwen3OmniMoeThinkerTextExperts",)
     LORA_TARGETS = r"model\.layers\.\d+\.self_attn\.[qkvo]_proj"  # not those of the towers
     FROZEN: ClassVar[tuple[str, ...]] = ("visual", "audio_tower")
     MEDIA: ClassVar[tuple[str, ...]] = ("image", "video", "audio")

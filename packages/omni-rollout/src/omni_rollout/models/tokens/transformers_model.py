@@ -37,6 +37,7 @@ class TransformersModel:
     """
 
     BLOCK_NAMES: tuple[str, ...]
+    EXPERT_NAMES: ClassVar[tuple[str, ...]] = ()
     LORA_TARGETS: str
     FROZEN: ClassVar[tuple[str, ...]] = ()
     MEDIA: ClassVar[tuple[str, ...]] = ()

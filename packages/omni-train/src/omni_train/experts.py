@@ -1,0 +1,151 @@
+"""Experts that stay on their rank: tokens travel to them and back, and no expert is gathered.
+
+A rank's experts get the tokens of all ranks, and so the sum of all ranks' gradients.
+
+Shapes: R tokens of this rank, k experts of a token, E experts, W ranks, N rows that this rank gets, D width.
+"""
+
+from collections.abc import Collection, Iterator
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.func import functional_call
+from torch.nn.functional import pad
+
+
+class ShardedExperts(nn.Module):
+    """The experts of a mixture, of which each rank holds E / W, in the place and with the names of their module.
+
+    A fused parameter [E, ...] is sharded by rows. In a list of experts all rows of each are on its owner, where
+    `DTensor.full_tensor` does not look for them: `owners` has the owner of each parameter.
+    """
+
+    def __init__(self, experts: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
+        """Keep the rows of this rank.
+
+        experts: a list, or fused as in transformers; called with states [R, D], the experts [R, k] of each, and their
+        weights [R, k]. dtype: to compute in; None is that of the parameters.
+        """
+        super().__init__()
+        self.mesh, self.dtype, self.count = mesh, dtype, _num_experts(experts)
+        self.share = self.count // mesh.size()
+        self.owners: dict[nn.Parameter, int] = {}
+        own = slice(mesh.get_local_rank() * self.share, (mesh.get_local_rank() + 1) * self.share)
+        if isinstance(experts, nn.ModuleList):
+            for i, expert in enumerate(experts):
+                _keep(expert, mesh, slice(None) if own.start <= i < own.stop else slice(0))
+                self.owners |= dict.fromkeys(expert.parameters(), i // self.share)
+                self.add_module(str(i), expert)
+            local: nn.Module = experts[own]
+        else:
+            _keep(experts, mesh, own)
+            for name, param in experts.named_parameters():
+                self.register_parameter(name, param)
+            local, local.num_experts = experts, self.share  # type: ignore[assignment]  # a number
+        self._local = (local,)  # no submodule, as its parameters have their names here
+
+    def forward(self, states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Return the output [R, D] for states [R, D], the experts [R, k] of each, and their weights [R, k]."""
+        experts, order = chosen.flatten().sort(stable=True)
+        sent, came = self._counts(experts)
+        own = torch.arange(self.share).repeat(len(came)).repeat_interleave(came.flatten()).to(states.device)
+        there, here = sent.sum(dim=1).tolist(), came.sum(dim=1).tolist()
+        rows = all_to_all_single_autograd(states[order // chosen.shape[1]], here, there, self.mesh)
+        rows = all_to_all_single_autograd(self._run(rows, own, weights.dtype), there, here, self.mesh)
+        by_token = torch.empty_like(rows).index_copy(0, order, rows).unflatten(0, chosen.shape)
+        return (by_token * weights[..., None]).sum(dim=1).to(states.dtype)
+
+    def _counts(self, experts: Tensor) -> tuple[Tensor, Tensor]:
+        """Return how many rows this rank sends to each expert, and each rank to those of this one, [W, E / W].
+
+        They are on the host. experts: of the rows, sorted.
+        """
+        shape = self.mesh.size(), self.share
+        if isinstance(experts, FakeTensor):  # of a planned device: as many for each
+            sent = (torch.arange(self.count + 1) * len(experts) // self.count).diff().view(shape)
+            return sent, sent[:1].expand(shape)
+        ends = torch.searchsorted(experts, torch.arange(self.count, device=experts.device), right=True)
+        sent = ends.diff(prepend=ends.new_zeros(1)).view(shape)
+        came = torch.empty_like(sent)
+        torch_dist.all_to_all_single(came, sent, group=self.mesh.get_group())
+        sent, came = torch.stack([sent, came]).cpu().unbind()  # the only wait for the device
+        return sent, came
+
+    def _run(self, rows: Tensor, experts: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the output [N, D] for rows [N, D] of this rank's experts [N]. dtype: of their weights, which are 1."""
+        number, (local,) = len(rows), self._local
+        if not number:  # or the graph would lack exchanges in which the other ranks wait for this one
+            rows, experts = pad(rows, [0, 0, 0, 1]), experts.new_zeros(1)
+        params = {name: p.to_local().to(self.dtype or p.dtype) for name, p in _sharded(local)}
+        ones = torch.ones(len(rows), 1, dtype=dtype, device=rows.device)
+        rows = functional_call(local, params, (rows, experts[:, None], ones))[:number]
+        others = [p.to_local().flatten() for _, p in _sharded(self) if p.requires_grad and not p.to_local().numel()]
+        return rows + torch.cat(others).sum() if others else rows  # 0, for their gradients: every rank has the same
+
+
+def shard_experts(
+    module: nn.Module, names: Collection[str], mesh: DeviceMesh, dtype: torch.dtype | None
+) -> set[nn.Parameter]:
+    """Replace a module's experts by sharded ones; return their parameters. Arguments are those of `shard`."""
+    sharded = set[nn.Parameter]()
+    for parent, name, experts in find_experts(module, names, mesh.size()):
+        own = ShardedExperts(experts, mesh, dtype)
+        setattr(parent, name, own)
+        sharded.update(own.parameters())
+    return sharded
+
+
+def find_experts(module: nn.Module, names: Collection[str], num_ranks: int) -> list[tuple[nn.Module, str, nn.Module]]:
+    """Return the modules of experts with these class names, each with its parent and its name there.
+
+    Raises:
+        ValueError: there are none, or the ranks cannot have equally many of them.
+    """
+    parents = list(module.modules())
+    found = [(p, name, each) for p in parents for name, each in p.named_children() if type(each).__name__ in names]
+    if not found:
+        raise ValueError(f"experts must be of a model that has some, got {type(module).__name__}")
+    if uneven := [count for *_, each in found if (count := _num_experts(each)) % num_ranks]:
+        raise ValueError(f"experts must divide evenly among the {num_ranks} ranks, got {uneven[0]} in a block")
+    return found
+
+
+def owners_of(module: nn.Module) -> dict[Tensor, int]:
+    """Return the ranks of a mesh that hold all rows of experts in lists, by parameter."""
+    every = [each for each in module.modules() if isinstance(each, ShardedExperts)]
+    return {param: owner for each in every for param, owner in each.owners.items()}
+
+
+def num_gathered(module: nn.Module) -> int:
+    """Return the number of weights of a module that sharded ranks gather."""
+    kept = {param for each in module.modules() if isinstance(each, ShardedExperts) for param in each.parameters()}
+    return sum(param.numel() for param in module.parameters() if param not in kept)
+
+
+def _num_experts(experts: nn.Module) -> int:
+    """Return the number of experts in their module."""
+    return len(experts) if isinstance(experts, nn.ModuleList) else int(experts.num_experts)  # type: ignore[arg-type]
+
+
+def _sharded(module: nn.Module) -> Iterator[tuple[str, DTensor]]:
+    """Yield the parameters of a module, which are all DTensors, by name."""
+    for name, param in module.named_parameters():
+        assert isinstance(param, DTensor)
+        yield name, param
+
+
+def _keep(module: nn.Module, mesh: DeviceMesh, rows: slice) -> None:
+    """Replace each parameter by a DTensor of which this rank has these rows, on its device."""
+    for owner in module.modules():
+        for name, whole in list(owner.named_parameters(recurse=False)):
+            local = whole.detach()[rows].clone()
+            local = local if local.is_meta else local.to(mesh.device_type)
+            sharded = DTensor.from_local(
+                local, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+            )
+            owner.register_parameter(name, nn.Parameter(sharded, whole.requires_grad))
