@@ -24,7 +24,7 @@ from omni_sched import INITIAL_NOISE, step_noise
 from omni_train.weights.full import homes, load_weights
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from trainer_runs import lose_step, recipe, tiny, train, train_on_ranks
+from trainer_runs import exported, lose_step, recipe, tiny, train, train_on_ranks
 
 import train_dpo
 import train_flowgrpo
@@ -103,6 +103,22 @@ def test_replayed_routes_train_and_the_load_of_experts_is_that_of_sampling(here,
     assert line["policy/grad_norm"] > 0
     assert {name: line[name] for name in line if "experts" in name} == {n: plain[n] for n in plain if "experts" in n}
     assert line["rollout/experts_entropy"] > 0
+
+
+def test_experts_stay_on_their_ranks_in_all_of_a_run(here, bright_urls):
+    """They sample, train by recomputed blocks and are exported as on one rank."""
+    args = settings(train_flowgrpo, "hunyuan-image", bright_urls, train_steps=1, eval_every=1, num_inference_steps=3)
+    args = change(args, memory_gradient_checkpointing=True)
+    one = train(train_flowgrpo, change(args, name="one"))[1]
+    args = change(args, name="two", batch_size=2, sharding_mode="fsdp2", sharding_experts=True)
+    two = train_on_ranks(train_flowgrpo, args)[1]
+    assert two["policy/first_ratio_max_dev"] == 0
+    for name in ("reward/mean", "policy/grad_norm", "eval/reward"):
+        assert two[name] == pytest.approx(one[name], rel=1e-3), name
+    weights, others = exported("one"), exported("two")
+    assert weights.keys() == others.keys()
+    for name, tensor in weights.items():
+        torch.testing.assert_close(others[name], tensor, atol=1e-4, rtol=0)
 
 
 def test_routes_of_a_model_without_experts_are_refused_before_its_weights_are_read(here, bright_urls):

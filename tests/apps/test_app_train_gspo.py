@@ -238,10 +238,9 @@ def test_ranks_train_as_one_however_the_weights_are_spread(lora_rank, here, monk
     args = tiny("qwen3-omni", lora_rank=lora_rank, algo="dapo", batch_size=2, num_minibatches=2, rounds=2)
     args = change(args, train_steps=1, eval_every=1)
     alone = train(app, change(args, name="alone"))
-    for mode in ("ddp", "fsdp2"):
-        together = train_on_ranks(
-            app, change(args, name=mode, sharding_mode=mode, sharding_unshard="none" if lora_rank else "auto")
-        )
+    for mode in ("ddp", "fsdp2", "experts"):
+        how = {"sharding_mode": mode} if mode != "experts" else {"sharding_mode": "fsdp2", "sharding_experts": True}
+        together = train_on_ranks(app, change(args, name=mode, sharding_unshard="none" if lora_rank else "auto", **how))
         for line, other in zip(alone, together, strict=True):
             policy = ("grad_norm", "loss", "entropy", "tokens_mean", "ratio_mean", "approx_kl", "clip_fraction")
             names = {"reward/mean", "eval/reward", "answer/tokens_mean", *(f"policy/{name}" for name in policy)}
@@ -538,6 +537,11 @@ def test_an_answer_without_an_end_moves_nothing_where_it_is_masked(here):
         ({"max_prompt_tokens": 4}, "line 1: must have at most --max-prompt-tokens 4 tokens, got 2"),
         ({"overlong_tokens": 6}, r"--overlong-tokens must be <= --max-new-tokens \(5\), got 6"),
         ({"init_weights": "."}, "--init-weights: must be the folder of an adapter"),
+        ({"sharding_experts": True}, "--sharding.experts needs --sharding.mode fsdp2, and --sharding.size 0"),
+        (
+            {"sharding_experts": True, "sharding_mode": "fsdp2", "dry_run": True, "memory_device_gb": 1.0},
+            "--sharding.experts: experts must be of a model whose experts can be sharded, got Qwen3ForCausalLM",
+        ),
         (
             {"tool_function": "gone.py:look"},
             "--tool.function must be python:FILE.py:FUNCTION .*, got gone.py:look",

@@ -122,7 +122,7 @@ SIGNATURES = {
     "omni_train.shard.shard": "module, mesh, *, mode, **others",
     "omni_train.shard.gathered": "module",
     "omni_train.weights.load.load_sharded": "net, files, mesh, *, block_names=(), compute_dtype=None, param_dtype=..., "
-    "device='cpu'",
+    "device='cpu', expert_names=()",
     "omni_train.lora.add_lora": (
         "module, targets, *, exclude=(), rank, alpha, use_rslora=False, adapter='default', seed, init='default'"
     ),

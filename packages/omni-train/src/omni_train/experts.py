@@ -109,7 +109,7 @@ def find_experts(module: nn.Module, names: Collection[str], num_ranks: int) -> l
     parents = list(module.modules())
     found = [(p, name, each) for p in parents for name, each in p.named_children() if type(each).__name__ in names]
     if not found:
-        raise ValueError(f"experts must be of a model that has some, got {type(module).__name__}")
+        raise ValueError(f"experts must be of a model whose experts can be sharded, got {type(module).__name__}")
     if uneven := [count for *_, each in found if (count := _num_experts(each)) % num_ranks]:
         raise ValueError(f"experts must divide evenly among the {num_ranks} ranks, got {uneven[0]} in a block")
     return found

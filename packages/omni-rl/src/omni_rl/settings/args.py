@@ -348,7 +348,7 @@ def check_samplers(args: MediaArgs) -> None:
     samples, per_round = args.prompts_per_step * args.group_size, max(args.batch_size, args.group_size) * count
     shares_noise = given.get("same_start_noise", False)
     others = {"sharding.context_parallel": 1, "sharding.size": 0, "engine": "diffusers", "memory.device_gb": 0}
-    others |= {"scorer.sleep": False, "preferences": ""}
+    others |= {"scorer.sleep": False, "preferences": "", "sharding.experts": False}
     require(
         (trainers > 0, f"--sharding.rollout-ranks must be < the {num_ranks()} ranks, got {count}"),
         *((given.get(name, plain) == plain, f"{beside} {flag_of(name)} {given.get(name)}")
