@@ -119,6 +119,8 @@ def test_experts_stay_on_their_ranks_in_all_of_a_run(here, bright_urls):
     assert weights.keys() == others.keys()
     for name, tensor in weights.items():
         torch.testing.assert_close(others[name], tensor, atol=1e-4, rtol=0)
+    with pytest.raises(ValueError, match=r"--sharding.experts does not go with --compile"):
+        train_flowgrpo.check_args(change(args, compile=True, dry_run=True, memory_device_gb=1.0))
 
 
 def test_routes_of_a_model_without_experts_are_refused_before_its_weights_are_read(here, bright_urls):

@@ -117,6 +117,9 @@ REFUSED = {
     "--sharding.rollout-ranks must be < the 4 ranks, got 4": {"sharding_rollout_ranks": 4},
     "--sharding.rollout-ranks 2 does not go with --sharding.context-parallel 2": {"sharding_context_parallel": 2},
     "--sharding.rollout-ranks 2 does not go with --sharding.size 2": {"sharding_size": 2},
+    "--sharding.rollout-ranks 2 does not go with --sharding.experts True": {
+        "sharding_experts": True, "sharding_mode": "fsdp2",
+    },
     "--sharding.rollout-ranks 2 does not go with --engine vllm-omni": {"engine": "vllm-omni"},
     "--sharding.rollout-ranks 2 does not go with --scorer.sleep True": {"scorer_sleep": True},
     "--sharding.rollout-ranks 2 does not go with --memory.device-gb 80.0": {"memory_device_gb": 80.0},
