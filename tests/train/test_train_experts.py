@@ -47,6 +47,8 @@ def build(name, mesh=None, *, lora=False, idle=False, experts=True):
             torch.nn.init.zeros_(param)
     if lora:
         add_lora(net, model.LORA_TARGETS, rank=2, alpha=4, seed=0)
+    if idle and name == "thinker":
+        net.set_experts_implementation("eager")  # without tokens its output needs no gradient
     if from_files:
         load_sharded(net, model.weight_files(), mesh, **own)
     elif mesh is not None:
