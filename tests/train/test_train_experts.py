@@ -291,3 +291,29 @@ def test_a_plan_counts_what_a_rank_takes(run_ranks):
         planned = passed(load_sharded(net, None, dist.mesh, **own), device, PLANNED)
     held, peak = run_ranks(work)[0]
     assert planned == (held, pytest.approx(peak, rel=0.05))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_in_bfloat16_experts_compute_as_gathered_ones(run_ranks, name):
+    """Over float32 weights, which get float32 gradients, or over frozen ones that are stored in it."""
+
+    def work(dist):
+        found = []
+        for lora, experts in product((False, True), (False, True)):
+            net, model = MODELS[name].load_net(device="cpu", dtype=torch.float32), MODELS[name]
+            net.requires_grad_(not lora)
+            if lora:
+                add_lora(net, model.LORA_TARGETS, rank=2, alpha=4, seed=0)
+            own = {"block_names": model.BLOCK_NAMES, "expert_names": model.EXPERT_NAMES if experts else ()}
+            shard(net, dist.mesh, mode="fsdp2", compute_dtype=torch.bfloat16, **own)
+            loss = loss_of(name, net, dist.rank)
+            loss.backward()
+            kinds = {str(p.dtype) for path, p in net.named_parameters() if ".experts." in path}
+            norm = sum(p.grad.to_local().square().sum().item() for p in net.parameters() if p.grad is not None)
+            found.append((loss.item(), norm, *kinds, len(copied(net))))
+        return found
+
+    for rank in run_ranks(work):
+        for gathered, kept in (rank[:2], rank[2:]):
+            assert kept == [pytest.approx(gathered[0], rel=1e-2), pytest.approx(gathered[1], rel=0.1), *gathered[2:]]
+        assert [each[2] for each in rank] == ["torch.float32"] * 2 + ["torch.bfloat16"] * 2
