@@ -25,6 +25,7 @@ import torch.distributed as torch_dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from omni_train.dist import default_compute_dtype
 from omni_train.experts import shard_experts
@@ -171,7 +172,9 @@ def _fully_shard(
 def _move(module: nn.Module, device: torch.device) -> None:
     """Move parameters and buffers to an accelerator outside of torch's tree, where FSDP2 itself cannot: in place."""
     for tensor in chain(module.parameters(), module.buffers()):
-        if tensor.is_meta or torch._has_compatible_shallow_copy_type(tensor, tensor.new_empty(0, device=device)):
+        if tensor.is_meta or isinstance(tensor, DTensor):  # of experts, which are there already
+            continue
+        if torch._has_compatible_shallow_copy_type(tensor, tensor.new_empty(0, device=device)):
             continue
         moved = tensor.detach().to(device)
         is_weight = isinstance(tensor, nn.Parameter)
