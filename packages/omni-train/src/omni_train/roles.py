@@ -6,7 +6,7 @@ the first rank to all that sample, in one order; results go from each rank that 
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from omni_train.dist import Dist
 
 _HEAD = "head"  # the entry of a message with its JSON
-_NO_LIMIT = timedelta(days=365)  # a rank that samples waits while others evaluate; an ended one is noticed at once
+_NO_LIMIT = timedelta(days=365)  # a rank that samples waits for those that train; an ended one is noticed at once
 
 
 @dataclass(frozen=True)
@@ -49,31 +49,36 @@ class Roles:
         torch_dist.broadcast(message := torch.empty(int(size), dtype=torch.uint8), 0, group=self.orders)
         return unpack(message)
 
-    def send(self, message: Tensor, trainer: int) -> None:
-        """Send a result to a rank that trains."""
-        for part in (torch.tensor([len(message)]), message):
-            torch_dist.send(part, trainer, group=self.results)
+    def send(self, messages: Iterable[tuple[int, Tensor]]) -> None:
+        """Send results, each to a rank that trains, and wait until all have taken theirs, in any order of ranks."""
+        parts = [(to, part) for to, message in messages for part in (torch.tensor([len(message)]), message)]
+        for work in [torch_dist.isend(part, to, group=self.results) for to, part in parts]:
+            if work is not None:
+                work.wait(_NO_LIMIT)
 
     def receive(self, sampler: int) -> tuple[Any, dict[str, Tensor]]:
-        """Return the next result of a rank that samples, by its number among them."""
+        """Return the next result that a rank that samples has for this one. sampler: its number among them."""
         source = self.num_trainers + sampler
         torch_dist.recv(size := torch.empty(1, dtype=torch.int64), source, group=self.results)
         torch_dist.recv(message := torch.empty(int(size), dtype=torch.uint8), source, group=self.results)
         return unpack(message)
 
 
-def split(whole: Dist, num_samplers: int) -> Roles:
-    """Give the last ranks the role to sample. Every rank calls it."""
-    count = whole.world_size - num_samplers
-    ranks = [*range(count)], [*range(count, whole.world_size)]
-    meshes = [DeviceMesh(whole.device.type, own, mesh_dim_names=("dp",)) for own in ranks]
-    orders = torch_dist.new_group([0, *ranks[1]], timeout=_NO_LIMIT, backend="gloo")
-    results = torch_dist.new_group(timeout=_NO_LIMIT, backend="gloo")
+def split(whole: Dist, num_samplers: int, *, timeout_s: float) -> Roles:
+    """Give the last ranks the role to sample. Every rank calls it.
+
+    timeout_s: seconds after which a collective of a role fails if a rank is missing, and the wait for a result.
+    """
+    count, timeout = whole.world_size - num_samplers, timedelta(seconds=timeout_s)
     samples = whole.rank >= count
-    first, own, mesh = (count if samples else 0), ranks[samples], meshes[samples]
-    dist = replace(whole, rank=whole.rank - first, world_size=len(own), mesh=mesh, machines=None, first=first)
-    is_ordered = samples or whole.rank == 0
-    return Roles(whole, dist, count, orders if is_ordered else None, results)
+    ranks = [*range(count)], [*range(count, whole.world_size)]
+    group = [torch_dist.new_group(own, timeout=timeout) for own in ranks][samples]
+    mesh = DeviceMesh.from_group(group, whole.device.type, mesh_dim_names=("dp",))
+    orders = torch_dist.new_group([0, *ranks[1]], timeout=_NO_LIMIT, backend="gloo")
+    results = torch_dist.new_group(timeout=timeout, backend="gloo")
+    first, size = (count if samples else 0), len(ranks[samples])
+    dist = replace(whole, rank=whole.rank - first, world_size=size, mesh=mesh, machines=None, first=first)
+    return Roles(whole, dist, count, orders if samples or whole.rank == 0 else None, results)
 
 
 def pack(head: object, tensors: Mapping[str, Tensor]) -> Tensor:

@@ -116,7 +116,7 @@ def sample(
     in_a_row = max(run.args.batch_size, unit, group_of(prompts, scorer or run.scorer))
     own = [*deal(prompts, run.dist, run.args.batch_size, unit=in_a_row)]
     run.counts["drawn"] += sum(map(len, own))
-    return Rollout(prompts, *run.samplers.expect(own, params, in_a_row), in_a_row)
+    return Rollout(prompts, *run.samplers.take(own, params, in_a_row, run.counts), in_a_row)
 
 
 def group_of(prompts: Sequence[Prompt], scorer: Scorer) -> int:

@@ -119,7 +119,7 @@ class SleepingScorer:
         self, media: Arrays, prompts: Sequence[str], meta: Metas, references: References = None, groups: Groups = None
     ) -> Pending:
         """Return the future scores of N samples, which are requested when it is read."""
-        later = _Later(self._score)
+        later = Later(self._score)
         self._waiting.append((later, partial(self.client.submit, media, prompts, meta, references, groups)))
         return later
 
@@ -167,7 +167,7 @@ def ruled(say: Callable[[], T], name: str) -> Future[T]:
     return found
 
 
-class _Later(Future[list[Score]]):
+class Later(Future[list[Score]]):
     """Scores that are requested when they are first read."""
 
     def __init__(self, ask: Callable[[], None]) -> None:

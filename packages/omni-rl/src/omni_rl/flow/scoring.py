@@ -29,7 +29,7 @@ from omni_reward import RewardError, Score
 from omni_rollout import Prompt, Samples, Trajectory
 from omni_rollout.types import to_device
 from omni_sched import step_noise
-from omni_train.dist import Dist, gather_by_index, gather_json, is_lost_rank
+from omni_train.dist import Dist, gather_by_index, gather_json
 from torch import Tensor
 
 from omni_rl.flow.scorers import Pending, Scorer
@@ -77,8 +77,6 @@ def collect(dist: Dist, pending: Sequence[Pending]) -> list[Score]:
             all can save what there is.
     """
     error = next(filter(None, (future.exception() for future in pending)), None)
-    if error and is_lost_rank(error):  # one that only samples
-        raise error
     for rank, message in enumerate(gather_json(dist, None if error is None else str(error))):
         if message is not None:
             raise RewardError(f"scores of rank {rank}: {message}") from error

@@ -125,25 +125,23 @@ class Loop(Generic[RunT]):
         waiting = deque[T]()
         for now in self:
             ahead = self.run.args.draw_ahead
-            while len(waiting) <= ahead:
-                number = now.number + len(waiting)
-                if waiting and (self._asked or number >= next_end(self.run.args, now.number)):
+            while len(self._ahead) <= ahead:
+                number = now.number + len(self._ahead)
+                if self._ahead and (self._asked or number >= next_end(self.run.args, now.number)):
                     break
-                step = Step(number, version=now.number) if waiting else now
+                step = Step(number, version=now.number) if self._ahead else now
                 if samplers:
                     samplers.order(number, step.version)
-                waiting.append(roll_out(self.run, step))
-                step.version = self.run.version
+                else:
+                    waiting.append(roll_out(self.run, step))
+                    step.version = self.run.version
                 self._ahead.append(step)
             step = self._ahead.popleft()
-            if samplers:
-                with self.run.phase("rollout"):
-                    self.run.counts.update(samplers.arrive())
             if step.staleness > ahead:
                 rule = f"samples must be at most {ahead} updates old, as --draw-ahead says"
                 raise RuntimeError(f"step {step.number + 1}: {rule}, got {step.staleness}: a sync is missing")
             step.metrics |= {"policy/staleness": float(step.staleness)} if ahead else {}
-            yield step, waiting.popleft()
+            yield step, roll_out(self.run, step) if samplers else waiting.popleft()
 
     def _left(self) -> Iterator[Step]:
         """Yield the steps that are left, and do what happens before, between and after them."""
@@ -170,7 +168,7 @@ class Loop(Generic[RunT]):
             self._in_step = False
             if not step.has_signal and run.dist.is_main:
                 print(f"step {number + 1}: no sample has a signal, so no optimizer step was taken", flush=True)
-            step.metrics["reward/busy_s"] = run.scorer.busy_s - busy_s
+            step.metrics["reward/busy_s"] = run.scorer.busy_s - busy_s + run.counts["busy_ms"] / 1000
             step.metrics |= run.memory("", peak=True)
             step.metrics |= costs(run, time.process_time() - cpu_s)
             if run.model.boundary:

@@ -1,9 +1,10 @@
 """The part of a rank that only samples, while others train: `--sharding.rollout-ranks`."""
 
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from itertools import accumulate
+from typing import Any, TypeVar
 
 import torch
 from omni_reward import RewardError, Score
@@ -13,32 +14,39 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from omni_rl.flow.scoring import MediaRollout
 from omni_rl.run.run import AnyRun, Step
-from omni_rl.run.samplers import Counts, samples_message, scores_message
+from omni_rl.run.samplers import samples_message, scores_message
 
+Order = tuple[Any, dict[str, Tensor]]
 RunT = TypeVar("RunT", bound=AnyRun)
 
 
 def serve(run: RunT, roles: Roles, roll_out: Callable[[RunT, Step], MediaRollout]) -> None:
     """Sample what the ranks that train order, with the weights that they send before, until they end."""
-    tensors = iter(run.policy.sampled_with)
-    with ThreadPoolExecutor(1) as sender:
-        sent = sender.submit(lambda: None)
-        while (order := roles.next_order())[0] != []:
-            head, weights = order
-            if head is None:
-                for i in range(len(weights)):
-                    copy_full(weights[str(i)], next(tensors))
-                continue
-            number, version = head
-            tensors, begin = iter(run.policy.sampled_with), time.process_time()
-            run.calls.clear()
-            run.sync_weights(version)
-            rollout = roll_out(run, Step(number, version))
-            cpu_ms = round(1000 * (time.process_time() - begin))
-            counts = {"forwards": sum(run.calls.values()), "cpu_ms": cpu_ms}
-            if sent.done():
-                sent.result()  # raises what went wrong
-            sent = sender.submit(send, roles, rollout, counts)
+    receiver, sender = ThreadPoolExecutor(1), ThreadPoolExecutor(1)  # no `with`, which waits for both after an error
+    tensors, sent = iter(run.policy.sampled_with), set[Future[None]]()
+    while (order := awaited(receiver.submit(roles.next_order), sent))[0] != []:
+        head, weights = order
+        if head is None:
+            for i in range(len(weights)):
+                copy_full(weights[str(i)], next(tensors))
+            continue
+        number, version = head
+        tensors = iter(run.policy.sampled_with)
+        run.calls.clear()
+        run.sync_weights(version)
+        rollout = roll_out(run, Step(number, version))
+        sent.add(sender.submit(send, run, roles, rollout, sum(run.calls.values())))
+    sender.shutdown()
+
+
+def awaited(order: Future[Order], sent: set[Future[None]]) -> Order:
+    """Return the next order; raise what goes wrong in sending meanwhile."""
+    while not order.done():
+        wait(list[Future[Any]]([order, *sent]), return_when=FIRST_COMPLETED)
+        for done in [each for each in sent if each.done()]:
+            sent.remove(done)
+            done.result()
+    return order.result()
 
 
 @torch.no_grad()
@@ -50,20 +58,25 @@ def copy_full(full: Tensor, into: Tensor) -> None:
     into.copy_(full)
 
 
-def send(roles: Roles, rollout: MediaRollout, counts: Counts) -> None:
-    """Send a rollout's batches and then their scores, each to the rank that trains on it."""
+def send(run: AnyRun, roles: Roles, rollout: MediaRollout, forwards: int) -> None:
+    """Send a rollout's batches and then their scores, each to the rank that trains on it.
+
+    forwards: samples that have passed the nets for it.
+    """
     owners = [batch.prompts[0].index // rollout.in_a_row % roles.num_trainers for batch in rollout.batches]
-    for batch, trainer in zip(rollout.batches, owners, strict=True):
-        roles.send(samples_message(batch, counts, with_media=trainer == 0), trainer)
-        counts = {}
-    for scores, trainer in zip(graded(rollout), owners, strict=True):
-        roles.send(scores_message(scores), trainer)
-
-
-def graded(rollout: MediaRollout) -> Sequence[Sequence[Score] | RewardError]:
-    """Return the scores of each batch, or the error for each."""
+    owned = [*zip(owners, rollout.batches, strict=True)]
+    roles.send([(owner, samples_message(batch, with_media=owner == 0)) for owner, batch in owned])
+    error, scores = None, list[Score]()
     try:
-        scores = iter(rollout.scores)
+        scores = rollout.scores
     except RewardError as exc:
-        return [exc] * len(rollout.batches)
-    return [[next(scores) for _ in range(len(batch))] for batch in rollout.batches]
+        error = f"rank {roles.whole.rank}: {exc}"
+    used = {"cpu_ms": time.process_time(), "busy_ms": run.scorer.busy_s}  # since the start of this rank
+    counts = {name: round(1000 * value) - run.counts[name] for name, value in used.items()}
+    run.counts.update(counts)
+    firsts = accumulate([len(batch) for batch in rollout.batches], initial=0)
+    heads = [counts | {"forwards": forwards}, *[{}] * (len(owned) - 1)]
+    roles.send(
+        (owner, scores_message(scores[first : first + len(batch)], error, head))
+        for (owner, batch), first, head in zip(owned, firsts, heads, strict=False)
+    )

@@ -225,7 +225,7 @@ def start(
         parts=inputs.parts,
         open_servers=open_servers,
         sleeps="engine" in offloaded(args) or (args.memory.engine_sleep and not engine.shares_weights),
-        samplers=Samplers(world.roles, policy, args.hang_timeout_s) if world.roles and not dist.first else None,
+        samplers=Samplers(world.roles, policy) if world.roles and not dist.first else None,
     )
     run.count_calls(kind.seen)
     nets = [each for each in {engine.net, net} if each is not None]

@@ -45,7 +45,8 @@ class World:
         dist = init_distributed(timeout_s=args.hang_timeout_s, expandable_segments=args.has_trained_engine)
         if dist.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)  # fast beside a scorer, and the same bits on any number of cores
-        roles = split(dist, num_samplers(args)) if num_samplers(args) and dist.mesh else None  # not of a plan
+        count, limit = num_samplers(args), args.hang_timeout_s
+        roles = split(dist, count, timeout_s=limit) if count and dist.mesh else None  # not of a plan
         own = roles.dist if roles else dist
         return cls(replace(own, context=own.world_size // num_shares(args, own.world_size)), roles=roles)
 
