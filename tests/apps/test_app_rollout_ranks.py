@@ -13,7 +13,9 @@ import torch
 from apps import app_lives as lives
 from helpers import sampled
 from omni_reward import RewardClient, RewardError
+from omni_rl.run import start
 from omni_rl.settings.fields import change
+from omni_rollout.models.qwen_image import QwenImage
 from omni_train.files import load_metrics
 from PIL import Image
 from trainer_runs import exported, recipe, tiny, train_on_ranks, unclocked
@@ -129,6 +131,28 @@ def test_a_rank_that_hangs_as_it_samples_ends_the_others(here, bright_url):
     life.kill()
     assert life.codes == {0: 1, 1: 1, 2: -signal.SIGKILL}
     assert "rank 2 was killed or hangs; rank 0 waited for it in phase rollout" in life.text(), life.text()
+
+
+@pytest.mark.parametrize("name", ["", "another card"])
+def test_cards_that_round_in_another_way_train_on_where_they_are_of_another_kind(name, here, bright_url):
+    args = change(
+        lives.TINY, scorer_url=bright_url, width=32, train_steps=1, eval_first=False, sharding_rollout_ranks=1
+    )  # fmt: skip
+
+    def before(rank):
+        plain = QwenImage.predict_velocity
+        if rank == 2:
+            QwenImage.predict_velocity = lambda *inputs: plain(*inputs) * (1 + 1e-6)
+            start.device_name = lambda device: name
+
+    life = lives.train(here, args, ranks=3, before=before)
+    codes = life.wait()
+    assert codes == [0 if name else 1] * 3, life.text()
+    if name:
+        line = load_metrics("runs/run/metrics.jsonl")[1]
+        assert 0 < line["policy/first_ratio_max_dev"] < 1e-4
+    else:
+        assert "the ratio must be 1 within 0" in life.text()
 
 
 REFUSED = {

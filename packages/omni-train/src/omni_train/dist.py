@@ -423,7 +423,7 @@ def same_error(dist: Dist) -> Iterator[None]:
     report = None if error is None else [[isinstance(error, kind) for kind in kinds].index(True), str(error)]
     for rank, entry in enumerate(gather_json(dist, report)):
         if isinstance(entry, list):
-            raise kinds[entry[0]](entry[1] if dist.mesh is None else f"rank {dist.first + rank}: {entry[1]}") from error
+            raise kinds[entry[0]](entry[1] if dist.mesh is None else f"rank {rank}: {entry[1]}") from error
 
 
 def is_lost_rank(error: BaseException) -> bool:

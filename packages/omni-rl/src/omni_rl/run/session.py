@@ -19,7 +19,7 @@ from omni_rl.report import write_versions
 from omni_rl.report.process import ReportProcess
 from omni_rl.run.metrics import COLUMNS
 from omni_rl.run.world import World
-from omni_rl.settings.args import RunArgs, secret_flags, without_secrets
+from omni_rl.settings.args import RunArgs, num_samplers, secret_flags, without_secrets
 from omni_rl.settings.early import check_same
 from omni_rl.settings.fields import flat
 from omni_rl.settings.toml import to_toml
@@ -100,6 +100,7 @@ class Session:
             start = f"evaluates step {self.saved.step if self.saved else 0}" if args.eval.only else start
             ranks = f"{dist.world_size} {'rank' if dist.world_size == 1 else 'ranks'} on {dist.device.type}"
             ranks += f", {dist.context} of them for each sample" if dist.context > 1 else ""
+            ranks += f", {count} more only sample" if (count := num_samplers(args)) else ""
             place = f"report in {self.folder}/report.html; loading {args.model}"
             print(f"{self.folder} {start}: {ranks}, weights {mode}; {place}", flush=True)
 
@@ -143,7 +144,7 @@ class Session:
         dist, folder = world.dist, self.folder
         if dist.is_main:
             write_atomically(folder / "config.toml", to_toml(without_secrets(args)))
-            facts = {"ranks": dist.world_size, "device": str(dist.device), "threads": torch.get_num_threads()}
+            facts = {"ranks": world.whole.world_size, "device": str(dist.device), "threads": torch.get_num_threads()}
             facts["attention"] = ", ".join(backend.name for backend in BACKENDS[args.attention])
             facts |= {"gathered": "once in " + " and ".join(unshard)} if unshard else {}
             facts |= {"hub": ", ".join(map(pinned, FETCHED))} if FETCHED else {}

@@ -22,7 +22,7 @@ from omni_rollout.types import WeightedEngine
 from omni_train import lora
 from omni_train.dist import Dist, context_mesh, deterministic, gather_json, same_error, shard_mesh
 from omni_train.experts import find_experts, num_gathered
-from omni_train.flops import FlopTable
+from omni_train.flops import FlopTable, device_name
 from omni_train.kernels import BACKENDS, check_attention, check_compiler, check_float8
 from omni_train.memory.offload import HostAdamW
 from omni_train.memory.quantized import BYTES
@@ -44,10 +44,10 @@ from omni_rl.run.run import EngineT, ModelT, ParamsT, Run, ScorerT
 from omni_rl.run.samplers import Samplers
 from omni_rl.run.session import Session
 from omni_rl.run.world import World
-from omni_rl.settings.args import RunArgs, num_ranks, offloaded, sharding, without_secrets
+from omni_rl.settings.args import RunArgs, num_ranks, num_samplers, offloaded, sharding, without_secrets
 from omni_rl.settings.early import files_of
 from omni_rl.settings.eval_sets import GOLD, setting_of
-from omni_rl.settings.fields import flag, flat, require, values_of
+from omni_rl.settings.fields import change, flag, flat, require, values_of
 from omni_rl.settings.toml import to_toml
 
 SHIPPED = "omni-rollout's, with a token for each word of a prompt, as {} cannot be fetched: {}"
@@ -162,38 +162,41 @@ def start(
     Raises:
         ValueError, OSError: something in the settings does not fit; the same on every rank.
     """
-    dist, mode = world.dist, sharding(args, world.dist.world_size)
-    with same_error(dist):
+    dist, whole, mode = world.dist, world.whole, sharding(args, world.dist.world_size)
+    with same_error(whole):
         inputs = kind.read(args, world, needs)
         if mode == "fsdp2" and args.sharding.unshard == "none" and not args.sharding.experts:
             kind.check_gathered(args, inputs.model.empty_net())
         config = flat(without_secrets(args)) | files_of(args, inputs.model.folder) | inputs.config
-    check_alike(world.whole, flat(args) | config)
+    check_alike(whole, flat(args) | config)
     session, how, model = Session(args, dist), inputs.how, inputs.model
     session.config = config
     session.check(args, adapt(model.empty_net(), how))
     if args.dry_run:
         world.tell("\n".join([to_toml(without_secrets(args)), *plan_of(args, dist, inputs, needs, session)]))
     open_servers = ExitStack()
-    args = with_server(args, world.whole, open_servers)
-    with same_error(dist):
+    args = with_server(args, whole, open_servers)
+    with same_error(whole):
         scorer, version, watch = kind.open_scorer(args, world, inputs, needs)
         session.name_scorer(args, version)
-    check_alike(dist, {"scorer": version})  # each machine may have a server of its own
+    check_alike(whole, {"scorer": version})  # each machine may have a server of its own
     session.take(args, dist, mode)
     inputs.how = how = replace(how, mesh=shard_mesh(dist, args.sharding.size) if mode == "fsdp2" else None)
     if dist.context > 1:
         inputs.how = how = replace(how, context_mesh=context_mesh(dist))
-    with same_error(dist):
+    with same_error(whole):
         net = open_net(args, kind, inputs)
     model, engine = kind.open_engine(args, world, inputs, net, needs)
+    if world.roles:
+        kinds = gather_json(whole, device_name(dist.device) or torch.backends.cpu.get_cpu_capability())
+        engine.is_exact &= len({*kinds}) == 1  # another kind of card rounds in another way
     share_weights(args, dist, engine, net, is_started=bool(inputs.files))
     unshard = phases_unsharded(args, world, net, engine) if mode == "fsdp2" else ()
     if mode == "fsdp2" and "rollout" not in unshard:
         kind.check_gathered(args, net)
     if args.lora.rank and mode != "fsdp2":
         shard(net, dist.mesh, mode=mode)
-    policy = open_policy(args, inputs, needs, net, session)
+    policy = open_policy(change(args, ema_decay=0.0) if dist.first else args, inputs, needs, net, session)
     policy.unshard = unshard
     if mode != "none":
         policy.backward = SummedBackward(net, how.mesh or dist.mesh, mode=mode)
@@ -201,7 +204,7 @@ def start(
         policy.backward = sdpa_kernel(BACKENDS[args.attention])(policy.backward)
     if args.deterministic:
         policy.backward = deterministic()(policy.backward)
-    with same_error(dist):
+    with same_error(whole):
         if not dist.first:
             open_frozen(kind, inputs, needs, policy)
     run = Run(
@@ -359,7 +362,8 @@ def check_alike(dist: Dist, settings: dict[str, object]) -> None:
 
 def plan_of(args: RunArgs, dist: Dist, inputs: Inputs[Any, Any], needs: Needs, session: Session) -> list[str]:
     """Return a rank's part of a training step and the memory of its weights; only configurations are read."""
-    mode, num_ranks, lora_rank = sharding(args, dist.world_size), dist.world_size, args.lora.rank
+    mode, num_ranks, samplers = sharding(args, dist.world_size), dist.world_size, num_samplers(args)
+    lora_rank = args.lora.rank
     net = adapt(
         inputs.model.empty_net(), replace(inputs.how, lora=inputs.how.lora and replace(inputs.how.lora, others=()))
     )
@@ -387,7 +391,9 @@ def plan_of(args: RunArgs, dist: Dist, inputs: Inputs[Any, Any], needs: Needs, s
     lines = {
         "model": inputs.about,
         **({"configuration": SHIPPED.format(args.model, hub_fault() or "the hub refuses it")} if is_shipped else {}),
-        "ranks": f"{num_ranks}, weights {mode}" + ", experts on a rank each" * args.sharding.experts,
+        "ranks": f"{num_ranks}, weights {mode}"
+        + ", experts on a rank each" * args.sharding.experts
+        + (f"; {samplers} more only sample" if samplers else ""),
         "samples per step": f"{samples}, {samples // dist.num_shares} per {who}, {args.batch_size} per forward",
         "optimizer steps per training step": str(args.num_minibatches),
         "evaluations": _evaluations(args, inputs),
