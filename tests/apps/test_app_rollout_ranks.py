@@ -12,6 +12,7 @@ import pytest
 import torch
 from apps import app_lives as lives
 from helpers import sampled
+from model_rows import ROWS
 from omni_reward import RewardClient, RewardError
 from omni_rl.run import start
 from omni_rl.settings.fields import change
@@ -35,14 +36,24 @@ RUNS = {
     "nft": (train_nft, {"train_levels": 2}),
     "nft, all weights": (train_nft, {"train_levels": 2, "lora_rank": 0, "sharding_mode": "fsdp2"}),
     "dpo": (train_dpo, {}),
+    "flowgrpo of video by two experts": (
+        train_flowgrpo,
+        WINDOW | {"model": "wan22", "num_frames": 5, "guidance_scale": 3.0, "window_size": 1, "window_high": 1},
+    ),
+    "nft of video with sound": (
+        train_nft,
+        {"model": "ltx23", "num_frames": 9, "width": 64, "train_levels": 2, "streams_sound_weight": 0.5},
+    ),
 }
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("name", sampled(RUNS, 1, always=["flowgrpo"]))
-def test_a_run_is_that_of_ranks_that_all_train_to_the_bit(name, ahead, here, bright_url):
+def test_a_run_is_that_of_ranks_that_all_train_to_the_bit(name, ahead, here, bright_urls):
     app, own = RUNS[name]
-    args = tiny(recipe(app, "tiny-signs"), **(SIZES | own | {"scorer_url": bright_url, "draw_ahead": ahead}))
+    own = own | {"scorer_url": bright_urls["video" if "video" in name else "image"], "draw_ahead": ahead}
+    own |= {"model": str(ROWS[own["model"]].checkpoint())} if "model" in own else {}
+    args = tiny(recipe(app, "tiny-signs"), **(SIZES | own))
     wanted, weights = train_on_ranks(app, change(args, name="all")), exported("all")
     for samplers in (1, 2):
         apart = change(args, name=f"apart{samplers}", sharding_rollout_ranks=samplers)
