@@ -6,6 +6,7 @@ import signal
 import time
 from concurrent.futures import Future
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -47,23 +48,24 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
-@pytest.mark.parametrize("name", sampled(RUNS, 1, always=["flowgrpo"]))
-def test_a_run_is_that_of_ranks_that_all_train_to_the_bit(name, ahead, here, bright_urls):
+CASES = [*product(RUNS, (0, 1), (1, 2))]  # trainer, steps ahead, ranks that only sample
+
+
+@pytest.mark.parametrize("case", sampled(CASES, 2))
+def test_a_run_is_that_of_ranks_that_all_train_to_the_bit(case, here, bright_urls):
+    name, ahead, samplers = case
     app, own = RUNS[name]
     own = own | {"scorer_url": bright_urls["video" if "video" in name else "image"], "draw_ahead": ahead}
     own |= {"model": str(ROWS[own["model"]].checkpoint())} if "model" in own else {}
     args = tiny(recipe(app, "tiny-signs"), **(SIZES | own))
     wanted, weights = train_on_ranks(app, change(args, name="all")), exported("all")
-    for samplers in (1, 2):
-        apart = change(args, name=f"apart{samplers}", sharding_rollout_ranks=samplers)
-        lines = train_on_ranks(app, apart, ranks=2 + samplers)
-        assert unclocked(lines) == unclocked(wanted)
-        assert len({sum(line.get("perf/forwards", 0) for line in each) for each in (lines, wanted)}) == 1
-        assert all(line["reward/busy_s"] > 0 for line in lines[1:])
-        found = exported(f"apart{samplers}")
-        assert found.keys() == weights.keys()
-        assert all(torch.equal(found[key], weights[key]) for key in weights)
+    lines = train_on_ranks(app, change(args, name="apart", sharding_rollout_ranks=samplers), ranks=2 + samplers)
+    assert unclocked(lines) == unclocked(wanted)
+    assert len({sum(line.get("perf/forwards", 0) for line in each) for each in (lines, wanted)}) == 1
+    assert all(line["reward/busy_s"] > 0 for line in lines[1:])
+    found = exported("apart")
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[key], weights[key]) for key in weights)
 
 
 def kill(victim):
@@ -110,7 +112,7 @@ BREAKS = {  # what each rank does before, and what is said
 }
 
 
-@pytest.mark.parametrize("name", BREAKS)
+@pytest.mark.parametrize("name", sampled(BREAKS, 1))
 def test_a_broken_run_says_what_broke_and_ends_as_one_that_did_not(name, here, bright_url):
     args = change(
         lives.TINY, scorer_url=bright_url, group_size=2, width=32, save_every=1, eval_every=1,
@@ -129,6 +131,7 @@ def test_a_broken_run_says_what_broke_and_ends_as_one_that_did_not(name, here, b
     assert {k: v.tolist() for k, v in exported().items()} == {k: v.tolist() for k, v in exported("peace").items()}
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_as_it_samples_ends_the_others(here, bright_url):
     args = change(lives.TINY, scorer_url=bright_url, eval_first=False, sharding_rollout_ranks=1, hang_timeout_s=10.0)
 
