@@ -259,6 +259,17 @@ def test_moments_in_8_bits_continue_bit_for_bit_and_not_as_float32(here, bright_
         train(app, change(args, name="exact"))
 
 
+def test_blocks_on_the_host_change_no_bit_and_continue(here, bright_url):
+    recomputed = LORA | {"kl_coef": 0.1, "memory_gradient_checkpointing": True, "eval_every": 1, "save_every": 1}
+    app, args = settings(Row("train_flowgrpo", recomputed), bright_url)
+    there, weights = train(app, args), exported()
+    lose_step("run", 2)  # the setting may change
+    for name in ("run", "streamed"):
+        streamed = train(app, change(args, name=name, memory_offload="blocks"))
+        assert unclocked(streamed) == unclocked(there)
+        assert all(torch.equal(tensor, weights[key]) for key, tensor in exported(name).items())
+
+
 # Mistakes
 
 SCORED = "--scorer.url http://x"

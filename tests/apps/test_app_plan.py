@@ -31,7 +31,7 @@ from omni_train.planned import PLANNED, Meter, planned_ranks
 from PIL import Image
 from torch import nn
 from torch.utils._pytree import tree_leaves
-from trainer_runs import lone_run, recipe, rollout, tiny, write_eval_prompts
+from trainer_runs import cli, lone_run, recipe, rollout, tiny, write_eval_prompts
 
 SMALL = {
     "prompts_per_step": 4,
@@ -352,6 +352,16 @@ def test_a_plan_counts_moments_in_8_bits():
     assert saved > sum(sizes)
     for phase in ("rollout", "save"):
         assert bare.peaks[phase] - in_8bit.peaks[phase] == pytest.approx(saved, rel=1e-3)
+
+
+def test_a_dry_run_counts_moments_in_8_bits():
+    """Beside weights, gradients and averages in float32."""
+    app, args = settings("all weights")
+    code, text = cli(app, "--preset", "tiny-signs", "--dry-run", "--memory.adam-8bit")
+    sizes = [p.numel() for p in open_model(args.model).empty_net().parameters()]
+    moments = sum(2 * n * (1 + 4 / 256) if n >= 4096 and n % 256 == 0 else 8 * n for n in sizes)
+    assert code == 0
+    assert f", {(3 * 4 * sum(sizes) + moments) / 2**20:.0f} MB for what is trained" in text
 
 
 def test_a_plan_counts_the_scorer_that_the_run_starts(capsys):
