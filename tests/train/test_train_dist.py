@@ -25,6 +25,7 @@ from omni_train.dist import (
     shutdown,
     tell_failure,
 )
+from omni_train.roles import split
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -181,6 +182,18 @@ def test_messages_go_by_machine_to_the_values_of_one_ring(run_ranks, monkeypatch
 
     told = [f"{rank} of {rank % 2}" for rank in range(4)]
     assert run_ranks(work, 4, per_machine=2) == [[told, total] for total in (1.0, 1.0, 5.0, 5.0)]
+
+
+def test_ranks_of_each_role_send_messages_by_machine(run_ranks, monkeypatch):
+    monkeypatch.setattr("omni_train.dist._RING_RANKS", 3)
+
+    def work(dist):
+        own = split(dist, 4, timeout_s=60).dist
+        found = [sizes_of_rings(own), gather_json(own, dist.rank)]
+        shutdown()
+        return found
+
+    assert run_ranks(work, 8, per_machine=2) == [[[2, 2], [*range(i, i + 4)]] for i in (0, 4) for _ in range(4)]
 
 
 def test_machines_of_unequal_numbers_of_ranks_keep_one_ring(run_ranks, monkeypatch):

@@ -141,10 +141,10 @@ def init_distributed(
     )
     mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp",))
     dist = Dist(rank=rank, world_size=world_size, local_rank=local_rank, device=device, mesh=mesh)
-    return replace(dist, machines=_machines(dist, timeout))
+    return replace(dist, machines=by_machine(dist, timeout))
 
 
-def _machines(dist: Dist, timeout: timedelta) -> tuple[torch_dist.ProcessGroup, torch_dist.ProcessGroup] | None:
+def by_machine(dist: Dist, timeout: timedelta) -> tuple[torch_dist.ProcessGroup, torch_dist.ProcessGroup] | None:
     """Return the groups for messages by machine; None for few ranks, or unless all machines have equally many.
 
     Every rank makes two groups of its own, as the names of later groups count those before.
@@ -157,7 +157,9 @@ def _machines(dist: Dist, timeout: timedelta) -> tuple[torch_dist.ProcessGroup, 
         return None
     column, machine = range(dist.local_rank, dist.world_size, size), range(own[1], own[1] + size)
     between, within = (  # only members call it
-        torch_dist.new_group(list(ranks), timeout=timeout, backend="gloo", use_local_synchronization=True)
+        torch_dist.new_group(
+            [dist.first + rank for rank in ranks], timeout=timeout, backend="gloo", use_local_synchronization=True
+        )
         for ranks in (column, machine)
     )
     return between, within

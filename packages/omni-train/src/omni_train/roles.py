@@ -6,7 +6,7 @@ the first rank to all that sample, in one order; results go from each rank that 
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -17,7 +17,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from omni_train.dist import Dist
+from omni_train.dist import Dist, by_machine
 
 _HEAD = "head"  # the entry of a message with its JSON
 _NO_LIMIT = timedelta(days=365)  # a rank that samples waits for those that train; an ended one is noticed at once
@@ -40,28 +40,23 @@ class Roles:
 
     def announce(self, message: Tensor) -> None:
         """Send an order from the first rank, as `pack` returned it."""
-        for part in (torch.tensor([len(message)]), message):
+        for part in with_length(message):
             torch_dist.broadcast(part, 0, group=self.orders)
 
     def next_order(self) -> tuple[Any, dict[str, Tensor]]:
         """Return the next order on a rank that samples."""
-        torch_dist.broadcast(size := torch.empty(1, dtype=torch.int64), 0, group=self.orders)
-        torch_dist.broadcast(message := torch.empty(int(size), dtype=torch.uint8), 0, group=self.orders)
-        return unpack(message)
+        return unpack(lambda part: torch_dist.broadcast(part, 0, group=self.orders))
 
     def send(self, messages: Iterable[tuple[int, Tensor]]) -> None:
         """Send results, each to a rank that trains, and wait until all have taken theirs, in any order of ranks."""
-        parts = [(to, part) for to, message in messages for part in (torch.tensor([len(message)]), message)]
+        parts = [(to, part) for to, message in messages for part in with_length(message)]
         for work in [torch_dist.isend(part, to, group=self.results) for to, part in parts]:
             if work is not None:
                 work.wait(_NO_LIMIT)
 
     def receive(self, sampler: int) -> tuple[Any, dict[str, Tensor]]:
         """Return the next result that a rank that samples has for this one. sampler: its number among them."""
-        source = self.num_trainers + sampler
-        torch_dist.recv(size := torch.empty(1, dtype=torch.int64), source, group=self.results)
-        torch_dist.recv(message := torch.empty(int(size), dtype=torch.uint8), source, group=self.results)
-        return unpack(message)
+        return unpack(lambda part: torch_dist.recv(part, self.num_trainers + sampler, group=self.results))
 
 
 def split(whole: Dist, num_samplers: int, *, timeout_s: float) -> Roles:
@@ -74,21 +69,29 @@ def split(whole: Dist, num_samplers: int, *, timeout_s: float) -> Roles:
     ranks = [*range(count)], [*range(count, whole.world_size)]
     group = [torch_dist.new_group(own, timeout=timeout) for own in ranks][samples]
     mesh = DeviceMesh.from_group(group, whole.device.type, mesh_dim_names=("dp",))
+    first, size = (count if samples else 0), len(ranks[samples])
+    ring = replace(whole, rank=whole.rank - first, world_size=size, mesh=mesh, machines=None, first=first)
+    dist = replace(ring, machines=by_machine(ring, timeout))  # whose names count the groups of each rank before
     orders = torch_dist.new_group([0, *ranks[1]], timeout=_NO_LIMIT, backend="gloo")
     results = torch_dist.new_group(timeout=timeout, backend="gloo")
-    first, size = (count if samples else 0), len(ranks[samples])
-    dist = replace(whole, rank=whole.rank - first, world_size=size, mesh=mesh, machines=None, first=first)
     return Roles(whole, dist, count, orders if samples or whole.rank == 0 else None, results)
 
 
 def pack(head: object, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return a message, bytes [n] on the host, of JSON and copies of tensors."""
+    """Return a message, bytes [n] on the host, of JSON and tensors on the host, of which no two share memory."""
     text = torch.frombuffer(bytearray(json.dumps(head).encode()), dtype=torch.uint8)
-    copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-    return torch.frombuffer(bytearray(save(copies | {_HEAD: text})), dtype=torch.uint8)
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    return torch.frombuffer(bytearray(save(whole | {_HEAD: text})), dtype=torch.uint8)
 
 
-def unpack(message: Tensor) -> tuple[Any, dict[str, Tensor]]:
-    """Return the JSON and the tensors of a message."""
+def with_length(message: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what is sent of a message: its length [1], int64, and its bytes."""
+    return torch.tensor([len(message)]), message
+
+
+def unpack(take: Callable[[Tensor], object]) -> tuple[Any, dict[str, Tensor]]:
+    """Return the JSON and the tensors of a message. take: fills what `with_length` returned, one after the other."""
+    take(length := torch.empty(1, dtype=torch.int64))
+    take(message := torch.empty(int(length), dtype=torch.uint8))
     tensors = load(message.numpy().tobytes())
     return json.loads(tensors.pop(_HEAD).numpy().tobytes()), tensors

@@ -98,7 +98,8 @@ def samples_message(batch: Trajectory, *, with_media: bool) -> Tensor:
         if isinstance(value := getattr(batch, field.name), Tensor):
             tensors[field.name] = value
     on_device = [name for name, tensor in tensors.items() if tensor.device.type != "cpu"]
-    return pack({"rates": batch.rates, "version": batch.weight_version, "on_device": on_device}, tensors)
+    copies = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+    return pack({"rates": batch.rates, "version": batch.weight_version, "on_device": on_device}, copies)
 
 
 def scores_message(scores: Sequence[Score], error: str | None, counts: dict[str, int]) -> Tensor:
