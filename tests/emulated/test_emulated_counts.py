@@ -10,7 +10,7 @@ from emulated import count_waits, emulated_runs
 from helpers import sampled
 from model_rows import ROWS
 
-NEEDED = {"sampling.py sample": count_waits.BATCHES, "optim.py _norms": 1, "run.py Run.policy_metrics": 1}
+NEEDED = {"sampling.py sample_here": count_waits.BATCHES, "optim.py _norms": 1, "run.py Run.policy_metrics": 1}
 WAITS = {  # of SRPO all scores are computed on the device; its batches hold texts of unequal lengths
     "flowgrpo": NEEDED | {"run.py Run.check_ratio": 1},
     "nft": NEEDED,
@@ -49,7 +49,7 @@ def test_the_host_waits_no_more_where_ranks_share_samples_but_for_padding(fresh)
     """Each of two ranks decodes one of the two batches. All texts get one more token; diffusers waits for any mask."""
     phases = fresh(count_waits.measure, "flowgrpo, context")
     masks = {"qwen_image.py QwenImage.predict_velocity.predict": count_waits.BATCHES * (10 + 2)}  # sampled and trained
-    assert sum((phase.waits() for phase in phases), Counter()) == WAITS["flowgrpo"] | {"sampling.py sample": 1} | masks
+    assert sum((phase.waits() for phase in phases), Counter()) == WAITS["flowgrpo"] | {"sampling.py sample_here": 1} | masks
 
 
 def test_a_mixture_of_experts_waits_once_in_a_forward_and_never_in_a_backward(alone):
