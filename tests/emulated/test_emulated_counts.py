@@ -61,7 +61,7 @@ def test_a_mixture_of_experts_waits_once_in_a_forward_and_never_in_a_backward(al
 STILL = {  # by model, where the host waits in a guided forward: for the expert, in each of 3 layers, in diffusers
     "wan22": {"wan.py Wan._expert": 1},
     "wan22-i2v": {"wan.py Wan._expert": 1},
-    "hunyuan-image": {"hunyuan_image_moe.py Mixture.forward": 3},
+    "hunyuan-image": {"hunyuan_image_moe.py HunyuanImageExperts.forward": 3},
     "qwen-image-edit-plus": {"qwen_image.py QwenImage.predict_velocity.predict": 2},
 }
 
