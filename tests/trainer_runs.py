@@ -41,6 +41,8 @@ torch.set_num_threads(1)  # as on every rank: sums in another order would be oth
 WORDS = ("AB", "CD", "EF")  # of the evaluation
 PHASES = {"rollout", "reward_wait", "read", "update", "sync", "eval", "save", "step"}
 PROMPTS = REPO / "data" / "tiny-signs"
+VIDEO = {"model": "wan22", "num_frames": 5, "guidance_scale": 3.0, "window_size": 1, "window_high": 1}  # two experts
+SOUND = {"model": "ltx23", "num_frames": 9, "width": 64, "train_levels": 2, "streams_sound_weight": 0.5}
 
 
 def write_eval_prompts(folder):

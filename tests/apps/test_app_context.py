@@ -15,7 +15,7 @@ from omni_reward.serving import serving_here
 from omni_rl.settings.fields import change
 from omni_rl.tools import plan
 from PIL import Image
-from trainer_runs import exported, lose_step, recipe, tiny, train_on_ranks, unclocked
+from trainer_runs import SOUND, VIDEO, exported, lose_step, recipe, tiny, train_on_ranks, unclocked
 
 import train_distill
 import train_dpo
@@ -37,14 +37,8 @@ RUNS = {  # name -> trainer, and what its settings have beyond SIZES
     "dpo offline": (train_dpo, PAIRS | {"preferences": "pairs.jsonl"}),
     "srpo": (train_srpo, {"reward_model": READER, "group_size": 2}),
     "sft": (train_sft, PAIRS),
-    "flowgrpo of video": (
-        train_flowgrpo,
-        WINDOW | {"model": "wan22", "num_frames": 5, "guidance_scale": 3.0, "window_size": 1, "window_high": 1},
-    ),
-    "nft of video with sound": (
-        train_nft,
-        {"model": "ltx23", "num_frames": 9, "width": 64, "train_levels": 2, "streams_sound_weight": 0.5},
-    ),
+    "flowgrpo of video": (train_flowgrpo, WINDOW | VIDEO),
+    "nft of video with sound": (train_nft, SOUND),
     "distill": (train_distill, {"teacher_substeps": 2, "train_low": 0, "train_high": None}),
 }
 

@@ -20,7 +20,7 @@ from omni_rl.settings.fields import change
 from omni_rollout.models.qwen_image import QwenImage
 from omni_train.files import load_metrics
 from PIL import Image
-from trainer_runs import exported, recipe, tiny, train_on_ranks, unclocked
+from trainer_runs import SOUND, VIDEO, exported, recipe, tiny, train_on_ranks, unclocked
 
 import train_dpo
 import train_flowgrpo
@@ -37,14 +37,8 @@ RUNS = {
     "nft": (train_nft, {"train_levels": 2}),
     "nft, all weights": (train_nft, {"train_levels": 2, "lora_rank": 0, "sharding_mode": "fsdp2"}),
     "dpo": (train_dpo, {}),
-    "flowgrpo of video by two experts": (
-        train_flowgrpo,
-        WINDOW | {"model": "wan22", "num_frames": 5, "guidance_scale": 3.0, "window_size": 1, "window_high": 1},
-    ),
-    "nft of video with sound": (
-        train_nft,
-        {"model": "ltx23", "num_frames": 9, "width": 64, "train_levels": 2, "streams_sound_weight": 0.5},
-    ),
+    "flowgrpo of video by two experts": (train_flowgrpo, WINDOW | VIDEO),
+    "nft of video with sound": (train_nft, SOUND),
 }
 
 

@@ -46,8 +46,8 @@ class Preparation:
     block_names: class names of its blocks. dtype: of frozen weights, and of what sharded ones are gathered in. lora:
     None trains the weights themselves, unless `is_trained` is False. is_frozen: True for the name of a weight that is
     never trained. mesh: over which weights are sharded, if they are. expert_names: of the experts that stay on their
-    rank, as for `shard`. context_mesh: of ranks that compute each forward
-    together, if they do; share: has them do so. base_dtype: bits of frozen weights, or "auto".
+    rank, as for `shard`. context_mesh: of ranks that compute each forward together, if they do; share: has them do so.
+    base_dtype: bits of frozen weights, or "auto".
     """
 
     device: torch.device
