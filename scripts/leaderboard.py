@@ -147,14 +147,13 @@ class Job:
 def waves(
     entries: Sequence[Entry], seeds: Sequence[int], budget: Budget, rows: Rows, *, trial: bool
 ) -> Iterator[list[Job]]:
-    """Yield jobs that may run side by side: with the larger budget those that tune a row, and then the row's own."""
+    """Yield jobs that may run side by side: with the larger budget those that tune the rows, and then the rows' own."""
     if budget is not LONG:
         yield [Job(entry, seed, budget, trial=trial) for seed in seeds for entry in entries]
         return
-    for entry in entries:
-        yield [Job(entry, TUNING_SEED, TUNING, rate, trial) for rate in RATES]
-        rate = 1.0 if trial else tuned_rate(rows[TUNING.data], entry)
-        yield [Job(entry, seed, budget, rate, trial) for seed in seeds if rate]
+    yield [Job(entry, TUNING_SEED, TUNING, rate, trial) for entry in entries for rate in RATES]
+    tuned = {entry: 1.0 if trial else tuned_rate(rows[TUNING.data], entry) for entry in entries}
+    yield [Job(entry, seed, budget, rate, trial) for seed in seeds for entry, rate in tuned.items() if rate]
 
 
 def measure(jobs: Sequence[Job], at_a_time: int, server: Server) -> list[str]:
@@ -179,9 +178,10 @@ def measure(jobs: Sequence[Job], at_a_time: int, server: Server) -> list[str]:
 
 def make(job: Job, server: Server, running: set[subprocess.Popen[bytes]]) -> None:
     """Train the job's run to its end, after its preference file where it needs one."""
-    with PAIRING:
-        if job.pairs and not (job.pairs / "made.json").exists():
-            make_pairs(job, job.pairs, server, running)
+    if job.pairs:
+        with PAIRING:
+            if not (job.pairs / "made.json").exists():
+                make_pairs(job, job.pairs, server, running)
     run(job, train_command(job, server), running)
 
 
