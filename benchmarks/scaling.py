@@ -49,6 +49,7 @@ class Args:
     """Speeds that are assumed; nothing here was measured on a GPU."""
 
     tflops: Annotated[float, at_least(1)] = 350.0  # Of a large forward in bfloat16; an H100's data sheet: 989 at most
+    decode_tflops: Annotated[float, at_least(1)] = 100.0  # Of a VAE's convolutions
     nvlink_gbs: Annotated[float, at_least(1)] = 300.0  # GB/s of a GPU within a machine; data sheet: 450 each way
     net_gbs: Annotated[float, at_least(1)] = 40.0  # GB/s of a GPU between machines; 400 Gb/s are 50
     disk_gbs: Annotated[float, at_least(0.1)] = 1.2  # GB/s of a rank that writes a file
@@ -217,7 +218,8 @@ class Job:
     passes: int  # Forward and backward passes of a batch in the update
     updates: int  # Optimizer steps
     score_s: float
-    decode_s: float
+    decode: float  # FLOP of a sample's decoding
+    tiled: float  # The same in four tiles, with what they compute twice
     evaluation: float  # FLOP of one evaluation, and how many steps apart
     eval_every: int
     guided: bool = True
@@ -238,35 +240,39 @@ class How:
     ahead: bool = False
     lean: bool = False  # evaluations a tenth of the recipe's
     context: bool = False  # GPUs share a sample where there are more of them than samples
+    tiles: bool = False  # those decode it together
 
 
-def video(name: str, weights: float, layers: int, width: int, tokens: int, samples: int) -> Job:
+def video(
+    name: str, weights: float, layers: int, width: int, tokens: int, samples: int, *, decode: float, tiled: float
+) -> Job:
     """A video model by its published shape: 2 FLOP a weight and token, attention of all tokens, guidance."""
     forward = 2 * (2 * weights * tokens + 4 * layers * tokens**2 * width)
     costs = {"rollout": 10 * forward, "update": 2 * 4 * forward, "forward": forward}  # 2 of 10 trained, recomputed
     return Job(name, weights, 300e6, samples, **costs, kernels=2500, batch=1, denoising=10, passes=2, updates=1,
-               score_s=1.0, decode_s=6.0, evaluation=64 * 20 * forward, eval_every=50)  # fmt: skip
+               score_s=1.0, decode=decode, tiled=tiled, evaluation=64 * 20 * forward, eval_every=50)  # fmt: skip
 
 
 # Planned TFLOP of docs/evidence/performance.md over its images: 39,570 and 24,570 for 128; 10,010 and 8,058 for 64.
-# Evaluations are the recipes': 1,018 prompts of 50 steps every 30 steps.
-LORA = Job("20B LoRA, 512 images", 20.4e9, 425e6, 512, 309e12, 192e12, 30.9e12, 4500, 16, 10, 2, 2, 0.05, 0.014,
-           1018 * 50 * 30.9e12, 30)  # fmt: skip
+# Evaluations are the recipes': 1,018 prompts of 50 steps every 30 steps. torch's FlopCounterMode counts decoding in the
+# VAEs of these models, whole and in tiles of at most 672 x 672 (Wan2.2) and 448 x 448 pixels (Wan2.1).
+LORA = Job("20B LoRA, 512 images", 20.4e9, 425e6, 512, 309e12, 192e12, 30.9e12, 4500, 16, 10, 2, 2, 0.05, 1.1e12,
+           1.1e12, 1018 * 50 * 30.9e12, 30)  # fmt: skip
 FULL = Job("20B all weights, 512 images", 20.4e9, 20.4e9, 512, 156e12, 126e12, 15.6e12, 4500, 16, 10, 2, 2, 0.05,
-           0.014, 1018 * 50 * 15.6e12, 30, guided=False)  # fmt: skip
+           1.1e12, 1.1e12, 1018 * 50 * 15.6e12, 30, guided=False)  # fmt: skip
 JOBS = (
     LORA,
     replace(LORA, name="20B LoRA, 16 images a GPU", samples=0),
     FULL,
     replace(FULL, name="20B all weights, 16 images a GPU", samples=0),
-    video("14B video LoRA, 256 videos of 81 x 480 x 832", 14e9, 40, 5120, 32760, 256),
-    video("5B video LoRA, 256 videos of 121 x 704 x 1280", 5e9, 30, 3072, 27280, 256),
+    video("14B video LoRA, 256 videos of 81 x 480 x 832", 14e9, 40, 5120, 32760, 256, decode=275e12, tiled=335e12),
+    video("5B video LoRA, 256 videos of 121 x 704 x 1280", 5e9, 30, 3072, 27280, 256, decode=2011e12, tiled=2302e12),
 )
 LADDER = [How("one scorer")]
 for _name, _change in (
     ("+ a scorer for each machine", {"server_gpus": MACHINE}), ("+ `--sharding.size 8`", {"copy_gpus": MACHINE}),
     ("+ `--draw-ahead 1`", {"ahead": True}), ("+ a tenth of the evaluation", {"lean": True}),
-    ("+ context parallel", {"context": True}),
+    ("+ context parallel", {"context": True}), ("+ `--memory.decode-tile`", {"tiles": True}),
 ):  # fmt: skip
     LADDER.append(replace(LADDER[-1], name=_name, **_change))  # type: ignore[arg-type]
 SMALL = {1: 0.70, 2: 0.80, 4: 0.865, 8: 0.94}  # Assumed speed of batches of images, over that of 16
@@ -296,7 +302,9 @@ def parts(job: Job, how: How, gpus: int, speed: Args, counts: Mapping[str, Rates
         "compute": compute,
         "small batches": compute * (1 / speed_of_batch - 1),
         "starts of kernels": max(0.0, host - one) * forwards * batches,
-        "decoding": job.decode_s * mine,
+        "decoding": (job.tiled / share if how.tiles and share > 1 else job.decode)
+        * mine
+        / (speed.decode_tflops * 1e12),
         "context parallel": compute * (0 if share == 1 else 0.08 if share <= MACHINE else 0.35),  # assumed
     }
     work = samples * job.score_s / (max(1, gpus // how.server_gpus) if how.server_gpus else 1)
@@ -334,11 +342,11 @@ def efficiency(job: Job, how: How, gpus: int, speed: Args, counts: Mapping[str, 
     found = parts(job, how, gpus, speed, counts)
     if not found:
         return 0.0, "fewer samples than ranks"
-    ideal = found["compute"] + found["decoding"]
-    shared = max(1, gpus // (job.samples or 16 * gpus))
-    ideal -= found["decoding"] * (1 - 1 / shared)  # ranks that share a sample all decode it
-    wall = max((kind for kind in found if kind != "compute"), key=lambda kind: found[kind] if kind != "decoding" else 0)
-    return ideal / sum(found.values()), f"{wall} {found[wall]:.2f} s of {sum(found.values()):.2f}"
+    decoding = job.decode * (job.samples / gpus if job.samples else 16) / (speed.decode_tflops * 1e12)
+    ideal = found["compute"] + decoding
+    others = found | {"compute": 0.0, "decoding": found["decoding"] - decoding}
+    wall = max(others, key=others.__getitem__)
+    return ideal / sum(found.values()), f"{wall} {others[wall]:.2f} s of {sum(found.values()):.2f}"
 
 
 def apart(job: Job, gpus: int, speed: Args, *, more: int = 0, share: float = 1.0) -> tuple[int, float]:
@@ -348,7 +356,10 @@ def apart(job: Job, gpus: int, speed: Args, *, more: int = 0, share: float = 1.0
     their speed. What is trained travels over the network, before each step that is sampled.
     """
     samples, rate = job.samples or 16 * gpus, speed.tflops * 1e12
-    sampling, training = samples * (job.rollout / rate + job.decode_s), samples * job.update / rate
+    sampling, training = (
+        samples * (job.rollout / rate + job.decode / (speed.decode_tflops * 1e12)),
+        samples * job.update / rate,
+    )
     sending = job.trained * 4 / (speed.net_gbs * 1e9)
     together = (sampling + training) / gpus
 

@@ -32,6 +32,7 @@ RUNS = {  # name -> trainer, and what its settings have beyond SIZES
     "flowgrpo": (train_flowgrpo, WINDOW | {"lora_rank": 2, "save_every": 1}),
     "flowgrpo ahead": (train_flowgrpo, WINDOW | {"algo": "flowgrpo", "lora_rank": 2, "draw_ahead": 1}),
     "flowgrpo of all weights": (train_flowgrpo, WINDOW | {"best_worst_n": 2, "sharding_size": 2}),
+    "flowgrpo in tiles": (train_flowgrpo, WINDOW | {"lora_rank": 2, "memory_decode_tile": 64}),
     "nft": (train_nft, {"train_levels": 2, "lora_rank": 2}),
     "dpo": (train_dpo, {"sharding_mode": "fsdp2", "lora_rank": 2}),
     "dpo offline": (train_dpo, PAIRS | {"preferences": "pairs.jsonl"}),
@@ -114,8 +115,10 @@ def test_a_run_continues_on_more_ranks_and_on_fewer(lora_rank, here):
         torch.testing.assert_close(moved[name], tensor, atol=1e-4, rtol=1e-3)
 
 
-def test_a_plan_holds_the_activations_of_a_ranks_tokens(here):
+def test_a_plan_holds_the_activations_of_a_ranks_tokens_and_decodes_its_tiles(here):
+    """Of four ranks each decodes a batch of its own in twelve tiles, or three tiles of each batch."""
     sizes = SIZES | WINDOW | {"width": 384, "height": 256, "lora_rank": 2, "dry_run": True, "memory_device_gb": 1.0}
+    sizes |= {"memory_decode_tile": 128}
     args = tiny(recipe(train_flowgrpo, "tiny-signs"), **sizes)
     whole, parts = (
         plan.measure(train_flowgrpo.main, replace(args, sharding=replace(args.sharding, context_parallel=number)), 4)
@@ -125,6 +128,7 @@ def test_a_plan_holds_the_activations_of_a_ranks_tokens(here):
     held = [each.peaks["update"] - each.peaks["sync"] for each in (whole, parts)]  # beside weights and their moments
     assert tokens[1] == math.ceil(tokens[0] / 4)
     assert held[1] < held[0] / 2
+    assert whole.flops["decode"] == parts.flops["decode"] > 0
 
 
 REFUSED = {

@@ -173,6 +173,7 @@ def test_what_waits_on_the_host_is_named(good: ScoredArgs):
             "memory_offload": "encoder,optimizer",
         },
         "--memory.decode-batch-size must be >= 0": {"memory_decode_batch_size": -1},
+        "--memory.decode-tile must be 0, or at least 64 pixels, got 63": {"memory_decode_tile": 63},
     }
     for message, changes in wrong.items():
         with pytest.raises(ValueError, match=message):
@@ -244,7 +245,9 @@ def test_large_images_are_decoded_a_few_at_a_time(sizes, changes, counts):
         return {"image": x0}, {}
 
     args = change(MediaArgs(batch_size=16), **changes)
-    model = decoding(args, SimpleNamespace(sizes=sizes), SimpleNamespace(decode=decode))
+    model = decoding(
+        args, SimpleNamespace(sizes=sizes, how=SimpleNamespace(context_mesh=None)), SimpleNamespace(decode=decode)
+    )
     x0 = torch.arange(16.0)
     assert torch.equal(model.decode(None, x0, {}, None)[0]["image"], x0)
     assert seen == counts

@@ -8,11 +8,11 @@ import torch
 from model_rows import ROWS
 from omni_rollout import Prompt
 from omni_rollout.conditioning import TextCache
+from omni_rollout.decoding import in_slices
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.model import wrap
 from omni_rollout.models import open_model
 from omni_rollout.models.qwen_image import QwenImage
-from omni_rollout.offload import in_slices
 
 MODELS = ("qwen-image", "sd35-medium", "qwen-image-edit", "bagel")
 

@@ -180,7 +180,15 @@ def test_a_simulated_step_is_its_operations_and_what_they_wait_for():
     """64 samples of 1 s on as many GPUs: without a scorer, with one of 50 ms a sample, and with a step ahead."""
     import scaling
 
-    zero = {"kernels": 0, "decode_s": 0.0, "evaluation": 0.0, "eval_every": 1, "weights": 2.0, "trained": 1.0}
+    zero = {
+        "kernels": 0,
+        "decode": 0.0,
+        "tiled": 0.0,
+        "evaluation": 0.0,
+        "eval_every": 1,
+        "weights": 2.0,
+        "trained": 1.0,
+    }
     shape = {"batch": 1, "denoising": 10, "passes": 2, "updates": 1, "rollout": 0.6e12, "update": 0.4e12}
     job = scaling.Job("job", samples=64, forward=1.0, score_s=0.0, **zero, **shape)
     speed = scaling.Args(tflops=1.0, hop_us=0.0)
@@ -195,6 +203,9 @@ def test_a_simulated_step_is_its_operations_and_what_they_wait_for():
     assert share(scaling.How("", server_gpus=8), score_s=0.05)[0] == pytest.approx(1 / 1.4)
     assert share(scaling.How(""), samples=32) == (0, "fewer samples than ranks")
     assert share(scaling.How("", context=True), samples=32)[0] == pytest.approx(1 / 1.08)
+    decoded = {"samples": 32, "decode": 200e12, "tiled": 240e12}  # 2 s whole, 1 s of two GPUs
+    assert share(scaling.How("", context=True), **decoded) == (pytest.approx(1.5 / 2.54), "decoding 1.00 s of 2.54")
+    assert share(scaling.How("", context=True, tiles=True), **decoded)[0] == pytest.approx(1.5 / 1.74)
     even = scaling.replace(job, rollout=0.5e12, update=0.5e12, trained=0.0)
     assert scaling.apart(even, 64, speed) == (32, pytest.approx(1))  # a step of 1 s either way
     assert scaling.apart(even, 64, speed, more=128, share=0.5) == (128, pytest.approx(2))

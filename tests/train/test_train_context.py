@@ -11,9 +11,10 @@ import torch
 from helpers import CHECKPOINT, REPO, sampled
 from model_rows import ROWS
 from omni_rollout import Params, Prompt
+from omni_rollout.decoding import in_tiles
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import MODELS, open_model
-from omni_train.dist import context_mesh, shard_mesh
+from omni_train.dist import context_mesh, divide, shard_mesh
 from omni_train.memory.recompute import Recompute
 from omni_train.optim import SummedBackward
 from omni_train.prepare import Lora, Preparation, prepare
@@ -204,3 +205,25 @@ def test_kernels_of_attention_that_may_exchange_no_tokens_are_refused(monkeypatc
     model, model.context = open_model(CHECKPOINT), 2
     with pytest.raises(ValueError, match="DIFFUSERS_ATTN_BACKEND must be native for a context of 2, got _native_math"):
         model.check_context()
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_ranks_decode_some_tiles_each_and_all_have_the_bits_of_one(run_ranks, gradients):
+    """Five tiles on three ranks, of which one decodes a tile again; with gradients each decodes all."""
+    x0, params = torch.rand(2, 3, 8, 47), Params(10, height=64, width=376)
+
+    def work(dist):
+        sizes = list[int]()
+
+        def decode(parts, x0, cond, params):
+            sizes.append(x0.shape[-1])
+            pixels = x0.repeat_interleave(8, dim=-1).repeat_interleave(8, dim=-2)
+            return {"image": pixels.sin().movedim(1, -1)}, {}
+
+        with torch.set_grad_enabled(gradients):
+            found = in_tiles(decode, 96, partial(divide, dist.mesh))(None, x0, {}, params)[0]["image"]
+        num_own = len(sizes)
+        alone = in_tiles(decode, 96)(None, x0, {}, params)[0]["image"]
+        return num_own, len(sizes) - num_own, torch.equal(found, alone), list(found.shape)
+
+    assert run_ranks(work, 3) == [[5 if gradients else 2, 5, True, [2, 64, 376, 3]]] * 3

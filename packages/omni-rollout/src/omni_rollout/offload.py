@@ -1,19 +1,13 @@
-"""Offload of frozen modules while they are idle, and decoding of a few samples at a time."""
+"""Offload of frozen modules while they are idle."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from omni_rollout.types import Cond, Media, Params, Parts, Rates
-
-Decode = Callable[[Parts, Tensor, Cond, Params], tuple[Media, Rates]]
 Place = tuple[dict[str, Any], str, Tensor]  # a module's dict of tensors, a name in it, and that tensor
-
-
-DECODED_PIXELS = 4 * 2**20  # at a time by default; of twice as many, cuDNN takes no tensor with 256 channels
 
 
 class Rest:
@@ -31,25 +25,6 @@ class Rest:
     def end(self) -> None:
         """Copy them back."""
         arrive(self._host, self._device)
-
-
-def num_decoded(size: int, height: int, width: int) -> int:
-    """Return how many samples of height x width pixels are decoded at a time: `size`, by default 4 megapixels."""
-    return size or max(1, DECODED_PIXELS // (height * width))
-
-
-def in_slices(decode: Decode, size: int) -> Decode:
-    """Return `Model.decode` for any number of samples, which decodes `size` of them at a time."""
-
-    def decode_slices(parts: Parts, x0: Tensor, cond: Cond, params: Params) -> tuple[Media, Rates]:
-        pieces = [
-            decode(parts, x0[i : i + size], {name: tensor[i : i + size] for name, tensor in cond.items()}, params)
-            for i in range(0, len(x0), size)
-        ]
-        first, rates = pieces[0]
-        return {kind: torch.cat([media[kind] for media, _ in pieces]) for kind in first}, rates
-
-    return decode_slices
 
 
 def places_of(modules: Iterable[nn.Module]) -> list[Place]:

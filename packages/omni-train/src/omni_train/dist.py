@@ -22,13 +22,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from uuid import uuid4
 
 import torch
@@ -36,6 +36,7 @@ import torch.distributed as torch_dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+T = TypeVar("T")
 Merge = Literal["mean", "max", "min"]  # how values of a metric become one
 
 _MB = 2**20
@@ -192,6 +193,22 @@ def context_mesh(dist: Dist) -> DeviceMesh:
     mesh = init_device_mesh(dist.device.type, shape, mesh_dim_names=("data", "ring", "ulysses"))
     mesh._device_type = dist.mesh.device_type if dist.mesh else dist.device.type  # may be that of a planned device
     return mesh
+
+
+def divide(mesh: DeviceMesh, work: Callable[[T], Tensor], items: Sequence[T]) -> list[Tensor]:
+    """Return `work(item)` of all items, each computed by one rank of a mesh of one axis; with gradients by all of them.
+
+    Its ranks call it with the same items. All tensors must have one shape and data type.
+    """
+    if torch.is_grad_enabled():
+        return [work(item) for item in items]
+    first, count, found = mesh.get_local_rank(), mesh.size(), list[Tensor]()
+    for start in range(0, len(items), count):  # a rank with none left takes one again
+        own = work(items[(start + first) % len(items)]).contiguous()
+        every = [torch.empty_like(own) for _ in range(count)]
+        torch_dist.all_gather(every, own, group=mesh.get_group())
+        found += every
+    return found[: len(items)]
 
 
 def set_allocator(*, expandable_segments: bool) -> None:

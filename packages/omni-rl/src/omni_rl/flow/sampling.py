@@ -130,7 +130,8 @@ def sample_here(
     """Return this rank's batches of `prompts`; one is scored while the next one is sampled.
 
     With a scorer of groups, each group is dealt to one rank, and scored after its last batch. Ranks that compute each
-    forward together have the same batches, without media; they decode and score them in turn.
+    forward together have the same batches, without media; they decode batches in turn, or tiles together, and score
+    batches in turn.
 
     unit: as in `deal`. scorer: instead of the run's.
 
@@ -143,13 +144,14 @@ def sample_here(
     unit = max(unit, group)
     for number, (own, following) in enumerate(pairwise([*deal(prompts, dist, batch_size, unit=unit), ()])):
         is_scored = number // max(1, unit // batch_size) % dist.context == dist.rank % dist.context
-        batch = run.engine.generate(own, replace(params.of_size(own[0].size), decode=is_scored))
+        is_decoded = is_scored or run.args.memory.decode_tile > 0
+        batch = run.engine.generate(own, replace(params.of_size(own[0].size), decode=is_decoded))
         if batch.weight_version != run.version:
             raise RuntimeError(f"the engine samples with weights {batch.weight_version}, the trainer has {run.version}")
         if following:  # while the device is busy with this one
             run.engine.prepare(following, params.of_size(following[0].size))
         # Scorers and the report look at the media on the host; one copy, which is all that waits for the batch.
-        batch = replace(batch, media={kind: tensor.cpu() for kind, tensor in batch.media.items()})
+        batch = replace(batch, media={kind: tensor.cpu() for kind, tensor in batch.media.items() if is_scored})
         batches.append(batch if dist.context == 1 else _undecoded(batch))
         run.counts["drawn"] += len(batch)
         if not is_scored:

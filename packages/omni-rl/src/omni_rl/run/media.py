@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 import numpy as np
 from omni_rollout import Engine, Model, Params
 from omni_rollout.conditioning import TextCache
+from omni_rollout.decoding import in_slices, in_tiles, num_decoded
 from omni_rollout.model import wrap
 from omni_rollout.models import open_model
 from omni_rollout.models.routing import replay_routes, routing_of
-from omni_rollout.offload import in_slices, num_decoded
 from omni_rollout.sampler import check_images
+from omni_train.dist import divide
 from omni_train.files import probe_digest
 from omni_train.prepare import Preparation, adapt
 from omni_train.prompts.files import PromptRecord, load_prompts
@@ -176,6 +177,8 @@ def check_model(
         (trained, f"--train-experts must be {only} for this model, got {args.train_experts}"),
         (args.optim.low_expert_lr is None or (len(trained) == 2 and args.lr),
          "--optim.low-expert-lr needs two experts that are trained, and --lr > 0"),
+        (not args.memory.decode_tile or "audio" not in model.MEDIA,
+         "--memory.decode-tile needs a model that samples images, or videos without sound"),
         (not args.streams.freeze_audio or "audio" in model.BRANCHES,
          "--streams.freeze-audio needs a model that draws video with sound"),
     )  # fmt: skip
@@ -342,7 +345,11 @@ def open_engine(
 
 def decoding(args: MediaArgs, inputs: Inputs[Any, Any], model: ModelT) -> ModelT:
     """Return the model, which decodes as many samples at a time as the settings say, of the largest size."""
-    at_once = min(num_decoded(args.memory.decode_batch_size, *size) for size in inputs.sizes)
+    tile, mesh = args.memory.decode_tile, inputs.how.context_mesh
+    if tile:
+        model = wrap(model, decode=in_tiles(model.decode, tile, partial(divide, mesh["ulysses"]) if mesh else map))
+    tiles = [(min(size[0], tile or size[0]), min(size[1], tile or size[1])) for size in inputs.sizes]
+    at_once = min(num_decoded(args.memory.decode_batch_size, *size) for size in tiles)
     return wrap(model, decode=in_slices(model.decode, at_once)) if args.batch_size > at_once else model
 
 

@@ -329,6 +329,8 @@ def check_media(args: MediaArgs, *, num_trained: int | None = 1) -> None:
          "--memory.offload encoder or blocks and --memory.base-dtype fit the embedded engine alone, got --engine "
          f"{args.engine}"),
         (not (args.compile and "blocks" in offloaded(args)), "--memory.offload blocks does not go with --compile"),
+        (not memory.decode_tile or memory.decode_tile >= 64,
+         f"--memory.decode-tile must be 0, or at least 64 pixels, got {memory.decode_tile}"),
         (not memory.text_cache or not Path(memory.text_cache).exists() or Path(memory.text_cache).is_dir(),
          f"--memory.text-cache must be a folder, got {memory.text_cache}"),
     )  # fmt: skip

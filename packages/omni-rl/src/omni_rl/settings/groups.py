@@ -108,6 +108,7 @@ class MediaMemory(Memory):
     """Ways to save memory in a run on images, videos or sound."""
 
     decode_batch_size: Annotated[int, Was(), at_least(0), MAY_CHANGE] = 0  # Samples decoded at a time; 0: 4 megapixels
+    decode_tile: Annotated[int, at_least(0)] = 0  # Pixels of the sides of tiles that are decoded; 0: whole samples
     text_cache_mb: Annotated[float, Was(), at_least(0), MAY_CHANGE] = 1024.0  # Most memory of a rank for encoded texts
     text_cache: Annotated[str, Was(), MAY_CHANGE] = ""  # Folder of encoded texts that runs may share (default: none)
 

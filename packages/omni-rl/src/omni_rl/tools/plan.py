@@ -30,9 +30,9 @@ from omni_reward import Score
 from omni_reward.cli import read_options
 from omni_reward.scorers import empty_networks
 from omni_rollout import Model, Params, Prompt
+from omni_rollout.decoding import num_decoded
 from omni_rollout.engines.transformers import TransformersEngine
 from omni_rollout.model import wrap
-from omni_rollout.offload import num_decoded
 from omni_rollout.tokens import TokenParams, TokenTrajectory
 from omni_rollout.types import Cond
 from omni_train.checkpoint.parts import part_files
