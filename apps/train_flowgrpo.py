@@ -78,27 +78,34 @@ class Args(JudgedArgs, WindowArgs):
         """Set the unit of importance weights, so that printed and saved settings have it."""
         super().__post_init__()
         if self.correction.level == "auto":
-            level: Literal["step", "trajectory"] = "step" if self.draw_ahead else "trajectory"
+            level: Literal["step", "trajectory"] = "step" if self.is_off_policy else "trajectory"
             vars(self).update(correction=replace(self.correction, level=level))
 
     @property
     def source(self) -> str:
         """The source of the old log-probs; "auto" where it depends on the engine."""
-        return "correct" if self.old_log_prob == "auto" and self.draw_ahead else self.old_log_prob
+        return "correct" if self.old_log_prob == "auto" and self.is_off_policy else self.old_log_prob
+
+    @property
+    def is_off_policy(self) -> bool:
+        """True if samples come from older weights, or from quantized ones."""
+        return bool(self.draw_ahead) or self.memory.rollout_dtype != "auto"
 
 
 def check_args(args: Args) -> None:
     """Raise ValueError when settings do not fit together."""
     size = check_window(args)
     num_trained = max(1, int(size * args.timestep_fraction))
-    corrects, draws_ahead = args.source == "correct", bool(args.draw_ahead)
+    corrects, is_off_policy = args.source == "correct", args.is_off_policy
     by_trajectory = corrects and args.correction.level == "trajectory"
     check_judged(args, num_trained=1 if by_trajectory else num_trained)
     by_rollout = args.source == "rollout" or (args.source == "auto" and args.has_trained_engine)
-    correct = "--old-log-prob correct, the default with --draw-ahead," if draws_ahead else "--old-log-prob correct"
+    default = ", the default with --draw-ahead and --memory.rollout-dtype," if is_off_policy else ""
+    correct = f"--old-log-prob correct{default}"
     require(
-        (not (draws_ahead and args.source == "rollout"),
-         "--old-log-prob rollout does not go with --draw-ahead, whose ratios would nearly all be clipped"),
+        (not (is_off_policy and args.source == "rollout"),
+         "--old-log-prob rollout does not go with --draw-ahead or --memory.rollout-dtype: nearly all ratios would be "
+         "clipped"),
         (args.window_size or not args.algo.startswith(("dance", "mix")), f"--window-size must be set for {args.algo}"),
         (args.window_stride <= size, f"--window-stride must be <= --window-size ({size}), got {args.window_stride}"),
         (args.correction.low < 1 < args.correction.high, "--correction.low must be < 1 and --correction.high > 1"),

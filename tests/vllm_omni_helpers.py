@@ -22,9 +22,9 @@ def load_net():
 
 
 @torch.no_grad()
-def gap(net, trajectory):
+def gap(net, trajectory, model=MODEL):
     """The largest difference between the trainer's and the engine's log-probs."""
-    scores = [replay(MODEL, net, trajectory, k).log_prob for k in range(trajectory.num_kept)]
+    scores = [replay(model, net, trajectory, k).log_prob for k in range(trajectory.num_kept)]
     return (torch.stack(scores, dim=1) - trajectory.rollout_log_prob).abs().max().item()
 
 

@@ -363,7 +363,10 @@ def test_where_versions_agree_the_ratio_must_be_one():
     [
         ({"scorer_name": "ocr", "scorer_url": "", "scorer_sleep": True}, "--draw-ahead must be 0 with --scorer.sleep"),
         ({"old_log_prob": "rollout"}, "--old-log-prob rollout does not go with --draw-ahead"),
-        ({"algo": "flowgrpo-cps"}, "the default with --draw-ahead, does not go with flowgrpo-cps"),
+        (
+            {"algo": "flowgrpo-cps"},
+            "the default with --draw-ahead and --memory.rollout-dtype, does not go with flowgrpo-cps",
+        ),
         ({"correction_level": "trajectory", "filter_groups": True}, "needs --correction.level step for"),
         ({"draw_ahead": -1}, "--draw-ahead must be >= 0, got -1"),
         ({"draw_ahead": 3}, "--draw-ahead must be < --save-every and --eval.every, .* got 3"),

@@ -173,6 +173,9 @@ def test_what_waits_on_the_host_is_named(good: ScoredArgs):
             "memory_offload": "encoder,optimizer",
         },
         "--memory.decode-batch-size must be >= 0": {"memory_decode_batch_size": -1},
+        "--memory.rollout-dtype fp8 needs --engine vllm-omni and --dtype bfloat16, got --engine diffusers": {
+            "memory_rollout_dtype": "fp8"
+        },
         "--memory.decode-tile must be 0, or at least 64 pixels, got 63": {"memory_decode_tile": 63},
     }
     for message, changes in wrong.items():

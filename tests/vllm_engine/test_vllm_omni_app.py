@@ -89,3 +89,13 @@ def test_bfloat16_is_within_its_tolerance_and_can_be_corrected(train):
         assert line["policy/ratio_max_dev"] == 0  # ratios start at the trainer's own log-probs
         assert 0 < line["policy/correction_abs_diff_max"] <= 2e-3
         assert 0 < line["policy/correction_outside_fraction"] <= 1
+
+
+def test_a_quantized_rollout_is_corrected_and_ratios_start_at_the_trainer_s_own_log_probs(train):
+    quantized = {"engine": "vllm-omni", "dtype": "bfloat16", "memory_rollout_dtype": "fp8"}
+    lines = train(**quantized, algo="flowgrpo", noise_level=0.7, lr=1e-3, **LORA)
+    for line in lines[1:]:
+        assert 0 < line["policy/first_ratio_max_dev"] <= 2e-2
+        assert line["policy/ratio_max_dev"] == 0
+        assert 0 < line["policy/correction_abs_diff_max"] <= 2e-2
+        assert line["perf/sync_mb"] > 0

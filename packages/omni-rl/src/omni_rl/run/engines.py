@@ -14,17 +14,19 @@ if TYPE_CHECKING:
     from omni_train.dist import Dist
     from torch import nn
 
+    from omni_rl.settings.groups import RolloutDtype
+
 
 class EngineRow(NamedTuple):
     """open: opens the engine for a net that is trained. library: what one with its own weights needs."""
 
-    open: "Callable[[Model, nn.Module, Dist, torch.dtype, TextCache], Engine]"
+    open: "Callable[[Model, nn.Module, Dist, torch.dtype, RolloutDtype, TextCache], Engine]"
     library: str = ""
     install: str = ""
 
 
 def open_diffusers(
-    model: "Model", net: "nn.Module", dist: "Dist", dtype: "torch.dtype", texts: "TextCache"
+    model: "Model", net: "nn.Module", dist: "Dist", dtype: "torch.dtype", form: "RolloutDtype", texts: "TextCache"
 ) -> "Engine":
     """Open the embedded engine, which samples with the net that is trained."""
     from omni_rollout.engines.diffusers import DiffusersEngine
@@ -33,14 +35,16 @@ def open_diffusers(
 
 
 def open_vllm_omni(
-    model: "Model", net: "nn.Module", dist: "Dist", dtype: "torch.dtype", texts: "TextCache"
+    model: "Model", net: "nn.Module", dist: "Dist", dtype: "torch.dtype", form: "RolloutDtype", texts: "TextCache"
 ) -> "Engine":
     """Open vLLM-Omni in this process, beside the net that is trained."""
     from omni_rollout.engines.vllm_omni.engine import VllmOmniEngine
     from omni_train.dist import same_error
 
-    together = partial(same_error, dist)
-    return VllmOmniEngine(model, device=dist.device, dtype=dtype, together=together, texts=texts)
+    together, quantization = partial(same_error, dist), None if form == "auto" else form
+    return VllmOmniEngine(
+        model, device=dist.device, dtype=dtype, quantization=quantization, together=together, texts=texts
+    )
 
 
 ENGINES = {

@@ -337,7 +337,8 @@ def open_engine(
     """Return the engine, and the model as updates call it."""
     model = decoding(args, inputs, world.watched(inputs.model))
     texts = TextCache(args.memory.text_cache_mb, args.memory.text_cache)
-    engine = ENGINES[args.engine].open(model, net, world.dist, inputs.how.dtype, texts)
+    how = inputs.how.dtype, args.memory.rollout_dtype, texts
+    engine = ENGINES[args.engine].open(model, net, world.dist, *how)
     if needs.routes and (routing := routing_of(engine.net)):
         return replay_routes(model, engine, routing)
     return model, engine

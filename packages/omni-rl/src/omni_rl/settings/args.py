@@ -328,6 +328,9 @@ def check_media(args: MediaArgs, *, num_trained: int | None = 1) -> None:
         (not (engine and engine.library and ({"encoder", "blocks"} & offloaded(args) or memory.base_dtype != "auto")),
          "--memory.offload encoder or blocks and --memory.base-dtype fit the embedded engine alone, got --engine "
          f"{args.engine}"),
+        (memory.rollout_dtype == "auto" or (engine and engine.library and args.dtype == "bfloat16"),
+         f"--memory.rollout-dtype {memory.rollout_dtype} needs --engine vllm-omni and --dtype bfloat16, got --engine "
+         f"{args.engine} and --dtype {args.dtype}"),
         (not (args.compile and "blocks" in offloaded(args)), "--memory.offload blocks does not go with --compile"),
         (not memory.decode_tile or memory.decode_tile >= 64,
          f"--memory.decode-tile must be 0, or at least 64 pixels, got {memory.decode_tile}"),

@@ -10,6 +10,7 @@ Shard = Literal["auto", "none", "ddp", "fsdp2"]
 Unshard = Literal["auto", "none", "rollout", "all"]
 OnFailure = Literal["raise", "mask", "mask_group"]
 BaseDtype = Literal["auto", "int8", "fp8", "nf4"]
+RolloutDtype = Literal["auto", "int8", "fp8"]
 Schedule = Literal["constant", "linear", "cosine"]
 LR_DECAY = Was("lr_decay", ("constant", "linear"))
 
@@ -108,6 +109,7 @@ class MediaMemory(Memory):
     """Ways to save memory in a run on images, videos or sound."""
 
     decode_batch_size: Annotated[int, Was(), at_least(0), MAY_CHANGE] = 0  # Samples decoded at a time; 0: 4 megapixels
+    rollout_dtype: RolloutDtype = "auto"  # Format of the engine's own linear layers; auto is --dtype
     decode_tile: Annotated[int, at_least(0)] = 0  # Pixels of the sides of tiles that are decoded; 0: whole samples
     text_cache_mb: Annotated[float, Was(), at_least(0), MAY_CHANGE] = 1024.0  # Most memory of a rank for encoded texts
     text_cache: Annotated[str, Was(), MAY_CHANGE] = ""  # Folder of encoded texts that runs may share (default: none)

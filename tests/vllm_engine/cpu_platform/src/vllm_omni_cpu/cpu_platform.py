@@ -34,6 +34,9 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
     def get_diffusion_worker_cls(cls) -> str:
         """vLLM-Omni's own; its linear layers take torch's product, whatever the CPU has, where vLLM has no kernels."""
         from vllm.model_executor.layers import utils
+        from vllm_omni_cpu import cpu_kernels
+
+        cpu_kernels.register()
 
         if not hasattr(torch.ops._C, "convert_weight_packed"):
             utils.check_cpu_sgl_kernel = lambda n, k, dtype: False  # which a CPU with AMX would take in bfloat16

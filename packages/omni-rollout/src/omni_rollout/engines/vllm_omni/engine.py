@@ -9,11 +9,11 @@ An unsharded trainer can hold its parameters in the engine's storage (`adopt`): 
 vLLM-Omni would silently skip. Names are diffusers': `to_q` is a slice of the rows of the fused `to_qkv`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from vllm_omni.inputs.data import OmniDiffusionSamplingParams  # isort: skip
 from vllm_omni.platforms import current_omni_platform  # isort: skip
 
 from omni_rollout.engines.vllm_omni.pipelines import PIPELINES  # isort: skip
+from omni_rollout.engines.vllm_omni.quantized import QuantizedLayer, is_quantized  # isort: skip
 
 PROBES = 32  # elements of each weight that a sync compares afterwards, at most
 
@@ -42,8 +43,11 @@ class VllmOmniEngine:
     entered around code that may fail on only one rank; a context manager such as `same_error` then raises on all ranks,
     and none waits forever. With a process group, all ranks construct their engines at the same point.
 
+    quantization: of the weights of the transformer's linear layers, by vLLM-Omni.
+
     Raises:
-        ValueError: vLLM-Omni's platform is not that of `device`, or it has no pipeline for the model.
+        ValueError: vLLM-Omni's platform is not that of `device`, or it has no pipeline for the model, or does not
+            quantize it.
     """
 
     shares_weights = False  # adopted weights too get a new version, and are checked
@@ -55,6 +59,7 @@ class VllmOmniEngine:
         *,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        quantization: Literal["fp8", "int8"] | None = None,
         together: Callable[[], AbstractContextManager[None]] = nullcontext,
         texts: TextCache = TEXT_CACHE,
     ) -> None:
@@ -66,9 +71,21 @@ class VllmOmniEngine:
             raise ValueError(f"model must be a {' or '.join(PIPELINES)} for the vLLM-Omni engine, got a {kind}")
         self.weight_version = self.moved_bytes = 0
         local_rank = device.index or 0
-        self._worker = start_worker(PIPELINES[kind], model.path, local_rank=local_rank, dtype=dtype, together=together)
+        how: dict[str, Any] = {"dtype": dtype, "quantization": quantization, "together": together}
+        self._worker = start_worker(PIPELINES[kind], model.path, local_rank=local_rank, **how)
         self.pipeline: Any = self._worker.model_runner.pipeline
         self.pipeline.sampler = Sampler(model, self.pipeline.parts(model, dtype), texts)
+        self._layers = {name: QuantizedLayer(part) for name, part in self.net.named_modules() if is_quantized(part)}
+        if quantization and not self._layers:
+            stop_worker(self._worker)
+            raise ValueError(
+                f"quantization must be None for a {kind}, which vLLM-Omni does not quantize, got {quantization}"
+            )
+        self._quantized = {  # by diffusers' name: the layer, and its rows on the meta device
+            theirs: (layer, view)
+            for name, layer in self._layers.items()
+            for theirs, view in self._views({f"{name}.weight": layer.form}).items()
+        }
         self._adopted: dict[str, nn.Parameter] = {}  # the trainer's parameters in the engine's storage
         self._asleep: list[Tensor] = []  # the tensors that `sleep` has freed
         # By id of a tensor: its values on the host, or its shape where a sync has them.
@@ -117,26 +134,33 @@ class VllmOmniEngine:
         return cond
 
     def weights(self) -> dict[str, Tensor]:
-        """Return views of the transformer's weights, under diffusers' names.
+        """Return views of the transformer's weights that are not quantized, under diffusers' names.
 
         Raises:
             RuntimeError: the engine sleeps.
         """
         self._check_awake()
-        return diffusers_views(self.net, self.pipeline.diffusers_names, self.pipeline.packed)
+        params = {name: param.data for name, param in self.net.named_parameters()
+                  if name.rpartition(".")[0] not in self._layers or name.endswith(".bias")}  # fmt: skip
+        return self._views(params)
+
+    def _views(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return diffusers_views(self.net, params, self.pipeline.diffusers_names, self.pipeline.packed)
 
     @torch.no_grad()
     def adopt(self, params: Iterable[tuple[str, nn.Parameter]]) -> int:
         """Move a trainer's parameters into the engine's storage; return the number of bytes deduplicated.
 
         The trainer then updates the engine's weights. The values must equal the engine's, which reveals a wrong name or
-        another checkpoint; they may be on the host. Earlier adoptions end.
+        another checkpoint; they may be on the host. Earlier adoptions end. No quantized weight is adopted.
 
         Raises:
             ValueError: the engine has no such weight, or another shape, dtype or value.
         """
         own, self._adopted = self.weights(), {}
         for name, param in params:
+            if name in self._quantized:
+                continue
             view = _fitting(own, name, param)
             if param.dtype != view.dtype or not torch.equal(param.to(view.device), view):
                 raise ValueError(
@@ -160,10 +184,15 @@ class VllmOmniEngine:
                 tensor, which would overwrite the trainer's.
             RuntimeError: the engine sleeps, or has other values afterwards.
         """
-        weights, given, moved = self.weights(), {}, 0
-        own = weights | dict(self.net.named_buffers())
+        weights, given, moved, arrived = self.weights(), {}, 0, set[str]()
+        own = weights | dict(self.net.named_buffers()) | {name: rows for name, (_, rows) in self._quantized.items()}
         for name, tensor in tensors:
             view = _fitting(own, name, tensor)
+            if name in self._quantized:
+                self._quantized[name][0].put(view, tensor)
+                arrived.add(name)
+                moved += tensor.nbytes
+                continue
             given[name] = _probe(tensor, version).to(view)
             is_there = view.data_ptr() == tensor.data_ptr()
             if name not in weights:  # a buffer, such as a table of positions: moved only if it differs
@@ -174,9 +203,10 @@ class VllmOmniEngine:
                 view.copy_(tensor)
                 moved += view.nbytes
             del tensor  # before the next one is gathered
-        missing = sorted(weights.keys() - given.keys() - self._adopted.keys())
+        every = weights.keys() | self._quantized.keys()
+        missing = sorted(every - given.keys() - arrived - self._adopted.keys())
         if missing:
-            some = f"{len(missing)} of {len(weights)}: {missing[:4]}"
+            some = f"{len(missing)} of {len(every)}: {missing[:4]}"
             raise ValueError(f"tensors must hold every weight that is not adopted, missing {some}")
         self._check_arrival(given, version)
         self.moved_bytes, self.weight_version, self._dropped = moved, version, False
@@ -241,25 +271,27 @@ class VllmOmniEngine:
             raise RuntimeError(f"the engine has other weights than it received, or NaN: {wrong[:4]}")
 
 
-def diffusers_views(transformer: Any, renamed: dict[str, str], packed: dict[str, list[str]]) -> dict[str, Tensor]:
-    """Return views of the weights of a transformer of vLLM-Omni, under diffusers' names.
+def diffusers_views(
+    transformer: Any, params: Mapping[str, Tensor], renamed: dict[str, str], packed: dict[str, list[str]]
+) -> dict[str, Tensor]:
+    """Return views of weights of a transformer of vLLM-Omni, given by its own names, under diffusers' names.
 
     A fused layer has the rows of its original layers, in the order of `packed`, or of the transformer's
     `packed_modules_mapping`. renamed: pieces of names, vLLM-Omni's -> diffusers'.
     """
     views: dict[str, Tensor] = {}
     fused = packed or transformer.packed_modules_mapping
-    for name, param in transformer.named_parameters():
+    for name, param in params.items():
         layer, _, kind = name.rpartition(".")
         parent, _, leaf = layer.rpartition(".")
         if leaf in fused:
             rows = transformer.get_submodule(layer).output_sizes
-            parts = zip(fused[leaf], param.data.split(rows), strict=True)
+            parts = zip(fused[leaf], param.split(rows), strict=True)
             views |= {f"{parent}.{part}.{kind}": piece for part, piece in parts}
             continue
         for here, there in renamed.items():
             name = name.replace(here, there)
-        views[name] = param.data
+        views[name] = param
     return views
 
 

@@ -91,9 +91,12 @@ def start_worker(
     *,
     local_rank: int,
     dtype: torch.dtype,
+    quantization: str | None,
     together: Callable[[], AbstractContextManager[None]],
 ) -> DiffusionWorker:
     """Return a worker with the pipeline's checkpoint loaded, on the device of `local_rank`.
+
+    quantization: of vLLM-Omni, of the transformer's linear layers, such as "fp8".
 
     With a process group every rank calls this at the same point, as it creates groups. After an error the trainer's
     group is unchanged, and another worker can be started.
@@ -116,6 +119,7 @@ def start_worker(
                 num_gpus=world,
                 parallel_config={"data_parallel_size": world},  # every rank holds the whole model
                 enforce_eager=True,
+                quantization_config=quantization,
                 extras={},  # its default is a placeholder that breaks some pipelines
             )
             config.enrich_config()

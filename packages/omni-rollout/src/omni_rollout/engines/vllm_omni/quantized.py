@@ -1,0 +1,54 @@
+"""Linear layers of vLLM-Omni whose weights have fewer bits, and how they take new ones."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class QuantizedLayer:
+    """A linear layer that vLLM-Omni has quantized while it loaded.
+
+    form: its weight before, on the meta device. The last of the rows that `put` takes quantizes the whole.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        self.form = torch.empty(
+            layer.output_size_per_partition, layer.input_size_per_partition, dtype=layer.orig_dtype, device="meta"
+        )
+        self._layer, self._missing = layer, 0
+        self._whole: Tensor | None = None
+        layer.register_forward_pre_hook(_make_contiguous)
+
+    def put(self, rows: Tensor, tensor: Tensor) -> None:
+        """Take rows of a new weight. rows: where they are in `form`, as a view of it."""
+        if self._whole is None:
+            self._whole = torch.empty_like(self.form, device=self._layer.weight.device)
+            self._missing = len(self._whole)
+        row = rows.storage_offset() // self.form.shape[1]
+        self._whole[row : row + len(tensor)] = tensor
+        self._missing -= len(tensor)
+        if not self._missing:
+            whole, self._whole = self._whole, None
+            self._quantize(whole)
+
+    def _quantize(self, whole: Tensor) -> None:
+        """Have vLLM-Omni quantize a weight as on loading, and copy what that makes to the place of the old one."""
+        layer = self._layer
+        places = dict(layer.named_parameters(recurse=False))
+        layer.weight = nn.Parameter(whole, requires_grad=False)
+        vars(layer).pop("_already_called_process_weights_after_loading", None)
+        layer.quant_method.process_weights_after_loading(layer)
+        for name, place in places.items():
+            place.copy_(getattr(layer, name))
+            setattr(layer, name, place)
+
+
+def is_quantized(layer: nn.Module) -> bool:
+    """True if vLLM-Omni has quantized the weight of this layer while it loaded."""
+    return getattr(getattr(layer, "quant_method", None), "uses_meta_device", False)
+
+
+def _make_contiguous(layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return contiguous inputs: quantized layers view them as one matrix, and models give them parts of a sequence."""
+    return tuple(arg.contiguous() for arg in args)
