@@ -1,10 +1,14 @@
 """What the tests of the vLLM-Omni engine share."""
 
+from dataclasses import replace
+
 import torch
 from helpers import CHECKPOINT
-from omni_rollout import Params, replay
+from omni_rollout import Params, Prompt, replay
 from omni_rollout.models import open_model
+from omni_rollout.testing import check_chain, check_fields
 from omni_train.optim import build_adamw
+from omni_train.weights.full import named_weights
 
 PARAMS = Params(5, 32, 96, noise_level=0.7, sde_steps=(1, 2))
 MODEL = open_model(CHECKPOINT)
@@ -34,3 +38,35 @@ def train(net, trajectory, params=None):
     x, sigma = trajectory.x[:, 0], trajectory.sigma(0)
     MODEL.predict_velocity(net, x, sigma, trajectory.cond, trajectory.params).square().mean().backward()
     optimizer.step()
+
+
+def open_quantized(model, quantization="fp8"):
+    return open_engine(model, dtype=torch.bfloat16, quantization=quantization)
+
+
+def load_half(model):
+    return model.load_net(device="cpu", dtype=torch.bfloat16).to(torch.bfloat16)
+
+
+def values(engine):
+    return {name: param.float() for name, param in engine.net.named_parameters()}  # a copy of what is not float32
+
+
+def equal(found, expected):
+    return all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def check_quantized(engine, model, net, row):
+    """It samples near the trainer, and a sync of its own weights changes no bit and no address."""
+    prompts = [Prompt("a sign", 0, i, seed=i, images=row.references(0)) for i in range(2)]
+    params = replace(row.unguided, noise_level=0.7, sde_steps=(1, 2))
+    trajectory = engine.generate(prompts, params)
+    check_fields(trajectory, prompts, model, params)
+    check_chain(trajectory)
+    assert 0 < gap(net, trajectory, model) < 2e-2
+    before, places = values(engine), {name: p.data_ptr() for name, p in engine.net.named_parameters()}
+    assert any(p.dtype == torch.float8_e4m3fn for p in engine.net.parameters())
+    assert engine.adopt(net.named_parameters()) == sum(net.get_parameter(name).nbytes for name in engine.weights())
+    engine.load_weights(named_weights(net), version=trajectory.weight_version)
+    assert equal(values(engine), before)
+    assert {name: p.data_ptr() for name, p in engine.net.named_parameters()} == places

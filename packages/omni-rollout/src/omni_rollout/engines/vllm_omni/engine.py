@@ -186,6 +186,8 @@ class VllmOmniEngine:
         """
         weights, given, moved, arrived = self.weights(), {}, 0, set[str]()
         own = weights | dict(self.net.named_buffers()) | {name: rows for name, (_, rows) in self._quantized.items()}
+        for layer in self._layers.values():
+            layer.begin()
         for name, tensor in tensors:
             view = _fitting(own, name, tensor)
             if name in self._quantized:

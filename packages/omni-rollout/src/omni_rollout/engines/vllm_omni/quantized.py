@@ -16,21 +16,25 @@ class QuantizedLayer:
         self.form = torch.empty(
             layer.output_size_per_partition, layer.input_size_per_partition, dtype=layer.orig_dtype, device="meta"
         )
-        self._layer, self._missing = layer, 0
-        self._whole: Tensor | None = None
+        self._layer = layer
+        self.begin()
         layer.register_forward_pre_hook(_make_contiguous)
+
+    def begin(self) -> None:
+        """Forget the rows that a sync has left which ended with an error."""
+        self._whole: Tensor | None = None
+        self._missing = len(self.form)
 
     def put(self, rows: Tensor, tensor: Tensor) -> None:
         """Take rows of a new weight. rows: where they are in `form`, as a view of it."""
         if self._whole is None:
             self._whole = torch.empty_like(self.form, device=self._layer.weight.device)
-            self._missing = len(self._whole)
         row = rows.storage_offset() // self.form.shape[1]
         self._whole[row : row + len(tensor)] = tensor
         self._missing -= len(tensor)
         if not self._missing:
-            whole, self._whole = self._whole, None
-            self._quantize(whole)
+            self._quantize(self._whole)
+            self.begin()
 
     def _quantize(self, whole: Tensor) -> None:
         """Have vLLM-Omni quantize a weight as on loading, and copy what that makes to the place of the old one."""
