@@ -34,7 +34,7 @@ from omni_rl.settings.fields import at_least, require
 class Correction:
     """Importance weights of a rollout by another engine, or by weights of some updates before."""
 
-    level: Literal["auto", "step", "trajectory"] = "auto"  # Unit that shares a weight; auto: step with --draw-ahead
+    level: Literal["auto", "step", "trajectory"] = "auto"  # Unit that shares a weight; auto: step if off-policy
     mode: Literal["truncate", "mask"] = "truncate"  # Treatment of weights beyond the bounds
     low: Annotated[float, at_least(0)] = 0.99  # Least weight per latent element
     high: float = 1.01  # Largest weight per latent element
@@ -100,7 +100,7 @@ def check_args(args: Args) -> None:
     by_trajectory = corrects and args.correction.level == "trajectory"
     check_judged(args, num_trained=1 if by_trajectory else num_trained)
     by_rollout = args.source == "rollout" or (args.source == "auto" and args.has_trained_engine)
-    default = ", the default with --draw-ahead and --memory.rollout-dtype," if is_off_policy else ""
+    default = ", the default with --draw-ahead or --memory.rollout-dtype," if is_off_policy else ""
     correct = f"--old-log-prob correct{default}"
     require(
         (not (is_off_policy and args.source == "rollout"),
@@ -194,6 +194,7 @@ def trust_region(a: Args) -> Callable[..., LossOutput]:
     return partial(flow_dppo_loss, kl_threshold=a.kl_threshold)
 
 
+QUANTIZED = 2e-2  # largest |ratio - 1| that linear layers in 8 bits explain
 ALGOS = {
     "flowgrpo": Algo(sde_step, "random", clipped),
     "flowgrpo-cps": Algo(cps_step, "random", clipped),
@@ -251,7 +252,7 @@ def old_log_probs(run: MediaRun[Args], batches: Sequence[TrainBatch]) -> tuple[s
     if source == "auto":
         source = "rollout" if is_exact else "recompute"
     if tolerance is None:
-        tolerance = 0.0 if is_exact else run.rounding
+        tolerance = 0.0 if is_exact else run.rounding if args.memory.rollout_dtype == "auto" else QUANTIZED
     return source, tolerance
 
 

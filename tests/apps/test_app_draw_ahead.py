@@ -365,7 +365,7 @@ def test_where_versions_agree_the_ratio_must_be_one():
         ({"old_log_prob": "rollout"}, "--old-log-prob rollout does not go with --draw-ahead"),
         (
             {"algo": "flowgrpo-cps"},
-            "the default with --draw-ahead and --memory.rollout-dtype, does not go with flowgrpo-cps",
+            "the default with --draw-ahead or --memory.rollout-dtype, does not go with flowgrpo-cps",
         ),
         ({"correction_level": "trajectory", "filter_groups": True}, "needs --correction.level step for"),
         ({"draw_ahead": -1}, "--draw-ahead must be >= 0, got -1"),

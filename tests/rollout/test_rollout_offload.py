@@ -157,6 +157,7 @@ def test_slices_decode_to_the_same_pictures_but_for_rounding(name):
 def test_four_megapixels_are_decoded_at_a_time_unless_told(side, count):
     assert num_decoded(0, side, side) == count
     assert num_decoded(3, side, side) == 3
+    assert num_decoded(0, side, side, tile=512) == 16
     assert count == 1 or count * 256 * side**2 < 2**31  # elements of the widest tensor of an SD3 VAE
 
 

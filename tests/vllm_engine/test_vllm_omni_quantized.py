@@ -67,8 +67,8 @@ def test_a_weight_that_is_left_out_or_of_another_shape_is_an_error(engine, net):
 
 
 def test_images_are_those_of_one_sample_at_a_time_but_for_the_scale_of_activations(engine):
-    """A layer's inputs have one scale for the batch, so that another batch rounds them in another way."""
+    """Without CUTLASS's kernels a layer's inputs have one scale for the batch."""
     prompts = [Prompt(f"a sign {i}", 0, i, seed=i) for i in range(2)]
     both = engine.generate(prompts, PARAMS).x0
     single = torch.cat([engine.generate([prompt], PARAMS).x0 for prompt in prompts])
-    assert 0 < (both - single).abs().mean() < 0.1 * both.abs().mean()
+    assert (both - single).abs().mean() < 0.1 * both.abs().mean()

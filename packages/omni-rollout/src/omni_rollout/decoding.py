@@ -17,9 +17,13 @@ DECODED_PIXELS = 4 * 2**20  # at a time by default; of twice as many, cuDNN take
 OVERLAP = 64  # pixels that neighboring tiles share, and at most a quarter of a tile, as in diffusers
 
 
-def num_decoded(size: int, height: int, width: int) -> int:
-    """Return how many samples of height x width pixels are decoded at a time: `size`, by default 4 megapixels."""
-    return size or max(1, DECODED_PIXELS // (height * width))
+def num_decoded(size: int, height: int, width: int, tile: int = 0) -> int:
+    """Return how many samples of height x width pixels are decoded at a time: `size`, by default 4 megapixels.
+
+    tile: longest side of a tile; 0 decodes them whole.
+    """
+    side = tile or max(height, width)
+    return size or max(1, DECODED_PIXELS // (min(height, side) * min(width, side)))
 
 
 def in_slices(decode: Decode, size: int) -> Decode:

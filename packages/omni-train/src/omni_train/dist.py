@@ -196,9 +196,10 @@ def context_mesh(dist: Dist) -> DeviceMesh:
 
 
 def divide(mesh: DeviceMesh, work: Callable[[T], Tensor], items: Sequence[T]) -> list[Tensor]:
-    """Return `work(item)` of all items, each computed by one rank of a mesh of one axis; with gradients by all of them.
+    """Return `work(item)` of all items, each computed by one rank of a mesh of one axis.
 
-    Its ranks call it with the same items. All tensors must have one shape and data type.
+    Its ranks call it with the same items. All tensors must have one shape and data type. With gradients every rank
+    computes all.
     """
     if torch.is_grad_enabled():
         return [work(item) for item in items]

@@ -144,8 +144,9 @@ def sample_here(
     unit = max(unit, group)
     for number, (own, following) in enumerate(pairwise([*deal(prompts, dist, batch_size, unit=unit), ()])):
         is_scored = number // max(1, unit // batch_size) % dist.context == dist.rank % dist.context
-        is_decoded = is_scored or run.args.memory.decode_tile > 0
-        batch = run.engine.generate(own, replace(params.of_size(own[0].size), decode=is_decoded))
+        sized = params.of_size(own[0].size)
+        in_tiles = 0 < run.args.memory.decode_tile < max(sized.height, sized.width)
+        batch = run.engine.generate(own, replace(sized, decode=is_scored or in_tiles))
         if batch.weight_version != run.version:
             raise RuntimeError(f"the engine samples with weights {batch.weight_version}, the trainer has {run.version}")
         if following:  # while the device is busy with this one

@@ -4,6 +4,7 @@ Imports no torch, as the settings are checked with it.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -41,10 +42,13 @@ def open_vllm_omni(
     from omni_rollout.engines.vllm_omni.engine import VllmOmniEngine
     from omni_train.dist import same_error
 
+    from omni_rl.settings.fields import flag
+
     together, quantization = partial(same_error, dist), None if form == "auto" else form
-    return VllmOmniEngine(
-        model, device=dist.device, dtype=dtype, quantization=quantization, together=together, texts=texts
-    )
+    with flag("--memory.rollout-dtype: ") if quantization else nullcontext():
+        return VllmOmniEngine(
+            model, device=dist.device, dtype=dtype, quantization=quantization, together=together, texts=texts
+        )
 
 
 ENGINES = {

@@ -349,8 +349,7 @@ def decoding(args: MediaArgs, inputs: Inputs[Any, Any], model: ModelT) -> ModelT
     tile, mesh = args.memory.decode_tile, inputs.how.context_mesh
     if tile:
         model = wrap(model, decode=in_tiles(model.decode, tile, partial(divide, mesh["ulysses"]) if mesh else map))
-    tiles = [(min(size[0], tile or size[0]), min(size[1], tile or size[1])) for size in inputs.sizes]
-    at_once = min(num_decoded(args.memory.decode_batch_size, *size) for size in tiles)
+    at_once = min(num_decoded(args.memory.decode_batch_size, *size, tile) for size in inputs.sizes)
     return wrap(model, decode=in_slices(model.decode, at_once)) if args.batch_size > at_once else model
 
 

@@ -33,7 +33,6 @@ from omni_rl.run.samplers import Samplers
 from omni_rl.run.session import Session
 from omni_rl.run.world import World
 from omni_rl.settings.args import RunArgs
-from omni_rl.settings.fields import values_of
 
 ArgsT = TypeVar("ArgsT", bound=RunArgs, covariant=True)
 ModelT = TypeVar("ModelT", bound=Model | TokenModel, covariant=True)
@@ -45,12 +44,7 @@ ScorerT = TypeVar("ScorerT", bound=AnyScorer, covariant=True)
 Seen = Callable[[Mapping[str, Tensor], tuple[Tensor, ...]], tuple[int, torch.Size] | None]
 Gate = Literal["exact", "by-gradients", "noisy", "wrong"]
 REPEATS = 4  # of a forward, to see whether it repeats itself: rounding may hide noise once
-ROUNDING = {
-    "float32": 1e-5,
-    "bfloat16": 4e-3,
-    "int8": 2e-2,
-    "fp8": 2e-2,
-}  # largest |ratio - 1| that other kernels or batches explain
+ROUNDING = {"float32": 1e-5, "bfloat16": 4e-3}  # largest |ratio - 1| that other kernels or batches explain
 
 
 def _no_samples(run: Any, held: HeldOut[Any, Any]) -> tuple[dict[str, float], Shown]:
@@ -106,21 +100,13 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
 
     @property
     def gate(self) -> Gate:
-        """The class in which `reclassify` has found the run, in this life or an earlier one; a quantized engine's."""
-        if self.quantization:
-            return "noisy"
+        """The class in which `reclassify` has found the run, in this life or an earlier one."""
         return self.session.config.get("gate", "exact")  # type: ignore[return-value]  # what `reclassify` wrote
 
     @property
     def rounding(self) -> float:
-        """The largest |ratio - 1| that rounding by other kernels or batches, or of a quantized engine, explains."""
-        return ROUNDING[self.quantization or self.args.dtype]
-
-    @property
-    def quantization(self) -> str:
-        """The format of a quantized engine's linear layers, or nothing."""
-        found = values_of(self.args).get("memory.rollout_dtype", "auto")
-        return "" if found == "auto" else str(found)
+        """The largest |ratio - 1| that rounding by other kernels or batches explains."""
+        return ROUNDING[self.args.dtype]
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -110,7 +110,7 @@ class MediaMemory(Memory):
 
     decode_batch_size: Annotated[int, Was(), at_least(0), MAY_CHANGE] = 0  # Samples decoded at a time; 0: 4 megapixels
     rollout_dtype: RolloutDtype = "auto"  # Format of the engine's own linear layers; auto is --dtype
-    decode_tile: Annotated[int, at_least(0)] = 0  # Pixels of the sides of tiles that are decoded; 0: whole samples
+    decode_tile: Annotated[int, at_least(0)] = 0  # Longest side of a decoded tile, in pixels; 0: whole
     text_cache_mb: Annotated[float, Was(), at_least(0), MAY_CHANGE] = 1024.0  # Most memory of a rank for encoded texts
     text_cache: Annotated[str, Was(), MAY_CHANGE] = ""  # Folder of encoded texts that runs may share (default: none)
 

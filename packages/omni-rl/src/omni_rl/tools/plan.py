@@ -122,7 +122,9 @@ def ladder(args: ArgsT, ranks: int, offloads: Sequence[str], over: Collection[st
     still = [part for part in parts if part != "activations"]
     decode: dict[str, object] = {}
     if "decode" in over and isinstance(args, MediaArgs):  # the only ones that decode
-        at_once = min(args.batch_size, num_decoded(args.memory.decode_batch_size, args.height, args.width))
+        memory = args.memory
+        at_once = num_decoded(memory.decode_batch_size, args.height, args.width, memory.decode_tile)
+        at_once = min(args.batch_size, at_once)
         decode = {"memory.decode_batch_size": DECODED} if at_once > DECODED else {}
     rungs: list[dict[str, object]] = [
         gather if mode == "fsdp2" else {},

@@ -43,7 +43,7 @@ class VllmOmniEngine:
     entered around code that may fail on only one rank; a context manager such as `same_error` then raises on all ranks,
     and none waits forever. With a process group, all ranks construct their engines at the same point.
 
-    quantization: of the weights of the transformer's linear layers, by vLLM-Omni.
+    quantization: the format in which vLLM-Omni holds the weights of linear layers; None is `dtype`.
 
     Raises:
         ValueError: vLLM-Omni's platform is not that of `device`, or it has no pipeline for the model, or does not
@@ -259,6 +259,8 @@ class VllmOmniEngine:
 
     def _check_arrival(self, given: dict[str, Tensor], version: int) -> None:
         """Raise RuntimeError unless some elements of each weight equal the trainer's, read from the sampling modules.
+
+        Quantized weights have none that do.
 
         An adopted weight must also have the address of the trainer's parameter.
         """

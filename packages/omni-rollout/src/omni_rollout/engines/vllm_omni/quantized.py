@@ -21,7 +21,7 @@ class QuantizedLayer:
         layer.register_forward_pre_hook(_make_contiguous)
 
     def begin(self) -> None:
-        """Forget the rows that a sync has left which ended with an error."""
+        """Drop the rows of a sync that failed."""
         self._whole: Tensor | None = None
         self._missing = len(self.form)
 
