@@ -194,7 +194,6 @@ def trust_region(a: Args) -> Callable[..., LossOutput]:
     return partial(flow_dppo_loss, kl_threshold=a.kl_threshold)
 
 
-QUANTIZED = 2e-2  # largest |ratio - 1| that linear layers in 8 bits explain
 ALGOS = {
     "flowgrpo": Algo(sde_step, "random", clipped),
     "flowgrpo-cps": Algo(cps_step, "random", clipped),
@@ -242,6 +241,9 @@ def unit_of(run: MediaRun[Args]) -> int:
     args = run.args
     has_groups = not args.group_size % args.batch_size and not args.prompts_per_step % run.dist.num_shares
     return args.group_size if args.same_start_noise and has_groups else 1
+
+
+QUANTIZED = 2e-2  # largest |ratio - 1| that linear layers in 8 bits explain
 
 
 def old_log_probs(run: MediaRun[Args], batches: Sequence[TrainBatch]) -> tuple[str, float]:
