@@ -1,7 +1,10 @@
 """The benchmarks of the training loop run, and what they count is there; seconds are not looked at."""
 
 import pytest
+import torch
+from diffusers import AutoencoderKLWan
 from helpers import REPO, sampled
+from torch.utils.flop_counter import FlopCounterMode
 
 
 @pytest.fixture(autouse=True)
@@ -212,6 +215,51 @@ def test_a_simulated_step_is_its_operations_and_what_they_wait_for():
     assert scaling.apart(even, 64, speed, more=32, share=0.5) == (32, pytest.approx(0.5))
     sent = scaling.replace(even, trained=10e9)  # 40 GB at 40 GB/s
     assert scaling.apart(sent, 64, speed, more=128, share=0.5) == (128, pytest.approx(2 / 3))
+
+
+@pytest.mark.parametrize(
+    ("own", "shape", "tile", "job"),
+    [
+        ({}, (16, 21, 60, 104), (34, 56), 4),
+        (
+            {
+                "base_dim": 160,
+                "decoder_base_dim": 256,
+                "z_dim": 48,
+                "is_residual": True,
+                "in_channels": 12,
+                "out_channels": 12,
+                "patch_size": 2,
+                "temperal_downsample": [False, True, True],
+                "scale_factor_spatial": 16,
+                "latents_mean": [0.0] * 48,
+                "latents_std": [1.0] * 48,
+            },
+            (48, 31, 44, 80),
+            (24, 42),
+            5,
+        ),
+    ],
+    ids=["Wan2.1", "Wan2.2"],
+)
+def test_a_video_s_decoding_is_what_torch_counts_in_its_vae(own, shape, tile, job):
+    """Frames after the second cost the same each. tile: one of four, in latents."""
+    import scaling
+
+    with torch.device("meta"):
+        vae = AutoencoderKLWan(**own)
+
+        def count(frames, height, width):
+            with FlopCounterMode(display=False) as counter, torch.no_grad():
+                vae.decode(torch.empty(1, shape[0], frames, height, width))
+            return counter.get_total_flops()
+
+        def whole(height, width):
+            two, three = count(2, height, width), count(3, height, width)
+            return two + (shape[1] - 2) * (three - two)
+
+        found = whole(*shape[2:]), 4 * whole(*tile)
+    assert found == pytest.approx((scaling.JOBS[job].decode, scaling.JOBS[job].tiled), rel=2e-3)
 
 
 def test_each_rank_waits_for_the_scores_of_its_own_images(capfd):

@@ -140,9 +140,9 @@ class VllmOmniEngine:
             RuntimeError: the engine sleeps.
         """
         self._check_awake()
-        params = {name: param.data for name, param in self.net.named_parameters()
-                  if name.rpartition(".")[0] not in self._layers or name.endswith(".bias")}  # fmt: skip
-        return self._views(params)
+        whole = {name: param.data for name, param in self.net.named_parameters()}
+        own = [name for name in whole if name.endswith(".bias") or name.rpartition(".")[0] not in self._layers]
+        return self._views({name: whole[name] for name in own})
 
     def _views(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return diffusers_views(self.net, params, self.pipeline.diffusers_names, self.pipeline.packed)
