@@ -35,7 +35,7 @@ from trainer_runs import recipe, write_eval_prompts
 STEPS = 4
 KINDS = {  # ranks, settings
     "full": (1, {}),
-    "LoRA and average": (1, {"lora_rank": 2, "lora_alpha": 4, "ema_decay": 0.9, "lr": 1e-2}),
+    "LoRA and average": (1, {"lora_rank": 2, "lora_alpha": 4, "lora_init": "pissa", "ema_decay": 0.9, "lr": 1e-2}),
     "ddp": (2, {"sharding_mode": "ddp"}),
     "fsdp2": (2, {"sharding_mode": "fsdp2"}),
 }

@@ -26,6 +26,8 @@ from omni_train.files import read_jsonl
 from trainer_runs import (
     CHECKPOINT,
     assert_same_gradients,
+    assert_same_weights,
+    exported,
     keep_gradients,
     lone_run,
     place,
@@ -114,6 +116,19 @@ def test_compiled_blocks_keep_the_ratio_at_one(here, bright_url):
     )
     assert [line["policy/first_ratio_max_dev"] for line in lines[1:]] == [0.0, 0.0]
     assert all(line["policy/grad_norm"] > 0 for line in lines[1:])
+
+
+def test_pissa_begins_as_the_reference_and_trains_on_ranks_as_alone(here, bright_url):
+    """It begins at the reference but for rounding."""
+    args = change(TINY, scorer_url=bright_url, lora_rank=4, lora_init="pissa", kl_coef=0.1, train_steps=1)
+    alone = train_with(app, change(args, name="run"))
+    assert alone[1]["policy/first_ratio_max_dev"] == 0
+    assert abs(alone[1]["policy/kl"]) < 1e-9
+    assert alone[1]["policy/grad_norm"] > 0
+    together = train_on_ranks(app, change(args, name="ddp", sharding_mode="ddp", batch_size=2))
+    assert together[1]["policy/first_ratio_max_dev"] == 0
+    assert_same_weights("run", "ddp")
+    assert {min(factor.shape) for factor in exported().values()} == {8}  # twice the rank
 
 
 @pytest.mark.slow

@@ -26,9 +26,12 @@ from omni_rl.settings.eval_sets import TokenEval, TokenEvalSet
 from omni_rl.settings.fields import change, values_of
 from omni_rl.tools import plan, plan_tokens
 from omni_rollout import Prompt
+from omni_rollout.models.tokens import open_token_model
 from omni_rollout.tokens import TokenParams, TokenTrajectory, score_tokens
 from omni_train.files import load_metrics
+from omni_train.lora import add_lora
 from omni_train.prompts.files import PromptRecord, load_prompts
+from omni_train.weights.full import PEFT_FILE, PEFT_PART, load_adapter
 from PIL import Image
 from trainer_runs import (
     assert_same_weights,
@@ -290,6 +293,35 @@ def test_an_adapter_opens_in_transformers_and_begins_another_run(here):
     tuned = PeftModel.from_pretrained(base, "runs/run/weights")(ids).logits
     assert (tuned - plain).abs().max() > 1e-4
     assert "from transformers import AutoModel" in Path("runs/run/weights/README.md").read_text()
+
+
+def test_adapters_of_experts_train_on_ranks_open_in_transformers_and_begin_another_run(here):
+    from peft import PeftModel
+    from transformers import Qwen3OmniMoeThinkerForConditionalGeneration
+
+    args = tiny("qwen3-omni", lora_rank=2, lora_alpha=8, lr=1e-2, batch_size=2, train_steps=1, eval_every=1)
+    args = change(args, lora_targets="self_attn.q_proj", dtype="float32")
+    args = change(args, lora_target_parameters="mlp.experts.gate_up_proj,mlp.experts.down_proj")
+    plain = train(app, args)
+    assert plain[1]["policy/first_ratio_max_dev"] == 0
+    again = train(app, change(args, name="again", memory_gradient_checkpointing=True))
+    assert unclocked(plain) == unclocked(again)
+    for mode in ("ddp", "fsdp2"):
+        train_on_ranks(app, change(args, name=mode, sharding_mode=mode, sharding_unshard="none"))
+        assert_same_weights("run", mode)
+    other = train(app, change(args, name="next", init_weights="runs/run/weights", train_steps=0))
+    assert other[0]["eval/reward"] == plain[-1]["eval/reward"]
+    base = Qwen3OmniMoeThinkerForConditionalGeneration.from_pretrained(args.model)
+    ids = torch.arange(8)[None]
+    before = base(ids).logits
+    tuned = PeftModel.from_pretrained(base, "runs/run/weights")
+    assert len([name for name, _ in tuned.named_parameters() if "experts" in name and ".lora_A" in name]) == 4
+    assert (tuned(ids).logits - before).abs().max() > 1e-4
+    net = open_token_model(args.model).load_net(device="cpu", dtype=torch.float32)
+    names = args.lora.target_parameters.split(",")
+    add_lora(net, ["self_attn.q_proj"], parameters=names, rank=2, alpha=2, seed=0)
+    load_adapter(net, "runs/run/weights", file=PEFT_FILE, part=PEFT_PART)
+    torch.testing.assert_close(net(ids).logits, tuned(ids).logits)
 
 
 def answers(lengths, first=0):

@@ -118,7 +118,8 @@ MISTAKES = {
     "--resume": "unknown flag --resume; use the same command again, which continues the run\n",
     "--lora.use-dora": "unknown flag --lora.use-dora; an adapter is kept, averaged and exported as A and B, which",
     "--fp16": "unknown flag --fp16; float16 needs a loss scaled by GradScaler, which no trainer has",
-    "--target-parameters x": "unknown flag --target-parameters; adapters are on linear layers, which",
+    "--target-parameters x": "unknown flag --target-parameters; diffusers opens no adapters of parameters",
+    "--lora-dtype x": "unknown flag --lora-dtype; adapters are float32 for every --dtype: bfloat16 would round",
     "--gpus 2": "unknown flag --gpus; use omni-rl train NAME --nproc-per-node N\n",
     "--report-to x": "unknown flag --report-to; --help-all lists all",  # as these settings have no --tracking.to
     "--l 1": "unknown flag --l",

@@ -10,7 +10,7 @@ from omni_rl.tools import lora
 from omni_rollout.models import open_model
 from omni_train.dist import init_distributed
 from omni_train.lora import adapter_layers, add_lora
-from omni_train.lora_linear import factors
+from omni_train.lora_layer import factors
 from omni_train.weights.full import LORA_FILE, check_adapter, load_adapter, save_weights
 from safetensors.torch import load_file, save_file
 

@@ -44,12 +44,12 @@ def open_pipe(folder):
     return pipe
 
 
-def trained(base, *, lora, use_rslora=False):
+def trained(base, *, lora, use_rslora=False, init="default"):
     """The model as training might leave it; alpha is twice the rank, so a reader that ignores it is found out."""
     parts = copy.deepcopy(base)
     generator = torch.Generator().manual_seed(4)
     if lora:
-        add_lora(parts.net, MODEL.LORA_TARGETS, rank=4, alpha=8, seed=3, use_rslora=use_rslora)
+        add_lora(parts.net, MODEL.LORA_TARGETS, rank=4, alpha=8, seed=3, use_rslora=use_rslora, init=init)
     params = adapter_params(parts.net, "default")[1::2] if lora else list(parts.net.parameters())
     for p in params:
         p.data += 0.03 * torch.randn(p.shape, generator=generator)
@@ -71,7 +71,8 @@ def stock_image(pipe):
 
 def exported(base, folder, kind):
     """The image that a run's own engine draws with the weights that it exports to the folder."""
-    parts = trained(base, lora=kind != "full", use_rslora=kind == "rslora")
+    init = "pissa" if kind == "pissa" else "default"
+    parts = trained(base, lora=kind != "full", use_rslora=kind == "rslora", init=init)
     save_weights(parts.net, folder, init_distributed(), card=CARD)
     image = our_image(parts)
     assert (image - our_image(base)).abs().max() > 0.1  # training has changed the picture
@@ -82,7 +83,7 @@ def same(image, expected):
     torch.testing.assert_close(image, expected, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("kind", ["lora", "rslora"])
+@pytest.mark.parametrize("kind", ["lora", "rslora", "pissa"])
 def test_the_stock_pipeline_draws_our_image_with_the_adapter_and_the_bases_without(base, pipe, tmp_path, kind):
     image = exported(base, tmp_path / "weights", kind)
     pipe.load_lora_weights(tmp_path / "weights")

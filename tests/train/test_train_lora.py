@@ -10,6 +10,7 @@ from omni_train.lora import (
     ema_update_params,
     lora_layers,
     reference,
+    unadapted_params,
 )
 from omni_train.optim import build_adamw
 from omni_train.shard import shard
@@ -248,7 +249,7 @@ def test_errors_name_the_argument(run_ranks):
         add_lora(Net(), [], rank=2, alpha=1, seed=0)
     with pytest.raises(ValueError, match=r"must name linear layers, got 0, a Conv2d"):
         add_lora(nn.Sequential(nn.Conv2d(1, 1, 1), nn.Linear(1, 1)), ["0", "1"], rank=2, alpha=1, seed=0)
-    with pytest.raises(ValueError, match=r"init must be one of \('default', 'gaussian'\), got 'zero'"):
+    with pytest.raises(ValueError, match=r"init must be one of \('default', 'gaussian', 'pissa'\), got 'zero'"):
         add_lora(Net(), ["up"], rank=2, alpha=1, seed=0, init="zero")
     with (
         pytest.raises(ValueError, match=r"adapter must be one of \['default'\], got 'old'"),
@@ -317,3 +318,137 @@ def test_layers_that_are_excluded_get_no_adapter():
 def test_what_excludes_nothing_or_all_is_refused(exclude):
     with pytest.raises(ValueError, match="exclude must name some of the layers that targets name, got"):
         add_lora(make_net(), ["up", "down"], exclude=exclude, rank=2, alpha=4, seed=1)
+
+
+class Experts(nn.Module):
+    """Three experts in fused parameters; each row of the input goes to one, and each expert gets one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.up, self.down = nn.Parameter(torch.randn(3, 4, 2)), nn.Parameter(torch.randn(3, 2, 4))
+
+    def forward(self, x):
+        return torch.bmm(self.down, torch.bmm(self.up, x[..., None]).tanh())[..., 0]
+
+
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts, self.out = Experts(), nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.out(self.experts(x))
+
+
+PARAMETERS = ["experts.up", "experts.down"]
+ROWS = torch.tensor([[1.0, -2.0], [0.5, 3.0], [-1.0, 1.5]])
+
+
+def make_mixture(*adapters, rank=2):
+    net = Mixture()
+    for name in adapters:
+        add_lora(net, ["out"], parameters=PARAMETERS, rank=rank, alpha=3, adapter=name, seed=1)
+    return net
+
+
+def test_experts_in_one_parameter_get_an_adapter_as_pefts(run_ranks):
+    """Outputs, gradients, merged weights and names; also without the adapters, and on two ranks."""
+    config = LoraConfig(r=2, lora_alpha=3, target_modules=["out"], target_parameters=PARAMETERS)
+    peft_net, net = get_peft_model(Mixture(), config), make_mixture("default", "old")
+    assert torch.equal(net(ROWS), Mixture()(ROWS))
+    torch.manual_seed(6)
+    for p in adapter_params(net, "default"):
+        nn.init.normal_(p)
+    state = {name: value for name, value in net.state_dict().items() if ".old." not in name}
+    peft_net.base_model.model.load_state_dict(state)
+    assert len(trainable(net)) == 6
+
+    (expected := peft_net(ROWS)).square().sum().backward()
+    wanted = {name.removeprefix("base_model.model."): p.grad for name, p in peft_net.named_parameters()}
+
+    def work(dist):
+        own = make_mixture("default", "old")
+        own.load_state_dict(net.state_dict())
+        shard(own, dist.mesh, mode="fsdp2")
+        out = own(ROWS)
+        out.square().sum().backward()
+        grads = {name: p.grad.full_tensor() for name, p in own.named_parameters() if p.grad is not None}
+        with torch.no_grad(), reference(own):
+            plain = own(ROWS)
+        merged = {name: tensor.tolist() for name, tensor in named_weights(own)}
+        return out.tolist(), {name: grad.tolist() for name, grad in grads.items()}, plain.tolist(), merged
+
+    net(ROWS).square().sum().backward()
+    grads = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+    torch.testing.assert_close(grads, {name: wanted[name] for name in grads})
+    merged = dict(peft_net.merge_and_unload().state_dict())
+    torch.testing.assert_close(dict(named_weights(net)), merged)
+    for out, theirs, plain, weights in run_ranks(work):
+        torch.testing.assert_close(torch.tensor(out), expected.detach())
+        torch.testing.assert_close({name: torch.tensor(grad) for name, grad in theirs.items()},
+                                   {name: 2 * grad for name, grad in grads.items()})  # fmt: skip
+        torch.testing.assert_close(torch.tensor(plain), Mixture()(ROWS).detach())
+        torch.testing.assert_close({name: torch.tensor(weight) for name, weight in weights.items()}, merged)
+
+
+def test_an_adapter_of_experts_switches_averages_and_leaves_the_rest_to_a_receiver():
+    net = make_mixture("default", "old")
+    fill(net, "default", 0.5)
+    ema_update(net, "default", "old", decay=0.5)
+    with adapter(net, "old"):
+        old = net(ROWS)
+    fill(net, "default", 0.25)
+    assert not torch.equal(old, net(ROWS).detach())
+    assert [name for name, _ in unadapted_params(net)] == ["out.bias"]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        (
+            ["experts.up", "side"],
+            r"parameters must all name some of Mixture, found none named \['side'\]",
+        ),
+        (["out.weight"], r"parameters must be \[experts, out, in\], got out.weight, \[2, 2\]"),
+    ],
+)
+def test_a_parameter_that_is_none_of_experts_is_refused(parameters, message):
+    with pytest.raises(ValueError, match=message):
+        add_lora(Mixture(), ["out"], parameters=parameters, rank=2, alpha=3, seed=1)
+
+
+def test_pissa_begins_as_the_largest_part_of_the_weights_and_is_peft_without_its_residue(tmp_path):
+    """W stays as it is; peft, whose W is the rest, has the same outputs, gradients and converted weights."""
+    config = LoraConfig(r=2, lora_alpha=4, target_modules=["up", "down"], init_lora_weights="pissa")
+    peft_net, net = get_peft_model(Net(), config), Net()
+    torch.manual_seed(3)
+    plain = {name: nn.init.normal_(value) for name, value in net.state_dict().items()}
+    peft_net = get_peft_model(net, config)
+    net = Net()
+    net.load_state_dict(plain)
+    add_lora(net, ["up", "down"], rank=2, alpha=4, seed=1, init="pissa")
+    add_lora(net, ["up", "down"], rank=2, alpha=4, adapter="old", seed=1, init="pissa")
+    original = Net()
+    original.load_state_dict(plain)
+    assert trainable(net) == trainable(make_net("default"))
+    torch.testing.assert_close(net(X), original(X))
+    with reference(net):
+        assert torch.equal(net(X), original(X))
+    products = [up @ down for down, up in zip(*[iter(adapter_params(net, "default"))] * 2, strict=True)]
+    theirs = dict(peft_net.named_parameters())
+    for name, product in zip(("up", "down"), products, strict=True):
+        a, b = (theirs[f"base_model.model.{name}.lora_{which}.default.weight"] for which in "AB")
+        torch.testing.assert_close(product, b @ a, rtol=1e-4, atol=1e-5)
+
+    for p in adapter_params(net, "default"):
+        p.data.add_(torch.randn(p.shape) / 4)
+    trained = original.up.weight + 2 * (net.up.lora_B.default.weight @ net.up.lora_A.default.weight - products[0])
+    torch.testing.assert_close(dict(named_weights(net))["up.weight"], trained)
+    torch.testing.assert_close(net.up(X), linear(X, trained, original.up.bias))
+    written = dict(named_adapter(net))
+    assert written["up.lora_A.weight"].shape == (4, 3)
+    change = written["up.lora_B.weight"] @ written["up.lora_A.weight"]
+    torch.testing.assert_close(change, trained - original.up.weight, rtol=1e-4, atol=1e-5)
+    with adapter(net, "old"):
+        torch.testing.assert_close(net(X), original(X))

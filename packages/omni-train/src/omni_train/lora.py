@@ -1,7 +1,7 @@
 """Low-rank adapters by name, the frozen reference under them, and moving averages.
 
 peft owns adapters: their configuration, the names of their layers and tensors, and which of them is active; it injects
-the layers of `omni_train.lora_linear`. The first adapter is the policy. Further adapters, such as "old", are frozen
+the layers of `omni_train.lora_layer`. The first adapter is the policy. Further adapters, such as "old", are frozen
 copies: `ema_update` writes them, `with adapter(module, "old")` uses them.
 """
 
@@ -17,10 +17,10 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from omni_train.lora_linear import LoraLinear, factors
+from omni_train.lora_layer import INITIAL, AdaptedLayer, LoraLinear, ParamWrapper, factors
 from omni_train.weights.snapshot import ema_update_params
 
-Init = Literal["default", "gaussian"]
+Init = Literal["default", "gaussian", "pissa"]
 
 
 def add_lora(  # noqa: PLR0913 - all but two are keyword-only, and each is one of peft's
@@ -28,6 +28,7 @@ def add_lora(  # noqa: PLR0913 - all but two are keyword-only, and each is one o
     targets: Sequence[str] | str,
     *,
     exclude: Sequence[str] = (),
+    parameters: Sequence[str] = (),
     rank: int,
     alpha: float,
     use_rslora: bool = False,
@@ -35,33 +36,39 @@ def add_lora(  # noqa: PLR0913 - all but two are keyword-only, and each is one o
     seed: int,
     init: Init = "default",
 ) -> int:
-    """Add an adapter to the linear layers that `targets` names, before `shard`; return the number of layers.
+    """Add an adapter to the linear layers that `targets` names, before `shard`; return the number of layers with it.
 
     The first adapter becomes active and trainable and everything else is frozen; a later one stays inactive and frozen.
-    A fresh adapter changes no output: A depends only on `seed` and the layers' order, B is 0. There is no dropout: the
-    sampling policy must be the trained one.
+    A fresh adapter changes no output: A depends only on `seed` and the layers' order, B is 0; with "pissa" but for
+    rounding, as what A and B begin with is subtracted. There is no dropout: the sampling policy must be the trained
+    one.
 
     Args:
         module: a diffusers model or any other module.
         targets: endings of layer names, such as "to_q", or one regular expression for whole names.
         exclude: endings of names of layers that get none.
-        rank: inner size.
+        parameters: endings of names of parameters [experts, out, in] that get one too, such as "experts.down_proj".
+        rank: inner size; of a parameter, for each expert.
         alpha: scale; the adapter's product is multiplied by alpha / rank.
         use_rslora: multiply it by alpha / sqrt(rank), which keeps the size of gradients at all ranks (rsLoRA, arXiv
             2312.03732).
         adapter: the new adapter's name.
         seed: of A; the same on every rank.
         init: of A: uniform within sqrt(1 / in) ("default", the layer's own), or normal with standard deviation
-            1 / rank ("gaussian").
+            1 / rank ("gaussian"). Or "pissa": A and B of the weight's largest singular values (arXiv 2404.02948), in
+            equal parts; a frozen adapter "initial" keeps them.
 
     Raises:
         ValueError: the module is sharded or has an adapter of that name, a target names no layer or one that is not
-            linear, an exclusion names none of the targets or all are excluded, or `rank` is below 1.
+            linear, an exclusion names none of the targets or all are excluded, `parameters` names none or one without
+            experts, or `rank` is below 1.
     """
     if rank < 1:
         raise ValueError(f"rank must be >= 1, got {rank}")
     if init not in get_args(Init):
         raise ValueError(f"init must be one of {get_args(Init)}, got {init!r}")
+    if init == "pissa" and parameters:
+        raise ValueError("init pissa is of linear layers: parameters must be empty")
     if any(isinstance(p, DTensor) for p in module.parameters()):
         raise ValueError("module must get its adapters before it is sharded, got sharded parameters")
     before = lora_layers(module)
@@ -75,19 +82,23 @@ def add_lora(  # noqa: PLR0913 - all but two are keyword-only, and each is one o
         lora_alpha=alpha,  # type: ignore[arg-type]  # peft divides it by the rank, or its root
         use_rslora=use_rslora,
         target_modules=named,  # peft would apply a regular expression to experts of transformers differently
+        target_parameters=_named_parameters(module, parameters) or None,
         exclude_modules=[name for name, _ in module.named_modules() if name not in named and name.endswith(longer)],
         init_lora_weights="gaussian" if init == "gaussian" else True,
     )
-    config._register_custom_module({nn.Linear: LoraLinear})
+    config._register_custom_module({nn.Linear: LoraLinear, nn.Module: ParamWrapper})  # the first that fits
+    names = [adapter, INITIAL] if init == "pissa" and not before else [adapter]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Already found a `peft_config`")  # of the adapters before
-        inject_adapter_in_model(config, module, adapter, low_cpu_mem_usage=True)  # samples no random number
+        for name in names:
+            inject_adapter_in_model(config, module, name, low_cpu_mem_usage=True)  # samples no random number
     for layer in lora_layers(module).values():
         layer.set_adapter(active)
     added = adapter_layers(module, adapter).values()
     for layer in added:
-        for side in (layer.lora_A[adapter], layer.lora_B[adapter]):
-            side.to_empty(device=layer.weight.device).requires_grad_(not before)
+        for name in names:
+            for side in (layer.lora_A[name], layer.lora_B[name]):
+                side.to_empty(device=layer.frozen.device).requires_grad_(name == active)
     init_adapter(module, adapter, seed=seed, init=init)
     return len(added)
 
@@ -100,15 +111,21 @@ def init_adapter(module: nn.Module, adapter: str = "default", *, seed: int, init
         module: with the adapter.
         adapter: its name.
         seed, init: as for `add_lora`.
+
+    Raises:
+        ValueError: the module is sharded, for "pissa", which takes whole weights.
     """
     generator = torch.Generator().manual_seed(seed)
     for layer in adapter_layers(module, adapter).values():
         down, up = factors(layer, adapter)
         if down.is_meta:
             continue
+        if init == "pissa":
+            _init_as_largest(layer, adapter, seed)
+            continue
         values = torch.empty(down.shape)  # in float32 on the CPU: the same for all devices
         if init == "gaussian":
-            values.normal_(std=1 / len(values), generator=generator)
+            values.normal_(std=1 / layer.r[adapter], generator=generator)
         else:
             nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
         if isinstance(down, DTensor):
@@ -117,9 +134,32 @@ def init_adapter(module: nn.Module, adapter: str = "default", *, seed: int, init
         up.zero_()
 
 
-def lora_layers(module: nn.Module) -> dict[str, LoraLinear]:
+def _init_as_largest(layer: AdaptedLayer, adapter: str, seed: int) -> None:
+    """Give A and B, and those that are subtracted, the part of the layer's weight with the largest singular values."""
+    weight = layer.frozen
+    if isinstance(weight, DTensor):
+        raise ValueError("module must be whole for init pissa, got sharded parameters")
+    devices = [] if weight.device.type == "cpu" else [weight.device]
+    with torch.random.fork_rng(devices, device_type=weight.device.type):
+        torch.manual_seed(seed)
+        more = min(layer.r[adapter] + 8, *weight.shape)  # than are kept, which are more exact so
+        found = torch.svd_lowrank(weight.float(), q=more, niter=16)
+    left, sizes, right = (each[..., : layer.r[adapter]] for each in found)
+    roots = (sizes / layer.scaling[adapter]).sqrt()
+    for each in {adapter, INITIAL} & set(layer.lora_A):
+        down, up = factors(layer, each)
+        down.copy_((right * roots).t())
+        up.copy_(left * roots)
+
+
+def lora_layers(module: nn.Module) -> dict[str, AdaptedLayer]:
     """Return the layers that carry adapters, by module name; empty without LoRA."""
-    return {name: layer for name, layer in module.named_modules() if isinstance(layer, LoraLinear)}
+    return {name: layer for name, layer in module.named_modules() if isinstance(layer, AdaptedLayer)}
+
+
+def adapted_params(module: nn.Module) -> dict[str, AdaptedLayer]:
+    """Return the layers that carry adapters, by the names that their frozen parameters have without adapters."""
+    return {f"{base_name(name)}.{layer.parameter_name}": layer for name, layer in lora_layers(module).items()}
 
 
 def base_name(name: str) -> str:
@@ -132,9 +172,9 @@ def unadapted_params(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
     Adapters and the weights below them are left out: a receiver of weights needs their merged value.
     """
-    left_out = tuple(f"{name}.{piece}" for name in lora_layers(module) for piece in ("lora_", "base_layer.weight"))
+    adapted, adapters = adapted_params(module), all_factors(module)
     for name, param in module.named_parameters():
-        if not name.startswith(left_out):
+        if param not in adapters and base_name(name) not in adapted:
             yield base_name(name), param
 
 
@@ -177,7 +217,7 @@ def adapter_params(module: nn.Module, name: str) -> list[nn.Parameter]:
     return [p for layer in adapter_layers(module, name).values() for p in factors(layer, name)]
 
 
-def adapter_layers(module: nn.Module, name: str) -> dict[str, LoraLinear]:
+def adapter_layers(module: nn.Module, name: str) -> dict[str, AdaptedLayer]:
     """Return the layers that carry one adapter, by module name.
 
     Raises:
@@ -197,7 +237,7 @@ def all_factors(module: nn.Module) -> set[nn.Parameter]:
 
 
 @contextmanager
-def _restored(module: nn.Module) -> Iterator[list[LoraLinear]]:
+def _restored(module: nn.Module) -> Iterator[list[AdaptedLayer]]:
     """Yield the layers with adapters, and restore their active adapters afterwards."""
     layers = list(lora_layers(module).values())
     before = [(layer, layer.active_adapters, layer.disable_adapters) for layer in layers]
@@ -223,6 +263,19 @@ def _named(module: nn.Module, targets: Sequence[str] | str) -> list[str]:
     if others := [name for name, layer in named.items() if type(layer) not in (nn.Linear, LoraLinear)]:
         raise ValueError(f"targets must name linear layers, got {others[0]}, a {type(named[others[0]]).__name__}")
     return list(named)
+
+
+def _named_parameters(module: nn.Module, endings: Sequence[str]) -> list[str]:
+    """Return the names of the parameters with these endings; raise ValueError unless each names some of experts."""
+    adapters = all_factors(module)
+    params = {base_name(name): param for name, param in module.named_parameters() if param not in adapters}
+    named = {ending: [name for name in params if f".{name}".endswith(f".{ending}")] for ending in endings}
+    every = [name for names in named.values() for name in names]
+    if missing := [ending for ending, names in named.items() if not names]:
+        raise ValueError(f"parameters must all name some of {type(module).__name__}, found none named {missing}")
+    if others := [name for name in every if params[name].ndim != 3]:
+        raise ValueError(f"parameters must be [experts, out, in], got {others[0]}, {list(params[others[0]].shape)}")
+    return every
 
 
 def _without(named: Sequence[str], exclude: Sequence[str]) -> list[str]:

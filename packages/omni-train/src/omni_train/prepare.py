@@ -30,6 +30,7 @@ class Lora:
     init: lora.Init
     seed: int
     exclude: Sequence[str] = ()
+    parameters: Sequence[str] = ()
     use_rslora: bool = False
     others: tuple[str, ...] = ()
 

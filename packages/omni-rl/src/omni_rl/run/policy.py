@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from omni_train import lora
-from omni_train.lora_linear import factors
+from omni_train.lora_layer import factors
 from omni_train.optim import plain_backward
 from omni_train.shard import reshard
 from omni_train.weights.snapshot import Ema, Snapshot

@@ -48,6 +48,7 @@ from omni_rl.settings.args import RunArgs, num_ranks, num_samplers, offloaded, s
 from omni_rl.settings.early import files_of
 from omni_rl.settings.eval_sets import GOLD, setting_of
 from omni_rl.settings.fields import change, flag, flat, require, values_of
+from omni_rl.settings.groups import TokenLora
 from omni_rl.settings.toml import to_toml
 
 SHIPPED = "omni-rollout's, with a token for each word of a prompt, as {} cannot be fetched: {}"
@@ -269,6 +270,7 @@ def preparation(
         own.init,
         args.seed,
         exclude=own.exclude.split(",") if own.exclude else (),
+        parameters=own.target_parameters.split(",") if isinstance(own, TokenLora) and own.target_parameters else (),
         use_rslora=own.use_rslora,
     )
     on_host = "activations" in offloaded(args)
@@ -307,6 +309,7 @@ def beside(how: Preparation, needs: Needs, adapters: Mapping[str, Path]) -> Prep
     """
     if not how.lora:
         return how
+    require((not needs.teachers or how.lora.init != "pissa", "--lora.init pissa does not go with teachers"))
     kept = ["old"] * needs.old_policy + ["reference"] * bool(needs.reference and adapters)
     return replace(how, lora=replace(how.lora, others=(*kept, *(f"teacher_{name}" for name in needs.teachers))))
 

@@ -248,7 +248,7 @@ def check_run(args: RunArgs) -> None:
         check_urls(values.get(setting, ""), flag_of(setting))
     check_gold(args.eval, [args.prompts, values.get("scorer.name", ""), values.get("scorer.url", "")])
     missing = next((flag_of(name) for name in marked(type(args), REQUIRED) if not values[name]), "")
-    offload, plain = offloaded(args), Lora()
+    offload, plain = offloaded(args), type(lora)()
     unused = next((key for key, value in vars(lora).items() if key != "alpha" and value != vars(plain)[key]), "")
     require(
         (not missing, f"{missing} must be given, or come from --preset NAME or --config FILE.toml"),
@@ -276,6 +276,8 @@ def check_run(args: RunArgs) -> None:
         (args.profile <= args.train_steps,
          f"--profile must be <= --train-steps ({args.train_steps}), got {args.profile}"),
         (lora.rank or not unused, f"--lora.{unused.replace('_', '-')} needs --lora.rank > 0"),
+        (lora.init != "pissa" or (mode != "fsdp2" and not args.init_weights),
+         "--lora.init pissa needs whole weights, not fsdp2's, and does not go with --init-weights"),
         (memory.gradient_checkpointing or not memory.keep_products_gb,
          "--memory.keep-products-gb needs --memory.gradient-checkpointing"),
         (memory.base_dtype == "auto" or (lora.rank and memory.gradient_checkpointing and mode != "fsdp2"),

@@ -57,7 +57,14 @@ class Lora:
     use_rslora: bool = False  # Make the scale alpha / sqrt(rank)
     targets: str = ""  # Layers that get adapters, separated by commas (default: the model's own list)
     exclude: str = ""  # Those of them that get none, separated by commas
-    init: Literal["default", "gaussian"] = "default"  # Distribution of the adapters' first values
+    init: Literal["default", "gaussian", "pissa"] = "default"  # First values: random, or the weights' largest part
+
+
+@dataclass(frozen=True)
+class TokenLora(Lora):
+    """LoRA adapters of a language model."""
+
+    target_parameters: str = ""  # Parameters of experts that get adapters too, as mlp.experts.down_proj, with commas
 
 
 @dataclass(frozen=True)

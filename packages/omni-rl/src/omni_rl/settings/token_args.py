@@ -16,7 +16,7 @@ from omni_rl.settings.args import (
 )
 from omni_rl.settings.eval_sets import ThoughtEval, TokenEval, check_sets
 from omni_rl.settings.fields import at_least, between, flag, require
-from omni_rl.settings.groups import TokenScorer, ToolCalls
+from omni_rl.settings.groups import TokenLora, TokenScorer, ToolCalls
 
 if TYPE_CHECKING:
     from omni_reward.rules import Rules
@@ -28,6 +28,9 @@ class TokenArgs(RunArgs):
 
     OFFLOAD = "optimizer activations"
     RATES = (1e-6, 3e-6)
+
+    # Model
+    lora: TokenLora = TokenLora()  # Adapters
 
     # Sampling
     max_prompt_tokens: Annotated[int, at_least(0)] = 0  # Most tokens of a prompt and its media; 0 is any
@@ -81,6 +84,8 @@ def check_tokens(args: TokenArgs) -> None:
     own = [held.temperature for held in args.eval.sets if held.temperature is not None]
     temperatures = [args.temperature, args.eval.temperature, *own]  # vLLM would draw with 0.01 for any below
     require(
+        (not args.lora.target_parameters or not args.sharding.experts,
+         "--lora.target-parameters does not go with --sharding.experts"),
         (args.engine != "vllm" or not args.tool.function,
          "--tool.function needs --engine transformers, got --engine vllm"),
         (args.engine != "vllm" or find_spec("vllm"),

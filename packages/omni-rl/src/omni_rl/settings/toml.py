@@ -25,7 +25,7 @@ ELSEWHERE = {  # what takes the place of names that other projects have
     "--height and --width": "resolution image-size", "--name, as the run writes to runs/NAME": "output-dir run-name",
     "--tracking.to": "report-to", "--tracking.to wandb": "wandb", "--tracking.to tensorboard": "tensorboard",
     "--train-steps": "steps max-steps max-train-steps epochs num-epochs num-train-epochs", "--lora.rank": "lora-r",
-    "--lora.exclude": "exclude-modules", "--lora.use-rslora": "rslora use-rslora",
+    "--lora.exclude": "exclude-modules", "--lora.use-rslora": "rslora use-rslora", "--lora.init": "init-lora-weights",
     "--num-inference-steps": "num-steps", "--dtype": "precision mixed-precision", "--dtype bfloat16": "bf16",
     "--optim.lr-scheduler-type": "lr-scheduler", "--optim.warmup-steps": "lr-warmup-steps",
     "--optim.weight-decay": "adam-weight-decay", "--optim.adam-epsilon": "adam-eps",
@@ -38,11 +38,11 @@ ELSEWHERE = {  # what takes the place of names that other projects have
     "omni-rl train gspo": "gspo", "omni-rl train distill": "opd", "omni-rl train unigrpo": "unigrpo",
 }  # fmt: skip
 FLOAT16 = "float16 needs a loss scaled by GradScaler, which no trainer has: give --dtype bfloat16 or float32"
+ADAPTER_DTYPE = "adapters are float32 for every --dtype: bfloat16 would round most of RL's small steps away"
 REFUSED = {  # what peft and transformers have and a run does not, with the reason
     "use-dora": "an adapter is kept, averaged and exported as A and B, which cannot hold DoRA's magnitudes",
-    "pissa": "PiSSA changes the frozen weights: without its adapter the net would not be the reference",
-    "target-parameters": "adapters are on linear layers, which --lora.targets names",
-    "autocast-adapter-dtype": "adapters are float32 for every --dtype, as their steps are",
+    "target-parameters": "diffusers opens no adapters of parameters: name linear layers by --lora.targets",
+    "autocast-adapter-dtype": ADAPTER_DTYPE, "lora-dtype": ADAPTER_DTYPE,
     "fp16": FLOAT16, "float16": FLOAT16,
 }  # fmt: skip
 

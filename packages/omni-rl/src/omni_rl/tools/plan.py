@@ -38,7 +38,7 @@ from omni_rollout.types import Cond
 from omni_train.checkpoint.parts import part_files
 from omni_train.checkpoint.state import train_state
 from omni_train.log import RunLog
-from omni_train.lora_linear import LoraLinear
+from omni_train.lora_layer import AdaptedLayer
 from omni_train.planned import PLANNED, PlannedDevice, planned_ranks
 from omni_train.prompts.files import PromptRecord, load_prompts
 from omni_train.prompts.sampler import PromptSampler
@@ -428,7 +428,7 @@ class PlannedWorld(World):
         self, net: nn.Module, shapes: object, block_names: Collection[str], forward: Callable[[], Tensor]
     ) -> Tensor:
         """Return what a forward of the net gives, or a tensor like that of an earlier one of these shapes."""
-        active = next((layer.active for layer in net.modules() if isinstance(layer, LoraLinear)), None)
+        active = next((layer.active for layer in net.modules() if isinstance(layer, AdaptedLayer)), None)
         key = repr((id(net), torch.is_grad_enabled(), active, shapes))
         seen = self._seen.get(key)
         if seen and (seen.trained or not seen.is_graph):  # to the end of its backward pass

@@ -5,7 +5,7 @@ Sharded tensors are gathered one at a time; every rank takes part.
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import islice
@@ -27,8 +27,18 @@ from omni_train.checkpoint.state import in_batches
 from omni_train.dist import Dist, gather_json, same_error
 from omni_train.experts import owners_of
 from omni_train.files import new_folder
-from omni_train.lora import adapter_layers, base_name, lora_layers
-from omni_train.lora_linear import LoraLinear, factors
+from omni_train.lora import adapted_params, adapter_layers, all_factors, base_name, lora_layers
+from omni_train.lora_layer import (
+    INITIAL,
+    AdaptedLayer,
+    LoraLinear,
+    ParamWrapper,
+    add_product,
+    all_factors_of,
+    change_of,
+    factors,
+    joined,
+)
 from omni_train.weights.card import CARD_FILE, model_card
 from omni_train.weights.load import check_files, read_shapes, read_tensors
 
@@ -53,21 +63,23 @@ def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     Args:
         module: with or without adapters, sharded or not.
     """
-    layers = lora_layers(module)
-    adapters = tuple(f"{name}.lora_" for name in layers)
-    adapted = {f"{name}.base_layer.weight": layer for name, layer in layers.items() if layer.active}
+    adapters = all_factors(module)
+    adapted = {name: layer for name, layer in adapted_params(module).items() if layer.active}
+    weights = {base_name(name): t for name, t in module.state_dict(keep_vars=True).items() if t not in adapters}
     sources = {  # of each weight, itself and the factors that are merged into it
-        name: [tensor, *(factors(adapted[name], adapted[name].active) if name in adapted else ())]
-        for name, tensor in module.state_dict(keep_vars=True).items()
-        if not name.startswith(adapters)
+        name: [tensor, *(all_factors_of(adapted[name], adapted[name].active) if name in adapted else ())]
+        for name, tensor in weights.items()
     }
     owners = owners_of(module)
     for group in in_batches(sources.items(), GROUP_BYTES, num_bytes=lambda item: sum(each.nbytes for each in item[1])):
         whole = iter(gather([tensor for _, tensors in group for tensor in tensors], owners))
         for name, tensors in group:
-            weight, *pair = islice(whole, len(tensors))
-            yield base_name(name), _merged(adapted[name], weight, *pair) if pair else weight
-            del weight, pair
+            weight, *own = islice(whole, len(tensors))
+            if own:
+                layer = adapted[name]
+                weight = add_product(weight.float(), *joined(*own), layer.scaling[layer.active]).to(weight.dtype)
+            yield name, weight
+            del weight, own
         del whole  # before the next ones are gathered
 
 
@@ -120,9 +132,9 @@ def named_adapter(module: nn.Module, adapter: str = "default") -> Iterator[tuple
     form gives the same output everywhere. Every rank must run the iteration to its end.
     """
     for name, layer in adapter_layers(module, adapter).items():  # an unknown name is an error before any rank gathers
-        down, up = factors(layer, adapter)
-        yield f"{name}.lora_A.weight", _full(down)
-        yield f"{name}.lora_B.weight", _full(up) * layer.scaling[adapter]
+        down, up = joined(*map(_full, all_factors_of(layer, adapter)))
+        yield f"{name}.lora_A.weight", down
+        yield f"{name}.lora_B.weight", up * layer.scaling[adapter]
 
 
 @torch.no_grad()
@@ -163,7 +175,7 @@ def save_weights(
     if card is not None:
         texts[CARD_FILE] = model_card(card, is_lora=is_lora, part=part, into=into or part)
     if is_lora:
-        file, state = LORA_FILE, _factors_by_name(module, adapter, part)
+        file, state = LORA_FILE, _factors_by_name(module, adapter, part, change_of)
         weights = (tensor for _, tensor in named_adapter(module, adapter))
     else:
         file = f"{part}/{FULL_FILE}"
@@ -187,19 +199,21 @@ def save_peft(
         ValueError, OSError: as `save_weights`.
     """
     layers = adapter_layers(module, "default")
-    rank = len(factors(next(iter(layers.values())), "default")[0])
+    rank = next(layer.r["default"] * (1 + (INITIAL in layer.lora_A)) for layer in layers.values())
+    of_experts = [name for name, layer in adapted_params(module).items() if isinstance(layer, ParamWrapper)]
     config = LoraConfig(
         task_type=TaskType.CAUSAL_LM,
         base_model_name_or_path=base,
         r=rank,
         lora_alpha=rank,  # B is multiplied by alpha / rank already
-        target_modules=[f"{prefix}{name}" for name in layers],
+        target_modules=[f"{prefix}{name}" for name, layer in layers.items() if isinstance(layer, LoraLinear)],
+        target_parameters=[f"{prefix}{name}" for name in of_experts] or None,
         inference_mode=True,
     )
     texts = {CONFIG_NAME: json.dumps(config.to_dict(), indent=2, default=sorted) + "\n"}  # sets become lists
     if card is not None:
         texts[CARD_FILE] = model_card(card, is_lora=True, library="transformers")
-    state = _factors_by_name(module, "default", f"{PEFT_PART}.{prefix}".rstrip("."))
+    state = _factors_by_name(module, "default", f"{PEFT_PART}.{prefix}".rstrip("."), change_of)
     _save(folder, dist, PEFT_FILE, state, (tensor for _, tensor in named_adapter(module)), texts)
 
 
@@ -398,12 +412,20 @@ def check_adapter(
     return targets
 
 
-def _factors_by_name(module: nn.Module, adapter: str, part: str) -> dict[str, Tensor]:
-    """Return the adapter's factors, in the order of `named_adapter`, by their names in a file."""
+def _factors_by_name(
+    module: nn.Module,
+    adapter: str,
+    part: str,
+    pair: Callable[[AdaptedLayer, str], tuple[Tensor, Tensor]] = factors,
+) -> dict[str, Tensor]:
+    """Return the adapter's factors, in the order of `named_adapter`, by their names in a file.
+
+    pair: gives A and B of a layer.
+    """
     return {
         f"{part}.{name}.lora_{which}.weight": factor
         for name, layer in adapter_layers(module, adapter).items()
-        for which, factor in zip("AB", factors(layer, adapter), strict=True)
+        for which, factor in zip("AB", pair(layer, adapter), strict=True)
     }
 
 
@@ -424,11 +446,6 @@ def _full(value: Tensor, owners: Mapping[Tensor, int] = MappingProxyType({})) ->
     whole = local if len(local) else local.new_empty(value.shape)
     torch.distributed.broadcast(whole, group=value.device_mesh.get_group(), group_src=owners[value])
     return whole
-
-
-def _merged(layer: LoraLinear, weight: Tensor, down: Tensor, up: Tensor) -> Tensor:
-    """Return the weight with the active adapter merged."""
-    return torch.addmm(weight.float(), up, down, alpha=layer.scaling[layer.active]).to(weight.dtype)
 
 
 def _config(module: nn.Module) -> str:

@@ -1,0 +1,154 @@
+"""Frozen layers with adapters, which peft injects in place of its own: a linear one, and one of experts.
+
+The linear layer computes `W x + (alpha / rank) * B A x`; W is frozen, A is [rank, in], B is [out, rank] (LoRA, arXiv
+2106.09685). A and B are float32 for any dtype of W. For a float32 input it computes the formula literally. For a lower
+precision it rounds A and B to the dtype of its input and adds their product into the output of W: only matrix products,
+and no other pass over activations.
+
+With PiSSA (arXiv 2404.02948) A and B begin as the largest part of W, and what they begin with, the adapter "initial",
+is subtracted: W stays as it is, and a file has factors of twice the rank.
+
+A parameter of E experts, [E, out, in], has A [rank * E, in] and B [out, rank * E], in peft's order: A by expert, B by
+rank. As in peft, its module computes with `W + (alpha / rank) * B A`, rounded to the dtype of W.
+"""
+
+from typing import Any
+
+import torch
+from peft.tuners import lora
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.functional import linear
+
+INITIAL = "initial"  # adapter that is subtracted from the others of its layer
+
+
+class AdaptedLayer(lora.LoraLayer):
+    """A frozen layer with adapters of peft, one of which is active, or none."""
+
+    parameter_name = "weight"  # what the adapters change
+
+    @property
+    def frozen(self) -> nn.Parameter:
+        """The parameter without adapters."""
+        param: nn.Parameter = getattr(self.get_base_layer(), self.parameter_name)
+        return param
+
+    @property
+    def active(self) -> str:
+        """The active adapter, "" for none."""
+        name = self.active_adapters[0]
+        return name if name in self.lora_A and not self.disable_adapters else ""
+
+    def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
+        """Set the active adapter; parameters keep `requires_grad`, since a shard or a graph may refer to them."""
+        self._active_adapter = adapter_names
+
+    def enable_adapters(self, enabled: bool) -> None:
+        """Switch all adapters on or off; parameters keep `requires_grad`, as in `set_adapter`."""
+        self._disable_adapters = not enabled
+
+
+class LoraLinear(AdaptedLayer, lora.Linear):
+    """A frozen linear layer, `base_layer`, with adapters."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the output [..., out] for `x` [..., in]."""
+        name = self.active
+        if not name:
+            return self.base_layer(x)
+        (down, up), scale = change_of(self, name), self.scaling[name]
+        if x.dtype == torch.float32:
+            return self.base_layer(x) + linear(linear(x, down), up) * scale
+        output: Tensor = _LowRank.apply(x, (self.base_layer.weight, self.base_layer.bias), down, up, scale)
+        return output
+
+
+class ParamWrapper(AdaptedLayer, lora.ParamWrapper):  # peft finds a wrapper around another by this name
+    """A module, `base_layer`, with adapters of a parameter [E, out, in]; or a wrapper of another parameter of it."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the module does with the changed parameter."""
+        name = self.active
+        if not name:
+            return self.base_layer(*args, **kwargs)
+        inside = f"{'base_layer.' * isinstance(self.base_layer, ParamWrapper)}{self.parameter_name}"
+        changed = add_product(self.frozen, *factors(self, name), self.scaling[name])
+        return functional_call(self.base_layer, {inside: changed}, args, kwargs)
+
+
+def add_product(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
+    """Return a weight [out, in] or [E, out, in] plus `scale` times the product of its factors, in its dtype."""
+    down, up = down.to(weight.dtype), up.to(weight.dtype)
+    if weight.ndim == 2:
+        return torch.addmm(weight, up, down, alpha=scale)
+    ups = up.unflatten(1, (-1, len(weight))).permute(2, 0, 1)
+    return torch.baddbmm(weight, ups, down.unflatten(0, (len(weight), -1)), alpha=scale)
+
+
+class _LowRank(torch.autograd.Function):
+    """`W x + b + scale * B A x` with A and B rounded; gradients for x, and for A and B before rounding."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, layer: tuple[Tensor, Tensor | None], down: Tensor, up: Tensor, scale: float
+    ) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        rounded_down, rounded_up = down.to(x.dtype), up.to(x.dtype)
+        inner = rows @ rounded_down.t()
+        ctx.save_for_backward(rows, inner, layer[0], rounded_down, rounded_up)
+        ctx.scale, ctx.dtype, ctx.shape = scale, down.dtype, x.shape
+        out = _add_product(linear(rows, *layer), inner, rounded_up.t(), scale)
+        return out.view(*x.shape[:-1], out.shape[-1])  # also without rows
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, inner, weight, down, up = ctx.saved_tensors
+        grad = grad.reshape(-1, grad.shape[-1])
+        grad_inner = grad @ up
+        grad_x = grad_down = grad_up = None
+        if ctx.needs_input_grad[0]:
+            grad_x = _add_product(grad @ weight, grad_inner, down, ctx.scale).view(ctx.shape)
+        if ctx.needs_input_grad[2]:
+            grad_down = (grad_inner.t() @ rows).mul_(ctx.scale).to(ctx.dtype)
+            grad_up = (grad.t() @ inner).mul_(ctx.scale).to(ctx.dtype)
+        return grad_x, None, grad_down, grad_up, None
+
+
+def _add_product(out: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Add `scale * a @ b` into `out`; the compiler would turn `addmm_` into an addition to a copy of `out`."""
+    if torch.compiler.is_compiling():
+        torch.ops.omni_train.add_product_(out, a, b, scale)
+        return out
+    return out.addmm_(a, b, alpha=scale)
+
+
+_OPS = torch.library.Library("omni_train", "FRAGMENT")
+_OPS.define("add_product_(Tensor(a!) out, Tensor a, Tensor b, float scale) -> ()")
+
+
+@torch.library.impl(_OPS, "add_product_", "CompositeExplicitAutograd")
+def _(out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
+    out.addmm_(a, b, alpha=scale)
+
+
+def all_factors_of(layer: AdaptedLayer, name: str) -> list[nn.Parameter]:
+    """Return A and B of one layer's adapter, and of the one that is subtracted from it, if any."""
+    return [factor for each in (name, INITIAL) if each in layer.lora_A for factor in factors(layer, each)]
+
+
+def change_of(layer: AdaptedLayer, name: str) -> tuple[Tensor, Tensor]:
+    """Return A and B of what one layer's adapter changes."""
+    return joined(*all_factors_of(layer, name))
+
+
+def joined(down: Tensor, up: Tensor, *subtracted: Tensor) -> tuple[Tensor, Tensor]:
+    """Return A and B of one adapter, or of one minus another, whose rank is twice as large."""
+    if not subtracted:
+        return down, up
+    return torch.cat([down, subtracted[0]]), torch.cat([up, -subtracted[1]], dim=1)
+
+
+def factors(layer: AdaptedLayer, name: str) -> tuple[nn.Parameter, nn.Parameter]:
+    """Return A and B of one layer's adapter."""
+    return layer.lora_A[name].weight, layer.lora_B[name].weight  # type: ignore[return-value]
