@@ -1,5 +1,5 @@
 # Two commands on a fresh machine with Python 3.11 to 3.13: `make demo` and `make test`. Both build .venv when it is missing.
-.PHONY: help install demo demo-short leaderboard test test-all test-emulated gpu-check test-vllm-omni install-vllm-omni test-vllm install-vllm check constraints wheels test-wheels site
+.PHONY: help install demo demo-short leaderboard test test-all test-trackers test-emulated gpu-check test-vllm-omni install-vllm-omni test-vllm install-vllm check constraints wheels test-wheels site
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\): ## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -24,6 +24,9 @@ test: ## The tests that need no accelerator, of similar cases some; those of the
 test-all: ## The same with all similar cases
 	scripts/chromium
 	scripts/env pytest -q -n 2 --dist worksteal -m "not gpu"
+
+test-trackers: ## Those of the trackers alone, which `make test` has too; their libraries are in an environment of their own
+	scripts/env pytest -q tests/rl/test_rl_sinks.py
 
 test-emulated: ## Those of the emulated accelerator alone, which `make test` has too; they need g++
 	scripts/env pytest -q tests/emulated

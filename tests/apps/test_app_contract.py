@@ -219,7 +219,7 @@ RESUMED = {
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", sampled(RESUMED, 3))
+@pytest.mark.parametrize("name", sampled(RESUMED, 2))
 def test_a_run_that_lost_its_last_step_ends_bit_for_bit_as_before_and_logs_documented_names(here, bright_url, name):
     """With all weights or an adapter, as TEST_SEED says; the last checkpoint goes, as if a kill had come before it."""
     row, steps = RESUMED[name]

@@ -82,6 +82,8 @@ def read_swanlab(folder: Path) -> list[tuple[int, dict[str, Any]]]:
         reader.open(path)
         for data in reader:
             record = Record.FromString(data)
+            if record.scalar.key.startswith("__swanlab__"):  # of the machine, every ten seconds
+                continue
             if record.HasField("scalar"):
                 found.setdefault(record.scalar.step, {})[record.scalar.key] = record.scalar.value.number
             if record.HasField("media"):

@@ -12,9 +12,10 @@ from omni_train.lora import (
     reference,
     unadapted_params,
 )
+from omni_train.lora_layer import factors_with_initial, minus
 from omni_train.optim import build_adamw
 from omni_train.shard import shard
-from omni_train.weights.full import named_adapter, named_weights
+from omni_train.weights.full import LORA_FILE, check_adapter, named_adapter, named_weights
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn.functional import linear
@@ -326,10 +327,13 @@ class Experts(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(5)
-        self.up, self.down = nn.Parameter(torch.randn(3, 4, 2)), nn.Parameter(torch.randn(3, 2, 4))
+        shapes = {"up": (3, 4, 2), "gate": (3, 4, 2), "down": (3, 2, 4)}
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape)))
 
     def forward(self, x):
-        return torch.bmm(self.down, torch.bmm(self.up, x[..., None]).tanh())[..., 0]
+        inner = torch.bmm(self.up, x[..., None]).tanh() * torch.bmm(self.gate, x[..., None])
+        return torch.bmm(self.down, inner)[..., 0]
 
 
 class Mixture(nn.Module):
@@ -341,7 +345,7 @@ class Mixture(nn.Module):
         return self.out(self.experts(x))
 
 
-PARAMETERS = ["experts.up", "experts.down"]
+PARAMETERS = ["experts.up", "experts.gate", "experts.down"]
 ROWS = torch.tensor([[1.0, -2.0], [0.5, 3.0], [-1.0, 1.5]])
 
 
@@ -362,7 +366,7 @@ def test_experts_in_one_parameter_get_an_adapter_as_pefts(run_ranks):
         nn.init.normal_(p)
     state = {name: value for name, value in net.state_dict().items() if ".old." not in name}
     peft_net.base_model.model.load_state_dict(state)
-    assert len(trainable(net)) == 6
+    assert len(trainable(net)) == 8
 
     (expected := peft_net(ROWS)).square().sum().backward()
     wanted = {name.removeprefix("base_model.model."): p.grad for name, p in peft_net.named_parameters()}
@@ -410,18 +414,25 @@ def test_an_adapter_of_experts_switches_averages_and_leaves_the_rest_to_a_receiv
             ["experts.up", "side"],
             r"parameters must all name some of Mixture, found none named \['side'\]",
         ),
+        (
+            ["turned.up"],
+            r"parameters must be \[experts, out, in\], got turned.up, whose module has \[experts, in, out\]",
+        ),
         (["out.weight"], r"parameters must be \[experts, out, in\], got out.weight, \[2, 2\]"),
     ],
 )
 def test_a_parameter_that_is_none_of_experts_is_refused(parameters, message):
+    net = Mixture()
+    net.turned = Experts()
+    net.turned.is_transposed = True
     with pytest.raises(ValueError, match=message):
-        add_lora(Mixture(), ["out"], parameters=parameters, rank=2, alpha=3, seed=1)
+        add_lora(net, ["out"], parameters=parameters, rank=2, alpha=3, seed=1)
 
 
-def test_pissa_begins_as_the_largest_part_of_the_weights_and_is_peft_without_its_residue(tmp_path):
-    """W stays as it is; peft, whose W is the rest, has the same outputs, gradients and converted weights."""
+def test_pissa_begins_as_pefts_and_leaves_the_weights_as_they_are():
+    """In peft the frozen weights are the rest; here what A and B begin with is subtracted."""
     config = LoraConfig(r=2, lora_alpha=4, target_modules=["up", "down"], init_lora_weights="pissa")
-    peft_net, net = get_peft_model(Net(), config), Net()
+    net = Net()
     torch.manual_seed(3)
     plain = {name: nn.init.normal_(value) for name, value in net.state_dict().items()}
     peft_net = get_peft_model(net, config)
@@ -432,7 +443,7 @@ def test_pissa_begins_as_the_largest_part_of_the_weights_and_is_peft_without_its
     original = Net()
     original.load_state_dict(plain)
     assert trainable(net) == trainable(make_net("default"))
-    torch.testing.assert_close(net(X), original(X))
+    assert torch.equal(net(X), original(X))
     with reference(net):
         assert torch.equal(net(X), original(X))
     products = [up @ down for down, up in zip(*[iter(adapter_params(net, "default"))] * 2, strict=True)]
@@ -450,5 +461,59 @@ def test_pissa_begins_as_the_largest_part_of_the_weights_and_is_peft_without_its
     assert written["up.lora_A.weight"].shape == (4, 3)
     change = written["up.lora_B.weight"] @ written["up.lora_A.weight"]
     torch.testing.assert_close(change, trained - original.up.weight, rtol=1e-4, atol=1e-5)
+    peft_up = peft_net.base_model.model.up
+    peft_up.lora_A.default.weight.data = net.up.lora_A.default.weight.data * 1.0
+    peft_up.lora_B.default.weight.data = net.up.lora_B.default.weight.data * 1.0
+    grads = []
+    for layer in (net.up, peft_up):
+        (out := layer(X)).square().sum().backward()
+        grads.append([factor.grad for factor in (layer.lora_A.default.weight, layer.lora_B.default.weight)])
+        torch.testing.assert_close(out, linear(X, trained, original.up.bias), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
     with adapter(net, "old"):
-        torch.testing.assert_close(net(X), original(X))
+        assert torch.equal(net(X), original(X))
+
+
+def test_a_small_step_of_pissa_is_no_rounding_error_in_bfloat16():
+    torch.manual_seed(7)
+    net, x = nn.Sequential(nn.Linear(64, 48, bias=False)), torch.randn(16, 64)
+    net[0].weight.data = net[0].weight.bfloat16().float()
+    add_lora(net, ["0"], rank=8, alpha=16, seed=1, init="pissa")
+    for p in adapter_params(net, "default"):
+        p.data.add_(3e-5 * torch.randn(p.shape).sign())
+    exact = dict(named_adapter(net))
+    change = linear(x.bfloat16().float(), exact["0.lora_B.weight"] @ exact["0.lora_A.weight"])
+    down, up = minus(*factors_with_initial(net[0], "default"))
+    rounded = linear(linear(x.bfloat16(), down.bfloat16()), up.bfloat16()) * 2.0
+    assert (rounded.float() - change).norm() < 0.02 * change.norm()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ({"init": "pissa"}, {}, "must all begin as PiSSA's, with one rank and scale, or none"),
+        ({}, {"init": "pissa"}, "must all begin as PiSSA's, with one rank and scale, or none"),
+        ({"init": "pissa"}, {"init": "pissa", "alpha": 5}, "must all begin as PiSSA's, with one rank and scale"),
+        ({"init": "pissa", "rank": 3}, {}, "rank must be at most 2 for init pissa, the smaller side of down, got 3"),
+        ({"adapter": "initial"}, {}, "adapter must be a new name, got 'initial' again"),
+    ],
+)
+def test_adapters_that_do_not_fit_pissa_are_refused(first, second, message):
+    net, plain = Net(), {"rank": 2, "alpha": 4, "seed": 1}
+
+    def add_both():
+        for name, options in (("default", first), ("old", second)):
+            add_lora(net, ["up", "down"], **({"adapter": name} | plain | options))
+
+    with pytest.raises(ValueError, match=message):
+        add_both()
+
+
+def test_pissa_is_of_linear_layers_and_takes_no_values_of_others(tmp_path):
+    with pytest.raises(ValueError, match=r"init pissa is of linear layers, got parameters \['experts.up'\]"):
+        add_lora(Mixture(), ["out"], parameters=["experts.up"], rank=2, alpha=3, seed=1, init="pissa")
+    net = Net()
+    add_lora(net, ["up"], rank=2, alpha=4, seed=1, init="pissa")
+    (tmp_path / LORA_FILE).touch()
+    with pytest.raises(ValueError, match="must have adapters that begin at 0 to load another's values, got PiSSA's"):
+        check_adapter(net, tmp_path)

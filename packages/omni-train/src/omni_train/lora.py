@@ -8,7 +8,7 @@ copies: `ema_update` writes them, `with adapter(module, "old")` uses them.
 import math
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal, get_args
 
@@ -36,12 +36,11 @@ def add_lora(  # noqa: PLR0913 - all but two are keyword-only, and each is one o
     seed: int,
     init: Init = "default",
 ) -> int:
-    """Add an adapter to the linear layers that `targets` names, before `shard`; return the number of layers with it.
+    """Add an adapter to the linear layers that `targets` names, before `shard`; return how many it has been added to.
 
     The first adapter becomes active and trainable and everything else is frozen; a later one stays inactive and frozen.
-    A fresh adapter changes no output: A depends only on `seed` and the layers' order, B is 0; with "pissa" but for
-    rounding, as what A and B begin with is subtracted. There is no dropout: the sampling policy must be the trained
-    one.
+    A fresh adapter changes no output: A depends only on `seed` and the layers' order, B is 0. There is no dropout: the
+    sampling policy must be the trained one.
 
     Args:
         module: a diffusers model or any other module.
@@ -55,34 +54,39 @@ def add_lora(  # noqa: PLR0913 - all but two are keyword-only, and each is one o
         adapter: the new adapter's name.
         seed: of A; the same on every rank.
         init: of A: uniform within sqrt(1 / in) ("default", the layer's own), or normal with standard deviation
-            1 / rank ("gaussian"). Or "pissa": A and B of the weight's largest singular values (arXiv 2404.02948), in
-            equal parts; a frozen adapter "initial" keeps them.
+            1 / rank ("gaussian"). Or "pissa": A and B begin as the product of the weight's largest singular
+            values and vectors (arXiv 2404.02948), found by iteration; a frozen adapter "initial" keeps these, which are
+            subtracted. All adapters of a module then have the same rank and scale.
 
     Raises:
         ValueError: the module is sharded or has an adapter of that name, a target names no layer or one that is not
             linear, an exclusion names none of the targets or all are excluded, `parameters` names none or one without
-            experts, or `rank` is below 1.
+            experts, `rank` is below 1, or PiSSA does not fit the layers or the adapters before.
     """
     if rank < 1:
         raise ValueError(f"rank must be >= 1, got {rank}")
     if init not in get_args(Init):
         raise ValueError(f"init must be one of {get_args(Init)}, got {init!r}")
-    if init == "pissa" and parameters:
-        raise ValueError("init pissa is of linear layers: parameters must be empty")
     if any(isinstance(p, DTensor) for p in module.parameters()):
         raise ValueError("module must get its adapters before it is sharded, got sharded parameters")
     before = lora_layers(module)
-    if any(adapter in layer.lora_A for layer in before.values()):
+    if adapter == INITIAL or any(adapter in layer.lora_A for layer in before.values()):
         raise ValueError(f"adapter must be a new name, got {adapter!r} again")
     active = next((layer.active_adapters for layer in before.values()), adapter)
     named = _without(_named(module, targets), exclude)
+    of_experts = _named_parameters(module, parameters)
+    scales = {(layer.r[INITIAL], layer.scaling[INITIAL]) for layer in before.values() if INITIAL in layer.lora_A}
+    if scales - {(rank, alpha / (rank**0.5 if use_rslora else rank))} or (before and bool(scales) != (init == "pissa")):
+        raise ValueError("adapters of one module must all begin as PiSSA's, with one rank and scale, or none")
+    if init == "pissa":
+        _check_pissa({name: module.get_submodule(name).weight.shape for name in named}, rank, of_experts)  # type: ignore[misc]
     longer = tuple(f".{name}" for name in named)  # peft also matches names that end like these
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,  # type: ignore[arg-type]  # peft divides it by the rank, or its root
         use_rslora=use_rslora,
         target_modules=named,  # peft would apply a regular expression to experts of transformers differently
-        target_parameters=_named_parameters(module, parameters) or None,
+        target_parameters=of_experts or None,
         exclude_modules=[name for name, _ in module.named_modules() if name not in named and name.endswith(longer)],
         init_lora_weights="gaussian" if init == "gaussian" else True,
     )
@@ -135,14 +139,14 @@ def init_adapter(module: nn.Module, adapter: str = "default", *, seed: int, init
 
 
 def _init_as_largest(layer: AdaptedLayer, adapter: str, seed: int) -> None:
-    """Give A and B, and those that are subtracted, the part of the layer's weight with the largest singular values."""
+    """Give A and B, also the initial ones, the part of the layer's weight with the largest singular values."""
     weight = layer.frozen
     if isinstance(weight, DTensor):
         raise ValueError("module must be whole for init pissa, got sharded parameters")
     devices = [] if weight.device.type == "cpu" else [weight.device]
     with torch.random.fork_rng(devices, device_type=weight.device.type):
         torch.manual_seed(seed)
-        more = min(layer.r[adapter] + 8, *weight.shape)  # than are kept, which are more exact so
+        more = min(layer.r[adapter] + 8, *weight.shape)  # a few that are not kept make the others more exact
         found = torch.svd_lowrank(weight.float(), q=more, niter=16)
     left, sizes, right = (each[..., : layer.r[adapter]] for each in found)
     roots = (sizes / layer.scaling[adapter]).sqrt()
@@ -253,7 +257,7 @@ def _named(module: nn.Module, targets: Sequence[str] | str) -> list[str]:
     """Return the names of the linear layers that `targets` names; raise ValueError unless each names one."""
     patterns = {targets: targets} if isinstance(targets, str) else {t: rf"(.*\.)?{re.escape(t)}" for t in targets}
     whole = re.compile("|".join(patterns.values()))
-    inside = tuple(f"{name}." for name in lora_layers(module))
+    inside = tuple(f"{name}." for name, layer in lora_layers(module).items() if isinstance(layer, LoraLinear))
     named = {
         name: layer for name, layer in module.named_modules() if whole.fullmatch(name) and not name.startswith(inside)
     }
@@ -275,7 +279,21 @@ def _named_parameters(module: nn.Module, endings: Sequence[str]) -> list[str]:
         raise ValueError(f"parameters must all name some of {type(module).__name__}, found none named {missing}")
     if others := [name for name in every if params[name].ndim != 3]:
         raise ValueError(f"parameters must be [experts, out, in], got {others[0]}, {list(params[others[0]].shape)}")
+    owners = {name: module.get_submodule(name.rpartition(".")[0]) for name in every}
+    if others := [name for name, owner in owners.items() if getattr(owner, "is_transposed", False)]:
+        raise ValueError(f"parameters must be [experts, out, in], got {others[0]}, whose module has [experts, in, out]")
     return every
+
+
+def _check_pissa(shapes: Mapping[str, tuple[int, ...]], rank: int, parameters: Sequence[str]) -> None:
+    """Raise ValueError unless the layers' weights have so many singular values, and no parameter is of experts."""
+    if parameters:
+        raise ValueError(f"init pissa is of linear layers, got parameters {list(parameters)}")
+    for name, shape in shapes.items():
+        if rank > min(shape):
+            raise ValueError(
+                f"rank must be at most {min(shape)} for init pissa, the smaller side of {name}, got {rank}"
+            )
 
 
 def _without(named: Sequence[str], exclude: Sequence[str]) -> list[str]:

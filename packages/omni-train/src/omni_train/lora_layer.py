@@ -5,8 +5,9 @@ The linear layer computes `W x + (alpha / rank) * B A x`; W is frozen, A is [ran
 precision it rounds A and B to the dtype of its input and adds their product into the output of W: only matrix products,
 and no other pass over activations.
 
-With PiSSA (arXiv 2404.02948) A and B begin as the largest part of W, and what they begin with, the adapter "initial",
-is subtracted: W stays as it is, and a file has factors of twice the rank.
+With PiSSA (arXiv 2404.02948) A and B begin as the largest part of W. W stays as it is: what they began with, A' and B'
+of the adapter "initial", is subtracted. `B A - B' A'` is computed as `(B - B') A + B' (A - A')`, of twice the rank: the
+differences are float32, or rounding to a lower precision would drop small steps. At the start it is 0.
 
 A parameter of E experts, [E, out, in], has A [rank * E, in] and B [out, rank * E], in peft's order: A by expert, B by
 rank. As in peft, its module computes with `W + (alpha / rank) * B A`, rounded to the dtype of W.
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import linear
 
-INITIAL = "initial"  # adapter that is subtracted from the others of its layer
+INITIAL = "initial"  # adapter that is subtracted from the others of a layer
 
 
 class AdaptedLayer(lora.LoraLayer):
@@ -57,7 +58,7 @@ class LoraLinear(AdaptedLayer, lora.Linear):
         name = self.active
         if not name:
             return self.base_layer(x)
-        (down, up), scale = change_of(self, name), self.scaling[name]
+        (down, up), scale = minus(*factors_with_initial(self, name)), self.scaling[name]
         if x.dtype == torch.float32:
             return self.base_layer(x) + linear(linear(x, down), up) * scale
         output: Tensor = _LowRank.apply(x, (self.base_layer.weight, self.base_layer.bias), down, up, scale)
@@ -72,9 +73,11 @@ class ParamWrapper(AdaptedLayer, lora.ParamWrapper):  # peft finds a wrapper aro
         name = self.active
         if not name:
             return self.base_layer(*args, **kwargs)
-        inside = f"{'base_layer.' * isinstance(self.base_layer, ParamWrapper)}{self.parameter_name}"
+        inside, place = self.base_layer, self.parameter_name
+        while isinstance(inside, ParamWrapper):
+            inside, place = inside.base_layer, f"base_layer.{place}"
         changed = add_product(self.frozen, *factors(self, name), self.scaling[name])
-        return functional_call(self.base_layer, {inside: changed}, args, kwargs)
+        return functional_call(self.base_layer, {place: changed}, args, kwargs)
 
 
 def add_product(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
@@ -132,21 +135,16 @@ def _(out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
     out.addmm_(a, b, alpha=scale)
 
 
-def all_factors_of(layer: AdaptedLayer, name: str) -> list[nn.Parameter]:
-    """Return A and B of one layer's adapter, and of the one that is subtracted from it, if any."""
+def factors_with_initial(layer: AdaptedLayer, name: str) -> list[nn.Parameter]:
+    """Return A and B of one layer's adapter, and those that are subtracted, if any."""
     return [factor for each in (name, INITIAL) if each in layer.lora_A for factor in factors(layer, each)]
 
 
-def change_of(layer: AdaptedLayer, name: str) -> tuple[Tensor, Tensor]:
-    """Return A and B of what one layer's adapter changes."""
-    return joined(*all_factors_of(layer, name))
-
-
-def joined(down: Tensor, up: Tensor, *subtracted: Tensor) -> tuple[Tensor, Tensor]:
-    """Return A and B of one adapter, or of one minus another, whose rank is twice as large."""
-    if not subtracted:
+def minus(down: Tensor, up: Tensor, *initial: Tensor) -> tuple[Tensor, Tensor]:
+    """Return A and B; or with the initial ones, the factors of the difference of both products, of twice the rank."""
+    if not initial:
         return down, up
-    return torch.cat([down, subtracted[0]]), torch.cat([up, -subtracted[1]], dim=1)
+    return torch.cat([down, down - initial[0]]), torch.cat([up - initial[1], initial[1]], dim=1)
 
 
 def factors(layer: AdaptedLayer, name: str) -> tuple[nn.Parameter, nn.Parameter]:

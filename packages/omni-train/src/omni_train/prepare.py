@@ -131,8 +131,9 @@ def prepare(
         own = {"block_names": how.block_names, "expert_names": how.expert_names}
         net = shard(net, how.mesh, mode="fsdp2", compute_dtype=how.dtype, **own)
     if how.lora:
+        init: lora.Init = how.lora.init if files or not is_empty else "default"  # values that are open have no largest
         for name in how.lora.names:
-            lora.init_adapter(net, name, seed=how.lora.seed, init=how.lora.init)
+            lora.init_adapter(net, name, seed=how.lora.seed, init=init)
     begin(net)
     if how.compile:
         compile_blocks(net, how.block_names, attention=how.attention)

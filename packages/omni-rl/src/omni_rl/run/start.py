@@ -379,10 +379,11 @@ def plan_of(args: RunArgs, dist: Dist, inputs: Inputs[Any, Any], needs: Needs, s
     trained = [p.numel() for p in net.parameters() if p.requires_grad]
     in_8bit = sum(n for n in trained if n >= 4096 * share and n % 256 == 0) if args.memory.adam_8bit else 0
     moments = 8 * num_trained - (8 - 2 * (1 + 4 / 256)) * in_8bit  # bytes
+    num_initial = num_trained if args.lora.init == "pissa" else 0  # float32
     frozen_mb, trained_mb = (
         number / share / 2**20
         for number in (
-            num_frozen * BYTES.get(args.memory.base_dtype, inputs.how.dtype.itemsize),
+            4 * num_initial + (num_frozen - num_initial) * BYTES.get(args.memory.base_dtype, inputs.how.dtype.itemsize),
             num_trained * 4 * copies + moments,
         )
     )

@@ -276,8 +276,9 @@ def check_run(args: RunArgs) -> None:
         (args.profile <= args.train_steps,
          f"--profile must be <= --train-steps ({args.train_steps}), got {args.profile}"),
         (lora.rank or not unused, f"--lora.{unused.replace('_', '-')} needs --lora.rank > 0"),
-        (lora.init != "pissa" or (mode != "fsdp2" and not args.init_weights),
-         "--lora.init pissa needs whole weights, not fsdp2's, and does not go with --init-weights"),
+        (lora.init != "pissa" or (mode != "fsdp2" and not args.init_weights and not num_samplers(args)),
+         "--lora.init pissa needs whole weights, not fsdp2's, and does not go with --init-weights or "
+         "--sharding.rollout-ranks"),
         (memory.gradient_checkpointing or not memory.keep_products_gb,
          "--memory.keep-products-gb needs --memory.gradient-checkpointing"),
         (memory.base_dtype == "auto" or (lora.rank and memory.gradient_checkpointing and mode != "fsdp2"),

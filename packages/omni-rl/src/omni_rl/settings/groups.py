@@ -57,7 +57,7 @@ class Lora:
     use_rslora: bool = False  # Make the scale alpha / sqrt(rank)
     targets: str = ""  # Layers that get adapters, separated by commas (default: the model's own list)
     exclude: str = ""  # Those of them that get none, separated by commas
-    init: Literal["default", "gaussian", "pissa"] = "default"  # First values: random, or the weights' largest part
+    init: Literal["default", "gaussian", "pissa"] = "default"  # First values of A: random, or pissa: A and B of W
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,8 @@ def check_tokens(args: TokenArgs) -> None:
     require(
         (not args.lora.target_parameters or not args.sharding.experts,
          "--lora.target-parameters does not go with --sharding.experts"),
+        (not args.lora.target_parameters or args.lora.init != "pissa",
+         "--lora.target-parameters does not go with --lora.init pissa, which is of linear layers"),
         (args.engine != "vllm" or not args.tool.function,
          "--tool.function needs --engine transformers, got --engine vllm"),
         (args.engine != "vllm" or find_spec("vllm"),

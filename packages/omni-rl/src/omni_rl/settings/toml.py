@@ -172,9 +172,10 @@ def suggest(name: str, known: Iterable[str]) -> str:
     and that before the nearest.
     """
     names, word = list(known), flag_of(name.lstrip("-")).lstrip("-")
-    if reason := REFUSED.get(word.rpartition(".")[2]):
-        return f"; {reason}"
     flags = {flag_of(each.lstrip("-")) for each in names}
+    last = word.rpartition(".")[2]
+    if last in REFUSED and not any(each.endswith(f".{last}") for each in flags):
+        return f"; {REFUSED[last]}"
     here = [each for each, words in ELSEWHERE.items() if word in words.split()]
     if here := [each for each in here if each[:2] != "--" or each.split()[0].strip(",") in flags]:
         return f"; use {' or '.join(here)}"

@@ -70,6 +70,7 @@ CHANGED = (  # settings that a rung changes, in the order of its flags
     "memory.base_dtype",
     "sharding.mode",
     "sharding.size",
+    "lora.init",
 )
 
 
@@ -137,6 +138,7 @@ def ladder(args: ArgsT, ranks: int, offloads: Sequence[str], over: Collection[st
         {"memory.offload": ",".join(offloads)} if streams else {},
         {"memory.base_dtype": "nf4"} if args.lora.rank and mode != "fsdp2" else {},
         {"memory.base_dtype": "auto", "sharding.mode": "fsdp2", "sharding.size": 0}
+        | ({"lora.init": "default"} if args.lora.init == "pissa" else {})
         | {"memory.offload": ",".join(part for part in parts if part != "blocks")}
         | (gather if is_text else {}),
     ]

@@ -34,10 +34,9 @@ from omni_train.lora_layer import (
     LoraLinear,
     ParamWrapper,
     add_product,
-    all_factors_of,
-    change_of,
     factors,
-    joined,
+    factors_with_initial,
+    minus,
 )
 from omni_train.weights.card import CARD_FILE, model_card
 from omni_train.weights.load import check_files, read_shapes, read_tensors
@@ -67,7 +66,7 @@ def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     adapted = {name: layer for name, layer in adapted_params(module).items() if layer.active}
     weights = {base_name(name): t for name, t in module.state_dict(keep_vars=True).items() if t not in adapters}
     sources = {  # of each weight, itself and the factors that are merged into it
-        name: [tensor, *(all_factors_of(adapted[name], adapted[name].active) if name in adapted else ())]
+        name: [tensor, *(factors_with_initial(adapted[name], adapted[name].active) if name in adapted else ())]
         for name, tensor in weights.items()
     }
     owners = owners_of(module)
@@ -77,7 +76,7 @@ def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             weight, *own = islice(whole, len(tensors))
             if own:
                 layer = adapted[name]
-                weight = add_product(weight.float(), *joined(*own), layer.scaling[layer.active]).to(weight.dtype)
+                weight = add_product(weight.float(), *minus(*own), layer.scaling[layer.active]).to(weight.dtype)
             yield name, weight
             del weight, own
         del whole  # before the next ones are gathered
@@ -132,7 +131,7 @@ def named_adapter(module: nn.Module, adapter: str = "default") -> Iterator[tuple
     form gives the same output everywhere. Every rank must run the iteration to its end.
     """
     for name, layer in adapter_layers(module, adapter).items():  # an unknown name is an error before any rank gathers
-        down, up = joined(*map(_full, all_factors_of(layer, adapter)))
+        down, up = minus(*map(_full, factors_with_initial(layer, adapter)))
         yield f"{name}.lora_A.weight", down
         yield f"{name}.lora_B.weight", up * layer.scaling[adapter]
 
@@ -175,7 +174,7 @@ def save_weights(
     if card is not None:
         texts[CARD_FILE] = model_card(card, is_lora=is_lora, part=part, into=into or part)
     if is_lora:
-        file, state = LORA_FILE, _factors_by_name(module, adapter, part, change_of)
+        file, state = LORA_FILE, _factors_by_name(module, adapter, part, _saved_shapes)
         weights = (tensor for _, tensor in named_adapter(module, adapter))
     else:
         file = f"{part}/{FULL_FILE}"
@@ -213,7 +212,7 @@ def save_peft(
     texts = {CONFIG_NAME: json.dumps(config.to_dict(), indent=2, default=sorted) + "\n"}  # sets become lists
     if card is not None:
         texts[CARD_FILE] = model_card(card, is_lora=True, library="transformers")
-    state = _factors_by_name(module, "default", f"{PEFT_PART}.{prefix}".rstrip("."), change_of)
+    state = _factors_by_name(module, "default", f"{PEFT_PART}.{prefix}".rstrip("."), _saved_shapes)
     _save(folder, dist, PEFT_FILE, state, (tensor for _, tensor in named_adapter(module)), texts)
 
 
@@ -392,11 +391,14 @@ def check_adapter(
     The module may be on the meta device.
 
     Raises:
-        ValueError: the folder holds no adapter, or one of another rank or on other layers.
+        ValueError: the folder holds no adapter, or one of another rank or on other layers, or the module's began as
+            PiSSA's.
     """
     home = Path(folder) / file
     if not home.is_file():
         raise ValueError(f"folder must hold {file}, got {home.parent}")
+    if any(INITIAL in layer.lora_A for layer in lora_layers(module).values()):
+        raise ValueError("module must have adapters that begin at 0 to load another's values, got PiSSA's")
     targets = _factors_by_name(module, adapter, part)
     shapes = read_shapes(home)
     with safe_open(home, framework="pt") as opened:
@@ -427,6 +429,12 @@ def _factors_by_name(
         for name, layer in adapter_layers(module, adapter).items()
         for which, factor in zip("AB", pair(layer, adapter), strict=True)
     }
+
+
+def _saved_shapes(layer: AdaptedLayer, adapter: str) -> tuple[Tensor, Tensor]:
+    """Return tensors like A and B of a file; with PiSSA they have no values."""
+    found = factors_with_initial(layer, adapter)
+    return minus(*(found if len(found) == 2 else (each.detach().to("meta") for each in found)))
 
 
 def _fits_layer(name: str, shape: tuple[int, ...], weights: Mapping[str, tuple[int, ...]], part: str) -> bool:
