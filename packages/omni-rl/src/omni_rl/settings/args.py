@@ -279,6 +279,8 @@ def check_run(args: RunArgs) -> None:
         (lora.init != "pissa" or (mode != "fsdp2" and not args.init_weights and not num_samplers(args)),
          "--lora.init pissa needs whole weights, not fsdp2's, and does not go with --init-weights or "
          "--sharding.rollout-ranks"),
+        (lora.init != "pissa" or "blocks" not in offload or not memory.device_gb,
+         "--memory.device-gb plans no --lora.init pissa with --memory.offload blocks, as a plan's host has no weights"),
         (memory.gradient_checkpointing or not memory.keep_products_gb,
          "--memory.keep-products-gb needs --memory.gradient-checkpointing"),
         (memory.base_dtype == "auto" or (lora.rank and memory.gradient_checkpointing and mode != "fsdp2"),

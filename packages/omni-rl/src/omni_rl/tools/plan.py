@@ -118,7 +118,8 @@ def ladder(args: ArgsT, ranks: int, offloads: Sequence[str], over: Collection[st
     """
     first, mode, is_text = args, sharding(args, ranks), not isinstance(args, MediaArgs)
     gather: dict[str, object] = {"sharding.unshard": "rollout" if is_text else "none"}  # no text samples without it
-    streams = bool(args.lora.rank) and mode != "fsdp2" and not values_of(args).get("compile") and "blocks" in offloads
+    adapters = bool(args.lora.rank) and args.lora.init != "pissa"  # which needs the weights' values
+    streams = adapters and mode != "fsdp2" and not values_of(args).get("compile") and "blocks" in offloads
     parts = [part for part in offloads if part != "blocks" or part in offloaded(args)]
     still = [part for part in parts if part != "activations"]
     decode: dict[str, object] = {}

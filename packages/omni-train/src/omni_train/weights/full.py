@@ -415,10 +415,7 @@ def check_adapter(
 
 
 def _factors_by_name(
-    module: nn.Module,
-    adapter: str,
-    part: str,
-    pair: Callable[[AdaptedLayer, str], tuple[Tensor, Tensor]] = factors,
+    module: nn.Module, adapter: str, part: str, pair: Callable[[AdaptedLayer, str], tuple[Tensor, Tensor]] = factors
 ) -> dict[str, Tensor]:
     """Return the adapter's factors, in the order of `named_adapter`, by their names in a file.
 
