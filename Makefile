@@ -37,8 +37,8 @@ gpu-check: ## Speed, memory and exactness on the accelerator of this machine, in
 install-vllm-omni: ## Build .venv-vllm-omni with the vLLM-Omni engine, for a machine without an accelerator
 	scripts/env scripts/install_vllm_omni
 
-test-vllm-omni: ## The tests of the vLLM-Omni engine, in its own environment
-	ENGINE=vllm-omni scripts/env pytest -q -n 2 --dist loadfile tests/vllm_engine
+test-vllm-omni: ## The tests of the vLLM-Omni engine, in its own environment; ENGINE=vllm-omni-next takes a newer version
+	ENGINE=$(or $(ENGINE),vllm-omni) scripts/env pytest -q -n 2 --dist loadfile tests/vllm_engine
 
 install-vllm: ## Build .venv-vllm with vLLM and its CPU kernels, for a machine without an accelerator
 	scripts/env scripts/install_vllm

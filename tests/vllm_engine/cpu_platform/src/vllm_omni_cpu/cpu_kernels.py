@@ -1,7 +1,10 @@
-"""vLLM's kernels that quantize to float8_e4m3, which its build without kernels lacks, by torch."""
+"""vLLM's kernels of 8 bits, which its build without kernels lacks, by torch."""
 
 import torch
 from torch import Tensor
+from vllm.model_executor.kernels.linear import _POSSIBLE_INT8_KERNELS, CutlassInt8ScaledMMLinearKernel
+from vllm.platforms.interface import PlatformEnum
+from vllm_omni.quantization import int8_config
 
 MOST = torch.finfo(torch.float8_e4m3fn).max
 
@@ -17,16 +20,56 @@ def dynamic_scaled_fp8_quant(result: Tensor, input: Tensor, scale: Tensor) -> No
     static_scaled_fp8_quant(result, input, scale)
 
 
+def dynamic_scaled_int8_quant(result: Tensor, input: Tensor, scale: Tensor, azp: Tensor | None) -> None:
+    """Write each row's scale [rows, 1], by which its largest number is 127, and the nearest whole input / scale."""
+    rows = input.reshape(len(scale), -1).float()
+    scale.copy_(rows.abs().amax(1, keepdim=True) / 127)
+    result.copy_((rows / scale).round().reshape(input.shape))
+
+
+def cutlass_scaled_mm(
+    out: Tensor, a: Tensor, b: Tensor, a_scales: Tensor, b_scales: Tensor, bias: Tensor | None
+) -> None:
+    """Write the product of two matrices of int8, of which `b` has a scale for each column, plus the bias."""
+    product = a.float() @ b.float() * a_scales * b_scales.t()
+    out.copy_(product if bias is None else product + bias)
+
+
+OPERATORS = {
+    static_scaled_fp8_quant: "(Tensor! result, Tensor input, Tensor scale, int[]? group_shape=None) -> ()",
+    dynamic_scaled_fp8_quant: "(Tensor! result, Tensor input, Tensor! scale) -> ()",
+    dynamic_scaled_int8_quant: "(Tensor! result, Tensor input, Tensor! scale, Tensor!? azp) -> ()",
+    cutlass_scaled_mm: "(Tensor! out, Tensor a, Tensor b, Tensor a_scales, Tensor b_scales, Tensor? bias) -> ()",
+}
+
+
+class CutlassOnCpu(CutlassInt8ScaledMMLinearKernel):
+    """The layers in int8 of an NVIDIA GPU, on the operators above."""
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        """Return that it is."""
+        return True, None
+
+
+class LikeCuda:
+    """What vLLM-Omni asks of the platform before it takes these layers."""
+
+    is_npu = staticmethod(lambda: False)
+    is_cuda = staticmethod(lambda: True)
+
+
 def register() -> None:
-    """Define them as operators of vLLM, where it has none."""
+    """Define them as operators of vLLM, where it has none, and have vLLM-Omni take its layers in int8."""
     if hasattr(torch.ops._C, "static_scaled_fp8_quant"):
         return
     library = torch.library.Library("_C", "FRAGMENT")
-    library.define("static_scaled_fp8_quant(Tensor! result, Tensor input, Tensor scale, int[]? group_shape=None) -> ()")
-    library.define("dynamic_scaled_fp8_quant(Tensor! result, Tensor input, Tensor! scale) -> ()")
-    for kernel in (static_scaled_fp8_quant, dynamic_scaled_fp8_quant):
+    for kernel, form in OPERATORS.items():
+        library.define(kernel.__name__ + form)
         library.impl(kernel.__name__, kernel, "CPU")
     _KEPT.append(library)  # or its operators go
+    _POSSIBLE_INT8_KERNELS[PlatformEnum.CPU].insert(0, CutlassOnCpu)
+    int8_config.current_omni_platform = LikeCuda
 
 
 _KEPT: list[torch.library.Library] = []

@@ -4,7 +4,6 @@ The worker is a guest of the process, see `omni_rollout.engines.guest`. Sampling
 different prompts, batches and numbers of steps.
 """
 
-import importlib.metadata
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -15,27 +14,13 @@ import torch
 from torch import nn
 
 from omni_rollout.engines.guest import kept_process_group, some_process_group, undisturbed_process
+from omni_rollout.engines.versions import check_vllm_omni
+from omni_rollout.engines.vllm_omni.quantized import is_quantized
 from omni_rollout.model import Model
 from omni_rollout.sampler import Sampler
 from omni_rollout.types import Parts
 
-VERSION = "0.30.0"  # of vllm and vllm-omni; this file uses internals that change with every release
-
-
-def check_versions() -> None:
-    """Raise ImportError unless vLLM and vLLM-Omni are installed in the versions that this engine supports."""
-    found = {}
-    for name in ("vllm", "vllm-omni"):
-        try:
-            found[name] = importlib.metadata.version(name).partition("+")[0]
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "none"
-    if set(found.values()) != {VERSION}:
-        have = ", ".join(f"{name} {version}" for name, version in found.items())
-        raise ImportError(f"the vLLM-Omni engine needs vllm {VERSION} and vllm-omni {VERSION}, found {have}")
-
-
-check_versions()
+check_vllm_omni()
 if not torch.accelerator.is_available():
     os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")  # vLLM reads it when it is imported
 with patch.dict(os.environ, VLLM_CONFIGURE_LOGGING="0"):  # else it changes the format of every log line
@@ -72,7 +57,7 @@ class RolloutPipeline:
         names = [name for name in model.config if hasattr(self, name) and name not in model.nets.values()]
         parts = Parts(net=self.net, **{name: getattr(self, name) for name in names})
         for part in vars(parts).values():
-            if isinstance(part, nn.Module) and part is not parts.net:
+            if isinstance(part, nn.Module) and part is not parts.net and not any(map(is_quantized, part.modules())):
                 part.to(dtype)  # vLLM-Omni leaves them in the dtype of the checkpoint's files
         return parts
 

