@@ -1,4 +1,4 @@
-"""The versions of vLLM and vLLM-Omni that the engines are tested with: they use internals, which every release changes."""
+"""The versions of vLLM and vLLM-Omni that the engines are tested with: both use internals, which change with each."""
 
 import importlib.metadata
 
