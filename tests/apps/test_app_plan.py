@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from contextlib import contextmanager
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from omni_rl.settings.args import MediaArgs
 from omni_rl.settings.fields import change, leaves, old_names
 from omni_rl.tools import plan
 from omni_rollout import Params
+from omni_rollout.engines.vllm_omni.formats import quantized_names
 from omni_rollout.models import open_model
 from omni_train.log import RunLog
 from omni_train.lora import add_lora
@@ -46,6 +48,7 @@ CASES = {
     "all weights": ("train_flowgrpo", {}),
     "adapters, guidance, recomputation": ("train_flowgrpo", LORA | {"memory_gradient_checkpointing": True}),
     "adapters, two updates": ("train_flowgrpo", LORA | {"num_minibatches": 2, "ema_decay": 0.9}),
+    "forwards without a backward": ("train_flowgrpo", LORA | {"num_minibatches": 2, "old_log_prob": "recompute"}),
     "fewer bits": ("train_flowgrpo", LORA | {"memory_gradient_checkpointing": True, "memory_base_dtype": "nf4"}),
     "NFT": ("train_nft", {"kl_coef": 0.1}),
     "DPO": ("train_dpo", {}),
@@ -312,6 +315,28 @@ def test_a_plan_keeps_the_encoder_on_the_host():
     for phase in ("load", "rollout", "update"):
         assert without.peaks[phase] - with_it.peaks[phase] == pytest.approx(freed, rel=0.01)
     assert with_it.peaks["encode"] < without.peaks["encode"] - freed / 2  # a block at a time
+
+
+def test_another_engine_has_a_second_copy_of_what_lora_changes():
+    """In 8 bits of half the bytes; in an update it takes nothing, nor do the text encoder and the VAE."""
+    _, args = settings(case := "adapters, two updates")
+    how = {"engine": "vllm-omni", "dtype": "bfloat16", "memory_rollout_dtype": "fp8"}
+    own = planned(case, dtype="bfloat16")
+    half, whole = planned(case, **how), planned(case, **how | {"memory_rollout_dtype": "auto"})
+    parts = open_model(args.model).load(device="cpu", dtype=torch.bfloat16)
+    others = sum(p.nbytes for part in (parts.text_encoder, parts.vae) for p in part.parameters())
+    adapted = sum(parts.net.get_parameter(name).nbytes for name in quantized_names(open_model(args.model)))
+    tables = parts.net.pos_embed.pos_freqs.nbytes + parts.net.pos_embed.neg_freqs.nbytes
+    assert whole.peaks["rollout"] - own.peaks["rollout"] == pytest.approx(adapted + tables, rel=0.01)
+    assert whole.peaks["rollout"] - half.peaks["rollout"] == pytest.approx(adapted / 2, rel=0.01)
+    assert own.peaks["update"] + tables - whole.peaks["update"] == pytest.approx(others, rel=0.02)
+    assert half.peaks["update"] == pytest.approx(whole.peaks["update"], rel=1e-3)
+
+
+def test_a_model_that_the_other_engine_lacks_is_refused():
+    model = SimpleNamespace(config={"_class_name": "ZImagePipeline"})
+    with pytest.raises(ValueError, match=r"model must be a QwenImagePipeline or .* for the vLLM-Omni engine, got a Z"):
+        quantized_names(model)
 
 
 def test_a_plan_counts_what_waits_on_the_host():

@@ -96,6 +96,7 @@ MAY_NAME_DEVICES = (
 MAY_NAME_MODELS = (
     "omni_rollout/models/*",
     "omni_rollout/engines/vllm_omni/pipelines.py",  # what that engine samples a model with
+    "omni_rollout/engines/vllm_omni/formats.py",  # and what it quantizes
     "scripts/pretrain_tiny_*.py",  # builders of the checkpoints that are shipped
     "scripts/build_tiny_*.py",
     "scripts/record_*.py",  # what other implementations of a model draw

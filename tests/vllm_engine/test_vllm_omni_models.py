@@ -8,6 +8,8 @@ from helpers import sampled
 from model_rows import ROWS, built
 from omni_rollout import Prompt
 from omni_rollout.engines.diffusers import DiffusersEngine
+from omni_rollout.engines.vllm_omni.formats import LAYERS, quantized_names
+from omni_rollout.engines.vllm_omni.pipelines import PIPELINES
 from omni_rollout.models import open_model
 from omni_rollout.testing import check_engine, check_scores
 from omni_train.lora import add_lora, unadapted_params
@@ -98,12 +100,18 @@ def test_a_quantized_engine_samples_the_model(monkeypatch, name, bits):
     model = open_model(row.checkpoint())
     engine = open_quantized(model, bits)
     try:
+        assert {*quantized_names(model)} == engine._quantized.keys()  # as plans have it
         check_quantized(engine, model, load_half(model), row)
     finally:
         engine.close()
 
 
+def test_plans_know_the_models_of_this_engine():
+    assert LAYERS.keys() == PIPELINES.keys()
+
+
 def test_a_model_that_vllm_omni_does_not_quantize_is_refused():
     model = open_model(ROWS["sd35-medium"].checkpoint())
+    assert not quantized_names(model)
     with pytest.raises(ValueError, match=r"quantization must be None for a StableDiffusion3Pipeline, .* got fp8"):
         open_quantized(model)

@@ -26,7 +26,6 @@ from torch import nn
 from omni_rl.flow.sampling import evaluate_set
 from omni_rl.flow.scorers import Scorer, abstaining
 from omni_rl.media.images import reference_sizes
-from omni_rl.run.engines import ENGINES
 from omni_rl.run.run import MediaRun, first_input
 from omni_rl.run.start import (
     Inputs,
@@ -338,7 +337,7 @@ def open_engine(
     model = decoding(args, inputs, world.watched(inputs.model))
     texts = TextCache(args.memory.text_cache_mb, args.memory.text_cache)
     how = inputs.how.dtype, args.memory.rollout_dtype, texts
-    engine = ENGINES[args.engine].open(model, net, world.dist, *how)
+    engine: Engine = world.open_engine(args.engine, model, net, world.dist, *how)
     if needs.routes and (routing := routing_of(engine.net)):
         return replay_routes(model, engine, routing)
     return model, engine

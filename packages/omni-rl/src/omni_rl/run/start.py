@@ -186,7 +186,7 @@ def start(
     if dist.context > 1:
         inputs.how = how = replace(how, context_mesh=context_mesh(dist))
     with same_error(whole):
-        net = open_net(args, kind, inputs)
+        net = open_net(args, world, kind, inputs)
     model, engine = kind.open_engine(args, world, inputs, net, needs)
     if world.roles:
         kinds = gather_json(whole, device_name(dist.device) or torch.backends.cpu.get_cpu_capability())
@@ -425,7 +425,7 @@ def _evaluations(args: RunArgs, inputs: Inputs[Any, Any]) -> str:
     return f"{count}, each of {sum(samples)} samples, which takes as long as {share:.2g} rollouts"
 
 
-def open_net(args: RunArgs, kind: Kind[Any, Any, Any, Any], inputs: Inputs[Any, Any]) -> nn.Module:
+def open_net(args: RunArgs, world: World, kind: Kind[Any, Any, Any, Any], inputs: Inputs[Any, Any]) -> nn.Module:
     """Return the net, ready to train. Where nothing speaks against it, it has the checkpoint's weights as they are."""
     how, model, host = inputs.how, inputs.model, torch.device("cpu")
     streams = "blocks" in offloaded(args)
@@ -443,7 +443,8 @@ def open_net(args: RunArgs, kind: Kind[Any, Any, Any, Any], inputs: Inputs[Any, 
         net, files = kind.source(inputs, how, inputs.files)
         net = prepare(net, replace(how, device=host) if streams else how, files, begin=begin)
     else:
-        device = how.device if args.has_trained_engine and not streams else host  # until the engine adopts what it has
+        waits = world.has_numbers and not args.has_trained_engine  # until the engine adopts what it has
+        device = host if streams or waits else how.device
         net = prepare(model.load_net(device=device, dtype=how.dtype), replace(how, device=device), begin=begin)
     if streams:
         bring_blocks(net, how.block_names, how.device)

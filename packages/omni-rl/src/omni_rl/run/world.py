@@ -14,6 +14,7 @@ from omni_train.roles import Roles, split
 from omni_train.signals import STOP_SIGNALS
 
 from omni_rl.flow.scorers import connect
+from omni_rl.run.engines import ENGINES
 from omni_rl.settings.args import RunArgs, num_samplers, num_shares
 
 ModelT = TypeVar("ModelT")
@@ -75,6 +76,10 @@ class World:
     def watched(self, model: ModelT) -> ModelT:
         """Return the model as engine and updates call it."""
         return model
+
+    def open_engine(self, name: str, *how: Any) -> Any:
+        """Return the engine of that name, as its row of `ENGINES` opens it."""
+        return ENGINES[name].open(*how)
 
     def free_memory(self) -> float:
         """Return the bytes that are free on the device."""

@@ -324,11 +324,9 @@ def check_media(args: MediaArgs, *, num_trained: int | None = 1) -> None:
         (context == 1 or not args.compile, f"{beside} --compile"),
         (not args.sharding.experts or not args.compile, "--sharding.experts does not go with --compile"),
         (context == 1 or not values_of(args).get("scorer.sleep"), f"{beside} --scorer.sleep"),
-        (not (memory.device_gb and engine and engine.library),
-         f"--memory.device-gb plans the embedded engine only, got --engine {args.engine}"),
         (not (args.compile and engine and engine.library), f"--compile needs --engine diffusers, got {args.engine}"),
         (engine, f"--engine must be one of {', '.join(ENGINES)}, got {args.engine!r}"),
-        (engine and (not engine.library or find_spec(engine.library)),
+        (engine and (not engine.library or memory.device_gb or find_spec(engine.library)),
          f"--engine {args.engine} must be installed: {engine and engine.install}"),
         (not (engine and engine.library and ({"encoder", "blocks"} & offloaded(args) or memory.base_dtype != "auto")),
          "--memory.offload encoder or blocks and --memory.base-dtype fit the embedded engine alone, got --engine "

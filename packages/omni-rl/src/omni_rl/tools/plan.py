@@ -32,12 +32,14 @@ from omni_reward.scorers import empty_networks
 from omni_rollout import Model, Params, Prompt
 from omni_rollout.decoding import num_decoded
 from omni_rollout.engines.transformers import TransformersEngine
+from omni_rollout.engines.vllm_omni.formats import quantized_names
 from omni_rollout.model import wrap
 from omni_rollout.tokens import TokenParams, TokenTrajectory
 from omni_rollout.types import Cond
 from omni_train.checkpoint.parts import part_files
 from omni_train.checkpoint.state import train_state
 from omni_train.log import RunLog
+from omni_train.lora import unadapted_params
 from omni_train.lora_layer import AdaptedLayer
 from omni_train.planned import PLANNED, PlannedDevice, planned_ranks
 from omni_train.prompts.files import PromptRecord, load_prompts
@@ -48,11 +50,13 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from omni_rl.flow.scorers import LocalScorer, scorer_to_start
 from omni_rl.media.images import reference_sizes
+from omni_rl.run.engines import ENGINES
 from omni_rl.run.run import Step
 from omni_rl.run.world import World
 from omni_rl.settings.args import MediaArgs, RunArgs, next_end, num_batches, num_ranks, num_shares, offloaded, sharding
 from omni_rl.settings.fields import change, flag, flag_of, values_of
 from omni_rl.settings.groups import ScoredScorer
+from omni_rl.tools.plan_engine import PlannedVllmOmni
 from omni_rl.tools.plan_tokens import differing, sample_ends
 
 ArgsT = TypeVar("ArgsT", bound=RunArgs)
@@ -137,7 +141,7 @@ def ladder(args: ArgsT, ranks: int, offloads: Sequence[str], over: Collection[st
         {"batch_size": min(args.batch_size, max(2, args.batch_size // 2))},
         {"batch_size": min(args.batch_size, max(2, args.batch_size // 4))},
         {"memory.offload": ",".join(offloads)} if streams else {},
-        {"memory.base_dtype": "nf4"} if args.lora.rank and mode != "fsdp2" else {},
+        {"memory.base_dtype": "nf4"} if args.lora.rank and mode != "fsdp2" and args.has_trained_engine else {},
         {"memory.base_dtype": "auto", "sharding.mode": "fsdp2", "sharding.size": 0}
         | ({"lora.init": "default"} if args.lora.init == "pissa" else {})
         | {"memory.offload": ",".join(part for part in parts if part != "blocks")}
@@ -346,6 +350,21 @@ class PlannedWorld(World):
             condition=kept(model.condition),
         )
 
+    def open_engine(self, name: str, *how: Any) -> Any:
+        """Return the embedded engine, or one that takes as much memory as vLLM-Omni's."""
+        if not ENGINES[name].library:
+            return super().open_engine(name, *how)
+        model, net, _, dtype, form, texts = how
+        quantized = quantized_names(model)
+        if form != "auto" and not quantized:
+            raise ValueError(f"--memory.rollout-dtype must be auto for a {model.config['_class_name']}, got {form}")
+        quantized = quantized if form != "auto" else []
+        is_sharded = sharding(self.args, self.dist.world_size) == "fsdp2"
+        adopted = [] if is_sharded else [p for name, p in unadapted_params(net) if name not in quantized]
+        return PlannedVllmOmni(
+            model, self.device, dtype, texts, quantized=quantized, shared=sum(p.nbytes for p in adopted)
+        )
+
     def free_memory(self) -> float:
         """Return the bytes that are free on the device."""
         return (1 - LEFT) * self.args.memory.device_gb * GB - self.device.live
@@ -359,7 +378,10 @@ class PlannedWorld(World):
 
         With --draw-ahead as many more.
         """
-        device, offloads = self.device, [p for p in run.args.OFFLOAD.split() if p != "encoder" or run.model.encoders]
+        device, not_there = self.device, set() if run.model.encoders else {"encoder"}
+        if not run.args.has_trained_engine:
+            not_there |= {"encoder", "blocks"}  # which another engine keeps
+        offloads = [part for part in run.args.OFFLOAD.split() if part not in not_there]
         run.prompts, loaded = _Alike(run.args), Counter(device.peaks)
         if not isinstance(run.args, MediaArgs):
             run.scorer, run.engine = differing(run.scorer), self._answering(run.engine)
@@ -549,11 +571,11 @@ class _Seen:
         while self.measured:
             self.measured.pop()()
 
-    def repeat_backward(self) -> None:
+    def repeat_backward(self, graph: "_Graph") -> None:
         """Take as much memory as the backward pass did, leave the gradients, and free what the forward kept."""
         self.end_measured()
         self.device.burst(self.backward_peak, self.backward_flops)
-        self.device.add(-self.held)
+        graph.free()
         for p in self.trained:
             if p.grad is None:
                 p.grad = torch.empty_like(p)
@@ -597,14 +619,28 @@ class _Repeat(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, seen: _Seen) -> Tensor:
-        ctx.seen = seen
-        seen.device.add(seen.held)
+        ctx.seen, ctx.graph = seen, _Graph(seen)
         return out.view_as(out)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
-        ctx.seen.repeat_backward()
+        ctx.seen.repeat_backward(ctx.graph)
         return None, None
+
+
+class _Graph:
+    """What a forward keeps on the device for its backward pass, until then or until nothing needs it."""
+
+    def __init__(self, seen: _Seen) -> None:
+        self._device, self._held = seen.device, seen.held
+        self._device.add(self._held)
+
+    def free(self) -> None:
+        """Free it, once."""
+        self._device.add(-self._held)
+        self._held = 0
+
+    __del__ = free
 
 
 def _fuse(optimizer: torch.optim.Optimizer) -> None:
