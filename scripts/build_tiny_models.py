@@ -13,6 +13,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,9 @@ VAE: dict[str, Any] = {  # of 16 channels and a stride of 8 pixels
 
 
 def tiny_checkpoint(name: str, cache: Path) -> Path:
-    """Return the folder of a checkpoint, built if the cache has none of this version of the file."""
-    digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+    """Return the folder of a checkpoint, built if the cache has none of these versions of file and libraries."""
+    versions = f"{version('diffusers')} {version('transformers')}"
+    digest = hashlib.sha256(Path(__file__).read_bytes() + versions.encode()).hexdigest()[:12]
     folder = cache / f"{name}-{digest}"
     if not folder.is_dir():
         cache.mkdir(parents=True, exist_ok=True)

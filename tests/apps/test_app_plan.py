@@ -334,8 +334,8 @@ def test_another_engine_has_a_second_copy_of_what_lora_changes():
 
 
 def test_a_model_that_the_other_engine_lacks_is_refused():
-    model = SimpleNamespace(config={"_class_name": "ZImagePipeline"})
-    with pytest.raises(ValueError, match=r"model must be a QwenImagePipeline or .* for the vLLM-Omni engine, got a Z"):
+    model = SimpleNamespace(config={"_class_name": "BagelForConditionalGeneration"})
+    with pytest.raises(ValueError, match=r"model must be a FluxPipeline or .* for the vLLM-Omni engine, got a B"):
         quantized_names(model)
 
 

@@ -19,7 +19,7 @@ from vllm_omni_helpers import check_quantized, load_half, open_engine, open_quan
 MODELS = (
     "qwen-image", "sd35-medium", "sd35-large", "flux-dev", "flux-schnell", "flux-kontext", "flux2-klein",
     "flux2-klein-base", "qwen-image-edit", "qwen-image-edit-plus", "wan21", "wan22", "wan22-ti2v", "wan22-ti2v-first",
-    "wan21-i2v", "wan22-i2v", "ltx2", "ltx23",
+    "wan21-i2v", "wan22-i2v", "ltx2", "ltx23", "hunyuan-video15", "hunyuan-video15-i2v", "z-image", "flux2-dev",
 )  # fmt: skip
 OLDER = {"ltx2": replace(ROWS["ltx23"], checkpoint=built("ltx2"))}  # the same sizes, other flags
 
@@ -88,7 +88,8 @@ def test_a_first_frame_of_ltx2_is_refused():
 
 QUANTIZED = (
     "flux-dev", "flux-schnell", "flux-kontext", "flux2-klein", "qwen-image-edit", "qwen-image-edit-plus", "wan21",
-    "wan22", "wan22-ti2v", "wan22-ti2v-first", "wan21-i2v", "wan22-i2v", "ltx23",
+    "wan22", "wan22-ti2v", "wan22-ti2v-first", "wan21-i2v", "wan22-i2v", "ltx23", "flux2-dev", "z-image",
+    "hunyuan-video15", "hunyuan-video15-i2v",
 )  # fmt: skip
 
 

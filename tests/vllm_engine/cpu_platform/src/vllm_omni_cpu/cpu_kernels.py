@@ -1,4 +1,4 @@
-"""vLLM's kernels of 8 bits, which its build without kernels lacks, by torch."""
+"""vLLM's kernels of 8 bits and of activations, which its build without kernels lacks, by torch."""
 
 import torch
 from torch import Tensor
@@ -35,7 +35,20 @@ def cutlass_scaled_mm(
     out.copy_(product if bias is None else product + bias)
 
 
+def gelu_new(out: Tensor, input: Tensor) -> None:
+    """Write the GELU by tanh."""
+    out.copy_(torch.nn.functional.gelu(input, approximate="tanh"))
+
+
+def silu_and_mul(out: Tensor, input: Tensor) -> None:
+    """Write the SiLU of the first half of the last axis, times the second."""
+    gate, value = input.chunk(2, dim=-1)
+    out.copy_(torch.nn.functional.silu(gate) * value)
+
+
 OPERATORS = {
+    gelu_new: "(Tensor! out, Tensor input) -> ()",
+    silu_and_mul: "(Tensor! out, Tensor input) -> ()",
     static_scaled_fp8_quant: "(Tensor! result, Tensor input, Tensor scale, int[]? group_shape=None) -> ()",
     dynamic_scaled_fp8_quant: "(Tensor! result, Tensor input, Tensor! scale) -> ()",
     dynamic_scaled_int8_quant: "(Tensor! result, Tensor input, Tensor! scale, Tensor!? azp) -> ()",

@@ -2,17 +2,22 @@
 
 from omni_rollout.model import Model
 
-LAYERS = {  # by vLLM-Omni's pipelines: endings of the layers that it quantizes beside those that have LoRA
-    "QwenImagePipeline": (),
-    "QwenImageEditPipeline": (),
-    "QwenImageEditPlusPipeline": (),
+LAYERS: dict[str, tuple[str, tuple[str, ...]] | None] = {
+    # By vLLM-Omni's pipelines: how names of layers begin, and their endings beside those that have LoRA.
+    "FluxPipeline": ("single_transformer_blocks.", ("proj_mlp", "proj_out")),
+    "FluxKontextPipeline": ("single_transformer_blocks.", ("proj_mlp", "proj_out")),
+    "Flux2KleinPipeline": ("", ("attn.to_out",)),
+    "Flux2Pipeline": ("", ("attn.to_out",)),
+    "HunyuanVideo15ImageToVideoPipeline": ("transformer_blocks.", ()),
+    "HunyuanVideo15Pipeline": ("transformer_blocks.", ()),
+    "LTX2Pipeline": ("", ()),
+    "QwenImageEditPipeline": ("", ()),
+    "QwenImageEditPlusPipeline": ("", ()),
+    "QwenImagePipeline": ("", ()),
     "StableDiffusion3Pipeline": None,
-    "FluxPipeline": ("proj_mlp", "proj_out"),
-    "FluxKontextPipeline": ("proj_mlp", "proj_out"),
-    "Flux2KleinPipeline": ("attn.to_out",),
-    "WanPipeline": (),
-    "WanImageToVideoPipeline": ("attn2.add_k_proj", "attn2.add_v_proj"),
-    "LTX2Pipeline": (),
+    "WanImageToVideoPipeline": ("", ("attn2.add_k_proj", "attn2.add_v_proj")),
+    "WanPipeline": ("", ()),
+    "ZImagePipeline": ("", ()),
 }
 
 
@@ -25,9 +30,9 @@ def quantized_names(model: Model) -> list[str]:
     kind = model.config["_class_name"]
     if kind not in LAYERS:
         raise ValueError(f"model must be a {' or '.join(LAYERS)} for the vLLM-Omni engine, got a {kind}")
-    if (more := LAYERS[kind]) is None:
+    if (layers := LAYERS[kind]) is None:
         return []
+    start, more = layers
     endings = tuple(f"{name}.weight" for name in (*model.LORA_TARGETS, *more))
-    names = [name for name, _ in model.empty_net().named_parameters() if name.endswith(endings)]
-    is_flux1 = "proj_mlp" in more  # of which vLLM-Omni quantizes the second half
-    return [name for name in names if name.startswith("single_") or not is_flux1]
+    names = [name for name, _ in model.empty_net().named_parameters()]
+    return [name for name in names if name.startswith(start) and name.endswith(endings)]

@@ -4,11 +4,14 @@ A class subclasses one of vLLM-Omni's pipelines, and has the differences of its 
 diffusers'. If vLLM-Omni's transformer has other arguments, a hook converts diffusers' call.
 """
 
+from collections.abc import Iterable
+from functools import partial
 from typing import Any, ClassVar
 from unittest.mock import patch
 
-from torch import nn
-from transformers import CLIPImageProcessorPil
+import torch
+from torch import Tensor, nn
+from transformers import AutoTokenizer, CLIPImageProcessorPil, SiglipImageProcessorPil
 
 from omni_rollout.engines.vllm_omni.worker import RolloutPipeline
 from omni_rollout.models.diffusers_model import joined
@@ -17,7 +20,10 @@ from omni_rollout.models.wan import EXPERTS
 
 from vllm_omni.diffusion.models.flux.pipeline_flux import FluxPipeline  # isort: skip - after the worker
 from vllm_omni.diffusion.models.flux.pipeline_flux_kontext import FluxKontextPipeline  # isort: skip
+from vllm_omni.diffusion.models.flux2 import pipeline_flux2 as flux2  # isort: skip
 from vllm_omni.diffusion.models.flux2_klein.pipeline_flux2_klein import Flux2KleinPipeline  # isort: skip
+from vllm_omni.diffusion.models.hunyuan_video.pipeline_hunyuan_video_1_5 import HunyuanVideo15Pipeline  # isort: skip
+from vllm_omni.diffusion.models.hunyuan_video import pipeline_hunyuan_video_1_5_i2v as hunyuan_i2v  # isort: skip
 from vllm_omni.diffusion.models.ltx2.pipeline_ltx2 import LTX2Pipeline  # isort: skip
 from vllm_omni.diffusion.models.qwen_image.pipeline_qwen_image import QwenImagePipeline  # isort: skip
 from vllm_omni.diffusion.models.qwen_image.pipeline_qwen_image_edit import QwenImageEditPipeline  # isort: skip
@@ -25,6 +31,8 @@ from vllm_omni.diffusion.models.qwen_image.pipeline_qwen_image_edit_plus import 
 from vllm_omni.diffusion.models.sd3.pipeline_sd3 import StableDiffusion3Pipeline  # isort: skip
 from vllm_omni.diffusion.models.wan2_2 import pipeline_wan2_2_i2v as wan_i2v  # isort: skip
 from vllm_omni.diffusion.models.wan2_2.pipeline_wan2_2 import Wan22Pipeline  # isort: skip
+from vllm_omni.diffusion.models.z_image import pipeline_z_image as z_image  # isort: skip
+from vllm_omni.diffusion.utils.tf_utils import get_transformer_config_kwargs  # isort: skip
 
 
 class Flux1Rollout(RolloutPipeline, FluxPipeline):
@@ -71,6 +79,52 @@ class Flux2KleinRollout(RolloutPipeline, Flux2KleinPipeline):
     """FLUX.2 klein and klein-base."""
 
     packed: ClassVar = {"to_qkv": ["to_q", "to_k", "to_v"], "add_kv_proj": ["add_q_proj", "add_k_proj", "add_v_proj"]}
+
+
+class Flux2Rollout(RolloutPipeline, flux2.Flux2Pipeline):
+    """FLUX.2 dev."""
+
+    packed: ClassVar = Flux2KleinRollout.packed
+
+    def __init__(self, **kwargs: Any) -> None:
+        with patch.object(flux2, "PixtralProcessor", AutoTokenizer):  # its half for texts, which needs no torchvision
+            super().__init__(**kwargs)
+        encoder, net = self.text_encoder, self.text_encoder.language_model.model
+        theta = encoder.config.rope_parameters["rope_theta"]  # vLLM-Omni takes 1e6 whatever the file has
+        net.rotary_emb = type(net.rotary_emb)(encoder.head_dim, encoder.max_position_embeddings, theta)
+        net.rotary_emb.register_forward_pre_hook(_count_padding)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load all weights; the head of the text encoder, which is not used, may be missing."""
+        loaded: set[str] = super().load_weights(weights)
+        return loaded | {"text_encoder.language_model.lm_head.weight"}
+
+
+def _count_padding(module: object, args: tuple[Tensor, torch.dtype]) -> tuple[Tensor, torch.dtype]:
+    """Give padding its own positions, as in diffusers' pipeline, whose net attends to it."""
+    positions, dtype = args
+    return torch.arange(positions.shape[1], device=positions.device)[None], dtype
+
+
+class HunyuanVideoPipeline(RolloutPipeline):
+    """A rollout pipeline with HunyuanVideo 1.5's transformer."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.transformer.register_forward_pre_hook(_add_masks, with_kwargs=True)
+        self.transformer.register_forward_hook(lambda module, args, out: out[0])
+
+
+class HunyuanVideoRollout(HunyuanVideoPipeline, HunyuanVideo15Pipeline):
+    """HunyuanVideo 1.5."""
+
+
+class HunyuanVideoImageRollout(HunyuanVideoPipeline, hunyuan_i2v.HunyuanVideo15I2VPipeline):
+    """HunyuanVideo 1.5 with a given frame."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        with patch.object(hunyuan_i2v, "SiglipImageProcessor", SiglipImageProcessorPil):
+            super().__init__(**kwargs)  # the default processor uses torchvision
 
 
 class LTX2Rollout(RolloutPipeline, LTX2Pipeline):
@@ -126,10 +180,50 @@ class WanImageToVideoRollout(WanPipeline, wan_i2v.Wan22I2VPipeline):
                 norm.eps = 1e-5  # diffusers' value, ten times vLLM-Omni's
 
 
+class ZImageRollout(RolloutPipeline, z_image.ZImagePipeline):
+    """Z-Image, in the sizes of its configuration: vLLM-Omni's pipeline builds the released ones."""
+
+    def __init__(self, *, od_config: Any, **kwargs: Any) -> None:
+        stock = z_image.ZImageTransformer2DModel
+        sizes = get_transformer_config_kwargs(od_config.tf_model_config, stock)
+        with patch.object(z_image, "ZImageTransformer2DModel", partial(stock, **sizes)):
+            super().__init__(od_config=od_config, **kwargs)
+        self.text_encoder = self.text_encoder.model  # without the head, which some checkpoints lack
+        self.transformer.register_forward_pre_hook(_omit_form, with_kwargs=True)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load all weights but the head of the text encoder."""
+        loaded: set[str] = super().load_weights(
+            (name.replace("text_encoder.model.", "text_encoder."), tensor)
+            for name, tensor in weights
+            if not name.startswith("text_encoder.lm_head.")
+        )
+        return loaded
+
+
+def _omit_form(module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Omit diffusers' form of a result, which vLLM-Omni's transformer does not know."""
+    return args, {name: value for name, value in kwargs.items() if name != "return_dict"}
+
+
 def _add_text_lengths(module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Add the padded length of every text, which vLLM-Omni's transformer requires as an argument."""
     num_samples, length = kwargs["encoder_hidden_states"].shape[:2]
     return args, kwargs | {"txt_seq_lens": [length] * num_samples}
+
+
+def _add_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Add masks and, without an image, one masked token of it, which vLLM-Omni's transformer requires."""
+    own: dict[str, Any] = {"return_dict": False}
+    for end in ("", "_2"):
+        words = kwargs[f"encoder_hidden_states{end}"]
+        own[f"encoder_attention_mask{end}"] = words.new_ones(words.shape[:2], dtype=torch.bool)
+    if kwargs["image_embeds"] is None:
+        own["image_embeds"] = words.new_zeros(len(words), 1, module.image_embedder.linear_1.in_features)
+    own["image_embeds_mask"] = words.new_full(
+        own.get("image_embeds", kwargs["image_embeds"]).shape[:2], kwargs["image_embeds"] is not None, dtype=torch.bool
+    )
+    return args, own | {name: value for name, value in kwargs.items() if value is not None}
 
 
 def _refuse_first_frame(module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -144,6 +238,9 @@ PIPELINES: dict[str, type[RolloutPipeline]] = {
     "FluxPipeline": Flux1Rollout,
     "FluxKontextPipeline": Flux1KontextRollout,
     "Flux2KleinPipeline": Flux2KleinRollout,
+    "Flux2Pipeline": Flux2Rollout,
+    "HunyuanVideo15ImageToVideoPipeline": HunyuanVideoImageRollout,
+    "HunyuanVideo15Pipeline": HunyuanVideoRollout,
     "LTX2Pipeline": LTX2Rollout,
     "QwenImageEditPipeline": QwenImageEditRollout,
     "QwenImageEditPlusPipeline": QwenImageEditPlusRollout,
@@ -151,4 +248,5 @@ PIPELINES: dict[str, type[RolloutPipeline]] = {
     "StableDiffusion3Pipeline": StableDiffusion3Rollout,
     "WanImageToVideoPipeline": WanImageToVideoRollout,
     "WanPipeline": WanRollout,
+    "ZImagePipeline": ZImageRollout,
 }
