@@ -90,7 +90,7 @@ class Flux2Rollout(RolloutPipeline, flux2.Flux2Pipeline):
         with patch.object(flux2, "PixtralProcessor", AutoTokenizer):  # its half for texts, which needs no torchvision
             super().__init__(**kwargs)
         encoder, net = self.text_encoder, self.text_encoder.language_model.model
-        theta = encoder.config.rope_parameters["rope_theta"]  # vLLM-Omni takes 1e6 whatever the file has
+        theta = encoder.config.rope_parameters["rope_theta"]  # of the file; vLLM-Omni takes 1e6
         net.rotary_emb = type(net.rotary_emb)(encoder.head_dim, encoder.max_position_embeddings, theta)
         net.rotary_emb.register_forward_pre_hook(_count_padding)
 
@@ -183,6 +183,8 @@ class WanImageToVideoRollout(WanPipeline, wan_i2v.Wan22I2VPipeline):
 class ZImageRollout(RolloutPipeline, z_image.ZImagePipeline):
     """Z-Image, in the sizes of its configuration: vLLM-Omni's pipeline builds the released ones."""
 
+    text_encoder: Any
+
     def __init__(self, *, od_config: Any, **kwargs: Any) -> None:
         stock = z_image.ZImageTransformer2DModel
         sizes = get_transformer_config_kwargs(od_config.tf_model_config, stock)
@@ -212,18 +214,24 @@ def _add_text_lengths(module: object, args: tuple[Any, ...], kwargs: dict[str, A
     return args, kwargs | {"txt_seq_lens": [length] * num_samples}
 
 
-def _add_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _add_masks(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Add masks and, without an image, one masked token of it, which vLLM-Omni's transformer requires."""
-    own: dict[str, Any] = {"return_dict": False}
-    for end in ("", "_2"):
-        words = kwargs[f"encoder_hidden_states{end}"]
-        own[f"encoder_attention_mask{end}"] = words.new_ones(words.shape[:2], dtype=torch.bool)
-    if kwargs["image_embeds"] is None:
-        own["image_embeds"] = words.new_zeros(len(words), 1, module.image_embedder.linear_1.in_features)
-    own["image_embeds_mask"] = words.new_full(
-        own.get("image_embeds", kwargs["image_embeds"]).shape[:2], kwargs["image_embeds"] is not None, dtype=torch.bool
-    )
-    return args, own | {name: value for name, value in kwargs.items() if value is not None}
+    words, glyphs, image = kwargs["encoder_hidden_states"], kwargs["encoder_hidden_states_2"], kwargs["image_embeds"]
+    has_image = image is not None
+    if not has_image:
+        image = words.new_zeros(len(words), 1, module.image_embedder.linear_1.in_features)
+
+    def mask(tokens: Tensor, value: bool) -> Tensor:
+        return tokens.new_full(tokens.shape[:2], value, dtype=torch.bool)
+
+    added = {
+        "encoder_attention_mask": mask(words, True),
+        "encoder_attention_mask_2": mask(glyphs, True),
+        "image_embeds": image,
+        "image_embeds_mask": mask(image, has_image),
+        "return_dict": False,
+    }
+    return args, added | {name: value for name, value in kwargs.items() if value is not None}
 
 
 def _refuse_first_frame(module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
