@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import omni_rl.run.media
+import omni_rl.run.engines
 import omni_rl.run.run
 import omni_train.prepare
 import torch
@@ -168,7 +168,7 @@ def command(folder: Path, flags: Sequence[str], *, trainer: Any = app, **how: An
 def no_loading(rank: int) -> None:
     """A start that comes to the weights has an exit code of its own."""
     omni_train.prepare.load_sharded = lambda *args, **options: os._exit(99)
-    omni_rl.run.media.ENGINES["diffusers"] = EngineRow(lambda *args: os._exit(99))
+    omni_rl.run.engines.ENGINES["diffusers"] = EngineRow(lambda *args: os._exit(99))
 
 
 def assert_refused(folder: Path, flags: Sequence[str], message: str, *, ranks: int = 1) -> None:

@@ -10,6 +10,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+import omni_rl.run.engines
 import omni_rl.run.media
 import omni_rl.run.run
 import omni_train.prepare
@@ -94,7 +95,7 @@ def fill_the_disk(rank, step=BROKEN):
 def fail_to_load(rank):
     """Before a life: rank 1 has no memory for the model's other parts."""
     if rank == 1:
-        omni_rl.run.media.ENGINES["diffusers"] = EngineRow(lambda *args: run_out_of_memory())
+        omni_rl.run.engines.ENGINES["diffusers"] = EngineRow(lambda *args: run_out_of_memory())
 
 
 def fail_to_fill(rank):

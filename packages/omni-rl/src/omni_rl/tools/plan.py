@@ -378,10 +378,9 @@ class PlannedWorld(World):
 
         With --draw-ahead as many more.
         """
-        device, not_there = self.device, set() if run.model.encoders else {"encoder"}
-        if not run.args.has_trained_engine:
-            not_there |= {"encoder", "blocks"}  # which another engine keeps
-        offloads = [part for part in run.args.OFFLOAD.split() if part not in not_there]
+        device, kept = self.device, set() if run.args.has_trained_engine else {"encoder", "blocks"}
+        parts = [part for part in run.args.OFFLOAD.split() if part not in kept]
+        offloads = [part for part in parts if part != "encoder" or run.model.encoders]
         run.prompts, loaded = _Alike(run.args), Counter(device.peaks)
         if not isinstance(run.args, MediaArgs):
             run.scorer, run.engine = differing(run.scorer), self._answering(run.engine)
