@@ -13,7 +13,8 @@ import setproctitle
 import torch
 from helpers import CHECKPOINT, REPO
 from omni_rollout import Prompt
-from omni_rollout.engines.versions import VLLM_OMNI, check_vllm_omni
+from omni_rollout.engines.versions import VLLM_OMNI
+from omni_rollout.engines.vllm_omni.worker import check_vllm_omni
 from omni_rollout.models import open_model
 from omni_train.dist import same_error
 from omni_train.shard import shard
