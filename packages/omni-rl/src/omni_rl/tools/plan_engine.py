@@ -36,7 +36,6 @@ class PlannedVllmOmni(DiffusersEngine):
         device.add(-self._saved - shared)
         super().__init__(model, model.load(device=PLANNED, dtype=dtype), texts=texts)
         self._own = list(self.net.parameters())
-        self._shapes = [param.shape for param in self._own]
 
     def adopt(self, params: Iterable[tuple[str, nn.Parameter]]) -> int:
         """Take the storage of a trainer's parameters; return 0."""
@@ -46,7 +45,6 @@ class PlannedVllmOmni(DiffusersEngine):
                 own.pop(name).data = param.data
         self._device.add(self._shared)
         self._own = list(own.values())
-        self._shapes = [param.shape for param in self._own]
         return 0
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
@@ -58,6 +56,7 @@ class PlannedVllmOmni(DiffusersEngine):
     def sleep(self) -> None:
         """Free all that the trainer has not adopted."""
         super().sleep()
+        self._shapes = [param.shape for param in self._own]
         for param in self._own:
             param.data = param.data.new_empty(0)
         self._device.add(self._saved)
