@@ -317,6 +317,12 @@ def test_a_plan_keeps_the_encoder_on_the_host():
     assert with_it.peaks["encode"] < without.peaks["encode"] - freed / 2  # a block at a time
 
 
+def test_float16_takes_as_much_as_bfloat16_also_planned_on_a_device_without_either():
+    half, other = (planned("adapters, two updates", dtype=dtype) for dtype in ("float16", "bfloat16"))
+    for phase, peak in other.peaks.items():
+        assert half.peaks[phase] == pytest.approx(peak, rel=0.03), phase  # torch's fake scaler copies the gradients
+
+
 def test_another_engine_has_a_second_copy_of_what_lora_changes():
     """In 8 bits of half the bytes; in an update it takes nothing, nor do the text encoder and the VAE."""
     _, args = settings(case := "adapters, two updates")

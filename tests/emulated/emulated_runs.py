@@ -126,6 +126,20 @@ def load_like_cuda() -> None:
     rotate_in_real_numbers(False)
 
 
+def load_without_bfloat16() -> None:
+    """Load the accelerator as one that emulates bfloat16, and prints each factor of a loss in float16."""
+    load()
+    torch.get_device_module("npu").is_bf16_supported = lambda including_emulation: including_emulation
+    scale = torch.amp.GradScaler.scale
+
+    def told(scaler: torch.amp.GradScaler, loss: Tensor) -> Tensor:
+        scaled = scale(scaler, loss)
+        print(f"times {scaler.get_scale():g}", flush=True)
+        return scaled
+
+    torch.amp.GradScaler.scale = told
+
+
 def tell_algorithms() -> None:
     """Have each rank of a run print by which algorithms it computes forward and backward passes, on a strict device."""
     load_strict()

@@ -281,6 +281,42 @@ for program in (
     assert found[6] == "memory.base-dtype must be int8 or nf4 on npu, which has no fp8, got fp8"
 
 
+def test_float16_is_for_devices_without_bfloat16_that_see_overflows():
+    text = on_npu("""
+from omni_train.kernels import check_float16
+from torch.utils._python_dispatch import TorchDispatchMode
+
+class Saturating(TorchDispatchMode):
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        found = operator(*args, **(kwargs or {}))
+        return found.clamp(-65504, 65504) if operator == torch.ops.aten.mul.Tensor else found
+
+def attempt(device):
+    try:
+        print(check_float16(torch.device(device)))
+    except ValueError as error:
+        print(error)
+
+attempt("cpu")
+attempt("npu")
+for supports in (lambda including_emulation=True: including_emulation, lambda: False, lambda: True):
+    torch.npu.is_bf16_supported = supports
+    attempt("npu")
+with Saturating():
+    torch.npu.is_bf16_supported = lambda: False
+    attempt("npu")
+""")
+    has = "dtype must be bfloat16 or float32 on {}, which has bfloat16, got float16"
+    assert text.splitlines() == [
+        has.format("cpu"),
+        has.format("npu"),
+        "None",
+        "None",
+        has.format("npu"),
+        "dtype must be float32 on npu, whose float16 saturates, got float16",
+    ]
+
+
 def test_attention_that_fails_on_the_device_or_takes_no_choice_is_refused_and_not_advised():
     """As torch_npu's own may: of the first the backward pass fails, of the second the mask, and the third runs."""
     text = on_npu("""

@@ -4,9 +4,18 @@ import math
 
 import pytest
 import torch
-from omni_train.optim import build_adamw, optimizer_step, reduce_gradients, scheduled_lr
+from omni_train.optim import (
+    SummedBackward,
+    build_adamw,
+    optimizer_step,
+    plain_backward,
+    reduce_gradients,
+    scaled_backward,
+    scheduled_lr,
+)
 from omni_train.shard import shard
 from torch import nn
+from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -65,6 +74,77 @@ def test_a_non_finite_gradient_changes_neither_parameters_nor_state(alone, bad):
     assert param.grad is None
     assert param.item() == before[0]
     assert all(torch.equal(optimizer.state[param][key], value) for key, value in before[1].items())
+
+
+class Half(nn.Module):
+    """A frozen layer in float16, whose gradients below 6e-8 are 0, behind a trained one in float32."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.trained = nn.Linear(4, 4)
+        self.frozen = nn.Linear(4, 4).half().requires_grad_(False)
+
+    def forward(self, x):
+        return self.frozen(self.trained(x).half()).float()
+
+
+def test_a_scaled_loss_in_float16_has_the_gradients_of_float32(alone):
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+    norms = {}
+    for name, factor in {"float32": 0, "float16": 0, "scaled": 2.0**16}.items():
+        net = Half()
+        net = net if name != "float32" else nn.Sequential(net.trained, net.frozen.float())
+        backward, scaler = plain_backward, GradScaler("cpu", init_scale=factor) if factor else None
+        if scaler:
+            backward = scaled_backward(backward, scaler)
+        backward(1e-8 * net(x).square().mean(), of=1)
+        params = [p for p in net.parameters() if p.requires_grad]
+        step = optimizer_step(build_adamw(net, lr=0.1), params, lr=0.1, max_grad_norm=1.0, dist=alone, scaler=scaler)
+        norms[name] = step.grad_norm
+    assert norms["scaled"] == pytest.approx(norms["float32"], rel=0.01)
+    assert norms["float16"] == 0
+
+
+def test_the_factor_of_a_loss_follows_torchs_own_loop_through_overflows(alone):
+    nets, optimizers, scalers = [], [], []
+    for _ in range(2):
+        nets.append(Half())
+        optimizers.append(build_adamw(nets[-1], lr=0.1))
+        scalers.append(GradScaler("cpu", init_scale=2.0**15, growth_interval=2))
+    backward, skipped = scaled_backward(plain_backward, scalers[0]), []
+    for number in range(8):
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(number)) * (40 if number % 4 == 0 else 1)
+        backward(nets[0](x).square().mean(), of=1)
+        params = [*nets[0].trained.parameters()]
+        made = optimizer_step(optimizers[0], params, lr=0.1, max_grad_norm=math.inf, dist=alone, scaler=scalers[0])
+        skipped.append(made.skipped)
+        scalers[1].scale(nets[1](x).square().mean()).backward()
+        scalers[1].step(optimizers[1])
+        scalers[1].update()
+        optimizers[1].zero_grad()
+        assert scalers[0].state_dict() == scalers[1].state_dict()
+        assert all(map(torch.equal, nets[0].parameters(), nets[1].parameters()))
+    assert {True, False} == {*skipped}
+
+
+@pytest.mark.parametrize("mode", ["none", "ddp", "fsdp2"])
+def test_an_overflow_on_one_rank_lowers_the_factor_on_all(run_ranks, mode):
+    def work(dist):
+        net = shard(make_net(), dist.mesh, mode=mode)
+        params, scaler = list(net.parameters()), GradScaler("cpu", init_scale=8.0)
+        backward = SummedBackward(net, dist.mesh, mode=mode) if dist.mesh else plain_backward
+        backward = scaled_backward(backward, scaler)
+        optimizer, found = build_adamw(net, lr=0.1), []
+        for factor in (1.0, math.inf, 1.0):
+            backward((factor if dist.rank == dist.world_size - 1 else 1.0) * net(X).sum(), of=1)
+            step = optimizer_step(optimizer, params, lr=0.1, max_grad_norm=1.0, dist=dist, scaler=scaler)
+            found.append([step.skipped, scaler.get_scale(), step.grad_norm if not step.skipped else 0.0])
+        return found
+
+    steps = run_ranks(work, 1 if mode == "none" else 2)
+    assert all(own == steps[0] for own in steps)
+    assert [own[:2] for own in steps[0]] == [[False, 8.0], [True, 4.0], [False, 4.0]]
 
 
 @pytest.mark.parametrize("mode", ["none", "ddp", "fsdp2"])

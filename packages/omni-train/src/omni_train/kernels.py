@@ -10,6 +10,7 @@ lengths, image sizes and batch sizes need no further graph.
 
 from collections.abc import Collection
 from contextlib import suppress
+from inspect import signature
 
 import torch
 import torch.fx.experimental._config as symbols
@@ -70,6 +71,15 @@ def check_float8(device: torch.device) -> None:
         torch.ones(1, device=device).to(torch.float8_e4m3fn).float()
     except RuntimeError as exc:
         raise ValueError(f"memory.base-dtype must be int8 or nf4 on {device.type}, which has no fp8, got fp8") from exc
+
+
+def check_float16(device: torch.device) -> None:
+    """Raise ValueError unless a device lacks bfloat16, as NVIDIA's V100 and T4, and has infinity in float16."""
+    supports = getattr(torch.get_device_module(device), "is_bf16_supported", lambda: True)
+    if supports(*[False] * len(signature(supports).parameters)):  # whether to count emulation, where that is asked
+        raise ValueError(f"dtype must be bfloat16 or float32 on {device.type}, which has bfloat16, got float16")
+    if not (torch.full((1,), 6e4, dtype=torch.float16, device=device) * 2).isinf():
+        raise ValueError(f"dtype must be float32 on {device.type}, whose float16 saturates, got float16")
 
 
 def check_compiler(device: torch.device, setting: str = "compile") -> None:

@@ -1,13 +1,14 @@
 """Gradients summed over ranks, AdamW, its learning rate, and one step that all ranks take or skip."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -84,6 +85,11 @@ def plain_backward(loss: Tensor, *, of: int) -> None:
     loss.backward()
 
 
+def scaled_backward(backward: Callable[..., None], scaler: GradScaler) -> Callable[..., None]:
+    """Return a function like `plain_backward` that multiplies the loss first, as small gradients are 0 in float16."""
+    return lambda loss, *, of: backward(scaler.scale(loss), of=of)
+
+
 class SummedBackward:
     """Backward passes of several ranks; the last before an optimizer step sums the gradients over ranks."""
 
@@ -129,7 +135,13 @@ def reduce_gradients(params: nn.Module | Iterable[Tensor], mesh: DeviceMesh | No
 
 
 def optimizer_step(
-    optimizer: torch.optim.Optimizer, params: Sequence[Tensor], *, lr: float, max_grad_norm: float, dist: Dist
+    optimizer: torch.optim.Optimizer,
+    params: Sequence[Tensor],
+    *,
+    lr: float,
+    max_grad_norm: float,
+    dist: Dist,
+    scaler: GradScaler | None = None,
 ) -> StepResult:
     """Clip to the global gradient norm, step, clear the gradients; or skip the step on every rank.
 
@@ -141,10 +153,14 @@ def optimizer_step(
         params: the trainable parameters; plain ones are equal on every rank, DTensors hold a slice each.
         lr: learning rate of this step; a group with an `lr_scale` has its own.
         max_grad_norm: L2 norm above which gradients are scaled down; `math.inf` never clips.
+        scaler: that of `scaled_backward`; it divides the gradients again, and lowers its factor after an overflow.
     """
     if not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm must be > 0, got {max_grad_norm}")
     grads = [p.grad for p in params if p.grad is not None]
+    if scaler and grads:
+        scaler.unscale_(optimizer)
+        scaler.update()
     by_rank = _norms(grads, dist)
     norm, skipped = by_rank[dist.rank], not all(math.isfinite(each) and each > 0 for each in by_rank)
     if not skipped:

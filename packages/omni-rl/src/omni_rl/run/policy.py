@@ -10,6 +10,7 @@ from omni_train.optim import plain_backward
 from omni_train.shard import reshard
 from omni_train.weights.snapshot import Ema, Snapshot
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 
@@ -20,7 +21,7 @@ class Policy:
     ema: the moving average of what is trained, for evaluations. old: the old policy, where it is no adapter; reference
     and teachers: frozen nets, where these policies are no adapters. adapters: the frozen ones. unshard: the phases in
     which sharded weights are gathered once. backward: adds the gradient of a loss, `of` of which come before each
-    optimizer step. params: what is trained.
+    optimizer step. scaler: that of losses in float16. params: what is trained.
     """
 
     net: nn.Module
@@ -32,6 +33,7 @@ class Policy:
     adapters: tuple[str, ...] = ()
     unshard: tuple[str, ...] = ()
     backward: Callable[..., None] = plain_backward
+    scaler: GradScaler | None = None
 
     def __post_init__(self) -> None:
         self.params = [p for p in self.net.parameters() if p.requires_grad]

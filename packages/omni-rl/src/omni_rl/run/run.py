@@ -44,7 +44,7 @@ ScorerT = TypeVar("ScorerT", bound=AnyScorer, covariant=True)
 Seen = Callable[[Mapping[str, Tensor], tuple[Tensor, ...]], tuple[int, torch.Size] | None]
 Gate = Literal["exact", "by-gradients", "noisy", "wrong"]
 REPEATS = 4  # of a forward, to see whether it repeats itself: rounding may hide noise once
-ROUNDING = {"float32": 1e-5, "bfloat16": 4e-3}  # largest |ratio - 1| that other kernels or batches explain
+ROUNDING = {"float32": 1e-5, "bfloat16": 4e-3, "float16": 1e-3}  # largest |ratio - 1| that other kernels explain
 
 
 def _no_samples(run: Any, held: HeldOut[Any, Any]) -> tuple[dict[str, float], Shown]:
@@ -132,7 +132,11 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
         if not (step.has_signal and has_signal):
             policy.optimizer.zero_grad(set_to_none=True)
             return StepResult(grad_norm=0.0, skipped=True)
-        return optimizer_step(policy.optimizer, policy.params, lr=lr, max_grad_norm=optim.max_grad_norm, dist=self.dist)
+        how = {"lr": lr, "max_grad_norm": optim.max_grad_norm}
+        result = optimizer_step(policy.optimizer, policy.params, **how, dist=self.dist, scaler=policy.scaler)
+        if policy.scaler:
+            self.session.config["loss_scale"] = policy.scaler.state_dict()
+        return result
 
     def minibatches(self, step: "Step", *, epochs: int) -> list[int]:
         """Return the minibatch of each update of a step: all in turn, and in each later epoch all in another order.

@@ -23,11 +23,11 @@ from omni_train import lora
 from omni_train.dist import Dist, context_mesh, deterministic, gather_json, same_error, shard_mesh
 from omni_train.experts import find_experts, num_gathered
 from omni_train.flops import FlopTable, device_name
-from omni_train.kernels import BACKENDS, check_attention, check_compiler, check_float8
+from omni_train.kernels import BACKENDS, check_attention, check_compiler, check_float8, check_float16
 from omni_train.memory.offload import HostAdamW
 from omni_train.memory.quantized import BYTES
 from omni_train.memory.recompute import Recompute
-from omni_train.optim import SummedBackward, build_adamw
+from omni_train.optim import SummedBackward, build_adamw, scaled_backward
 from omni_train.prepare import Lora, Preparation, adapt, prepare
 from omni_train.prompts.files import PromptRecord, RecordCheck, load_prompts
 from omni_train.prompts.sampler import PromptSampler
@@ -35,6 +35,7 @@ from omni_train.shard import shard
 from omni_train.weights.full import load_adapter, named_weights, saved_files
 from omni_train.weights.snapshot import Ema, Snapshot
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.nn.attention import sdpa_kernel
 
 from omni_rl.flow.evals import HeldOut, Shown, params_of
@@ -201,6 +202,8 @@ def start(
     policy.unshard = unshard
     if mode != "none":
         policy.backward = SummedBackward(net, how.mesh or dist.mesh, mode=mode)
+    if policy.scaler:
+        policy.backward = scaled_backward(policy.backward, policy.scaler)
     if dist.context > 1:  # whose attention is computed again in the backward pass
         policy.backward = sdpa_kernel(BACKENDS[args.attention])(policy.backward)
     if args.deterministic:
@@ -278,6 +281,8 @@ def preparation(
     dtype: torch.dtype = getattr(torch, args.dtype)
     with flag("--"):  # the message itself begins with the setting
         check_attention(args.attention, device, dtype)
+        if args.dtype == "float16" and not args.memory.device_gb:
+            check_float16(device)
         if args.memory.base_dtype == "fp8":
             check_float8(device)
         if compiles:
@@ -494,6 +499,10 @@ def open_policy(args: RunArgs, inputs: Inputs[Any, Any], needs: Needs, net: nn.M
         optimizer.add_param_group({"params": [p for p in trained if p in own], "lr_scale": scale})
     policy = Policy(net, optimizer, Ema(trained, decay=args.ema_decay))
     policy.adapters = inputs.how.lora.others if inputs.how.lora else ()
+    if args.dtype == "float16":
+        policy.scaler = GradScaler(inputs.how.device.type)
+        if "loss_scale" in session.config:
+            policy.scaler.load_state_dict(session.config["loss_scale"])  # type: ignore[arg-type]  # of a run
     if needs.old_policy and not args.lora.rank:
         policy.old = Snapshot(trained, name="copy")
     if session.saved:

@@ -58,6 +58,7 @@ from omni_rl.settings.groups import (
 STREAMS = ("video", "audio")  # the media of one latent, in its order
 Mode = Literal["none", "ddp", "fsdp2"]
 Attention = Literal["auto", "cudnn", "flash", "efficient", "math"]
+Dtype = Literal["float32", "bfloat16", "float16"]
 ArgsT = TypeVar("ArgsT", bound="RunArgs")
 
 
@@ -89,7 +90,7 @@ class RunArgs:
 
     # Model
     model: Annotated[str, REQUIRED] = ""  # Folder or hub id of a diffusers pipeline
-    dtype: Literal["float32", "bfloat16"] = "float32"  # Data type of the frozen weights; trained ones are float32
+    dtype: Dtype = "float32"  # Data type of the frozen weights; trained ones are float32
     init_weights: str = ""  # Folder with trained weights to start from, a LoRA adapter or full weights
     lora: Lora = Lora()  # Adapters
     attention: Annotated[Attention, MAY_CHANGE] = "auto"  # Kernels of attention, by torch's names
@@ -334,6 +335,8 @@ def check_media(args: MediaArgs, *, num_trained: int | None = 1) -> None:
         (memory.rollout_dtype == "auto" or (engine and engine.library and args.dtype == "bfloat16"),
          f"--memory.rollout-dtype {memory.rollout_dtype} needs --engine vllm-omni and --dtype bfloat16, got --engine "
          f"{args.engine} and --dtype {args.dtype}"),
+        (args.dtype != "float16" or not (engine and engine.library),
+         f"--dtype float16 needs --engine diffusers, got {args.engine}"),
         (not (args.compile and "blocks" in offloaded(args)), "--memory.offload blocks does not go with --compile"),
         (not memory.decode_tile or memory.decode_tile >= 64,
          f"--memory.decode-tile must be 0, or at least 64 pixels, got {memory.decode_tile}"),

@@ -94,6 +94,8 @@ def check_tokens(args: TokenArgs) -> None:
          "--engine vllm must be installed: pip install 'omni-rollout[vllm]', or for a CPU make install-vllm"),
         (args.engine != "vllm" or all(0.01 <= value <= 2 for value in temperatures),
          f"--temperature, --eval.temperature and those of eval must be from 0.01 to 2 for vllm, got {temperatures}"),
+        (args.engine != "vllm" or args.dtype != "float16",
+         "--dtype float16 needs --engine transformers, got --engine vllm"),
         (args.engine != "vllm" or not args.memory.device_gb,
          "--memory.device-gb plans the embedded engine only, got --engine vllm"),
         (args.engine != "vllm" or args.memory.base_dtype == "auto",

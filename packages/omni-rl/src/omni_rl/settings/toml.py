@@ -27,7 +27,7 @@ ELSEWHERE = {  # what takes the place of names that other projects have
     "--train-steps": "steps max-steps max-train-steps epochs num-epochs num-train-epochs", "--lora.rank": "lora-r",
     "--lora.exclude": "exclude-modules", "--lora.use-rslora": "rslora use-rslora", "--lora.init": "init-lora-weights",
     "--num-inference-steps": "num-steps", "--dtype": "precision mixed-precision", "--dtype bfloat16": "bf16",
-    "--optim.lr-scheduler-type": "lr-scheduler", "--optim.warmup-steps": "lr-warmup-steps",
+    "--dtype float16": "fp16", "--optim.lr-scheduler-type": "lr-scheduler", "--optim.warmup-steps": "lr-warmup-steps",
     "--optim.weight-decay": "adam-weight-decay", "--optim.adam-epsilon": "adam-eps",
     "--memory.adam-8bit": "use-8bit-adam",
     "--num-inner-epochs": "num-iterations ppo-epochs", "--num-iterations": "num-inner-epochs ppo-epochs",
@@ -37,13 +37,11 @@ ELSEWHERE = {  # what takes the place of names that other projects have
     "omni-rl train nft": "nft awm", "omni-rl train dpo": "dpo", "omni-rl train srpo": "srpo",
     "omni-rl train gspo": "gspo", "omni-rl train distill": "opd", "omni-rl train unigrpo": "unigrpo",
 }  # fmt: skip
-FLOAT16 = "float16 needs a loss scaled by GradScaler, which no trainer has: give --dtype bfloat16 or float32"
 ADAPTER_DTYPE = "adapters are float32 for every --dtype: bfloat16 would round most of RL's small steps away"
 REFUSED = {  # what peft and transformers have and a run does not, with the reason
     "use-dora": "an adapter is kept, averaged and exported as A and B, which cannot hold DoRA's magnitudes",
     "target-parameters": "diffusers opens no adapters of parameters: name linear layers by --lora.targets",
     "autocast-adapter-dtype": ADAPTER_DTYPE, "lora-dtype": ADAPTER_DTYPE,
-    "fp16": FLOAT16, "float16": FLOAT16,
 }  # fmt: skip
 
 
