@@ -21,4 +21,4 @@ def test_the_record_is_what_the_port_draws(tmp_path, model):
     for name, tensor in kept.items():
         torch.testing.assert_close(drawn[name], tensor, rtol=0, atol=3e-5, msg=name)
     with safe_open(record, "pt") as old, safe_open(again, "pt") as new:
-        assert old.metadata() == new.metadata()
+        assert old.metadata()["facts"] == new.metadata()["facts"]  # beside them is the version that drew them
