@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from omni_rl.settings.eval_sets import TokenEval
-from omni_rl.settings.groups import Lora
+from omni_rl.settings.groups import TokenLora
 from trainer_runs import train, undocumented
 from vllm_models import build_qwen3
 
@@ -22,7 +22,7 @@ def test_a_trainer_samples_with_vllm_and_logs_the_gap(algo, correction, tmp_path
     args = app.Args(
         model=str(tmp_path / "model"), prompts="train.jsonl", eval=TokenEval("train.jsonl", every=3),
         prompts_per_step=2, group_size=4, batch_size=4, max_prompt_tokens=48, max_new_tokens=8, train_steps=3,
-        lr=1e-2, reward="regex", lora=Lora(2), engine="vllm", gpu_memory_utilization=0.1, algo=algo,
+        lr=1e-2, reward="regex", lora=TokenLora(2), engine="vllm", gpu_memory_utilization=0.1, algo=algo,
         rollout_correction=correction,
     )  # fmt: skip
     app.check_args(args)
