@@ -1,10 +1,12 @@
-"""GenEval's rules on scenes of recorded detections: known answers, and another version of the released arithmetic."""
+"""GenEval's rules on detections: known answers, those of the released evaluation, and another version of its rules."""
 
 import cmath
+import json
 import random
 from collections import Counter
 from fractions import Fraction
 from itertools import product
+from pathlib import Path
 
 import pytest
 from omni_reward.scorers.geneval_rules import COLORS, RELATIONS, Detection, Grades, grade, keep, read_wish, relations
@@ -20,6 +22,18 @@ def test_forty_scenes_of_each_kind_have_their_known_grades(tag: str) -> None:
     for seed in range(40):
         painted, meta, known = scene(random.Random(seed), tag, right=seed % 2 == 0)
         assert graded(painted, meta) == known, (seed, meta)
+
+
+def test_four_hundred_crowds_have_the_answers_of_the_released_evaluation() -> None:
+    """Its own functions gave them, for these boxes, confidences and colors; the first line has its commit."""
+    _, *lines = Path(__file__).with_name("geneval_recorded.jsonl").read_text().splitlines()
+    answers: Counter[bool] = Counter()
+    for line in map(json.loads, lines):
+        painted = {Detection(name, tuple(box), at): color for name, box, at, color in line["detections"]}
+        assert graded(painted, line["meta"]).correct is line["correct"], line
+        answers[line["correct"]] += 1
+    assert sum(answers.values()) == 400
+    assert min(answers.values()) >= 50
 
 
 def reference(painted: Painted, meta: Meta) -> tuple[bool, bool, Fraction]:
