@@ -100,6 +100,16 @@ def test_a_sound_is_heard_in_bands_at_16_khz(network: Network, tmp_path: Path) -
     assert network.given["audio"][:, :, 0, :, 198:].unique().tolist() == pytest.approx([silence], abs=1e-6)
 
 
+def test_the_first_channel_of_a_sound_is_heard(network: Network, tmp_path: Path) -> None:
+    scorer = load(network, tmp_path)
+    other = np.random.default_rng(1).standard_normal(SOUNDS.shape).astype(np.float32)
+    heard = []
+    for sounds in (SOUNDS[..., :1], np.concatenate([SOUNDS[..., :1], other[..., :1]], axis=-1)):
+        scorer({"video": CLIPS, "audio": sounds}, ["", ""], META)
+        heard.append(network.given["audio"])
+    assert torch.equal(*heard)
+
+
 def test_a_short_clip_is_judged(network: Network, tmp_path: Path) -> None:
     scorer = load(network, tmp_path, dtype="bfloat16")
     [score] = scorer({"video": CLIPS[:1, :1], "audio": SOUNDS[:1, :900]}, [""], META[:1])

@@ -97,6 +97,10 @@ def test_each_thing_must_score_highest_with_its_own(
         )
     )
     assert [check.passed for check in swapped] == [False] * 3
+    shares = {"any": {"scale": 2.0, "published": [[0.7, 0.2, 0.1]] * 3}}
+    first, *_ = order("any", Scorer(score, media=media), known["order"] | {"shares": shares}, tmp_path)
+    own = " ".join(f"{share:.4f}" for share in torch.tensor([2.0, 0.0, 0.0]).softmax(0).tolist())
+    assert first.text.endswith(f"; shares {own}, published of one crop 0.7000 0.2000 0.1000")
 
 
 def test_a_sound_is_read_as_floats(known: dict[str, Any]) -> None:

@@ -2,8 +2,8 @@
 
 ImageBind (Girdhar et al., arXiv 2305.05665) averages the embeddings of clips of 2 s: five of a video, each as three
 square crops of two frames, and three of a sound, each as 128 mel bands at 16 kHz. Starts of clips are evenly spaced;
-shorter sounds are padded with silence. Channels of a sound are averaged, and it is resampled by a Fourier
-series; imagebind/data.py of github.com/facebookresearch/ImageBind takes the first channel and resamples by a filter.
+shorter sounds are padded with silence. The first channel of a sound is taken, and resampled by a Fourier series;
+imagebind/data.py of github.com/facebookresearch/ImageBind resamples by a filter.
 
 Letters: N samples, T frames, H height, W width, S points in time, C channels.
 """
@@ -77,7 +77,7 @@ def load_imagebind(*, weights: str, device: str | None = None, dtype: str = "flo
         rates: list[tuple[Any, Any]] = [(sample["sample_rate"], sample["fps"]) for sample in meta]
         heard, seen = [], []
         for clip, sound, (rate, fps) in zip(media["video"], media["audio"], rates, strict=True):
-            mono = resample(sound.mean(axis=1), rate, HERTZ)
+            mono = resample(sound[:, 0], rate, HERTZ)
             points = [int(start * HERTZ) for start in starts_of(len(mono), HERTZ, 3)]
             clips = [mono[point : point + SECONDS * HERTZ] for point in points]
             bands = hear([piece - piece.mean() for piece in clips], HERTZ, return_tensors="pt")

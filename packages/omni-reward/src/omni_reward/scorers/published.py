@@ -10,7 +10,7 @@ import hashlib
 import sys
 import tomllib
 import wave
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.resources import files
 from io import BytesIO
 from pathlib import Path
@@ -91,12 +91,20 @@ def order(name: str, scorer: Scorer, known: Mapping[str, Any], local: Path | Non
             for j in range(len(things))
         ]
         shown = ", ".join(f"{other} {value:.4f}" for other, value in zip(things, found, strict=True))
+        if shares := known.get("shares", {}).get(name):
+            own = np.exp(shares["scale"] * np.array(found))
+            shown += f"; shares {line_of(own / own.sum())}, published of one crop {line_of(shares['published'][i])}"
         if name in NO_PROMPT:
             low, high = NO_PROMPT[name]
             yield Check(low <= found[i] <= high, f"the {thing} scores {found[i]:.4f}, possible {low:g} to {high:g}")
         else:
             is_best = all(found[i] > value for j, value in enumerate(found) if j != i)  # False if it abstains
             yield Check(is_best, f"the {thing} scores highest with its own: {shown}")
+
+
+def line_of(shares: Iterable[float]) -> str:
+    """Return shares as a line."""
+    return " ".join(f"{share:.4f}" for share in shares)
 
 
 def scored(scorer: Scorer, image: np.ndarray, sound: np.ndarray, rate: int, thing: str) -> float:
