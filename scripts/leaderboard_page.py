@@ -38,6 +38,7 @@ ENTRIES = (
     Entry("mixgrpo-flash", "MixGRPO-Flash", "train_flowgrpo", "tiny-signs-mixgrpo-flash", "mixgrpo.md"),
     Entry("grpo-guard", "GRPO-Guard", "train_flowgrpo", "tiny-signs-grpo-guard", "grpo-guard.md"),
     Entry("flow-dppo", "Flow-DPPO", "train_flowgrpo", "tiny-signs-flow-dppo", "flow-dppo.md"),
+    Entry("tempflow", "TempFlow-GRPO", "train_flowgrpo", "tiny-signs-tempflow", "tempflow.md"),
     Entry("nft", "DiffusionNFT", "train_nft", "tiny-signs", "diffusion-nft.md"),
     Entry("awm", "AWM", "train_nft", "tiny-signs-awm", "awm.md"),
     Entry("dgpo", "DGPO", "train_nft", "tiny-signs-dgpo", "dgpo.md"),
