@@ -19,10 +19,10 @@ import sys
 import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 from omni_rl.media.images import reference_sizes
-from omni_rl.settings.args import RunArgs, num_ranks, parse_numbers
+from omni_rl.settings.args import Dtype, RunArgs, num_ranks, parse_numbers
 from omni_rl.settings.cli import parse_cli, refuse
 from omni_rl.settings.early import check_model, check_sides
 from omni_rl.settings.eval_sets import check_urls
@@ -67,7 +67,7 @@ class Args:
     guidance: str | None = None  # Further guidance knobs of the pipeline, as name=value,name=value (default: likewise)
     scorer: SampleScorer = SampleScorer()  # A reward server that scores the samples
     batch_size: Annotated[int, at_least(1)] = 16  # Images per forward
-    dtype: Literal["float32", "bfloat16"] = "float32"  # Data type of the weights
+    dtype: Dtype = "float32"  # Data type of the weights
 
 
 def check_args(args: Args) -> None:

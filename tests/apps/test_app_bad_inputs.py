@@ -47,6 +47,7 @@ SETTINGS = {
     "--algo mixgrpo": "--window-size must be set for mixgrpo",
     "--dtype bfloat16": "--dtype bfloat16 needs --lora.rank > 0 or --sharding.mode fsdp2",
     "--dtype float16 --lora.rank 4": "--dtype must be bfloat16 or float32 on cpu, which has bfloat16, got float16",
+    "--dtype float16 --lora.rank 4 --engine vllm-omni": "--dtype float16 needs --engine diffusers, got vllm-omni",
     "--sharding.mode fsdp2": "--sharding.mode fsdp2 needs ranks: omni-rl train NAME --nproc-per-node N, or torchrun; ",
     "--correction-low 1.1": "--correction.low must be < 1 and --correction.high > 1",
     "--engine vllm-omni": "--engine vllm-omni must be installed",

@@ -133,6 +133,7 @@ def load_without_bfloat16() -> None:
     scale = torch.amp.GradScaler.scale
 
     def told(scaler: torch.amp.GradScaler, loss: Tensor) -> Tensor:
+        scaler.set_growth_interval(1)  # so that each update changes the factor
         scaled = scale(scaler, loss)
         print(f"times {scaler.get_scale():g}", flush=True)
         return scaled

@@ -120,6 +120,8 @@ MISTAKES = {
     "--fp16": "unknown flag --fp16; --help-all lists all",  # as these settings have no --dtype
     "--target-parameters x": "unknown flag --target-parameters; diffusers opens no adapters of parameters",
     "--lora-dtype x": "unknown flag --lora-dtype; adapters are float32 for every --dtype: bfloat16 would round",
+    "--tensor-parallel-size 2": "unknown flag --tensor-parallel-size; each rank has a whole engine",
+    "--step-execution": "unknown flag --step-execution; all samples of a rollout begin together",
     "--gpus 2": "unknown flag --gpus; use omni-rl train NAME --nproc-per-node N\n",
     "--report-to x": "unknown flag --report-to; --help-all lists all",  # as these settings have no --tracking.to
     "--l 1": "unknown flag --l",

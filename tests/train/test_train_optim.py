@@ -77,7 +77,7 @@ def test_a_non_finite_gradient_changes_neither_parameters_nor_state(alone, bad):
 
 
 class Half(nn.Module):
-    """A frozen layer in float16, whose gradients below 6e-8 are 0, behind a trained one in float32."""
+    """A frozen layer in float16, whose gradients below 3e-8 are 0, behind a trained one in float32."""
 
     def __init__(self):
         super().__init__()

@@ -74,7 +74,7 @@ def check_float8(device: torch.device) -> None:
 
 
 def check_float16(device: torch.device) -> None:
-    """Raise ValueError unless a device lacks bfloat16, as NVIDIA's V100 and T4, and has infinity in float16."""
+    """Raise ValueError unless a device lacks bfloat16, as NVIDIA's V100 and T4 do, and has infinity in float16."""
     supports = getattr(torch.get_device_module(device), "is_bf16_supported", lambda: True)
     if supports(*[False] * len(signature(supports).parameters)):  # whether to count emulation, where that is asked
         raise ValueError(f"dtype must be bfloat16 or float32 on {device.type}, which has bfloat16, got float16")

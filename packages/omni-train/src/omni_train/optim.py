@@ -153,7 +153,7 @@ def optimizer_step(
         params: the trainable parameters; plain ones are equal on every rank, DTensors hold a slice each.
         lr: learning rate of this step; a group with an `lr_scale` has its own.
         max_grad_norm: L2 norm above which gradients are scaled down; `math.inf` never clips.
-        scaler: that of `scaled_backward`; it divides the gradients again, and lowers its factor after an overflow.
+        scaler: that of `scaled_backward`; it divides the gradients by its factor, and lowers that after an overflow.
     """
     if not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm must be > 0, got {max_grad_norm}")

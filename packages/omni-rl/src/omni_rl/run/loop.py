@@ -37,6 +37,7 @@ from omni_rl.run.notify import announce
 from omni_rl.run.run import AnyRun, Step
 from omni_rl.run.serve import serve
 from omni_rl.settings.args import next_end, secret_flags, without_secrets
+from omni_rl.settings.early import LOSS_SCALE
 from omni_rl.settings.fields import change, flat
 
 RunT = TypeVar("RunT", bound=AnyRun)
@@ -203,7 +204,10 @@ class Loop(Generic[RunT]):
         run = self.run
         if self._saved < self._done:
             save = run.session.checkpoints.async_save if run.args.async_save else run.session.checkpoints.save
-            save(self._done, run.policy.net, run.policy.optimizer, run.policy.averages, config=run.session.config)
+            config = run.session.config
+            if run.policy.scaler:
+                config = config | {LOSS_SCALE: run.policy.scaler.state_dict()}
+            save(self._done, run.policy.net, run.policy.optimizer, run.policy.averages, config=config)
             self._saved = self._done
             run.session.checkpoints.pinned = best_of(self._golds)  # once that save has begun: an older best stays whole
 

@@ -124,6 +124,7 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
 
         Raises:
             RewardError: of `step.settle`, on every rank, before the weights are touched.
+            FloatingPointError: gradients in float16 are infinite or NaN times any factor; raised on every rank.
         """
         step.settle()
         args, policy, optim = self.args, self.policy, self.args.optim
@@ -134,8 +135,8 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
             return StepResult(grad_norm=0.0, skipped=True)
         how = {"lr": lr, "max_grad_norm": optim.max_grad_norm}
         result = optimizer_step(policy.optimizer, policy.params, **how, dist=self.dist, scaler=policy.scaler)
-        if policy.scaler:
-            self.session.config["loss_scale"] = policy.scaler.state_dict()
+        if policy.scaler and result.skipped and policy.scaler.get_scale() < 1:
+            raise FloatingPointError("gradients must be finite in float16 times some factor >= 1, and are with none")
         return result
 
     def minibatches(self, step: "Step", *, epochs: int) -> list[int]:
@@ -201,11 +202,15 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
             limit: largest deviation that rounding explains, for `gap_of`.
 
         Raises:
-            RuntimeError: on every rank, where some rank's deviation is larger or NaN. The message names the rank, the
-                forward and the causes.
+            RuntimeError: on every rank, where some rank's deviation is larger. The message names the rank, the forward
+                and the causes.
+            FloatingPointError: on every rank, where some rank's deviation is NaN.
         """
         by_rank = torch.tensor(gather_json(self.dist, torch.stack([*deviations]).detach().float().tolist()))
         worst = by_rank.max().item()
+        if math.isnan(worst):
+            rank = int(by_rank.isnan().any(dim=1).nonzero()[0])
+            raise FloatingPointError(f"step {step.number}: log-probs must be finite, but are not on rank {rank}")
         if worst <= tolerance or not self.world.has_numbers:
             return worst
         is_first = step.number == max(self.session.first_step - 1, 0)
@@ -251,10 +256,13 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
             values.setdefault(name, []).append(value)
         merged = [merge_metric(torch.stack(own), EXTREMES.get(name, "mean")) for name, own in values.items()]
         own = dict(zip(values, torch.stack(merged).tolist(), strict=True))
-        named = mean_metrics(self.dist, own, merges=EXTREMES, finite=("loss",)) | {
-            "grad_norm": sum(result.grad_norm for result in results) / len(results),
-            "skipped_updates": sum(result.skipped for result in results),
-        }
+        named = mean_metrics(self.dist, own, merges=EXTREMES, finite=("loss",))
+        if self.policy.scaler:  # whose overflows are part of its search
+            results = [result for result in results if math.isfinite(result.grad_norm)]
+            named["loss_scale"] = self.policy.scaler.get_scale()
+        named["skipped_updates"] = sum(result.skipped for result in results)
+        if results:
+            named["grad_norm"] = sum(result.grad_norm for result in results) / len(results)
         return {f"policy/{name}": value for name, value in named.items()}
 
     def count_calls(self, seen: Seen) -> None:
@@ -292,7 +300,7 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
 
 def ratio_error(by_rank: Tensor, tolerance: float, step: int) -> RuntimeError:
     """Return the error that names the first forward whose deviation, [ranks, forwards], is off, and the causes."""
-    off = ~(by_rank <= tolerance)  # NaN is off too
+    off = by_rank > tolerance
     rank, forward = off.nonzero()[0].tolist()
     return RuntimeError(
         f"step {step}: before the first update the ratio must be 1 within {tolerance}, but is off by "

@@ -20,7 +20,7 @@ from omni_rl.report.process import ReportProcess
 from omni_rl.run.metrics import COLUMNS
 from omni_rl.run.world import World
 from omni_rl.settings.args import RunArgs, num_samplers, secret_flags, without_secrets
-from omni_rl.settings.early import OWN, check_same
+from omni_rl.settings.early import WRITTEN, check_same
 from omni_rl.settings.fields import flat
 from omni_rl.settings.toml import to_toml
 
@@ -70,7 +70,7 @@ class Session:
         """
         if self.saved:
             check_same(args, self.saved, self.config)
-            self.config |= {name: value for name, value in self.saved.config.items() if name in OWN}
+            self.config |= {name: value for name, value in self.saved.config.items() if name in WRITTEN}
             self.checkpoints.verify(self.saved, net)
 
     def name_scorer(self, args: RunArgs, version: str) -> None:

@@ -46,7 +46,7 @@ from omni_rl.run.samplers import Samplers
 from omni_rl.run.session import Session
 from omni_rl.run.world import World
 from omni_rl.settings.args import RunArgs, num_ranks, num_samplers, offloaded, sharding, without_secrets
-from omni_rl.settings.early import files_of
+from omni_rl.settings.early import LOSS_SCALE, files_of
 from omni_rl.settings.eval_sets import GOLD, setting_of
 from omni_rl.settings.fields import change, flag, flat, require, values_of
 from omni_rl.settings.groups import TokenLora
@@ -281,7 +281,7 @@ def preparation(
     dtype: torch.dtype = getattr(torch, args.dtype)
     with flag("--"):  # the message itself begins with the setting
         check_attention(args.attention, device, dtype)
-        if args.dtype == "float16" and not args.memory.device_gb:
+        if args.dtype == "float16" and not args.dry_run:
             check_float16(device)
         if args.memory.base_dtype == "fp8":
             check_float8(device)
@@ -501,8 +501,8 @@ def open_policy(args: RunArgs, inputs: Inputs[Any, Any], needs: Needs, net: nn.M
     policy.adapters = inputs.how.lora.others if inputs.how.lora else ()
     if args.dtype == "float16":
         policy.scaler = GradScaler(inputs.how.device.type)
-        if "loss_scale" in session.config:
-            policy.scaler.load_state_dict(session.config["loss_scale"])  # type: ignore[arg-type]  # of a run
+        if LOSS_SCALE in session.config:
+            policy.scaler.load_state_dict(session.config[LOSS_SCALE])  # type: ignore[arg-type]  # as it was saved
     if needs.old_policy and not args.lora.rank:
         policy.old = Snapshot(trained, name="copy")
     if session.saved:

@@ -21,7 +21,8 @@ from omni_rl.settings.fields import MAY_CHANGE, SECRET, flag, flag_of, flat, mar
 NO_VOCABULARY = {"tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"}
 BYTES = "ByT5Tokenizer"  # whose vocabulary is no file
 GOLD_DIGEST = "eval_gold_prompts_digest"
-OWN = ("gate", "loss_scale")  # what a run itself writes beside its settings
+LOSS_SCALE = "loss_scale"
+WRITTEN = ("gate", LOSS_SCALE)  # by a run into its checkpoints, beside its settings
 
 
 def check_model(place: str, *, reads_texts: bool = True) -> None:
@@ -118,7 +119,7 @@ def check_same(args: RunArgs, saved: Saved, now: Config, *, ignore: Collection[s
     old = (was for was, name in old_names(type(args)).items() if name in may)
     new = (name for name, value in flat(type(args)()).items() if now.get(name) == value and name not in saved.config)
     unknown = {GOLD_DIGEST} - saved.config.keys()
-    check_config(saved, now, ignore=(*may, *old, *ignore, *new, *unknown, "train_steps", "scorer", *OWN))
+    check_config(saved, now, ignore=(*may, *old, *ignore, *new, *unknown, "train_steps", "scorer", *WRITTEN))
 
 
 def files_of(args: RunArgs, model: Path | None) -> dict[str, str]:

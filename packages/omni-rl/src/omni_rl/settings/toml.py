@@ -42,6 +42,9 @@ REFUSED = {  # what peft and transformers have and a run does not, with the reas
     "use-dora": "an adapter is kept, averaged and exported as A and B, which cannot hold DoRA's magnitudes",
     "target-parameters": "diffusers opens no adapters of parameters: name linear layers by --lora.targets",
     "autocast-adapter-dtype": ADAPTER_DTYPE, "lora-dtype": ADAPTER_DTYPE,
+    "rollout-dtype": "only vLLM-Omni, which samples images, videos and sound, takes other bits than --dtype",
+    "tensor-parallel-size": "each rank has a whole engine; --sharding.context-parallel has ranks share samples",
+    "step-execution": "all samples of a rollout begin together, so that no step has requests of another",
 }  # fmt: skip
 
 

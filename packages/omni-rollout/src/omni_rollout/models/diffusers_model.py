@@ -337,7 +337,9 @@ class DiffusersModel:
         """
         others = [part for part in self.parts if part not in (*self.nets.values(), "scheduler")]
         hosted = self.encoders if self.host_encoders else []
-        parts = Parts(**{part: self._load(part, "cpu" if part in hosted else device, dtype) for part in others})
+        own = {"vae": torch.float32} if dtype == torch.float16 else {}  # whose overflows no pixel would show
+        places = {part: "cpu" if part in hosted else device for part in others}
+        parts = Parts(**{part: self._load(part, place, own.get(part, dtype)) for part, place in places.items()})
         for part in hosted:
             visit(getattr(parts, part), torch.device(device))
         parts.net = self.load_net(device=device, dtype=dtype) if net is None else net
@@ -382,7 +384,12 @@ class DiffusersModel:
             with made_of(self.config_file(part), cls.__name__), _default_dtype(dtype), torch.device(device):
                 with no_init_weights():
                     module = self._make(part)
-                return nn.Module.to(module, device, dtype).requires_grad_(False).eval()
+                kept = getattr(cls, "_keep_in_fp32_modules", None) or () if dtype == torch.float16 else ()
+                module = nn.Module.to(module, device, dtype).requires_grad_(False).eval()
+                for name, param in module.named_parameters():
+                    if not {*name.split(".")}.isdisjoint(kept):  # as its library loads them
+                        param.data = param.float()
+                return module
         folder = self.weight_files(part)[0].parent  # raises if there are none: the library would look for other formats
         module, missing = self._read(part, dtype)
         if missing:  # the library has initialized them at random
