@@ -327,6 +327,8 @@ def check_media(args: MediaArgs, *, num_trained: int | None = 1) -> None:
         (context == 1 or not values_of(args).get("scorer.sleep"), f"{beside} --scorer.sleep"),
         (not (args.compile and engine and engine.library), f"--compile needs --engine diffusers, got {args.engine}"),
         (engine, f"--engine must be one of {', '.join(ENGINES)}, got {args.engine!r}"),
+        (args.dtype != "float16" or not (engine and engine.library),
+         f"--dtype float16 needs --engine diffusers, got {args.engine}"),
         (engine and (not engine.library or memory.device_gb or find_spec(engine.library)),
          f"--engine {args.engine} must be installed: {engine and engine.install}"),
         (not (engine and engine.library and ({"encoder", "blocks"} & offloaded(args) or memory.base_dtype != "auto")),
@@ -335,8 +337,6 @@ def check_media(args: MediaArgs, *, num_trained: int | None = 1) -> None:
         (memory.rollout_dtype == "auto" or (engine and engine.library and args.dtype == "bfloat16"),
          f"--memory.rollout-dtype {memory.rollout_dtype} needs --engine vllm-omni and --dtype bfloat16, got --engine "
          f"{args.engine} and --dtype {args.dtype}"),
-        (args.dtype != "float16" or not (engine and engine.library),
-         f"--dtype float16 needs --engine diffusers, got {args.engine}"),
         (not (args.compile and "blocks" in offloaded(args)), "--memory.offload blocks does not go with --compile"),
         (not memory.decode_tile or memory.decode_tile >= 64,
          f"--memory.decode-tile must be 0, or at least 64 pixels, got {memory.decode_tile}"),
