@@ -6,6 +6,7 @@ import pytest
 import torch
 from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
 from helpers import REPO
+from model_rows import ROWS
 from omni_rl.tools import lora
 from omni_rollout.models import open_model
 from omni_train.dist import init_distributed
@@ -100,6 +101,30 @@ def test_the_weights_of_a_run_by_kohyas_names_are_the_same_to_diffusers(tmp_path
     for name, product in products(tmp_path / "weights" / LORA_FILE).items():
         down, up = (state[f"transformer.{name}.lora_{side}.weight"] for side in "AB")
         torch.testing.assert_close(up @ down, product)
+
+
+@pytest.mark.parametrize("name", ["qwen-image-edit", "z-image", "flux-dev", "sd35-medium"])
+def test_a_run_goes_to_kohyas_names_and_back_where_diffusers_reads_them(tmp_path, capsys, name):
+    folder = ROWS[name].checkpoint()
+    model = open_model(folder)
+    net = model.load_net(device="cpu", dtype=torch.float32)
+    add_lora(net, model.LORA_TARGETS, rank=2, alpha=8, seed=0)
+    for layer in adapter_layers(net, "default").values():
+        torch.nn.init.normal_(factors(layer, "default")[1])
+    save_weights(net, tmp_path / "weights", init_distributed())
+    file, back = tmp_path / "out.safetensors", tmp_path / "back"
+    if name in ("flux-dev", "sd35-medium"):
+        with pytest.raises(SystemExit):
+            lora.main([str(tmp_path / "weights"), str(file), "--model", str(folder)])
+        assert "--model must be one that diffusers reads in kohya's names as written here" in capsys.readouterr().err
+        assert not file.exists()
+        return
+    lora.main([str(tmp_path / "weights"), str(file), "--model", str(folder)])
+    lora.main([str(file), str(back), "--model", str(folder)])
+    found = products(back / LORA_FILE)
+    for layer, product in products(tmp_path / "weights" / LORA_FILE).items():
+        torch.testing.assert_close(found.pop(layer), product)
+    assert found == {}
 
 
 def test_a_file_with_scales_of_another_trainer_is_no_start_before_it_is_converted(tmp_path, layers):
