@@ -37,13 +37,13 @@ def table(records: Records, published: Mapping[str, Mapping[str, Any]]) -> str:
     """Return a row for each record, and each recipe of which only published scores are known, then the images."""
     lines = [("recipe", "published", "record", "score", "hours", "peak memory, MB", "ranks", "commit"), ["---"] * 8]
     for recipe in sorted({*published, *(record["recipe"] for record in records.values())}):
-        told = published.get(recipe)
+        told = published.get(recipe, {})
         known = f"{told['scores'][0]} to {told['scores'][-1]}: {told['source']}" if told else "nothing"
         own = [(name, record) for name, record in records.items() if record["recipe"] == recipe]
         lines += [
             (
                 f"`{recipe}`", known, f"[{name}](records/{name}.json)",
-                " to ".join(f"{record['curves']['eval/reward'][i][1]:.3f}" for i in (0, -1)), f"{record['hours']:.2f}",
+                " to ".join(f"{curve_of(record, told)[i][1]:.3f}" for i in (0, -1)), f"{record['hours']:.2f}",
                 f"{record['memory_mb']['perf/peak_memory_mb']:,.0f}",
                 f"{record['ranks']} x {record['device_name'] or record['device']}",
                 re.sub(r"(?<=^.{12})[^+]*", "", record["commit"]),
@@ -65,18 +65,24 @@ def pictures(records: Records, published: Mapping[str, Mapping[str, Any]]) -> di
         axes = figure.subplots()
         for record in own:
             axes.plot(
-                *zip(*record["curves"]["eval/reward"], strict=True),
+                *zip(*curve_of(record, published.get(recipe, {})), strict=True),
                 marker="o",
                 label=f"record, {record['started'][:10]}",
             )
         if told := published.get(recipe):
-            last = max(record["curves"]["eval/reward"][-1][0] for record in own)
+            last = max(curve_of(record, told)[-1][0] for record in own)
             axes.plot(told.get("steps", [0, last]), told["scores"], "k--", label=f"published: {told['source']}")
         axes.set(xlabel="training steps", ylabel="held-out score", title=recipe)
         axes.legend()
         figure.savefig(file := io.StringIO(), format="svg", metadata={"Date": None})
         found[picture(recipe)] = f"{file.getvalue()}<!-- {digest(own, told)} -->\n"
     return found
+
+
+def curve_of(record: Mapping[str, Any], told: Mapping[str, Any]) -> list[tuple[int, float]]:
+    """Return the steps and scores of a record that are compared with what is published."""
+    curve: list[tuple[int, float]] = record["curves"][told.get("curve", "eval/reward")]
+    return curve
 
 
 def picture(recipe: str) -> str:
