@@ -151,7 +151,7 @@ def test_published_scores_are_of_recipes_and_page_and_pictures_are_those_of_the_
     published = tomllib.loads((REPO / "docs" / "records" / "published.toml").read_text("utf-8"))
     for recipe, told in published.items():
         assert reproduce.recipe_of(recipe)
-        assert told.keys() - {"steps"} == {"scores", "source"}
+        assert told.keys() - {"steps", "curve"} == {"scores", "source"}
         assert len(told.get("steps", [0, 1])) == len(told["scores"]) >= 2
     assert records_page.main(check=True) == 0, capsys.readouterr().out
 
