@@ -44,7 +44,7 @@ ScorerT = TypeVar("ScorerT", bound=AnyScorer, covariant=True)
 Seen = Callable[[Mapping[str, Tensor], tuple[Tensor, ...]], tuple[int, torch.Size] | None]
 Gate = Literal["exact", "by-gradients", "noisy", "wrong"]
 REPEATS = 4  # of a forward, to see whether it repeats itself: rounding may hide noise once
-ROUNDING = {"float32": 1e-5, "bfloat16": 4e-3, "float16": 1e-3}  # largest |ratio - 1| that other kernels explain
+ROUNDING = {"float32": 1e-5, "bfloat16": 4e-3, "float16": 1e-3}  # largest |ratio - 1| of other kernels or batches
 
 
 def _no_samples(run: Any, held: HeldOut[Any, Any]) -> tuple[dict[str, float], Shown]:
