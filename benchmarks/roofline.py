@@ -70,9 +70,9 @@ class Ceilings:
         return flops / float(getattr(self, kind)) if flops else 0.0
 
 
-ASSUMED = {  # from data sheets and published kernels, not measured here
-    "H100": Ceilings(2.9e12, 660e12, 50e12, 560e12, 430e12, 2e-6),
-    "H200": Ceilings(4.1e12, 700e12, 50e12, 580e12, 450e12, 2e-6),
+ASSUMED = {  # the H200's as measured (docs/evidence/performance.md); the H100's bytes and products by its data sheet
+    "H100": Ceilings(2.9e12, 660e12, 50e12, 330e12, 255e12, 7e-6),
+    "H200": Ceilings(4.1e12, 770e12, 51e12, 330e12, 255e12, 7e-6),
 }
 
 

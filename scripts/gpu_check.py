@@ -9,14 +9,14 @@ python scripts/gpu_check.py --small        the same in a small size, on any devi
 TIMETABLE below has the rows in the order of what they tell per minute, with functions of benchmarks/device_rows.py.
 They run in a process of their own, which a row that breaks or hangs ends alone. Each row is written to rows.jsonl in
 the folder at once: a call goes on behind the rows that stand there of this commit and device, and tries those that
-broke last. All rows together are page.md; in full size they also become their device's section of docs/performance.md,
-or later with `--publish`, which runs nothing. The exit code is 1 if a row broke, or is wrong.
+broke last. All rows together are page.md; in full size they also become their device's section of
+docs/evidence/performance.md, or later with `--publish`, which runs nothing. The exit code is 1 if a row broke, or is
+wrong.
 """
 
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -56,7 +56,7 @@ GAPS = {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}
 def gates(attention: str, texts: Sequence[str] = tuple(MASKS)) -> dict[str, Entry]:
     """Return a row of the gate for each way to run blocks, with masks or without."""
     return {
-        f"gate: {attention}, {variant}, {text}": Entry(partial(ask.gate, attention=attention, variant=variant, masked=MASKS[text]), 0.15)  # noqa: E501
+        f"gate: {attention}, {variant}, {text}": Entry(partial(ask.gate, attention=attention, variant=variant, masked=MASKS[text]), 0.5 if variant == "nf4" else 0.1)  # noqa: E501
         for text, variant in product(texts, BLOCKS)
     }  # fmt: skip
 
@@ -109,10 +109,8 @@ TIMETABLE: dict[str, Entry] = {
 }  # fmt: skip
 
 REPO = Path(__file__).resolve().parents[1]
-DOCS = REPO / "docs" / "performance.md"
+DOCS = REPO / "docs" / "evidence" / "performance.md"
 FIRST, LAST = "<!-- found on accelerators -->\n", "<!-- end of found on accelerators -->\n"  # lines of it
-NOTHING = "**Nothing on this page has been measured on an accelerator.**"
-ALONE = "**Of this page only [this](#the-first-visit-to-an-accelerator) has been measured on an accelerator.**"
 START_S = 240  # at most until a process has imported everything, on a machine that has none of it in memory
 LEAST_S = 60  # of a row, beside three times what it is expected to take
 RUNNING = "broke off"
@@ -268,7 +266,7 @@ def watch(process: "subprocess.Popen[bytes]", folder: Path, began: float, until:
             process.wait()
             break
     last, error = last_record(folder, began), error or f"its process ended with {process.returncode}"
-    if not process.returncode:
+    if not process.returncode or (last is None and time.time() > until):
         return ""
     if last is None or not last.error:
         raise SystemExit(f"gpu-check: {error} {f'behind {last.name}' if last else 'before its first row'}")
@@ -300,18 +298,22 @@ def listed(names: Sequence[str], minutes: float) -> str:
 
 
 def page(found: Mapping[str, Record]) -> str:
-    """Return Markdown: a row for each row of each entry."""
-    head = ("date", "commit", "device", "row", "what", "found", "predicted", "verdict")
-    rows = []
+    """Return Markdown: for each day, commit and device a table with a row for each row of each entry."""
+    tables: dict[str, list[tuple[str, ...]]] = {}
     for name, record in found.items():
-        place = (str(date.fromtimestamp(record.since)), record.commit, f"{record.device}, {record.size}")
+        where = f"{date.fromtimestamp(record.since)}, commit {record.commit}, {record.device}, {record.size} size"
         lines = [*record.rows, *([Row(record.error, "", "", FAILS)] if record.error else [])]
-        rows += [(*place, f"{name}, {record.seconds:.0f} s", *asdict(row).values()) for row in lines]
-    return engines.table(head, [[" ".join(cell.replace("|", "/").split()) for cell in row] for row in rows]) + "\n"
+        rows = [(f"{name}, {record.seconds:.0f} s", *asdict(row).values()) for row in lines]
+        tables.setdefault(where, []).extend(rows)
+    head = ("row", "what", "found", "predicted", "verdict")
+    cells = {
+        where: [[" ".join(c.replace("|", "/").split()) for c in row] for row in rows] for where, rows in tables.items()
+    }
+    return "\n".join(f"{where}:\n\n{engines.table(head, rows)}\n" for where, rows in cells.items())
 
 
 def published(text: str, found: Mapping[str, Record]) -> str:
-    """Return docs/performance.md with a new section of these rows for their device.
+    """Return the page with a new section of these rows for their device.
 
     Raises:
         ValueError: the page has not each of the lines FIRST and LAST once.
@@ -320,11 +322,11 @@ def published(text: str, found: Mapping[str, Record]) -> str:
         raise ValueError(f"the page must have these two lines once: {FIRST}{LAST}")
     before, rest = text.split(FIRST)
     known, after = rest.split(LAST)
-    sections = dict(re.findall(r"^### (.+)\n\n((?:\|.*\n)+)", known, re.MULTILINE))
+    parts = (part.partition("\n\n") for part in known.split("\n### ")[1:])
+    sections = {name: f"{rows.rstrip()}\n" for name, _, rows in parts}
     cards = dict.fromkeys(card(record) for record in found.values())
     sections |= {name: page({key: one for key, one in found.items() if card(one) == name}) for name in cards}
     body = "".join(f"\n### {name}\n\n{rows}" for name, rows in sections.items())
-    before = before.replace(NOTHING, ALONE) if sections else before.replace(ALONE, NOTHING)
     return before + FIRST + body + "\n" * bool(body) + LAST + after
 
 

@@ -126,7 +126,7 @@ def test_rows_of_another_commit_do_not_stand(tmp_path, rows, capsys, monkeypatch
 def test_the_exit_code_tells_of_a_wrong_row_and_the_page_has_all(tmp_path, rows):
     assert check(tmp_path, "--only", "one", "absent") == 0
     assert check(tmp_path, "--only", "one", "bad") == 1
-    lines = [line for line in (tmp_path / "page.md").read_text().splitlines() if line.startswith("| 2")]
+    lines = [line for line in (tmp_path / "page.md").read_text().splitlines() if ", 0 s |" in line]
     assert [line.split(" | ")[-1] for line in lines] == ["holds |", "FAILS |", " |"]
 
 
@@ -159,6 +159,15 @@ def test_a_row_that_hangs_or_kills_its_process_ends_alone_and_keeps_what_it_foun
     assert found["one"].error == "took more than 3 s"
     assert found["bad"].error == "its process ended with 3"
     assert [row.found for record in found.values() for row in record.rows] == ["1", "1"]
+
+
+def test_a_process_for_which_time_runs_out_before_its_first_row_leaves_the_page_to_be_written(
+    tmp_path, rows, monkeypatch
+):
+    (tmp_path / "late.py").write_text("import time; time.sleep(60)")
+    monkeypatch.setattr(gpu_check, "__file__", str(tmp_path / "late.py"))
+    gpu_check.run_apart(["one", "bad"], tmp_path, time.time() + 0.5, [])
+    assert gpu_check.read(tmp_path) == {}
 
 
 def test_a_machine_without_an_accelerator_is_told_so_in_a_line(tmp_path, capsys):
@@ -267,13 +276,16 @@ def found_on(card, torch="2.13.0", since=1.9e9):
     return {"one": gpu_check.Record("one", since, "abc", f"{card}, torch {torch}", "full", 1.0, list(one(None)))}
 
 
-def test_the_page_says_whether_it_has_something_of_an_accelerator():
+def test_a_card_that_is_new_comes_behind_those_on_the_page_and_one_that_is_not_in_its_place():
     text = gpu_check.DOCS.read_text()
     assert gpu_check.published(text, {}) == text
-    assert (gpu_check.NOTHING in text) != (gpu_check.ALONE in text)
-    told = gpu_check.published(text, found_on("Card X"))
-    assert gpu_check.ALONE in told
-    assert "### Card X" in told
+    more = gpu_check.published(text, found_on("Card X"))
+    assert "### NVIDIA H200\n\n2026-11-27, commit eb67dcca, " in more
+    assert more.count("### Card X\n\n2030-03-17, commit abc, Card X, torch 2.13.0, full size:\n\n| row |") == 1
+    assert gpu_check.published(more, found_on("Card X")) == more
+    other = gpu_check.published(more, found_on("NVIDIA H200"))
+    assert "eb67dcca" not in other.partition(gpu_check.FIRST)[2].partition(gpu_check.LAST)[0]
+    assert other.count("### Card X") == 1
 
 
 @pytest.mark.parametrize(("device", "is_there"), [("Card X", True), ("npu x86_64", False), ("cpu aarch64", False)])
