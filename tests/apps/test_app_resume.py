@@ -36,7 +36,7 @@ STEPS = 4
 KINDS = {  # ranks, settings
     "full": (1, {}),
     "LoRA and average": (1, {"lora_rank": 2, "lora_alpha": 4, "lora_init": "pissa", "ema_decay": 0.9, "lr": 1e-2}),
-    "ddp": (2, {"sharding_mode": "ddp"}),
+    "ddp": (2, {"sharding_mode": "ddp", "lora_rank": 2, "lora_use_dora": True, "lr": 1e-2}),
     "fsdp2": (2, {"sharding_mode": "fsdp2"}),
 }
 ALONE = {"full", "LoRA and average"}

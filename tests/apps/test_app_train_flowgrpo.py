@@ -118,8 +118,11 @@ def test_compiled_blocks_keep_the_ratio_at_one(here, bright_url):
     assert all(line["policy/grad_norm"] > 0 for line in lines[1:])
 
 
-def test_pissa_begins_as_the_reference_and_trains_on_ranks_as_alone(here, bright_url):
-    args = change(TINY, scorer_url=bright_url, lora_rank=4, lora_init="pissa", kl_coef=0.1, train_steps=1)
+@pytest.mark.parametrize(
+    "own", [{"lora_init": "pissa"}, {"lora_use_dora": True, "lora_dtype": "float32"}], ids=["PiSSA", "DoRA"]
+)
+def test_an_adapter_begins_as_the_reference_and_trains_on_ranks_as_alone(here, bright_url, own):
+    args = change(TINY, scorer_url=bright_url, lora_rank=4, kl_coef=0.1, train_steps=1, **own)
     alone = train_with(app, change(args, name="run"))
     assert alone[1]["policy/first_ratio_max_dev"] == 0
     assert alone[1]["policy/kl"] == 0
@@ -127,7 +130,9 @@ def test_pissa_begins_as_the_reference_and_trains_on_ranks_as_alone(here, bright
     together = train_on_ranks(app, change(args, name="ddp", sharding_mode="ddp", batch_size=2))
     assert together[1]["policy/first_ratio_max_dev"] == 0
     assert_same_weights("run", "ddp")
-    assert {min(factor.shape) for factor in exported().values()} == {8}  # twice the rank
+    sides = {name.rpartition(".lora_")[2]: min(tensor.shape) for name, tensor in exported().items()}
+    assert sides["A.weight"] == (8 if "lora_init" in own else 4)  # PiSSA's twice the rank
+    assert ("magnitude_vector" in sides) == ("lora_use_dora" in own)
 
 
 @pytest.mark.slow

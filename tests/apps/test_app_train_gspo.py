@@ -279,11 +279,12 @@ def test_full_weights_open_in_transformers_as_the_thinker_and_as_the_whole_model
     assert lines[0]["eval/reward"] == before[-1]["eval/reward"]
 
 
-def test_an_adapter_opens_in_transformers_and_begins_another_run(here):
+@pytest.mark.parametrize("use_dora", [False, True], ids=["LoRA", "DoRA"])
+def test_an_adapter_opens_in_transformers_and_begins_another_run(here, use_dora):
     from peft import PeftModel
     from transformers import Qwen3ForCausalLM
 
-    args = tiny(lora_rank=2, lora_alpha=8, lr=1e-2)
+    args = tiny(lora_rank=2, lora_alpha=8, lora_use_dora=use_dora, lr=1e-2)
     lines = train(app, args)
     other = train(app, change(args, name="next", init_weights="runs/run/weights", train_steps=0))
     assert other[0]["eval/reward"] == lines[-1]["eval/reward"]
@@ -292,6 +293,10 @@ def test_an_adapter_opens_in_transformers_and_begins_another_run(here):
     plain = base(ids).logits
     tuned = PeftModel.from_pretrained(base, "runs/run/weights")(ids).logits
     assert (tuned - plain).abs().max() > 1e-4
+    net = open_token_model(args.model).load_net(device="cpu", dtype=torch.float32)
+    add_lora(net, open_token_model(args.model).LORA_TARGETS, rank=2, alpha=2, seed=0, use_dora=use_dora)
+    load_adapter(net, "runs/run/weights", file=PEFT_FILE, part=PEFT_PART)
+    torch.testing.assert_close(net(ids).logits, tuned)
     assert "from transformers import AutoModel" in Path("runs/run/weights/README.md").read_text()
 
 

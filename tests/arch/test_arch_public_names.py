@@ -124,8 +124,8 @@ SIGNATURES = {
     "omni_train.weights.load.load_sharded": "net, files, mesh, *, block_names=(), compute_dtype=None, param_dtype=..., "
     "device='cpu', expert_names=()",
     "omni_train.lora.add_lora": (
-        "module, targets, *, exclude=(), parameters=(), rank, alpha, use_rslora=False, adapter='default', seed, "
-        "init='default'"
+        "module, targets, *, exclude=(), parameters=(), rank, alpha, use_rslora=False, use_dora=False, "
+        "in_float32=False, adapter='default', seed, init='default'"
     ),
     "omni_train.lora.init_adapter": "module, adapter='default', *, seed, init='default'",
     "omni_train.weights.snapshot.Snapshot": "params, *, name='snapshot'",

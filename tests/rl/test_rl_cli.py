@@ -116,10 +116,8 @@ MISTAKES = {
     "--learning-rate 1": "unknown flag --learning-rate; use --lr\n",
     "--output_dir x": "unknown flag --output_dir; use --name, as the run writes to runs/NAME\n",
     "--resume": "unknown flag --resume; use the same command again, which continues the run\n",
-    "--lora.use-dora": "unknown flag --lora.use-dora; an adapter is kept, averaged and exported as A and B, which",
     "--fp16": "unknown flag --fp16; --help-all lists all",  # as these settings have no --dtype
     "--target-parameters x": "unknown flag --target-parameters; diffusers opens no adapters of parameters",
-    "--lora-dtype x": "unknown flag --lora-dtype; adapters are float32 for every --dtype: bfloat16 would round",
     "--tensor-parallel-size 2": "unknown flag --tensor-parallel-size; each rank has a whole engine",
     "--step-execution": "unknown flag --step-execution; all samples of a rollout begin together",
     "--gpus 2": "unknown flag --gpus; use omni-rl train NAME --nproc-per-node N\n",

@@ -12,7 +12,7 @@ from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
 from omni_sched import INITIAL_NOISE, step_noise
 from omni_train.dist import init_distributed
-from omni_train.lora import adapter_params, add_lora
+from omni_train.lora import add_lora
 from omni_train.weights.card import model_card
 from omni_train.weights.full import save_weights
 
@@ -44,14 +44,14 @@ def open_pipe(folder):
     return pipe
 
 
-def trained(base, *, lora, use_rslora=False, init="default"):
+def trained(base, *, lora, **own):
     """The model as training might leave it; alpha is twice the rank, so a reader that ignores it is found out."""
     parts = copy.deepcopy(base)
     generator = torch.Generator().manual_seed(4)
     if lora:
-        add_lora(parts.net, MODEL.LORA_TARGETS, rank=4, alpha=8, seed=3, use_rslora=use_rslora, init=init)
-    params = adapter_params(parts.net, "default")[1::2] if lora else list(parts.net.parameters())
-    for p in params:
+        add_lora(parts.net, MODEL.LORA_TARGETS, rank=4, alpha=8, seed=3, **own)
+    changed = (name for name, p in parts.net.named_parameters() if not lora or p.requires_grad)
+    for p in (parts.net.get_parameter(name) for name in changed if ".lora_A." not in name):
         p.data += 0.03 * torch.randn(p.shape, generator=generator)
     return parts
 
@@ -71,8 +71,8 @@ def stock_image(pipe):
 
 def exported(base, folder, kind):
     """The image that a run's own engine draws with the weights that it exports to the folder."""
-    init = "pissa" if kind == "pissa" else "default"
-    parts = trained(base, lora=kind != "full", use_rslora=kind == "rslora", init=init)
+    own = {"pissa": {"init": "pissa"}, "rslora": {"use_rslora": True}, "dora": {"use_dora": True}}.get(kind, {})
+    parts = trained(base, lora=kind != "full", **own)
     save_weights(parts.net, folder, init_distributed(), card=CARD)
     image = our_image(parts)
     assert (image - our_image(base)).abs().max() > 0.1  # training has changed the picture
@@ -83,7 +83,7 @@ def same(image, expected):
     torch.testing.assert_close(image, expected, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("kind", ["lora", "rslora", "pissa"])
+@pytest.mark.parametrize("kind", ["lora", "rslora", "pissa", "dora"])
 def test_the_stock_pipeline_draws_our_image_with_the_adapter_and_the_bases_without(base, pipe, tmp_path, kind):
     image = exported(base, tmp_path / "weights", kind)
     pipe.load_lora_weights(tmp_path / "weights")

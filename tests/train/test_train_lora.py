@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from omni_train.dist import init_distributed
 from omni_train.lora import (
     adapter,
     adapter_params,
@@ -15,8 +16,19 @@ from omni_train.lora import (
 from omni_train.lora_layer import factors_with_initial, minus
 from omni_train.optim import build_adamw
 from omni_train.shard import shard
-from omni_train.weights.full import LORA_FILE, check_adapter, named_adapter, named_weights
-from peft import LoraConfig, get_peft_model
+from omni_train.weights.full import (
+    LORA_FILE,
+    PEFT_FILE,
+    check_adapter,
+    check_weights,
+    load_adapter,
+    named_adapter,
+    named_weights,
+    save_peft,
+    save_weights,
+)
+from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import linear
 
@@ -31,11 +43,11 @@ class Net(nn.Module):
         return self.down(torch.tanh(self.up(x)))
 
 
-def make_net(*adapters, seed=1, dtype=torch.float32):
+def make_net(*adapters, seed=1, dtype=torch.float32, **own):
     torch.manual_seed(0)
     net = Net().to(dtype)
     for name in adapters:
-        add_lora(net, ["up", "down"], rank=2, alpha=4, adapter=name, seed=seed)
+        add_lora(net, ["up", "down"], rank=2, alpha=4, adapter=name, seed=seed, **own)
     return net
 
 
@@ -188,11 +200,12 @@ def test_moving_average_of_whole_modules():
     torch.testing.assert_close(dst[0], torch.tensor([0.5, 3.0]))
 
 
-def test_sharded_adapters_switch_average_and_train(run_ranks):
+@pytest.mark.parametrize("own", [{}, {"use_dora": True}], ids=["LoRA", "DoRA"])
+def test_sharded_adapters_switch_average_and_train(run_ranks, own):
     """Also if the first forward of a sharded module is under another adapter."""
 
     def work(dist):
-        net = make_net("default", "old")
+        net = make_net("default", "old", **own)
         fill(net, "default", 0.1)
         fill(net, "old", 0.3)
         shard(net, dist.mesh, mode="fsdp2")
@@ -213,14 +226,14 @@ def test_sharded_adapters_switch_average_and_train(run_ranks):
         gradients = [p.grad is not None for p in adapter_params(net, "default")]
         return [t.tolist() for t in [*outputs, policy.detach()]], gradients
 
-    net = make_net("default")
+    net = make_net("default", **own)
     expected = [make_net()(X)]
     for value in (0.3, 0.2, 0.1, 0.1):
         fill(net, "default", value)
         expected.append(net(X))
     for outputs, gradients in run_ranks(work):
         torch.testing.assert_close(torch.tensor(outputs), torch.stack(expected).detach())
-        assert gradients == [True] * 4
+        assert gradients == [True] * (6 if own else 4)
 
 
 def test_adapters_of_a_diffusers_model_run_where_they_should(tiny_qwen):
@@ -293,14 +306,12 @@ def test_the_scale_of_rslora_is_alpha_over_the_root_of_the_rank_in_layers_merged
     torch.testing.assert_close(written["up.lora_B.weight"] @ written["up.lora_A.weight"], torch.full((6, 3), delta))
 
 
-@pytest.mark.parametrize("use_rslora", [False, True])
-def test_merged_weights_and_excluded_layers_are_those_of_peft(use_rslora):
+@pytest.mark.parametrize("own", [{}, {"use_rslora": True}, {"use_dora": True}], ids=["LoRA", "rsLoRA", "DoRA"])
+def test_merged_weights_and_excluded_layers_are_those_of_peft(own):
     net = nn.Sequential(Net(), Net())
-    config = LoraConfig(
-        r=3, lora_alpha=5, target_modules=["up", "down"], exclude_modules=["1.down"], use_rslora=use_rslora
-    )
+    config = LoraConfig(r=3, lora_alpha=5, target_modules=["up", "down"], exclude_modules=["1.down"], **own)
     peft_net = get_peft_model(nn.Sequential(Net(), Net()), config)
-    add_lora(net, ["up", "down"], exclude=["1.down"], rank=3, alpha=5, use_rslora=use_rslora, seed=1)
+    add_lora(net, ["up", "down"], exclude=["1.down"], rank=3, alpha=5, seed=1, **own)
     for p in adapter_params(net, "default"):
         nn.init.normal_(p)
     peft_net.base_model.model.load_state_dict(net.state_dict())  # the same names, so the same layers
@@ -486,6 +497,67 @@ def test_a_small_step_of_pissa_is_no_rounding_error_in_bfloat16():
     down, up = minus(*factors_with_initial(net[0], "default"))
     rounded = linear(linear(x.bfloat16(), down.bfloat16()), up.bfloat16()) * 2.0
     assert (rounded.float() - change).norm() < 0.02 * change.norm()
+
+
+def test_dora_begins_as_the_base_and_computes_and_trains_as_pefts():
+    net = make_net("default", use_dora=True)
+    assert torch.equal(net(X), make_net()(X))
+    assert len(adapter_params(net, "default")) == len(trainable(net)) == 6
+    for p in adapter_params(net, "default"):
+        p.data.add_(torch.randn(p.shape) / 4)
+    config = LoraConfig(r=2, lora_alpha=4, target_modules=["up", "down"], use_dora=True)
+    theirs = get_peft_model(make_net(), config).base_model.model
+    theirs.load_state_dict(net.state_dict())
+    results = []
+    for each in (net, theirs):
+        (out := each(X)).square().sum().backward()
+        results.append([out, *(p.grad for p in each.parameters() if p.requires_grad)])
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+
+
+def test_a_magnitude_is_not_rounded_as_a_number_near_1_in_bfloat16():
+    """Where 1.02 would be 1.0234."""
+    torch.manual_seed(7)
+    net, x = nn.Sequential(nn.Linear(64, 48)).bfloat16(), torch.randn(256, 64).bfloat16()
+    add_lora(net, ["0"], rank=8, alpha=16, seed=1, use_dora=True)
+    before = net(x)
+    assert before.equal(net[0].base_layer(x))
+    magnitudes = adapter_params(net, "default")[-1]
+    assert magnitudes.dtype == torch.float32
+    magnitudes.data.mul_(1.02)
+    wide = linear(x.double(), net[0].base_layer.weight.double())
+    moved = ((net(x) - before).double() * wide).sum() / wide.square().sum()
+    assert moved.item() == pytest.approx(0.02, rel=0.02)
+
+
+def test_an_adapter_with_magnitudes_goes_through_a_file_and_fits_no_other(tmp_path):
+    net = make_net("default", use_dora=True)
+    for p in adapter_params(net, "default"):
+        p.data.add_(torch.randn(p.shape) / 4)
+    folder = tmp_path / "weights"
+    save_weights(net, folder, init_distributed(), card=None)
+    other = make_net("default", seed=5, use_dora=True)
+    load_adapter(other, folder)
+    torch.testing.assert_close(other(X), net(X))
+    (tmp_path / "peft").mkdir()
+    save_peft(net, tmp_path / "peft" / "weights", init_distributed(), prefix="", base="some")
+    config = LoraConfig.from_pretrained(tmp_path / "peft" / "weights")
+    config.task_type = None  # this net is no language model
+    theirs = get_peft_model(make_net(), config)
+    found = set_peft_model_state_dict(theirs, load_file(tmp_path / "peft" / "weights" / PEFT_FILE))
+    assert not found.unexpected_keys
+    torch.testing.assert_close(theirs(X), net(X))
+    with pytest.raises(ValueError, match=r"must be an adapter on the same layers, differs in 2 such as .*down\.lora_m"):
+        check_adapter(make_net("default"), folder)
+    check_weights(make_net(), folder)
+    with pytest.raises(ValueError, match="does not fit Net: 6 of 6 tensors"):
+        check_weights(make_net(), folder, part="other")
+
+
+@pytest.mark.parametrize("options", [{"init": "pissa"}, {"parameters": ["experts.up"]}])
+def test_dora_is_of_linear_layers_that_begin_at_0(options):
+    with pytest.raises(ValueError, match="use_dora is of linear layers that begin at 0, got init"):
+        add_lora(Mixture(), ["out"], rank=2, alpha=3, seed=1, use_dora=True, **options)
 
 
 @pytest.mark.parametrize(

@@ -48,10 +48,10 @@ class Block(nn.Module):
 TARGETS = ["q", "k", "v", "out"]
 
 
-def make(dtype=torch.bfloat16, alpha=8, spread=0.3):
+def make(dtype=torch.bfloat16, alpha=8, spread=0.3, **own):
     torch.manual_seed(0)
     net = Block().to(dtype)
-    add_lora(net, TARGETS, rank=6, alpha=alpha, seed=1)
+    add_lora(net, TARGETS, rank=6, alpha=alpha, seed=1, **own)
     with torch.no_grad():
         for p in adapter_params(net, "default"):
             p.add_(spread * torch.randn_like(p))
@@ -62,13 +62,17 @@ def sample(dtype=torch.bfloat16):
     return torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(2)).to(dtype).requires_grad_()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("alpha", [6, 8], ids=["scale 1", "scale 4/3"])
-def test_in_float32_outputs_and_gradients_are_those_of_peft_to_the_bit(alpha):
+def test_in_float32_outputs_and_gradients_are_those_of_peft_to_the_bit(alpha, dtype):
+    """In bfloat16 where the product of A and B is asked for in float32."""
     from peft import LoraConfig, inject_adapter_in_model
 
-    ours = make(torch.float32, alpha)
+    ours = make(dtype, alpha, in_float32=dtype == torch.bfloat16)
     torch.manual_seed(0)
-    theirs = inject_adapter_in_model(LoraConfig(r=6, lora_alpha=alpha, target_modules=TARGETS), Block())
+    theirs = inject_adapter_in_model(LoraConfig(r=6, lora_alpha=alpha, target_modules=TARGETS), Block().to(dtype))
+    for name, p in theirs.named_parameters():
+        p.data = p.data.float() if ".lora_" in name else p.data
     mine = {name: p for name, p in ours.named_parameters() if p.requires_grad}
     trained = {name: p for name, p in theirs.named_parameters() if p.requires_grad}
     assert list(mine) == list(trained)
@@ -77,7 +81,7 @@ def test_in_float32_outputs_and_gradients_are_those_of_peft_to_the_bit(alpha):
         with torch.no_grad():
             for name, p in params.items():
                 p.copy_(mine[name])
-        x = sample(torch.float32)
+        x = sample(dtype)
         out = net(x)
         out.square().sum().backward()
         results.append([out, x.grad, *(p.grad for p in params.values())])
@@ -189,11 +193,12 @@ def test_a_layer_called_past_its_module_computes_with_the_factors_of_now(change)
         assert torch.equal(net.q(x), after)
 
 
+@pytest.mark.parametrize("own", [{}, {"use_dora": True}], ids=["LoRA", "DoRA"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["default", "old", None])
-def test_a_compiled_block_is_one_graph(dtype, name):
-    net, x = nn.Sequential(make(dtype)), sample(dtype)
-    add_lora(net, ["q", "v"], rank=6, alpha=8, adapter="old", seed=1)
+def test_a_compiled_block_is_one_graph(dtype, name, own):
+    net, x = nn.Sequential(make(dtype, **own)), sample(dtype)
+    add_lora(net, ["q", "v"], rank=6, alpha=8, adapter="old", seed=1, **own)
 
     def gradients():
         net.zero_grad()
@@ -212,7 +217,7 @@ def test_a_compiled_block_is_one_graph(dtype, name):
                 p.mul_(0.5)
         with torch._dynamo.config.patch(error_on_recompile=True):
             gradients()  # as after an optimizer step
-    assert len(got) == (10 if name == "default" else 2)
+    assert len(got) == (2 + (12 if own else 8) if name == "default" else 2)
     assert all(map(torch.equal, got, expected))
 
 

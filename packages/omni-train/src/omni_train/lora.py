@@ -17,7 +17,16 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from omni_train.lora_layer import INITIAL, AdaptedLayer, LoraLinear, ParamWrapper, factors
+from omni_train.lora_layer import (
+    INITIAL,
+    AdaptedLayer,
+    LoraLinear,
+    ParamWrapper,
+    factors,
+    has_dora,
+    own_tensors,
+    row_norms,
+)
 from omni_train.weights.snapshot import ema_update_params
 
 Init = Literal["default", "gaussian", "pissa"]
@@ -32,6 +41,8 @@ def add_lora(  # noqa: PLR0913 - all but two are keyword-only, and each is one o
     rank: int,
     alpha: float,
     use_rslora: bool = False,
+    use_dora: bool = False,
+    in_float32: bool = False,
     adapter: str = "default",
     seed: int,
     init: Init = "default",
@@ -51,6 +62,8 @@ def add_lora(  # noqa: PLR0913 - all but two are keyword-only, and each is one o
         alpha: scale; the adapter's product is multiplied by alpha / rank.
         use_rslora: multiply it by alpha / sqrt(rank), which keeps the size of gradients at all ranks (rsLoRA, arXiv
             2312.03732).
+        use_dora: train the norms of the changed weight's rows, too (DoRA, arXiv 2402.09353).
+        in_float32: compute products of linear layers' adapters in float32 for any input, as peft does.
         adapter: the new adapter's name.
         seed: of A; the same on every rank.
         init: of A: uniform within sqrt(1 / in) ("default", the layer's own), or normal with standard deviation
@@ -61,7 +74,8 @@ def add_lora(  # noqa: PLR0913 - all but two are keyword-only, and each is one o
     Raises:
         ValueError: the module is sharded or has an adapter of that name, a target names no layer or one that is not
             linear, an exclusion names none of the targets or all are excluded, `parameters` names none or one without
-            experts, `rank` is below 1, or PiSSA does not fit the layers or the adapters before.
+            experts, `rank` is below 1, DoRA is asked for with experts or PiSSA, or PiSSA does not fit the layers or the
+            adapters before.
     """
     if rank < 1:
         raise ValueError(f"rank must be >= 1, got {rank}")
@@ -78,6 +92,8 @@ def add_lora(  # noqa: PLR0913 - all but two are keyword-only, and each is one o
     scales = {(layer.r[INITIAL], layer.scaling[INITIAL]) for layer in before.values() if INITIAL in layer.lora_A}
     if scales - {(rank, alpha / (rank**0.5 if use_rslora else rank))} or (before and bool(scales) != (init == "pissa")):
         raise ValueError("adapters of one module must all begin as PiSSA's, with one rank and scale, or none")
+    if use_dora and (of_experts or init == "pissa"):
+        raise ValueError(f"use_dora is of linear layers that begin at 0, got init {init!r} and parameters {of_experts}")
     if init == "pissa":
         _check_pissa({name: module.get_submodule(name).weight.shape for name in named}, rank, of_experts)  # type: ignore[misc]
     longer = tuple(f".{name}" for name in named)  # peft also matches names that end like these
@@ -85,6 +101,7 @@ def add_lora(  # noqa: PLR0913 - all but two are keyword-only, and each is one o
         r=rank,
         lora_alpha=alpha,  # type: ignore[arg-type]  # peft divides it by the rank, or its root
         use_rslora=use_rslora,
+        use_dora=use_dora,
         target_modules=named,  # peft would apply a regular expression to experts of transformers differently
         target_parameters=of_experts or None,
         exclude_modules=[name for name, _ in module.named_modules() if name not in named and name.endswith(longer)],
@@ -100,9 +117,12 @@ def add_lora(  # noqa: PLR0913 - all but two are keyword-only, and each is one o
         layer.set_adapter(active)
     added = adapter_layers(module, adapter).values()
     for layer in added:
+        layer.in_float32 = in_float32
         for name in names:
-            for side in (layer.lora_A[name], layer.lora_B[name]):
-                side.to_empty(device=layer.frozen.device).requires_grad_(name == active)
+            parts = [part[name] for part in (layer.lora_A, layer.lora_B, layer.lora_magnitude_vector) if name in part]
+            for part, param in zip(parts, own_tensors(layer, name), strict=True):
+                values = torch.empty(param.shape, dtype=torch.float32, device=layer.frozen.device)
+                part.weight = nn.Parameter(values, requires_grad=name == active)
     init_adapter(module, adapter, seed=seed, init=init)
     return len(added)
 
@@ -136,6 +156,11 @@ def init_adapter(module: nn.Module, adapter: str = "default", *, seed: int, init
             values = distribute_tensor(values, down.device_mesh, down.placements, src_data_rank=None)  # nothing is sent
         down.copy_(values)
         up.zero_()
+        if has_dora(layer, adapter):
+            tensors = (own_tensors(layer, adapter)[-1], layer.frozen)  # sharded by the same rows
+            magnitudes, weight = (each.to_local() if isinstance(each, DTensor) else each for each in tensors)
+            no_product = weight.new_zeros(1, weight.shape[1]), weight.new_zeros(len(weight), 1)
+            magnitudes.copy_(row_norms(weight, *no_product, 1.0))
 
 
 def _init_as_largest(layer: AdaptedLayer, adapter: str, seed: int) -> None:
@@ -213,12 +238,12 @@ def ema_update(module: nn.Module, src: str, dst: str, decay: float) -> None:
 
 
 def adapter_params(module: nn.Module, name: str) -> list[nn.Parameter]:
-    """Return the parameters of one adapter, A then B of each layer in the module's order.
+    """Return the parameters of one adapter, A, then B, then any magnitudes of each layer in the module's order.
 
     Raises:
         ValueError: no layer has an adapter of that name.
     """
-    return [p for layer in adapter_layers(module, name).values() for p in factors(layer, name)]
+    return [p for layer in adapter_layers(module, name).values() for p in own_tensors(layer, name)]
 
 
 def adapter_layers(module: nn.Module, name: str) -> dict[str, AdaptedLayer]:
@@ -236,8 +261,8 @@ def adapter_layers(module: nn.Module, name: str) -> dict[str, AdaptedLayer]:
 
 
 def all_factors(module: nn.Module) -> set[nn.Parameter]:
-    """Return A and B of every layer and adapter."""
-    return {p for layer in lora_layers(module).values() for name in layer.lora_A for p in factors(layer, name)}
+    """Return A, B and any magnitudes of every layer and adapter."""
+    return {p for layer in lora_layers(module).values() for name in layer.lora_A for p in own_tensors(layer, name)}
 
 
 @contextmanager

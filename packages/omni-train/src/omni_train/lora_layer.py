@@ -3,7 +3,11 @@
 The linear layer computes `W x + (alpha / rank) * B A x`; W is frozen, A is [rank, in], B is [out, rank] (LoRA, arXiv
 2106.09685). A and B are float32 for any dtype of W. For a float32 input it computes the formula literally. For a lower
 precision it rounds A and B to the dtype of its input and adds their product into the output of W: only matrix products,
-and no other pass over activations.
+and no other pass over activations. Or, as peft does, it computes that product in float32 and rounds the sum.
+
+With DoRA (arXiv 2402.09353) each row of `W + (alpha / rank) * B A` is divided by its norm, a constant for gradients,
+and multiplied by a trained magnitude. Magnitudes begin as the norms of W, and the output gets their relative change
+times itself: at the start that is 0, and in a lower precision it is not rounded as a number near 1.
 
 With PiSSA (arXiv 2404.02948) A and B begin as the largest part of W. W stays as it is: what they began with, A' and B'
 of the adapter "initial", is subtracted. `B A - B' A'` is computed as `(B - B') A + B' (A - A')`, of twice the rank: the
@@ -22,12 +26,14 @@ from torch.func import functional_call
 from torch.nn.functional import linear
 
 INITIAL = "initial"  # adapter that is subtracted from the others of a layer
+ROWS = 4096  # of a weight whose norms are computed together, in float32
 
 
 class AdaptedLayer(lora.LoraLayer):
     """A frozen layer with adapters of peft, one of which is active, or none."""
 
     parameter_name = "weight"  # what the adapters change
+    in_float32 = False  # True where products of a linear layer's adapters are float32 for any input
 
     @property
     def frozen(self) -> nn.Parameter:
@@ -59,10 +65,20 @@ class LoraLinear(AdaptedLayer, lora.Linear):
         if not name:
             return self.base_layer(x)
         (down, up), scale = minus(*factors_with_initial(self, name)), self.scaling[name]
-        if x.dtype == torch.float32:
-            return self.base_layer(x) + linear(linear(x, down), up) * scale
-        output: Tensor = _LowRank.apply(x, (self.base_layer.weight, self.base_layer.bias), down, up, scale)
-        return output
+        output: Tensor
+        if x.dtype == torch.float32 or self.in_float32:
+            output = (self.base_layer(x) + linear(linear(x.float(), down), up) * scale).to(x.dtype)
+        else:
+            output = _LowRank.apply(x, (self.base_layer.weight, self.base_layer.bias), down, up, scale)
+        return self._with_magnitudes(output, name) if has_dora(self, name) else output
+
+    def _with_magnitudes(self, output: Tensor, name: str) -> Tensor:
+        """Return the output with the relative change of its rows' magnitudes; the bias has none."""
+        down, up, magnitudes = own_tensors(self, name)
+        norms = torch.ops.omni_train.row_norms(self.frozen, down, up, self.scaling[name])
+        bias: Tensor | None = self.base_layer.bias  # type: ignore[assignment]
+        product = output if bias is None else output - bias
+        return output + product * ((magnitudes - norms) / norms).to(output.dtype)
 
 
 class ParamWrapper(AdaptedLayer, lora.ParamWrapper):  # peft finds a wrapper around another by this name
@@ -133,6 +149,42 @@ _OPS.define("add_product_(Tensor(a!) out, Tensor a, Tensor b, float scale) -> ()
 @torch.library.impl(_OPS, "add_product_", "CompositeExplicitAutograd")
 def _(out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
     out.addmm_(a, b, alpha=scale)
+
+
+_OPS.define("row_norms(Tensor weight, Tensor down, Tensor up, float scale) -> Tensor")  # so that no product is kept
+
+
+@torch.library.impl(_OPS, "row_norms", "CompositeExplicitAutograd")
+@torch.no_grad()
+def row_norms(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
+    """Return the norms [out], float32, of the rows of a weight [out, in] with the product of its factors."""
+    parts = zip(weight.split(ROWS), up.split(ROWS), strict=True)
+    return torch.cat([add_product(some.float(), down, ups, scale).norm(dim=1) for some, ups in parts])
+
+
+def merged(layer: AdaptedLayer, name: str, weight: Tensor, *tensors: Tensor) -> Tensor:
+    """Return a layer's weight with an adapter in it, in its dtype. tensors: those of `tensors_with_initial`."""
+    factors, magnitudes = (tensors[:-1], tensors[-1]) if has_dora(layer, name) else (tensors, None)
+    changed = add_product(weight.float(), *minus(*factors), layer.scaling[name])
+    if magnitudes is not None:
+        changed *= (magnitudes / changed.norm(dim=1))[:, None]
+    return changed.to(weight.dtype)
+
+
+def has_dora(layer: AdaptedLayer, name: str) -> bool:
+    """True if an adapter of a layer has magnitudes."""
+    return name in layer.lora_magnitude_vector
+
+
+def own_tensors(layer: AdaptedLayer, name: str) -> list[nn.Parameter]:
+    """Return A, B and any magnitudes [out] of one layer's adapter."""
+    magnitudes = [layer.lora_magnitude_vector[name].weight] if has_dora(layer, name) else []
+    return [*factors(layer, name), *magnitudes]  # type: ignore[list-item]
+
+
+def tensors_with_initial(layer: AdaptedLayer, name: str) -> list[nn.Parameter]:
+    """Return A and B of one layer's adapter, those that are subtracted, if any, and any magnitudes."""
+    return [*factors_with_initial(layer, name), *own_tensors(layer, name)[2:]]
 
 
 def factors_with_initial(layer: AdaptedLayer, name: str) -> list[nn.Parameter]:

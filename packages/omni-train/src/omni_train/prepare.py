@@ -32,6 +32,8 @@ class Lora:
     exclude: Sequence[str] = ()
     parameters: Sequence[str] = ()
     use_rslora: bool = False
+    use_dora: bool = False
+    in_float32: bool = False
     others: tuple[str, ...] = ()
 
     @property

@@ -275,6 +275,8 @@ def preparation(
         exclude=own.exclude.split(",") if own.exclude else (),
         parameters=own.target_parameters.split(",") if isinstance(own, TokenLora) and own.target_parameters else (),
         use_rslora=own.use_rslora,
+        use_dora=own.use_dora,
+        in_float32=own.dtype == "float32",
     )
     on_host = "activations" in offloaded(args)
     recompute = Recompute(args.memory.keep_products_gb * 1e9, compiled=compiles, on_host=on_host)

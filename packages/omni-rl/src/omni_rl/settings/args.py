@@ -280,6 +280,10 @@ def check_run(args: RunArgs) -> None:
         (lora.init != "pissa" or (mode != "fsdp2" and not args.init_weights and not num_samplers(args)),
          "--lora.init pissa needs whole weights, not fsdp2's, and does not go with --init-weights or "
          "--sharding.rollout-ranks"),
+        (lora.init != "pissa" or not lora.use_dora, "--lora.use-dora does not go with --lora.init pissa"),
+        (mode != "fsdp2" or args.dtype == "float32" or not (lora.use_dora or lora.dtype == "float32"),
+         "--lora.use-dora and --lora.dtype float32 need --dtype float32 or weights not fsdp2, which rounds adapters, "
+         f"got --dtype {args.dtype}"),
         (lora.init != "pissa" or "blocks" not in offload or not memory.device_gb,
          "--memory.device-gb plans no --lora.init pissa with --memory.offload blocks, as a plan's host has no weights"),
         (memory.gradient_checkpointing or not memory.keep_products_gb,

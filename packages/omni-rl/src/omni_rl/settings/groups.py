@@ -55,6 +55,8 @@ class Lora:
     rank: Annotated[int, between(0, 65_536)] = 0  # Rank of the adapters; 0 trains all weights of the denoiser
     alpha: Annotated[int, at_least(0)] = 0  # Scale times rank: the scale is alpha / rank; 0 is a scale of about 2
     use_rslora: bool = False  # Make the scale alpha / sqrt(rank)
+    use_dora: bool = False  # Train the norm of each row of a changed weight too
+    dtype: Literal["auto", "float32"] = "auto"  # In which adapters compute: that of --dtype, or float32 as in peft
     targets: str = ""  # Layers that get adapters, separated by commas (default: the model's own list)
     exclude: str = ""  # Those of them that get none, separated by commas
     init: Literal["default", "gaussian", "pissa"] = "default"  # First values of A: random, or pissa: A and B of W

@@ -88,6 +88,8 @@ def check_tokens(args: TokenArgs) -> None:
          "--lora.target-parameters does not go with --sharding.experts"),
         (not args.lora.target_parameters or args.lora.init != "pissa",
          "--lora.target-parameters does not go with --lora.init pissa, which is of linear layers"),
+        (not args.lora.target_parameters or not (args.lora.use_dora or args.lora.dtype == "float32"),
+         "--lora.target-parameters does not go with --lora.use-dora or --lora.dtype, which are of linear layers"),
         (args.engine != "vllm" or not args.tool.function,
          "--tool.function needs --engine transformers, got --engine vllm"),
         (args.engine != "vllm" or find_spec("vllm"),

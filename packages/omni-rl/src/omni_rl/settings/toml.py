@@ -26,6 +26,7 @@ ELSEWHERE = {  # what takes the place of names that other projects have
     "--tracking.to": "report-to", "--tracking.to wandb": "wandb", "--tracking.to tensorboard": "tensorboard",
     "--train-steps": "steps max-steps max-train-steps epochs num-epochs num-train-epochs", "--lora.rank": "lora-r",
     "--lora.exclude": "exclude-modules", "--lora.use-rslora": "rslora use-rslora", "--lora.init": "init-lora-weights",
+    "--lora.use-dora": "dora use-dora", "--lora.dtype": "lora-dtype autocast-adapter-dtype",
     "--num-inference-steps": "num-steps", "--dtype": "precision mixed-precision", "--dtype bfloat16": "bf16",
     "--dtype float16": "fp16", "--optim.lr-scheduler-type": "lr-scheduler", "--optim.warmup-steps": "lr-warmup-steps",
     "--optim.weight-decay": "adam-weight-decay", "--optim.adam-epsilon": "adam-eps",
@@ -37,11 +38,8 @@ ELSEWHERE = {  # what takes the place of names that other projects have
     "omni-rl train nft": "nft awm", "omni-rl train dpo": "dpo", "omni-rl train srpo": "srpo",
     "omni-rl train gspo": "gspo", "omni-rl train distill": "opd", "omni-rl train unigrpo": "unigrpo",
 }  # fmt: skip
-ADAPTER_DTYPE = "adapters are float32 for every --dtype: bfloat16 would round most of RL's small steps away"
 REFUSED = {  # what peft and transformers have and a run does not, with the reason
-    "use-dora": "an adapter is kept, averaged and exported as A and B, which cannot hold DoRA's magnitudes",
     "target-parameters": "diffusers opens no adapters of parameters: name linear layers by --lora.targets",
-    "autocast-adapter-dtype": ADAPTER_DTYPE, "lora-dtype": ADAPTER_DTYPE,
     "rollout-dtype": "only vLLM-Omni, which samples images, videos and sound, takes other bits than --dtype",
     "tensor-parallel-size": "each rank has a whole engine; --sharding.context-parallel has ranks share samples",
     "step-execution": "all samples of a rollout begin together, so that no step has requests of another",

@@ -33,16 +33,20 @@ from omni_train.lora_layer import (
     AdaptedLayer,
     LoraLinear,
     ParamWrapper,
-    add_product,
     factors,
     factors_with_initial,
+    has_dora,
+    merged,
     minus,
+    own_tensors,
+    tensors_with_initial,
 )
 from omni_train.weights.card import CARD_FILE, model_card
 from omni_train.weights.load import check_files, read_shapes, read_tensors
 
 FULL_FILE, LORA_FILE = "diffusion_pytorch_model.safetensors", "pytorch_lora_weights.safetensors"  # diffusers' names
 SCALES = "lora_adapter_metadata"  # key of diffusers' trainers for rank and alpha
+SIDES = ("A.weight", "B.weight", "magnitude_vector")  # ends of the names of an adapter's tensors
 PEFT_FILE, PEFT_PART = SAFETENSORS_WEIGHTS_NAME, "base_model.model"  # peft's names
 GROUP_BYTES = 2**28  # of weights that are gathered together for the engine
 FILE_BYTES = 5 * 10**9  # of full weights, which are dealt over more files, one a rank
@@ -52,8 +56,8 @@ FILE_BYTES = 5 * 10**9  # of full weights, which are dealt over more files, one 
 def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight of the module as (name, full tensor), under its name before LoRA and sharding.
 
-    The active adapter is merged: a layer's weight is `W + (alpha / rank) * B A`, in W's dtype, so the receiver gets the
-    policy without LoRA. Inside `omni_train.lora.reference` it is W.
+    The active adapter is merged: a layer's weight is `W + (alpha / rank) * B A`, with DoRA's magnitudes, in W's dtype:
+    the receiver gets the policy without LoRA. Inside `omni_train.lora.reference` it is W.
 
     Every rank must run the iteration to its end. Shards are gathered together up to `GROUP_BYTES`, of which two copies
     are alive at a time if the receiver keeps none; an unsharded weight may be the parameter itself, so a receiver that
@@ -65,8 +69,8 @@ def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     adapters = all_factors(module)
     adapted = {name: layer for name, layer in adapted_params(module).items() if layer.active}
     weights = {base_name(name): t for name, t in module.state_dict(keep_vars=True).items() if t not in adapters}
-    sources = {  # of each weight, itself and the factors that are merged into it
-        name: [tensor, *(factors_with_initial(adapted[name], adapted[name].active) if name in adapted else ())]
+    sources = {  # of each weight, itself and what is merged into it
+        name: [tensor, *(tensors_with_initial(adapted[name], adapted[name].active) if name in adapted else ())]
         for name, tensor in weights.items()
     }
     owners = owners_of(module)
@@ -75,8 +79,7 @@ def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, tensors in group:
             weight, *own = islice(whole, len(tensors))
             if own:
-                layer = adapted[name]
-                weight = add_product(weight.float(), *minus(*own), layer.scaling[layer.active]).to(weight.dtype)
+                weight = merged(adapted[name], adapted[name].active, weight, *own)
             yield name, weight
             del weight, own
         del whole  # before the next ones are gathered
@@ -125,15 +128,18 @@ def _padded(shard: DTensor, ranks: int) -> Tensor:
 
 @torch.no_grad()
 def named_adapter(module: nn.Module, adapter: str = "default") -> Iterator[tuple[str, Tensor]]:
-    """Yield an adapter's factors as (name, full tensor), named `<layer>.lora_A.weight` and `<layer>.lora_B.weight`.
+    """Yield an adapter's tensors as (name, full tensor), in peft's names.
 
-    B is multiplied by alpha / rank. A file without alphas means `W + B A` to diffusers and most other readers, so this
+    They are `<layer>.lora_A.weight`, `<layer>.lora_B.weight` and with DoRA `<layer>.lora_magnitude_vector`. B is
+    multiplied by alpha / rank. A file without alphas means `W + B A` to diffusers and most other readers, so this
     form gives the same output everywhere. Every rank must run the iteration to its end.
     """
     for name, layer in adapter_layers(module, adapter).items():  # an unknown name is an error before any rank gathers
         down, up = minus(*map(_full, factors_with_initial(layer, adapter)))
         yield f"{name}.lora_A.weight", down
         yield f"{name}.lora_B.weight", up * layer.scaling[adapter]
+        if has_dora(layer, adapter):
+            yield f"{name}.lora_magnitude_vector", _full(own_tensors(layer, adapter)[-1])
 
 
 @torch.no_grad()
@@ -207,6 +213,7 @@ def save_peft(
         lora_alpha=rank,  # B is multiplied by alpha / rank already
         target_modules=[f"{prefix}{name}" for name, layer in layers.items() if isinstance(layer, LoraLinear)],
         target_parameters=[f"{prefix}{name}" for name in of_experts] or None,
+        use_dora=any(has_dora(layer, "default") for layer in layers.values()),
         inference_mode=True,
     )
     texts = {CONFIG_NAME: json.dumps(config.to_dict(), indent=2, default=sorted) + "\n"}  # sets become lists
@@ -386,7 +393,7 @@ def load_adapter(
 def check_adapter(
     module: nn.Module, folder: str | Path, *, adapter: str = "default", part: str = "transformer", file: str = LORA_FILE
 ) -> dict[str, Tensor]:
-    """Check that `load_adapter` would fit, without reading a weight; return the adapter's factors by names in the file.
+    """Check that `load_adapter` would fit, without reading a weight; return the adapter's tensors by names in the file.
 
     The module may be on the meta device.
 
@@ -415,30 +422,32 @@ def check_adapter(
 
 
 def _factors_by_name(
-    module: nn.Module, adapter: str, part: str, pair: Callable[[AdaptedLayer, str], tuple[Tensor, Tensor]] = factors
+    module: nn.Module, adapter: str, part: str, tensors: Callable[[AdaptedLayer, str], Sequence[Tensor]] = own_tensors
 ) -> dict[str, Tensor]:
-    """Return the adapter's factors, in the order of `named_adapter`, by their names in a file.
+    """Return the adapter's tensors, in the order of `named_adapter`, by their names in a file.
 
-    pair: gives A and B of a layer.
+    tensors: gives A, B and any magnitudes of a layer.
     """
     return {
-        f"{part}.{name}.lora_{which}.weight": factor
+        f"{part}.{name}.lora_{which}": tensor
         for name, layer in adapter_layers(module, adapter).items()
-        for which, factor in zip("AB", pair(layer, adapter), strict=True)
+        for which, tensor in zip(SIDES, tensors(layer, adapter), strict=False)
     }
 
 
-def _saved_shapes(layer: AdaptedLayer, adapter: str) -> tuple[Tensor, Tensor]:
-    """Return tensors like A and B of a file; with PiSSA they have no values."""
+def _saved_shapes(layer: AdaptedLayer, adapter: str) -> Sequence[Tensor]:
+    """Return tensors like those of a file; with PiSSA they have no values."""
     found = factors_with_initial(layer, adapter)
-    return minus(*(found if len(found) == 2 else (each.detach().to("meta") for each in found)))
+    return own_tensors(layer, adapter) if len(found) == 2 else minus(*(each.detach().to("meta") for each in found))
 
 
 def _fits_layer(name: str, shape: tuple[int, ...], weights: Mapping[str, tuple[int, ...]], part: str) -> bool:
-    """True if a factor in an adapter's file, A [rank, in] or B [out, rank], has its layer in the module."""
-    layer, _, factor = name.removeprefix(f"{part}.").partition(".lora_")
-    side = {"A.weight": 1, "B.weight": 0}.get(factor)
+    """True if a tensor in an adapter's file, A [rank, in], B [out, rank] or magnitudes [out], has its layer."""
+    layer, _, which = name.removeprefix(f"{part}.").partition(".lora_")
+    side = {"A.weight": 1, "B.weight": 0}.get(which)
     out_in = weights.get(f"{layer}.weight", ())
+    if which == "magnitude_vector":
+        return len(out_in) == 2 and shape == out_in[:1]
     return side is not None and len(shape) == len(out_in) == 2 and shape[side] == out_in[side]
 
 
