@@ -103,7 +103,7 @@ from omni_rl.run.world import World
 from omni_rollout import Trajectory
 from omni_rollout.types import to_device
 from omni_sched import INITIAL_NOISE, add_noise, step_noise
-from omni_train.dist import Dist
+from omni_train.dist import Dist, deterministic
 from torch import Tensor
 
 
@@ -187,7 +187,8 @@ def align(run: MediaRun[Args], step: Step, reward: Reward, batch: Trajectory, *,
     x, params = add_noise(batch.x0, noise, sigma), run.model.unguided(batch.params)
     velocity = run.model.predict_velocity(run.policy.net, x, sigma, batch.cond, params)
     x0 = direct_align(velocity, x, noise, sigma, sigma_next)
-    media, _ = run.model.decode(run.engine.parts, x0, batch.cond, params)
+    with deterministic("warn" if args.deterministic else "default"):  # torch takes padding whose gradients repeat
+        media, _ = run.model.decode(run.engine.parts, x0, batch.cond, params)
     positive, negative = (
         rewards_of(reward, media[run.model.MEDIA[0]], [f"{own[step.number % len(own)]}. {p.text}" for p in prompts])
         for own in (words(args.positive_words), words(args.negative_words))

@@ -18,6 +18,7 @@ from omni_rl.settings.fields import change
 from omni_rollout import Params
 from omni_rollout.models import open_model
 from omni_sched import add_noise, step_noise
+from omni_train.dist import local_device
 from omni_train.prompts.sampler import sample_seed
 from PIL import Image
 from safetensors.torch import save_file
@@ -180,9 +181,10 @@ def test_a_latent_and_the_image_that_it_is_the_code_of_train_alike(samples):
     """So does the preferred side of a pair."""
     lines = [train(app, change(TINY, name="image"))]
     model, params = open_model(CHECKPOINT), Params(3, 32, 96)
-    parts = model.load(device="cpu", dtype=torch.float32)
+    parts = model.load(device=local_device(), dtype=torch.float32)
     image = torch.full((1, 32, 96, 3), 255, dtype=torch.uint8)
-    save_file({"x0": model.encode_media(parts, {"image": image}, params)[0].contiguous()}, samples / "x.safetensors")
+    latent = model.encode_media(parts, {"image": image}, params)[0].cpu().contiguous()
+    save_file({"x0": latent}, samples / "x.safetensors")
     text = (samples / "samples.jsonl").read_text()
     for name, old, new in (("latent", "image.png", "x.safetensors"), ("pair", '"sample"', '"lose": "", "win"')):
         (samples / "samples.jsonl").write_text(text.replace(old, new))

@@ -175,6 +175,24 @@ def test_a_sample_past_the_threshold_has_no_gradient():
     assert all(grad is None or not grad.any() for grad in kept[0])
 
 
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_the_decoder_whose_gradient_is_taken_runs_by_deterministic_algorithms_too(monkeypatch, is_asked):
+    """On CUDA torch decides there whether gradients of padding, as HunyuanVideo's VAE has it, repeat their bits."""
+    args = change(TINY, deterministic=is_asked)
+    run, reward = lone_run(args), direct_rewards.load_sign_reader(READER, CPU)
+    (batch, _), _ = rollout(run, run.base_params)
+    decode, found = run.model.decode, []
+
+    def noted(*given):
+        found.append(torch.are_deterministic_algorithms_enabled())
+        return decode(*given)
+
+    monkeypatch.setattr(run.model, "decode", noted)
+    app.align(run, Step(0), reward, batch, inversion=False)
+    assert found == [is_asked]
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 def test_clip_s_reward_trains_with_lora_and_guidance(here, clip_folder):
     args = change(
         TINY, name="clip", reward="clip", reward_model=str(clip_folder), width=64, lora_rank=4, batch_size=2,

@@ -107,6 +107,23 @@ for num_blocks in (4, 8):
     assert text.splitlines() == ["{'npu'} {'cpu'} 0 True True 2"] * 2
 
 
+def test_the_accelerator_quantizes_weights_that_are_kept_on_the_host():
+    text = on_npu("""
+from omni_train.memory import quantized
+
+quantize, places = quantized.quantize, []
+quantized.quantize = lambda weight, bits: places.append(weight.device.type) or quantize(weight, bits)
+found = []
+for device in ("cpu", "npu"):
+    torch.manual_seed(0)
+    net, devices = nn.Linear(128, 64), (torch.device(device), torch.device("cpu"))
+    quantized.quantize_blocks(net, "nf4", ["Linear"], devices[0], home=devices[1])
+    found.append([net.codes, net.scales, net.table, net.weight])
+print(places, {each.device.type for each in found[1]}, all(map(torch.equal, *found)))
+""")
+    assert text.splitlines() == ["['cpu', 'npu'] {'cpu'} True"]
+
+
 def test_sharded_moments_wait_on_the_host(ran):
     # Not by the most bytes in use: a thread of gloo may still hold weights that were gathered.
     places, outcomes = [], []

@@ -50,7 +50,7 @@ class Preparation:
     None trains the weights themselves, unless `is_trained` is False. is_frozen: True for the name of a weight that is
     never trained. mesh: over which weights are sharded, if they are. expert_names: of the experts that stay on their
     rank, as for `shard`. context_mesh: of ranks that compute each forward together, if they do; share: has them do so.
-    base_dtype: bits of frozen weights, or "auto".
+    base_dtype: bits of frozen weights, or "auto". run_on: the device that blocks come to, if they are kept on another.
     """
 
     device: torch.device
@@ -67,6 +67,7 @@ class Preparation:
     attention: str = "auto"
     compile: bool = False
     recompute: Recompute | None = None
+    run_on: torch.device | None = None
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -126,7 +127,7 @@ def prepare(
             expert_names=how.expert_names,
         )
     if how.base_dtype != "auto":
-        net = quantize_blocks(net, how.base_dtype, how.block_names, how.device)
+        net = quantize_blocks(net, how.base_dtype, how.block_names, how.run_on or how.device, home=how.device)
     if how.mesh is None:
         net = net.to(how.device)
     elif not is_empty:

@@ -448,7 +448,7 @@ def open_net(args: RunArgs, world: World, kind: Kind[Any, Any, Any, Any], inputs
 
     if inputs.files or not args.lora.rank or how.mesh or args.memory.base_dtype != "auto":
         net, files = kind.source(inputs, how, inputs.files)
-        net = prepare(net, replace(how, device=host) if streams else how, files, begin=begin)
+        net = prepare(net, replace(how, device=host, run_on=how.device) if streams else how, files, begin=begin)
     else:
         waits = world.has_numbers and not args.has_trained_engine  # until the engine adopts what it has
         device = host if streams or waits else how.device

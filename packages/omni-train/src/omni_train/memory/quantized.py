@@ -69,16 +69,22 @@ def compiled_dequantize() -> Callable[..., Tensor]:
 
 @torch.no_grad()
 def quantize_blocks(
-    module: ModuleT, quantized: QuantizedDtype, block_names: Collection[str], device: torch.device
+    module: ModuleT,
+    quantized: QuantizedDtype,
+    block_names: Collection[str],
+    device: torch.device,
+    *,
+    home: torch.device | None = None,
 ) -> ModuleT:
     """Quantize the weights of the linear layers in a module's blocks, on `device`; return the same module.
 
     Call it after `add_lora`. Biases, adapters and layers outside of blocks stay unchanged on their device; so does, for
     nf4, a weight with a row length that 64 does not divide.
 
-    block_names: class names of the blocks.
+    block_names: class names of the blocks. home: where codes and scales are kept, if not on `device`.
     """
-    table, run = _table(quantized, device), dequantize
+    home = home or device
+    table, run = _table(quantized, home), dequantize
     if device.type != "cpu" and find_spec("triton"):
         with suppress(ValueError):
             check_compiler(device)
@@ -90,7 +96,7 @@ def quantize_blocks(
             continue
         weight = layer.weight
         del layer.weight
-        codes, scales = quantize(weight.to(device), quantized)
+        codes, scales = (tensor.to(home) for tensor in quantize(weight.to(device), quantized))
         layer.__class__ = QuantizedLinear
         assert isinstance(layer, QuantizedLinear)
         layer.dtype, layer.dequantize = weight.dtype, run
