@@ -70,7 +70,7 @@ class Ceilings:
         return flops / float(getattr(self, kind)) if flops else 0.0
 
 
-ASSUMED = {  # the H200's as measured (docs/evidence/performance.md); the H100's bytes and products by its data sheet
+ASSUMED = {  # the H200's as measured (docs/evidence/performance.md), the H100's not
     "H100": Ceilings(2.9e12, 660e12, 50e12, 330e12, 255e12, 7e-6),
     "H200": Ceilings(4.1e12, 770e12, 51e12, 330e12, 255e12, 7e-6),
 }

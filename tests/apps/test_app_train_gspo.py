@@ -293,6 +293,9 @@ def test_an_adapter_opens_in_transformers_and_begins_another_run(here, use_dora)
     plain = base(ids).logits
     tuned = PeftModel.from_pretrained(base, "runs/run/weights")(ids).logits
     assert (tuned - plain).abs().max() > 1e-4
+    loaded = Qwen3ForCausalLM.from_pretrained(args.model)
+    loaded.load_adapter("runs/run/weights")
+    torch.testing.assert_close(loaded(ids).logits, tuned)
     net = open_token_model(args.model).load_net(device="cpu", dtype=torch.float32)
     add_lora(net, open_token_model(args.model).LORA_TARGETS, rank=2, alpha=2, seed=0, use_dora=use_dora)
     load_adapter(net, "runs/run/weights", file=PEFT_FILE, part=PEFT_PART)

@@ -1,5 +1,6 @@
 """Adapters: what is trained, which one runs, and how one follows another."""
 
+import omni_train.lora_layer
 import pytest
 import torch
 from omni_train.dist import init_distributed
@@ -31,6 +32,7 @@ from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import linear
+from torch.utils.flop_counter import FlopCounterMode
 
 
 class Net(nn.Module):
@@ -547,11 +549,41 @@ def test_an_adapter_with_magnitudes_goes_through_a_file_and_fits_no_other(tmp_pa
     found = set_peft_model_state_dict(theirs, load_file(tmp_path / "peft" / "weights" / PEFT_FILE))
     assert not found.unexpected_keys
     torch.testing.assert_close(theirs(X), net(X))
-    with pytest.raises(ValueError, match=r"must be an adapter on the same layers, differs in 2 such as .*down\.lora_m"):
+    with pytest.raises(ValueError, match="must be trained with use_dora where the module's adapters are, and not wh"):
         check_adapter(make_net("default"), folder)
     check_weights(make_net(), folder)
     with pytest.raises(ValueError, match="does not fit Net: 6 of 6 tensors"):
         check_weights(make_net(), folder, part="other")
+
+
+def test_a_row_of_zeros_stays_one_with_dora():
+    net = make_net()
+    net.up.weight.data[3] = 0
+    expected = net(X)
+    add_lora(net, ["up", "down"], rank=2, alpha=4, seed=1, use_dora=True)
+    assert torch.equal(net(X), expected)
+    assert dict(named_weights(net))["up.weight"][3].eq(0).all()
+
+
+def test_shards_that_would_round_magnitudes_are_refused(run_ranks):
+    def work(dist):
+        net = make_net("default", use_dora=True)
+        with pytest.raises(ValueError, match=r"compute_dtype must be float32 with DoRA, .* got torch.bfloat16"):
+            shard(net, dist.mesh, mode="fsdp2", compute_dtype=torch.bfloat16)
+        shard(net, dist.mesh, mode="fsdp2", compute_dtype=torch.float32)
+
+    run_ranks(work, world_size=1)
+
+
+def test_the_norms_of_rows_are_taken_in_parts_and_count_as_their_product(monkeypatch):
+    torch.manual_seed(3)
+    weight, down, up = torch.randn(50, 16).bfloat16(), torch.randn(3, 16), torch.randn(50, 3)
+    expected = (weight.float() + 2 * up @ down).norm(dim=1)
+    monkeypatch.setattr(omni_train.lora_layer, "AT_ONCE", 7 * 16)
+    with FlopCounterMode(display=False) as counter:
+        found = torch.ops.omni_train.row_norms(weight, down, up, 2.0)
+    torch.testing.assert_close(found, expected)
+    assert counter.get_total_flops() == 2 * 50 * 16 * 3
 
 
 @pytest.mark.parametrize("options", [{"init": "pissa"}, {"parameters": ["experts.up"]}])

@@ -17,6 +17,7 @@ A parameter of E experts, [E, out, in], has A [rank * E, in] and B [out, rank * 
 rank. As in peft, its module computes with `W + (alpha / rank) * B A`, rounded to the dtype of W.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,9 +25,11 @@ from peft.tuners import lora
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import linear
+from torch.utils.flop_counter import register_flop_formula
 
 INITIAL = "initial"  # adapter that is subtracted from the others of a layer
-ROWS = 4096  # of a weight whose norms are computed together, in float32
+AT_ONCE = 2**22  # numbers of a weight whose rows' norms are computed together, in float32
+SMALLEST = 1e-12  # norm: a row of zeros stays one
 
 
 class AdaptedLayer(lora.LoraLayer):
@@ -65,20 +68,22 @@ class LoraLinear(AdaptedLayer, lora.Linear):
         if not name:
             return self.base_layer(x)
         (down, up), scale = minus(*factors_with_initial(self, name)), self.scaling[name]
+        change = self._change_of_magnitudes(name) if has_dora(self, name) else None
         output: Tensor
         if x.dtype == torch.float32 or self.in_float32:
-            output = (self.base_layer(x) + linear(linear(x.float(), down), up) * scale).to(x.dtype)
+            output = self.base_layer(x) + linear(linear(x.float(), down), up) * scale
         else:
             output = _LowRank.apply(x, (self.base_layer.weight, self.base_layer.bias), down, up, scale)
-        return self._with_magnitudes(output, name) if has_dora(self, name) else output
+        if change is not None:  # which the bias does not have
+            bias: Tensor | None = self.base_layer.bias  # type: ignore[assignment]
+            output = output + (output if bias is None else output - bias) * change.to(output.dtype)
+        return output.to(x.dtype)
 
-    def _with_magnitudes(self, output: Tensor, name: str) -> Tensor:
-        """Return the output with the relative change of its rows' magnitudes; the bias has none."""
+    def _change_of_magnitudes(self, name: str) -> Tensor:
+        """Return the relative change [out], float32, of the magnitudes of the rows."""
         down, up, magnitudes = own_tensors(self, name)
-        norms = torch.ops.omni_train.row_norms(self.frozen, down, up, self.scaling[name])
-        bias: Tensor | None = self.base_layer.bias  # type: ignore[assignment]
-        product = output if bias is None else output - bias
-        return output + product * ((magnitudes - norms) / norms).to(output.dtype)
+        norms = torch.ops.omni_train.row_norms(self.frozen.detach(), down.detach(), up.detach(), self.scaling[name])
+        return (magnitudes - norms) / norms
 
 
 class ParamWrapper(AdaptedLayer, lora.ParamWrapper):  # peft finds a wrapper around another by this name
@@ -158,8 +163,16 @@ _OPS.define("row_norms(Tensor weight, Tensor down, Tensor up, float scale) -> Te
 @torch.no_grad()
 def row_norms(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
     """Return the norms [out], float32, of the rows of a weight [out, in] with the product of its factors."""
-    parts = zip(weight.split(ROWS), up.split(ROWS), strict=True)
-    return torch.cat([add_product(some.float(), down, ups, scale).norm(dim=1) for some, ups in parts])
+    rows = max(1, AT_ONCE // weight.shape[1])
+    parts = zip(weight.split(rows), up.split(rows), strict=True)
+    norms = torch.cat([add_product(some.float(), down, ups, scale).norm(dim=1) for some, ups in parts])
+    return norms.clamp(min=SMALLEST)
+
+
+@register_flop_formula(torch.ops.omni_train.row_norms)
+def _(weight: Sequence[int], down: Sequence[int], *args: Any, **kwargs: Any) -> int:
+    """Return the operations of the product, from shapes."""
+    return 2 * weight[0] * weight[1] * down[0]
 
 
 def merged(layer: AdaptedLayer, name: str, weight: Tensor, *tensors: Tensor) -> Tensor:
@@ -167,7 +180,7 @@ def merged(layer: AdaptedLayer, name: str, weight: Tensor, *tensors: Tensor) -> 
     factors, magnitudes = (tensors[:-1], tensors[-1]) if has_dora(layer, name) else (tensors, None)
     changed = add_product(weight.float(), *minus(*factors), layer.scaling[name])
     if magnitudes is not None:
-        changed *= (magnitudes / changed.norm(dim=1))[:, None]
+        changed *= (magnitudes / changed.norm(dim=1).clamp(min=SMALLEST))[:, None]
     return changed.to(weight.dtype)
 
 

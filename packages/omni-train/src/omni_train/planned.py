@@ -10,7 +10,7 @@ it follows from few numbers that it has sent, such as noise levels or the mask o
 """
 
 import weakref
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -37,10 +37,13 @@ MAX_KNOWN = {True: 2**12, False: 2**20}  # elements of a tensor whose values are
 
 _ATEN = torch.ops.aten
 _ATTENTION = "_scaled_dot_product_flash_attention"
-_FLOPS: dict[Any, Callable[..., int]] = flop_registry | {
-    getattr(_ATEN, f"{_ATTENTION}_for_cpu{suffix}"): flop_registry[getattr(_ATEN, _ATTENTION + suffix)]
-    for suffix in ("", "_backward")
-}
+_FLOPS: ChainMap[Any, Callable[..., int]] = ChainMap(
+    {
+        getattr(_ATEN, f"{_ATTENTION}_for_cpu{suffix}"): flop_registry[getattr(_ATEN, _ATTENTION + suffix)]
+        for suffix in ("", "_backward")
+    },
+    flop_registry,
+)
 _FLOPS[_ATEN._grouped_mm] = lambda rows, weights, *_, **__: 2 * rows.numel() * weights.shape[-1]
 _INTEGERS = (torch.bool, torch.uint8, torch.int32, torch.int64)
 _DEVICE = torch.ops.prim.device.default  # every other call of all

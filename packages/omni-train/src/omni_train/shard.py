@@ -187,6 +187,8 @@ def _precision(module: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype |
     if dtype == torch.float32 and compute_dtype is None:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
     adapters = all_factors(module)
+    if dtype != torch.float32 and any(layer.lora_magnitude_vector for layer in lora_layers(module).values()):
+        raise ValueError(f"compute_dtype must be float32 with DoRA, whose magnitudes it would round, got {dtype}")
     for p in module.parameters() if adapters else ():
         p.data = p.data if p in adapters else p.data.to(dtype)
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)

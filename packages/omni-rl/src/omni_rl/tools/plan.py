@@ -147,8 +147,9 @@ def ladder(args: ArgsT, ranks: int, offloads: Sequence[str], over: Collection[st
         | {"memory.offload": ",".join(part for part in parts if part != "blocks")}
         | (gather if is_text else {}),
     ]
-    for number, changes in enumerate(rungs):
-        is_last = number == len(rungs) - 1
+    is_rounded = args.dtype != "float32" and (args.lora.use_dora or args.lora.dtype == "float32")  # by fsdp2
+    for changes in rungs[:-1] if is_rounded else rungs:
+        is_last = changes is rungs[-1]
         changed = change(args, **changes)
         together = ranks // num_shares(args, ranks)
         world_size = -(-max(MORE_RANKS, 2 * ranks) // together) * together if is_last else ranks

@@ -46,7 +46,7 @@ from omni_train.weights.load import check_files, read_shapes, read_tensors
 
 FULL_FILE, LORA_FILE = "diffusion_pytorch_model.safetensors", "pytorch_lora_weights.safetensors"  # diffusers' names
 SCALES = "lora_adapter_metadata"  # key of diffusers' trainers for rank and alpha
-SIDES = ("A.weight", "B.weight", "magnitude_vector")  # ends of the names of an adapter's tensors
+SIDES = ("A.weight", "B.weight", "magnitude_vector.weight")  # ends of the names of an adapter's tensors
 PEFT_FILE, PEFT_PART = SAFETENSORS_WEIGHTS_NAME, "base_model.model"  # peft's names
 GROUP_BYTES = 2**28  # of weights that are gathered together for the engine
 FILE_BYTES = 5 * 10**9  # of full weights, which are dealt over more files, one a rank
@@ -130,7 +130,7 @@ def _padded(shard: DTensor, ranks: int) -> Tensor:
 def named_adapter(module: nn.Module, adapter: str = "default") -> Iterator[tuple[str, Tensor]]:
     """Yield an adapter's tensors as (name, full tensor), in peft's names.
 
-    They are `<layer>.lora_A.weight`, `<layer>.lora_B.weight` and with DoRA `<layer>.lora_magnitude_vector`. B is
+    They are `<layer>.lora_A.weight`, `<layer>.lora_B.weight` and with DoRA `<layer>.lora_magnitude_vector.weight`. B is
     multiplied by alpha / rank. A file without alphas means `W + B A` to diffusers and most other readers, so this
     form gives the same output everywhere. Every rank must run the iteration to its end.
     """
@@ -139,7 +139,7 @@ def named_adapter(module: nn.Module, adapter: str = "default") -> Iterator[tuple
         yield f"{name}.lora_A.weight", down
         yield f"{name}.lora_B.weight", up * layer.scaling[adapter]
         if has_dora(layer, adapter):
-            yield f"{name}.lora_magnitude_vector", _full(own_tensors(layer, adapter)[-1])
+            yield f"{name}.lora_magnitude_vector.weight", _full(own_tensors(layer, adapter)[-1])
 
 
 @torch.no_grad()
@@ -193,7 +193,7 @@ def save_weights(
 def save_peft(
     module: nn.Module, folder: str | Path, dist: Dist, *, prefix: str, base: str, card: Mapping[str, Any] | None = None
 ) -> None:
-    """Write the trained adapter in peft's layout, for `model.load_adapter(folder)` of transformers, and for vLLM.
+    """Write the trained adapter in peft's layout, for `model.load_adapter(folder)` of transformers; vLLM has no DoRA.
 
     Args:
         module, folder, dist, card: as for `save_weights`.
@@ -411,7 +411,12 @@ def check_adapter(
     with safe_open(home, framework="pt") as opened:
         if SCALES in (opened.metadata() or {}):
             raise ValueError(f"{home} has scales of another trainer: convert it by omni-rl lora")
-    if other := targets.keys() ^ shapes.keys():
+    other = targets.keys() ^ shapes.keys()
+    if other and all(name.endswith(SIDES[2]) for name in other):
+        raise ValueError(
+            f"{home} must be trained with use_dora where the module's adapters are, and not where they are not"
+        )
+    if other:
         raise ValueError(f"{home} must be an adapter on the same layers, differs in {len(other)} such as {min(other)}")
     for name, target in targets.items():
         if shapes[name] != tuple(target.shape):
@@ -446,7 +451,7 @@ def _fits_layer(name: str, shape: tuple[int, ...], weights: Mapping[str, tuple[i
     layer, _, which = name.removeprefix(f"{part}.").partition(".lora_")
     side = {"A.weight": 1, "B.weight": 0}.get(which)
     out_in = weights.get(f"{layer}.weight", ())
-    if which == "magnitude_vector":
+    if which == SIDES[2]:
         return len(out_in) == 2 and shape == out_in[:1]
     return side is not None and len(shape) == len(out_in) == 2 and shape[side] == out_in[side]
 
