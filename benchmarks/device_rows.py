@@ -302,15 +302,17 @@ def tokens(visit: Visit) -> Iterator[Row]:
     moved = f"{most['first_ratio_max_dev']:.3g}, {found}"
     yield Row("largest abs(ratio - 1), and its class", moved, "0, exact", HOLDS[found == "exact"])
     yield goal("the sampler's gap to the update", most["rollout_gap"], 1e-2)
-    yield Row("a step, s", f"{steps[-1]['time/step_s']:.3g}")
+    for what in ("step", "rollout", "update"):
+        yield Row(f"{what}, s", f"{steps[-1][f'time/{what}_s']:.3g}")
 
 
 # 3. Seconds and bytes
 
 
-def step(visit: Visit, variant: str) -> Iterator[Row]:
+def step(visit: Visit, variant: str, **changes: Any) -> Iterator[Row]:
     """Yield the gate, seconds and memory of a short step in a variant, beside the roofline and the plan."""
-    first, second = take(visit.size, variant, 2, **ANY_GAP, **FEW)
+    has_attention(changes.get("attention", "auto"))
+    first, second = take(visit.size, variant, 2, **ANY_GAP, **FEW, **changes)
     yield exact("largest abs(ratio - 1)", first.gap, 0.0)
     yield Row("the first step, s", f"{sum(first.seconds[phase] for phase in roofline.PHASES):.4g}")
     planned, here = visit.predictions.get(variant), ceilings_here(visit.size)
@@ -690,7 +692,7 @@ def goal(what: str, found: float, most: float) -> Row:
 
 # 5. Predictions, on any CPU
 
-PREDICTED = ("recomputed", "as it is", "compiled", "products kept", "offloaded", "gathered")
+PREDICTED = ("recomputed", "as it is", "compiled", "products kept", "offloaded", "blocks offloaded", "gathered")
 
 
 def predict(size: Size, variant: str) -> Prediction:

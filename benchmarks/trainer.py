@@ -74,6 +74,7 @@ VARIANTS = {  # all but the last two compute the same
     "offloaded": Variant(
         {"memory_gradient_checkpointing": True, "memory_offload": "encoder,engine,optimizer,activations"}
     ),
+    "blocks offloaded": Variant({"memory_gradient_checkpointing": True, "memory_offload": "blocks"}),
     "gathered": Variant(
         {"memory_gradient_checkpointing": True, "sharding_mode": "fsdp2", "sharding_unshard": "all"}, 1, 20
     ),  # held twice

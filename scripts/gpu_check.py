@@ -77,7 +77,7 @@ TIMETABLE: dict[str, Entry] = {
     "backward repeated": Entry(ask.repeated, 0.6),
     **compiled("as it is"),
     # 2. Seconds and bytes of a whole step
-    "step: recomputed": Entry(partial(ask.step, variant="recomputed"), 1.2),
+    "step: recomputed": Entry(partial(ask.step, variant="recomputed"), 0.9),
     "profile": Entry(ask.profile, 0.6),
     **{f"attention: {name}": Entry(partial(ask.attention, name=name), 0.1) for name in ("flash", "efficient", "cudnn", "math")},  # noqa: E501
     "dequantization: nf4": Entry(partial(ask.dequantization, bits="nf4"), 0.1),
@@ -88,7 +88,10 @@ TIMETABLE: dict[str, Entry] = {
     "beside plain loops": Entry(ask.versus, 4.0),
     # 3. What else may change bits
     **compiled("one graph", "not deterministic"),
-    **{f"bits: {name}": Entry(partial(ask.same_bits, variant=name), 0.3) for name in ("offloaded", "products kept")},
+    **{
+        f"bits: {name}": Entry(partial(ask.same_bits, variant=name), 0.3)
+        for name in ("offloaded", "blocks offloaded", "products kept")
+    },
     "bits: the engine asleep": Entry(ask.sleep, 0.3),
     **gates("efficient"),
     **gates("math"),
@@ -96,6 +99,8 @@ TIMETABLE: dict[str, Entry] = {
     **gates("flash", ["one text"]),
     # 4. Other ways to run a step, and what is around it
     "step: offloaded": Entry(partial(ask.step, variant="offloaded"), 1.4),
+    "step: blocks offloaded": Entry(partial(ask.step, variant="blocks offloaded"), 1.6),
+    "attention: a step with cudnn": Entry(partial(ask.step, variant="recomputed", attention="cudnn"), 0.9),
     "step: products kept": Entry(partial(ask.step, variant="products kept"), 1.2),
     "checkpoint": Entry(ask.saving, 0.7),
     "around the model": Entry(ask.tax, 1.5),
@@ -105,7 +110,7 @@ TIMETABLE: dict[str, Entry] = {
     "vLLM-Omni": Entry(ask.vllm_omni, 3.0),
     **compiled("no padding", "fused products and sums", "one graph, not deterministic"),
     **compiled("as it is", environment=NO_FMA),
-    "step: recomputed, segments that do not grow": Entry(partial(ask.step, variant="recomputed"), 1.2, GAPS),
+    "step: recomputed, segments that do not grow": Entry(partial(ask.step, variant="recomputed"), 0.9, GAPS),
 }  # fmt: skip
 
 REPO = Path(__file__).resolve().parents[1]

@@ -549,7 +549,7 @@ def test_an_adapter_with_magnitudes_goes_through_a_file_and_fits_no_other(tmp_pa
     found = set_peft_model_state_dict(theirs, load_file(tmp_path / "peft" / "weights" / PEFT_FILE))
     assert not found.unexpected_keys
     torch.testing.assert_close(theirs(X), net(X))
-    with pytest.raises(ValueError, match="must be trained with use_dora where the module's adapters are, and not wh"):
+    with pytest.raises(ValueError, match="must be an adapter without use_dora, as the module's is"):
         check_adapter(make_net("default"), folder)
     check_weights(make_net(), folder)
     with pytest.raises(ValueError, match="does not fit Net: 6 of 6 tensors"):

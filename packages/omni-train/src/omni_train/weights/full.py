@@ -193,7 +193,7 @@ def save_weights(
 def save_peft(
     module: nn.Module, folder: str | Path, dist: Dist, *, prefix: str, base: str, card: Mapping[str, Any] | None = None
 ) -> None:
-    """Write the trained adapter in peft's layout, for `model.load_adapter(folder)` of transformers; vLLM has no DoRA.
+    """Write the trained adapter in peft's layout, for transformers' `load_adapter(folder)`, and for vLLM unless it is DoRA's.
 
     Args:
         module, folder, dist, card: as for `save_weights`.
@@ -411,11 +411,9 @@ def check_adapter(
     with safe_open(home, framework="pt") as opened:
         if SCALES in (opened.metadata() or {}):
             raise ValueError(f"{home} has scales of another trainer: convert it by omni-rl lora")
-    other = targets.keys() ^ shapes.keys()
+    other, is_dora = targets.keys() ^ shapes.keys(), any(name.endswith(SIDES[2]) for name in targets)
     if other and all(name.endswith(SIDES[2]) for name in other):
-        raise ValueError(
-            f"{home} must be trained with use_dora where the module's adapters are, and not where they are not"
-        )
+        raise ValueError(f"{home} must be an adapter {'with' if is_dora else 'without'} use_dora, as the module's is")
     if other:
         raise ValueError(f"{home} must be an adapter on the same layers, differs in {len(other)} such as {min(other)}")
     for name, target in targets.items():
