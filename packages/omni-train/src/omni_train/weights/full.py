@@ -193,7 +193,7 @@ def save_weights(
 def save_peft(
     module: nn.Module, folder: str | Path, dist: Dist, *, prefix: str, base: str, card: Mapping[str, Any] | None = None
 ) -> None:
-    """Write the trained adapter in peft's layout, for transformers' `load_adapter(folder)`, and for vLLM unless it is DoRA's.
+    """Write the trained adapter in peft's layout, for `load_adapter(folder)` of transformers and, unless DoRA's, vLLM.
 
     Args:
         module, folder, dist, card: as for `save_weights`.
