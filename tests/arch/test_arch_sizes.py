@@ -8,7 +8,7 @@ import count_lines
 import pytest
 
 # Bounds that only fall; docs/decisions/0007 has the goals.
-MAX_CODE_LINES = 18_009  # of packages and apps beside the files of models and scorers, one for each
+MAX_CODE_LINES = 18_007  # of packages and apps beside the files of models and scorers, one for each
 MAX_NAMES = {  # of the project that a trainer imports
     "train_distill": 31, "train_dpo": 35, "train_flowgrpo": 35, "train_gspo": 35,
     "train_nft": 34, "train_sft": 27, "train_srpo": 36, "train_unigrpo": 32,
