@@ -1,17 +1,17 @@
-"""Sample a model, with or without trained weights, onto one contact sheet; a video as a strip of frames.
+"""Sample a model, with or without trained weights, onto one contact sheet; a video is a strip of frames.
 
-Beside sheet.png the folder sheet has each video and sound: .mp4 and .flac with PyAV, else .webp and .wav. --out-dir has
-images too, as .png, and samples.jsonl with the prompt and the seed of each file.
+Videos and sounds are also written to the folder sheet next to sheet.png, as .mp4 and .flac. --out-dir also
+writes images, as .png, and samples.jsonl with the prompt and the seed of each file.
 
-    python apps/sample.py --model checkpoints/tiny-signs-qwen-image --prompts 'a blue sign that says "K7QX"' \\
+    python apps/sample.py --model checkpoints/tiny-signs-qwen-image --prompt 'a blue sign that says "K7QX"' \\
         --height 32 --width 96
     python apps/sample.py --model checkpoints/tiny-signs-qwen-image --weights runs/tiny-signs/weights \\
         --prompts data/tiny-signs/eval.txt --num-images 32 --out-dir signs --scorer.url http://127.0.0.1:8100
-    python apps/sample.py --model Qwen/Qwen-Image-Edit --images street.png --prompts "make it night" \\
+    python apps/sample.py --model Qwen/Qwen-Image-Edit --images street.png --prompt "make it night" \\
         --height 512 --width 768 --true-cfg-scale 4 --dtype bfloat16
 
-The same seed gives the same noise for any weights, so two sheets show what training changed. An adapter that was
-trained from other weights than the model's goes on top of them: --weights FULL,ADAPTER.
+The same seed gives the same noise for any weights, so two sheets show what training changed. For an adapter that was
+trained from other weights than the model's, pass both: --weights FULL,ADAPTER.
 """
 
 import json
@@ -21,12 +21,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
-from omni_rl.media.images import reference_sizes
+from omni_rl.media.images import check_media_prompt, reference_sizes
 from omni_rl.settings.args import Dtype, RunArgs, num_ranks, parse_numbers
 from omni_rl.settings.cli import parse_cli, refuse
 from omni_rl.settings.early import check_model, check_sides
 from omni_rl.settings.eval_sets import check_urls
-from omni_rl.settings.fields import REQUIRED, at_least, between, build, check_bounds, flag, require
+from omni_rl.settings.fields import (
+    REQUIRED,
+    as_flags,
+    at_least,
+    between,
+    build,
+    check_bounds,
+    flag,
+    flags_by_name,
+    require,
+)
 from omni_rl.settings.toml import fitting, plain
 from omni_train.prompts.files import PromptRecord, RecordCheck, load_prompts
 
@@ -47,24 +57,24 @@ class Args:
 
     model: Annotated[str, REQUIRED] = ""  # Folder or hub id of a diffusers pipeline
     weights: str = ""  # Folder of trained weights, full or an adapter; or FULL,ADAPTER for both
-    prompts: str = 'a blue sign that says "K7QX"'  # Prompt, or a .txt or .jsonl file of prompts
+    prompt: str = 'a blue sign that says "K7QX"'  # Prompt, a text
+    prompts: str = ""  # File, folder or data set of prompts, instead of --prompt
+    prompt_key: str = ""  # Key or column of the prompt; empty: prompt or messages
     negative_prompt: str = ""  # Text that guidance leads away from, of a prompt that brings none
-    images: str = ""  # Images to edit, of every prompt, with commas between; a .jsonl file may name others for each
-    media_root: str = ""  # Folder below which a .jsonl file may name images too, beside its own folder
+    images: str = ""  # Images to edit, of every prompt, with commas between; --prompts may name others for each
+    media_root: str = ""  # Folder below which --prompts may name images too, beside their own folder
     num_images: Annotated[int, at_least(1)] = 1  # Number of samples, going through the prompts in turn
-    out: str = ""  # Contact sheet to write, .png, .jpg or .webp (default: sheet.png, or none with --out-dir)
+    out: str = ""  # Contact sheet to write, .png, .jpg or .webp; empty: sheet.png, or none with --out-dir
     out_dir: str = ""  # Folder for a file of each sample
     seed: Annotated[int, between(0, 2**63 - 1)] = 0  # Seed of the noise
-    height: Annotated[int | None, between(1, 2**14)] = None  # Height in pixels (default: as the weights' run, else 512)
-    width: Annotated[int | None, between(1, 2**14)] = None  # Width in pixels (default: likewise, else 512)
-    num_frames: Annotated[int | None, between(1, 2**14)] = None  # Frames of a video, or 1 (default: likewise, else 1)
-    frame_rate: Annotated[float | None, between(1e-3, 1e3)] = None  # Frames in a second (default: likewise, else 24)
-    num_inference_steps: Annotated[int | None, between(2, 10_000)] = (
-        None  # Denoising steps (default: likewise, else 10)
-    )
-    guidance_scale: float | None = None  # Guidance of pipelines that call it so (default: likewise, else 1, mostly off)
-    true_cfg_scale: float | None = None  # Guidance of pipelines that call it so, as Qwen-Image's (default: likewise)
-    guidance: str | None = None  # Further guidance knobs of the pipeline, as name=value,name=value (default: likewise)
+    height: Annotated[int | None, between(1, 2**14)] = None  # Height in pixels; none: as the weights' run, else 512
+    width: Annotated[int | None, between(1, 2**14)] = None  # Width in pixels; none: likewise, else 512
+    num_frames: Annotated[int | None, between(1, 2**14)] = None  # Frames of a video, or 1; none: likewise, else 1
+    frame_rate: Annotated[float | None, between(1e-3, 1e3)] = None  # Frames in a second; none: likewise, else 24
+    num_inference_steps: Annotated[int | None, between(2, 10_000)] = None  # Denoising steps; none: likewise, else 10
+    guidance_scale: float | None = None  # Guidance of pipelines that call it so; none: likewise, else 1, mostly off
+    true_cfg_scale: float | None = None  # Guidance of pipelines that call it so, as Qwen-Image's; none: likewise
+    guidance: str | None = None  # Further guidance knobs of the pipeline, as name=value,name=value; none: likewise
     scorer: SampleScorer = SampleScorer()  # A reward server that scores the samples
     batch_size: Annotated[int, at_least(1)] = 16  # Images per forward
     dtype: Dtype = "float32"  # Data type of the weights
@@ -79,6 +89,8 @@ def check_args(args: Args) -> None:
     missing = [folder for folder in listed(args.weights) if not folder.is_dir()]
     require(
         (args.model, "--model must be given"),
+        (args.prompt, "--prompt must not be empty"),
+        (not args.prompts or args.prompt == Args.prompt, f"--prompt must be left out beside --prompts {args.prompts}"),
         (not missing, f"--weights must be a folder that a trainer wrote, got {missing and missing[0]}"),
         (not args.out or Path(args.out).suffix in (".png", ".jpg", ".webp"),
          f"--out must end in .png, .jpg or .webp, got {args.out}"),
@@ -90,7 +102,7 @@ def check_args(args: Args) -> None:
     check_model(args.model)
     check_sides(args.model, args.height or 0, args.width or 0)  # which `settle` has set
     check_urls(args.scorer.url, "--scorer.url")
-    read_prompts(args, reference_sizes)
+    read_prompts(args, check_media_prompt)
 
 
 DEFAULTS = {
@@ -107,8 +119,7 @@ def settle(args: Args) -> Args:
             if file.is_file():
                 with flag(f"{file}: "):
                     run = plain(tomllib.loads(file.read_text("utf-8")))
-                steps = run.get("eval_num_inference_steps", found["num_inference_steps"])  # of a run before groups
-                run["num_inference_steps"] = run.get("eval.num_inference_steps", steps)
+                run["num_inference_steps"] = run.get("eval.num_inference_steps", found["num_inference_steps"])
                 kinds = get_type_hints(Args)
                 found |= {name: fitting(kinds[name], run[name], f"{file}: {name}") for name in found if name in run}
     given = {name: value for name in found if (value := vars(args)[name]) is not None}
@@ -128,13 +139,13 @@ def read_prompts(args: Args, check: RecordCheck) -> list[PromptRecord]:
     Raises:
         ValueError: a file of prompts or an image is missing or damaged, or both --images and the file name images.
     """
-    records = [PromptRecord(index=0, text=args.prompts)]
-    if args.prompts.endswith((".txt", ".jsonl")):
+    records = [PromptRecord(index=0, text=args.prompt)]
+    if args.prompts:
         with flag("--prompts: "):
-            records = load_prompts(args.prompts, check=check, media_root=args.media_root)
+            records = load_prompts(args.prompts, check=check, media_root=args.media_root, key=args.prompt_key)
     images = listed(args.images)
     with flag("--images: "):
-        reference_sizes(PromptRecord(0, args.prompts, images=images))
+        reference_sizes(replace(records[0], images=images))
         named = any(record.images for record in records)
         require((not images or not named, f"must be left out, as {args.prompts} names images"))
     return [replace(r, images=images or r.images, negative=r.negative or args.negative_prompt) for r in records]
@@ -153,7 +164,7 @@ def main(args: Args) -> None:
     from omni_rl.flow.sampling import by_shapes, expand_groups
     from omni_rl.flow.scorers import Scorer, abstaining, connect
     from omni_rl.flow.scoring import collect, submit
-    from omni_rl.media.write import contact_sheet, score_label, still, whole_files
+    from omni_rl.media.write import contact_sheet, readable, score_label, still, whole_files
     from omni_rollout import Params
     from omni_rollout.engines.diffusers import DiffusersEngine
     from omni_rollout.models import open_model
@@ -170,7 +181,7 @@ def main(args: Args) -> None:
     with flag("--model: "):
         model = open_model(args.model)
         model.check_files()
-    with flag("--"):  # the message itself begins with height, width or another setting
+    with as_flags({name: f"--guidance {name}" for name in model.OPTIONS} | flags_by_name(Args)):
         model.check(params)
     with flag("--model: "):
         model.sigmas(params)
@@ -232,7 +243,7 @@ def main(args: Args) -> None:
         columns = 1 if "video" in media else 8
         contact_sheet([pictures[i] for i in range(len(prompts))], texts, columns=columns).save(args.out)
     graded = [row["score"] for row in rows.values() if row["score"] is not None]
-    mean = f", mean score {np.mean(graded):.3f} of {len(graded)}" if graded else ""
+    mean = f", mean score {readable(float(np.mean(graded)), 3)} of {len(graded)}" if graded else ""
     places = " and ".join(filter(None, (args.out_dir, args.out)))
     print(f"{len(rows)} sample{'s' * (len(rows) > 1)} in {places}{mean}")
 

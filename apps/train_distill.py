@@ -1,20 +1,20 @@
-"""On-policy distillation of flow-matching models: few-step students, guidance made part of the weights, many teachers.
+"""On-policy distillation of flow-matching models: few-step students, distilled guidance, several teachers.
 
     prompts -> rollout of the student -> the teachers' velocity at the student's latents -> loss -> step
 
-The student samples, and at each latent that it came by a teacher says where it would have gone from there, so that the
-student is corrected where it really goes (DiffusionOPD, arXiv 2605.15055). A teacher that takes several steps within
-each of the student's teaches it to do with few steps what took many (progressive distillation, arXiv 2202.00512, on the
-student's own path). A teacher with guidance teaches it to do without.
+The student samples, and a teacher computes its velocity at each latent of the student, so that the student is corrected
+on its own trajectories (DiffusionOPD, arXiv 2605.15055). A teacher with several steps per student step trains a
+few-step student (progressive distillation, arXiv 2202.00512, on the student's trajectories). A teacher with guidance
+trains a student that needs none.
 
     omni-rl train distill --preset tiny-signs
     omni-rl train distill --nproc-per-node 8 --model black-forest-labs/FLUX.1-dev --lora.rank 32 \\
         --teachers ocr=runs/ocr/weights,style=runs/style/weights --prompts prompts.jsonl --eval.prompts eval.txt
     torchrun --standalone --nproc-per-node 8 apps/train_distill.py ...  # the same, without the command
 
-The teacher is the model before training, or `--teachers` are others that were trained as the student is, by LoRA of its
-rank or with all weights. A prompt names its own as `"teacher"` in its line; one that names none has all of them.
-Training needs no reward: a scorer grades only evaluations.
+The teacher is the model before training, or `--teachers` names others. They must be trained like the student: with LoRA
+of the same rank, or with all weights. A prompt selects a teacher with the key `"teacher"` of its line; otherwise all
+teachers apply. Training needs no reward: a scorer grades only evaluations.
 
 Differences from the released code of the paper:
 1. `std` is the true standard deviation of a step, so the loss is the true KL (theirs misses a factor |dt|).
@@ -29,11 +29,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
-from omni_rl.settings.args import ScoredArgs, check_scored
+from omni_rl.settings.args import ScoredArgs, load_records
 from omni_rl.settings.cli import parse_cli
 from omni_rl.settings.eval_sets import MediaEval
 from omni_rl.settings.fields import MAY_CHANGE, at_least, between, flag, require
-from omni_train.prompts.files import load_prompts
+from omni_rl.settings.rules import check_scored
 
 # 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
 
@@ -51,20 +51,20 @@ class Args(ScoredArgs):
 
     RATES = (1e-5, 1e-4)
 
-    lr: Annotated[float | None, between(0, 1)] = None  # Learning rate of AdamW (default: 1e-4 with LoRA, 1e-5 without)
+    lr: Annotated[float | None, between(0, 1)] = None  # Learning rate of AdamW; none: 1e-4 with LoRA, 1e-5 without
     group_size: Annotated[int, between(1, 65_536)] = 1  # Samples of each prompt
     num_inference_steps: Annotated[int, between(2, 10_000)] = 4  # Denoising steps of the student
     eval: FewStepEval = FewStepEval()  # Held-out prompts, and what is done with them
 
     # Algorithm
     algo: Literal["opd", "opd-cps", "opd-ode"] = "opd-ode"  # Algorithm, a row of the table ALGOS
-    teachers: str = ""  # Teachers as NAME=FOLDER of weights, with commas between (default: the model before training)
+    teachers: str = ""  # Teachers as NAME=FOLDER of weights, separated by commas; empty: the model before training
     teacher_substeps: Annotated[int, at_least(1)] = 1  # Steps that a teacher takes within each step of the student
-    teacher_guidance_scale: Annotated[float | None, at_least(0)] = None  # Their guidance scale (default: the student's)
-    teacher_true_cfg_scale: Annotated[float | None, at_least(1)] = None  # As --true-cfg-scale (default: the student's)
+    teacher_guidance_scale: Annotated[float | None, at_least(0)] = None  # Teachers' scale; none: the student's
+    teacher_true_cfg_scale: Annotated[float | None, at_least(1)] = None  # As --true-cfg-scale; none: the student's
     noise_level: Annotated[float, at_least(1e-6)] = 0.7  # Strength of the noise that opd and opd-cps inject
-    train_low: Annotated[int, at_least(0)] = 0  # First step of the student that is trained
-    train_high: int | None = None  # One past the last one (default: all steps, without the last one where noise is)
+    train_low: Annotated[int, at_least(0)] = 0  # First trained step of the student
+    train_high: int | None = None  # One past the last trained step; none: all, but the last one if it is stochastic
 
 
 def check_args(args: Args) -> None:
@@ -79,7 +79,7 @@ def check_args(args: Args) -> None:
     )
     names = parse_teachers(args.teachers)
     with flag("--prompts: "):
-        for record in load_prompts(args.prompts, media_root=args.media_root):
+        for record in load_records(args, args.prompts):
             teacher = record.meta.get("teacher")
             require((teacher in (None, *names), f'"teacher" must be one of --teachers, got {teacher!r}'))
 
@@ -115,12 +115,13 @@ if __name__ == "__main__":
 
 import torch
 from omni_losses import LossOutput, distill_kl_loss, distill_velocity_loss
-from omni_rl.flow.sampling import prompts_of, sample, show
+from omni_rl.flow.sampling import evaluate_set, prompts_of, sample, show
 from omni_rl.flow.scorers import abstaining
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
-from omni_rl.run.media import MEDIA
+from omni_rl.run.media import export, open_engine, open_scorer, read_media, read_teachers
 from omni_rl.run.run import MediaRun, Step
+from omni_rl.run.start import open_net, open_policy, open_run, open_session, start_servers, tell_plan
 from omni_rl.run.world import World
 from omni_rollout import Params, Trajectory
 from omni_rollout.types import Cond, to_device
@@ -162,17 +163,25 @@ UNSCORED = abstaining("samples of training are not scored")
 def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
     teachers = parse_teachers(args.teachers)
-    trained, teaching = trained_steps(args), partial(teacher_params, args)
-    run = MEDIA.start(
+    inputs = read_media(
         args,
         world,
-        args.algo,
-        reference=not teachers,
-        steps=trained,
-        teachers=teachers,
-        teaching=teaching,
+        beside=[] if teachers else ["reference"],
+        steps=trained_steps(args),
+        rule=None if args.algo == "opd-ode" else ALGOS[args.algo][0],
         scored=False,
     )
+    read_teachers(args, world, inputs, teachers, partial(teacher_params, args))
+    session = open_session(args, world, inputs)
+    if args.dry_run:
+        tell_plan(args, world, inputs, session)
+    args, servers = start_servers(args, world)
+    scorer = open_scorer(args, world, inputs, session, scored=False)
+    net = open_net(args, world, inputs, session)
+    model, engine = open_engine(args, world, inputs, net)
+    policy = open_policy(args, world, inputs, session, net, engine)
+    parts = session, scorer, policy, model, engine, servers
+    run = open_run(args, world, inputs, *parts, algorithm=args.algo, evaluate_set=evaluate_set, export=export)
     with Loop(run) as steps:
         for step in steps:
             with run.phase("rollout"):

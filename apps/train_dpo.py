@@ -3,8 +3,8 @@
     online:   prompts -> rollout -> score -> best and worst of each group -> update (noise -> errors -> loss -> step)
     offline:  preference file -> update
 
-A pair is two samples of one prompt, of which one is preferred. Both are noised afresh, with the same noise to the same
-level, and the model is trained to denoise the preferred one better than a reference does, and the other one worse
+A pair is two samples of one prompt, of which one is preferred. Both are noised with the same new noise to the same
+level, and the model is trained to denoise the preferred one better than a reference, and the other one worse
 (Diffusion-DPO, arXiv 2311.12908). The reference is the policy before training.
 
     omni-rl train dpo --preset tiny-signs
@@ -12,26 +12,26 @@ level, and the model is trained to denoise the preferred one better than a refer
     omni-rl train dpo --nproc-per-node 4 --preset qwen-image-ocr-lora --scorer.url http://scorer:8100
     torchrun --standalone --nproc-per-node 4 apps/train_dpo.py ...  # the same, without the command
 
-docs/preferences.md describes the file, `scripts/build_preferences.py` makes one. Without a scorer, evaluations draw
-samples but grade none.
+docs/preferences.md describes the file, and `scripts/build_preferences.py` creates one. Without a scorer, evaluations
+generate samples but do not grade them.
 
 Differences from the released code of the papers:
-1. A group whose samples all score the same gives no pair, and a sample without a score is in none.
-2. The loss takes the conditional velocity, also where samples are drawn with guidance: that is what denoises data.
-3. Noise and its levels depend on (seed, step, prompt) and, online, on which sample of the group is preferred: any
-   number of ranks trains on the same numbers.
+1. A group with equal scores gives no pair, and a sample without a score is in no pair.
+2. The loss uses the conditional velocity, even if samples are guided, because it is the one that denoises data.
+3. Noise and levels depend on (seed, step, prompt) and, online, on which sample of the group is preferred. They do not
+   depend on the number of ranks.
 """
 
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
-from omni_rl.settings.args import RolloutArgs, check_scored, num_shares
+from omni_rl.settings.args import RolloutArgs, num_shares
 from omni_rl.settings.cli import parse_cli
 from omni_rl.settings.fields import at_least, require
+from omni_rl.settings.rules import check_scored
 
 # 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
 
@@ -43,8 +43,8 @@ class Args(RolloutArgs):
     # Algorithm
     preferences: str = ""  # File of pairs, .jsonl, to train on offline, instead of --prompts and a scorer
     dpo_beta: Annotated[float, at_least(1e-12)] = 2000.0  # Strength of the pull to the reference
-    levels_per_pair: Annotated[int, at_least(1)] = 1  # Noise levels that each pair is trained at
-    level_shift: Annotated[float, at_least(1e-6)] = 1.0  # Shift of the logit-normal levels, > 1 towards noise
+    levels_per_pair: Annotated[int, at_least(1)] = 1  # Noise levels per pair
+    level_shift: Annotated[float, at_least(1e-3)] = 1.0  # Shift of the logit-normal levels, > 1 towards noise
 
     def __post_init__(self) -> None:
         """Set `prompts` to the file of pairs, so that printed and saved settings have it."""
@@ -61,7 +61,8 @@ def check_args(args: Args) -> None:
         from omni_rl.media.preferences import check_preferences
 
         shape = args.num_frames, args.height, args.width
-        check_preferences(args.preferences, shape, frame_rate=args.frame_rate, media_root=args.media_root)
+        how = {"media_root": args.media_root, "key": args.prompt_key}
+        check_preferences(args.preferences, shape, frame_rate=args.frame_rate, **how)
     checked = replace(args, batch_size=2) if offline else args
     check_scored(checked, num_trained=None, needs_scorer=False)
     require(
@@ -88,13 +89,14 @@ if __name__ == "__main__":
 import torch
 from omni_losses import best_worst_pairs, diffusion_dpo_loss, velocity_error
 from omni_rl.flow.experts import clamp_to_side, on_one_side
-from omni_rl.flow.sampling import by_shapes, expand_groups, prompts_of, sample, show
+from omni_rl.flow.sampling import by_shapes, evaluate_set, expand_groups, prompts_of, sample, show
 from omni_rl.flow.scoring import Rollout, by_size, graded, rewards_at
 from omni_rl.media.preferences import read_latent
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
-from omni_rl.run.media import MEDIA
+from omni_rl.run.media import export, open_engine, open_scorer, read_media
 from omni_rl.run.run import MediaRun, Step
+from omni_rl.run.start import open_net, open_policy, open_run, open_session, start_servers, tell_plan
 from omni_rl.run.world import World
 from omni_rollout import Trajectory
 from omni_rollout.types import pick, to_device
@@ -122,7 +124,18 @@ class Pairs:
 
 def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
-    run = MEDIA.start(args, world, "dpo", reference=True, scored=not args.preferences)
+    scored = not args.preferences
+    inputs = read_media(args, world, beside=["reference"], scored=scored)
+    session = open_session(args, world, inputs)
+    if args.dry_run:
+        tell_plan(args, world, inputs, session)
+    args, servers = start_servers(args, world)
+    scorer = open_scorer(args, world, inputs, session, scored=scored)
+    net = open_net(args, world, inputs, session)
+    model, engine = open_engine(args, world, inputs, net)
+    policy = open_policy(args, world, inputs, session, net, engine)
+    parts = session, scorer, policy, model, engine, servers
+    run = open_run(args, world, inputs, *parts, algorithm="dpo", evaluate_set=evaluate_set, export=export)
     with Loop(run) as steps:
         for step, rollout in steps.sampled_by(roll_out):
             pairs = pairs_of(run, step, rollout) if rollout else read_pairs(run, step)
@@ -132,7 +145,7 @@ def main(args: Args, world: World) -> None:
 
 
 def roll_out(run: MediaRun[Args], step: Step) -> Rollout[Trajectory] | None:
-    """Return this rank's samples of a step, whose scores are still to come; none offline."""
+    """Return this rank's samples of a step, with pending scores; none offline."""
     if run.args.preferences:
         return None
     with run.phase("rollout"):
@@ -165,7 +178,7 @@ def read_pairs(run: MediaRun[Args], step: Step) -> list[Pairs]:
     dist, model, parts, records = run.dist, run.model, run.engine.parts, run.prompts.at(step.number)
     places = range(dist.share, len(records), dist.num_shares)
     prompts = expand_groups([records[i] for i in places] or records[:1], 1, seed=run.args.seed, step=step.number)
-    folder, pairs = Path(run.args.preferences).parent, []
+    folder, pairs = run.prompts.folder, []
     with run.phase("read"):
         for same in by_shapes(prompts):
             params = run.base_params.of_size(same[0].size)

@@ -2,18 +2,18 @@
 
     prompts -> rollout -> Trajectory -> score -> advantages -> update (replay -> loss -> step) -> sync
 
-A group of samples is drawn for each prompt with a few stochastic steps. A scorer grades the samples over HTTP. A sample
-better than its group makes its stochastic steps more likely, a worse one less (Flow-GRPO, arXiv 2505.05470).
+The model generates a group of samples for each prompt, with a few stochastic steps. A scorer grades them over HTTP. The
+steps of samples above the mean of their group become more likely, the others less (Flow-GRPO, arXiv 2505.05470).
 
     omni-rl train flowgrpo --preset tiny-signs
     omni-rl train flowgrpo --nproc-per-node 8 --preset qwen-image-ocr-lora --scorer.url http://scorer:8100
     torchrun --standalone --nproc-per-node 8 apps/train_flowgrpo.py ...  # the same, without the command
 
 Differences from the released code of the papers:
-1. Before the first update of every step the ratio is checked to be 1, and the run stops if it is not; with
-   --draw-ahead only where the weights are those that sampled it.
+1. Before the first update of every step the ratio must be 1, or the run stops; with --draw-ahead this is
+   checked only if the weights have not changed since sampling.
 2. `std` is the true standard deviation of a step, so the KL term is the true KL (theirs misses a factor |dt|).
-3. A sample without a score never counts as 0: its advantage is 0, and it enters no mean.
+3. A sample without a score never counts as 0: its advantage is 0, and it is excluded from means.
 4. Noise depends only on (seed, step, prompt, sample): any number of ranks gives the same samples.
 """
 
@@ -23,11 +23,25 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Literal
 
-from omni_rl.settings.args import JudgedArgs, WindowArgs, check_judged, check_window
+from omni_rl.settings.args import JudgedArgs, WindowArgs
 from omni_rl.settings.cli import parse_cli
 from omni_rl.settings.fields import at_least, require
+from omni_rl.settings.rules import check_judged, check_window
 
 # 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
+
+Name = Literal[
+    "flowgrpo",
+    "flowgrpo-cps",
+    "dancegrpo",
+    "mixgrpo",
+    "mixgrpo-decay",
+    "mixgrpo-exp-decay",
+    "mixgrpo-flash",
+    "grpo-guard",
+    "flow-dppo",
+    "tempflow",
+]
 
 
 @dataclass(frozen=True)
@@ -36,8 +50,8 @@ class Correction:
 
     level: Literal["auto", "step", "trajectory"] = "auto"  # Unit that shares a weight; auto: step if off-policy
     mode: Literal["truncate", "mask"] = "truncate"  # Treatment of weights beyond the bounds
-    low: Annotated[float, at_least(0)] = 0.99  # Least weight per latent element
-    high: float = 1.01  # Largest weight per latent element
+    low: Annotated[float, at_least(0)] = 0.99  # Smallest weight per latent element
+    high: Annotated[float, at_least(1 + 1e-6)] = 1.01  # Largest weight per latent element
 
 
 @dataclass(frozen=True)
@@ -45,33 +59,20 @@ class Args(JudgedArgs, WindowArgs):
     """Settings of a run; --preset NAME and --config FILE.toml are read first."""
 
     # Algorithm
-    algo: Literal[
-        "flowgrpo",
-        "flowgrpo-cps",
-        "dancegrpo",
-        "mixgrpo",
-        "mixgrpo-decay",
-        "mixgrpo-exp-decay",
-        "grpo-guard",
-        "flow-dppo",
-    ] = "flowgrpo"  # Algorithm, a row of the table ALGOS
+    algo: Name = "flowgrpo"  # Algorithm, a row of the table ALGOS
     num_inner_epochs: Annotated[int, at_least(1)] = 1  # Passes of the update over the samples of a step
     iters_per_window: Annotated[int, at_least(1)] = 1  # Training steps that share a window
     window_stride: Annotated[int, at_least(1)] = 1  # Steps that a sliding window moves at a time
     same_start_noise: bool = False  # Start a group from one noise, and compute the steps before its window once
-    compress_ratio: float | None = None  # Share of the steps after the window to keep, taken by DPM-Solver++
-    clip_range: Annotated[float, at_least(1e-7)] = 1e-4  # PPO clip half-width
-    kl_threshold: Annotated[float, at_least(1e-30)] = 1e-5  # Size of flow-dppo's trust region, nats per latent element
+    clip_range: Annotated[float, at_least(1e-6)] = 1e-4  # PPO clip half-width
+    kl_threshold: Annotated[float, at_least(1e-12)] = 1e-5  # Size of flow-dppo's trust region, nats per latent element
     adv_clip_max: Annotated[float, at_least(1e-6)] = 5.0  # Bound on advantages
     best_worst_n: Annotated[int, at_least(0)] = 0  # Samples of a group to train on, best and worst; 0 is all
-    filter_groups: bool = False  # Leave out groups whose samples have equal scores
-    step_weights: Literal["equal", "tempflow"] = "equal"  # Weights of the stochastic steps; tempflow: by their noise
+    filter_groups: bool = False  # Drop groups whose samples have equal scores
     kl_coef: Annotated[float, at_least(0)] = 0.0  # Weight of the KL to the policy before training
-    gate_parts: str = ""  # Parts of the score, with commas; the KL is of samples that the score ranks above them
-    gate_share: Annotated[float, at_least(1e-6)] = 0.1  # Largest share of a step's samples in this KL
     old_log_prob: Literal["auto", "rollout", "recompute", "correct"] = "auto"  # Source of the old log-probs
-    ratio_tolerance: float | None = None  # Largest |ratio - 1| before the first update (default: 0 if exact)
-    route_replay: bool = False  # Have the update take the experts that the rollout took, of a mixture of experts
+    ratio_tolerance: float | None = None  # Largest |ratio - 1| before the first update; none: 0 if exact
+    route_replay: bool = False  # Use the rollout's expert routing in the update, for a mixture of experts
     correction: Correction = Correction()  # Importance weights of --old-log-prob correct
 
     def __post_init__(self) -> None:
@@ -108,12 +109,8 @@ def check_args(args: Args) -> None:
          "clipped"),
         (args.window_size or not args.algo.startswith(("dance", "mix")), f"--window-size must be set for {args.algo}"),
         (args.window_stride <= size, f"--window-stride must be <= --window-size ({size}), got {args.window_stride}"),
-        (args.correction.low < 1 < args.correction.high, "--correction.low must be < 1 and --correction.high > 1"),
-        (args.kl_coef or not args.gate_parts, "--gate-parts needs --kl-coef > 0"),
-        (args.gate_share <= 1, f"--gate-share must be <= 1, got {args.gate_share}"),
+        (args.correction.low <= 1 - 1e-6, f"--correction.low must be <= 0.999999, got {args.correction.low}"),
         (args.noise_level <= 1 or args.algo != "flowgrpo-cps", "--noise-level must be <= 1 for flowgrpo-cps"),
-        (args.compress_ratio is None or 0 < args.compress_ratio <= 1,
-         f"--compress-ratio must be in (0, 1], got {args.compress_ratio}"),
         (args.best_worst_n % 2 == 0 and args.best_worst_n <= args.group_size,
          f"--best-worst-n must be even and <= --group-size ({args.group_size}), got {args.best_worst_n}"),
         (not by_trajectory or not repacks(args),
@@ -152,13 +149,14 @@ from omni_losses import (
     rollout_weights,
     tempflow_weights,
 )
-from omni_rl.flow.sampling import prompts_of, sample, show, window_params
+from omni_rl.flow.sampling import evaluate_set, prompts_of, sample, show, window_params
 from omni_rl.flow.scoring import MediaRollout, TrainBatch, train_batches
 from omni_rl.flow.streams import over_streams, shares_of
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
-from omni_rl.run.media import MEDIA
+from omni_rl.run.media import export, open_engine, open_scorer, read_media
 from omni_rl.run.run import MediaRun, Step
+from omni_rl.run.start import open_net, open_policy, open_run, open_session, start_servers, tell_plan
 from omni_rl.run.world import World
 from omni_rollout import Params, replay
 from omni_sched import Transition, cps_step, dance_step, sde_step
@@ -167,16 +165,19 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Algo:
-    """A step rule, the strategy of its window, the loss bound to its settings, and whether that asks for the moments.
+    """A step rule, the strategy of its window, and the loss bound to its settings.
 
-    A loss is called as `loss(log_prob, old_log_prob, advantages, weights=...)`, and with `mean`, `old_mean`, `std`.
+    A loss is called as `loss(log_prob, old_log_prob, advantages, weights=...)`. moments: True to call it with `mean`,
+    `old_mean` and `std` too. weigh: returns the weights [B] of a step from (batch, step, std). compress_ratio:
+    share of the steps after the window to take, by DPM-Solver++.
     """
 
     rule: Callable[..., Transition]
     window: Literal["random", "sliding", "decay", "exp_decay", "subset"]
     loss: Callable[[Args], Callable[..., LossOutput]]
     moments: bool = False
-    equal_steps: bool = False  # divide a step's loss by its length, as GRPO-Guard does
+    weigh: Callable[[TrainBatch, int, Tensor], Tensor] | None = None
+    compress_ratio: float | None = None
 
 
 def clipped(a: Args) -> Callable[..., LossOutput]:
@@ -194,6 +195,16 @@ def trust_region(a: Args) -> Callable[..., LossOutput]:
     return partial(flow_dppo_loss, kl_threshold=a.kl_threshold)
 
 
+def by_length(batch: TrainBatch, k: int, std: Tensor) -> Tensor:
+    """Return 1 / -dt of the k-th kept step, which gives steps of any length equal gradients (GRPO-Guard)."""
+    return 1 / (batch.trajectory.sigma(k) - batch.trajectory.sigma_next(k))
+
+
+def by_noise(batch: TrainBatch, k: int, std: Tensor) -> Tensor:
+    """Return weights in proportion to the noise of the step (TempFlow-GRPO)."""
+    return tempflow_weights(std)
+
+
 ALGOS = {
     "flowgrpo": Algo(sde_step, "random", clipped),
     "flowgrpo-cps": Algo(cps_step, "random", clipped),
@@ -201,8 +212,10 @@ ALGOS = {
     "mixgrpo": Algo(sde_step, "sliding", clipped),
     "mixgrpo-decay": Algo(sde_step, "decay", clipped),
     "mixgrpo-exp-decay": Algo(sde_step, "exp_decay", clipped),
-    "grpo-guard": Algo(sde_step, "random", guarded, moments=True, equal_steps=True),
+    "mixgrpo-flash": Algo(sde_step, "sliding", clipped, compress_ratio=0.4),
+    "grpo-guard": Algo(sde_step, "random", guarded, moments=True, weigh=by_length),
     "flow-dppo": Algo(sde_step, "random", trust_region, moments=True),
+    "tempflow": Algo(sde_step, "random", clipped, weigh=by_noise),
 }
 
 # 3. A training step: rollout, score, advantages, update
@@ -210,8 +223,24 @@ ALGOS = {
 
 def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
-    reference, routes, parts = bool(args.kl_coef), args.route_replay, args.gate_parts
-    run = MEDIA.start(args, world, args.algo, reference=reference, steps=args.window, routes=routes, gate_parts=parts)
+    inputs = read_media(
+        args,
+        world,
+        beside=["reference"] if args.kl_coef else [],
+        steps=args.window,
+        rule=ALGOS[args.algo].rule,
+        routes=args.route_replay,
+    )
+    session = open_session(args, world, inputs)
+    if args.dry_run:
+        tell_plan(args, world, inputs, session)
+    args, servers = start_servers(args, world)
+    scorer = open_scorer(args, world, inputs, session)
+    net = open_net(args, world, inputs, session)
+    model, engine = open_engine(args, world, inputs, net, routes=args.route_replay)
+    policy = open_policy(args, world, inputs, session, net, engine)
+    parts = session, scorer, policy, model, engine, servers
+    run = open_run(args, world, inputs, *parts, algorithm=args.algo, evaluate_set=evaluate_set, export=export)
     with Loop(run) as steps:
         for step, rollout in steps.sampled_by(roll_out):
             batches = train_batches(
@@ -220,7 +249,6 @@ def main(args: Args, world: World) -> None:
                 rollout,
                 best_worst=args.best_worst_n,
                 drop_silent_groups=args.filter_groups,
-                doubts=(args.gate_parts, args.gate_share),
                 num_minibatches=args.num_minibatches,
             )
             with run.updating(step):
@@ -230,7 +258,7 @@ def main(args: Args, world: World) -> None:
 
 
 def roll_out(run: MediaRun[Args], step: Step) -> MediaRollout:
-    """Return this rank's samples of a step, whose scores are still to come."""
+    """Return this rank's samples of a step, with pending scores."""
     prompts = prompts_of(run, step, same_start_noise=run.args.same_start_noise)
     with run.phase("rollout"):
         return sample(run, prompts, params_at(run, step), unit=unit_of(run))
@@ -263,7 +291,7 @@ def params_at(run: MediaRun[Args], step: Step) -> Params:
     args, algo = run.args, ALGOS[run.args.algo]
     moves = {"iters_per_window": args.iters_per_window, "stride": args.window_stride}
     params = window_params(run, step, rule=algo.rule, strategy=algo.window, **moves)
-    return replace(params, keep_mean=algo.moments, compress_ratio=args.compress_ratio)
+    return replace(params, keep_mean=algo.moments, compress_ratio=algo.compress_ratio)
 
 
 @dataclass(frozen=True)
@@ -356,10 +384,8 @@ def correct(args: Args, old: list[OldStep], batch: TrainBatch, k: int) -> tuple[
 def step_weights(args: Args, batch: TrainBatch, k: int, std: Tensor, correction: Tensor | None) -> Tensor | None:
     """Return weights [B] of the samples in the loss of the k-th kept step; None if all are 1."""
     factors = [factor for factor in (batch.weights, correction) if factor is not None]
-    if args.step_weights == "tempflow":
-        factors.append(tempflow_weights(std))
-    if ALGOS[args.algo].equal_steps:
-        factors.append(1 / (batch.trajectory.sigma(k) - batch.trajectory.sigma_next(k)))
+    if weigh := ALGOS[args.algo].weigh:
+        factors.append(weigh(batch, k, std))
     return torch.stack(factors).prod(dim=0) if factors else None
 
 
@@ -368,9 +394,7 @@ def kl_to_reference(run: MediaRun[Args], batch: TrainBatch, k: int, now: Transit
     with torch.no_grad(), run.policy.reference() as net:
         reference = replay(run.model, net, batch.trajectory, k)
     kl = gaussian_kl(now.mean, reference.mean, now.std)
-    for weights in (batch.weights, batch.kl_weights):
-        kl = kl if weights is None else kl * weights
-    return kl.mean()
+    return (kl if batch.weights is None else kl * batch.weights).mean()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Policy gradients for models that answer in text, also to images, sound and video: GSPO, GRPO, DAPO, CISPO, Dr. GRPO.
+"""Policy gradients for models that answer in text, for any input: GSPO, GRPO, DAPO, CISPO and Dr. GRPO.
 
     prompts -> rollout -> answers -> score -> advantages -> update (log-probs -> loss -> step) -> sync
 
-A group of answers is drawn for each prompt. A rule grades them. An answer better than its group becomes more likely, a
-worse one less; GSPO weighs and clips an answer as a whole (arXiv 2507.18071), the others a token at a time.
+The model generates a group of answers for each prompt. A rule grades them. Answers above the mean of their group become
+more likely, the others less. GSPO has one ratio per answer (arXiv 2507.18071), the others one per token.
 
     omni-rl train gspo --preset tiny-beeps
     omni-rl train gspo --nproc-per-node 8 --preset qwen3-omni-lora --prompts a.jsonl --eval.prompts b.jsonl
@@ -11,10 +11,10 @@ worse one less; GSPO weighs and clips an answer as a whole (arXiv 2507.18071), t
 
 Differences from the released code of the papers:
 1. Old log-probs come from the function and the batches of the update. Before the first update of every step the ratio
-   is checked to be 1, and the run stops if it is not; the sampler's own log-probs must be near, unless --draw-ahead
-   has samples of older weights, which are weighed.
-2. Means over tokens or answers are those over all batches and ranks of an optimizer step.
-3. Dynamic sampling draws other prompts in rounds, at most --rounds of them, and takes the first groups that differ.
+   must be 1, or the run stops. The sampler's log-probs must be close to them; with --draw-ahead, samples of older
+   weights are corrected by importance weights instead.
+2. Means over tokens or answers are over all batches and ranks of an optimizer step.
+3. Dynamic sampling takes other prompts in at most --rounds rounds, and uses the first groups with different scores.
 4. Samples depend only on (seed, step, prompt, sample): any number of ranks gives the same answers.
 """
 
@@ -41,16 +41,16 @@ class Args(TokenArgs):
 
     # Algorithm
     algo: Literal["gspo", "grpo", "dapo", "cispo", "dr-grpo"] = "gspo"  # Algorithm, a row of the table ALGOS
-    clip_low: Annotated[float | None, at_least(1e-7)] = None  # Clip width below 1 (default: the algorithm's)
-    clip_high: Annotated[float | None, at_least(1e-7)] = None  # Clip width above 1 (default: the algorithm's)
+    clip_low: Annotated[float | None, at_least(1e-6)] = None  # Clip width below 1; none: the algorithm's
+    clip_high: Annotated[float | None, at_least(1e-6)] = None  # Clip width above 1; none: the algorithm's
     num_iterations: Annotated[int, at_least(1)] = 1  # Passes of the update over the answers of a step
-    rounds: Annotated[int, at_least(1)] = 4  # Most rollouts of a step for dapo
-    overlong_tokens: Annotated[int | None, at_least(0)] = None  # Last tokens with a penalty (default: a fifth, or 0)
-    mask_truncated: bool = False  # Leave answers without an end out of the update
+    rounds: Annotated[int, at_least(1)] = 4  # Rollouts per step for dapo, at most
+    overlong_tokens: Annotated[int | None, at_least(0)] = None  # Last tokens with a penalty; none: a fifth, or 0
+    mask_truncated: bool = False  # Drop truncated answers from the update
     kl_coef: Annotated[float, at_least(0)] = 0.0  # Weight of the KL to the policy before training
-    ratio_tolerance: Annotated[float | None, at_least(0)] = None  # Largest |ratio - 1| (default: 1e-4, 1e-3 or any)
+    ratio_tolerance: Annotated[float | None, at_least(0)] = None  # Largest |ratio - 1|; none: 1e-4, 1e-3 or any
     rollout_correction: Correction = "auto"  # Importance weights for vllm or --draw-ahead, or off
-    rollout_correction_cap: Annotated[float, at_least(1)] = 2.0  # Largest importance weight; others are cut or masked
+    rollout_correction_cap: Annotated[float, at_least(1)] = 2.0  # Largest importance weight; larger: cut or masked
 
 
 def check_args(args: Args) -> None:
@@ -92,11 +92,12 @@ from omni_losses import (
 from omni_losses.advantages import Std
 from omni_losses.sequence import TokenMean
 from omni_rl.flow.scoring import Rollout, gather_rewards, graded, log_advantages, rewards_at
-from omni_rl.flow.tokens import TokenBatch, lengths_of, pack, sample_round, show_answers
+from omni_rl.flow.tokens import TokenBatch, evaluate_set, lengths_of, pack, sample_round, show_answers
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
 from omni_rl.run.run import Step, TokenRun
-from omni_rl.run.texts import TEXT
+from omni_rl.run.start import open_net, open_policy, open_run, open_session, start_servers, tell_plan
+from omni_rl.run.texts import export, open_engine, open_scorer, read_texts, seen
 from omni_rl.run.world import World
 from omni_rollout.tokens import TokenScores, TokenTrajectory, score_tokens
 from torch import Tensor
@@ -156,7 +157,19 @@ def resolve_auto(args: Args) -> Args:
 
 def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
-    run = TEXT.start(args, world, args.algo, reference=bool(args.kl_coef))
+    inputs = read_texts(args, world, beside=["reference"] if args.kl_coef else [])
+    session = open_session(args, world, inputs)
+    if args.dry_run:
+        tell_plan(args, world, inputs, session)
+    args, servers = start_servers(args, world)
+    scorer = open_scorer(args, world, inputs, session)
+    net = open_net(args, world, inputs, session)
+    model, engine = open_engine(args, world, inputs, net)
+    policy = open_policy(args, world, inputs, session, net, engine)
+    parts = session, scorer, policy, model, engine, servers
+    run = open_run(
+        args, world, inputs, *parts, algorithm=args.algo, evaluate_set=evaluate_set, export=export, seen=seen
+    )
     with Loop(run) as steps:
         for step, rollout in steps.sampled_by(roll_out):
             minibatches = graded(run, step, rollout, grade)
@@ -167,7 +180,7 @@ def main(args: Args, world: World) -> None:
 
 
 def roll_out(run: TokenRun[Args], step: Step) -> Rollout[TokenTrajectory]:
-    """Return the answers of a step; with dynamic sampling those of several rounds, until enough groups differ."""
+    """Return the answers of a step; with dynamic sampling, of several rounds until enough groups differ."""
     rounds = resolve_auto(run.args).rounds
     first = step.number * rounds
     rollout = sample_round(run, first)
@@ -180,7 +193,7 @@ def roll_out(run: TokenRun[Args], step: Step) -> Rollout[TokenTrajectory]:
 
 
 def has_enough(run: TokenRun[Args], step: Step, rollout: Rollout[TokenTrajectory]) -> bool:
-    """Return True if as many groups differ in their scores as a step has prompts."""
+    """Return True if at least as many groups have different scores as a step has prompts."""
     rewards = gather_rewards(run.dist, rollout.batches, rollout.scores, rollout.groups)
     return len(differing(rewards, rollout.groups)) >= run.args.prompts_per_step
 
@@ -203,14 +216,14 @@ def compare(run: TokenRun[Args], step: Step, rollout: Rollout[TokenTrajectory]) 
     lengths, ended = lengths_of(run.dist, rollout.batches, len(groups))
     if args.overlong_tokens:
         rewards = rewards + overlong_penalty(lengths, max_tokens=args.max_new_tokens, buffer=args.overlong_tokens)
-    advantages = group_advantages(rewards, groups, std=algo.std)
+    advantages, whole = (group_advantages(rewards, groups, std=algo.std, eps=eps) for eps in (1e-4, 1e-30))
     keep = ~rewards.isnan()
     if algo.dynamic:  # of more groups than were asked for, the first
         keep &= torch.isin(groups, differing(scored, groups)[: args.prompts_per_step])
     if args.mask_truncated:
         keep &= ended.bool()
     keep &= bool(advantages[keep].any())
-    log_advantages(step, advantages)
+    log_advantages(step, advantages, whole)
     step.has_signal = bool(keep.any())
     step.metrics |= {
         "answer/tokens_mean": lengths.mean().item(),

@@ -2,22 +2,22 @@
 
     prompts -> rollout of the old policy -> score -> advantages -> update (noise -> velocity -> loss -> step) -> refresh
 
-A group of samples is drawn for each prompt, by any solver, and graded over HTTP. Only the finished samples count: they
-are noised afresh, and the velocity there is pulled towards the good ones and pushed away from the bad ones. There is no
-stochastic step, no density, no trajectory (DiffusionNFT, arXiv 2509.16117; AWM, arXiv 2509.25050;
+Any solver generates a group of samples for each prompt, and a scorer grades them over HTTP. Training uses only the
+finished samples: they are noised again, and the velocity is trained towards good samples and away from bad ones. There
+is no stochastic step, no density and no trajectory (DiffusionNFT, arXiv 2509.16117; AWM, arXiv 2509.25050;
 DGPO, arXiv 2510.08425).
 
     omni-rl train nft --preset tiny-signs
     omni-rl train nft --nproc-per-node 8 --preset qwen-image-ocr-lora --scorer.url http://scorer:8100
     torchrun --standalone --nproc-per-node 8 apps/train_nft.py ...  # the same, without the command
 
-Three policies: the trained one; the old one, which follows it as `--old-schedule` says, a second adapter with LoRA and
-a copy of the weights without; and with `--kl-coef`, or for DGPO, the reference, which is the policy before training.
+There are three policies: the trained policy; the old policy, which follows it by `--old-schedule` (a second adapter
+with LoRA, otherwise a copy of the weights); and with `--kl-coef`, or for DGPO, the policy before training.
 
 Differences from the released code of the papers:
-1. The levels of the rollout's schedule are trained at as they are, not as timesteps rounded to integers.
-2. A sample without a score never counts as 0: its loss has weight 0, and it enters no mean of rewards.
-3. Noise and its levels depend only on (seed, step, prompt, sample): any number of ranks trains on the same numbers.
+1. The noise levels of the rollout's schedule are not rounded to integer timesteps.
+2. A sample without a score never counts as 0: its loss has weight 0, and it is excluded from means of rewards.
+3. Noise and levels depend only on (seed, step, prompt, sample), not on the number of ranks.
 """
 
 import sys
@@ -27,11 +27,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Literal
 
-from omni_rl.settings.args import JudgedArgs, check_judged
+from omni_rl.settings.args import JudgedArgs
 from omni_rl.settings.cli import parse_cli
 from omni_rl.settings.fields import at_least, between, require
+from omni_rl.settings.rules import check_judged
 
 # 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
+
+AdvMode = Literal["continuous", "positive_only", "negative_only", "one_only", "binary"]
 
 
 @dataclass(frozen=True)
@@ -40,22 +43,20 @@ class Args(JudgedArgs):
 
     # Algorithm
     algo: Literal["nft", "awm", "dgpo"] = "nft"  # Algorithm, a row of the table ALGOS
-    sample_with: Literal["old", "policy"] = "old"  # Policy that draws the samples
-    old_schedule: Literal["copy", "linear", "delayed_linear"] = "copy"  # Schedule of the share the old policy keeps
-    old_decay_max: Annotated[float, between(0, 1)] = 1.0  # Largest share of itself that the old policy keeps
+    sample_with: Literal["old", "policy"] = "old"  # Policy that generates the samples
+    old_schedule: Literal["copy", "linear", "delayed_linear"] = "copy"  # Schedule of the old policy's decay
+    old_decay_max: Annotated[float, between(0, 1)] = 1.0  # Largest decay of the old policy
     old_every: Annotated[int, at_least(1)] = 1  # Training steps between two refreshes of the old policy
     num_inner_epochs: Annotated[int, at_least(1)] = 1  # Passes of the update over the noised samples of a step
-    train_levels: int | None = None  # Noise levels that each sample is trained at (default: all of the trained range)
-    train_low: Annotated[int, at_least(0)] = 0  # First step of the rollout's schedule whose level may be trained at
-    train_high: int | None = None  # One past the last such step (default: one past the last of all)
+    train_levels: int | None = None  # Noise levels per sample; none: all of the trained range
+    train_low: Annotated[int, at_least(0)] = 0  # First step of the rollout's schedule with a trained level
+    train_high: int | None = None  # One past the last such step; none: all steps
     nft_beta: Annotated[float, at_least(1e-12)] = 1.0  # DiffusionNFT: distance of both policies from the old one
-    adv_mode: Literal["continuous", "positive_only", "negative_only", "one_only", "binary"] = (
-        "continuous"  # DiffusionNFT: map from an advantage to the probability to be good
-    )
+    adv_mode: AdvMode = "continuous"  # DiffusionNFT: map from advantages to probabilities
     weighting: Literal["uniform", "t", "t2", "huber", "ghuber"] = "ghuber"  # AWM: weighting of a sample's error
     dgpo_beta: Annotated[float, at_least(1e-12)] = 100.0  # DGPO: sharpness of a group's weight
     dgpo_reference: Literal["reference", "sampler"] = "reference"  # DGPO: policy before training, or the sampling one
-    clip_range: Annotated[float, at_least(1e-7)] = 1.0  # AWM, DGPO: clip half-width of the ratio
+    clip_range: Annotated[float, at_least(1e-6)] = 1.0  # AWM, DGPO: clip half-width of the ratio
     adv_clip_max: Annotated[float, at_least(1e-6)] = 5.0  # Bound on advantages
     kl_coef: Annotated[float, at_least(0)] = 0.0  # Weight of the distance to the velocity before training
     old_kl_coef: Annotated[float, at_least(0)] = 0.0  # Weight of the distance to the velocity of the old policy
@@ -64,6 +65,11 @@ class Args(JudgedArgs):
     def has_reference(self) -> bool:
         """True if the policy before training is needed."""
         return bool(self.kl_coef) or (self.algo == "dgpo" and self.dgpo_reference == "reference")
+
+    @property
+    def batch_unit(self) -> int:
+        """The number of samples of which a batch has one or a multiple: DGPO's are whole groups."""
+        return self.group_size if self.algo == "dgpo" else 1
 
 
 def check_args(args: Args) -> None:
@@ -74,8 +80,6 @@ def check_args(args: Args) -> None:
         (low < high <= args.num_inference_steps,
          f"--train-low and --train-high must bound steps of the rollout ({args.num_inference_steps}), "
          f"got {low} and {high}"),
-        (args.algo != "dgpo" or args.batch_size % args.group_size == 0,
-         f"--batch-size must be a multiple of --group-size ({args.group_size}) for dgpo, got {args.batch_size}"),
         (1 <= count <= high - low, f"--train-levels must be from 1 to the {high - low} trained steps, got {count}"),
     )  # fmt: skip
 
@@ -104,13 +108,14 @@ from omni_losses import (
     velocity_kl,
 )
 from omni_rl.flow.experts import on_one_side
-from omni_rl.flow.sampling import prompts_of, sample, show
+from omni_rl.flow.sampling import evaluate_set, prompts_of, sample, show
 from omni_rl.flow.scoring import MediaRollout, TrainBatch, train_batches
 from omni_rl.flow.streams import add_up, of_stream, shares_of
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
-from omni_rl.run.media import MEDIA
+from omni_rl.run.media import export, open_engine, open_scorer, read_media
 from omni_rl.run.run import MediaRun, Step
+from omni_rl.run.start import open_net, open_policy, open_run, open_session, start_servers, tell_plan
 from omni_rl.run.world import World
 from omni_rollout.types import to_device
 from omni_sched import add_noise, step_noise
@@ -119,7 +124,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Noised:
-    """The samples of a batch, noised afresh to one level each: noise [B, ...], sigma [B], x_t [B, ...]."""
+    """The samples of a batch, noised again to one level each: noise [B, ...], sigma [B], x_t [B, ...]."""
 
     batch: TrainBatch
     noise: Tensor
@@ -196,8 +201,18 @@ ALGOS = {"nft": Algo(nft_loss), "awm": Algo(matching_loss), "dgpo": Algo(group_l
 
 def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
-    levels = trained_levels(args)[:2]
-    run = MEDIA.start(args, world, args.algo, old_policy=True, reference=args.has_reference, steps=levels)
+    beside = ["old", "reference"] if args.has_reference else ["old"]
+    inputs = read_media(args, world, beside=beside, steps=trained_levels(args)[:2])
+    session = open_session(args, world, inputs)
+    if args.dry_run:
+        tell_plan(args, world, inputs, session)
+    args, servers = start_servers(args, world)
+    scorer = open_scorer(args, world, inputs, session)
+    net = open_net(args, world, inputs, session)
+    model, engine = open_engine(args, world, inputs, net)
+    policy = open_policy(args, world, inputs, session, net, engine)
+    parts = session, scorer, policy, model, engine, servers
+    run = open_run(args, world, inputs, *parts, algorithm=args.algo, evaluate_set=evaluate_set, export=export)
     with Loop(run) as steps:
         for step, rollout in steps.sampled_by(roll_out):
             batches = train_batches(run, step, rollout, weighted=True)  # weight 0 for samples without a score
@@ -208,7 +223,7 @@ def main(args: Args, world: World) -> None:
 
 
 def roll_out(run: MediaRun[Args], step: Step) -> MediaRollout:
-    """Return this rank's samples of a step, whose scores are still to come."""
+    """Return this rank's samples of a step, with pending scores."""
     with sampling_policy(run):
         run.sync(step, version=step.version)
         with run.phase("rollout"):

@@ -2,35 +2,35 @@
 
     file of prompts and samples -> noise -> flow-matching error -> step
 
-Each sample is noised to random levels, and the model learns the velocity noise - data there: the loss of pretraining,
-conditional flow matching (arXiv 2210.02747, rectified flow in arXiv 2403.03206). Nothing is sampled in training.
+Each sample is noised to random levels, and the model learns the velocity noise - data there. This is the pretraining
+loss, conditional flow matching (arXiv 2210.02747, rectified flow in arXiv 2403.03206). Training does not sample.
 
     omni-rl train sft --preset tiny-signs
     omni-rl train sft --nproc-per-node 4 --model stabilityai/stable-diffusion-3.5-medium --lora.rank 32 \\
         --prompts data/mine/samples.jsonl --eval.prompts eval.txt
     torchrun --standalone --nproc-per-node 4 apps/train_sft.py ...  # the same, without the command
 
-Each line of --prompts names a file as "sample", or in a file of pairs as "win", the side that is learned;
-docs/preferences.md describes both. runs/NAME/weights starts any other trainer as --init-weights. Training needs no
-reward: a scorer is only for evaluations.
+Each line of --prompts names a file as "sample", or in a file of pairs as "win", the preferred sample;
+docs/preferences.md describes both. Any other trainer can start from runs/NAME/weights with --init-weights. Training
+needs no reward: a scorer is only for evaluations.
 
 Differences from diffusers' training scripts:
-1. Noise levels are on the schedule that the model samples with, also where it depends on the size. `--level-shift`
-   takes one shift for all sizes, as their SD3 script does.
-2. `--logit-mean` > 0 moves the levels towards noise, as in arXiv 2403.03206; theirs towards data.
-3. Levels and noise depend on (seed, step, prompt): any number of ranks trains on the same numbers.
+1. Noise levels use the sampling schedule of the model, even if it depends on the size. `--level-shift`
+   uses one shift for all sizes, like their SD3 script.
+2. `--logit-mean` > 0 moves the levels towards noise, as in arXiv 2403.03206; in their scripts towards data.
+3. Levels and noise depend on (seed, step, prompt), not on the number of ranks.
 """
 
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 from omni_rl.media.preferences import check_preferences
-from omni_rl.settings.args import ScoredArgs, check_scored
+from omni_rl.settings.args import ScoredArgs
 from omni_rl.settings.cli import parse_cli
-from omni_rl.settings.fields import at_least, between
+from omni_rl.settings.fields import between
+from omni_rl.settings.rules import check_scored
 
 # 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
 
@@ -41,22 +41,22 @@ class Args(ScoredArgs):
 
     RATES = (1e-5, 1e-4)
 
-    lr: Annotated[float | None, between(0, 1)] = None  # Learning rate of AdamW (default: 1e-4 with LoRA, 1e-5 without)
-    group_size: Annotated[int, between(1, 65_536)] = 1  # Noise levels that each sample of a step is trained at
+    lr: Annotated[float | None, between(0, 1)] = None  # Learning rate of AdamW; none: 1e-4 with LoRA, 1e-5 without
+    group_size: Annotated[int, between(1, 65_536)] = 1  # Noise levels per sample of a step
     num_inference_steps: Annotated[int, between(2, 10_000)] = 40  # Steps of the schedule that noise levels interpolate
 
     # Algorithm
     levels: Literal["logit-normal", "uniform"] = "logit-normal"  # Distribution of noise levels, before the schedule
     logit_mean: Annotated[float, between(-10, 10)] = 0.0  # Mean of their logits, > 0 towards noise
     logit_std: Annotated[float, between(1e-3, 10)] = 1.0  # Standard deviation of their logits
-    level_shift: Annotated[float | None, at_least(1e-6)] = None  # Shift towards noise (default: the model's schedule)
+    level_shift: Annotated[float | None, between(1e-3, 1e3)] = None  # Shift to noise; none: the model's schedule
 
 
 def check_args(args: Args) -> None:
     """Raise ValueError when settings do not fit together."""
     check_scored(args, needs_scorer=False)
-    shape, root = (args.num_frames, args.height, args.width), args.media_root
-    check_preferences(args.prompts, shape, ("sample",), name="--prompts", frame_rate=args.frame_rate, media_root=root)
+    shape, how = (args.num_frames, args.height, args.width), {"media_root": args.media_root, "key": args.prompt_key}
+    check_preferences(args.prompts, shape, ("sample",), name="--prompts", frame_rate=args.frame_rate, **how)
 
 
 if __name__ == "__main__":
@@ -67,16 +67,18 @@ if __name__ == "__main__":
 import torch
 from omni_losses import velocity_error
 from omni_rl.flow.experts import clamp_to_side, on_one_side
-from omni_rl.flow.sampling import deal, prompts_of
+from omni_rl.flow.sampling import counted, evaluate_set, prompts_of
 from omni_rl.media.preferences import named_file, read_latent
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
-from omni_rl.run.media import MEDIA
+from omni_rl.run.media import export, open_engine, open_scorer, read_media
 from omni_rl.run.run import MediaRun, Step
+from omni_rl.run.start import open_net, open_policy, open_run, open_session, start_servers, tell_plan
 from omni_rl.run.world import World
 from omni_rollout import Params, Prompt
 from omni_rollout.types import Cond, to_device
 from omni_sched import add_noise, linear_sigmas, shift_sigmas, step_noise
+from omni_train.dist import deal
 from torch import Tensor
 
 TRAIN_LEVELS = 1000  # of a schedule by --level-shift, as in diffusers' training scripts
@@ -85,7 +87,17 @@ QUANTILES = (torch.arange(10_000, dtype=torch.float64) + 0.5) / 10_000  # to mea
 
 def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
-    run = MEDIA.start(args, world, "sft", scored=False)
+    inputs = read_media(args, world, scored=False)
+    session = open_session(args, world, inputs)
+    if args.dry_run:
+        tell_plan(args, world, inputs, session)
+    args, servers = start_servers(args, world)
+    scorer = open_scorer(args, world, inputs, session, scored=False)
+    net = open_net(args, world, inputs, session)
+    model, engine = open_engine(args, world, inputs, net)
+    policy = open_policy(args, world, inputs, session, net, engine)
+    parts = session, scorer, policy, model, engine, servers
+    run = open_run(args, world, inputs, *parts, algorithm="sft", evaluate_set=evaluate_set, export=export)
     with Loop(run) as steps:
         for step in steps:
             with run.phase("read"):
@@ -109,7 +121,7 @@ class Noised:
 def read_batches(run: MediaRun[Args], step: Step) -> list[Noised]:
     """Return this rank's batches of the step."""
     batches = []
-    for prompts in deal(prompts_of(run, step), run.dist, run.args.batch_size):
+    for prompts in counted(deal(prompts_of(run, step), run.dist, run.args.batch_size)):
         params = run.model.unguided(run.base_params.of_size(prompts[0].size))
         x0, seeds = read_samples(run, prompts, params), [prompt.seed for prompt in prompts]
         drawn = step_noise(seeds, 1, x0.shape[1:]), levels(run, step, seeds, params)
@@ -121,7 +133,7 @@ def read_batches(run: MediaRun[Args], step: Step) -> list[Noised]:
 @torch.no_grad()
 def read_samples(run: MediaRun[Args], prompts: Sequence[Prompt], params: Params) -> Tensor:
     """Return the clean latents [B, ...] of the samples that prompts name; each file is read and encoded once."""
-    folder = Path(run.args.prompts).parent
+    folder = run.prompts.folder
     names = [str(named_file(prompt.meta, "sample")) for prompt in prompts]
     found = {name: read_latent(run.model, run.engine.parts, folder / name, params) for name in dict.fromkeys(names)}
     return torch.stack([found[name] for name in names]).to(run.dist.device)

@@ -2,22 +2,22 @@
 
     prompts -> rollout -> noise, one step, recovered image -> reward for praise and for blame -> loss -> step
 
-One sample is drawn for each prompt and noised afresh. From there the model takes one short step, down to a random noise
-level or up to it, and the sample is recovered with the noise that is known to be in it. A reward model in this process
-says how well the image fits its prompt with a word of praise, and with a word of blame; what it likes about every image
-cancels in the difference, whose gradient trains the model (SRPO, arXiv 2509.06942).
+The model generates one sample for each prompt, which is noised again. From there the model takes one short step, down
+or up to a random noise level, and the sample is recovered with the known noise. A reward model in this process
+scores the image with a positive word and with a negative word in the prompt. The difference cancels a general bias of
+the reward model, and its gradient trains the model (SRPO, arXiv 2509.06942).
 
     omni-rl train srpo --preset tiny-signs
     omni-rl train srpo --nproc-per-node 8 --preset hunyuan-image-pickscore
     torchrun --standalone --nproc-per-node 8 apps/train_srpo.py ...  # the same, without the command
 
-This is the one trainer whose reward is no server: a gradient does not travel over HTTP. The rewards are in
-`omni_rl.flow.direct_rewards`. A model that climbs its reward's gradient finds what the reward overlooks, so give
-`--scorer.watch-url`: another scorer, which only evaluations ask.
+Only this trainer has no reward server, because it needs the gradient of the reward. The rewards are in
+`omni_rl.flow.direct_rewards`. Reward gradients exploit weaknesses of the reward, so set
+`--scorer.watch-url`: another scorer, only for evaluations.
 
 Differences from the released code of the paper:
-1. Each sample has a noise level of its own; theirs is one for all ranks. Neither is rounded to an integer timestep.
-2. Noise and levels depend only on (seed, step, prompt): any number of ranks trains on the same numbers.
+1. Each sample has its own noise level; in their code all ranks share one. Levels are not rounded to integer timesteps.
+2. Noise and levels depend only on (seed, step, prompt), not on the number of ranks.
 """
 
 import sys
@@ -26,10 +26,11 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Annotated, Literal
 
-from omni_rl.settings.args import MediaArgs, check_media
+from omni_rl.settings.args import MediaArgs
 from omni_rl.settings.cli import parse_cli
 from omni_rl.settings.fields import REQUIRED, at_least, between, require
 from omni_rl.settings.groups import RewardGradientOptim
+from omni_rl.settings.rules import check_media
 
 # 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
 
@@ -41,7 +42,7 @@ class Args(MediaArgs):
     OFFLOAD = "encoder optimizer activations blocks"  # its update decodes images
     RATES = (5e-6, 1e-5)
 
-    lr: Annotated[float | None, between(0, 1)] = None  # Learning rate of AdamW (default: 1e-5 with LoRA, 5e-6 without)
+    lr: Annotated[float | None, between(0, 1)] = None  # Learning rate of AdamW; none: 1e-5 with LoRA, 5e-6 without
     engine: Literal["diffusers"] = "diffusers"  # Engine that samples, in the trainer's process
     group_size: Annotated[int, between(1, 65_536)] = 1  # Samples of each prompt
     num_inference_steps: Annotated[int, between(2, 10_000)] = 25  # Denoising steps of a rollout
@@ -59,15 +60,16 @@ class Args(MediaArgs):
     discount_high: Annotated[float, at_least(0)] = 0.25  # Share of the plain reward when denoising, highest level
     inversion_discount_low: Annotated[float, at_least(0)] = 0.3  # Share of it when inverting, at the lowest level
     inversion_discount_high: Annotated[float, at_least(0)] = 0.01  # Share of it when inverting, at the highest level
-    threshold: float = 0.7  # Relative reward from which on there is no gradient
+    threshold: float = 0.7  # Relative reward above which there is no gradient
 
 
 def check_args(args: Args) -> None:
     """Raise ValueError when settings do not fit together."""
     check_media(args)
     require(
-        (args.level_low < args.level_high < 1,
-         f"--level-low must be < --level-high, and that < 1, got {args.level_low} and {args.level_high}"),
+        (args.level_low + 1e-3 <= args.level_high + 1e-9 and args.level_high <= 0.999,
+         "--level-high must be at least 0.001 above --level-low, and <= 0.999, "
+         f"got {args.level_low} and {args.level_high}"),
         (args.level_step < 1, f"--level-step must be < 1, got {args.level_step}"),
         (words(args.positive_words), f"--positive-words must hold a word, got {args.positive_words!r}"),
         (words(args.negative_words), f"--negative-words must hold a word, got {args.negative_words!r}"),
@@ -92,13 +94,14 @@ from omni_losses import LossOutput, direct_align, srpo_loss
 from omni_reward import Score
 from omni_rl.flow.direct_rewards import REWARDS, Reward
 from omni_rl.flow.experts import clamp_to_side, on_one_side
-from omni_rl.flow.sampling import prompts_of, sample, show
+from omni_rl.flow.sampling import evaluate_set, prompts_of, sample, show
 from omni_rl.flow.scorers import LocalScorer
 from omni_rl.flow.scoring import Rollout, graded, rewards_at
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
-from omni_rl.run.media import MEDIA
+from omni_rl.run.media import export, open_engine, open_scorer, read_media
 from omni_rl.run.run import MediaRun, Step
+from omni_rl.run.start import open_net, open_policy, open_run, open_session, start_servers, tell_plan
 from omni_rl.run.world import World
 from omni_rollout import Trajectory
 from omni_rollout.types import to_device
@@ -127,7 +130,17 @@ def rewards_of(reward: Reward, pixels: Tensor, texts: Sequence[str]) -> Tensor:
 def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
     load_reward = cache(partial(REWARDS[args.reward], args.reward_model))
-    run = MEDIA.start(args, world, "srpo", scorer=partial(open_scorer, load_reward))
+    inputs = read_media(args, world)
+    session = open_session(args, world, inputs)
+    if args.dry_run:
+        tell_plan(args, world, inputs, session)
+    args, servers = start_servers(args, world)
+    scorer = open_scorer(args, world, inputs, session, own=partial(judge, load_reward))
+    net = open_net(args, world, inputs, session)
+    model, engine = open_engine(args, world, inputs, net)
+    policy = open_policy(args, world, inputs, session, net, engine)
+    parts = session, scorer, policy, model, engine, servers
+    run = open_run(args, world, inputs, *parts, algorithm="srpo", evaluate_set=evaluate_set, export=export)
     with Loop(run) as steps:
         for step in steps:
             with run.phase("rollout"):
@@ -145,7 +158,7 @@ def grade_as_one(run: MediaRun[Args], step: Step, rollout: Rollout[Trajectory]) 
     return rollout.batches
 
 
-def open_scorer(load_reward: Callable[[torch.device], Reward], dist: Dist, kinds: Sequence[str]) -> LocalScorer:
+def judge(load_reward: Callable[[torch.device], Reward], dist: Dist, kinds: Sequence[str]) -> LocalScorer:
     """Return the reward as a scorer of finished samples of these kinds."""
     require((kinds[0] != "audio", "--model must generate images or videos, which the rewards of SRPO see, got sound"))
     return LocalScorer(partial(grade, load_reward(dist.device), dist), kinds)

@@ -2,22 +2,22 @@
 
     prompts -> rollout (thought -> image) -> score -> advantages -> update (tokens and steps -> loss -> step) -> sync
 
-A group of samples is generated for each prompt: first a thought, token by token, then an image after prompt and thought
-with a few stochastic steps. A scorer gets the image and the thought; rules may grade the thought too. A sample has one
-reward and one advantage, by which its tokens and its steps become more likely or less (UniGRPO, arXiv 2603.23500): GRPO
-for the first, Flow-GRPO for the second, each with its own clip range.
+The model generates a group of samples for each prompt: first a thought, token by token, then an image, with a few
+stochastic steps. A scorer gets the image and the thought; rules can grade the thought too. A sample has one reward
+and one advantage for its tokens and steps (UniGRPO, arXiv 2603.23500): tokens are trained by GRPO, steps by
+Flow-GRPO, each with its own clip range.
 
     omni-rl train unigrpo --preset tiny-colors
     omni-rl train unigrpo --nproc-per-node 8 --preset bagel-pickscore-lora --scorer.url http://scorer:8100
     torchrun --standalone --nproc-per-node 8 apps/train_unigrpo.py ...  # the same, without the command
 
-What is decided here, as no code has been released:
-1. Before the first update of every step the ratios of tokens and of steps are checked to be 1, and the run stops if
-   they are not. The old log-probs of tokens come from the function and the batches of the update, those of steps from
-   the rollout, or with --draw-ahead from the update too, which weighs samples of older weights.
-2. A step reads the thought anew, so that its gradient reaches what has read the thought, and not the cache of it.
+Design decisions, as no code has been released:
+1. Before the first update of every step the ratios of tokens and of steps must be 1, or the run stops. The old
+   log-probs of tokens come from the function and the batches of the update, those of steps from the rollout; with
+   --draw-ahead both come from the update, and importance weights correct samples of older weights.
+2. A step encodes the thought again instead of using its cache, so that its gradient reaches the layers that read it.
 3. The loss of a thought is the mean over its tokens. Both parts are means over the samples of all ranks.
-4. Samples depend only on (seed, step, prompt, sample), on any number of ranks.
+4. Samples depend only on (seed, step, prompt, sample), not on the number of ranks.
 """
 
 import sys
@@ -38,14 +38,14 @@ class Args(ThinkingArgs):
     """Settings of a run; --preset NAME and --config FILE.toml are read first."""
 
     # Algorithm
-    clip_range: Annotated[float, at_least(1e-7)] = 1e-4  # PPO clip half-width of a step's ratio
-    thought_clip_low: Annotated[float, at_least(1e-7)] = 0.2  # Width of the clip range of a token's ratio below 1
-    thought_clip_high: Annotated[float, at_least(1e-7)] = 0.2  # Width of the clip range of a token's ratio above 1
-    thought_weight: Annotated[float, at_least(0)] = 1.0  # Weight of the thought's loss beside the image's
+    clip_range: Annotated[float, at_least(1e-6)] = 1e-4  # PPO clip half-width of a step's ratio
+    thought_clip_low: Annotated[float, at_least(1e-6)] = 0.2  # Width of the clip range of a token's ratio below 1
+    thought_clip_high: Annotated[float, at_least(1e-6)] = 0.2  # Width of the clip range of a token's ratio above 1
+    thought_weight: Annotated[float, at_least(0)] = 1.0  # Weight of the thought's loss relative to the image's
     adv_std: Literal["batch", "group", "none"] = "group"  # Samples whose standard deviation divides the advantages
     kl_coef: Annotated[float, at_least(0)] = 0.0  # Weight of the thoughts' KL to the policy before training
     velocity_coef: Annotated[float, at_least(0)] = 0.0  # Weight of the squared distance to the velocity before training
-    ratio_tolerance: float | None = None  # Largest |ratio - 1| of sampled tokens (default: 1e-4 in float32, or any)
+    ratio_tolerance: float | None = None  # Largest |ratio - 1| of sampled tokens; none: 1e-4 in float32, or any
 
 
 def check_args(args: Args) -> None:
@@ -68,13 +68,15 @@ from omni_losses import (
     token_grpo_loss,
     token_rollout_weights,
 )
-from omni_rl.flow.sampling import prompts_of, sample, show, window_params
+from omni_rl.flow.sampling import evaluate_set, prompts_of, sample, show, window_params
 from omni_rl.flow.scoring import MediaRollout, TrainBatch, train_batches
 from omni_rl.flow.tokens import lengths_of
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
+from omni_rl.run.media import export
 from omni_rl.run.run import Step, ThinkingRun
-from omni_rl.run.thoughts import THOUGHTS
+from omni_rl.run.start import open_net, open_policy, open_run, open_session, start_servers, tell_plan
+from omni_rl.run.thoughts import open_engine, open_scorer, read_thoughts, seen
 from omni_rl.run.world import World
 from omni_rollout import Samples, Trajectory
 from omni_rollout.thoughts import ThoughtTrajectory
@@ -87,8 +89,20 @@ STEP_BOUNDS, TOKEN_CAP = (0.99, 1.01), 2.0  # of importance weights with --draw-
 
 def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
-    reference = bool(args.kl_coef or args.velocity_coef)
-    run = THOUGHTS.start(args, world, "unigrpo", reference=reference, steps=args.window)
+    beside = ["reference"] if args.kl_coef or args.velocity_coef else []
+    inputs = read_thoughts(args, world, beside=beside)
+    session = open_session(args, world, inputs)
+    if args.dry_run:
+        tell_plan(args, world, inputs, session)
+    args, servers = start_servers(args, world)
+    scorer = open_scorer(args, world, inputs, session)
+    net = open_net(args, world, inputs, session)
+    model, engine = open_engine(args, world, inputs, net)
+    policy = open_policy(args, world, inputs, session, net, engine)
+    parts = session, scorer, policy, model, engine, servers
+    run = open_run(
+        args, world, inputs, *parts, algorithm="unigrpo", evaluate_set=evaluate_set, export=export, seen=seen
+    )
     with Loop(run) as steps:
         for step, rollout in steps.sampled_by(roll_out):
             batches = train_batches(run, step, rollout)  # tokens and steps share advantages
@@ -99,7 +113,7 @@ def main(args: Args, world: World) -> None:
 
 
 def roll_out(run: ThinkingRun[Args], step: Step) -> MediaRollout:
-    """Return this rank's samples of a step, whose scores are still to come."""
+    """Return this rank's samples of a step, with pending scores."""
     with run.phase("rollout"):
         return sample(run, prompts_of(run, step), window_params(run, step))
 
@@ -173,7 +187,7 @@ def old_steps(run: ThinkingRun[Args], step: Step, batch: TrainBatch, *, is_first
 def repeated_gap(
     run: ThinkingRun[Args], batches: Sequence[TrainBatch], old: Sequence[TokenScores], forward: int
 ) -> Tensor:
-    """Return the log-probs of a forward of the update, computed again, minus the old ones: of a step, or of tokens."""
+    """Return the recomputed log-probs of a forward of the update minus the old ones: of a step, or of tokens."""
     num_kept = batches[0].trajectory.num_kept
     i, k = divmod(forward, num_kept + 1)
     drawn = batches[i].trajectory

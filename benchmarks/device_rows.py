@@ -1,6 +1,6 @@
-"""What scripts/gpu_check.py asks of a device: functions that yield a row for each thing that they find out.
+"""Measurements of scripts/gpu_check.py: functions that yield a row for each result.
 
-A row has what was found, what was predicted, and a verdict. The model is Qwen-Image's transformer with random weights,
+A row has a result, a prediction and a verdict. The model is Qwen-Image's transformer with random weights,
 beside a small text encoder and VAE. Planned bytes and counted kernels are in `Visit.predictions`: they take minutes of
 a CPU, so `predict` makes them beforehand on any machine.
 """
@@ -90,7 +90,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Size:
-    """How much is run. shallow: blocks where depth does not matter. steps and samples: of the run that learns.
+    """Sizes of measurements. shallow: blocks where depth does not matter. steps and samples: of the run that learns.
 
     state_gb: of the checkpoint. policy: settings of a Qwen3, and tokens of its answers.
     """
@@ -128,7 +128,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Visit:
-    """What the rows are asked with. predictions: by variant; may be empty."""
+    """Inputs of the rows. predictions: by variant; may be empty."""
 
     size: Size
     predictions: Mapping[str, Prediction] = field(default_factory=dict)
@@ -153,7 +153,7 @@ def learn(visit: Visit) -> Iterator[Row]:
     args = trainer.Args(prompts_per_step=size.samples // 2, group_size=size.samples, batch_size=size.samples)
     own: dict[str, Any] = {
         "lora_rank": 0, "true_cfg_scale": 1.0, "noise_level": 0.7, "window_high": 9, "window_size": 3,
-        "clip_range": 1e-3, "lr": 3e-4, "weight_decay": 0.0, "dtype": "float32",
+        "clip_range": 1e-3, "lr": 3e-4, "optim_weight_decay": 0.0, "dtype": "float32",
     }  # fmt: skip
 
     def steps(run: MediaRun[app.Args]) -> Iterator[Step]:

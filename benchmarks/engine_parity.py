@@ -1,4 +1,4 @@
-"""How far the vLLM-Omni engine's log-probs are from the trainer's, and its samples from the embedded engine's.
+"""Compare log-probs of the vLLM-Omni engine with the trainer's, and its samples with the embedded engine's.
 
     python benchmarks/engine_parity.py
     python benchmarks/engine_parity.py --random 12 --height 512 --width 512
@@ -41,7 +41,7 @@ HEADER = (
 
 @dataclass(frozen=True)
 class Args(Common):
-    """What is compared."""
+    """Settings of the benchmark."""
 
     dtype: Literal["both", "float32", "bfloat16"] = "both"  # Of weights and products
     true_cfg_scale: Annotated[float, at_least(1.001)] = 4.0  # Of the half of the cases that have guidance
@@ -97,7 +97,7 @@ Sample = Callable[[], list[Trajectory]]
 
 @dataclass(frozen=True)
 class Trainer:
-    """What is trained."""
+    """The trained model."""
 
     model: Model
     net: Any

@@ -31,7 +31,7 @@ HEADER = ("", "embedded", "vLLM-Omni", "vLLM-Omni / embedded")
 
 @dataclass(frozen=True)
 class Args(Common):
-    """What is timed."""
+    """Settings of the benchmark."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # Of weights and products; auto is the device's own
     true_cfg_scale: Annotated[float, at_least(1.001)] = 4.0  # Of the rows that have guidance
@@ -40,7 +40,7 @@ class Args(Common):
 
 @dataclass(frozen=True)
 class Bench:
-    """What every row needs."""
+    """Inputs of every row."""
 
     args: Args
     device: torch.device

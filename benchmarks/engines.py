@@ -1,7 +1,7 @@
-"""What benchmarks share: the model, the prompts, the clock and the table.
+"""Shared parts of benchmarks: the model, the prompts, the clock and the table.
 
-Where there is no checkpoint of a meaningful size, `--random` makes a transformer of Qwen-Image's shape with random
-weights beside the small checkpoint's other parts. Only its text input is narrower, as wide as the small text encoder.
+Without a checkpoint of a realistic size, `--random` creates a transformer of Qwen-Image's shape with random weights,
+and takes the other parts from the small checkpoint. Only its text input is narrower, as wide as the small text encoder.
 """
 
 import importlib.metadata
@@ -35,7 +35,7 @@ MB = 2**20
 
 @dataclass(frozen=True)
 class Args:
-    """What is sampled."""
+    """Settings of the benchmark."""
 
     model: str = str(Path(__file__).parents[1] / "checkpoints" / "tiny-signs-qwen-image")  # Folder of a pipeline
     height: Annotated[int, at_least(16)] = 32  # Pixels
@@ -119,7 +119,7 @@ def now(device: torch.device) -> float:
 
 
 def device_name(device: torch.device) -> str:
-    """What the device calls itself."""
+    """Return the name of the device."""
     name = getattr(torch.get_device_module(device), "get_device_name", None)
     return str(name(device)) if name else f"{device.type} {platform.machine()}"
 

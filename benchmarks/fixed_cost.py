@@ -24,11 +24,11 @@ import engines
 import torch
 from omni_reward import Score
 from omni_rl.flow.evals import HeldOut
-from omni_rl.flow.sampling import show
+from omni_rl.flow.sampling import evaluate_set, show
 from omni_rl.flow.scorers import LocalScorer
 from omni_rl.flow.scoring import Rollout
 from omni_rl.run.loop import Loop
-from omni_rl.run.media import MEDIA, params_of
+from omni_rl.run.media import export, params_of
 from omni_rl.run.policy import Policy
 from omni_rl.run.run import MediaRun
 from omni_rl.run.session import Session
@@ -47,7 +47,7 @@ PARTS = ("model", "show", "eval", "save", "rest")
 
 @dataclass(frozen=True)
 class Args:
-    """What a step hands over."""
+    """Settings of the benchmark."""
 
     steps: int
     start: int
@@ -100,6 +100,7 @@ def open_run(args: Args) -> MediaRun[MediaArgs]:
     with (session.folder / "metrics.jsonl").open("w") as file:
         for step in range(session.first_step):
             file.write(json.dumps({"step": step} | metrics(step)) + "\n")
+    session.open_report(settings, world)
     session.open_log(settings, world, [], [], [])
     net: Any = torch.nn.Linear(4, 4)
     net.to_json_string = lambda: "{}"
@@ -122,8 +123,8 @@ def open_run(args: Args) -> MediaRun[MediaArgs]:
         prompts,
         params,
         held_out,
-        evaluate_set=MEDIA.evaluate_set,
-        export=MEDIA.export,
+        evaluate_set=evaluate_set,
+        export=export,
         trained=model.nets,
         algorithm="flowgrpo",
         base="none",

@@ -38,7 +38,7 @@ LORA = {"lora_rank": 16, "lora_alpha": 32, "true_cfg_scale": 4.0, "algo": "flowg
 
 @dataclass(frozen=True)
 class Args(engines.Args):
-    """What is trained."""
+    """Settings of the benchmark."""
 
     group_size: int = 8  # Samples of each of the prompts
     prompts_per_step: int = 2  # Prompts of a step

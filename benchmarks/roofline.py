@@ -1,4 +1,4 @@
-"""How near a FlowGRPO step comes to what the device can do, by phase.
+"""Compare a FlowGRPO step with the limits of the device, by phase.
 
 python benchmarks/roofline.py
 python benchmarks/roofline.py --random 60 --height 512 --width 512 --batch-size 16 --group-size 16 \
@@ -45,7 +45,7 @@ FREE = ("detach", "lift_fresh", "_unsafe_view", "empty", "new_empty")  # how the
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What a device does at most: bytes a second, operations a second by kind, and seconds of the smallest kernel."""
+    """Limits of a device: bytes per second, operations per second by kind, and seconds of the smallest kernel."""
 
     bandwidth: float
     bfloat16: float
@@ -55,14 +55,14 @@ class Ceilings:
     launch: float
 
     def seconds(self, kernels: Mapping[Kernel, int]) -> float:
-        """What so many kernels take one after the other."""
+        """Return the seconds of these kernels in sequence."""
         return sum(
             n * max(size / self.bandwidth, self.work(kind, flops), self.launch)
             for (kind, size, flops), n in kernels.items()
         )
 
     def limit(self, kernels: Mapping[Kernel, int]) -> float:
-        """What their operations alone take."""
+        """Return the seconds of their operations only."""
         return sum(n * self.work(kind, flops) for (kind, _, flops), n in kernels.items())
 
     def work(self, kind: str, flops: int) -> float:
@@ -236,7 +236,7 @@ def table(
 
 @dataclass(frozen=True)
 class Args(trainer.Args):
-    """What is trained."""
+    """Settings of the benchmark."""
 
     variant: str = "as it is"  # Of the trainer's memory and speed, a row of trainer.VARIANTS
     measured: bool = True  # Measure the device at hand and a step on it; without, only count

@@ -61,7 +61,7 @@ class Args:
 
 
 class Exchanges(TorchDispatchMode):
-    """How often this rank joins each kind of exchange, and the bytes that it gives to them."""
+    """Number of calls and bytes of each kind of collective on this rank."""
 
     def __init__(self) -> None:
         """Begin at zero."""
@@ -81,7 +81,7 @@ class Exchanges(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Case:
-    """What a rank does in a step: batches, and optimizer steps. size: ranks of a copy of the weights, 0 is all."""
+    """Work of a rank in a step: batches and optimizer steps. size: ranks that share a copy of the weights, 0 is all."""
 
     batches: int
     updates: int

@@ -24,11 +24,11 @@ REPO = Path(__file__).parents[1]
 FLAGS = [
     "--preset",
     "tiny-signs",
-    "--eval-prompts",
+    "--eval.prompts",
     "eval.txt",
     "--train-steps",
     "0",
-    "--eval-num-inference-steps",
+    "--eval.num-inference-steps",
     "2",
 ]
 CASES = {"help": ["--help"], "dry run": [*FLAGS, "--dry-run"], "first step": FLAGS}
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for _ in range(args.rounds + 1):
             for checkout in checkouts:
                 for case, flags in CASES.items():
-                    found.setdefault((checkout, case), []).append(cpu_s(checkout, [*flags, "--scorer-url", url]))
+                    found.setdefault((checkout, case), []).append(cpu_s(checkout, [*flags, "--scorer.url", url]))
     print(engines.stamp())
     print("| start |", " | ".join(map(str, checkouts)), "|")
     print("| --- |", " | ".join("---" for _ in checkouts), "|")

@@ -88,7 +88,7 @@ CONVOLUTIONS = ("Conv2d, channels last", "Conv2d", "conv3d")  # of the VAE; the 
 
 @dataclass(frozen=True)
 class Args(engines.Args):
-    """What is trained."""
+    """Settings of the benchmark."""
 
     batch_size: int = 4  # Samples in one forward
     group_size: int = 4  # Samples of each of the prompts

@@ -49,7 +49,7 @@ HEAD_SIZE = 64  # SD3.5's
 
 @dataclass(frozen=True)
 class Args:
-    """What is trained, by which peer."""
+    """Settings of the benchmark."""
 
     peer: str = ""  # Folder with flow_grpo's files
     rounds: Annotated[int, at_least(1)] = 2  # Pairs of processes, one after the other
@@ -190,7 +190,7 @@ def on_one_core() -> None:
 
 
 def at_once(*sides: Callable[[Args, str], list[Seconds]], args: Args, model: str) -> list[list[Seconds]]:
-    """What each side finds, each in a process of its own."""
+    """Return the results of each side, each in its own process."""
     with ProcessPoolExecutor(len(sides), mp_context=get_context("spawn"), initializer=on_one_core) as pool:
         return [each.result() for each in [pool.submit(side, args, model) for side in sides]]
 

@@ -47,7 +47,7 @@ ARMS: dict[str, dict[str, bool]] = {
 
 @dataclass(frozen=True)
 class Args(trainer.Args):
-    """What is trained."""
+    """Settings of the benchmark."""
 
     rounds: int = 2  # Steps of each
     variant: str = "as it is"  # Of the trainer's memory and speed, a row of trainer.VARIANTS
@@ -199,7 +199,7 @@ def measure(args: Args) -> dict[str, Result]:
 
 
 def agree(ours: Result, other: Result, dtype: str) -> bool:
-    """Whether two steps are the same within BOUNDS."""
+    """True if two steps are equal within BOUNDS."""
     bound = BOUNDS[dtype]
     return abs(ours.grad_norm / other.grad_norm - 1) <= bound and abs(ours.loss - other.loss) <= bound
 

@@ -20,7 +20,7 @@ from omni_losses import best_worst_pairs
 from omni_reward import RewardClient
 from omni_rl.flow.sampling import expand_groups
 from omni_rl.flow.scoring import submit
-from omni_rl.media.images import reference_sizes
+from omni_rl.media.images import check_media_prompt
 from omni_rl.settings.args import parse_numbers
 from omni_rollout import Params, Trajectory
 from omni_rollout.engines.diffusers import DiffusersEngine
@@ -76,9 +76,7 @@ def keep_references(record: PromptRecord, folder: Path) -> list[str]:
 
 def build(args: Any) -> tuple[int, int]:
     """Write the file; return the number of pairs and of prompts that were sampled."""
-    records = load_prompts(args.prompts, check=reference_sizes)
-    if (args.num_prompts or 0) > len(records):
-        raise ValueError(f"--num-prompts must be at most {len(records)}, those of the file, got {args.num_prompts}")
+    records = load_prompts(args.prompts, check=check_media_prompt)
     token = args.scorer_token_file.read_text().strip() if args.scorer_token_file else None
     records, samples = records[: args.num_prompts], args.out / "samples"
     samples.mkdir(parents=True)  # a folder that exists holds other pairs

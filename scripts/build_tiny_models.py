@@ -8,14 +8,16 @@ and vocabularies are tiny. `tiny_checkpoint` keeps what it has built, for tests.
 
 import argparse
 import hashlib
+import inspect
 import json
 import os
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 ALPHABET = [chr(code) for code in range(33, 127)]
 SIDES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}  # of a text encoder
@@ -35,13 +37,18 @@ VAE: dict[str, Any] = {  # of 16 channels and a stride of 8 pixels
 
 def tiny_checkpoint(name: str, cache: Path) -> Path:
     """Return the folder of a checkpoint, built if the cache has none of these versions of file and libraries."""
+    return kept(name, cache, lambda folder: build(name, folder), Path(__file__))
+
+
+def kept(name: str, cache: Path, write: Callable[[Path], None], *sources: Path) -> Path:
+    """Return the folder of that name in a cache, written if it has none of these sources and versions of libraries."""
     versions = f"{version('diffusers')} {version('transformers')}"
-    digest = hashlib.sha256(Path(__file__).read_bytes() + versions.encode()).hexdigest()[:12]
+    digest = hashlib.sha256(b"".join(map(Path.read_bytes, sources)) + versions.encode()).hexdigest()[:12]
     folder = cache / f"{name}-{digest}"
     if not folder.is_dir():
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as aside:
-            build(name, Path(aside) / name)
+            write(Path(aside) / name)
             try:
                 os.rename(Path(aside) / name, folder)
             except OSError:  # another process was faster
@@ -60,7 +67,36 @@ def build(name: str, folder: Path) -> None:
 
 
 class BagelFolder:
-    """BAGEL in the layout of the release: weights in two files and their configurations, which no library writes."""
+    """BAGEL in the layout of the release: weights in two files and their configurations, which no library writes.
+
+    texts, images: configurations of its net and of its vision encoder. vae: what its AutoencoderKL has beside VAE.
+    """
+
+    TEXTS: ClassVar[Mapping[str, Any]] = {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rope_theta": 1e6,
+    }
+    IMAGES: ClassVar[Mapping[str, Any]] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 3,
+        "image_size": 980,
+        "patch_size": 14,
+    }
+
+    def __init__(
+        self,
+        texts: Mapping[str, Any] = TEXTS,
+        images: Mapping[str, Any] = IMAGES,
+        vae: Mapping[str, Any] = MappingProxyType({"block_out_channels": (32,) * 4}),  # its norms have 32 groups
+    ) -> None:
+        self.texts, self.images, self.vae = texts, images, vae
 
     def save_pretrained(self, folder: Path) -> None:
         """Write the folder."""
@@ -71,51 +107,97 @@ class BagelFolder:
         from safetensors.torch import save_file
 
         build_qwen_tokenizer().save_pretrained(folder)
-        sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 3}
-        config = sizes | {"num_attention_heads": 4, "num_key_value_heads": 2, "rope_theta": 1e6}
-        net = BagelTransformer(**config)
+        net = BagelTransformer(**self.texts)
         for name, weight in net.named_parameters():
             if "norm" in name:
                 torch.nn.init.uniform_(weight, 0.5, 1.5)
             else:
                 torch.nn.init.normal_(weight, std=0.1)
-        vae = AutoencoderKL(block_out_channels=(32,) * 4, **VAE)  # its norms have 32 groups
+        vae = AutoencoderKL(**VAE, **self.vae)
         save_file({ldm_name(n): ldm_weight(n, w) for n, w in vae.state_dict().items()}, folder / "ae.safetensors")
-        seen = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 3}
-        vision = BagelVision(**seen, width=sizes["hidden_size"])
+        sides = {name: self.images[name] for name in (*SIDES, "num_hidden_layers")}
+        vision = BagelVision(**sides, width=self.texts["hidden_size"])
         for name, weight in vision.named_parameters():
             if "norm" in name and "weight" in name:
                 torch.nn.init.uniform_(weight, 0.5, 1.5)
             else:
                 torch.nn.init.normal_(weight, std=0.1)
-        others = {"language_model.lm_head.weight": 0.1 * torch.randn(sizes["vocab_size"], sizes["hidden_size"])}
+        head = 0.1 * torch.randn(self.texts["vocab_size"], self.texts["hidden_size"])
+        others = {"language_model.lm_head.weight": head}
         save_file(net.state_dict() | vision.state_dict() | others, folder / "ema.safetensors")
         index = {"architectures": ["BagelForConditionalGeneration"], "max_latent_size": 32, "timestep_shift": 1.0}
-        (folder / "config.json").write_text(json.dumps(index), encoding="utf-8")
-        (folder / "llm_config.json").write_text(json.dumps(config | {"hidden_act": "silu"}), encoding="utf-8")
-        seen |= {"image_size": 980, "patch_size": 14}
-        (folder / "vit_config.json").write_text(json.dumps(seen), encoding="utf-8")
+        for name, content in {
+            "config.json": index,
+            "llm_config.json": {**self.texts, "hidden_act": "silu"},
+            "vit_config.json": dict(self.images),
+        }.items():
+            (folder / name).write_text(json.dumps(content), encoding="utf-8")
 
 
 class HunyuanImageFolder:
-    """HunyuanImage-3.0 as it is released: all parts in one folder; what reads images and writes text in name only."""
+    """HunyuanImage-3.0 as it is released: all parts in one folder; what reads images and writes text in name only.
+
+    config: of the net, and under `vae` of the VAE, as config.json has it. generation: generation_config.json.
+    """
+
+    CONFIG: ClassVar[Mapping[str, Any]] = {  # image sizes are a sixteenth of the released ones
+        "architectures": ["HunyuanImage3ForCausalMM"],
+        "model_type": "hunyuan_image_3_moe",
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "rms_norm_eps": 1e-5,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "attention_head_dim": 16,
+        "intermediate_size": 64,
+        "moe_intermediate_size": [64] * 3,
+        "patch_embed_hidden_dim": 32,
+        "num_experts": 4,
+        "moe_topk": [2] * 3,
+        "num_shared_expert": [1] * 3,
+        "hidden_act": "silu",
+        "use_qk_norm": True,
+        "use_mixed_mlp_moe": True,
+        "image_base_size": 64,
+        "rope_theta": 10000.0,
+        "img_proj_type": "unet",
+        "patch_size": 1,
+        "vae": {
+            "latent_channels": 16,
+            "block_out_channels": [32] * 5,
+            "layers_per_block": 0,
+            "ffactor_spatial": 16,
+            "ffactor_temporal": 1,
+            "scaling_factor": 0.5,
+            "in_channels": 3,
+            "out_channels": 3,
+            "sample_size": 64,
+            "sample_tsize": 8,
+        },
+    }
+    GENERATION: ClassVar[Mapping[str, Any]] = {
+        "flow_shift": 3.0,
+        "sequence_template": "pretrain",
+        "drop_think": False,
+    }
+
+    def __init__(self, config: Mapping[str, Any] = CONFIG, generation: Mapping[str, Any] = GENERATION) -> None:
+        self.config, self.generation = config, generation
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write the folder, with image sizes a sixteenth of the released ones."""
+        """Write the folder."""
         import torch
         from omni_rollout.models.hunyuan_image_net import HunyuanImageTransformer
         from omni_rollout.models.hunyuan_image_vae import HunyuanImageVAE
         from safetensors.torch import save_file
 
-        build_hunyuan_tokenizer().save_pretrained(folder)
-        code = {"latent_channels": 16, "block_out_channels": [32] * 5, "layers_per_block": 0}
-        code |= {"ffactor_spatial": 16, "ffactor_temporal": 1}
-        sizes = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 3, "rms_norm_eps": 1e-5}
-        sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_head_dim": 16}
-        sizes |= {"intermediate_size": 64, "moe_intermediate_size": 64, "patch_embed_hidden_dim": 32}
-        experts = {"num_experts": 4, "moe_topk": 2, "num_shared_expert": 1}
-        net = HunyuanImageTransformer(**sizes, **experts, latent_channels=16)
-        vae = HunyuanImageVAE(**code)
+        build_hunyuan_tokenizer(self.config["image_base_size"]).save_pretrained(folder)
+        alike = {name: value[0] if isinstance(value, list) else value for name, value in self.config.items()}
+        net = HunyuanImageTransformer(
+            **known_to(HunyuanImageTransformer, alike), latent_channels=alike["vae"]["latent_channels"]
+        )
+        vae = HunyuanImageVAE(**known_to(HunyuanImageVAE, alike["vae"]))
         for part in (net, vae):
             draw_weights(part)
         weights = net.state_dict() | {f"vae.{name}": weight for name, weight in vae.state_dict().items()}
@@ -124,24 +206,17 @@ class HunyuanImageFolder:
         places = {name: shards["layers.1" in name] for name in weights}
         for shard in shards:
             save_file({name: weights[name].contiguous() for name in weights if places[name] == shard}, folder / shard)
-        lists = {name: [value] * 3 for name, value in {**experts, "moe_intermediate_size": 64}.items()}
-        config = {"architectures": ["HunyuanImage3ForCausalMM"], "model_type": "hunyuan_image_3_moe", **sizes, **lists}
-        config |= {"num_experts": 4, "hidden_act": "silu", "use_qk_norm": True, "use_mixed_mlp_moe": True}
-        config |= {"image_base_size": 64, "rope_theta": 10000.0, "img_proj_type": "unet", "patch_size": 1}
-        config["vae"] = {
-            "scaling_factor": 0.5,
-            "in_channels": 3,
-            "out_channels": 3,
-            "sample_size": 64,
-            "sample_tsize": 8,
-        } | code
-        drawing = {"flow_shift": 3.0, "sequence_template": "pretrain", "drop_think": False}
         for name, content in {
-            "config.json": config,
-            "generation_config.json": drawing,
+            "config.json": self.config,
+            "generation_config.json": self.generation,
             "model.safetensors.index.json": {"weight_map": places},
         }.items():
             (folder / name).write_text(json.dumps(content), encoding="utf-8")
+
+
+def known_to(kind: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a configuration that a class takes."""
+    return {name: config[name] for name in inspect.signature(kind.__init__).parameters if name in config}
 
 
 def draw_weights(module: Any) -> None:
@@ -159,14 +234,14 @@ def draw_weights(module: Any) -> None:
             weight.data += 1
 
 
-def build_hunyuan_tokenizer() -> Any:
+def build_hunyuan_tokenizer(base: int = 64) -> Any:
     """Build a tokenizer with a token per byte, and those of images, their sizes and ratios."""
     from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerFast
 
     special = {"bos_token": "<|startoftext|>", "eos_token": "<|endoftext|>", "pad_token": "<pad>"}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=build_qwen_tokenizer().backend_tokenizer, **special)
-    names = ["boi", "eoi", "img", "cfg", "timestep", "img_size_64", *(f"img_ratio_{i}" for i in range(37))]
+    names = ["boi", "eoi", "img", "cfg", "timestep", f"img_size_{base}", *(f"img_ratio_{i}" for i in range(37))]
     names += ["answer", "/answer", "recaption", "/recaption", "think", "/think"]
     tokenizer.add_tokens([AddedToken(f"<{name}>", special=True) for name in names])
     return tokenizer

@@ -28,7 +28,7 @@ class Peer(TypedDict):
 
 
 class Cell(TypedDict):
-    """What is known of a project: words, or names that are counted, and where they are from."""
+    """Fact about a project: words, or names that are counted, and their source."""
 
     says: NotRequired[str]
     names: NotRequired[list[str]]

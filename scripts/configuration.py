@@ -15,7 +15,6 @@ from functools import cache
 from pathlib import Path
 
 from omni_rl.settings import args, eval_sets, groups, token_args
-from omni_rl.settings.notes import Note, field_notes
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
@@ -29,18 +28,19 @@ TOML file (`batch_size = 8`, `verbose = true`). Precedence: the command line, th
 the [recipe](../recipes) given with `--preset NAME`, the default. An unknown flag or key is an error, and so are
 settings that do not fit together.
 
-A group such as `lora` is a prefix of flags (`--lora.rank 8`) and a table of a file (`rank = 8` below `[lora]`). The old
-name of a setting in a group, such as `--lora-rank`, still works in this release.
+A group such as `lora` is a prefix of flags (`--lora.rank 8`, `--lora.no-use-dora`) and a table of a file (`rank = 8`
+below `[lora]`). The flag of `scorer.name` is `--scorer`. The word `none` clears a setting that is empty by default:
+`--memory.offload none` overrides a recipe.
 
 ```
 python apps/train_flowgrpo.py --preset tiny-signs --lr 1e-4 --dry-run
 ```
 
-prints all settings as TOML, and the plan of a training step. Each run writes the settings to `runs/NAME/config.toml`,
-without URLs and token files. A [recipe of your own](command.md#a-recipe-of-your-own) is such
-a file, and a [loop](command.md#several-runs) tries several values.
+This prints all settings as TOML, and the plan of a training step. Each run writes the settings to
+`runs/NAME/config.toml`, without URLs and token files. Such a file can be
+[your own recipe](command.md#a-recipe-of-your-own). Use a [loop](command.md#several-runs) to try several values.
 
-Where a setting must be one of some words, the others follow its default.
+If a setting must be one of several words, the column *default* lists the default first and then the others.
 """
 SHARED = tuple(inspect.getsource(module) for module in (args, token_args, eval_sets, groups))
 CLASSES = {
@@ -56,7 +56,7 @@ SETS = {
 SETS_HEAD = """
 ## [[eval.sets]]
 
-A file of settings may end with evaluation sets beside `eval.prompts`, a table each:
+A file of settings may end with evaluation sets in addition to `eval.prompts`, one table for each:
 
 ```toml
 [[eval.sets]]
@@ -68,7 +68,7 @@ pass_threshold = 0.9
 ```
 
 Their metrics are `eval/long/reward` and so on. Messages count them from 1: `eval.sets[2].prompts must be given`. The
-copy of the settings in `runs/NAME/config.toml` has `scorer_url = "..."` where a set has a scorer of its own.
+copy of the settings in `runs/NAME/config.toml` has `scorer_url = "..."` if a set has its own scorer.
 """
 
 
@@ -110,12 +110,14 @@ def fields_of(name: str, sources: tuple[str, ...]) -> dict[str, Setting]:
                 continue
             for base in node.bases:
                 found |= fields_of(ast.unparse(base), sources)
-            inherited = {key: Note(setting.group, setting.meaning) for key, setting in found.items()}
-            notes = field_notes("\n".join(source.splitlines()[node.lineno - 1 : node.end_lineno]) + "\n", inherited)
+            lines = source.splitlines()
             for field in node.body:
                 if isinstance(field, ast.AnnAssign):
-                    key = ast.unparse(field.target)
-                    group, text = notes.get(key, Note("", ""))
+                    key, text = ast.unparse(field.target), lines[field.lineno - 1].partition("  # ")[2]
+                    titles = [
+                        line.strip("# ") for line in lines[node.lineno : field.lineno] if line.startswith("    # ")
+                    ]
+                    group = titles[-1] if titles else found[key].group if key in found else ""
                     inner = fields_of(ast.unparse(unwrapped(field.annotation)), sources)
                     if inner:  # a group of settings
                         found |= {

@@ -139,7 +139,7 @@ class Record:
 
     @property
     def place(self) -> tuple[str, str, str]:
-        """Where it ran."""
+        """The commit, device and size of the row."""
         return self.commit, self.device, self.size
 
     @property

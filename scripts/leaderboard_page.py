@@ -13,9 +13,11 @@ from matplotlib.figure import Figure
 
 Row = Mapping[str, Any]  # a line of the data; `leaderboard.collect` makes one
 
-matplotlib.rcParams |= {  # the same bytes whenever drawn with one version; letters as text
-    "svg.hashsalt": "omni-rl", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#e5e7eb",
+INK = "#7d8590"  # of words and lines, which reads on white and on dark pages alike
+matplotlib.rcParams |= {  # of all figures: the same bytes whenever drawn with one version, letters as text, no ground
+    "svg.hashsalt": "omni-rl", "svg.fonttype": "none", "savefig.transparent": True, "font.size": 9, "text.color": INK,
+    "xtick.color": INK, "ytick.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "axes.titlecolor": INK,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": INK, "grid.alpha": 0.3,
 }  # fmt: skip
 
 
@@ -157,7 +159,7 @@ def measured(rows: Sequence[Row]) -> str:
 def larger(groups: Mapping[Entry, Sequence[Row]], tuning: Sequence[Row]) -> str:
     """Return what has been run of the larger budget and what has not, and a line per algorithm, best words first."""
     runs, missing = sum(map(len, groups.values())), [entry.title for entry in ENTRIES if entry not in groups]
-    told = f"{runs} runs of {len(groups)} of {len(ENTRIES)} rows are there."
+    told = f"{runs} runs of {len(groups)} of {len(ENTRIES)} rows are finished."
     told += f" **Not run yet:** {'; '.join(missing)}." if missing else ""
     if not groups:
         return told + "\n"

@@ -16,15 +16,15 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
 import numpy as np
+from leaderboard_page import INK
 from matplotlib.figure import Figure
 from omni_reward.scorers.text import target_text
-from omni_rl.media.write import contact_sheet, score_label
+from omni_rl.media.write import drawable, score_label
 from omni_rl.report.folder import step_folders
 from omni_train.files import load_metrics
 from omni_train.prompts.files import load_prompts
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 
 CURVES = {  # metric -> label, color
     "reward/mean": ("reward of the training samples", "C7"),
@@ -32,10 +32,10 @@ CURVES = {  # metric -> label, color
     "eval/ocr": ("held-out words", "C1"),
     "eval/color": ("held-out colors", "C0"),
 }
-matplotlib.rcParams |= {"svg.hashsalt": "omni-rl", "svg.fonttype": "none", "font.size": 9}
+GAP, LINE = 6, 20  # pixels between images, and of a line of words
 
 
-def before_and_after(run: Path, *, count: int = 16, columns: int = 4, videos: bool = False) -> Image.Image:
+def before_and_after(run: Path, *, count: int = 12, columns: int = 3, videos: bool = False) -> Image.Image:
     """Show images of the first evaluation, and of the last one below them; then the text read or the score of both.
 
     videos: frames of videos instead.
@@ -50,11 +50,10 @@ def before_and_after(run: Path, *, count: int = 16, columns: int = 4, videos: bo
     pairs, labels = [], []
     for rows in zip(first, last, strict=True):
         files = [folder / row[kind] for folder, row in zip(ends(run), rows, strict=True)]
-        images = [framed(np.asarray(Image.open(file).convert("RGB")), scale=scale) for file in files]
-        pairs.append(np.concatenate(images))
+        pairs.append([[enlarged(file, scale)] for file in files])
         before, after = (row["details"].get("read", score_label(row["reward"], {})) or "nothing" for row in rows)
-        labels.append(f"{rows[0]['details'].get('target', rows[0]['prompt'])}:   {before} -> {after}")
-    return contact_sheet(pairs, labels, columns=columns)
+        labels.append(f"{rows[0]['details'].get('target', rows[0]['prompt'])}: {before}, then {after}")
+    return clear_sheet(pairs, labels, columns=columns, rows=("before", "after"))
 
 
 def edits(run: Path, prompts: Path, *, count: int = 12) -> Image.Image:
@@ -64,16 +63,47 @@ def edits(run: Path, prompts: Path, *, count: int = 12) -> Image.Image:
     triples, labels = [], []
     for before, after in zip(first, last, strict=True):
         files = (places[before["prompt"]], ends(run)[0] / before["file"], ends(run)[1] / after["file"])
-        triples.append(np.concatenate([framed(np.asarray(Image.open(file).convert("RGB"))) for file in files], axis=1))
-        scores = " -> ".join(score_label(row["reward"], {}) for row in (before, after))
-        labels.append(f"{target_text(before['prompt'])}   {scores}")
-    return contact_sheet(triples, labels, columns=2)
+        triples.append([[enlarged(file) for file in files]])
+        scores = ", then ".join(score_label(row["reward"], {}) for row in (before, after))
+        labels.append(f"{target_text(before['prompt'])}: {scores}")
+    return clear_sheet(triples, labels, columns=2, tops=("given", "before", "after"))
 
 
-def framed(image: np.ndarray, *, scale: int = 2, margin: int = 3) -> np.ndarray:
-    """Return an image, uint8 [H, W, 3], enlarged and with a white margin."""
-    large = image.repeat(scale, axis=0).repeat(scale, axis=1)
-    return np.pad(large, ((margin, margin), (margin, margin), (0, 0)), constant_values=255)
+def enlarged(file: Path, scale: int = 2) -> Image.Image:
+    """Return an image, each of whose pixels is a square."""
+    image = Image.open(file).convert("RGB")
+    return image.resize((scale * image.width, scale * image.height), Image.Resampling.NEAREST)
+
+
+def clear_sheet(
+    cells: Sequence[Sequence[Sequence[Image.Image]]],
+    labels: Sequence[str],
+    *,
+    columns: int,
+    rows: Sequence[str] = (),
+    tops: Sequence[str] = (),
+) -> Image.Image:
+    """Return one image without a ground of all cells in rows of `columns`, each with its label below.
+
+    cells: rows of images of one size. rows: words beside the rows of a cell. tops: words above its columns.
+    """
+    image, font = cells[0][0][0], ImageFont.load_default(size=13)
+    step_x, step_y = image.width + GAP, image.height + GAP
+    left, top = (LINE * 3 if rows else 0), (LINE if tops else 0)
+    width, height = len(cells[0][0]) * step_x + GAP, len(cells[0]) * step_y + LINE + GAP
+    sheet = Image.new("RGBA", (left + columns * width - 2 * GAP, top + -(-len(cells) // columns) * height), INK + "00")
+    draw = ImageDraw.Draw(sheet)
+    for at, (cell, label) in enumerate(zip(cells, labels, strict=True)):
+        x, y = left + at % columns * width, top + at // columns * height
+        for i, row in enumerate(cell):
+            if rows and at % columns == 0:
+                draw.text((left - GAP, y + i * step_y + image.height / 2), rows[i], INK, font, anchor="rm")
+            for j, each in enumerate(row):
+                sheet.paste(each, (x + j * step_x, y + i * step_y))
+                if tops and at < columns:
+                    draw.text((x + j * step_x + image.width / 2, LINE / 2), tops[j], INK, font, anchor="mm")
+        draw.text((x, y + len(cell) * step_y - GAP / 2), drawable(label), INK, font)
+    return sheet
 
 
 def ends(run: Path) -> tuple[Path, Path]:

@@ -42,7 +42,7 @@ NUM_PROMPTS = 2000
 
 
 class Line(NamedTuple):
-    """What a recipe says of a step: accelerators, GB of each, and what it takes of one, the scorer's share, and TFLOP.
+    """Plan of a recipe's step: accelerators, GB of each, GB that it needs of one, the scorer's share, and TFLOP.
 
     host_gb: of host memory, beside libraries and checkpoints.
     """

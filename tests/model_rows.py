@@ -230,13 +230,13 @@ def mend_ltx2_first(pipe: Any) -> Any:
 
 
 def ltx2_from_first_frame(pipe: Any, *, latents: torch.Tensor, **others: Any) -> Any:
-    """What the pipeline draws from noise [B, tokens, channels] around the first frame as it is."""
+    """What the pipeline draws from noise [B, tokens, channels] around the first frame."""
     noise = latents.transpose(1, 2).unflatten(2, (2, 1, 2))
     module = sys.modules[diffusers.LTX2ImageToVideoPipeline.__module__]
     drawn = module.randn_tensor
     module.randn_tensor = lambda shape, **how: noise if len(shape) == 5 else drawn(shape, **how)
     try:
-        return diffusers.LTX2ImageToVideoPipeline.__call__(pipe, image_crf=0, **others)
+        return diffusers.LTX2ImageToVideoPipeline.__call__(pipe, **others)
     finally:
         module.randn_tensor = drawn
 

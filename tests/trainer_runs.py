@@ -1,14 +1,14 @@
 """What tests of several trainers share: runs in this process and on ranks, the program, a rank without the others."""
 
 import os
+import runpy
 import shutil
 import socket
 import subprocess
 import sys
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import omni_rl.run.session
@@ -30,7 +30,7 @@ from omni_rollout.models import open_model
 from omni_train.dist import Dist
 from omni_train.files import load_metrics
 from omni_train.flops import FlopTable
-from omni_train.optim import build_adamw
+from omni_train.optim import StepResult, build_adamw
 from omni_train.prompts.files import load_prompts
 from omni_train.prompts.sampler import PromptSampler
 from omni_train.weights.snapshot import Ema
@@ -79,8 +79,9 @@ def spared(*, report, flops):
 def train(app, args, *, report=False, flops=False):
     """Trains in this process; the lines of the log."""
     app.check_args(args)
-    with spared(report=report, flops=flops):
-        app.main(args, World.join(args))
+    world = World.join(args)
+    with spared(report=report, flops=flops), closing(world.display) if world.display else nullcontext():
+        app.main(args, world)
     return load_metrics(Path("runs") / args.name / "metrics.jsonl")
 
 
@@ -100,6 +101,31 @@ def _rank(rank, app, args, ranks, port):
     app.check_args(args)
     app.main(args, World.join(args))
     os._exit(0)  # a forked process must not run pytest's endings, nor wait for gloo's threads
+
+
+def start_script(path, words, *, ranks):
+    """The ranks of a program, in forked processes, as torchrun would start them but with all imported already."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    how = {"nprocs": ranks, "start_method": "fork", "join": False}
+    return torch.multiprocessing.start_processes(_script, args=(str(path), words, ranks, port), **how)
+
+
+def _script(rank, path, words, ranks, port):
+    if ranks > 1:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+        os.environ |= place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    sys.argv = [path, *words]
+    runpy.run_path(path, run_name="__main__")
+    os._exit(0)  # a forked process must not run pytest's endings
+
+
+def run_script(path, words, *, ranks=1):
+    """Run a program to its end."""
+    context = start_script(path, words, ranks=ranks)
+    while not context.join():
+        pass
 
 
 def cli(app, *flags):
@@ -182,7 +208,7 @@ def keep_gradients(run):
         kept.append([None if p.grad is None else p.grad.clone() for p in run.policy.params])
         for p in run.policy.params:
             p.grad = None
-        return SimpleNamespace(grad_norm=1.0, skipped=False)
+        return StepResult(grad_norm=1.0, skipped=False)
 
     run.optimizer_step = step
     return kept

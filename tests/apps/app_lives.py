@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import omni_rl.report.folder
 import omni_rl.run.engines
 import omni_rl.run.run
 import omni_train.prepare
@@ -32,8 +33,8 @@ import train_flowgrpo as app
 
 TINY = tiny(
     recipe(app, "tiny-signs"), name="run", algo="flowgrpo", noise_level=0.7, window_low=0, window_high=None,
-    prompts_per_step=2, group_size=4, batch_size=2, width=64, train_steps=4, save_every=1, lr=1e-3, lr_decay=False,
-    hang_timeout_s=60.0,
+    prompts_per_step=2, group_size=4, batch_size=2, width=64, train_steps=4, save_every=1, lr=1e-3,
+    optim_lr_scheduler_type="constant", hang_timeout_s=60.0,
 )  # fmt: skip
 
 
@@ -89,14 +90,23 @@ class Life:
 
 @cache
 def import_all() -> None:
-    """Import in this process what loading a model imports, so that no life has to."""
+    """Import in this process what loading a model imports, and read what a run notes of all packages, for all lives."""
     open_model(CHECKPOINT).load(device="cpu", dtype=torch.float32)
+    omni_rl.report.folder._packages()
 
 
-def start(folder: Path, work: Callable[[], Any], *, ranks: int = 1, before: Callable[[int], None] = nothing) -> Life:
+def start(
+    folder: Path,
+    work: Callable[[], Any],
+    *,
+    ranks: int = 1,
+    before: Callable[[int], None] = nothing,
+    counts_flops: bool = False,
+) -> Life:
     """Ranks that run `before(rank)` and `work()`, and print to files in `folder`.
 
-    They meet as under torchrun, at a store that outlives them.
+    They meet as under torchrun, at a store that outlives them. counts_flops: True to count operations, which takes a
+    third of the time of a small run.
     """
     import_all()
     agent, port = _start_agent() if ranks > 1 else (0, 0)
@@ -106,6 +116,8 @@ def start(folder: Path, work: Callable[[], Any], *, ranks: int = 1, before: Call
         pid = os.fork()
         if pid == 0:
             numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+            if not counts_flops:
+                FlopTable._learn = lambda *call: None
             _live(life.outputs[rank], place | {name: str(n) for name, n in numbers.items()}, work, before)
         life.pids.append(pid)
     return life
@@ -137,7 +149,6 @@ def _live(output: Path, place: dict[str, str], work: Callable[[], Any], before: 
         signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell may have turned off for its jobs
         if place["WORLD_SIZE"] != "1":
             os.environ |= place
-        FlopTable._learn = lambda *call: None  # the count of operations takes a third of the time of a small run
         before(int(place["RANK"]))
         work()
     except SystemExit as exc:

@@ -4,6 +4,7 @@ Each rank leaves a file `pid-RANK` with its process id.
 """
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -20,6 +21,7 @@ def hang_in_second_update() -> None:
 
     def slow(run, step, *others):
         if step.number == 1:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # else torchrun waits 30 s before it sends SIGKILL
             time.sleep(1000)
         return update(run, step, *others)
 

@@ -1,8 +1,11 @@
 """Reward servers for the trainers: a cheap one in this process, and the real OCR scorer in its own."""
 
 import pytest
+from apps import app_lives as lives
 from omni_reward import Scorer
 from omni_reward.serving import serving, serving_here
+from omni_rl.settings.fields import change
+from omni_rl.settings.toml import to_toml
 from trainer_runs import write_eval_prompts
 
 
@@ -46,4 +49,13 @@ def here(tmp_path, monkeypatch):
     """A working folder of its own, with few evaluation prompts."""
     monkeypatch.chdir(tmp_path)
     write_eval_prompts(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch, bright_url):
+    """A working folder with settings, prompts and a scorer that would do."""
+    monkeypatch.chdir(tmp_path)
+    write_eval_prompts(tmp_path)
+    (tmp_path / "tiny.toml").write_text(to_toml(change(lives.TINY, train_steps=1, scorer_url=bright_url)))
     return tmp_path

@@ -12,53 +12,39 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
-import omni_rl.settings.args
+import omni_rl.settings.rules
 import pytest
 from apps import app_lives as lives
 from apps.conftest import brightness
-from helpers import CHECKPOINT
 from omni_reward import Scorer
 from omni_reward.scorers.likeness import load_likeness
 from omni_reward.serving import serving_here
 from omni_rl.run.failures import launch
 from omni_rl.settings.fields import change
-from omni_rl.settings.toml import to_toml
 from PIL import Image
-from trainer_runs import write_eval_prompts
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch, bright_url):
-    """A working folder with settings, prompts and a scorer that would do."""
-    monkeypatch.chdir(tmp_path)
-    write_eval_prompts(tmp_path)
-    (tmp_path / "tiny.toml").write_text(to_toml(change(lives.TINY, train_steps=1, scorer_url=bright_url)))
-    return tmp_path
-
 
 SETTINGS = {
     "--num-minibatches 7": r"--num-minibatches must divide a rank's batches times the steps trained of each \(4 x ",
     "--true-cfg-scale 0.5": "--true-cfg-scale must be >= 1, got 0.5",
-    "--guidance-scale 2": "--guidance.scale must be 1 for a QwenImagePipeline, whose guidance is true_cfg_scale, got 2",
     "--algo flowgrpo-cps --noise-level 1.2": "--noise-level must be <= 1 for flowgrpo-cps",
     "--reward-parts sharp=1": "--reward-parts must name parts of the scores, got 'sharp'; this scorer has no parts",
     "--window-low 2": r"--window-low must be < --window-high, and that < --num-inference-steps \(3\), got 2 and 2",
-    "--window-size 3": "--window-size must be from 1 to the window's 2 steps, got 3",
     "--algo mixgrpo": "--window-size must be set for mixgrpo",
-    "--dtype bfloat16": "--dtype bfloat16 needs --lora.rank > 0 or --sharding.mode fsdp2",
     "--dtype float16 --lora.rank 4": "--dtype must be bfloat16 or float32 on cpu, which has bfloat16, got float16",
     "--dtype float16 --lora.rank 4 --engine vllm-omni": "--dtype float16 needs --engine diffusers, got vllm-omni",
-    "--sharding.mode fsdp2": "--sharding.mode fsdp2 needs ranks: omni-rl train NAME --nproc-per-node N, or torchrun; ",
-    "--correction-low 1.1": "--correction.low must be < 1 and --correction.high > 1",
-    "--engine vllm-omni": "--engine vllm-omni must be installed",
+    "--correction.low 1.1": "--correction.low must be <= 0.999999, got 1.1",
+    "--correction.high 1.0000001": "--correction.high must be >= 1.000001, got 1.0000001",
+    "--clip-range 5e-7": "--clip-range must be >= 1e-06, got 5e-07",
+    "--noise-level 1000": "--noise-level must be lower, as float32 must keep 1000 steps of each trained step's noise, "
+    "got 1000: it keeps .* in step 1, where",
+    "--noise-level 1e-5": "--noise-level must be higher, as float32 must keep 1000 steps of .*, got 1e-05: it keeps ",
     "--engine other": "--engine must be one of diffusers, vllm-omni, got 'other'",
-    "--height 100": "--height must be a positive multiple of 16 pixels, such as 96, got 100",
 }
 
 
 @pytest.mark.parametrize("flags", SETTINGS)
 def test_settings_that_do_not_fit(folder, flags, monkeypatch):
-    monkeypatch.setattr(omni_rl.settings.args, "find_spec", lambda name: None)  # as where vLLM-Omni is not installed
+    monkeypatch.setattr(omni_rl.settings.rules, "find_spec", lambda name: None)  # as where vLLM-Omni is not installed
     lives.assert_refused(folder, flags.split(), SETTINGS[flags])
 
 
@@ -108,7 +94,7 @@ ON_TWO_RANKS = {
     "--eval.prompts gone.txt": r"--eval.prompts: path must be a file that can be read, got gone\.txt",
     "--model gone": "error: --model must be a folder or a hub id .*, found nothing at gone",
     "--height 100": "error: --height must be a positive multiple of 16 pixels, such as 96, got 100",
-    "--guidance-scale 2": "rank 0: --guidance.scale must be 1 for a QwenImagePipeline, whose guidance is ",
+    "--guidance-scale 2": "rank 0: --guidance-scale must be 1 for a QwenImagePipeline, whose guidance is ",
     "--reward-parts sharp=1": "--reward-parts must name parts of the scores, got 'sharp'; this scorer has no parts",
 }
 
@@ -137,51 +123,6 @@ def test_ranks_with_different_settings(folder, bright_url, name):
     assert len(text.splitlines()) == 1, text
     there, here = re.escape(repr(DIFFERENT[name])), re.escape(repr(getattr(args, name)))
     assert re.search(f"all ranks must have the same settings, but rank 1 has {name} = {there} .rank 0: {here}", text)
-
-
-TRANSFORMER = "transformer/diffusion_pytorch_model.safetensors"
-MODELS = {  # change of the folder -> what is said of it
-    "another pipeline": (
-        lambda m: lives.rewrite(m / "model_index.json", '{"_class_name": "PixArtSigmaPipeline"}'),
-        "--model must not be a 'PixArtSigmaPipeline', which .*model holds: known are .*QwenImagePipeline",
-    ),
-    "a cut file": (lambda m: lives.cut(m / TRANSFORMER), r"model\.safetensors is no whole safetensors file"),
-    "too few blocks": (
-        lambda m: lives.deepen(m / "transformer/config.json", 1),
-        r"incomplete: .*/transformer lacks \d+ weights, such as transformer_blocks\.\d",
-    ),
-}  # fmt: skip
-
-
-@pytest.fixture
-def model(folder):
-    """A copy of the model, of links."""
-    return shutil.copytree(CHECKPOINT, folder / "model", copy_function=os.symlink)
-
-
-@pytest.mark.parametrize("change", MODELS)
-def test_a_model_folder(folder, model, change):
-    break_it, message = MODELS[change]
-    break_it(model)
-    lives.assert_refused(folder, ["--model", str(model)], message)
-
-
-PROMPTS = {  # name of the file -> its bytes, and what is said of it
-    "few.txt": (b"a cat\n", r"--prompts-per-step must be between 1 and .* few\.txt \(1\), got 2"),
-    "torn.jsonl": (b'{"prompt": "a"}\n\n{"prompt": "b\n', r"--prompts: torn\.jsonl, line 3: not valid JSON"),
-    "keys.jsonl": (
-        b'{"prompt": "a"}\n{"text": "b"}',
-        r"keys\.jsonl, line 2: must have the key \"prompt\" or \"messages\", got .*text",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", PROMPTS)
-def test_a_prompt_file(folder, name):
-    content, message = PROMPTS[name]
-    if content is not None:
-        (folder / name).write_bytes(content)
-    lives.assert_refused(folder, ["--prompts", name], message)
 
 
 @contextmanager
@@ -240,6 +181,11 @@ def test_a_folder_of_another_run(folder):
     (folder / "runs" / "run").mkdir(parents=True)
     (folder / "runs" / "run" / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
     lives.assert_refused(folder, [], "runs/run holds a run already: give another --name, or move it away")
+    (folder / "runs" / "run" / "config.toml").write_text('checkpoint_url = "s3://bucket/run"\n')
+    message = (
+        "runs/run holds a run already: it goes on with --checkpoint-url s3://bucket/run, where its checkpoints are"
+    )
+    lives.assert_refused(folder, [], message)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "link"])

@@ -14,7 +14,7 @@ from omni_rl.run.metrics import NUM_EVALS
 from omni_rl.run.world import World
 from omni_rl.settings.eval_sets import MediaEvalSet, TokenEval, TokenEvalSet
 from omni_rl.settings.fields import change
-from omni_train.files import load_metrics
+from omni_train.files import load_metrics, read_jsonl
 from trainer_runs import WORDS, recipe, spared, tiny, train
 
 import train_flowgrpo as app
@@ -22,7 +22,7 @@ import train_gspo
 
 TINY = tiny(
     recipe(app, "tiny-signs"), algo="flowgrpo", noise_level=0.7, window_low=0, window_high=None, prompts_per_step=2,
-    group_size=4, batch_size=4, lr=1e-3, lr_decay=False, save_every=1, lora_rank=4, lora_alpha=8,
+    group_size=4, batch_size=4, lr=1e-3, optim_lr_scheduler_type="constant", save_every=1, lora_rank=4, lora_alpha=8,
 )  # fmt: skip
 
 
@@ -36,11 +36,14 @@ def test_an_evaluation_may_take_fewer_prompts_and_leave_out_the_first(here, brig
     assert ["eval/reward" in line for line in lines] == [False, True, True]
     assert "held-out, base" not in Path("runs/run/weights/README.md").read_text()
     assert len(run_data(Path("runs/run"))["prompts"]) == 2
-    with pytest.raises(ValueError, match=r"^--eval.num-prompts must be at most the file's 3, got 4$"):
-        app.check_args(change(args, eval_num_prompts=4))
-    with pytest.raises(SystemExit):
-        train(app, change(args, dry_run=True, name="plan"))
-    assert "evaluations: 2, each of 2 samples, which takes as long as 0.17 rollouts\n" in capfd.readouterr().out
+    capfd.readouterr()
+    for most, used in ((2, 2), (4, 3)):  # of the file's 3: the setting is a limit
+        with pytest.raises(SystemExit):
+            train(app, change(args, eval_num_prompts=most, dry_run=True, name="plan"))
+        told = capfd.readouterr().out
+        assert f"evaluations: 2, each of {used} samples, which takes" in told
+        line = "--eval.num-prompts 4 is more than the prompts of eval.txt: all 3 are evaluated\n"
+        assert (line in told) == (most > 3)
 
 
 TOLD = f"ALARM after step {NUM_EVALS}: The held-out score has not risen after {NUM_EVALS} evaluations ("
@@ -62,6 +65,30 @@ def test_a_held_out_score_that_does_not_rise_is_told_in_the_terminal_and_in_the_
     assert [round(line["eval/reward_stderr"], 4) for line in lines] == [0.0289] * (NUM_EVALS + 1)  # 0.05 / 3 ** 0.5
     told = [alarm["title"] for alarm in run_data(Path("runs/run"))["alarms"] if "held-out" in alarm["title"]]
     assert len(told) == capfd.readouterr().err.count(TOLD) == (rise == 0)
+
+
+@pytest.mark.parametrize("unit", [1.0, 1e-9])
+def test_a_reward_in_a_small_unit_is_told_and_its_scores_keep_their_digits(here, capfd, unit):
+    """It teaches next to nothing: an epsilon drowns its deviation, and Adam's the gradient."""
+
+    def score(media, prompts, meta):
+        return [unit * float(image.mean()) / 255 for image in media["image"]]
+
+    with serving_here(score) as url:
+        lines = train(app, change(TINY, scorer_url=url, name="run", train_steps=2), report=True)
+    titles = [
+        "The rewards differ by less than the epsilon of advantages",
+        "Gradients are smaller than Adam's epsilon",
+    ]
+    shares = [[line[name] for line in lines[1:]] for name in ("advantage/eps_share", "policy/eps_share")]
+    printed = capfd.readouterr()
+    for title, found in zip(titles, shares, strict=True):
+        assert [share > 0.5 for share in found] == [unit < 1] * 2
+        assert printed.err.count(f"ALARM after step 1: {title} (") == (unit < 1)
+    told = {alarm["title"] for alarm in run_data(Path("runs/run"))["alarms"]}
+    assert (set(titles) <= told) == (unit < 1)
+    ends, form = [lines[end]["eval/reward"] for end in (0, -1)], ".3f" if unit == 1 else ".5g"
+    assert f"held-out score {ends[0]:{form}} -> {ends[1]:{form}};" in printed.out
 
 
 def test_each_set_has_its_settings_its_scorer_and_its_score(here, bright_url, capfd):
@@ -86,8 +113,10 @@ def test_each_set_has_its_settings_its_scorer_and_its_score(here, bright_url, ca
         prompts = [prompt["text"] for prompt in data["prompts"]]
         assert {text.partition(":")[0] for text in prompts} >= {"same", "few", "minus"}
         card = Path("runs/first/weights/README.md").read_text()
+        (start,) = read_jsonl(Path("runs/first/versions.jsonl"))
+        assert f"```\n{start['command']}\n```" in card  # with what started it, and its number of ranks
         assert "held-out, minus" in card
-        assert "| lora_rank | 4 |" in card
+        assert "| lora.rank | 4 |" in card
         assert "| profile |" not in card  # as by default
         assert tomllib.loads(Path("runs/first/config.toml").read_text())["eval"]["sets"][2]["scorer_url"] == "..."
 

@@ -32,7 +32,14 @@ import train_nft
 
 ROW = ROWS["wan22"]
 BOUNDARY = 0.875
-SIZES = {"prompts_per_step": 2, "group_size": 4, "batch_size": 4, "lr": 1e-2, "lr_decay": False, "num_frames": 5}
+SIZES = {
+    "prompts_per_step": 2,
+    "group_size": 4,
+    "batch_size": 4,
+    "lr": 1e-2,
+    "optim_lr_scheduler_type": "constant",
+    "num_frames": 5,
+}
 LORA = {"lora_rank": 4, "lora_alpha": 8}
 
 
@@ -44,7 +51,7 @@ def settings(app, urls, **changes):
         train_dpo: {},
         train_distill: {},
     }[app]
-    places = {"model": str(ROW.checkpoint()), "scorer_url": urls["video"], "weight_decay": 0.0}
+    places = {"model": str(ROW.checkpoint()), "scorer_url": urls["video"], "optim_weight_decay": 0.0}
     return tiny(recipe(app, "tiny-signs"), **(SIZES | own | places | changes))
 
 
@@ -164,7 +171,7 @@ def check_stock(folder):
 
 def test_experts_have_learning_rates_of_their_own(here, bright_urls):
     """The first step of Adam moves a weight by its learning rate."""
-    args = settings(train_flowgrpo, bright_urls, train_steps=1, eval_every=1, low_expert_lr=1e-4)
+    args = settings(train_flowgrpo, bright_urls, train_steps=1, eval_every=1, optim_low_expert_lr=1e-4)
     assert [line["policy/forwards_high"] for line in train(train_flowgrpo, args)[1:]] == [2.0]
     far = moved(here / "runs" / args.name / "weights", open_model(args.model))
     assert far == {"high": pytest.approx(1e-2, rel=0.01), "low": pytest.approx(1e-4, rel=0.01)}
@@ -200,7 +207,7 @@ def test_steps_of_an_expert_that_is_not_trained_are_refused(here, bright_urls):
             train(app, settings(app, bright_urls, train_experts=expert))
     for changes, said in (
         ({"train_experts": "high"}, "--train-experts must be both for this model, got high"),
-        ({"low_expert_lr": 1e-4}, "--optim.low-expert-lr needs two experts that are trained"),
+        ({"optim_low_expert_lr": 1e-4}, "--optim.low-expert-lr needs two experts that are trained"),
     ):
         single = str(ROWS["wan21"].checkpoint())
         with pytest.raises(ValueError, match=said):

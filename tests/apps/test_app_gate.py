@@ -66,7 +66,13 @@ def settings(tmp_path, monkeypatch, bright_url):
             return app, change(args, **(places | changes))
         app, preset = (train_flowgrpo, "tiny-signs") if trainer == "flowgrpo" else (train_nft, "tiny-signs-awm")
         own = (
-            {"algo": "flowgrpo", "window_low": 0, "window_high": 2, "clip_range": 1e-4, "lr_decay": False}
+            {
+                "algo": "flowgrpo",
+                "window_low": 0,
+                "window_high": 2,
+                "clip_range": 1e-4,
+                "optim_lr_scheduler_type": "constant",
+            }
             if trainer == "flowgrpo"
             else {}
         )

@@ -1,34 +1,27 @@
 """Runs with a gold set: its score beside the reward's, the best weights and checkpoint, the stop, crashes and ranks."""
 
-import copy
+import os
 import re
 import shutil
+import signal
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 from helpers import names
-from omni_losses import gaussian_kl
-from omni_reward import Score
 from omni_reward.serving import serving_here
-from omni_rl.flow import scoring
-from omni_rl.flow.scoring import TrainBatch
 from omni_rl.report.data import run_data
-from omni_rl.run.run import Step
 from omni_rl.settings.fields import change
-from omni_rollout import replay
+from omni_train import lock
 from omni_train.files import load_metrics
 from safetensors.torch import load_file
-from trainer_runs import lone_run, recipe, rollout, tiny, train, train_on_ranks, unclocked, undocumented
+from trainer_runs import recipe, tiny, train, train_on_ranks, unclocked, undocumented
 
 import train_flowgrpo as app
 
 TINY = tiny(
     recipe(app, "tiny-signs"), algo="flowgrpo", noise_level=0.7, window_low=0, window_high=None, prompts_per_step=2,
-    group_size=4, batch_size=4, lr=1e-3, lr_decay=False, lora_rank=4, lora_alpha=8,
+    group_size=4, batch_size=4, lr=1e-3, optim_lr_scheduler_type="constant", lora_rank=4, lora_alpha=8,
     save_every=100, keep_checkpoints=1, eval_every=1, eval_num_prompts=1, eval_gold_prompts="gold.txt",
 )  # fmt: skip
 SCORES = (0.4, 0.5, 0.9, 0.3, 0.2, 0.1, 0.1)  # of the gold set, evaluation by evaluation
@@ -48,7 +41,7 @@ def scripted(scores):
 
 
 def per_sample(scores):
-    return [0.0, *(score for score in scores for _ in range(4))]  # after that of the canary
+    return [0.0, 0.0, *(score for score in scores for _ in range(4))]  # after those of the canaries
 
 
 def settings(name, bright, gold, **changes):
@@ -73,14 +66,16 @@ def test_a_run_stops_when_the_gold_score_has_fallen_and_keeps_its_best(here, gol
     assert [line["eval/gold/reward"] for line in lines] == pytest.approx([score + 0.005 for score in SCORES[:5]])
     shown = capfd.readouterr()
     assert (
-        "--stop-on gold-falls:2: the gold score has fallen since step 2, whose weights are in runs/run/best"
+        "--eval.stop-on gold-falls:2: the gold score has fallen since step 2, whose weights are in runs/run/best"
         in shown.out
     )
     assert "stopped after step 4" in shown.out
     assert "ALARM after step 4: The gold score falls (" in shown.err
     told = Path("what was told.txt").read_text()
-    starts = re.findall(r"^run: (ALARM after step 4: The gold score falls|--stop-on|stopped after step 4)", told, re.M)
-    assert starts == ["ALARM after step 4: The gold score falls", "--stop-on", "stopped after step 4"]
+    starts = re.findall(
+        r"^run: (ALARM after step 4: The gold score falls|--eval.stop-on|stopped after step 4)", told, re.M
+    )
+    assert starts == ["ALARM after step 4: The gold score falls", "--eval.stop-on", "stopped after step 4"]
     assert "tee" not in Path("runs/run/config.toml").read_text()  # a command may hold a token
     assert "The gold score falls" in [alarm["title"] for alarm in run_data(Path("runs/run"))["alarms"]]
     assert undocumented(lines) == {f"eval/gold/{name}" for name in ("abstained_ratio", "best@2")}  # NAME
@@ -92,7 +87,7 @@ def test_a_run_stops_when_the_gold_score_has_fallen_and_keeps_its_best(here, gol
     assert ours.keys() == theirs.keys()
     assert all(ours[name].equal(theirs[name]) for name in ours)
     shutil.copy("gold.txt", "other.txt")
-    with pytest.raises(ValueError, match="eval_gold_prompts was"):  # the best would mix scales
+    with pytest.raises(ValueError, match=r"eval\.gold_prompts was"):  # the best would mix scales
         train(app, settings("short", bright_url, gold, train_steps=3, eval_gold_prompts="other.txt"))
     Path("gold.txt").write_text('a red sign that says "MN"\na red sign that says "OP"\n')
     with pytest.raises(ValueError, match=r"gold\.txt has other contents than at the start"):
@@ -120,6 +115,48 @@ def test_the_best_is_the_same_after_a_crash_and_its_checkpoint_continues(here, g
     with scripted([0.0, *per_sample(SCORES)[13:]]) as gold:
         back = train(app, settings("whole", bright_url, gold, train_steps=5))
     assert unclocked(back) == unclocked(lines)
+
+
+def test_a_run_that_lost_its_folder_goes_on_from_a_url_with_the_metrics_of_one_that_did_not(
+    here, gold_prompts, bright_url, monkeypatch
+):
+    monkeypatch.setattr(lock, "LEASE_S", 5.0)  # until the URL of a run that was killed is free
+    monkeypatch.setattr(lock, "BEAT_S", 1.0)
+    with scripted(per_sample(SCORES)) as gold:
+        lines = train(app, settings("whole", bright_url, gold, train_steps=4))
+    assert lines[-1]["eval/gold/drift"] > 0
+    url = {"checkpoint_url": f"file://{here}/store", "save_every": 2, "async_save": False}
+
+    def dies_after_three_steps(media, prompts, meta):
+        scores = [next(count) for _ in prompts]
+        if SCORES[3] in scores:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return [score + 0.01 * ("IJ" in p) for score, p in zip(scores, prompts, strict=True)]
+
+    child = os.fork()
+    if child == 0:
+        count = iter(per_sample(SCORES))
+        with serving_here(dies_after_three_steps) as gold:
+            train(app, settings("torn", bright_url, gold, train_steps=4, **url))
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    shutil.rmtree("runs/torn")
+    with scripted([0.0, 0.0, *per_sample(SCORES)[14:]]) as gold:
+        again = train(app, settings("torn", bright_url, gold, train_steps=4, **url))
+    assert unclocked(again) == unclocked(lines)
+
+
+def test_gold_scores_of_other_settings_are_not_compared(here, gold_prompts, bright_url):
+    """Neither is the best of the first ones kept, nor do they make a fall."""
+    with scripted(per_sample(SCORES)) as gold:
+        train(app, settings("run", bright_url, gold, train_steps=2))
+    own = {"eval_num_inference_steps": 3, "eval_stop_on": "gold-falls:1"}
+    with scripted([0.0, 0.0, *per_sample(SCORES[3:])[2:]]) as gold:
+        lines = train(app, settings("run", bright_url, gold, train_steps=4, **own))
+    assert [line.get("eval/gold/settings_since") for line in lines] == [None, None, None, 3, 3]
+    assert lines[3]["eval/gold/drift"] == 0.0
+    assert names(Path("runs/run/checkpoints")) == ["step-00000003", "step-00000004"]
 
 
 def test_the_best_comes_back_from_a_url_into_an_empty_folder(here, gold_prompts, bright_url, monkeypatch):
@@ -162,61 +199,3 @@ def test_a_run_starts_a_server_for_the_gold_scorer_too(here, gold_prompts):
     lines = train(app, args)
     assert lines[0]["eval/gold/reward"] == pytest.approx(-lines[0]["eval/gold/proxy"])
     assert load_metrics("runs/tiny-signs/metrics.jsonl") == lines
-
-
-GATED = change(
-    TINY, eval_gold_prompts="", kl_coef=0.5, prompts_per_step=4, num_inference_steps=4, eval_every=2, lr=1e-2,
-    gate_parts="mean", gate_share=0.25,
-)  # fmt: skip
-
-
-def darkest(media, prompts, meta):
-    """A score that rises with the level of one corner, whose part is the mean level of the image."""
-    return [Score(float(i[0, 0].mean()), parts={"mean": float(i.mean())}) for i in media["image"]]
-
-
-def test_the_kl_is_of_samples_that_the_reward_overrates(here):
-    with serving_here(darkest, name="corner") as url:
-        message = r"--gate-parts must name parts of the scores, got 'main'; this scorer has mean$"
-        with pytest.raises(ValueError, match=message):
-            train(app, change(GATED, name="unknown", scorer_url=url, gate_parts="mean,main"))
-        assert not Path("runs/unknown").exists()  # nothing was sampled
-        gated = train(app, change(GATED, name="gated", scorer_url=url))
-        plain = train(app, change(GATED, name="plain", scorer_url=url, gate_parts=""))
-    assert 0 < gated[1]["reward/overrated_ratio"] <= 0.25
-    assert "reward/overrated_ratio" not in plain[1]
-    assert gated[1]["policy/kl"] == plain[1]["policy/kl"] == 0.0  # the policy is the reference still
-    assert 0 < gated[2]["policy/kl"] != plain[2]["policy/kl"] > 0
-    assert undocumented(gated) == {"eval/mean"}  # PART
-    with pytest.raises(ValueError, match=r"^--gate-parts needs --kl-coef > 0$"):
-        app.check_args(change(GATED, scorer_url="http://a:1", kl_coef=0.0))
-
-
-def test_a_batch_weighs_its_kl_by_the_gate(here):
-    run = lone_run(GATED)
-    (batch, *_), _ = rollout(run, app.params_at(run, Step(0)))
-    net, other = run.policy.net, copy.deepcopy(run.policy.net)
-    with torch.no_grad():
-        next(p for p in other.parameters() if p.ndim == 2).mul_(1.5)
-    run.policy.reference_net = other
-    now, reference = replay(run.model, net, batch, 0), replay(run.model, other, batch, 0)
-    each = gaussian_kl(now.mean, reference.mean, now.std)
-    weights = torch.tensor([0.0, 4.0, 0.0, 0.0])
-    found = app.kl_to_reference(run, replace(TrainBatch.of(batch, torch.zeros(4)), kl_weights=weights), 0, now)
-    torch.testing.assert_close(found, each[1])
-    torch.testing.assert_close(app.kl_to_reference(run, TrainBatch.of(batch, torch.zeros(4)), 0, now), each.mean())
-
-
-@pytest.mark.parametrize("every", [1, 2])
-def test_the_kl_is_the_mean_over_the_overrated_of_the_samples_that_are_trained_on(here, monkeypatch, every):
-    run = lone_run(GATED)
-    batches, _ = rollout(run, app.params_at(run, Step(0)))
-    rewards = torch.arange(sum(len(batch) for batch in batches)).float()
-    keep = rewards % every == 0
-    monkeypatch.setattr(scoring, "gather_parts", lambda *given: rewards.flip(0)[:, None])
-    chosen = [TrainBatch.of(batch, torch.zeros(len(batch))) for batch in batches]
-    own = SimpleNamespace(batches=batches, scored=batches, scores=[])
-    gated = scoring.gate_kl(run, Step(0), own, rewards, keep if every > 1 else None, chosen, "mean", 0.5)
-    weights = torch.cat([batch.kl_weights for batch in gated])
-    assert set(weights.tolist()) == {0.0, weights.max().item()}
-    assert (weights * keep).sum() == keep.sum()

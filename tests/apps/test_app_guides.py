@@ -14,15 +14,17 @@ from helpers import REPO
 
 PAGE = (REPO / "docs" / "contributing.md").read_text("utf-8")
 TINY = """
-eval_prompts = "eval.txt"
 width = 64
 num_inference_steps = 4
-eval_num_inference_steps = 2
 prompts_per_step = 2
 group_size = 4
 batch_size = 4
 train_steps = 2
-eval_every = 2
+
+[eval]
+prompts = "eval.txt"
+num_inference_steps = 2
+every = 2
 """
 RUN = """
 import runpy, sys

@@ -17,12 +17,12 @@ import train_nft
 
 GRPO = tiny(
     recipe(train_flowgrpo, "tiny-signs"), algo="flowgrpo", noise_level=0.7, window_low=0, window_high=None,
-    prompts_per_step=2, group_size=4, batch_size=4, lr=1e-4, lr_decay=False, num_inference_steps=4, num_minibatches=2,
-    num_inner_epochs=3, clip_range=1e-2, weight_decay=0.0,
+    prompts_per_step=2, group_size=4, batch_size=4, lr=1e-4, num_inference_steps=4, num_minibatches=2,
+    optim_lr_scheduler_type="constant", num_inner_epochs=3, clip_range=1e-2, optim_weight_decay=0.0,
 )  # fmt: skip
 NFT = tiny(
     recipe(train_nft, "tiny-signs"), prompts_per_step=2, group_size=4, batch_size=4, lr=1e-4, train_levels=2,
-    num_minibatches=2, num_inner_epochs=3, sample_with="policy", weight_decay=0.0,
+    num_minibatches=2, num_inner_epochs=3, sample_with="policy", optim_weight_decay=0.0,
 )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ import train_flowgrpo
 import train_nft
 import train_srpo
 
-SIZES = {"prompts_per_step": 2, "group_size": 4, "batch_size": 4, "lr": 1e-3, "lr_decay": False}
+SIZES = {"prompts_per_step": 2, "group_size": 4, "batch_size": 4, "lr": 1e-3, "optim_lr_scheduler_type": "constant"}
 LORA = {"lora_rank": 4, "lora_alpha": 8}
 CHANGES = {
     train_flowgrpo: {"algo": "flowgrpo", "noise_level": 0.7, "window_low": 0, "window_high": None},
@@ -142,7 +142,7 @@ def test_a_scorer_of_edits_sees_the_references_of_each_sample(here):
     with serving_here(Scorer(score, references=True)) as url:
         args = settings(train_flowgrpo, "qwen-image-edit-plus", url, train_steps=1, scorer_watch_url=url)
         train(train_flowgrpo, args)
-    assert seen[0] == seen[1] == [["0-0.png", "0-1.png"]]  # of the scorer and of the one that watches
+    assert seen[0] == seen[1] == [["0-0.png", "0-1.png"]] * 2  # of the scorer and of the one that watches
     assert {len(batch) for batch in seen[2:]} == {3, 4}  # an evaluation has three prompts
 
 

@@ -34,6 +34,6 @@ def test_requests_of_parts_of_a_batch_go_to_all_servers_and_change_no_number(her
         args = change(TINY, name="parts", scorer_url=f"{first},{second}", scorer_batch_size=3)
         parts = train(app, change(args, train_steps=1, eval_every=1))
     assert unclocked(parts) == unclocked(whole)
-    assert servers[0].sizes == [1, 3, 4, 4, 3]  # the canary first
-    assert sorted(servers[1].sizes + servers[2].sizes) == [1] * 4 + [3] * 4
+    assert servers[0].sizes == [2, 3, 4, 4, 3]  # the canaries first
+    assert sorted(servers[1].sizes + servers[2].sizes) == [1] * 2 + [2] * 2 + [3] * 4
     assert len(servers[1].sizes) > 1 < len(servers[2].sizes)

@@ -22,7 +22,7 @@ from omni_rl.run.failures import launch
 from omni_rl.run.run import Step
 from omni_rl.run.world import World
 from omni_rl.settings.args import MediaArgs
-from omni_rl.settings.fields import change, leaves, old_names
+from omni_rl.settings.fields import change, leaves
 from omni_rl.tools import plan
 from omni_rollout import Params
 from omni_rollout.engines.vllm_omni.formats import quantized_names
@@ -33,7 +33,7 @@ from omni_train.planned import PLANNED, Meter, planned_ranks
 from PIL import Image
 from torch import nn
 from torch.utils._pytree import tree_leaves
-from trainer_runs import cli, lone_run, recipe, rollout, tiny, write_eval_prompts
+from trainer_runs import lone_run, recipe, rollout, tiny, write_eval_prompts
 
 SMALL = {
     "prompts_per_step": 4,
@@ -66,7 +66,7 @@ def settings(case):
     """The trainer of a case, and the settings of a dry run."""
     name, changes = CASES[case]
     app = importlib.import_module(name)
-    names = leaves(app.Args).keys() | old_names(app.Args).keys()
+    names = {name.replace(".", "_") for name in leaves(app.Args)}
     known = {key: value for key, value in (SMALL | changes).items() if key in names}
     return app, tiny(recipe(app, "tiny-signs"), dry_run=True, memory_device_gb=1.0, width=192, height=64, **known)
 
@@ -384,29 +384,6 @@ def test_a_plan_keeps_all_blocks_but_one_on_the_host():
     add_lora(net, open_model(args.model).LORA_TARGETS, rank=8, alpha=16, seed=0)
     loaded = sum(p.nbytes for p in net.parameters())
     assert streamed.host - there.host == pytest.approx(loaded, rel=0.02)
-
-
-def test_a_plan_counts_moments_in_8_bits():
-    """Codes, a scale for each 256 of them and a table of 1 KB for each moment; small ones stay float32."""
-    _, args = settings("all weights")
-    bare, in_8bit = (planned("all weights", memory_adam_8bit=each) for each in (False, True))
-    net = open_model(args.model).load(device="cpu", dtype=torch.float32).net
-    idle = ("transformer_blocks.3.txt_mlp", "transformer_blocks.3.attn.to_add_out")  # of the last block, unused
-    sizes = [p.numel() for name, p in net.named_parameters() if not name.startswith(idle)]
-    saved = sum(2 * (4 * n - n - 4 * n // 256 - 1024) for n in sizes if n >= 4096 and n % 256 == 0)
-    assert saved > sum(sizes)
-    for phase in ("rollout", "save"):
-        assert bare.peaks[phase] - in_8bit.peaks[phase] == pytest.approx(saved, rel=1e-3)
-
-
-def test_a_dry_run_counts_moments_in_8_bits():
-    """Beside weights, gradients and averages in float32."""
-    app, args = settings("all weights")
-    code, text = cli(app, "--preset", "tiny-signs", "--dry-run", "--memory.adam-8bit")
-    sizes = [p.numel() for p in open_model(args.model).empty_net().parameters()]
-    moments = sum(2 * n * (1 + 4 / 256) if n >= 4096 and n % 256 == 0 else 8 * n for n in sizes)
-    assert code == 0
-    assert f", {(3 * 4 * sum(sizes) + moments) / 2**20:.0f} MB for what is trained" in text
 
 
 def test_a_plan_counts_the_scorer_that_the_run_starts(capsys):

@@ -4,7 +4,6 @@ import importlib
 import json
 import math
 import re
-import socket
 from dataclasses import replace
 
 import plan_recipes
@@ -92,13 +91,7 @@ def test_a_dry_run_plans_the_released_model(case, tmp_path, monkeypatch, capsys)
     lines = [json.dumps({"prompt": f"a sign, {i}", "images": references}) for i in range(count)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
     monkeypatch.chdir(tmp_path)
-    if args.sharding.mode == "fsdp2":  # as under torchrun, which it needs
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        torchrun = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        for name, value in torchrun.items():
-            monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("WORLD_SIZE", "1")
     args = change(args, prompts="prompts.jsonl", eval_prompts="prompts.jsonl", dry_run=True)
     module.check_args(args)
     with pytest.raises(SystemExit) as ended:
@@ -107,6 +100,8 @@ def test_a_dry_run_plans_the_released_model(case, tmp_path, monkeypatch, capsys)
     plan = dict(re.findall(r"^plan: (.+?): (.+)$", capsys.readouterr().out, re.MULTILINE))
     assert plan["configuration"].endswith(f"as {args.model} cannot be fetched: HF_HUB_OFFLINE is set")
     assert plan["samples per step"].startswith(f"{args.prompts_per_step * args.group_size}, ")
+    assert re.fullmatch(rf"[\d.]+ TFLOP in {args.dtype}", plan["a forward of one sample"])
+    assert plan["a step"].startswith("--memory.device-gb GB plans its memory, and the host's")
     weights, trained = map(float, re.findall(r"[\d.]+", plan["weights of the net"]))
     frozen_mb = float(plan["memory per rank"].partition(" MB frozen weights")[0])
     assert float(plan["learning rate"].partition(",")[0]) == args.lr

@@ -1,22 +1,26 @@
-"""`omni-rl reproduce` runs a recipe from prompts to record, and the records in docs are valid and on their page."""
+"""`scripts/reproduce.py` runs a recipe from prompts to record, and the records in docs are valid and on their page."""
 
 import hashlib
 import importlib
 import json
+import signal
 import subprocess
+import sys
+import time
 import tomllib
 from datetime import datetime
 from pathlib import Path
 
 import pytest
 import records_page
+import reproduce
 import tiny_signs
 from helpers import CHECKPOINT, REPO
 from jsonschema import Draft202012Validator
+from omni_rl.report.data import run_data
 from omni_rl.run.world import World
 from omni_rl.settings.cli import parse_cli
 from omni_rl.settings.toml import recipes
-from omni_rl.tools import reproduce
 from omni_train.files import load_metrics
 from trainer_runs import write_eval_prompts
 
@@ -36,6 +40,7 @@ def trained(monkeypatch, tmp_path, bright_url):
 
     def train(words, typed):
         started.append((words, typed))
+        monkeypatch.setattr(sys, "argv", [str(REPO / "apps" / f"train_{words[0]}.py"), *words[1:]])
         app = importlib.import_module(f"train_{words[0]}")
         args = parse_cli(app.Args, app.check_args, list(words[1:]), app=app.__name__)
         app.main(args, World.join(args))
@@ -57,7 +62,7 @@ def test_a_recipe_becomes_a_record_of_what_its_run_left(trained, bright_url, cap
     Draft202012Validator(SCHEMA).validate(record)
     [(given, typed)] = trained
     assert given[-6:] == ["--preset", "tiny-signs", "--seed", "3", "--name", "reproduce/sft-tiny-signs-3"]
-    assert typed.startswith("omni-rl reproduce sft/tiny-signs --seed 3 --model ")
+    assert typed.startswith("python scripts/reproduce.py sft/tiny-signs --seed 3 --model ")
     lines = load_metrics(folder / "metrics.jsonl")
     assert record["curves"]["eval/reward"] == [[line["step"], line["eval/reward"]] for line in (lines[0], lines[2])]
     assert record["hours"] == pytest.approx(sum(line["time/step_s"] for line in lines) / 3600)
@@ -70,6 +75,35 @@ def test_a_recipe_becomes_a_record_of_what_its_run_left(trained, bright_url, cap
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 1} | {"time/step_s": 1.0}) + "\n")
     with pytest.raises(ValueError, match=r"must have taken 2 steps, has 1: the same command continues it"):
         reproduce.record_of(folder, "sft/tiny-signs", [])
+
+
+def test_a_record_joins_no_evaluations_of_other_settings_and_has_all_starts(trained, bright_url, capsys):
+    few = ["--eval.num-prompts", "2"]
+    words = [*SMALL, "--scorer.url", bright_url, "--eval.every", "1", "--optim.lr-scheduler-type", "constant"]
+    reproduce.main(["sft/tiny-signs", *words, *few])
+    reproduce.main(["sft/tiny-signs", *words, "--train-steps", "4"])
+    folder = Path("runs/reproduce/sft-tiny-signs-0")
+    lines = load_metrics(folder / "metrics.jsonl")
+    assert [line.get("eval/settings_since") for line in lines] == [None, None, None, 3, 3]
+    record = json.loads((folder / "record.json").read_text())
+    Draft202012Validator(SCHEMA).validate(record)
+    assert record["curves"] == {
+        name: [[line["step"], line[name]] for line in lines[3:]]
+        for name in ("eval/reward", "eval/reward_stderr", "eval/abstained_ratio")
+    }
+    (earlier,) = record["earlier_starts"]
+    assert "--eval.num-prompts 2" in earlier["command"]
+    assert earlier["started"] <= record["started"]
+    assert "--eval.num-prompts 2" not in record["words"]
+    said = capsys.readouterr().out
+    last = f"{lines[3]['eval/reward']:.3f} -> {lines[4]['eval/reward']:.3f}"
+    assert f"held-out score {last}" in said
+    card = (folder / "weights" / "README.md").read_text()
+    assert "held-out, base" not in card
+    assert card.count("--preset tiny-signs") == 2
+    shown = run_data(folder)["curves"]
+    assert (shown["eval/reward"]["x"], shown["policy/lr"]["x"]) == ([3, 4], [1, 2, 3, 4])
+    assert "eval/settings_since" not in shown
 
 
 def test_prompts_are_fetched_and_the_scorer_that_a_recipe_names_is_started(monkeypatch, tmp_path, capsys):
@@ -129,6 +163,37 @@ def test_ctrl_c_is_left_to_the_trainer(monkeypatch):
 
     monkeypatch.setattr(subprocess, "Popen", Stopped)
     assert reproduce.train(["sft", "--x"], "again") == 130
+
+
+CHILD = """
+import pathlib, signal, sys, time
+def stop(number, frame):
+    time.sleep(0.1)
+    pathlib.Path("saved").touch()
+    sys.exit(143)
+signal.signal(signal.SIGTERM, stop)
+pathlib.Path("runs").touch()
+time.sleep(30)
+"""
+PARENT = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import reproduce
+reproduce.COMMAND = ["child.py"]
+sys.exit(reproduce.train([], ""))
+"""
+
+
+def test_sigterm_is_passed_on_to_the_program_that_a_command_waits_for(tmp_path):
+    """As a container sends it, to its first process only."""
+    (tmp_path / "child.py").write_text(CHILD)
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(REPO / "scripts")], cwd=tmp_path)
+    until = time.monotonic() + 30
+    while not (tmp_path / "runs").exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    parent.send_signal(signal.SIGTERM)
+    assert parent.wait(10) == 143
+    assert (tmp_path / "saved").exists()
 
 
 # The page

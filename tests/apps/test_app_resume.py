@@ -400,7 +400,14 @@ def test_the_program_prints_a_command_that_continues(enter, bright_url):
     """As a user has it: a program in a shell, Ctrl-C, and a command to paste into the shell."""
     home = enter("home")
     (home / "tiny run.toml").write_text(to_toml(change(settings(bright_url), train_steps=200)))
-    command = [sys.executable, str(REPO / "apps/train_flowgrpo.py"), "--config", "tiny run.toml", "--no-lr-decay"]
+    command = [
+        sys.executable,
+        str(REPO / "apps/train_flowgrpo.py"),
+        "--config",
+        "tiny run.toml",
+        "--optim.lr-scheduler-type",
+        "constant",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         first, second = process.stdout.readline(), process.stdout.readline()
         for line in process.stdout:

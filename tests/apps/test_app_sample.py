@@ -53,7 +53,7 @@ def settings(name, images):
     return replace(
         ARGS,
         model=str(row.checkpoint()),
-        prompts="a sign",
+        prompt="a sign",
         negative_prompt="bad and blurry",
         images=images,
         height=params.height,
@@ -118,6 +118,7 @@ def test_a_prompts_file_may_bring_its_own_pictures_and_negative_prompts(tmp_path
     ]
     (tmp_path / "edit.jsonl").write_text("\n".join(map(json.dumps, lines)))
     with_flags = sheet(tmp_path, args)
+    args = replace(args, prompt=sample.Args.prompt)
     assert np.array_equal(with_flags, sheet(tmp_path, args, prompts=str(tmp_path / "edit.jsonl"), images=""))
     other = {"images": "", "negative_prompt": "a cat"}
     changed = sheet(tmp_path, args, prompts=str(tmp_path / "edit.jsonl"), **other) != with_flags
@@ -154,7 +155,7 @@ def test_what_cannot_be_drawn_with_is_refused_before_a_weight_is_read(tmp_path, 
         (ARGS, {"scorer_url": "localhost"}, "--scorer.url must be http"),
         (ARGS, {"scorer_url": "http://127.0.0.1:9"}, "--scorer.url must be a reward server that answers"),
         (ARGS, {"guidance": "scale"}, "--guidance must be NAME=NUMBER .* got 'scale'"),
-        (ARGS, {"guidance": "scale=2"}, "--guidance of a QwenImagePipeline must be one of true_cfg_scale, got scale"),
+        (ARGS, {"guidance": "scale=2"}, "--guidance of a QwenImagePipeline must be one of --true-cfg-scale, got scale"),
         (ARGS, {"height": 40}, "--height must be a positive multiple of 16 pixels, such as 32, got 40"),
         (ARGS, {"prompts": "nowhere.txt"}, "--prompts: path must be a file that can be read, got nowhere.txt"),
         (ARGS, {"images": images}, "--images: prompts of a QwenImagePipeline must have no images, got 1"),
@@ -162,11 +163,26 @@ def test_what_cannot_be_drawn_with_is_refused_before_a_weight_is_read(tmp_path, 
         (editing, {"images": f"{images},{images}"}, "--images: .* must have 1 images, got 2"),
         (editing, {"images": "nowhere.png"}, "--images: must name a file that exists .* got nowhere.png"),
         (editing, {"images": "torn.png"}, "--images: torn.png is cut short"),
-        (editing, {"prompts": "edit.jsonl"}, "--images: must be left out, as edit.jsonl names images"),
+        (editing, {"prompts": "edit.jsonl"}, "--prompt must be left out beside --prompts edit.jsonl"),
+        (ARGS, {"prompts": "mine/test"}, "--prompts: path must end in .* got mine/test"),
+        (ARGS, {"prompt": ""}, "--prompt must not be empty"),
+        (
+            editing,
+            {"prompts": "edit.jsonl", "prompt": sample.Args.prompt},
+            "--images: must be left out, as edit.jsonl names images",
+        ),
     )
     for args, changes, words in refused:
         with pytest.raises(ValueError, match=f"^{words}"):
             draw(change(args, **changes))
+
+
+def test_prompts_are_a_place_such_as_a_split_of_a_folder_and_never_a_text(tmp_path):
+    (tmp_path / "test.csv").write_text("prompt\na sign\n")
+    [record] = sample.read_prompts(replace(ARGS, prompts=str(tmp_path / "test")), lambda record: None)
+    assert record.text == "a sign"
+    with pytest.raises(ValueError, match=r"--prompts: path must end in .* got a sign$"):
+        sample.read_prompts(replace(ARGS, prompts="a sign"), lambda record: None)
 
 
 def test_several_ranks_are_refused(monkeypatch):
@@ -177,8 +193,8 @@ def test_several_ranks_are_refused(monkeypatch):
 
 def test_a_run_s_settings_are_those_of_its_weights_where_no_others_are_given(tmp_path):
     (tmp_path / "weights").mkdir()
-    lines = ("height = 16", "width = 64", "num_inference_steps = 9", "eval_num_inference_steps = 4", 'algo = "awm"')
-    (tmp_path / "config.toml").write_text("\n".join((*lines, "true_cfg_scale = 4.0")))
+    text = "height = 16\nwidth = 64\nnum_inference_steps = 9\ntrue_cfg_scale = 4.0\n[eval]\nnum_inference_steps = 4\n"
+    (tmp_path / "config.toml").write_text(text)
     args = sample.settle(sample.Args(weights=f"full,{tmp_path}/weights", width=32))
     assert (args.height, args.width, args.num_inference_steps, args.true_cfg_scale) == (16, 32, 4, 4.0)
     assert (args.num_frames, args.frame_rate, args.guidance_scale, args.guidance) == (1, 24.0, 1.0, "")

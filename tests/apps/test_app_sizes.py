@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from model_rows import ROWS
 from omni_rl.flow.evals import HeldOut
-from omni_rl.flow.sampling import deal, fill_batches
+from omni_rl.flow.sampling import fill_batches
 from omni_rl.settings.fields import change
 from omni_rollout import Prompt
 from omni_rollout.models.qwen_image_edit import QwenImageEditPlus
-from omni_train.dist import Dist
+from omni_train.dist import Dist, deal
 from PIL import Image
 from trainer_runs import lone_run, recipe, rollout, tiny, train, train_on_ranks
 
@@ -27,7 +27,14 @@ import train_nft
 
 SIZES = [None, (48, 48), (32, 64), (48, 48)]  # of the prompts in turn; None is the run's 32 x 96
 MODELS = ("qwen-image", "sd35-medium")
-SMALL = {"prompts_per_step": 4, "group_size": 4, "batch_size": 4, "lr_decay": False, "train_steps": 1, "eval_every": 1}
+SMALL = {
+    "prompts_per_step": 4,
+    "group_size": 4,
+    "batch_size": 4,
+    "optim_lr_scheduler_type": "constant",
+    "train_steps": 1,
+    "eval_every": 1,
+}
 FLOWGRPO = {"algo": "flowgrpo", "noise_level": 0.7, "window_low": 0, "window_high": None}
 
 

@@ -19,7 +19,14 @@ import train_flowgrpo
 import train_nft
 
 ROW = ROWS["ltx23"]
-SIZES = {"prompts_per_step": 2, "group_size": 4, "batch_size": 4, "lr": 1e-2, "lr_decay": False, "num_frames": 9}
+SIZES = {
+    "prompts_per_step": 2,
+    "group_size": 4,
+    "batch_size": 4,
+    "lr": 1e-2,
+    "optim_lr_scheduler_type": "constant",
+    "num_frames": 9,
+}
 SIZES |= {"train_steps": 1, "eval_every": 1}
 APART = {"reward_parts": "bright=1,loud=1", "streams_reward_media": "bright=video,loud=audio"}
 
@@ -40,7 +47,7 @@ def url():
 def settings(app, url, **changes):
     """Small settings of the trainer for a model with sound."""
     own = {train_flowgrpo: {"window_low": 0, "window_high": None, "noise_level": 0.7}, train_nft: {"train_levels": 1}}
-    places = {"model": str(ROW.checkpoint()), "scorer_url": url, "weight_decay": 0.0}
+    places = {"model": str(ROW.checkpoint()), "scorer_url": url, "optim_weight_decay": 0.0}
     return tiny(recipe(app, "tiny-signs"), **(SIZES | own[app] | places | changes))
 
 

@@ -1,13 +1,12 @@
 """What a run starts from and what it may not lose: given weights, a reference, a scorer that fails in an evaluation."""
 
-from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from helpers import sampled
 from omni_reward import RewardError
 from omni_rl.flow.sampling import evaluate_set
 from omni_rl.run.failures import BrokenRunError
-from omni_rl.run.media import MEDIA
 from omni_rl.run.run import Run
 from omni_rl.settings.fields import change
 from trainer_runs import recipe, tiny, train
@@ -17,7 +16,7 @@ import train_flowgrpo as app
 
 TINY = tiny(
     recipe(app, "tiny-signs"), algo="flowgrpo", noise_level=0.7, window_low=0, window_high=None, prompts_per_step=2,
-    group_size=4, batch_size=4, lr=1e-3, lr_decay=False,
+    group_size=4, batch_size=4, lr=1e-3, optim_lr_scheduler_type="constant",
 )  # fmt: skip
 LORA = {"lora_rank": 4, "lora_alpha": 8}
 
@@ -52,7 +51,7 @@ def test_a_scorer_lost_in_an_evaluation_saves_no_step_under_another_number(here,
         return evaluate_set(run, held)
 
     unbroken = train(app, change(TINY, scorer_url=bright_url, name="unbroken", train_steps=4))
-    monkeypatch.setattr(app, "MEDIA", replace(MEDIA, evaluate_set=lose))
+    monkeypatch.setattr(app, "evaluate_set", lose)
     with pytest.raises(BrokenRunError, match="phase eval: RewardError: the scorer is gone"):
         train(app, change(TINY, scorer_url=bright_url, name="broken", train_steps=4, save_every=1))
     assert calls == [0, 2]
@@ -69,8 +68,30 @@ def test_a_scorer_lost_in_the_first_evaluation_leaves_no_checkpoint(here, bright
     def lose(run: Run, held):
         raise RewardError("the scorer is gone")
 
-    monkeypatch.setattr(app, "MEDIA", replace(MEDIA, evaluate_set=lose))
+    monkeypatch.setattr(app, "evaluate_set", lose)
     for _ in range(2):
         with pytest.raises(BrokenRunError, match="phase eval: RewardError: the scorer is gone"):
             train(app, change(TINY, scorer_url=bright_url))
     assert not list((here / "runs").glob("*/checkpoints/*"))
+
+
+@pytest.mark.parametrize("name", ["best", "weights"])
+@pytest.mark.parametrize("kind", ["file", "link", "broken link"])
+def test_what_a_run_replaces_must_be_a_folder_of_its_own(here, bright_url, name, kind):
+    path = Path("runs/run") / name
+    path.parent.mkdir(parents=True)
+    (here / "other").mkdir()
+    if kind == "file":
+        path.write_text("mine")
+    else:
+        path.symlink_to(here / ("other" if kind == "link" else "nothing"))
+    with pytest.raises(ValueError, match=rf"^runs/run/{name} must be a folder and no link: move it away$"):
+        train(app, change(TINY, scorer_url=bright_url, name="run"))
+    assert path.is_symlink() or path.read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "b/" + "a" * 300, "/".join(["a" * 200] * 6), "\u00e4" * 128])
+def test_a_name_that_no_disk_takes_is_refused_before_anything_is_looked_for(name):
+    rule = r"^--name must have at most 255 bytes between slashes and 1,000 in all, got \d+$"
+    with pytest.raises(ValueError, match=rule):
+        app.check_args(change(TINY, scorer_url="http://127.0.0.1:9", name=name))

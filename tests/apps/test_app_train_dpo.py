@@ -11,7 +11,6 @@ import pytest
 import torch
 from helpers import CHECKPOINT, REPO, sampled
 from omni_reward import Score
-from omni_rl.flow.sampling import deal
 from omni_rl.flow.scoring import Rollout
 from omni_rl.media import preferences
 from omni_rl.run.run import Step
@@ -20,6 +19,7 @@ from omni_rl.settings.fields import change
 from omni_rollout import Params, Prompt
 from omni_rollout.models import open_model
 from omni_sched import step_noise
+from omni_train.dist import deal
 from omni_train.prompts.files import load_prompts
 from PIL import Image
 from safetensors.torch import save_file

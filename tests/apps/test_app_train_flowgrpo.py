@@ -44,7 +44,7 @@ import train_flowgrpo as app
 
 TINY = tiny(
     recipe(app, "tiny-signs"), algo="flowgrpo", noise_level=0.7, window_low=0, window_high=None, prompts_per_step=2,
-    group_size=4, batch_size=4, lr=1e-4, lr_decay=False, num_inference_steps=4,
+    group_size=4, batch_size=4, lr=1e-4, optim_lr_scheduler_type="constant", num_inference_steps=4,
 )  # fmt: skip
 
 
@@ -227,6 +227,18 @@ def kept(args, scores):
     return keep_samples(*found, rollout.groups, best_worst=0, drop_silent_groups=True).tolist()
 
 
+@pytest.mark.parametrize("std", ["batch", "group", "none"])
+@pytest.mark.parametrize("unit", [1.0, 1e-4, 1e-6, 1e-9])
+def test_the_share_that_an_epsilon_takes_of_advantages_is_logged(std, unit):
+    """eps / (deviation + eps), which is the same for both groups here; nothing where nothing divides."""
+    args = change(TINY, prompts_per_step=2, group_size=2, batch_size=4, adv_std=std)
+    scores = [Score(unit * value) for value in (0.0, 1.0, 1.0, 0.0)]
+    _, step = grade(args, scores)
+    deviation = unit * (0.5**0.5 if std == "group" else (1 / 3) ** 0.5)
+    wanted = 0.0 if std == "none" else 1e-4 / (deviation + 1e-4)
+    assert step.metrics["advantage/eps_share"] == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+
+
 def test_samples_without_a_score_take_no_part():
     args = change(TINY, prompts_per_step=2, group_size=2, batch_size=4)
     scores = [Score(0.5), Score(None, abstained="unreadable"), Score(0.0), Score(1.0)]
@@ -264,7 +276,7 @@ def test_a_step_without_a_signal_moves_no_weight(here, bright_url, monkeypatch, 
         return batches
 
     monkeypatch.setattr(app, "train_batches", silence)
-    lines = train(bright_url, train_steps=3, weight_decay=0.1)
+    lines = train(bright_url, train_steps=3, optim_weight_decay=0.1)
     assert [line["policy/skipped_updates"] for line in lines[1:]] == [0, 1, 1]
     assert any(not torch.equal(a, b) for a, b in zip(seen[0], seen[1], strict=True))
     assert all(torch.equal(a, b) for a, b in zip(seen[1], seen[2], strict=True))

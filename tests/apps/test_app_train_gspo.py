@@ -2,7 +2,6 @@
 
 import json
 import re
-import wave
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +16,9 @@ from omni_losses import group_advantages, token_weights
 from omni_reward import Score, Scorer
 from omni_reward.serving import serving_here
 from omni_rl.flow.tokens import TokenBatch, pack
-from omni_rl.run import texts
+from omni_rl.run import start, texts
 from omni_rl.run.failures import launch
 from omni_rl.run.run import Step
-from omni_rl.run.start import Needs
 from omni_rl.run.world import World
 from omni_rl.settings.eval_sets import TokenEval, TokenEvalSet
 from omni_rl.settings.fields import change, values_of
@@ -31,8 +29,9 @@ from omni_rollout.tokens import TokenParams, TokenTrajectory, score_tokens
 from omni_train.files import load_metrics
 from omni_train.lora import add_lora
 from omni_train.prompts.files import PromptRecord, load_prompts
-from omni_train.weights.full import PEFT_FILE, PEFT_PART, load_adapter
+from omni_train.weights.adapters import load_adapter
 from PIL import Image
+from row_runs import write_chats
 from trainer_runs import (
     assert_same_weights,
     exported,
@@ -62,19 +61,7 @@ def checkpoint(name):
 def here(tmp_path, monkeypatch):
     """A working folder with prompts that a model of random weights answers well at times, some of them with media."""
     monkeypatch.chdir(tmp_path)
-    rng = np.random.default_rng(0)
-    Image.fromarray(rng.integers(0, 255, (32, 64, 3), np.uint8)).save("picture.png")
-    frames = [Image.fromarray(frame) for frame in rng.integers(0, 255, (4, 32, 32, 3), np.uint8)]
-    frames[0].save("film.webp", save_all=True, append_images=frames[1:], duration=500, lossless=True)
-    with wave.open("sound.wav", "wb") as file:
-        file.setparams((1, 2, 16_000, 0, "NONE", ""))
-        file.writeframes((rng.normal(size=4000) * 3000).astype("<i2").tobytes())
-    for name, count in (("train", 8), ("eval", 2)):
-        lines = [{"prompt": f"say {i}", "pattern": "[a-zA-Z]"} for i in range(count)]
-        Path(f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        media = ({}, {"images": "picture.png"}, {"audio": "sound.wav"}, {"video": "film.webp", "images": "picture.png"})
-        seen = [line | media[i % 4] for i, line in enumerate(lines * 2)]
-        Path(f"{name}-seen.jsonl").write_text("".join(json.dumps(line) + "\n" for line in seen))
+    write_chats(tmp_path)
     return tmp_path
 
 
@@ -298,7 +285,7 @@ def test_an_adapter_opens_in_transformers_and_begins_another_run(here, use_dora)
     torch.testing.assert_close(loaded(ids).logits, tuned)
     net = open_token_model(args.model).load_net(device="cpu", dtype=torch.float32)
     add_lora(net, open_token_model(args.model).LORA_TARGETS, rank=2, alpha=2, seed=0, use_dora=use_dora)
-    load_adapter(net, "runs/run/weights", file=PEFT_FILE, part=PEFT_PART)
+    load_adapter(net, "runs/run/weights", part="")
     torch.testing.assert_close(net(ids).logits, tuned)
     assert "from transformers import AutoModel" in Path("runs/run/weights/README.md").read_text()
 
@@ -328,7 +315,7 @@ def test_adapters_of_experts_train_on_ranks_open_in_transformers_and_begin_anoth
     net = open_token_model(args.model).load_net(device="cpu", dtype=torch.float32)
     names = args.lora.target_parameters.split(",")
     add_lora(net, ["self_attn.q_proj"], parameters=names, rank=2, alpha=2, seed=0)
-    load_adapter(net, "runs/run/weights", file=PEFT_FILE, part=PEFT_PART)
+    load_adapter(net, "runs/run/weights", part="")
     torch.testing.assert_close(net(ids).logits, tuned(ids).logits)
 
 
@@ -465,7 +452,7 @@ def test_a_server_grades_as_a_rule_does_alone_and_beside_rules(here):
         both = train(app, change(args, name="both", reward="0.5*scorer + 0.5*regex", scorer_url=url), report=True)
     assert unclocked(served) == unclocked(local) == unclocked(both)
     assert max(sizes) == 3
-    assert sizes[0] == 1
+    assert sizes[0] == 2  # canaries
     details = [row["details"] for row in json.loads(Path("runs/both/eval/000001/rows.json").read_text())]
     assert all(each["scorer"] == each["regex"] for each in details)
 
@@ -482,7 +469,7 @@ def test_a_server_sees_the_images_of_a_prompt(here):
     Path("pictures.jsonl").write_text(f"{json.dumps(line)}\n{json.dumps(line | {'images': 'picture.png'})}\n")
     with serving_here(Scorer(score, media=("text",), references=True)) as url:
         train(app, change(args, scorer_url=url))
-    assert seen == [("a", 1), ("a", 0), ("a", 1)]  # the canary; a batch of two prompts, though four would fit
+    assert seen == [("a", 1), ("a", 1), ("a", 0), ("a", 1)]  # canaries; a batch of two prompts, though four would fit
 
 
 @pytest.mark.parametrize("on_failure", ["raise", "mask"])
@@ -515,7 +502,7 @@ def test_a_rule_that_has_changed_does_not_continue_a_run(here):
 
 
 def test_a_dry_run_finds_weights_that_would_be_gathered_for_every_token(here, monkeypatch):
-    monkeypatch.setattr(texts, "MAX_GATHERED", 1.0)
+    monkeypatch.setattr(start, "MAX_GATHERED", 1.0)
     with pytest.raises(ValueError, match=r"--sharding.mode fsdp2 would gather .* for every token"):
         app.main(tiny(sharding_mode="fsdp2", sharding_unshard="none", dry_run=True), World(place()))
 
@@ -653,9 +640,7 @@ def test_vllm_has_room_for_the_longest_answers_of_all_evaluation_sets(monkeypatc
     for most, wanted in [(48, 78), (0, 0)]:
         args = tiny(engine="vllm", max_prompt_tokens=most, max_new_tokens=8, eval_sets=sets)
         inputs = SimpleNamespace(model=None)
-        assert (
-            texts.open_engine(args, World(place()), inputs, torch.nn.Linear(2, 2), Needs())[1]["max_tokens"] == wanted
-        )
+        assert texts.open_engine(args, World(place()), inputs, torch.nn.Linear(2, 2))[1]["max_tokens"] == wanted
 
 
 def test_the_page_shows_a_line_of_the_shipped_prompts_and_a_chat(tmp_path):

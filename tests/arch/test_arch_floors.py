@@ -22,7 +22,8 @@ MAY_IMPORT = {  # places -> libraries and siblings, whichever way a line names t
     "omni_sched/*": {"torch"},
     "omni_losses/*": {"torch"},
     "omni_reward/*": {"requests", "urllib3", "numpy", "PIL", "safetensors"},
-    "omni_reward/server.py": {"starlette", "uvicorn", "h11"},
+    "omni_reward/connections.py": {"uvicorn", "h11"},
+    "omni_reward/server.py": {"starlette", "uvicorn"},
     "omni_reward/scorers/ocr.py": {"rapidocr"},
     "omni_reward/scorers/text.py": {"rapidfuzz"},
     "omni_reward/scorers/neural.py": {"torch", "transformers", "huggingface_hub"},
@@ -47,32 +48,37 @@ MAY_IMPORT = {  # places -> libraries and siblings, whichever way a line names t
     "omni_rollout/engines/vllm_omni/pipelines.py": {"transformers"},
     "omni_rollout/engines/guest.py": {"setproctitle", "numpy"},  # only to put title and generator back
     "omni_train/*": {"torch", "peft", "safetensors", "numpy"},
-    "omni_train/adam8bit.py": {"torchao"},  # an extra, imported where it is asked for
     "omni_train/lock.py": {"filelock"},
     "omni_rl/*": {
         *("torch", "safetensors", "numpy", "PIL"),
         *("omni_sched", "omni_losses", "omni_reward", "omni_rollout", "omni_train"),
     },
     "omni_rl/settings/cli.py": {"tyro"},
+    "omni_rl/settings/fields.py": {"tyro"},
+    "omni_rl/media/prompts.py": {"av"},
     "omni_rl/media/videos.py": {"av"},
     "omni_rl/media/write.py": {"av"},
     "omni_rl/report/serve.py": {"prometheus_client", "starlette", "uvicorn"},
-    "omni_rl/tools/lora.py": {"diffusers", "peft"},
+    "omni_rl/tools/lora_files.py": {"diffusers", "peft"},
     "omni_rl/tools/prompts.py": {"requests", "urllib3"},
-    "apps/*": {"torch", "numpy", *SIBLINGS},
+    "apps/train_*": {"torch", "numpy", *SIBLINGS},
+    "apps/sample.py": {"torch", "numpy", *SIBLINGS},
+    "apps/flowgrpo_by_hand.py": {"torch", "tyro", *SIBLINGS} - {"omni_rl"},
+    "apps/variants/gardo.py": {"torch", "tyro", *SIBLINGS} - {"omni_rl"},
 }
 MAY_IMPORT_LAZILY = {  # inside a function
     "omni_reward/rules.py": {"math_verify"},
     "omni_reward/serving.py": {"uvicorn"},
     "omni_rollout/models/diffusers_model.py": {"accelerate"},  # which diffusers brings
     "omni_rollout/models/hub.py": {"huggingface_hub"},
+    "omni_rollout/models/ltx2.py": {"av"},
     "omni_rollout/models/parts.py": {"huggingface_hub"},
     "omni_rollout/models/tokens/transformers_model.py": {"accelerate", "jinja2"},  # jinja2 renders chat templates
     "omni_rollout/models/wan.py": {"ftfy"},
     "omni_rollout/engines/vllm.py": {"vllm"},
     "omni_train/prompts/table.py": {"pyarrow"},
     "omni_train/hub.py": {"huggingface_hub"},
-    "omni_train/log.py": {"rich"},
+    "omni_train/display.py": {"rich"},
     "omni_train/remote.py": {"fsspec"},  # which torch brings
     "omni_rl/flow/direct_rewards.py": {"transformers"},
     "omni_rl/run/sinks.py": {"wandb", "trackio", "swanlab", "mlflow"},
@@ -97,8 +103,10 @@ MAY_NAME_MODELS = (
     "omni_rollout/models/*",
     "omni_rollout/engines/vllm_omni/pipelines.py",  # what that engine samples a model with
     "omni_rollout/engines/vllm_omni/formats.py",  # and what it quantizes
-    "scripts/pretrain_tiny_*.py",  # builders of the checkpoints that are shipped
+    "scripts/pretraining/*.py",  # builders of the checkpoints that are shipped
     "scripts/build_tiny_*.py",
+    "scripts/released_folder.py",
+    "scripts/real_size.py",
     "scripts/record_*.py",  # what other implementations of a model draw
 )
 MAY_NAME_ENGINES = ("omni_rl/run/engines.py", "omni_rollout/engines/*")
@@ -358,6 +366,7 @@ BAD = [
     (floor_faults, "omni_rl/settings/args.py", "import tyro"),
     (floor_faults, "omni_train/log.py", "from rich.progress import Progress"),
     (floor_faults, "apps/sample.py", "import train_flowgrpo"),
+    (floor_faults, "apps/flowgrpo_by_hand.py", "from omni_rl.run.loop import Loop"),
     (floor_faults, "apps/sample.py", "from settings import Args"),
     (floor_faults, "apps/sample.py", "def f():\n    import diffusers"),
     (model_faults, "apps/train_nft.py", "from omni_rollout.models import qwen_image"),

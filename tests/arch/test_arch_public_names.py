@@ -139,10 +139,8 @@ SIGNATURES = {
     ", card=None",
     "omni_train.weights.full.check_weights": "module, folder, *, part='transformer'",
     "omni_train.weights.full.load_weights": "module, folder, *, part='transformer'",
-    "omni_train.weights.full.load_adapter": "module, folder, *, adapter='default', part='transformer', "
-    "file='pytorch_lora_weights.safetensors'",
+    "omni_train.weights.adapters.load_adapter": "module, place, *, adapter='default', part='transformer'",
     "omni_train.checkpoint.store.Checkpoint": "folder, dist, *, keep=2, wait_for=..., url='', beside=()",
-    "omni_train.checkpoint.store.Checkpoint.send_rest": "self",
     "omni_train.checkpoint.store.Checkpoint.save": "self, step, module, optimizer=None, ema=None, *, config",
     "omni_train.checkpoint.store.Checkpoint.async_save": "self, step, module, optimizer=None, ema=None, *, config",
     "omni_train.checkpoint.store.Checkpoint.poll": "self",

@@ -1,6 +1,6 @@
 """The oldest torch that the packages allow has all that they use, as far as the installed one has it.
 
-scripts/torch_floor.py has read that from the oldest one.
+scripts/release/torch_floor.py has read that from the oldest one.
 """
 
 import json
@@ -18,7 +18,7 @@ def test_the_oldest_torch_has_what_packages_and_apps_use():
     used = set().union(*map(torch_floor.uses, torch_floor.sources()))
     missing = [use for use in sorted(used - set(FLOOR["uses"])) if torch_floor.is_there(use)]
     assert missing == [], (
-        f"torch {FLOOR['torch']} may lack these: run scripts/torch_floor.py as it says, or raise the floor"
+        f"torch {FLOOR['torch']} may lack these: run scripts/release/torch_floor.py as it says, or raise the floor"
     )
 
 

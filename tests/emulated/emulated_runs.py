@@ -127,9 +127,14 @@ def load_like_cuda() -> None:
 
 
 def load_without_bfloat16() -> None:
-    """Load the accelerator as one that emulates bfloat16, and prints each factor of a loss in float16."""
+    """Load the accelerator as one that emulates bfloat16, as NVIDIA's V100 does."""
     load()
     torch.get_device_module("npu").is_bf16_supported = lambda including_emulation: including_emulation
+
+
+def tell_factors() -> None:
+    """Have each rank of a run print each factor of a loss in float16, on such a device."""
+    load_without_bfloat16()
     scale = torch.amp.GradScaler.scale
 
     def told(scaler: torch.amp.GradScaler, loss: Tensor) -> Tensor:

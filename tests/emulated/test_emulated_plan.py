@@ -47,7 +47,7 @@ def test_a_plan_tells_the_peak_of_a_run(tmp_path, monkeypatch, fresh, name):
     app = importlib.import_module(case.app)
     monkeypatch.chdir(folder)
     planned = plan.measure(
-        app.main, fields.build(app.Args, settings | {"dry_run": True, "memory_device_gb": 1.0}), case.ranks
+        app.main, fields.change(app.Args(), **settings, dry_run=True, memory_device_gb=1.0), case.ranks
     )
     assert planned.peak / 2**20 == pytest.approx(max(line.get("perf/peak_memory_mb", 0) for line in lines), rel=0.05)
 

@@ -46,7 +46,7 @@ HALVES = {
 
 @pytest.mark.parametrize("name", sampled(HALVES, 1))
 def test_without_bfloat16_a_loss_in_float16_is_scaled_and_a_run_continues_with_its_factor(tmp_path, url, fresh, name):
-    case, before = HALVES[name], runs.load_without_bfloat16
+    case, before = HALVES[name], runs.tell_factors
     whole = fresh(runs.run, case, tmp_path / "whole", url, before=before)
     found = fresh(runs.run, case, tmp_path / "found", url, lives=(1, 2), before=before)
     told = [line for line in whole.text.splitlines() if line.startswith("times ")]

@@ -2,12 +2,13 @@
 
 import math
 import statistics
+from fractions import Fraction
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omni_losses import group_advantages, overrated, reward_metrics
+from omni_losses import filter_groups, group_advantages, multi_reward_advantages, overrated, reward_metrics
 
 torch.set_num_threads(1)
 
@@ -125,6 +126,79 @@ def test_each_group_sums_to_zero(samples):
             assert abs(got[groups == group].sum()) < 1e-3
 
 
+def root(square):
+    """The square root of a fraction, to 60 decimals."""
+    return Fraction(math.isqrt(square.numerator * 10**120 // square.denominator), 10**60)
+
+
+def deviation_of(rewards, correction):
+    mean = sum(rewards) / len(rewards)
+    return root(sum((r - mean) ** 2 for r in rewards) / (len(rewards) - correction))
+
+
+def exact(rewards, groups, std, eps=1e-4, correction=1):
+    """Advantages in rational arithmetic, of the numbers that the floats are."""
+    rewards = [Fraction(r) for r in rewards]
+    own = {g: [r for r, other in zip(rewards, groups, strict=True) if other == g] for g in set(groups)}
+    whole = deviation_of(rewards, correction)
+    none = Fraction(1) - Fraction(eps)
+    by = {g: {"none": none, "batch": whole, "group": deviation_of(own[g], correction)} for g in own}
+    means = {g: sum(values) / len(values) for g, values in own.items()}
+    return [float((r - means[g]) / (by[g][std] + Fraction(eps))) for r, g in zip(rewards, groups, strict=True)]
+
+
+SCALES = {
+    "a hundred give or take a hundredth": (100.0, 0.01, 16),
+    "groups of hundreds": (100.0, 0.01, 256),
+    "a million give or take one": (1e6, 1.0, 16),
+    "near the largest": (0.0, 1e20, 16),
+    "far from zero": (1e20, 1e12, 16),
+    "tiny": (0.0, 1e-20, 16),
+    "of size one": (0.5, 0.2, 16),
+}
+
+
+@pytest.mark.parametrize("std", ["batch", "group", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", SCALES)
+def test_they_are_those_of_exact_arithmetic_wherever_the_rewards_lie(scale, dtype, std):
+    """Rounded once, to float32. Means in float32 were off by up to 37 %, and squares overflowed from 1e19 on."""
+    middle, spread, size = SCALES[scale]
+    drawn = torch.randn(2 * size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rewards, groups = (middle + spread * drawn).to(dtype), torch.arange(2 * size) % 2
+    wanted = torch.tensor(exact(rewards.tolist(), groups.tolist(), std), dtype=torch.float64)
+    found = group_advantages(rewards, groups, std=std)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=1e-7 * wanted.abs().max().item())
+    twice = multi_reward_advantages(torch.stack([rewards, -rewards / 2], dim=1), groups, [0.5, -1.0], std="none")
+    plain = torch.tensor(exact(rewards.tolist(), groups.tolist(), "none"), dtype=torch.float64)
+    torch.testing.assert_close(twice.double(), plain, rtol=1e-6, atol=1e-7 * plain.abs().max().item())
+    metrics = reward_metrics(rewards, groups)
+    own = [statistics.pstdev(map(Fraction, rewards[groups == g].tolist())) for g in (0, 1)]
+    assert metrics["mean"].item() == pytest.approx(float(statistics.mean(map(Fraction, rewards.tolist()))), rel=1e-12)
+    assert metrics["group_std"].item() == pytest.approx(float(sum(own) / 2), rel=1e-6)
+
+
+def test_several_rewards_are_rescaled_in_float64_too():
+    rewards = 1e6 + torch.randn(64, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    groups = torch.arange(64) % 4
+    columns = [exact(column.tolist(), groups.tolist(), "group") for column in rewards.T]
+    total = [2 * a - b for a, b in zip(*columns, strict=True)]
+    scale = math.sqrt(math.fsum(t * t for t in total) / 63) + 1e-4
+    found = multi_reward_advantages(rewards, groups, [2.0, -1.0], rescale=True)
+    assert found.tolist() == pytest.approx([t / scale for t in total], rel=1e-6, abs=1e-6)
+
+
+def test_rewards_that_differ_by_the_rounding_of_a_float64_sum_alone_are_equal():
+    """0.1 + 0.2 is not 0.3. Rewards that a scorer rounds to float32 differ by more, or not at all."""
+    rewards, groups = torch.tensor([0.1 + 0.2, 0.3, 1e9, 1e9 + 1e-2], dtype=torch.float64), torch.tensor([0, 0, 1, 1])
+    assert group_advantages(rewards, groups, std="group", eps=1e-30)[:2].tolist() == [0.0, 0.0]
+    assert filter_groups(rewards, groups).tolist() == [False, False, True, True]
+    assert reward_metrics(rewards, groups)["zero_variance_ratio"] == 0.5
+    close = torch.tensor([1.0, torch.nextafter(torch.tensor(1.0), torch.tensor(2.0)).item()])
+    assert filter_groups(close, torch.tensor([0, 0])).all()
+
+
 def test_integer_and_float64_rewards_give_float32():
     for rewards in (torch.tensor([1, 2]), torch.tensor([1.0, 2.0], dtype=torch.float64)):
         assert group_advantages(rewards, torch.tensor([0, 0])).dtype == torch.float32
@@ -139,6 +213,8 @@ def test_errors_name_the_argument():
         advantages([1.0, 2.0], [0.0, 0.0])
     with pytest.raises(ValueError, match="finite, or NaN where there is none, got 1 infinite"):
         advantages([1.0, math.inf], [0, 0])
+    with pytest.raises(ValueError, match="got 1 infinite in float32"):
+        group_advantages(torch.tensor([1.0, 1e39], dtype=torch.float64), torch.tensor([0, 0]))
     with pytest.raises(ValueError, match=r"std must be one of .* got 'global'"):
         advantages([1.0], [0], std="global")
     with pytest.raises(ValueError, match="eps must be > 0, got 0"):

@@ -85,7 +85,7 @@ def test_a_group_weighs_a_half_at_the_reference_and_as_much_wherever_its_samples
         ({"dgpo_beta": 0.0}, "dgpo_beta must be > 0, got 0.0"),
         ({"groups": GROUPS[:3]}, r"groups must have error's shape \(6,\), got \(3,\)"),
         ({"advantages": ADVANTAGES[None]}, r"advantages must have error's shape \(6,\), got \(1, 6\)"),
-        ({"clip_range": 1e-9}, "clip_range must be > "),
+        ({"clip_range": 1e-9}, "clip_range must be >= 1e-06"),
     ],
 )
 def test_what_does_not_fit_is_named(changes, message):

@@ -119,10 +119,13 @@ def test_halves_of_a_batch_average_to_the_whole():
     torch.testing.assert_close(sum(halves) / 2, whole)
 
 
-@pytest.mark.parametrize("clip_range", [6e-8, 1e-7, 3e-6])
-def test_bounds_of_any_clip_range_that_is_taken_differ_from_one_in_float32(clip_range):
-    assert loss_and_gradient(2.0, 1.0, clip_range=clip_range)[0] < -1
-    assert loss_and_gradient(0.5, -1.0, clip_range=clip_range)[0] < 1
+@pytest.mark.parametrize("clip_range", [1e-6, 2e-6, 3e-6, 1e-4])
+def test_bounds_of_any_clip_range_that_is_taken_are_those_asked_for_within_half_a_step_of_float32(clip_range):
+    high = -loss_and_gradient(2.0, 1.0, clip_range=clip_range)[0]
+    low = loss_and_gradient(0.5, -1.0, clip_range=clip_range)[0]
+    assert high - 1 == pytest.approx(clip_range, abs=2.0**-24)
+    assert 1 - low == pytest.approx(clip_range, abs=2.0**-25)
+    assert 0.06 * clip_range > 2.0**-24
 
 
 def test_errors_name_the_argument():
@@ -136,8 +139,8 @@ def test_errors_name_the_argument():
             grpo_loss(*tensors, clip_range=0.1)
     with pytest.raises(ValueError, match=r"weights must have log_prob's shape \(2,\), got \(1,\)"):
         grpo_loss(two, two, two, clip_range=0.1, weights=one)
-    for clip_range in (0.0, -0.1, (0.1, 0.0), (1e-9, 0.1), 5e-8, 2.0**-24, math.nan):
-        with pytest.raises(ValueError, match=r"clip_range must be > 5.96e-08, the resolution of float32 at 1, got"):
+    for clip_range in (0.0, -0.1, (0.1, 0.0), (1e-9, 0.1), 5e-8, 2.0**-24, 1e-7, 9.9e-7, math.nan):
+        with pytest.raises(ValueError, match=r"clip_range must be >= 1e-06, as float32 has steps of 1.2e-07 at 1, got"):
             grpo_loss(two, two, two, clip_range=clip_range)
     with pytest.raises(ValueError, match="adv_clip_max must be > 0, got 0"):
         grpo_loss(two, two, two, clip_range=0.1, adv_clip_max=0.0)

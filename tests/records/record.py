@@ -29,6 +29,8 @@ from typing import Any
 import numpy as np
 import torch
 from omni_reward.serving import serving_here
+from omni_rl.settings.fields import change
+from omni_rl.settings.toml import to_toml
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -44,7 +46,7 @@ FOUR: dict[str, Any] = {"num_inference_steps": 4}
 LORA: dict[str, Any] = {"lora_rank": 2, "lora_alpha": 4, "lr": 1e-2}
 SLOW_LORA = LORA | {"lr": 1e-3}
 DPO: dict[str, Any] = {"levels_per_pair": 2, "dpo_beta": 100.0, "lr": 1e-4}
-SRPO: dict[str, Any] = {"prompts_per_step": 4, "group_size": 1, "width": 96, "lr": 1e-4, "max_grad_norm": 1.0}
+SRPO: dict[str, Any] = {"prompts_per_step": 4, "group_size": 1, "width": 96, "lr": 1e-4, "optim_max_grad_norm": 1.0}
 
 
 @dataclass(frozen=True)
@@ -92,16 +94,16 @@ CASES = {
     "grpo-mix": grpo(algo="mixgrpo", **FOUR, window_size=1),
     "grpo-mix-decay": grpo(algo="mixgrpo-decay", **FOUR, window_size=2, window_stride=1, train_steps=3),
     "grpo-mix-compress": grpo(
-        algo="mixgrpo", num_inference_steps=6, window_size=2, window_high=3, iters_per_window=2, compress_ratio=0.4,
+        algo="mixgrpo-flash", num_inference_steps=6, window_size=2, window_high=3, iters_per_window=2,
         same_start_noise=True),
     "grpo-guard": grpo(algo="grpo-guard", **FOUR, num_minibatches=2),
     "grpo-dppo": grpo(algo="flow-dppo", **FOUR, num_minibatches=2),
-    "grpo-tempflow": grpo(step_weights="tempflow", **FOUR, ema_decay=0.9, warmup_steps=2),
+    "grpo-tempflow": grpo(algo="tempflow", **FOUR, ema_decay=0.9, optim_warmup_steps=2),
     "grpo-best-worst": grpo(best_worst_n=2),
     "grpo-filter-kl": grpo(**LORA, filter_groups=True, kl_coef=0.1, adv_std="none"),
     "grpo-recompute": grpo(old_log_prob="recompute", num_minibatches=2),
     "grpo-correct": grpo(old_log_prob="correct", correction_level="step"),
-    "grpo-decay-wd": grpo(lr_decay=True, weight_decay=0.1, memory_gradient_checkpointing=True),
+    "grpo-decay-wd": grpo(optim_lr_scheduler_type="linear", optim_weight_decay=0.1, memory_gradient_checkpointing=True),
     "grpo-full-ddp": grpo(ranks=2, sharding_mode="ddp", ema_decay=0.9),
     "grpo-full-fsdp2": grpo(ranks=2, sharding_mode="fsdp2"),
     "grpo-lora-ddp": grpo(ranks=2, sharding_mode="ddp", **LORA, kl_coef=0.1, num_minibatches=2),
@@ -182,7 +184,7 @@ def flags(case: Case, repo: Path, url: str) -> dict[str, Any]:
     data = {
         "model": f"{repo}/checkpoints/tiny-signs-qwen-image",
         "prompts": f"{repo}/data/tiny-signs/train.txt",
-        "watch_scorer_url" if case.app == "train_srpo" else "scorer_url": url,
+        "scorer_watch_url" if case.app == "train_srpo" else "scorer_url": url,
     }
     reader = {"reward_model": f"{repo}/checkpoints/tiny-signs-reader"} if case.app == "train_srpo" else {}
     return data | reader | dict(case.settings)
@@ -214,6 +216,9 @@ def train(
 ) -> None:
     """Run a trainer in that folder as a program, on forked ranks that call `before` first, to its end."""
     _import_all()
+    script = repo / f"apps/{app}.py"
+    args = change(runpy.run_path(str(script))["Args"](), **settings)
+    (folder / "settings.toml").write_text(to_toml(args))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -224,20 +229,11 @@ def train(
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if ranks > 1 else {}
             os.environ |= {name: str(value) for name, value in place.items()} if ranks > 1 else {}
-            _program(repo / f"apps/{app}.py", command_line(settings), folder, folder / f"out-{rank}.txt", before)
+            _program(script, ["--config", "settings.toml"], folder, folder / f"out-{rank}.txt", before)
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     if any(codes):
         texts = "\n".join((folder / f"out-{rank}.txt").read_text() for rank in range(ranks))
         raise RuntimeError(f"{app} ended with {codes}:\n{texts}")
-
-
-def command_line(settings: Mapping[str, Any]) -> list[str]:
-    """The settings as flags."""
-    result = []
-    for name, value in settings.items():
-        flag = ("--no-" if value is False else "--") + name.replace("_", "-")
-        result += [flag] if isinstance(value, bool) else [flag, str(value)]
-    return result
 
 
 def _program(script: Path, argv: list[str], folder: Path, output: Path, before: Callable[[], None]) -> None:

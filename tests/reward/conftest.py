@@ -1,6 +1,5 @@
 """A real server in a thread, and servers that misbehave."""
 
-import asyncio
 import contextlib
 import socket
 import threading
@@ -8,6 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import uvicorn
+from omni_reward.cli import MAX_CONNECTIONS
+from omni_reward.connections import configure
 from omni_reward.server import Limits, create_app
 from omni_reward.wire import ScoreFn
 from reward.reward_helpers import Misbehaving
@@ -27,11 +28,11 @@ def serve(stopping: list[threading.Thread]) -> Iterator[Callable[..., str]]:
     """Function of a score function and create_app's options or limits, which serves it and returns the URL."""
     with contextlib.ExitStack() as stack:
 
-        def start(score_fn: ScoreFn, *, http: str | type[asyncio.Protocol] = "auto", **options: object) -> str:
+        def start(score_fn: ScoreFn, *, max_connections: int = MAX_CONNECTIONS, **options: object) -> str:
             limits = Limits(**{name: options.pop(name) for name in Limits.__annotations__ if name in options})
             app = create_app(score_fn, limits=limits, **{"name": "test", **options})
             sock = socket.create_server(("127.0.0.1", 0))
-            server = uvicorn.Server(uvicorn.Config(app, http=http, log_config=None, access_log=False))
+            server = uvicorn.Server(configure(app, max_connections))
             thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
             stack.callback(stopping.append, thread)
             stack.callback(setattr, server, "should_exit", True)

@@ -1,17 +1,19 @@
 """The server as a process: ready when it says so, careful with its port, and it finishes what it has accepted."""
 
+import os
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from http.client import HTTPConnection
 from pathlib import Path
 
 import numpy as np
 import pytest
 from omni_reward import RewardClient, RewardConnectError, RewardHTTPError, Score
-from omni_reward.cli import public_name
+from omni_reward.cli import announce_url, bind, public_name
 from omni_reward.server import main
 from reward.reward_helpers import HEAD
 
@@ -117,15 +119,17 @@ def test_a_server_names_no_folder_but_tells_its_own_machine_what_was_raised_and_
     assert public_name(f"0.7*ocr + python:{tmp_path}/a.py:f if clip >= 0 else 1").startswith("0.7*ocr + python:a.py:f")
 
 
-def test_requests_beyond_so_many_connections_are_answered_with_503(
+def test_one_more_than_so_many_connections_replaces_the_one_that_has_been_idle_for_the_longest(
     launch: Callable[..., tuple[subprocess.Popen[str], str]],
 ) -> None:
     _, url = launch("slow", "--max-connections", "3")
     with ExitStack() as stack:
-        for status in (200, 200, 200, 503):
-            conn = stack.enter_context(socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=5))
-            conn.sendall(b"GET /healthz HTTP/1.1\r\nHost: [::1]\r\n\r\n")
-            assert conn.recv(100).startswith(f"HTTP/1.1 {status} ".encode())
+        conns = [stack.enter_context(closing(HTTPConnection(url.removeprefix("http://"), timeout=5))) for _ in range(4)]
+        for conn in [*conns, conns[1]]:
+            conn.request("GET", "/healthz")
+            conn.auto_open = 0  # a second request needs the connection of the first
+            assert conn.getresponse().read() == b'{"status": "ok"}'
+        assert conns[0].sock.recv(1) == b""
 
 
 def test_without_its_libraries_the_server_says_which_and_has_help() -> None:
@@ -166,8 +170,11 @@ def test_the_command_line_sets_the_limits(launch: Callable[..., tuple[subprocess
         (["--scorer", "ocr", "--host", "0.0.0.0"], "--host 0.0.0.0 can be reached from other machines"),
         (["--scorer", "ocr", "--host", "::"], "--host :: can be reached from other machines"),
         (["--scorer", "ocr", "--host", "256.0.0.1"], "--host must be an address of this machine, got '256.0.0.1'"),
-        (["--scorer", "ocr", "--token-file", "{tmp}/none"], "No such file or directory: '{tmp}/none'"),
-        (["--scorer", "ocr", "--token-file", "{tmp}/empty"], "token must be printable ASCII"),
+        (
+            ["--scorer", "ocr", "--token-file", "{tmp}/none"],
+            "--token-file: [Errno 2] No such file or directory: '{tmp}/none'",
+        ),
+        (["--scorer", "ocr", "--token-file", "{tmp}/empty"], "--token-file: token must be printable ASCII"),
         (["--scorer", "ocr", "--url-file", "{tmp}/no/url"], "--url-file must be in a folder that exists"),
         (["--scorer", "ocr", "--threads", "0"], "threads must be >= 1, got 0"),
     ],
@@ -189,3 +196,12 @@ def test_a_taken_port_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> N
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit):
         main(["--scorer", "ocr", "--port", str(taken.getsockname()[1])])
     assert "Address already in use" in capsys.readouterr().err
+
+
+def test_an_address_is_not_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / f"url.{os.getpid()}.partial").symlink_to(tmp_path / "mine")
+    with bind("127.0.0.1", 0, has_token=False) as sock:
+        announce_url(tmp_path / "url", sock)
+        assert (tmp_path / "url").read_text() == f"http://127.0.0.1:{sock.getsockname()[1]}"
+    assert (tmp_path / "mine").read_text() == "mine"

@@ -17,6 +17,7 @@ from omni_reward import (
     RewardHTTPError,
     RewardTimeoutError,
     Score,
+    Scorer,
 )
 from omni_reward.transport import MAX_REPLY_BYTES
 from reward.reward_helpers import halves, http, read_request, reply_to, trickle
@@ -284,13 +285,19 @@ def test_a_server_that_is_down_behind_a_proxy_is_not_called_another_one(misbehav
     assert str(caught.value) == f"GET {url}/info: 502 Bad Gateway"
 
 
-def test_a_reply_without_end_is_a_format_error(misbehave: Callable[..., str]) -> None:
+@pytest.mark.parametrize("status", ["200 OK", "302 X"])
+def test_a_reply_without_end_is_a_format_error(misbehave: Callable[..., str], status: str) -> None:
+    poured = 0
+
     def flood(conn: socket.socket, body: bytes) -> None:
-        conn.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+        nonlocal poured
+        conn.sendall(f"HTTP/1.1 {status}\r\nLocation: /\r\n\r\n".encode())
         for _ in range(MAX_REPLY_BYTES // 2**20 + 64):
             conn.sendall(bytes(2**20))
+            poured += 1
 
     assert type(failure(misbehave(flood))) is RewardFormatError
+    assert poured < MAX_REPLY_BYTES // 2**20 + 32  # MB, the buffers of the network included
 
 
 def silent(conn: socket.socket, body: bytes) -> None:
@@ -385,3 +392,45 @@ def test_one_except_clause_catches_all() -> None:
     for cls in (RewardTimeoutError, RewardConnectError, RewardHTTPError, RewardFormatError):
         assert issubclass(cls, RewardError)
         assert not issubclass(cls, ValueError | OSError)
+
+
+TAKES = b'"media": ["image"], "references": false, "groups": false, "sleeps": false'
+INFO = b'{"protocol": 1, "scorer": "test", "scorer_version": "1", %b, "limits": {}}' % TAKES
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "mask"])
+@pytest.mark.parametrize(
+    ("then", "fault"),
+    [
+        ({"scorer": "other"}, "scorer must be 'test', as the server said before, got 'other'"),
+        ({"scorer_version": "2"}, "scorer_version must be '1', as the server said before, got '2'"),
+        ({"scorer_version": None}, "scorer_version must be '1', as the server said before, got None"),
+    ],
+)
+def test_a_server_that_was_restarted_as_another_scorer_is_fatal(
+    misbehave: Callable[..., str], on_failure: Literal["raise", "mask"], then: dict[str, object], fault: str
+) -> None:
+    changes: dict[str, object] = {"scorer_version": "1"}
+    url = misbehave(lambda conn, body: conn.sendall(http("200 OK", reply_to(body, **changes) if body else INFO)))
+    with RewardClient(url, on_failure=on_failure) as client:
+        client.check(IMAGES, PROMPTS)
+        assert client.submit(IMAGES, PROMPTS).result(10) == [Score(0.5)] * 2
+        changes |= then
+        error = client.submit(IMAGES, PROMPTS).exception(10)
+        assert isinstance(error, RewardFormatError)
+        assert error.fatal
+        assert str(error).startswith(f"POST {url}/score: {fault}: start it as it was")
+        del changes["scorer_version"]  # which other servers may leave out
+        changes["scorer"] = "test"
+        assert client.submit(IMAGES, PROMPTS).result(10) == [Score(0.5)] * 2
+
+
+def test_a_reply_names_its_scorer_and_version(serve: Callable[..., str]) -> None:
+    urls = [serve(Scorer(halves, version=version), name="halves") for version in "12"]
+    with RewardClient(urls[0]) as client:
+        client.check()
+        assert client.scorer == {"scorer": "halves", "scorer_version": "1"}
+    with RewardClient(urls[1]) as client:
+        client.scorer = {"scorer": "halves", "scorer_version": "1"}
+        with pytest.raises(RewardFormatError, match="scorer_version must be '1', as the server said before, got '2'"):
+            client.submit(IMAGES, PROMPTS).result(10)

@@ -212,7 +212,7 @@ def test_versions_are_told_together() -> None:
 
 
 def test_a_wrong_count_of_one_scorer_is_an_error() -> None:
-    with pytest.raises(ValueError, match="the scorer must return 3 scores, got 2"):
+    with pytest.raises(ValueError, match="must return 3 numbers, got 2"):
         run("a + b", {"a": fixed(1.0, 1.0), "b": fixed(1.0, 1.0, 1.0)})
 
 

@@ -1,8 +1,8 @@
-"""Groups: protocol 3 brings whole ones to the scorers that compare samples, and to no other."""
+"""Groups: whole ones come to the scorers that compare samples, and to no other."""
 
 import json
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omni_reward import RewardClient, RewardError, RewardHTTPError, Score, Scorer
 from omni_reward.combine import combine
-from omni_reward.media import ScoreRequest, slices_of
+from omni_reward.media import slices_of
 from omni_reward.scorers import load_scorer
 from omni_reward.scorers.frames import over_frames
 from omni_reward.terms import parse
-from omni_reward.wire import MismatchError, decode_reply, decode_request, encode_reply, encode_request
-from reward.reward_helpers import halves, http
+from omni_reward.wire import decode_request
+from reward.reward_helpers import halves
 
 Given = dict[str, np.ndarray]
 
@@ -34,10 +34,10 @@ def above(media: Given, prompts: list[str], meta: list[dict[str, object]]) -> li
     return [Score(float((mean > means).sum() / (len(means) - 1))) for mean in means]
 
 
-def body(groups: object, protocol: object = 3, **more: object) -> bytes:
-    """A request of three images, whose words may break any rule."""
-    request = {"protocol": protocol, "request_id": "r", "ids": ["0", "1", "2"], "prompts": ["a"] * 3, "meta": [{}] * 3}
-    request |= ({} if groups is None else {"groups": groups}) | more
+def body(groups: object) -> bytes:
+    """A request of three images, whose groups may break any rule."""
+    request = {"protocol": 1, "request_id": "r", "ids": ["0", "1", "2"], "prompts": ["a"] * 3, "meta": [{}] * 3}
+    request["groups"] = groups
     image = {"dtype": "U8", "shape": [3, 1, 1, 3], "data_offsets": [0, 9]}
     header = json.dumps({"__metadata__": {"request": json.dumps(request)}, "image": image}).encode()
     return struct.pack("<Q", len(header)) + header + bytes(9)
@@ -62,7 +62,6 @@ def test_each_call_holds_one_group_whatever_the_request_and_the_scores_come_in_o
     labels = [place for place, own in enumerate(groups.values()) for _ in own]
     with RewardClient(serve(Scorer(score, groups=True))) as client:
         assert client.takes_groups
-        assert client.info()["protocol"] == 3
         together = client.submit(images(*values), ["p"] * 6, groups=labels).result(10)
         assert calls == [3, 2, 1]
         apart = [
@@ -77,24 +76,6 @@ def test_requests_of_several_clients_share_no_call(serve: Callable[..., str]) ->
     with RewardClient(serve(Scorer(above, groups=True))) as client:
         pending = [client.submit(images(i, i + 1), ["p"] * 2, groups=[0, 0]) for i in range(8)]
         assert [[score.value for score in future.result(10)] for future in pending] == [[0.0, 1.0]] * 8
-
-
-def test_a_request_speaks_the_first_protocol_that_has_what_it_holds() -> None:
-    def protocols(groups: Sequence[int] = (), **media: np.ndarray) -> object:
-        request = ScoreRequest({**images(1, 2), **media}, ["p"] * 2, [{}] * 2, "r", groups=groups)
-        decoded = decode_request(b"".join(encode_request(request)), max_batch=2)
-        assert list(decoded.groups) == list(groups)
-        assert decoded.media.keys() == request.media.keys()
-        return Scorer(above, media=tuple(request.media), groups=bool(groups)).protocol
-
-    texts = np.array(["x", "y"], object)
-    assert protocols() == 1
-    assert protocols(text=texts) == 2
-    assert protocols([4, 4]) == protocols([4, 4], text=texts) == 3
-    reply = encode_reply("r", ["0"], "s", [Score(1.0)], protocol=3)
-    assert decode_reply(reply, request_id="r", ids=["0"], protocol=3) == [Score(1.0)]
-    with pytest.raises(MismatchError, match="protocol must be 2, got 3"):
-        decode_reply(reply, request_id="r", ids=["0"], protocol=2)
 
 
 @pytest.mark.parametrize(
@@ -112,13 +93,6 @@ def test_a_request_speaks_the_first_protocol_that_has_what_it_holds() -> None:
 def test_groups_that_break_a_rule_are_refused_with_it(groups: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         decode_request(body(groups), max_batch=3)
-
-
-def test_earlier_protocols_ignore_groups_as_any_other_key() -> None:
-    assert decode_request(body([0, 1, 0], protocol=1), max_batch=3).groups == ()
-    assert decode_request(body([0, 0, 1], text=["x", "y", "z"]), max_batch=3).media["text"].tolist() == ["x", "y", "z"]
-    with pytest.raises(MismatchError, match="protocol must be 1 or 2 or 3, got 4"):
-        decode_request(body([0, 0, 1], protocol=4), max_batch=3)
 
 
 def test_groups_that_are_missing_or_too_many_are_refused_by_the_server(serve: Callable[..., str]) -> None:
@@ -155,14 +129,10 @@ def test_check_scores_its_prompts_as_one_group(serve: Callable[..., str]) -> Non
         assert client.check()[0][0].abstained == "there is nothing to compare with"
 
 
-def test_info_says_whether_a_scorer_takes_groups_and_that_of_an_earlier_release_takes_none(
-    serve: Callable[..., str], misbehave: Callable[..., str]
-) -> None:
-    info = requests.get(serve(Scorer(above, groups=True)) + "/info", timeout=10).json()
-    assert (info["protocol"], info["groups"], info["batch_size"]) == (3, True, None)
-    old = {"protocol": 1, "scorer": "s", "scorer_version": "", "media": ["image"], "limits": {}}
-    with RewardClient(misbehave(lambda conn, _: conn.sendall(http("200 OK", json.dumps(old).encode())))) as client:
-        assert client.takes_groups is False
+def test_info_says_whether_a_scorer_takes_groups(serve: Callable[..., str]) -> None:
+    for groups in (True, False):
+        info = requests.get(serve(Scorer(above, groups=groups)) + "/info", timeout=10).json()
+        assert (info["protocol"], info["groups"], info["batch_size"]) == (1, groups, None)
 
 
 def test_a_combination_brings_whole_groups_to_all_and_batches_to_those_that_have_them() -> None:
@@ -173,7 +143,7 @@ def test_a_combination_brings_whole_groups_to_all_and_batches_to_those_that_have
         return [float(value) for value in media["image"][:, 0, 0, 0]]
 
     both = combine(parse("2*x + y"), {"x": Scorer(above, groups=True), "y": Scorer(single, batch_size=2)})
-    assert (both.groups, both.batch_size, both.protocol) == (True, None, 3)
+    assert (both.groups, both.batch_size) == (True, None)
     scores = both(images(9, 1, 5), ["p"] * 3, [{}] * 3)
     assert [score.value for score in scores] == [2 * 1.0 + 9, 1, 2 * 0.5 + 5]
     assert scores[2].parts == {"x": 0.5, "y": 5.0}

@@ -16,7 +16,7 @@ import h11
 import numpy as np
 import pytest
 import requests
-from omni_reward import RewardClient, Score, Scorer, server
+from omni_reward import RewardClient, Score, Scorer, connections
 from omni_reward.media import MAX_REFERENCES, ScoreRequest
 from omni_reward.wire import MAX_DIGITS, MAX_HEADER_BYTES, MAX_VALUES, decode_request, encode_request
 from reward.reward_helpers import HEAD, halves
@@ -115,8 +115,8 @@ def test_bytes_that_wait_are_bounded_and_given_back(serve: Callable[..., str]) -
 def test_connections_that_bring_no_request_in_time_are_closed(
     serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "HEAD_S", 0.3)
-    url = serve(halves, http=server._Protocol)
+    monkeypatch.setattr(connections, "HEAD_S", 0.3)
+    url = serve(halves)
     with connect(url) as silent, connect(url) as half, closing(HTTPConnection(url.removeprefix("http://"))) as good:
         half.sendall(HEAD[:20])
         for _ in range(2):
@@ -126,19 +126,113 @@ def test_connections_that_bring_no_request_in_time_are_closed(
             assert silent.recv(1) == half.recv(1) == b""
 
 
+def ask(url: str, path: str = "/healthz") -> socket.socket:
+    """A connection on which a request was sent."""
+    conn = connect(url)
+    conn.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+    return conn
+
+
+def beginning(conn: socket.socket) -> bytes:
+    """The first bytes that come; none of a connection that was closed."""
+    with contextlib.suppress(ConnectionResetError):
+        return conn.recv(12)
+    return b""
+
+
+WAITING: dict[str, Callable[[str], socket.socket]] = {  # connections that a stranger opens, without the token
+    "silent": connect,
+    "half a head": lambda url: send(connect(url), HEAD[:20]),
+    "answered": lambda url: send(connect(url), b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"),
+    "half a body": lambda url: send(connect(url), HEAD + b"Content-Length: 999\r\n\r\nx"),
+}
+
+
+def send(conn: socket.socket, data: bytes) -> socket.socket:
+    conn.sendall(data)
+    return conn
+
+
+@pytest.mark.parametrize("kind", WAITING)
+def test_connections_that_wait_for_their_clients_take_no_place(serve: Callable[..., str], kind: str) -> None:
+    url = serve(halves, token="s3cret", max_connections=3)
+    with contextlib.ExitStack() as stack:
+        open_ones = [stack.enter_context(WAITING[kind](url)) for _ in range(7)]
+        with RewardClient(url, token="s3cret", timeout_s=5) as client:
+            client.check()
+            assert client.submit(IMAGE, ["a"]).result(10) == [Score(0.5)]
+        for conn in open_ones[:4]:  # the oldest made room, for the others and for the client
+            while beginning(conn):
+                pass
+
+
+def test_a_connection_whose_reply_is_being_made_keeps_its_place(serve: Callable[..., str]) -> None:
+    started, go_on = threading.Event(), threading.Event()
+
+    def slow(media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]) -> list[Score]:
+        started.set()
+        assert go_on.wait(10)
+        return [Score(1.0)]
+
+    url = serve(slow, max_connections=1)
+    with RewardClient(url, timeout_s=10) as client:
+        future = client.submit(IMAGE, ["a"])
+        assert started.wait(10)
+        with ask(url) as conn:
+            assert beginning(conn) == b"HTTP/1.1 503"
+        go_on.set()
+        assert future.result(10) == [Score(1.0)]
+
+
+def test_a_full_server_refuses_the_new_connection_and_none_that_it_holds(serve: Callable[..., str]) -> None:
+    started, go_on = threading.Semaphore(0), threading.Event()
+
+    def slow(media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]) -> list[Score]:
+        started.release()
+        assert go_on.wait(10)
+        return [Score(1.0)] * len(prompts)
+
+    url, body = serve(slow, max_connections=2), pack(IMAGE)
+    head = HEAD + b"Content-Length: %d\r\n\r\n" % len(body)
+    with connect(url) as upload, connect(url) as kept, contextlib.ExitStack() as stack:
+        upload.sendall(head + body[:9])
+        kept.sendall(head + body)
+        assert started.acquire(timeout=10)
+        flood = [stack.enter_context(connect(url)) for _ in range(5)]  # the last one takes the place of the others
+        assert beginning(send(flood[-1], head)) == b"HTTP/1.1 503"
+        go_on.set()
+        for conn, rest in ((upload, body[9:]), (kept, b"")):
+            assert beginning(send(conn, rest)) == b"HTTP/1.1 200"
+
+
+def test_a_kept_connection_is_not_refused_in_place_of_a_new_one(serve: Callable[..., str]) -> None:
+    started, go_on = threading.Event(), threading.Event()
+
+    def slow(media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]) -> list[Score]:
+        started.set()
+        assert go_on.wait(10)
+        return [Score(1.0)]
+
+    url = serve(slow, max_connections=1)
+    with requests.Session() as session, contextlib.ExitStack() as stack:
+        threading.Timer(0, lambda: [started.wait(10), stack.enter_context(connect(url)), go_on.set()]).start()
+        for _ in range(2):  # the second request finds the new connection open
+            assert session.post(f"{url}/score", pack(IMAGE), headers=BINARY).status_code == 200
+
+
 def test_a_body_in_tiny_chunks_is_refused_before_they_are_parsed() -> None:
-    connection = server._Connection(h11.SERVER)
+    connection = connections.Connection(h11.SERVER)
     connection.receive_data(HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 40_000)
     events = iter(connection.next_event, h11.NEED_DATA)
-    assert len(list(islice(events, server.FREE_CHUNKS + 2))) == server.FREE_CHUNKS + 2  # the head is one
+    assert len(list(islice(events, connections.FREE_CHUNKS + 2))) == connections.FREE_CHUNKS + 2  # the head is one
     with pytest.raises(h11.RemoteProtocolError, match="the chunks of a body must have 1024 bytes on average"):
         next(events)
 
 
 @pytest.mark.parametrize("size", [1, 4096])
 def test_bodies_in_few_or_in_large_chunks_are_whole(size: int) -> None:
-    connection = server._Connection(h11.SERVER)
-    data = bytes(min(size * 4 * server.FREE_CHUNKS, 2**22) if size > 1 else server.FREE_CHUNKS)
+    connection = connections.Connection(h11.SERVER)
+    data = bytes(min(size * 4 * connections.FREE_CHUNKS, 2**22) if size > 1 else connections.FREE_CHUNKS)
     pieces = [data[i : i + size] for i in range(0, len(data), size)]
     chunks = b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces)
     got = 0

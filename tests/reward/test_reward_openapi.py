@@ -9,7 +9,7 @@ from pathlib import Path
 
 import requests
 from omni_reward.media import MEDIA_KINDS
-from omni_reward.wire import MAX_ID_CHARS, PROTOCOLS
+from omni_reward.wire import MAX_ID_CHARS, PROTOCOL
 from reward.reward_helpers import halves
 
 TESTS = Path(__file__).parents[1]
@@ -42,7 +42,7 @@ def test_the_document_and_the_protocol_page_name_the_same_errors(serve: Callable
 def test_the_document_has_the_bounds_and_kinds_of_the_code(serve: Callable[..., str]) -> None:
     schemas = requests.get(serve(halves) + "/openapi.json", timeout=10).json()["components"]["schemas"]
     info, reply = schemas["Info"]["properties"], schemas["Reply"]["properties"]
-    assert info["protocol"]["enum"] == reply["protocol"]["enum"] == [*PROTOCOLS]
+    assert info["protocol"]["const"] == reply["protocol"]["const"] == PROTOCOL
     assert info["media"]["items"]["enum"] == sorted(MEDIA_KINDS)
     assert reply["request_id"]["maxLength"] == MAX_ID_CHARS
     live = requests.get(serve(halves) + "/info", timeout=10).json()

@@ -1,6 +1,5 @@
 """References: the pictures that samples were made from reach the scorers that take them, once each, and no other."""
 
-import json
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -112,14 +111,6 @@ def test_references_that_are_missing_or_too_many_are_refused_with_the_rule(serve
         assert not client.takes_references
         with pytest.raises(RewardHTTPError, match="references must be left out: the scorer takes none"):
             client.submit({"image": IMAGES}, PROMPTS, references=[(SMALL,)] * 3).result(10)
-
-
-def test_a_server_of_an_earlier_release_takes_none(misbehave: Callable[..., str]) -> None:
-    from reward.reward_helpers import http
-
-    info = {"protocol": 1, "scorer": "s", "scorer_version": "", "media": ["image"], "limits": {}}
-    with RewardClient(misbehave(lambda conn, _: conn.sendall(http("200 OK", json.dumps(info).encode())))) as client:
-        assert client.takes_references is False
 
 
 def test_check_shows_a_grey_reference_or_one_s_own(serve: Callable[..., str]) -> None:

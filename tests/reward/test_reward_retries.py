@@ -306,15 +306,27 @@ def test_check_takes_prompts_and_meta_of_one_s_own_and_shows_the_parts(serve: Ca
 
 
 @pytest.mark.parametrize(
-    "changes", [{"scorer": None}, {"scorer_version": 3}, {"media": "image"}, {"limits": None}], ids=str
+    "changes",
+    [
+        {"protocol": 2},
+        {"scorer": None},
+        {"scorer_version": 3},
+        {"media": "image"},
+        {"references": None},
+        {"groups": 1},
+        {"sleeps": None},
+        {"limits": None},
+    ],
+    ids=str,
 )
 def test_an_info_that_lacks_what_clients_use_is_refused(changes: dict[str, object]) -> None:
     info = {"protocol": 1, "scorer": "s", "scorer_version": "", "media": ["image"], "limits": {"max_waiting": 3}}
+    info |= dict.fromkeys(("references", "groups", "sleeps"), False)
     with page_server(json.dumps(info).encode()) as url, RewardClient(url) as client:
         assert client.info()["limits"]["max_waiting"] == 3
     [name] = changes
     with page_server(json.dumps(info | changes).encode()) as url, RewardClient(url) as client:
-        with pytest.raises(RewardFormatError, match=f"GET {url}/info: {name} must be a ") as caught:
+        with pytest.raises(RewardFormatError, match=f"GET {url}/info: {name} must be (a |1, got 2)") as caught:
             client.info()
         assert caught.value.fatal
 

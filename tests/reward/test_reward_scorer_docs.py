@@ -78,13 +78,24 @@ def test_the_scorers_of_the_page_parse() -> None:
 
 
 def test_the_python_of_the_page_runs() -> None:
-    parts, own, groups = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    parts, own, others, groups = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     names: dict[str, Any] = {}
     exec(parts, names)
     assert names["table"].shape == (3, 2)
     assert torch.isfinite(names["advantages"]).all()
     exec(own, names)
     assert names["brightness"]({"image": np.full((2, 4, 4, 3), 51)}, [], []).tolist() == [0.2, 0.2]
+    exec(others, names)
+    video = np.zeros((2, 3, 4, 4, 3), np.uint8)
+    video[1, 1] = 51  # there and back
+    for name, kind, values, wanted in (
+        ("moving", "video", video, [0, 0.2]),
+        ("loud", "audio", np.full((2, 9, 2), 0.5, np.float32), [0.5, 0.5]),
+        ("brief", "text", np.array(["ab", "a"]), [-2, -1]),
+    ):
+        scorer = names[name]
+        found = [score.value for score in scorer({kind: values}, ["a"] * 2, [{}] * 2)]
+        assert (scorer.media, found) == ((kind,), wanted)
     exec(groups, names)
     images = np.stack([np.full((4, 4, 3), value) for value in (9, 7, 8)])
     assert [score.value for score in names["brightest"]({"image": images}, ["a"] * 3, [{}] * 3)] == [1, 0, 0.5]

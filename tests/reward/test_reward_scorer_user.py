@@ -7,7 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from omni_reward import Scorer
+from omni_reward.rules import check_meta, open_rules
 from omni_reward.scorers import check_scorer, load_scorer
+from omni_reward.scorers.user import hint_of
+from omni_reward.wire import WrongScoresError
 
 OWN = """
 from __future__ import annotations
@@ -120,3 +123,83 @@ def test_the_command_line_serves_it_or_says_why_not(own: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert done.stderr == f"omni_reward.server: error: {own} must have a function 'blue'\n"
+
+
+RETURNS = {  # what a function of three prompts returns, and what is said of it
+    "None": "f must return 3 numbers in a list, got NoneType: None$",
+    "'0.5'": "f must return 3 numbers in a list, got str: '0.5'$",
+    "{'score': [0.5, 0.5, 0.5]}": "f must return 3 numbers in a list, got dict: {'score': .*}$",
+    "(0.5 for prompt in prompts)": "f must return 3 numbers in a list, got generator: ",
+    "0.5": "f must return 3 numbers in a list, got float: 0.5$",
+    "np.float32(0.5)": "f must return 3 numbers in a list, got float32: ",
+    "wait()": "f must return 3 numbers in a list, got coroutine: ",
+    "[0.5]": r"f must return 3 numbers, got 1: \[0.5\]$",
+    "[0.5, 0.5, None]": r"f must return 3 numbers, got None for sample 3; return Score\(None, abstained=REASON\)",
+    "['a', 'b', 'c']": "f must return 3 numbers, got 'a' for sample 1; ",
+    "[[0.5], [0.5], [0.5]]": r"f must return 3 numbers, got \[0.5\] for sample 1; ",
+    "np.zeros((3, 1))": r"f must return 3 numbers, got array\(\[0\.\]\) for sample 1; ",
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("value", RETURNS)
+def test_what_a_function_may_return_is_one_line(tmp_path: Path, value: str) -> None:
+    (tmp_path / "mine.py").write_text(
+        f"import numpy as np\nasync def wait(): return 0.5\ndef f(media, prompts, meta): return {value}\n"
+    )
+    scorer = load_scorer(f"python:{tmp_path / 'mine.py'}:f")
+    with pytest.raises(WrongScoresError, match=f"^{RETURNS[value]}"):
+        scorer({"image": np.zeros((3, 4, 4, 3), np.uint8)}, ["", "", ""], [{}, {}, {}])
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("value", ["[1, True, 0.5]", "np.ones(3)", "(np.float16(1), Score(None, abstained='x'), 1)"])
+def test_numbers_of_any_kind_are_scores(tmp_path: Path, value: str) -> None:
+    (tmp_path / "mine.py").write_text(
+        f"import numpy as np\nfrom omni_reward import Score\ndef f(media, prompts, meta): return {value}\n"
+    )
+    scores = load_scorer(f"python:{tmp_path / 'mine.py'}:f")({}, ["", "", ""], [{}, {}, {}])
+    assert scores[0].value == 1.0
+
+
+@pytest.mark.parametrize(
+    ("body", "is_hinted"),
+    [
+        ("[each.convert('L') for each in media]", True),
+        ("[media[0].size]", True),
+        ("[each.size for each in media[:2]]", True),
+        ("[each.convert('L') for each in media['image']]", True),
+        ("[own['word'] for own in meta]", False),
+        ("[unknown for own in meta]", False),
+    ],
+)
+def test_a_function_of_a_list_of_images_is_told_what_media_are(tmp_path: Path, body: str, is_hinted: bool) -> None:
+    (tmp_path / "mine.py").write_text(f"def f(media, prompts, meta): return {body}\n")
+    scorer = load_scorer(f"python:{tmp_path / 'mine.py'}:f")
+    with pytest.raises(Exception) as found:
+        scorer({"image": np.zeros((1, 4, 4, 3), np.uint8)}, [""], [{}])
+    assert hint_of(found.value) == '; media is a dict of arrays: media["image"] is uint8 [N, H, W, 3]' * is_hinted
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [("None", "must return a number, got NoneType: None"), ("'1'", "must return a number, got str: '1'")],
+)
+def test_a_rule_that_returns_no_number_is_told_before_the_run(tmp_path: Path, value: str, message: str) -> None:
+    (tmp_path / "mine.py").write_text(f"def f(answer, line): return {value}\n")
+    with pytest.raises(ValueError, match=message):
+        check_meta(open_rules(f"python:{tmp_path / 'mine.py'}:f"), {})
+
+
+def test_a_file_or_a_function_that_exits_ends_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("import sys\nsys.exit(0)\ndef f(media, prompts, meta):\n    pass\n")
+    with pytest.raises(ValueError, match=r"mine\.py must run, line 2 raised SystemExit: 0"):
+        load_scorer(f"python:{file}:f")
+    file.write_text("import sys\ndef rule(answer, meta):\n    sys.exit(0)\n")
+    with pytest.raises(ValueError, match="fails on an empty answer: SystemExit: 0"):
+        check_meta(open_rules(f"python:{file}:rule"), {})
+    scorer = load_scorer(f"rules:python:{file}:rule")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="a rule fails: SystemExit: 0"):
+            scorer({"text": ["yes"]}, ["p"], [{}])

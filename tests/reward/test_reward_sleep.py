@@ -13,7 +13,7 @@ from omni_reward.combine import combine
 from omni_reward.scorers import neural
 from omni_reward.scorers.frames import over_frames
 from omni_reward.terms import parse
-from reward.reward_helpers import halves, http
+from reward.reward_helpers import halves
 
 IMAGES = np.zeros((2, 3, 4, 3), np.uint8)
 
@@ -117,12 +117,6 @@ def test_weights_that_cannot_be_moved_are_a_failure_and_no_score(serve: Callable
             client.submit({"image": IMAGES}, ["a"] * 2).result(10)
         mover.fails = False
         assert client.submit({"image": IMAGES}, ["a"] * 2).result(10)[0].value == 1
-
-
-def test_an_earlier_server_cannot_sleep(misbehave: Callable[..., str]) -> None:
-    old = b'{"protocol": 1, "scorer": "s", "scorer_version": "", "media": ["image"], "limits": {}}'
-    with RewardClient(misbehave(lambda conn, _: conn.sendall(http("200 OK", old)))) as client:
-        assert client.info()["sleeps"] is False
 
 
 def test_a_combination_moves_all_that_have_weights_and_frames_their_scorer_s() -> None:

@@ -1,4 +1,4 @@
-"""Texts over the wire: protocol 2, its refusals by and of version 1, and rules that grade in a process of their own."""
+"""Texts over the wire, and rules that grade in a process of their own."""
 
 import hashlib
 import json
@@ -10,14 +10,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import requests
 from omni_reward import RewardClient, RewardError, RewardHTTPError, Score, Scorer
 from omni_reward.media import ScoreRequest
 from omni_reward.rules import grade, open_rules
 from omni_reward.scorers import load_scorer
 from omni_reward.scorers.rules import _serve
-from omni_reward.wire import MAX_HEADER_BYTES, MismatchError, decode_reply, decode_request, encode_reply, encode_request
-from reward.reward_helpers import halves, http
+from omni_reward.wire import MAX_HEADER_BYTES, decode_request, encode_reply, encode_request
+from reward.reward_helpers import halves
 
 TEXTS = ["", "7 \u221a \U0001f600\x00\n", "\\boxed{7}"]
 
@@ -38,7 +37,7 @@ def test_texts_come_out_as_they_went_in(serve: Callable[..., str]) -> None:
     with RewardClient(url) as client:
         assert [len(scores) for scores in client.check()] == [1]
         scores = client.submit({"text": TEXTS}, ["a", "b", "c"], meta).result(10)
-        assert client.info()["protocol"] == 2
+        assert (client.info()["protocol"], client.kinds) == (1, ("text",))
     assert [score.value for score in scores] == [len(text) for text in TEXTS]
     assert seen[1:] == [(TEXTS[:2], ["a", "b"], meta[:2]), (TEXTS[2:], ["c"], meta[2:])]
 
@@ -53,8 +52,8 @@ def test_texts_and_references_go_together(serve: Callable[..., str]) -> None:
     assert only.value == 13
 
 
-def test_requests_and_replies_of_images_are_those_of_version_1_byte_for_byte() -> None:
-    """The digest was taken of the release before there were texts."""
+def test_requests_and_replies_of_images_are_the_same_byte_for_byte() -> None:
+    """Other clients and servers write and read these bytes."""
     image = np.arange(2 * 4 * 5 * 3, dtype=np.uint8).reshape(2, 4, 5, 3)
     request = ScoreRequest({"image": image}, ["a", "\u00fc"], [{}, {"k": [1.5, None]}], request_id="r")
     body = b"".join(encode_request(request))
@@ -64,30 +63,20 @@ def test_requests_and_replies_of_images_are_those_of_version_1_byte_for_byte() -
     )
 
 
-def test_a_reply_speaks_the_protocol_of_its_request() -> None:
-    reply = encode_reply("r", ["0"], "s", [Score(1.0)], protocol=2)
-    assert decode_reply(reply, request_id="r", ids=["0"], protocol=2) == [Score(1.0)]
-    with pytest.raises(MismatchError, match="protocol must be 1, got 2"):
-        decode_reply(reply, request_id="r", ids=["0"])
-
-
-def test_a_server_of_images_refuses_texts(serve: Callable[..., str]) -> None:
-    with RewardClient(serve(halves)) as client, pytest.raises(RewardHTTPError, match=r"400 malformed.*got \['text'\]"):
-        client.submit({"text": TEXTS}, ["a"] * 3).result(10)
-
-
-def test_a_server_of_version_1_refuses_texts(misbehave: Callable[..., str]) -> None:
-    """Its answer to protocol 2, as the release before had it."""
-    error = json.dumps({"error": {"code": "malformed", "message": "protocol must be 1, got 2"}}).encode()
-    url = misbehave(lambda conn, body: conn.sendall(http("400 Bad Request", error)))
-    with RewardClient(url) as client, pytest.raises(RewardHTTPError, match="protocol must be 1, got 2") as caught:
-        client.submit({"text": ["a"]}, ["a"]).result(10)
-    assert caught.value.fatal
-
-
-def test_a_client_of_version_1_sees_at_once_that_a_server_takes_texts(serve: Callable[..., str]) -> None:
-    info = requests.get(serve(Scorer(lengths, media=("text",))) + "/info", timeout=10).json()
-    assert (info["protocol"], info["media"]) == (2, ["text"])  # of which it refuses the first
+def test_a_server_refuses_texts_that_it_does_not_take_and_requests_without_those_that_it_takes(
+    serve: Callable[..., str],
+) -> None:
+    image = np.zeros((3, 2, 2, 3), np.uint8)
+    for media, given, fault in (
+        (("image",), {"text": TEXTS}, "['image'], got ['text']"),
+        (("image",), {"image": image, "text": TEXTS}, "['image'], got ['image', 'text']"),
+        (("image", "text"), {"image": image}, "['image', 'text'], got ['image']"),
+    ):
+        with RewardClient(serve(Scorer(halves, media=media))) as client:
+            refusal = client.submit(given, ["a"] * 3).exception(10)
+        assert isinstance(refusal, RewardHTTPError)
+        assert refusal.fatal
+        assert f"400 malformed media must be {fault}" in str(refusal)
 
 
 def test_texts_beyond_a_bound_are_refused_before_they_are_sent() -> None:

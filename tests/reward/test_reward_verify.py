@@ -15,6 +15,7 @@ from omni_reward import Score, Scorer
 from omni_reward.scorers import published
 from omni_reward.scorers.published import Check, compare, main, order, read_file
 from PIL import Image
+from reward.reward_helpers import trickle
 
 THINGS = ["dog", "car", "bird"]
 
@@ -176,3 +177,10 @@ def test_the_published_table_names_commits_and_digests() -> None:
         assert len(known["folder"].split("/")[5]) == 40  # a commit, whose files never change
         digests = [own if isinstance(own, str) else own["sha256"] for own in known["files"].values()]
         assert all(len(bytes.fromhex(digest)) == 32 for digest in digests)
+
+
+def test_a_server_that_drips_is_left(monkeypatch: pytest.MonkeyPatch, misbehave: Callable[..., str]) -> None:
+    monkeypatch.setattr(published, "TIMEOUT_S", 0.3)
+    url = misbehave(lambda conn, body: trickle(conn, b"HTTP/1.1 200 OK\r\nX: " + b"y" * 10_000))
+    with pytest.raises(OSError, match=r"/a\.png must arrive within 0\.3 s"):
+        read_file(url, "a.png", "", None)

@@ -4,6 +4,7 @@ import json
 import math
 import pickle
 import struct
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import safetensors.numpy
 from omni_reward import Score
 from omni_reward.media import MAX_TEXT_CHARS, ScoreRequest
 from omni_reward.wire import (
+    MAX_DEPTH,
     MAX_DETAILS_BYTES,
     MAX_DETAILS_DEPTH,
     MAX_HEADER_BYTES,
@@ -20,6 +22,7 @@ from omni_reward.wire import (
     decode_request,
     encode_reply,
     encode_request,
+    parse_json,
 )
 
 IMAGES = np.arange(2 * 4 * 5 * 3, dtype=np.uint8).reshape(2, 4, 5, 3)
@@ -92,17 +95,14 @@ HOSTILE = {
     "request a list": blob([]),
     "request with NaN": blob({**FIELDS, "meta": [{"x": math.nan}, {}]}),
     "protocol 2": blob({**FIELDS, "protocol": 2}),
-    "protocol 3": blob({**FIELDS, "protocol": 3}),
-    "protocol 4": blob({**FIELDS, "protocol": 4}),
-    "texts of numbers": blob({**FIELDS, "protocol": 2, "text": [1, 2]}),
-    "texts a string": blob({**FIELDS, "protocol": 2, "text": "ab"}),
-    "text half a pair": blob({**FIELDS, "protocol": 2, "text": ["a", "\ud800"]}),
-    "text endless": blob({**FIELDS, "protocol": 2, "text": ["a", "b" * (MAX_TEXT_CHARS + 1)]}),
-    "one text too few": blob({**FIELDS, "protocol": 2, "text": ["a"]}),
+    "texts null": blob({**FIELDS, "text": None}),
+    "texts of numbers": blob({**FIELDS, "text": [1, 2]}),
+    "texts a string": blob({**FIELDS, "text": "ab"}),
+    "text half a pair": blob({**FIELDS, "text": ["a", "\ud800"]}),
+    "text endless": blob({**FIELDS, "text": ["a", "b" * (MAX_TEXT_CHARS + 1)]}),
+    "one text too few": blob({**FIELDS, "text": ["a"]}),
     "text a tensor": blob(header=tensors(text=u8(2, size=2)), data=b"ab"),
-    "text in protocol 1": blob(
-        header={"__metadata__": {"request": json.dumps({**FIELDS, "text": ["a", "b"]})}}, data=b""
-    ),
+    "groups null": blob({**FIELDS, "groups": None}),
     "protocol true": blob({**FIELDS, "protocol": True}),
     "protocol missing": blob({k: v for k, v in FIELDS.items() if k != "protocol"}),
     "request_id missing": blob({k: v for k, v in FIELDS.items() if k != "request_id"}),
@@ -211,6 +211,23 @@ def test_request_round_trip_is_exact(kinds: list[str]) -> None:
             assert arrays[kind].flags.aligned
 
 
+@pytest.mark.parametrize("text", [None, ["x", ""]], ids=["", "text"])
+@pytest.mark.parametrize("groups", [(), [4, 4]], ids=["", "groups"])
+def test_a_request_has_texts_and_groups_only_where_they_are_given(
+    groups: Sequence[int], text: list[str] | None
+) -> None:
+    media = {"image": IMAGES} | ({} if text is None else {"text": np.array(text, object)})
+    body = encode(ScoreRequest(media, ["a", "b"], [{}, {}], "r", groups=groups))
+    (size,) = struct.unpack_from("<Q", body)
+    written = json.loads(json.loads(body[8 : 8 + size])["__metadata__"]["request"])
+    wanted = {**FIELDS, "ids": ["0", "1"]} | ({"groups": groups} if groups else {}) | ({"text": text} if text else {})
+    assert written == wanted
+    got = decode_request(body, max_batch=2)
+    assert got.groups == groups
+    assert got.media.keys() == media.keys()
+    assert text is None or got.media["text"].tolist() == text
+
+
 def test_what_the_format_s_own_library_writes_is_understood() -> None:
     body = safetensors.numpy.save({"image": IMAGES}, metadata={"request": json.dumps(FIELDS)})
     got = decode_request(body, max_batch=2)
@@ -244,12 +261,12 @@ def test_hostile_body_is_a_value_error(body: bytes) -> None:
 
 
 def test_errors_name_the_field_the_rule_and_the_value() -> None:
-    with pytest.raises(ValueError, match=r"^protocol must be 1 or 2 or 3, got 4$"):
-        decode_request(HOSTILE["protocol 4"], max_batch=8)
-    with pytest.raises(ValueError, match=r"^groups must be a list of one integer per prompt \(2\), got None$"):
-        decode_request(HOSTILE["protocol 3"], max_batch=8)
-    with pytest.raises(ValueError, match=r"^text must be a list of strings, got None$"):
+    with pytest.raises(ValueError, match=r"^protocol must be 1, got 2$"):
         decode_request(HOSTILE["protocol 2"], max_batch=8)
+    with pytest.raises(ValueError, match=r"^groups must be a list of one integer per prompt \(2\), got None$"):
+        decode_request(HOSTILE["groups null"], max_batch=8)
+    with pytest.raises(ValueError, match=r"^text must be a list of strings, got None$"):
+        decode_request(HOSTILE["texts null"], max_batch=8)
     with pytest.raises(ValueError, match=r"^image must be a uint8 array, got float32$"):
         decode_request(HOSTILE["float"], max_batch=8)
     with pytest.raises(ValueError, match=r"^image must have the shape \(2, 'H', 'W', 3\), got \(2, 3, 4, 5\)$"):
@@ -331,12 +348,17 @@ def test_bad_reply_is_a_value_error(name: str) -> None:
 
 
 def test_a_reward_that_float32_cannot_hold_is_named() -> None:
-    message = r"results\[0\]: value must be a finite number in float32's range, got 1e\+39"
+    message = r"results\[0\]: value must be a finite number of at most 1e\+30 in size, got 1e\+39"
     with pytest.raises(ValueError, match=message):
         decode_reply(BAD_REPLIES["beyond float32"], request_id="r", ids=["0"])
-    largest = float(np.finfo(np.float32).max)
-    assert Score(-largest).value == -largest
-    assert Score.of(1e39) == Score(None, abstained="the scorer returned 1e+39")
+    with pytest.raises(ValueError, match=r"results\[0\]: value must be .* at most 1e\+30 in size, got -3e\+38"):
+        decode_reply(reply(results=[{"id": "0", "score": -3e38}]), request_id="r", ids=["0"])
+    assert Score(-1e30).value == -1e30
+    assert np.float32(2**24) * np.float32(1e30) < np.finfo(np.float32).max  # the sum of a step's scores
+    told = "the scorer returned 3e+38, and scores must be at most 1e+30 in size"
+    assert Score.of(3e38) == Score(None, abstained=told)
+    [score] = Scorer(lambda media, prompts, meta: [3e38])({}, ["a"], [{}])
+    assert score.abstained == told
 
 
 def test_details_are_bounded_and_kept_as_json_brings_them_back() -> None:
@@ -386,13 +408,13 @@ def test_a_scorer_says_which_media_it_takes() -> None:
 
 def test_score_holds_a_finite_value_or_a_reason() -> None:
     for value in (math.nan, math.inf, -math.inf, np.float32("nan"), True, "1"):
-        with pytest.raises(ValueError, match="value must be a finite number"):
+        with pytest.raises(ValueError, match="value must be a finite number of at most"):
             Score(value)
     with pytest.raises(ValueError, match="abstained must be a reason"):
         Score(None)
     with pytest.raises(ValueError, match="abstained must be None"):
         Score(0.0, abstained="no")
-    with pytest.raises(ValueError, match=r"parts\['a'\] must be a finite number in float32's range, got nan"):
+    with pytest.raises(ValueError, match=r"parts\['a'\] must be a finite number of at most 1e\+30 in size, got nan"):
         Score(0.0, parts={"a": math.nan})
     score = Score(np.float32(0.5), parts={"a": np.float64(1.5)})
     assert type(score.value) is float
@@ -409,3 +431,14 @@ def test_meta_that_json_cannot_hold_is_refused() -> None:
     for value in (math.nan, object(), {1, 2}):
         with pytest.raises(ValueError, match="meta must hold JSON values only"):
             encode_request(ScoreRequest({"image": IMAGES[:1]}, ["a"], [{"x": value}], "r"))
+
+
+@pytest.mark.parametrize("opening", ["[", '{"a":'])
+def test_json_is_nested_only_so_deep(opening: str) -> None:
+    closing = {"[": "]", '{"a":': "}"}[opening]
+    for depth in (1, MAX_DEPTH):
+        parse_json(opening * depth + "1" + closing * depth, "it")
+    for depth in (MAX_DEPTH + 1, 900, 100_000):
+        with pytest.raises(ValueError, match=r"^it must be JSON: "):
+            parse_json(opening * depth + "1" + closing * depth, "it")
+    parse_json("[" + ",".join(["[]"] * 10 * MAX_DEPTH) + "]", "it")

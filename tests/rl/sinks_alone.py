@@ -110,7 +110,7 @@ def main() -> None:
     (run / "config.toml").write_text("lr = 0.5\n")
     for start in (LINES[:2], LINES[2:]):
         sinks = tracker("tensorboard,wandb,trackio,swanlab,mlflow", run, "project")
-        with RunLog(run, is_main=True, total_steps=5, sinks=sinks, tty=False, resume_step=start[0][0] - 1) as log:
+        with RunLog(run, is_main=True, total_steps=5, sinks=sinks, resume_step=start[0][0] - 1) as log:
             for step, metrics in start:
                 log.log(step, metrics)
     stored = {

@@ -5,13 +5,14 @@ import math
 import numpy as np
 import pytest
 from omni_rl.run.alarms import Watch, find_alarms
-from omni_rl.run.metrics import MAX_ABSTAINED, MAX_CLIPPED, MAX_GAP, MIN_EFFECTIVE, NUM_EVALS
+from omni_rl.run.metrics import MAX_ABSTAINED, MAX_CLIPPED, MAX_EPS_SHARE, MAX_GAP, MIN_EFFECTIVE, NUM_EVALS
 
 WINDOW = 5
 HEALTHY = {
     "reward/zero_variance_ratio": 0.2, "reward/min": 0.0, "reward/max": 1.0, "reward/abstained_ratio": 0.0,
     "policy/clip_fraction": 0.1, "policy/skipped_updates": 0.0, "policy/loss": 0.0,
     "policy/rollout_gap": 0.1, "policy/correction_effective_fraction": 1.0,
+    "advantage/eps_share": 0.01, "policy/eps_share": MAX_EPS_SHARE,
 }  # fmt: skip
 DEAD = HEALTHY | {"reward/zero_variance_ratio": 1.0, "reward/max": 0.0}
 SILENT = HEALTHY | {"reward/abstained_ratio": MAX_ABSTAINED + 0.1}
@@ -19,6 +20,8 @@ CLIPPED = HEALTHY | {"policy/clip_fraction": MAX_CLIPPED + 0.1}
 FAR = HEALTHY | {"policy/rollout_gap": MAX_GAP + 0.5}
 UNEVEN = HEALTHY | {"policy/correction_effective_fraction": MIN_EFFECTIVE - 0.1}
 SKIPPED = HEALTHY | {"policy/skipped_updates": 1.0}
+SMALL = HEALTHY | {"advantage/eps_share": MAX_EPS_SHARE + 0.01}
+FAINT = HEALTHY | {"policy/eps_share": MAX_EPS_SHARE + 0.01}
 BROKEN = HEALTHY | {"policy/loss": math.nan}
 
 
@@ -50,6 +53,8 @@ def test_a_healthy_run_has_none(lines):
         (FAR, "The engine samples with another policy", WINDOW),
         (UNEVEN, "Importance weights leave few samples", WINDOW),
         (SKIPPED, "Updates were skipped", 1),
+        (SMALL, "The rewards differ by less than the epsilon of advantages", 1),
+        (FAINT, "Gradients are smaller than Adam's epsilon", 1),
         (BROKEN, "policy/loss is not finite", 1),
     ],
 )

@@ -1,5 +1,6 @@
 """The command line: what counts before what, mistakes in one line, and a help that stands alone and costs nothing."""
 
+import ast
 import importlib
 import os
 import re
@@ -22,11 +23,10 @@ from omni_rl.settings import cli
 from omni_rl.settings.args import RunArgs, ScoredArgs
 from omni_rl.settings.cli import hush, parse_cli, read_settings
 from omni_rl.settings.early import knock
+from omni_rl.settings.eval_sets import EvalSet
 from omni_rl.settings.fields import (
     MAY_CHANGE,
     REQUIRED,
-    SHOWN,
-    Was,
     at_least,
     between,
     build,
@@ -39,7 +39,6 @@ from omni_rl.settings.fields import (
     marked,
     values_of,
 )
-from omni_rl.settings.notes import notes_of_help
 from omni_rl.settings.token_args import TokenArgs
 from omni_rl.settings.toml import from_toml, plain, recipes, suggest, to_toml
 
@@ -90,6 +89,38 @@ def test_the_command_line_counts_more_than_the_file_and_that_more_than_the_prese
     assert read(*words) == Args(lr=0.125, steps_per_day=7)
 
 
+def test_a_default_that_follows_from_another_setting_follows_from_that_of_the_command_line(tmp_path: Path):
+    (tmp_path / "mine.toml").write_text("[lora]\nrank = 8\n")
+    file = ["--config", str(tmp_path / "mine.toml")]
+    for flags, rates in (([], (3e-4, 16)), (["--lora.rank", "4"], (3e-4, 8)), (["--lora.rank", "0"], (1e-5, 0))):
+        args = read_settings(RunArgs, [*file, *flags], {}, "")
+        assert (args.lr, args.lora.alpha) == rates
+
+
+def test_sets_of_a_file_stay_beside_flags(tmp_path: Path):
+    (tmp_path / "mine.toml").write_text('[[eval.sets]]\nname = "long"\nprompts = "a.txt"\n')
+    args = read_settings(RunArgs, ["--config", str(tmp_path / "mine.toml"), "--eval.every", "7"], {}, "")
+    assert (args.eval.every, args.eval.sets) == (7, (EvalSet("long", "a.txt"),))
+
+
+def test_completion_of_the_shell_knows_the_settings(capsys):
+    with pytest.raises(SystemExit) as caught:
+        read("--tyro-print-completion", "bash")
+    assert not caught.value.code
+    assert "--steps-per-day" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("app", [*TRAINERS, "sample"])
+def test_help_has_a_text_for_each_setting(app: str, capsys):
+    cls = importlib.import_module(app).Args
+    with pytest.raises(SystemExit, match=r"^0$"):
+        read_settings(cls, ["--help"], {}, "")
+    lines = " ".join(capsys.readouterr().out.replace("\u2502", " ").split())
+    entry = r"(--[a-z][\w.-]*)(?:, --\S+)? (?:\{[^}]*\} |\S+\|\S+ |(?:STR|INT|FLOAT) )?([A-Z].*?) \(default"
+    shown = dict(re.findall(entry, lines))
+    assert [name for name in leaves(cls) if name != "eval.sets" and len(shown.get(flag_of(name), "")) < 8] == []
+
+
 def test_check_prints_the_settings_and_ends_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit, match=r"^0$"):
         parse_cli(Args, check_bounds, ["--check", "--lr", "0.5"], app="none")
@@ -112,39 +143,49 @@ def test_a_negative_number_is_the_value_of_its_flag():
 MISTAKES = {
     "--lrr 1": "unknown flag --lrr; did you mean '--lr'?",
     "--no-lrdecay": "unknown flag --no-lrdecay; did you mean '--no-lr-decay'?",
-    "--zzz 1": "unknown flag --zzz; --help-all lists all, docs/coming-from.md those of other projects",
+    "--no-lr 1": "unknown flag --no-lr; did you mean '--no-lr-decay'?",
+    "--no-size": "unknown flag --no-size; did you mean '--size'?",
+    "--no-shard": "unknown flag --no-shard; did you mean '--shard'?",
+    "--lr nan": "--lr must be a number, got nan",
+    "--device cuda": "unknown flag --device; it is the machine's accelerator, or else its CPU; CUDA_VISIBLE_DEVICES ",
+    "--push-to-hub": "unknown flag --push-to-hub; use omni-rl push runs/NAME OWNER/NAME after the run\n",
+    "--hub_model_id x": "unknown flag --hub_model_id; use omni-rl push runs/NAME OWNER/NAME after the run\n",
+    "--nproc_per_node 2": "unknown flag --nproc_per_node; use omni-rl train NAME --nproc-per-node N\n",
+    "--master-port 1": "unknown flag --master-port; use torchrun, as docs/machines.md shows\n",
+    "--zzz 1": "unknown flag --zzz; --help lists all, docs/coming-from.md those of other projects",
     "--learning-rate 1": "unknown flag --learning-rate; use --lr\n",
     "--output_dir x": "unknown flag --output_dir; use --name, as the run writes to runs/NAME\n",
     "--resume": "unknown flag --resume; use the same command again, which continues the run\n",
-    "--fp16": "unknown flag --fp16; --help-all lists all",  # as these settings have no --dtype
+    "--fp16": "unknown flag --fp16; --help lists all",  # as these settings have no --dtype
+    "--use-8bit-adam": "unknown flag --use-8bit-adam; moments of 8 bits move single weights too far: --memory.offload ",
     "--target-parameters x": "unknown flag --target-parameters; diffusers opens no adapters of parameters",
     "--tensor-parallel-size 2": "unknown flag --tensor-parallel-size; each rank has a whole engine",
     "--step-execution": "unknown flag --step-execution; all samples of a rollout begin together",
     "--gpus 2": "unknown flag --gpus; use omni-rl train NAME --nproc-per-node N\n",
-    "--report-to x": "unknown flag --report-to; --help-all lists all",  # as these settings have no --tracking.to
+    "--report-to x": "unknown flag --report-to; --help lists all",  # as these settings have no --tracking.to
     "--l 1": "unknown flag --l",
     "-x": "unknown flag -x",
     "steps 3": "unexpected 'steps': a flag begins with --",
-    "--lr": "--lr needs a value",
-    "--lr 1 2": "--lr takes one value, got '1 2'",
+    "--lr": "--lr needs a value\n",
+    "--lr 1 2": "unexpected '2': a flag begins with --",
     "-5": "unknown flag -5",
     "--lr-decay -5": "unknown flag -5",
-    "--lr --lr-decay": "--lr needs a value",
+    "--lr --lr-decay": "--lr needs a value\n",
     "--lr fast": "--lr must be a number, got 'fast'",
     "--size 1.5": "--size must be a whole number, got '1.5'",
     "--lr-decay=yes": "--lr-decay takes no value, got 'yes': give --lr-decay or --no-lr-decay",
     "--name false --lr-decay false": "--lr-decay takes no value, got 'false': give --lr-decay or --no-lr-decay",
     "--no-lr-decay 1": "--no-lr-decay takes no value, got '1': give --lr-decay or --no-lr-decay",
     "--shard ddpp": "--shard must be one of 'none', 'ddp', got 'ddpp'; did you mean 'ddp'?",
-    "--correction 2": "--correction must be one of 0, 1, got 2",
+    "--correction 2": "--correction must be one of '0', '1', got '2'",
     "--preset smal": "--preset must name a recipe, which --list-presets lists, got 'smal'; did you mean 'small'?",
-    "--preset": "--preset needs a value",
+    "--preset": "--preset needs a value\n",
     "--config gone.toml": "--config must be a readable TOML file, got gone.toml: ",
     "--config broken.toml": "--config must be a readable TOML file, got broken.toml: ",
     "--config deep.toml": "--config must be a readable TOML file, got deep.toml: ",
     "--config pipe": "--config: path must be a regular file, got pipe",
     "--config /dev/zero": "--config: path must be a regular file, got /dev/zero",
-    "--name \udcff": r"--name must be UTF-8 text, got '\udcff'",
+    "--name \udcff": r"the command line must be UTF-8 text, got '\udcff'",
 }
 
 
@@ -157,10 +198,35 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(words: str, tmp_path, m
     monkeypatch.setattr(cli, "recipes", lambda app: PRESETS)
     monkeypatch.setattr(sys, "argv", ["program.py"])
     with pytest.raises(SystemExit) as caught:
-        parse_cli(Args, lambda args: None, words.split(), app="program")
+        parse_cli(Args, check_bounds, words.split(), app="program")
     out, err = capfd.readouterr()
     assert (caught.value.code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(f"program.py: error: {MISTAKES[words]}")
+
+
+@pytest.mark.parametrize("rank", [None, "0"])
+def test_ranks_of_a_variable_that_was_left_are_told(rank, monkeypatch, capfd):
+    app = importlib.import_module("train_flowgrpo")
+    prompts = str(REPO / "data/tiny-signs/train.txt")
+    words = [
+        "--model",
+        str(REPO / "checkpoints/tiny-signs-qwen-image"),
+        "--prompts",
+        prompts,
+        "--eval.prompts",
+        prompts,
+    ]
+    monkeypatch.setenv("WORLD_SIZE", "7")
+    if rank:  # of torchrun
+        monkeypatch.setenv("RANK", rank)
+    with pytest.raises(SystemExit, match=r"^2$"):
+        parse_cli(app.Args, app.check_args, [*words, "--scorer", "ocr", "--height", "32", "--width", "96"], app="none")
+    hint = (
+        "; their number is that of WORLD_SIZE in the environment: unset it, or start them by omni-rl train NAME --nproc"
+    )
+    said = capfd.readouterr().err
+    assert "the ranks (7) must divide" in said
+    assert (hint in said) == (rank is None)
 
 
 def test_one_rank_of_a_machine_speaks(monkeypatch, capfd):
@@ -174,10 +240,9 @@ def test_one_rank_of_a_machine_speaks(monkeypatch, capfd):
 class Memory:
     """A group of settings."""
 
-    offload: Annotated[str, Was("offload"), MAY_CHANGE] = ""  # Parts on the host
+    offload: Annotated[str, MAY_CHANGE] = ""  # Parts on the host
     cache_mb: Annotated[float, at_least(0)] = 1.0  # Most memory
     sleeps: bool = True  # Move weights
-    copies: Annotated[Literal["raw", "zip", "lzma"], Was("compress", ("raw", "zip"))] = "raw"  # Format of copies
 
 
 @dataclass(frozen=True)
@@ -187,20 +252,38 @@ class Grouped(Args):
     memory: Memory = Memory()
 
 
-def test_a_group_is_a_prefix_a_table_and_the_names_of_before(tmp_path: Path, capsys):
+@dataclass(frozen=True)
+class Empty(Grouped):
+    """Settings that are empty by default."""
+
+    text: str = ""  # A text
+    must: Annotated[str, REQUIRED] = ""  # A text that must be given
+    share: float | None = None  # A number
+
+
+@pytest.mark.parametrize("word", ["none", ""])
+def test_none_empties_what_is_empty_by_default_whatever_a_recipe_says(word: str, tmp_path: Path):
+    recipe = {"a": 'text = "x"\nshare = 0.5\nsize = 3\nmust = "y"\n[memory]\noffload = "engine"\n'}
+    emptied = [f"--{name}={word}" for name in ("text", "memory.offload")]
+    numbers = [f"--{name}=none" for name in ("share", "size")]
+    assert read_settings(Empty, ["--preset", "a", *emptied, *numbers], recipe, "") == Empty(must="y")
+    path = tmp_path / "mine.toml"
+    path.write_text(f'text = "{word}"\nshare = "none"\nsize = "none"\n[memory]\noffload = "{word}"\n')
+    assert read_settings(Empty, ["--preset", "a", "--config", str(path)], recipe, "") == Empty(must="y")
+    kept = read_settings(Empty, ["--must", "none", "--name", "none", "--shard", "none"], recipe, "")
+    assert (kept.must, kept.name, kept.shard) == ("none", "none", "none")
+
+
+def test_a_group_is_a_prefix_and_a_table(tmp_path: Path, capsys):
     def grouped(*words: str) -> Grouped:
-        return read_settings(Grouped, words, {"a": 'memory_cache_mb = 3.0\noffload = "x"\n'}, "")
+        return read_settings(Grouped, words, {"a": '[memory]\ncache_mb = 3.0\noffload = "x"\n'}, "")
 
     both = Grouped(lr=0.5, memory=Memory("engine", 2.0, sleeps=False))
     flags = ["--memory.offload", "engine", "--memory.cache-mb=2", "--memory.no-sleeps", "--lr", "0.5"]
     assert grouped(*flags) == both
-    assert (
-        grouped("--preset", "a", "--offload=engine", "--memory_cache_mb", "2", "--no-memory-sleeps", "--lr", "0.5")
-        == both
-    )
     path = tmp_path / "mine.toml"
     path.write_text(to_toml(both))
-    told = {"offload": "engine", "cache_mb": 2.0, "sleeps": False, "copies": "raw"}
+    told = {"offload": "engine", "cache_mb": 2.0, "sleeps": False}
     assert tomllib.loads(path.read_text())["memory"] == told
     assert grouped("--preset", "a", "--config", str(path)) == both
     path.write_text("[memory]\nsleeps = false\n")
@@ -212,40 +295,19 @@ def test_a_group_is_a_prefix_a_table_and_the_names_of_before(tmp_path: Path, cap
 def shown_by(program, capsys) -> str:
     """Return all of a program's help."""
     with pytest.raises(SystemExit, match=r"^0$"):
-        program("--help-all")
+        program("--help")
     return capsys.readouterr().out
 
 
-def test_a_checkpoint_holds_a_group_by_the_names_of_before():
+def test_a_checkpoint_holds_a_group_by_the_names_of_its_settings():
     args = Grouped(memory=Memory("engine"))
-    assert {"offload": "engine", "memory_cache_mb": 1.0, "lr": 1e-3}.items() <= flat(args).items()
-    assert build(Grouped, flat(args)) == args == change(Grouped(), offload="engine")
+    assert {"memory.offload": "engine", "memory.cache_mb": 1.0, "lr": 1e-3}.items() <= flat(args).items()
+    assert build(Grouped, flat(args)) == args == change(Grouped(), memory_offload="engine")
     assert marked(Grouped, MAY_CHANGE) == ("memory.offload",)
     with pytest.raises(ValueError, match=r"^--memory.cache-mb must be >= 0, got -1.0"):
         check_bounds(change(args, memory_cache_mb=-1.0))
     with pytest.raises(ValueError, match=r"^mine: unknown key 'memory.ofload'; did you mean 'memory.offload'"):
         from_toml("[memory]\nofload = 1", Grouped, "mine")
-
-
-def test_a_setting_that_was_a_switch_is_one_still_by_its_name_of_before(tmp_path: Path):
-    def grouped(*words: str) -> str:
-        return read_settings(Grouped, words, {"a": "compress = true"}, "").memory.copies
-
-    assert (grouped("--compress"), grouped("--preset", "a"), grouped("--memory-copies", "lzma")) == (
-        "zip",
-        "zip",
-        "lzma",
-    )
-    assert grouped("--preset", "a", "--no-compress") == grouped() == "raw"
-    words = {"raw": False, "zip": True, "lzma": "lzma"}
-    for word, held in words.items():
-        args = change(Grouped(), **{"memory.copies": word})
-        assert flat(args)["compress"] is held or flat(args)["compress"] == held == "lzma"
-        assert build(Grouped, flat(args)) == args
-    with pytest.raises(ValueError, match=r"^mine: memory.copies must be one of 'raw', 'zip', 'lzma', got 'yes'"):
-        from_toml('compress = "yes"', Grouped, "mine")
-    with pytest.raises(ValueError, match=r"^mine: memory.copies must be one of 'raw', 'zip', 'lzma', got True"):
-        from_toml("[memory]\ncopies = true", Grouped, "mine")
 
 
 FILES = {
@@ -282,30 +344,12 @@ def shown(capsys, *words: str) -> str:
     return capsys.readouterr().out
 
 
-def test_help_shows_settings_in_groups_with_presets_and_examples(capsys):
-    text = shown(capsys, "--help-all")
-    assert re.findall(r"(\w+) options ", text) == ["Required", "Run", "Optimizer"]
+def test_help_shows_settings_with_presets_and_examples(capsys):
+    text = shown(capsys, "--help")
     assert text.splitlines()[-1].startswith("2 recipes for --preset: --list-presets lists them")
-    for words in ("--preset TEXT", "--shard {none,ddp}", "--no-lr-decay", "--size INT", "(default: 3)", "100 %"):
+    for words in ("--preset STR", "--shard {none,ddp}", "--no-lr-decay", "--size INT|none", "(default: 3)", "100 %"):
         assert words in text
     assert {line for line in EXAMPLE.splitlines() if line.startswith("    ")} <= set(text.splitlines())
-
-
-def test_help_shows_what_must_be_given_and_what_recipes_set(capsys):
-    text = shown(capsys, "--help")
-    flags = re.findall(r"(?m)^\W*(?:-h, )?(--\w[\w-]*)", text)
-    assert flags == [
-        "--help",
-        "--preset",
-        "--config",
-        "--check",
-        "--help-all",
-        "--list-presets",
-        "--model",
-        "--name",
-        "--steps-per-day",
-        "--lr",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -313,6 +357,7 @@ def test_help_shows_what_must_be_given_and_what_recipes_set(capsys):
     [
         ("grpo", ["mixgrpo", "flowgrpo"], "mixgrpo"),  # the first that holds it
         ("tiny-sign", ["sd35-signs", "tiny-signs", "tiny-signs-cps"], "tiny-signs"),
+        ("--prompt", ["--prompt-key", "--prompts", "--prompts-per-step"], "--prompts"),  # very near
         ("lrr", ["eval.lrr-long", "lr"], "lr"),  # few letters stand in many names
         ("zzzz", ["lr"], ""),
     ],
@@ -331,52 +376,58 @@ def test_grpo_is_told_flowgrpo(capfd):
 def test_recipes_are_listed_by_a_word_of_their_names_or_titles(capsys):
     assert shown(capsys, "--list-presets").splitlines() == ["small  Small numbers", "large  lr = 2"]
     assert shown(capsys, "--list-presets", "NUMB").splitlines() == ["small  Small numbers"]
-    assert shown(capsys, "--list-presets", "none") == ""
+    with pytest.raises(ValueError, match=r"^--list-presets must be a word in .*, got 'nun'; without .* all 2$"):
+        read("--list-presets", "nun")
+    assert shown(capsys, "--list-presets", "--lr", "1").count("\n") == 2
+
+
+OTHERS = {  # flags of torchrun, git and the hub's command, and of `omni-rl` itself
+    "--standalone", "--nnodes", "--shutdown-timeout", "--nproc-per-node", "--nproc_per_node", "--always", "--exclude",
+    "--abbrev", "--dirty", "--repo-type", "--revision", "--version", "--help", "--no",
+}  # fmt: skip
+
+
+def test_every_flag_that_the_sources_name_is_one_by_its_name_of_now():
+    """Also where a message puts the rest of a name after it, as --lora.{name}."""
+    known = {*OTHERS, *map(flag_of, leaves(cli.Program))}
+    for app in (*TRAINERS, "sample"):
+        for name in leaves(importlib.import_module(app).Args):
+            known |= {flag_of(name), cli.off_flag(name)}
+    own = [path for path in (REPO / "apps").glob("*.py") if path.stem in (*TRAINERS, "sample")]
+    texts = [path.read_text("utf-8") for path in (*(REPO / "packages").glob("*/src/**/*.py"), *own)]
+    for text in texts:
+        added = " ".join(re.findall(r'add(?:_argument)?\(((?:\s*"--[\w.-]+",)+)', text))
+        known |= {*FLAG.findall(added)}
+    words = [node.value for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant)]
+    named = {flag for word in words if isinstance(word, str) for flag in FLAG.findall(word)}
+    begun = {flag for flag in named - known if any(each.startswith((f"{flag}.", f"{flag}-")) for each in known)}
+    assert named - known - begun == set()
+    assert len(named & known) > 100
 
 
 @pytest.mark.parametrize("app", TRAINERS)
-def test_help_shows_what_recipes_set_most_in_their_order_and_little_else(app: str, capsys):
-    cls, presets = importlib.import_module(app).Args, recipes(app)
-    with pytest.raises(SystemExit):
-        read_settings(cls, ["--help"], presets, "")
-    titles, flags = parse_help(capsys.readouterr().out)
-    assert len(flags) <= 40
-    assert titles[:2] == ["", "Required"]
-    sets = [from_toml(text, cls, name) for name, text in presets.items()]
-    counts = {flag_of(name): sum(name in each for each in sets) for name in leaves(cls)}
-    asked = {flag_of(name) for name in marked(cls, REQUIRED, SHOWN)}
-    left_out = [counts[flag] for flag in counts.keys() - flags.keys()]
-    assert min(counts[flag] for flag in flags.keys() - asked) >= max(left_out)
-    assert asked <= flags.keys()
-    for title in titles[1:]:  # what most recipes set stands before what some set, and that before the rest
-        shares = [counts[flag] / len(sets) for flag, own in flags.items() if own == title]
-        assert [share >= 0.5 for share in shares] == sorted((share >= 0.5 for share in shares), reverse=True)
-        assert [share > 0 for share in shares] == sorted((share > 0 for share in shares), reverse=True)
-    by_title = [sum(counts[flag] / len(sets) >= 0.5 for flag in flags if flags[flag] == title) for title in titles]
-    first = 3 if titles[2] == "scorer" else 2
-    assert by_title[first:] == sorted(by_title[first:], reverse=True)
-
-
-@pytest.mark.parametrize("app", TRAINERS)
-def test_no_default_learning_rate_is_above_those_of_recipes_of_real_models_and_help_tells_it(app: str):
+def test_no_default_learning_rate_is_above_those_of_recipes_of_real_models_and_help_tells_it(app: str, capsys):
     cls = importlib.import_module(app).Args
     given = {name: from_toml(text, cls, name) for name, text in recipes(app).items() if not name.startswith("tiny-")}
     for has_lora in (True, False):
         rates = [values["lr"] for values in given.values() if bool(values.get("lora.rank")) == has_lora]
         assert not rates or cls.RATES[has_lora] <= max(rates)
     full, lora = cls.RATES
-    told = re.search(r"default: (\S+) with LoRA, (\S+) without", notes_of_help(cls)["lr"].text)
+    with pytest.raises(SystemExit, match=r"^0$"):
+        read_settings(cls, ["--help"], {}, "")
+    told = re.search(r"none: (\S+) with LoRA, (\S+) without", " ".join(capsys.readouterr().out.split()))
     assert told
     assert (float(told[1]), float(told[2])) == (lora, full)
     assert full < lora
 
 
+FLAG = re.compile(r"(?<![\w-])--[a-z][\w.-]*\w")
 SAFE = {  # what a bare command does: nothing that grows beyond bounds, leaves the machine, or loses what was computed
     "dtype": "float32", "optim.lr_scheduler_type": "constant", "optim.max_grad_norm": 1.0, "optim.weight_decay": 1e-4,
     "clip_range": 1e-4, "kl_coef": 0,
     "guidance_scale": 1.0, "save_every": 10, "keep_checkpoints": 2, "ema_decay": 0.0, "num_minibatches": 1,
     "tracking.to": "none", "scorer.proxy": "none", "scorer.on_failure": "raise", "eval.first": True,
-    "memory.adam_8bit": False, "memory.base_dtype": "auto", "memory.engine_sleep": True,
+    "memory.base_dtype": "auto", "memory.engine_sleep": True,
 }  # fmt: skip
 
 
@@ -390,17 +441,6 @@ def test_a_bare_command_prints_safe_settings(flags: str, rates: tuple, capsys):
     printed = plain(tomllib.loads(capsys.readouterr().out))
     assert {name: printed[name] for name in SAFE} == SAFE
     assert (printed["lr"], printed["lora.rank"], printed["lora.alpha"]) == rates
-
-
-def parse_help(text: str) -> tuple[list[str], dict[str, str]]:
-    """The titles of a help, and the flags of settings with their titles."""
-    titles, flags = [], {}
-    for line in text.splitlines():
-        if found := re.match(r"\W*(?:(\w+) )?options \W*$", line):
-            titles.append(found[1] or "")
-        elif (found := re.match(r"\W*(--[a-z][\w.-]*)", line)) and titles[-1:] > [""]:
-            flags[found[1]] = titles[-1]
-    return titles, flags
 
 
 def test_help_into_a_closed_pipe_is_no_error():
@@ -444,7 +484,7 @@ def test_help_with_70_settings_imports_nothing_heavy(tmp_path: Path):
         f"{own}\nif __name__ == '__main__':\n    try:\n        parse_cli(Args, print, sys.argv[1:], app='program')\n"
         "    finally:\n        print('heavy', sorted({'torch', 'numpy', 'requests', 'rich'} & set(sys.modules)))\n"
     )
-    command = [sys.executable, "-I", str(tmp_path / "program.py"), "--help-all"]
+    command = [sys.executable, "-I", str(tmp_path / "program.py"), "--help"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.count("\n│ --") >= 70
     assert done.stdout.endswith("heavy []\n")
@@ -486,7 +526,7 @@ def test_a_scorer_at_whose_address_nothing_listens_is_refused_before_torch(flags
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     with suppress(SystemExit):
-        parse_cli(ScoredArgs, lambda args: None, ["--scorer-url", url, *flags], app="program")
+        parse_cli(ScoredArgs, lambda args: None, ["--scorer.url", url, *flags], app="program")
     is_refused = f"--scorer.url must be a reward server that answers: GET {url}/info: " in capsys.readouterr().err
     assert is_refused == (not flags)
 

@@ -29,13 +29,14 @@ RUN = ["-m", "omni_rl.run.ranks", "--nproc-per-node"]
     [
         ("train nft --preset tiny-signs", [str(APPS / "train_nft.py"), "--preset", "tiny-signs"]),
         ("train nft --nproc-per-node 2 --lr -1", [*RUN, "2", str(APPS / "train_nft.py"), "--lr", "-1"]),
+        ("train srpo --nproc_per_node=2", [*RUN, "2", str(APPS / "train_srpo.py")]),
+        ("train srpo --nproc_per_node 2", [*RUN, "2", str(APPS / "train_srpo.py")]),
         ("train srpo --nproc-per-node=1", [*RUN, "1", str(APPS / "train_srpo.py")]),
         ("sample --model m", [str(APPS / "sample.py"), "--model", "m"]),
         ("serve --scorer ocr", ["-m", "omni_reward.server", "--scorer", "ocr"]),
         ("report runs/a", ["-m", "omni_rl.report", "runs/a"]),
         ("prompts ocr", ["-m", "omni_rl.tools.prompts", "ocr"]),
         ("score --scorer ocr a.png", ["-m", "omni_rl.tools.score", "--scorer", "ocr", "a.png"]),
-        ("reproduce nft/tiny-signs", ["-m", "omni_rl.tools.reproduce", "nft/tiny-signs"]),
         ("push runs/a o/n", ["-m", "omni_rl.tools.hub", "runs/a", "o/n"]),
     ],
 )
@@ -62,6 +63,13 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "omni_rl.tools.command", *words], cwd=REPO, capture_output=True, text=True
     )
+
+
+def test_help_is_a_command_too(monkeypatch, capfd):
+    for words, begins in (("help", "usage: omni-rl COMMAND"), ("train help", "usage: omni-rl train TRAINER")):
+        monkeypatch.setattr(sys, "argv", ["omni-rl", *words.split()])
+        command.main()
+        assert capfd.readouterr().out.startswith(begins)
 
 
 def test_the_exit_code_and_the_message_are_the_programs():

@@ -8,16 +8,26 @@ from pathlib import Path
 
 import pytest
 import torch
-from omni_rl.flow.evals import HeldOut, by_tag, describe, mixed, params_of, pass_at_k
+from omni_rl.flow.evals import (
+    HeldOut,
+    by_tag,
+    date_evaluations,
+    describe,
+    mixed,
+    params_of,
+    pass_at_k,
+    starts_of,
+)
 from omni_rl.report import Sample
+from omni_rl.run.metrics import one_evaluation
 from omni_rl.settings.args import MediaArgs, without_secrets
-from omni_rl.settings.eval_sets import EvalSet, MediaEvalSet, TokenEvalSet, check_sets
+from omni_rl.settings.eval_sets import EvalSet, MediaEval, MediaEvalSet, TokenEvalSet, check_sets, loose_limits
 from omni_rl.settings.fields import build
 from omni_rl.settings.token_args import TokenArgs
 from omni_rl.settings.toml import from_toml, to_toml
 from omni_rollout import Params
 from omni_rollout.tokens import TokenParams
-from omni_train.prompts.files import PromptRecord
+from omni_train.prompts.files import PromptRecord, load_prompts
 
 TEXT = """
 lr = 1e-4
@@ -37,7 +47,6 @@ scorer_url = "http://a:1"
 
 def test_sets_are_tables_that_come_back_from_toml():
     args = build(MediaArgs, from_toml(TEXT, MediaArgs, "mine"))
-    assert from_toml(TEXT.replace("eval.sets", "eval"), MediaArgs, "old") == from_toml(TEXT, MediaArgs, "mine")
     assert args.eval.sets[0] == MediaEvalSet("long", "a.txt", num_inference_steps=20, guidance_scale=2.0)
     assert args.eval.sets[1].scorer_url == "http://a:1"
     assert build(MediaArgs, from_toml(to_toml(args), MediaArgs, "mine")) == args
@@ -71,11 +80,10 @@ def test_a_mistake_in_a_table_names_its_number(text, words):
         ({"name": "1"}, r"eval\.sets\[2\].name must be a letter, then letters, digits, _ and -, got '1'"),
         ({"name": "a"}, r"eval\.sets\[1\].name must be that of no other set, got 'a'"),
         ({"prompts": ""}, r"eval\.sets\[2\].prompts must be given"),
-        ({"prompts": "a.csv"}, r"eval\.sets\[2\].prompts: path must end in"),
+        ({"prompts": "a.json"}, r"eval\.sets\[2\].prompts: path must end in"),
         ({"samples_per_prompt": 0}, r"eval\.sets\[2\].samples_per_prompt must be >= 1, got 0"),
         ({"pass_threshold": math.nan}, r"eval\.sets\[2\].pass_threshold must be .* got nan"),
         ({"guidance_scale": -1.0}, r"eval\.sets\[2\].guidance_scale must be >= 0, got -1.0"),
-        ({"num_prompts": 2}, r"eval\.sets\[2\].num_prompts must be at most 1, those of a.txt, got 2"),
         ({"scorer_url": "..."}, r"eval\.sets\[2\].scorer_url must be http"),
     ],
 )
@@ -83,9 +91,17 @@ def test_a_set_that_cannot_be_evaluated_is_refused_by_its_number(change, words, 
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("a cat\n")
     good = MediaEvalSet("a", "a.txt")
-    check_sets([good, replace(good, name="b")])
+    check_sets([good, replace(good, name="b")], load_prompts)
     with pytest.raises(ValueError, match=f"^{words}"):
-        check_sets([good, replace(good, **({"name": "b"} | change))])
+        check_sets([good, replace(good, **({"name": "b"} | change))], load_prompts)
+
+
+def test_a_number_of_prompts_is_a_limit_and_one_that_limits_nothing_is_told():
+    sets = (MediaEvalSet("few", "few.txt", num_prompts=2), MediaEvalSet("all", "all.txt", num_prompts=9))
+    own = MediaEval(prompts="eval.txt", num_prompts=128, sets=sets, gold_prompts="gold.txt")
+    [first], [second] = loose_limits(own, [3, 2, 9, 5]), loose_limits(own, [128, 2, 4, 5])
+    assert first == "--eval.num-prompts 128 is more than the prompts of eval.txt: all 3 are evaluated"
+    assert second == "eval.sets[2].num_prompts 9 is more than the prompts of all.txt: all 4 are evaluated"
 
 
 def test_a_set_changes_what_it_names_and_no_more():
@@ -163,3 +179,24 @@ def test_the_standard_error_is_the_spread_of_an_evaluation_over_other_prompts():
     spread = rewards.flatten(1).mean(dim=1).std().item()
     assert sum(line["eval/reward_stderr"] for line in found) / len(found) == pytest.approx(spread, rel=0.05)
     assert "eval/reward_stderr" not in describe(held, torch.ones(4))  # one prompt has no spread
+
+
+def test_a_set_is_another_one_where_a_file_of_its_prompts_has_other_contents(tmp_path):
+    file = tmp_path / "a.png"
+    held = HeldOut("", [PromptRecord(0, "a", images=(file,))], Params(1, 8, 8))
+    found = []
+    for data in (b"one", b"one", b"two"):
+        file.write_bytes(data)
+        found.append(held.digest)
+    assert found[0] == found[1] != found[2]
+
+
+def test_curves_of_a_set_that_was_left_out_stay_when_the_settings_of_another_change():
+    main, old = (HeldOut(name, [PromptRecord(0, "a")], Params(1, 8, 8)) for name in ("", "old"))
+    first = date_evaluations([main, old], {}, 0)
+    second = date_evaluations([replace(main, seed=1)], first, 3)
+    lines = [
+        {"step": 0, "eval/reward": 0.1, "eval/reward/red": 0.1, "eval/old/reward": 0.2, "policy/lr": 1.0},
+        {"step": 3, "eval/reward": 0.3, "eval/reward/red": 0.3},
+    ]
+    assert one_evaluation(lines, starts_of(second)) == [{"step": 0, "eval/old/reward": 0.2, "policy/lr": 1.0}, lines[1]]

@@ -1,7 +1,6 @@
 """The gold set: rank correlation, distances from the first samples, the rule that says a score falls, its settings."""
 
 import math
-from dataclasses import replace
 from itertools import permutations
 from types import SimpleNamespace
 
@@ -48,44 +47,44 @@ def test_samples_without_a_score_and_scores_that_are_all_the_same_rank_nothing()
     assert math.isnan(rank_correlation(torch.tensor([1.0, nan]), torch.tensor([nan, 1.0])))
 
 
-def judged(latents, *, name="run", samples=2, prompt="a", only=False):
+def judged(latents, kept, *, samples=2, prompt="a"):
     """What the gold set's metrics are of these latents [N, ...], two samples of each prompt."""
     prompts = [Prompt(f"{prompt}{i // samples}", group=i // samples, index=i, seed=i) for i in range(len(latents))]
     batch = SimpleNamespace(x0=latents, indices=torch.arange(len(latents)))
-    run = SimpleNamespace(dist=place(), args=SimpleNamespace(name=name, eval=SimpleNamespace(only=only)))
+    run = SimpleNamespace(dist=place(), session=SimpleNamespace(checkpoints=SimpleNamespace(kept=kept)))
     held = HeldOut("gold", [], PARAMS, samples=samples)
     scores = torch.arange(float(len(latents)))
     return judge(run, held, prompts, [batch], scores, scores)
 
 
-def test_distances_are_those_of_random_samples_at_first_and_move_with_the_latents(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs" / "run").mkdir(parents=True)
-    noise = torch.Generator().manual_seed(0)
+def test_distances_are_those_of_random_samples_at_first_and_move_with_the_latents():
+    noise, kept = torch.Generator().manual_seed(0), {}
     first, other = torch.randn(2, 64, 16, 8, 8, generator=noise)
-    found = judged(first)
+    found = judged(first, kept)
     assert found["eval/gold/drift"] == 0.0
     assert found["eval/gold/diversity"] == pytest.approx(1.0, abs=0.05)  # as samples of a prompt are random ones here
     assert found["eval/gold/rank_correlation"] == pytest.approx(1.0)
-    assert judged(other)["eval/gold/drift"] == pytest.approx(1.0, abs=0.05)
-    half = judged(first + 0.5 * (other - first))
+    assert judged(other, kept)["eval/gold/drift"] == pytest.approx(1.0, abs=0.05)
+    half = judged(first + 0.5 * (other - first), kept)
     assert half["eval/gold/drift"] == pytest.approx(0.5, abs=0.03)
     one_each = first[::2].repeat_interleave(2, dim=0)
-    assert judged(one_each)["eval/gold/diversity"] == 0.0
-    assert judged(other, prompt="b")["eval/gold/drift"] == 0.0  # another set begins anew
-    assert judged(first, prompt="b")["eval/gold/drift"] > 0.9
-    assert set(judged(torch.ones(64, 16, 8, 8), prompt="c")) == {"eval/gold/rank_correlation"}  # nothing to measure by
-    assert set(judged(first, prompt="c")) == {"eval/gold/rank_correlation"}
+    assert judged(one_each, kept)["eval/gold/diversity"] == 0.0
+    assert judged(other, kept, prompt="b")["eval/gold/drift"] == 0.0  # another set begins anew
+    assert judged(first, kept, prompt="b")["eval/gold/drift"] > 0.9
+    same = torch.ones(64, 16, 8, 8)  # nothing to measure by
+    assert set(judged(same, kept, prompt="c")) == {"eval/gold/rank_correlation"}
+    assert set(judged(first, kept, prompt="c")) == {"eval/gold/rank_correlation"}
 
 
-def test_an_evaluation_alone_compares_with_the_first_and_writes_nothing(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs" / "run").mkdir(parents=True)
-    latents = torch.randn(8, 4, 4, generator=torch.Generator().manual_seed(0))
-    assert judged(latents, only=True)["eval/gold/drift"] == 0.0
-    assert not list((tmp_path / "runs" / "run").iterdir())
-    judged(latents)
-    assert judged(2 * latents, only=True)["eval/gold/drift"] > 0
+def test_samples_that_are_not_finite_are_no_first_ones():
+    kept, latents = {}, torch.randn(8, 4, 4, generator=torch.Generator().manual_seed(0))
+    assert math.isnan(judged(latents / 0, kept)["eval/gold/drift"])
+    assert not kept  # a checkpoint must be finite
+    assert judged(latents, kept)["eval/gold/drift"] == 0.0
+    (rows,) = kept.values()
+    assert rows.dtype == torch.float32
+    assert judged(latents * math.nan, kept)["eval/gold/rank_correlation"] == pytest.approx(1.0)
+    assert judged(2 * latents, kept)["eval/gold/drift"] > 0
 
 
 @pytest.mark.parametrize(
@@ -142,9 +141,9 @@ def test_each_alarm_holds_after_its_window():
             "must be others than training sees, got train.txt and ocr",
         ),
         ({"gold_prompts": "a.txt", "gold_scorer": "jpeg"}, "must be others than training sees, got a.txt and jpeg"),
-        ({"stop_on": "gold-falls:2"}, "--stop-on gold-falls:2 needs --eval.gold-prompts"),
-        ({"stop_on": "gold-falls:0"}, "--stop-on must be gold-falls:K with K from 1, got 'gold-falls:0'"),
-        ({"stop_on": "reward-falls:1"}, "--stop-on must be gold-falls:K with K from 1, got 'reward-falls:1'"),
+        ({"stop_on": "gold-falls:2"}, "--eval.stop-on gold-falls:2 needs --eval.gold-prompts"),
+        ({"stop_on": "gold-falls:0"}, "--eval.stop-on must be gold-falls:K with K from 1, got 'gold-falls:0'"),
+        ({"stop_on": "reward-falls:1"}, "--eval.stop-on must be gold-falls:K with K from 1, got 'reward-falls:1'"),
         ({"sets": (EvalSet("gold", "a.txt"),)}, "eval.sets must not be named gold"),
     ],
 )
@@ -163,11 +162,10 @@ def test_a_gold_set_is_one_more_set_with_samples_to_compare():
     assert without_secrets(args).eval.gold_scorer_url == ""
 
 
-def test_a_checkpoint_of_before_the_gold_prompts_contents_were_kept_continues(tmp_path):
+def test_a_run_does_not_continue_on_gold_prompts_of_other_contents(tmp_path):
     (tmp_path / "gold.txt").write_text("a\nb\n")
     args = MediaArgs(eval=MediaEval(gold_prompts=str(tmp_path / "gold.txt"), gold_scorer_url="http://127.0.0.1:7"))
     now = flat(without_secrets(args)) | {GOLD_DIGEST: "0" * 64}
-    old = Saved(3, {name: value for name, value in now.items() if name != GOLD_DIGEST}, {}, 1, {}, {})
-    check_same(args, old, now)
+    check_same(args, Saved(3, now, {}, 1, {}, {}), now)
     with pytest.raises(ValueError, match=r"gold\.txt has other contents than at the start"):
-        check_same(args, replace(old, config=now | {GOLD_DIGEST: "1" * 64}), now)
+        check_same(args, Saved(3, now | {GOLD_DIGEST: "1" * 64}, {}, 1, {}, {}), now)

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from omni_reward import RewardClient, Score, Scorer
 from omni_reward.serving import serving_here
 from omni_rl.flow.evals import HeldOut
-from omni_rl.flow.sampling import deal, evaluate_set, expand_groups, fill_batches, prompts_of, sample
+from omni_rl.flow.sampling import evaluate_set, expand_groups, fill_batches, prompts_of, sample
 from omni_rl.flow.scorers import abstaining, connect
 from omni_rl.flow.scoring import collect, submit_groups
 from omni_rl.run.media import check_groups
 from omni_rl.run.run import Step
 from omni_rollout import Prompt, Samples
+from omni_train.dist import deal
 from omni_train.prompts.files import PromptRecord
 from trainer_runs import lone_run, place, recipe, tiny, train, train_on_ranks, unclocked, write_eval_prompts
 
@@ -181,6 +182,7 @@ def test_two_canaries_are_compared_before_the_start(tmp_path, monkeypatch, url):
     client, version = connect(url, args, place(), PromptRecord(text="a", index=0), ("image",))
     assert client.takes_groups
     assert version == "test"
+    assert client.scorer == {"scorer": "test", "scorer_version": ""}  # which its replies must name
     client.close()
     message = "--scorer.url must be a scorer of single answers, this one compares those of a group"
     lone = Scorer(lambda media, prompts, meta: [0.0] * len(prompts), media=("text",), groups=True)

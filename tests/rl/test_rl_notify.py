@@ -2,8 +2,8 @@
 
 import pytest
 from omni_rl.run import notify
-from omni_rl.settings.args import check_notify
 from omni_rl.settings.fields import change
+from omni_rl.settings.rules import check_notify
 from trainer_runs import recipe, tiny
 
 import train_flowgrpo as app

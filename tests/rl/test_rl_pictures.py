@@ -73,6 +73,14 @@ def test_a_file_that_is_cut_short_or_something_else_is_named(picture, tmp_path, 
         image_size(path)
 
 
+def test_a_pointer_of_git_lfs_in_place_of_a_picture_is_told_as_one(tmp_path):
+    (path := tmp_path / "a.png").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n")
+    with pytest.raises(
+        ValueError, match=r"a\.png must be the file itself, got its pointer of Git LFS: `git lfs pull` f"
+    ):
+        image_size(path)
+
+
 def test_a_huge_picture_is_refused_before_its_pixels_are_read(picture, monkeypatch):
     path = picture("a.png")
     monkeypatch.setattr("omni_rl.media.images.MAX_PIXELS", 383)
@@ -102,8 +110,17 @@ def test_prompts_of_a_file_have_references_of_any_number_and_size_or_none_has_an
         load_prompts(prompts, check=AllOrNone())
 
 
-def test_a_chat_is_no_prompt_of_a_picture(tmp_path):
+@pytest.mark.parametrize("key", ["audio", "video"])
+def test_a_medium_that_no_model_of_pictures_reads_is_refused(tmp_path, key):
+    (tmp_path / "a.jsonl").write_text(f'{{"prompt": "x", "{key}": "a.bin"}}')
+    with pytest.raises(ValueError, match=f'line 1: "{key}" must be left out: only models that answer in text take it'):
+        load_prompts(tmp_path / "a.jsonl", check=AllOrNone())
+
+
+def test_a_chat_of_several_messages_is_no_prompt_of_a_picture(tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"messages": [{"role": "user", "content": "x"}]}')
-    with pytest.raises(ValueError, match='line 1: must have the key "prompt", a string: messages are for models that'):
+    assert load_prompts(prompts, check=AllOrNone())[0].text == "x"
+    prompts.write_text('{"messages": [{"role": "system", "content": "y"}, {"role": "user", "content": "x"}]}')
+    with pytest.raises(ValueError, match=r"line 1: messages must hold one message of the user; .*, got system, user"):
         load_prompts(prompts, check=AllOrNone())

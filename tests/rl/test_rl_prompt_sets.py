@@ -1,15 +1,19 @@
 """`omni-rl prompts NAME` fetches a set of prompts once, checks it, goes on where it stopped, and overwrites nothing."""
 
 import hashlib
+import itertools
+import os
 import re
 import subprocess
-from contextlib import nullcontext
+import time
+from contextlib import nullcontext, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 
 import pytest
 import requests
+from omni_reward.transport import MAX_REDIRECTS, redirect_of
 from omni_rl.tools import prompts
 
 TRAIN = "".join(f'a sign that says "{i}"\n' for i in range(1000)).encode()
@@ -29,6 +33,10 @@ class Handler(BaseHTTPRequestHandler):
             self.send_response(302)
             self.send_header("Location", target)
             self.end_headers()
+            self.pour(b"x" * 2**16)
+            return
+        if self.server.drips:
+            self.pour(b"HTTP/1.1 200 OK\r\nX: " + b"y" * 2**16, piece=1)
             return
         data = self.server.files.get(self.path, b"")
         start = start if self.server.has_ranges else 0
@@ -37,6 +45,14 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data[start:])))
         self.end_headers()
         self.wfile.write(data[start : self.server.breaks_at])
+
+    def pour(self, data, piece=2**16):
+        """Send data without end, until the client hangs up; a redirect may have a body."""
+        with suppress(OSError):
+            for start in itertools.count(0, piece):
+                self.wfile.write(data[start % len(data) :][:piece])
+                self.server.poured += piece
+                time.sleep(0.005 if piece == 1 else 0)
 
     def log_message(self, *words):
         """Log nothing."""
@@ -49,6 +65,7 @@ class Server(ThreadingHTTPServer):
         self.files = {"/o/r/raw/c1/data/train.txt": TRAIN, "/o/r/raw/c1/data/test.txt": TEST}
         self.asked: list[tuple[str, int]] = []
         self.redirects: dict[str, str] = {}
+        self.drips, self.poured = False, 0
 
 
 @pytest.fixture
@@ -162,7 +179,7 @@ def test_a_redirect_goes_to_another_server_with_tls_alone(source, target, is_ref
     response = requests.Response()
     response.url, response.headers["Location"] = source, target
     with pytest.raises(requests.RequestException, match="must be to https, got http:") if is_refused else nullcontext():
-        prompts.refuse_redirect(response)
+        redirect_of(response)
 
 
 def test_what_cannot_be_fetched_is_named_with_its_address(server, capsys, monkeypatch):
@@ -178,6 +195,38 @@ def test_a_download_ends_at_a_size_and_at_a_time(server, capsys, monkeypatch, na
     monkeypatch.setattr(prompts, name, value)
     assert f"more than {prompts.MAX_BYTES} bytes or {prompts.LIMIT_S} s" in refusal(capsys)
     assert fetched().keys() == {"train.txt.part"}
+
+
+def test_redirects_are_followed_without_their_bodies_and_only_so_many(server, capsys):
+    path = "/o/r/raw/c1/data/train.txt"
+    server.files["/moved"] = TRAIN
+    server.redirects[path] = "/moved"
+    prompts.main(["signs"])
+    assert fetched()["train.txt"] == TRAIN
+    assert server.poured < 2**24  # what fits into the buffers of the network
+    Path("data/signs/train.txt").unlink()
+    server.redirects[path] = path
+    assert f"more than {MAX_REDIRECTS} redirects" in refusal(capsys)
+    assert fetched().keys() == {"test.txt"}
+
+
+def test_a_server_that_drips_takes_no_longer_than_the_limit(server, capsys, monkeypatch):
+    monkeypatch.setattr(prompts, "LIMIT_S", 0.3)
+    server.drips = True
+    start = time.monotonic()
+    assert f"more than {prompts.MAX_BYTES} bytes or 0.3 s" in refusal(capsys)
+    assert time.monotonic() - start < 5  # not the 327 s of the head
+
+
+@pytest.mark.parametrize(
+    "make", [os.symlink, os.link, lambda _, part: os.mkfifo(part)], ids=["link", "hard link", "pipe"]
+)
+def test_what_lies_at_the_name_of_a_part_is_no_way_to_another_file(server, capsys, make):
+    Path("data/signs").mkdir(parents=True)
+    Path("mine").write_bytes(b"mine")
+    make(Path("mine").absolute(), Path("data/signs/train.txt.part"))
+    assert "data/signs/train.txt.part must be a regular file and no link" in refusal(capsys)
+    assert (Path("mine").read_bytes(), server.asked) == (b"mine", [])
 
 
 def test_a_set_that_there_is_not_is_named_and_the_others_are_listed(capsys):

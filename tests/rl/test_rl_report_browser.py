@@ -154,6 +154,19 @@ def test_runs_are_compared_on_one_page(show, tmp_path):
     assert card.locator(".label").all_inner_texts() == ["a, step 0", "b, step 0"]
 
 
+def test_a_comparison_says_where_runs_are_not_scored_alike(show, tmp_path):
+    folders = [write_run(tmp_path / name) for name in "ab"]
+    given = {"a": ("ocr", "test.txt"), "b": ("jpeg", "other.txt")}
+    assert show(write_comparison(folders, tmp_path / "alike.html")).locator(".unlike").count() == 0
+    for folder in folders:
+        scorer, prompts = given[folder.name]
+        with (folder / "config.toml").open("a") as file:
+            file.write(f'[scorer]\nname = "{scorer}"\n[eval]\nprompts = "{prompts}"\nevery = 2\n')
+    told = show(write_comparison(folders, tmp_path / "both.html")).locator(".unlike").inner_text().split("\n")
+    assert told[0].startswith("The scores of these runs are not comparable.")
+    assert told[1:] == ["scorer.name: a ocr, b jpeg", "eval.prompts: a test.txt, b other.txt"]
+
+
 BAND = """chart => {
     const one = chart.querySelector(".band").parentNode;
     const numbers = (kind) => one.querySelector(kind).getAttribute("d").match(/[\\d.]+/g).map(Number);

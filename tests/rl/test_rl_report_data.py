@@ -30,7 +30,7 @@ def test_a_short_curve_is_as_logged_without_what_is_not_finite():
 
 def test_a_held_out_score_has_a_band_of_its_standard_error_and_a_long_curve_that_of_its_range():
     steps = [{"step": float(i), "eval/reward": 0.5, "eval/reward_stderr": 0.1 * i} for i in range(3)]
-    steps += [{"step": 3.0, "eval/reward": 0.25}, {"step": 4.0, "reward/mean": 0.1}]  # a line of an earlier release
+    steps += [{"step": 3.0, "eval/reward": 0.25}, {"step": 4.0, "reward/mean": 0.1}]  # of one prompt with a score
     bounds = {"low": [0.5, 0.4, 0.3, 0.25], "high": [0.5, 0.6, 0.7, 0.25], "error": [0.0, 0.1, 0.2, 0.0]}
     assert curve(steps, "eval/reward") == {"x": [0, 1, 2, 3], "y": [0.5, 0.5, 0.5, 0.25]} | bounds
     assert set(curve(steps, "reward/mean")) == {"x", "y"}
@@ -274,13 +274,3 @@ def test_integers_beyond_a_computers_words_are_named(tmp_path):
     rows.write_text(re.sub(r'"reward": [^,]*', f'"reward": {huge}', rows.read_text()))
     with pytest.raises(ValueError, match=r"rows\.json: not valid JSON \(integers must fit into 64 bits, got 1000"):
         run_data(folder)
-
-
-def test_a_folder_of_before_references_were_kept_is_read(tmp_path):
-    write_metrics(tmp_path, metrics(4))
-    write_eval(tmp_path, 4, images(1), samples([0.5]))
-    file = tmp_path / "eval" / "000004" / "rows.json"
-    [row] = json.loads(file.read_text())
-    assert row.pop("references") == []
-    file.write_text(json.dumps([row]))
-    assert run_data(tmp_path)["prompts"][0]["references"] == []

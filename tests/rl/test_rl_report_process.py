@@ -1,18 +1,37 @@
 """The process beside a run: what it is handed is on the disk at the end, it costs the run nothing, and may die."""
 
+import json
 import math
 import os
 import signal
+import threading
+import time
 from contextlib import closing
 from dataclasses import replace
 
-import pytest
 import torch
 from omni_rl.report import data, write_eval, write_report, write_samples
 from omni_rl.report import process as process_module
 from omni_rl.report.process import ReportProcess
 from omni_train.log import RunLog
 from rl.report_runs import RATES, film, images, metrics, samples, tone, write_metrics, write_run
+
+FLAKY = """
+from pathlib import Path
+def tell(word):
+    with open(Path(__file__).with_name("told.txt"), "a") as file:
+        file.write(f"{word} ")
+class Run:
+    def log(self, metrics, step):
+        if step == 1:
+            raise ConnectionError("503")
+        tell(step)
+    def finish(self):
+        tell("end")
+def init(**how):
+    return Run()
+def Image(path): pass
+"""
 
 
 def tree(folder):
@@ -66,9 +85,7 @@ def test_only_what_is_shown_is_copied_to_the_host(tmp_path):
 
 def test_lines_that_a_run_which_resumes_writes_anew_are_not_in_the_page(tmp_path):
     write_metrics(tmp_path, metrics(9))
-    with RunLog(
-        tmp_path, is_main=True, total_steps=9, tty=False, resume_step=5, sinks=[ReportProcess(tmp_path)]
-    ) as log:
+    with RunLog(tmp_path, is_main=True, total_steps=9, resume_step=5, sinks=[ReportProcess(tmp_path)]) as log:
         log.log(6, {"reward/mean": 0.5, "policy/kl": math.nan})
     found = data.run_data(tmp_path)
     assert found["curves"]["reward/mean"]["x"] == [1, 2, 3, 4, 5, 6]
@@ -116,9 +133,79 @@ def test_nobody_waits_for_ever(tmp_path, monkeypatch, capfd):
     report.close()
 
 
+def test_nobody_waits_for_an_evaluation_that_cannot_be_sent(tmp_path, monkeypatch, capfd):
+    """Its sender fails while the other thread waits."""
+    is_waiting, dumps = threading.Event(), json.dumps
+
+    def fail(message, **options):
+        if message["kind"] == "eval":
+            is_waiting.wait(20)
+            raise TypeError("keys must be str")
+        return dumps(message, **options)
+
+    write_metrics(tmp_path, metrics(1))
+    with closing(ReportProcess(tmp_path)) as report:
+        monkeypatch.setattr(json, "dumps", fail)
+        report.show_eval(1, images(1), samples([0.5]))
+        threading.Timer(0.2, is_waiting.set).start()
+        start = time.monotonic()
+        report.wait()
+        assert time.monotonic() - start < 10
+    assert capfd.readouterr().err == "WARNING: the samples of the report failed: TypeError: keys must be str\n"
+
+
+def test_a_disk_that_is_full_for_a_while_costs_only_its_images_and_pages(tmp_path, capfd):
+    """In place of a full disk, a file where a folder goes and a folder where the page goes."""
+    write_metrics(tmp_path, metrics(1))
+    (tmp_path / "eval").touch()
+    (tmp_path / "report.html").mkdir()
+    with closing(ReportProcess(tmp_path)) as report:
+        report.show_eval(1, images(1), samples([0.5]))
+        report(1, {"reward/mean": 0.5})
+        told = ""
+        while "the page of the report failed" not in told:
+            time.sleep(0.05)
+            told += capfd.readouterr().err
+        (tmp_path / "eval").unlink()
+        (tmp_path / "report.html").rmdir()
+        report.show_eval(2, images(1), samples([0.5]))
+        report(2, {"reward/mean": 0.5})
+    assert "the samples of the report failed" in told
+    assert (tmp_path / "eval" / "000002.png").is_file()
+    assert (tmp_path / "report.html").is_file()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_tracker_that_fails_once_gets_the_next_steps_and_its_end(tmp_path, monkeypatch, capfd):
+    (tmp_path / "wandb.py").write_text(FLAKY)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(tmp_path)
+    run = tmp_path / "run"
+    write_metrics(run, metrics(1))
+    with closing(ReportProcess(run, "wandb", "project")) as report:
+        assert report.tracker_error == ""
+        for step in range(4):
+            report(step, {"reward/mean": 0.5})
+    assert (tmp_path / "told.txt").read_text() == "0 2 3 end "
+    assert capfd.readouterr().err == "WARNING: the tracker wandb failed: ConnectionError: 503\n"
+
+
+def test_progress_that_cannot_be_removed_leaves_trackers_their_end(tmp_path, monkeypatch, capfd):
+    (tmp_path / "wandb.py").write_text(FLAKY)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(tmp_path)
+    run = tmp_path / "run"
+    write_metrics(run, metrics(1))
+    (run / "now.json").mkdir()
+    with closing(ReportProcess(run, "wandb", "project")) as report:
+        report(0, {"reward/mean": 0.5})
+    assert (tmp_path / "told.txt").read_text() == "0 end "
+    assert capfd.readouterr().err.count("the progress in the report failed: IsADirectoryError") == 1
+
+
 def test_a_process_that_dies_is_said_once_and_the_run_goes_on(tmp_path, capfd):
     report = ReportProcess(tmp_path)
-    with RunLog(tmp_path, is_main=True, total_steps=3, tty=False, sinks=[report]) as log:
+    with RunLog(tmp_path, is_main=True, total_steps=3, sinks=[report]) as log:
         os.kill(report._process.pid, signal.SIGKILL)
         for step in range(4):
             report.show_samples(step, images(8), samples([0.5] * 8))
@@ -140,13 +227,15 @@ def test_the_process_ends_with_a_run_that_dies(tmp_path, capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_a_tracker_that_does_not_open_is_an_error_of_the_start(tmp_path, monkeypatch):
+def test_a_tracker_that_does_not_open_is_told_and_the_report_goes_on(tmp_path, monkeypatch):
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "wandb.py").write_text("raise RuntimeError('no key')")
     monkeypatch.setenv("PYTHONPATH", str(broken), prepend=os.pathsep)
-    with pytest.raises(ValueError, match=r"--tracking\.to must be a tracker that opens, got wandb: RuntimeError"):
-        ReportProcess(tmp_path / "run", "wandb", "project")
+    with closing(ReportProcess(tmp_path, "wandb", "project")) as report:
+        assert report.tracker_error == "RuntimeError: no key"
+        report.show_eval(1, images(8), samples([0.5] * 8))
+    assert (tmp_path / "eval" / "000001.png").is_file()
 
 
 def test_a_damaged_file_and_a_full_disk_are_said_once_and_stop_nothing(tmp_path, capfd):

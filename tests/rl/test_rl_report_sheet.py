@@ -9,6 +9,7 @@ import pytest
 from helpers import REPO
 from omni_rl.media.write import contact_sheet, score_label
 from omni_rl.report import Sample, write_eval
+from picture import GAP, LINE
 from PIL import Image
 from rl.report_runs import images, samples, write_run
 
@@ -40,6 +41,7 @@ def test_a_label_tells_what_was_wanted_what_was_read_and_the_score():
     assert score_label(0.756, {"target": "CAT", "read": "COT"}) == "CAT -> COT   0.76"
     assert score_label(0.5, {"target": "CAT"}) == "CAT ->    0.50"
     assert score_label(0.5, {"read": "COT"}) == "0.50"
+    assert [score_label(score, {}) for score in (3.1e-7, 0.012, 100.01, 0.0)] == ["3.1e-07", "0.012", "100.01", "0.00"]
     assert score_label(None, {"target": "CAT", "read": "COT"}) == "no score"
 
 
@@ -56,8 +58,8 @@ def test_the_pictures_of_the_readme_are_those_that_the_evaluations_kept(tmp_path
     run = write_run(tmp_path / "run")
     monkeypatch.setattr(sys, "argv", ["picture.py", str(run), str(tmp_path / "out")])
     runpy.run_path(str(REPO / "scripts" / "picture.py"), run_name="__main__")
-    drawn, x = np.asarray(Image.open(tmp_path / "out" / "before_after.png")), MARGIN + 3
-    for seed, y in ((0, MARGIN + 3), (12, MARGIN + 3 + 64 + 2 * 3)):
+    drawn, x = np.asarray(Image.open(tmp_path / "out" / "before_after.png").convert("RGB")), 3 * LINE
+    for seed, y in ((0, 0), (12, 64 + GAP)):
         picture = images(3, seed=seed)[0].repeat(2, axis=0).repeat(2, axis=1)
         np.testing.assert_array_equal(drawn[y : y + 64, x : x + 192], picture)
     write_eval(tmp_path / "new", 0, images(1), [Sample("a cat", 0.5)])

@@ -22,6 +22,8 @@ from omni_reward import Score
 def red(media, prompts, meta):
     red = [float(image[..., 0].mean()) for image in media["image"]]
     return [Score.of(m["weight"] * r, details={"prompt": p}) for r, p, m in zip(red, prompts, meta)]
+def leave(media, prompts, meta):
+    raise SystemExit(0)
 """
 
 
@@ -52,6 +54,8 @@ def place(tmp_path, monkeypatch):
     Image.new("RGB", (8, 4), (10, 0, 0)).save("a.png")
     Image.new("RGBA", (6, 6), (30, 0, 0, 255)).save("b.webp", lossless=True)
     (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "leaves.py").write_text(f"raise SystemExit(0)\n{MINE}")
+    os.mkfifo("pipe")
 
 
 def rows(capfd, *words):
@@ -117,7 +121,7 @@ def test_a_scorer_that_compares_gets_the_reference(capfd):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("a.png", "one of the arguments --scorer --scorer.url/--scorer-url is required"),
+        ("a.png", "one of the arguments --scorer --scorer.url is required"),
         ("--scorer orc a.png", "scorer must be one of ['aesthetic', "),
         ("--scorer jpeg gone.png", "FILE: must name a file that exists and ends in one of ('.png', "),
         ("--scorer jpeg mine.py", "FILE: must name a file that exists and ends in one of ('.png', "),
@@ -129,12 +133,20 @@ def test_a_scorer_that_compares_gets_the_reference(capfd):
         ("--scorer jpeg --reference a.png a.png", "--reference must be left out, as the scorer compares with none"),
         ("--scorer jpeg --meta [1] a.png", "--meta: must be an object, got [1]"),
         ("--scorer jpeg --meta {1 a.png", "--meta: Expecting property name"),
+        (f"--scorer jpeg --meta {'[' * 100_000} a.png", "--meta: must be nested at most 64 deep"),
+        (f"--scorer jpeg --meta {'[' * 900}{']' * 900} a.png", "--meta: must be nested at most 64 deep"),
+        ("--scorer.url http://127.0.0.1:9 --scorer.token-file /dev/zero a.png",
+         "--scorer.token-file: /dev/zero must be a regular file"),
+        ("--scorer.url http://127.0.0.1:9 --scorer.token-file pipe a.png",
+         "--scorer.token-file: token must be printable ASCII without spaces, at least one character"),
+        ("--scorer python:mine.py:leave a.png", "the scorer raised SystemExit: 0 ("),
+        ("--scorer python:leaves.py:red a.png", "leaves.py must run, line 1 raised SystemExit: 0"),
         ("--scorer jpeg --option mod=1 a.png", "options of jpeg must fit it: "),
         ("--scorer python:mine.py:red a.png", "the scorer raised KeyError: 'weight' ("),
         ("--scorer.url 127.0.0.1 a.png", "--scorer.url: url must be http(s)://host"),
         ("--scorer.url http://127.0.0.1:9 a.png", "GET http://127.0.0.1:9/info: [Errno 111] Connection refused"),
     ],
-)
+)  # fmt: skip
 def test_a_mistake_is_one_line(words, message, capfd):
     with pytest.raises(SystemExit, match=r"^2$"):
         score.main(words.split())

@@ -8,7 +8,7 @@ import torch
 from omni_reward.serving import serving_here
 from omni_rl.flow.scorers import connect
 from omni_rl.settings.eval_sets import check_urls, on_this_machine
-from omni_rl.settings.groups import Scorer
+from omni_rl.settings.groups import ScoredScorer, Scorer
 from omni_train.dist import Dist
 from omni_train.prompts.files import PromptRecord
 
@@ -24,7 +24,7 @@ def rank(number, per_machine, num_ranks, monkeypatch):
 
 @pytest.fixture
 def servers():
-    """Texts of the canaries that two servers score, and their URLs."""
+    """Texts of the canaries, two of a kind, that two servers score, and their URLs."""
     texts = [], []
 
     def server(seen):
@@ -39,7 +39,7 @@ def servers():
 
 
 @pytest.mark.parametrize("per_machine", [1, 2])
-def test_each_server_scores_one_canary_whatever_the_number_of_ranks(servers, monkeypatch, per_machine):
+def test_each_server_scores_canaries_once_whatever_the_number_of_ranks(servers, monkeypatch, per_machine):
     texts, urls = servers
     ports = [url.rsplit(":", 1)[1] for url in urls]
     record = PromptRecord(0, "a sign")
@@ -49,14 +49,23 @@ def test_each_server_scores_one_canary_whatever_the_number_of_ranks(servers, mon
         client, version = connect("http://127.0.0.1:{node}", ARGS, dist, record, ["image"])
         assert (client.urls, version) == ((urls[number // per_machine],), "half")
         client.close()
-    assert texts == (["a sign"], ["a sign"])
+    assert texts == (["a sign"] * 2, ["a sign"] * 2)
 
 
-def test_a_server_of_all_ranks_scores_one_canary(servers, monkeypatch):
+def test_a_server_of_all_ranks_scores_canaries_once(servers, monkeypatch):
     texts, urls = servers
     for number in range(3):
         connect(",".join(urls), ARGS, rank(number, 3, 3, monkeypatch), PromptRecord(0, "a"), ["image"])[0].close()
-    assert texts == (["a"], ["a"])
+    assert texts == (["a"] * 2, ["a"] * 2)
+
+
+@pytest.mark.parametrize(("name", "flag"), [("", "--scorer.url"), ("python:mine.py:one", "--scorer")])
+def test_a_number_for_all_samples_is_told_at_the_start_by_the_flag_that_was_given(monkeypatch, name, flag):
+    """Of two samples, so that a list of one number does not pass."""
+    args = SimpleNamespace(scorer=ScoredScorer(name=name))
+    said = rf"^{flag} must score the first prompt: .* scorer_failed"
+    with serving_here(lambda media, prompts, meta: [0.5]) as url, pytest.raises(ValueError, match=said):
+        connect(url, args, rank(0, 1, 1, monkeypatch), PromptRecord(0, "a"), ["image"])
 
 
 def test_places_in_urls_are_those_of_the_machine(monkeypatch):

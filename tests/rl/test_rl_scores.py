@@ -6,7 +6,7 @@ import pytest
 from omni_reward import RewardClient, RewardError, Score, Scorer
 from omni_reward.rules import open_rules
 from omni_reward.serving import serving_here
-from omni_rl.flow.scorers import Pending
+from omni_rl.flow.scorers import Pending, ruled
 from omni_rl.flow.scoring import collect
 from omni_rl.flow.tokens import RuleScorer
 from omni_rollout import Prompt
@@ -34,3 +34,15 @@ def test_what_a_server_says_of_texts_is_a_term_beside_rules_and_may_be_a_gate():
     assert [score.value for score in scores] == [-1.0, 2.0, 3.5]
     parts = {"scorer": 3.0, "long": 3.0, "scorer.half": 1.5, "exact": 1.0, "gate": 1.0}
     assert scores[2].parts == scores[2].details == parts
+
+
+@pytest.mark.parametrize("fault", [SystemExit(3), ZeroDivisionError(3), StopIteration(3)])
+def test_a_rule_that_fails_in_any_way_is_a_failed_reward_that_names_its_flag(fault):
+    def fail():
+        raise fault
+
+    asked = ruled(fail, "--reward")
+    with pytest.raises(RewardError, match=f"^a rule of --reward fails: {type(fault).__name__}: 3$") as caught:
+        asked.result()
+    assert caught.value.__cause__ is fault
+    assert ruled(lambda: [1.0], "--reward").result() == [1.0]

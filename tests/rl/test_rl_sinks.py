@@ -83,7 +83,7 @@ def test_mlflow_stores_every_number_in_one_run_of_a_database(stored):
 def test_a_sink_is_closed_with_the_log_and_a_plain_function_need_not_be(tmp_path):
     seen = []
     closable = sinks.Sink(lambda step, metrics: seen.append(step), lambda: seen.append("closed"))
-    with RunLog(tmp_path, is_main=True, total_steps=1, tty=False, sinks=[lambda *_: None, closable]) as log:
+    with RunLog(tmp_path, is_main=True, total_steps=1, sinks=[lambda *_: None, closable]) as log:
         log.log(1, {"loss": 0.5})
     assert seen == [1, "closed"]
 

@@ -11,8 +11,8 @@ from omni_losses import diffusion_nft_loss, grpo_loss, multi_reward_advantages, 
 from omni_reward import Score
 from omni_rl.flow.scoring import Rollout, TrainBatch, part_advantages
 from omni_rl.flow.streams import over_streams, shares_of
-from omni_rl.settings.args import check_judged
-from omni_rl.settings.fields import build, check_bounds
+from omni_rl.settings.fields import change, check_bounds
+from omni_rl.settings.rules import check_judged
 from omni_rollout import Prompt
 from omni_sched import StreamStep, sde_step
 from trainer_runs import place
@@ -98,7 +98,7 @@ def test_nft_moves_a_stream_by_its_own_advantage_and_weighs_both_losses(monkeypa
 
 def run(**settings):
     """The settings of a run, and the sizes of its streams."""
-    return SimpleNamespace(args=build(train_nft.Args, settings), streams={"video": 6, "audio": 2})
+    return SimpleNamespace(args=change(train_nft.Args(), **settings), streams={"video": 6, "audio": 2})
 
 
 def test_a_reward_of_one_medium_enters_its_advantage_alone_and_one_of_both_enters_both():
@@ -144,4 +144,4 @@ def test_the_share_of_the_sound_is_that_of_its_elements_unless_it_is_set():
 def test_settings_that_do_not_fit_are_refused(settings, said):
     check = check_bounds if "streams_sound_weight" in settings else check_judged
     with pytest.raises(ValueError, match=said):
-        check(build(train_nft.Args, settings))
+        check(change(train_nft.Args(), **settings))

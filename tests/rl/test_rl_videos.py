@@ -2,6 +2,7 @@
 
 import json
 
+import av
 import numpy as np
 import pytest
 import torch
@@ -9,6 +10,7 @@ from helpers import REPO
 from model_rows import ROWS
 from omni_rl.media import preferences, videos
 from omni_rl.media.preferences import check_preferences, read_latent
+from omni_rl.media.prompts import read_sound
 from omni_rl.media.videos import ANIMATIONS, read_video, video_facts
 from omni_rl.media.write import encode_video
 from omni_rollout import Params
@@ -61,6 +63,35 @@ def test_a_video_that_is_torn_or_something_else_is_refused(tmp_path, kind):
         video_facts(path)
 
 
+def moved_ahead(path):
+    """The bytes of an .mp4 whose index stands before its frames."""
+    ahead = path.with_name("ahead.mp4")
+    with av.open(str(path)) as read, av.open(str(ahead), "w", options={"movflags": "faststart"}) as written:
+        streams = [written.add_stream_from_template(stream) for stream in read.streams]
+        for packet in read.demux():
+            if packet.size:
+                packet.stream = streams[packet.stream.index]
+                written.mux(packet)
+    return ahead.read_bytes()
+
+
+@pytest.mark.parametrize("with_sound", [False, True])
+@pytest.mark.parametrize("kind", videos.CONTAINERS)
+def test_a_video_whose_frames_or_sound_end_early_is_refused(tmp_path, kind, with_sound):
+    frames = np.random.default_rng(0).integers(0, 256, (12, 32, 64, 3), np.uint8)
+    sound = np.sin(np.arange(24_000) / 8)[:, None].astype(np.float32) if with_sound else None
+    path = tmp_path / f"a{kind}"
+    path.write_bytes(encode_video(frames, 24, kind, sound, 48_000))
+    data = moved_ahead(path) if kind == ".mp4" else path.read_bytes()
+    path.write_bytes(data)
+    assert video_facts(path)[0] == 12
+    for share in (0.95, 0.9, 0.6, 0.3):
+        path.write_bytes(data[: int(share * len(data))])
+        for read in (video_facts, *([read_sound] if with_sound else [])):
+            with pytest.raises(ValueError, match=rf"a{kind} is no whole .*it is cut short: it says 0\.5\d s, got 0\."):
+                read(path)
+
+
 def pair(folder, win, lose):
     """A preference file of one pair."""
     (folder / "pairs.jsonl").write_text(json.dumps({"prompt": "a bar moves", "win": win, "lose": lose}))
@@ -95,11 +126,20 @@ def test_a_picture_is_no_video_and_a_video_no_picture(tmp_path):
         check_preferences(tmp_path / "pairs.jsonl", (1, 32, 64), frame_rate=12.5)
 
 
-def test_without_pyav_it_is_said_how_to_install_it(tmp_path, monkeypatch):
-    path = write(tmp_path / "a.mp4", film())
-    monkeypatch.setattr(videos, "has_av", lambda: False)
-    with pytest.raises(ValueError, match=r"a.mp4 needs PyAV: pip install 'omni-rl\[video\]'"):
-        video_facts(path)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_whole_video_may_have_further_bytes_after_its_end(tmp_path, kind):
+    path = write(tmp_path / f"a{kind}", film())
+    whole = read_video(path)[0]
+    path.write_bytes(path.read_bytes() + bytes(range(256)))
+    assert video_facts(path) == (5, 32, 64, 12.5)
+    assert torch.equal(read_video(path)[0], whole)
+
+
+def test_a_list_of_other_files_is_no_video(tmp_path):
+    write(tmp_path / "b.mp4", film())
+    (tmp_path / "a.mp4").write_text("#EXTM3U\n#EXTINF:1,\nb.mp4\n#EXT-X-ENDLIST\n")
+    with pytest.raises(ValueError, match=r"a\.mp4 is no whole \.mp4 file"):
+        read_video(tmp_path / "a.mp4")
 
 
 def test_a_video_is_trained_on_as_the_code_of_its_frames(tmp_path):

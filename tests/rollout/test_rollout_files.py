@@ -14,6 +14,7 @@ from diffusers import DiffusionPipeline
 from helpers import CHECKPOINT, REPO, sampled
 from huggingface_hub.errors import GatedRepoError
 from omni_rollout import Params, Prompt
+from omni_rollout.files import check_fetched
 from omni_rollout.models import open_model
 from omni_rollout.models.tokens import open_token_model
 from omni_rollout.models.tokens.transformers_model import check_template
@@ -145,6 +146,40 @@ def test_weights_that_are_only_there_as_a_variant_are_named_with_what_to_do(fold
     assert said in refusal(folder)
     DiffusionPipeline.from_pretrained(folder, variant="fp16").save_pretrained(folder / "saved")
     look_at(folder / "saved")
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n"
+FILES = [  # of which Git LFS may leave a pointer
+    "transformer/diffusion_pytorch_model.safetensors", "text_encoder/model.safetensors", "tokenizer/tokenizer.json",
+    "transformer/config.json",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_pointer_of_git_lfs_is_told_as_one(folder, file):
+    replace(folder / file, POINTER)
+    assert f"{folder / file} is only its pointer of Git LFS: `git lfs pull` fetches the file" in refusal(folder)
+
+
+def test_a_pipe_is_no_pointer_of_git_lfs_and_does_not_hang(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    check_fetched(tmp_path / "pipe")
+
+
+def test_a_file_and_a_part_of_a_pipeline_are_told_what_they_are(folder):
+    file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    assert f"must be a folder in diffusers' layout or a hub id, got the file {file}: " in refusal(file)
+    assert "holds a 'QwenImageTransformer2DModel': give the folder above it" in refusal(file.parent)
+
+
+def test_weights_that_are_missing_are_told_what_may_be_there_instead(folder):
+    file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    file.rename(file.with_suffix(".bin"))
+    assert f"{file.name} is missing; {file.stem}.bin is a pickle, never opened: load it in " in refusal(folder)
+    file.with_suffix(".bin").unlink()
+    assert f"{file.name} is missing; where a download was interrupted, the same command goes on" in refusal(folder)
+    replace(file, b"\x10" + bytes(7))
+    assert "where a download was interrupted" in refusal(folder)
 
 
 @pytest.mark.parametrize("part", sampled(["transformer", "vae", "text_encoder"], 1))

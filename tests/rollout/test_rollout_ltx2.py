@@ -1,15 +1,19 @@
 """LTX-2 and 2.3: the sound that comes with the frames, how a latent holds both, and what is refused."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
 
 import pytest
 import torch
+from diffusers.pipelines.ltx2.utils import apply_image_conditioning_crf
 from model_rows import ROWS, built
 from omni_rollout import Params, Prompt
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
+from omni_rollout.models.diffusers_model import pixels, resized
+from omni_rollout.models.ltx2 import compressed
 from omni_sched import INITIAL_NOISE, step_noise
 
 torch.set_num_threads(1)
@@ -106,3 +110,31 @@ def test_a_configuration_that_is_no_ltx2_is_refused_by_its_file(tmp_path, file, 
     (folder / file).write_text(json.dumps(config | change))
     with pytest.raises(ValueError, match=said):
         open_model(folder)
+
+
+def test_a_first_frame_is_compressed_as_the_stock_pipeline_does_on_one_core_whatever_the_host_has():
+    coarse = torch.rand(1, 3, 32, 48, generator=torch.Generator().manual_seed(0))
+    smooth = torch.nn.functional.interpolate(coarse, size=(513, 769), mode="bicubic")[0].movedim(0, -1)
+    frame = (smooth.clamp(0, 1) * 255).byte().contiguous()
+    found, cores = compressed(frame, 33), os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        stock = torch.from_numpy(apply_image_conditioning_crf(frame.numpy(), 33))
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert torch.equal(found, stock)
+    assert 1 < (found.float() - frame[:512, :768].float()).abs().mean() < 10  # of 255
+
+
+@torch.no_grad()
+def test_a_first_frame_is_the_code_of_its_compressed_pixels():
+    model = open_model(ROWS["ltx23-first"].checkpoint())
+    parts = model.load(device="cpu", dtype=torch.float32)
+    frame = torch.randint(0, 256, (41, 91, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    given = pixels(resized(compressed(frame, 33), 32, 64, resample="BILINEAR"))
+    code = parts.vae.encode(given[None, :, None]).latent_dist.mode()
+    mean, std = (each.view(1, -1, 1, 1, 1) for each in (parts.vae.latents_mean, parts.vae.latents_std))
+    found = model.condition(parts, Prompt("a horn", 0, 0, seed=0, images=(frame,)), ROW.unguided)["first"]
+    torch.testing.assert_close(found, ((code - mean) / std)[0])
+    with pytest.raises(ValueError, match="a first frame must have at least 2 x 2 pixels, got 64 x 1"):
+        model.check_image(1, 64)

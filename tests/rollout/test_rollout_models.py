@@ -84,12 +84,19 @@ def pipe(case):
     return case.row.stock_pipeline(case.model.folder, torch.float64)
 
 
-@pytest.mark.parametrize("case", [name for name, row in ROWS.items() if row.stock], indirect=True)
+STOCK = [
+    (name, guided, batch) for name, row in ROWS.items() if row.stock for guided in (False, True) for batch in (1, 3)
+]
+DRAWN = [case for name in ROWS if ROWS[name].stock for case in sampled([each for each in STOCK if each[0] == name], 1)]
+
+
 @pytest.mark.parametrize(
-    ("guided", "batch"),
-    [(False, 1), (True, 3), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((False, 3), (True, 1)))],
+    ("case", "how"),
+    [pytest.param(*((each := case.values[0])[0], each[1:]), marks=case.marks, id=case.id) for case in DRAWN],
+    indirect=["case"],
 )
-def test_without_noise_pictures_are_those_of_the_stock_pipeline(case, exact, pipe, batch, guided):
+def test_without_noise_pictures_are_those_of_the_stock_pipeline(case, exact, pipe, how):
+    guided, batch = how
     prompts = case.prompts[:batch]
     first = case.row.guided if guided else case.row.unguided
     for params in (first, *(each for each in case.row.more if case.model.is_guided(each) == guided)):

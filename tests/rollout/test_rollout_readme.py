@@ -20,7 +20,7 @@ def test_the_example_draws_replays_and_trains(monkeypatch, capsys):
     assert len(code.splitlines()) <= 34
     exec(code, {})
     shapes, before, after = capsys.readouterr().out.splitlines()[-3:]
-    assert shapes == "pictures (2, 32, 96, 3) kept steps (2, 2, 16, 4, 12)"
+    assert shapes == "images (2, 32, 96, 3) kept steps (2, 2, 16, 4, 12)"
     assert before == "ratio [1.0, 1.0]"
     liked, disliked = map(float, re.findall(r"\d+\.\d+", after))
     assert liked > 1 > disliked

@@ -1,5 +1,7 @@
 """Answers that call a tool go on with its result, whose tokens are in the context and are not sampled."""
 
+import sys
+
 import build_tiny_models
 import pytest
 import torch
@@ -76,6 +78,7 @@ def test_an_exception_is_a_result_and_a_long_one_is_cut():
     def fail(text):
         raise KeyError(text)
 
+    assert Tool(lambda text: sys.exit(3)).follow("<tool>x</tool>") == "<result>SystemExit: 3</result>"
     assert Tool(fail).follow("so <tool>x</tool>") == "<result>KeyError: 'x'</result>"
     long = Tool(lambda text: text * 10_000).follow("<tool>x</tool>")
     assert long == f"<result>{'x' * MOST_CHARACTERS}</result>"

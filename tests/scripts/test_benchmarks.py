@@ -28,6 +28,15 @@ def test_fixed_cost_speaks_of_every_step(capfd):
     assert all(float(cell) > 0 for row in rows for cell in row[1:])
 
 
+def test_progress_takes_a_thousandth_of_a_step_at_most(capfd):
+    import progress_cost
+
+    progress_cost.main(["--prompts", "2"])
+    rows = table(capfd.readouterr().out)
+    assert [row[0] for row in rows if float(row[1]) > 0] == [row[0] for row in rows]
+    assert sum(float(row[3].removesuffix(" %")) for row in rows) < 0.1
+
+
 def test_checkpoint_tells_the_copy_from_the_save(capfd, monkeypatch):
     import checkpoint
 
@@ -263,12 +272,12 @@ def test_a_video_s_decoding_is_what_torch_counts_in_its_vae(own, shape, tile, jo
 
 
 def test_each_rank_waits_for_the_scores_of_its_own_images(capfd):
-    import reward_scale
+    import rewards
 
     sizes = ["--ranks", "4", "--servers", "2", "--images", "8", "--side", "16"]
-    reward_scale.main([*sizes, "--image-ms", "1", "--rollout-s", "0.01", "--batches", "1,2"])
+    rewards.main(["waits", *sizes, "--image-ms", "1", "--rollout-s", "0.01", "--batches", "1,2"])
     rows = table(capfd.readouterr().out)
     assert [row[0] for row in rows] == ["1", "2"]
     with pytest.raises(SystemExit):
-        reward_scale.main([*sizes, "--batches", "3"])
+        rewards.main(["waits", *sizes, "--batches", "3"])
     assert "--batches must divide the 2 images of a rank, got 3" in capfd.readouterr().err

@@ -17,7 +17,6 @@ FLAGS: dict[str, list[object]] = {}  # of any trainer -> its types
 for app in APPS:
     for name, field in leaves(app.Args).items():
         FLAGS.setdefault(flag_of(name), []).append(kind_of(field.type))
-FLAGS["--scorer"] = FLAGS["--scorer.name"]  # short for it
 OTHERS = {"--preset", "--config", "--nproc-per-node"} | {w for a in build_parser()._actions for w in a.option_strings}
 
 

@@ -24,16 +24,18 @@ from omni_reward.terms import parse
 from omni_rl.report.__main__ import main as write_report
 from omni_rl.report.serve import LiveServer
 from omni_rl.run.world import World
-from omni_rl.settings import args as settings
+from omni_rl.settings import rules
+from omni_rl.settings.args import MediaArgs
 from omni_rl.settings.cli import parse_cli
 from omni_rl.settings.fields import change
 from omni_rl.settings.toml import from_toml, recipes
-from omni_rl.tools import lora, reproduce, score
+from omni_rl.tools import lora, score
 from omni_rl.tools.command import python_words
 from omni_rl.tools.prompts import prompt_sets
 from omni_rollout.models import open_model
 from omni_train.lora import add_lora
-from omni_train.weights.full import LORA_FILE, save_weights
+from omni_train.weights.adapters import LORA_FILE
+from omni_train.weights.full import save_weights
 from PIL import Image, ImageDraw, ImageFont
 from rl.report_runs import write_run
 
@@ -85,6 +87,9 @@ def place(tmp_path, monkeypatch, bright_url, capfd):
     (tmp_path / "bright.py").write_text(own)
     for name in ("my_prompts.txt", "my_eval.txt"):
         (tmp_path / name).write_text("".join(f'a sign that says "{i}"\n' for i in range(64)))
+    (tmp_path / "data" / "mine").mkdir()
+    for name in ("train", "test"):
+        (tmp_path / "data" / "mine" / f"{name}.csv").write_text("caption\n" + "a sign\n" * 64)
     for name, row in prompt_sets().items():
         (tmp_path / "data" / name).mkdir()
         for file in row["files"]:
@@ -129,7 +134,7 @@ def check_trainer(words, place):
     app = importlib.import_module(Path(script).stem)
     ranks = int(words[words.index("--nproc-per-node") + 1]) if "torchrun" in words else 1
     flags = [place.url if word.startswith("http:") else word for word in words[words.index(script) + 1 :]]
-    place.monkeypatch.setattr(settings, "find_spec", lambda name: True)
+    place.monkeypatch.setattr(rules, "find_spec", lambda name: True)
     if "--init-weights" in words:
         write_weights(Path(words[words.index("--init-weights") + 1]))
     if "--teachers" in words:
@@ -227,11 +232,6 @@ def check_score(words, place):
     assert json.loads(place.capfd.readouterr().out)["score"] == 1.0
 
 
-def check_reproduce(words, place):
-    """The recipe is there; tests/apps/test_app_reproduce.py runs one."""
-    assert reproduce.recipe_of(words[2])
-
-
 def check_script(words, place):
     """The script is there, it or a module beside it has the flags, and a test knows it."""
     script = next(number for number, word in enumerate(words) if word.endswith(".py"))
@@ -278,7 +278,6 @@ RULES = {  # how a command begins -> what runs it
     r"omni-rl prompts": check_prompts,
     r"omni-rl lora ": check_lora,
     r"omni-rl score ": check_score,
-    r"omni-rl reproduce ": check_reproduce,
     r"for \w+ in ": check_loop,
     r"(python|\S+/bin/python|torchrun .*) apps/train_\w+\.py": check_trainer,
     r"python apps/sample\.py": check_sample,
@@ -320,7 +319,7 @@ def test_code_is_run_by_a_test(page):
 
 def test_settings_of_the_docs_are_settings():
     for text in [text for page in PAGES for language, text in blocks(page) if language == "toml"]:
-        from_toml(text, settings.MediaArgs, "docs")
+        from_toml(text, MediaArgs, "docs")
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])

@@ -109,7 +109,7 @@ def test_the_page_names_what_is_not_run_and_not_tuned(rows):
     own = [trial(entry, rate, 0.5 + rate / 10, 1.0) | {"backwards": 300, "cpu_s": 70.4} for rate in RATES]
     found = blocks(rows, [own[2]], own)
     others = "; ".join(each.title for each in ENTRIES[1:])
-    assert f"1 runs of 1 of {len(ENTRIES)} rows are there. **Not run yet:** {others}." in found["larger"]
+    assert f"1 runs of 1 of {len(ENTRIES)} rows are finished. **Not run yet:** {others}." in found["larger"]
     cells = "| 1 | 2x | 0.500 | **0.700** [0.700, 0.700] | 1.000, 1.000 | 1,200 | 300 | 70 |"
     assert cells in found["larger"]
     assert "| FlowGRPO | 0.550, 1.000 | 0.600, 1.000 | 0.700, 1.000 | 2x |" in found["tuning"]

@@ -1,13 +1,15 @@
 """The shipped tiny models: data and models are what their scripts write, and the models are half taught."""
 
 import random
+import re
 import sys
 from dataclasses import dataclass
 from importlib import import_module
 
 import numpy as np
-import pretrain_tiny_moving
-import pretrain_tiny_tones
+import pretrain
+import pretraining.moving
+import pretraining.tones
 import pytest
 import tiny_edit
 import tiny_moving
@@ -19,11 +21,13 @@ from omni_reward.scorers import load_scorer
 from omni_reward.scorers.likeness import load_likeness
 from omni_reward.scorers.sound import named_pitch
 from omni_reward.scorers.text import target_text
+from omni_rl.flow.direct_rewards import READER_FILE
 from omni_rl.media.images import read_image
 from omni_rollout import Params, Prompt
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
 from omni_train.prompts.files import load_prompts
+from safetensors.torch import load_file
 
 CHECKPOINTS, DATA = REPO / "checkpoints", REPO / "data"
 MB = 2**20
@@ -39,18 +43,16 @@ class Tiny:
     count: int
     params: Params
     bounds: dict[str, tuple[float, float]]
-    flags: tuple[str, ...]  # of its script, for a model of a few steps
 
 
 TINY = {
-    "signs": Tiny(CHECKPOINT.name, "tiny-signs/eval.txt", 48, Params(10, height=32, width=96), {"ocr": (0.4, 0.8)},
-                  ("--signs=64", "--vae-steps=4", "--text-steps=2", "--steps=2")),
+    "signs": Tiny(CHECKPOINT.name, "tiny-signs/eval.txt", 48, Params(10, height=32, width=96), {"ocr": (0.4, 0.8)}),
     "edit": Tiny("tiny-signs-qwen-image-edit", "tiny-edit/eval.jsonl", 24, EDIT,
-                 {"ocr": (0.4, 0.8), "likeness": (0.8, 1.0)}, ("--edits=8", "--text-steps=2", "--steps=2")),
-    "moving": Tiny("tiny-moving-wan", "tiny-moving/eval.jsonl", 12, pretrain_tiny_moving.SAMPLING,
-                   {"moved": (0.6, 0.85)}, ("--signs=4", "--steps=2")),
-    "tones": Tiny("tiny-tones-ltx2", "tiny-tones/eval.txt", 16, pretrain_tiny_tones.SAMPLING,
-                  {"pitch": (0.3, 0.6), "frames:color": (0.9, 1.0)}, ("--steps=1", "--vae-steps=1", "--text-steps=1")),
+                 {"ocr": (0.4, 0.8), "likeness": (0.8, 1.0)}),
+    "moving": Tiny("tiny-moving-wan", "tiny-moving/eval.jsonl", 12, pretraining.moving.SAMPLING,
+                   {"moved": (0.6, 0.85)}),
+    "tones": Tiny("tiny-tones-ltx2", "tiny-tones/eval.txt", 16, pretraining.tones.SAMPLING,
+                  {"pitch": (0.3, 0.6), "frames:color": (0.9, 1.0)}),
 }  # fmt: skip
 OPTIONS = {"ocr": {"reading": "line"}, "likeness": {"measure": "ground", "zero_at": 0.1}}
 META = {"sample_rate": 8000, "fps": 9.0}
@@ -72,7 +74,7 @@ def write_signs(folder):
 
 WRITERS = {
     "tiny-signs": write_signs, "tiny-edit": tiny_edit.write_data, "tiny-moving": tiny_moving.write_data,
-    "tiny-tones": pretrain_tiny_tones.write_prompts,
+    "tiny-tones": pretraining.tones.write_prompts,
 }  # fmt: skip
 
 
@@ -88,6 +90,17 @@ def test_data_are_what_the_script_writes(name, tmp_path):
             assert read_image(tmp_path / path).equal(read_image(DATA / name / path))
         else:
             assert (tmp_path / path).read_text() == (DATA / name / path).read_text()
+
+
+def test_each_shipped_model_has_a_task_that_writes_it(tmp_path, monkeypatch):
+    named = re.findall(r"scripts/pretrain\.py (\w+)", (CHECKPOINTS / "README.md").read_text())
+    assert sorted(named) == sorted(pretrain.TASKS)
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", "reader", f"--out={tmp_path}", "--steps=1", "--signs=4"])
+    pretrain.main()
+    made, shipped = (load_file(folder / READER_FILE) for folder in (tmp_path, CHECKPOINTS / "tiny-signs-reader"))
+    assert {name: weight.shape for name, weight in made.items()} == {
+        name: weight.shape for name, weight in shipped.items()
+    }
 
 
 @pytest.mark.parametrize("part", ["train", "eval"])
@@ -109,8 +122,8 @@ def test_tones_held_out_are_known_colors_and_pitches_in_new_pairs():
         pairs[part] = {(text.split()[1], named_pitch(text)) for text in texts}
     assert pairs["train"].isdisjoint(pairs["eval"])
     sides = [{pair[side] for pair in pairs["train"]} for side in range(2)]
-    assert sides == [set(pretrain_tiny_tones.COLORS), set(pretrain_tiny_tones.PITCHES)]
-    assert {pitch for _, pitch in pairs["eval"]} == set(pretrain_tiny_tones.PITCHES)
+    assert sides == [set(pretraining.tones.COLORS), set(pretraining.tones.PITCHES)]
+    assert {pitch for _, pitch in pairs["eval"]} == set(pretraining.tones.PITCHES)
 
 
 @pytest.mark.parametrize("name", TINY)

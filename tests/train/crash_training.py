@@ -40,7 +40,7 @@ def train(folder: Path, num_steps: int = NUM_STEPS) -> None:
     sys.audit("life.loaded")
     last = saved.step if saved else -1
     claim_folder(dist, folder, has_checkpoint=saved is not None)
-    with RunLog(folder, is_main=True, total_steps=num_steps, tty=False, resume_step=last) as log:
+    with RunLog(folder, is_main=True, total_steps=num_steps, resume_step=last) as log:
         for step in range(last + 1, num_steps + 1):
             metrics = {}
             if step:

@@ -32,7 +32,6 @@ def train(dist: Dist, url: str = "", *, is_killed: bool = True) -> None:
     net = shard(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)), dist.mesh, mode="fsdp2", block_names=())
     params = list(net.parameters())
     optimizer, checkpoints = build_adamw(params, lr=0.1), Checkpoint("checkpoints", dist, url=url)
-    checkpoints.send_rest()
     if saved := checkpoints.latest():
         checkpoints.load(saved, net, optimizer)
     note(dist.rank, "start")

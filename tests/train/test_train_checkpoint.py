@@ -6,6 +6,7 @@ import math
 import os
 import re
 import shutil
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -210,11 +211,31 @@ def test_a_checkpoint_is_verified_without_a_model(checkpoints, monkeypatch):
     with pytest.raises(ValueError, match=r"weight/weight is torch.float32 \[3, 2\], the module has .* \[4, 2\]"):
         checkpoints.verify(saved, other)
     with monkeypatch.context() as patch:  # what is verified is not read for that again
-        patch.setattr("omni_train.checkpoint.places.check_file", None)
+        patch.setattr("omni_train.checkpoint.store.check_file", None)
         checkpoints.load(saved, filled(0.0))
     damage(folder / "rank-00000-000.safetensors")
     with pytest.raises(ValueError, match=r"is damaged: rank-00000-000\.safetensors has the SHA-256"):
         checkpoints.verify(saved)
+
+
+def test_one_process_in_place_of_several_ranks_verifies_all_files(run_ranks, tmp_path, alone):
+    """As in a dry run for two ranks."""
+
+    def work(dist):
+        Checkpoint(tmp_path, dist).save(1, shard(filled(1.0), dist.mesh, mode="fsdp2"), config={})
+
+    run_ranks(work)
+    checkpoints = Checkpoint(tmp_path, replace(alone, world_size=2))
+    saved = checkpoints.latest()
+    assert len(saved.files) == 2
+    for name in saved.files:
+        path = tmp_path / "step-00000001" / name
+        data = path.read_bytes()
+        damage(path)
+        with pytest.raises(ValueError, match=f"is damaged: {re.escape(name)} has the SHA-256"):
+            checkpoints.verify(saved)
+        path.write_bytes(data)
+    checkpoints.verify(saved)
 
 
 def test_a_mask_may_be_infinite(checkpoints):
@@ -239,6 +260,41 @@ def test_a_checkpoint_that_does_not_fit_is_refused(checkpoints):
     ):
         with pytest.raises(ValueError, match=f"checkpoint does not fit: .*{message}"):
             load_newest(checkpoints, other)
+
+
+def test_what_a_run_keeps_beside_its_model_comes_back_on_any_number_of_ranks(run_ranks, tmp_path, alone):
+    rows = torch.arange(12.0).view(4, 3)
+
+    def load(dist, net):
+        checkpoints = Checkpoint(tmp_path, dist)
+        load_newest(checkpoints, net)
+        return checkpoints.kept
+
+    def save(dist):
+        checkpoints = Checkpoint(tmp_path, dist)
+        checkpoints.kept["first"] = rows
+        checkpoints.save(1, shard(filled(1.0), dist.mesh, mode="fsdp2"), config={})
+        return {name: t.tolist() for name, t in load(dist, shard(filled(0.0), dist.mesh, mode="fsdp2")).items()}
+
+    assert run_ranks(save) == [{"first": rows.tolist()}] * 2
+    assert load(alone, net := filled(0.0))["first"].equal(rows)
+    assert net.weight.eq(1.0).all()
+
+
+def test_what_a_run_keeps_beside_its_model_is_checked_as_weights_are(checkpoints):
+    checkpoints.kept = {"first": torch.tensor([math.nan])}
+    with pytest.raises(ValueError, match=r"must be finite, got NaN or infinity in kept/first"):
+        checkpoints.save(1, filled(1.0), config={})
+    checkpoints.kept = {"first": torch.zeros(2, dtype=torch.int64)}
+    with pytest.raises(ValueError, match=r"^kept must be float32, got torch\.int64 in first"):
+        checkpoints.save(1, filled(1.0), config={})
+    checkpoints.kept = {"first": torch.ones(2)}
+    checkpoints.save(2, filled(1.0), config={})
+    saved = checkpoints.latest()
+    saved.tensors["kept/first"]["shape"] = [2**50]
+    checkpoints._verified = saved
+    with pytest.raises(ValueError, match="kept/first lacks rows"):
+        checkpoints.load(saved, filled(0.0))
 
 
 def test_an_average_that_is_applied_is_not_saved(checkpoints):

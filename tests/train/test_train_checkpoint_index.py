@@ -42,8 +42,14 @@ def entry(index):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda index: index["files"].update({"../x": {"bytes": 1, "sha256": ""}}), "own folder, got '../x'"),
-        (lambda index: entry(index).update(pieces=[["../x", 0]]), "own folder, got '../x'"),
+        *(
+            (
+                lambda index, name=name: index["files"].update({name: {"bytes": 1, "sha256": ""}}),
+                f"files below it, got {name!r}",
+            )
+            for name in ("../x", "", ".", "..", "/a", "a/", "a//b", "a\0")
+        ),
+        (lambda index: entry(index).update(pieces=[["../x", 0]]), "holds a tensor, lacks '../x'"),
         (lambda index: entry(index).update(pieces=[["elsewhere", 0]]), "holds a tensor, lacks 'elsewhere'"),
     ],
 )

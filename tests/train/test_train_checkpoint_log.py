@@ -9,7 +9,7 @@ from omni_train.log import RunLog, claim_folder
 
 
 def write(folder, steps, **options):
-    with RunLog(folder, is_main=True, total_steps=9, tty=False, **options) as log:
+    with RunLog(folder, is_main=True, total_steps=9, **options) as log:
         for step in steps:
             log.log(step, {"loss": float(step)})
 
@@ -100,6 +100,8 @@ def test_a_folder_with_training_steps_is_claimed_by_the_run_that_resumes_only(ru
             claim_folder(dist, folder, has_checkpoint=False)
 
     run_ranks(work)
+    with pytest.raises(ValueError, match=f"{folder} holds a run already: it goes on with --checkpoint-url s3://a$"):
+        claim_folder(alone, folder, has_checkpoint=False, way="it goes on with --checkpoint-url s3://a")
 
 
 @pytest.mark.parametrize("is_there", [True, False])

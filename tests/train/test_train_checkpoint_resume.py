@@ -20,10 +20,7 @@ NUM_SAMPLES = 2  # a sum of two has one order: ranks and a single process round 
 
 @dataclass
 class Training:
-    """A tiny net with its optimizer and average; layers of 7 and 1 rows, which two ranks share unevenly.
-
-    Of kind 8bit the weights are of 20,480 numbers: their moments are in 8 bits on one rank and two, on three of one.
-    """
+    """A tiny net with its optimizer and average; layers of 7 and 1 rows, which two ranks share unevenly."""
 
     dist: object
     kind: str
@@ -31,28 +28,24 @@ class Training:
 
     def __post_init__(self):
         torch.manual_seed(0)
-        self.sizes = (256, 80, 256) if self.kind == "8bit" else (3, 7, 1)
-        first, inner, last = self.sizes
-        norm = nn.BatchNorm1d(inner, affine=False)
-        self.net = nn.Sequential(nn.Linear(first, inner), nn.Tanh(), norm, nn.Linear(inner, last))
+        self.net = nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.BatchNorm1d(7, affine=False), nn.Linear(7, 1))
         if self.kind == "lora":
             add_lora(self.net, ["0", "3"], rank=2, alpha=4, seed=1)
             add_lora(self.net, ["0", "3"], rank=2, alpha=4, seed=2, adapter="old")
         self.net[2].eval()  # its statistics are a buffer that training leaves alone
         shard(self.net, self.dist.mesh, mode=self.mode)
-        self.optimizer = build_adamw(self.net, lr=0.1, weight_decay=0.01, in_8bit=self.kind == "8bit")
+        self.optimizer = build_adamw(self.net, lr=0.1, weight_decay=0.01)
         self.ema = Ema([p for p in self.net.parameters() if p.requires_grad], decay=0.5)
         self.parts = (self.net, self.optimizer, self.ema)
 
     def run(self, steps):
         for step in steps:
             for i in range(self.dist.rank, NUM_SAMPLES, self.dist.world_size):
-                x = torch.randn(4, self.sizes[0], generator=torch.Generator().manual_seed(10 * step + i))
+                x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + i))
                 (self.net(x) - x.sum()).square().mean().backward()
             reduce_gradients(self.net, self.dist.mesh, mode=self.mode)
             params = [p for p in self.net.parameters() if p.requires_grad]
-            with torch.compiler.set_stance("force_eager"):  # torchao compiles, half a minute
-                optimizer_step(self.optimizer, params, lr=0.1, max_grad_norm=torch.inf, dist=self.dist)
+            optimizer_step(self.optimizer, params, lr=0.1, max_grad_norm=torch.inf, dist=self.dist)
             self.ema.update(step)
             if self.kind == "lora":
                 ema_update(self.net, "default", "old", decay=0.9)
@@ -80,10 +73,10 @@ SPREADS = [  # of who saves and of who loads
     (("fsdp2", 2), ("ddp", 2)),
     (("fsdp2", 3), ("fsdp2", 2)),
 ]
-ALWAYS = ["full fsdp2 3, fsdp2 2", "8bit fsdp2 2, none 1", "8bit none 1, fsdp2 2"]
+ALWAYS = ["full fsdp2 3, fsdp2 2"]
 LAYOUTS = {
     f"{kind} {saver[0]} {saver[1]}, {loader[0]} {loader[1]}": (kind, saver, loader)
-    for kind in ("full", "lora", "8bit")
+    for kind in ("full", "lora")
     for saver, loader in SPREADS
 }
 

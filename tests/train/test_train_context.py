@@ -165,7 +165,7 @@ def test_two_ranks_compute_what_one_does_for_every_model(run_ranks, name):
 
 def test_the_page_names_the_models_that_have_it():
     [names] = re.findall(
-        r"^- Tests hold velocities.*?Other models refuse", (REPO / "docs/machines.md").read_text(), re.M | re.S
+        r"^- Tests compare velocities.*?Other models do not", (REPO / "docs/machines.md").read_text(), re.M | re.S
     )
     assert set(re.findall(r"`(\w+Pipeline)`", names)) == {
         name for name, door in MODELS.items() if door.CONTEXT_PARALLEL

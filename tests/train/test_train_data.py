@@ -212,13 +212,14 @@ def test_the_line_of_a_reference_that_cannot_be_used_is_named(tmp_path):
         ('["cat"]', "line 3: must be a JSON object, got list"),
         ('{"text": "cat"}', r"line 3: must have the key \"prompt\" or \"messages\", got the keys \['text'\]"),
         ('{"prompt": 3}', 'line 3: "prompt" must be a string, got int'),
-        ('{"prompt": "cat", "negative_prompt": null}', 'line 3: "negative_prompt" must be a string, got NoneType'),
+        ('{"prompt": "cat", "negative_prompt": 3}', 'line 3: "negative_prompt" must be a string, got int'),
         ('{"prompt": "cat", "size": NaN}', "line 3: not valid JSON: NaN is no JSON number"),
         ('{"prompt": " "}', 'line 3: "prompt" must not be empty'),
         ('{"prompt": "cat"} {"prompt": "dog"}', "line 3: not valid JSON: more than one value, the second at .* 18"),
         ('{"prompt": "cat", "size": 1e999}', "line 3: not valid JSON: 1e999 is no finite number"),
         (r'{"prompt": "cat \ud83d"}', r"line 3: must be Unicode, got '\\ud83d', half of a surrogate pair"),
         (r'{"prompt": "cat", "tags": [{"\uDC00": 1}]}', "line 3: must be Unicode, .* half of a surrogate pair"),
+        (f'{{"prompt": "cat", "a": {"[" * 900}{"]" * 900}}}', "line 3: not valid JSON: must be nested at most 64 deep"),
         ('{"prompt": "cat", "a": ' + "[" * 60_000, "line 3: not valid JSON: maximum recursion depth"),
         ('{"prompt": "cat", "a": "' + "x" * 70_000 + '"}', "line 3: must have at most 65536 characters, got 70026"),
     ],
@@ -252,8 +253,8 @@ def test_files_that_cannot_serve_are_errors(tmp_path, prompts):
     (tmp_path / "latin.txt").write_bytes(b"a cat\na caf\xe9\n")
     with pytest.raises(ValueError, match=r"latin\.txt, line 2: must be UTF-8, got the byte 0xe9"):
         load_prompts(tmp_path / "latin.txt")
-    with pytest.raises(ValueError, match=r"must end in \.txt, \.jsonl or \.parquet"):
-        load_prompts(write(tmp_path, "a.csv", "cat"))
+    with pytest.raises(ValueError, match=r"must end in \.txt, \.parquet, \.jsonl, \.csv or \.tsv, or be a folder or a"):
+        load_prompts(write(tmp_path, "a.json", "cat"))
     for per_step in (0, 4):
         with pytest.raises(ValueError, match=rf"prompts_per_step must be between 1 and .* \(3\), got {per_step}"):
             PromptSampler(prompts(3), prompts_per_step=per_step, seed=0)

@@ -53,7 +53,7 @@ def test_values_go_to_their_places_however_they_were_dealt(run_ranks, order):
         whole = gather_by_index(dist, torch.tensor(places, dtype=torch.int64), values, 5)
         return [repr(whole.tolist()), str(whole.dtype)]
 
-    assert run_ranks(work, 3) == [["[0.0, 0.5, 1.0, nan, 2.0]", "torch.float32"]] * 3
+    assert run_ranks(work, 3) == [["[0.0, 0.5, 1.0, nan, 2.0]", "torch.float64"]] * 3
 
 
 @pytest.mark.parametrize(

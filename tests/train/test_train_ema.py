@@ -51,3 +51,25 @@ def test_decay_zero_keeps_no_copy():
 def test_a_decay_that_never_moves_is_refused():
     with pytest.raises(ValueError, match=r"decay must be in \[0, 1\), got 1.0"):
         Ema([], decay=1.0)
+
+
+@pytest.mark.parametrize("decay", [0.99, 0.999, 0.9999])
+def test_of_weights_that_stand_still_it_stops_as_near_as_float32_takes_steps(decay):
+    """At 2^-24 / (1 - decay) of their size at most, and not far below that for some of them."""
+    bound = 2.0**-24 / (1 - decay)
+    weights = torch.linspace(1.0, 2.0, 64)[:-1] * torch.tensor([1e-3, 1.0, 30.0])[:, None]
+    param = torch.nn.Parameter(weights * (1 + 4 * bound))
+    ema = Ema([param], decay=decay)
+    with torch.no_grad():
+        param.copy_(weights)
+    for step in range(int(5 / (1 - decay))):
+        ema.update(step=10**9 + step)
+
+    def distance():
+        with ema.applied():
+            return ((param - weights).abs() / weights).max().item()
+
+    before = distance()
+    ema.update(step=10**9)
+    assert before == distance()  # it has stopped
+    assert bound / 4 < before < 1.01 * bound

@@ -9,11 +9,14 @@ import omni_train.files
 import pytest
 from helpers import names
 from omni_train.files import (
+    MAX_DEPTH,
     file_digest,
     load_metrics,
     open_regular,
+    parse_json,
     probe_digest,
     read_jsonl,
+    read_linked,
     read_regular,
     write_atomically,
     write_folder_atomically,
@@ -129,6 +132,35 @@ def test_a_damaged_line_is_named_with_the_file_and_the_remedy(tmp_path, line):
     path.write_bytes(b'{"a": 1}\n' + line + b'\n{"a": 3}\n')
     with pytest.raises(ValueError, match=r"a\.jsonl, line 2: .*Delete the line, or move the file away$"):
         read_jsonl(path)
+
+
+@pytest.mark.parametrize("opening", ["[", '{"a":'])
+def test_json_is_nested_only_so_deep(opening):
+    closing = {"[": "]", '{"a":': "}"}[opening]
+    for inner, most in (("1", MAX_DEPTH), ("[]", MAX_DEPTH - 1)):
+        parse_json(opening * most + inner + closing * most)
+        for depth in (most + 1, 900, 100_000):
+            with pytest.raises(ValueError, match=f"must be nested at most {MAX_DEPTH} deep"):
+                parse_json(opening * depth + inner + closing * depth)
+    assert len(parse_json(b"[" + b",".join([b"[]"] * 10 * MAX_DEPTH) + b"]")) == 10 * MAX_DEPTH
+
+
+def test_a_file_behind_a_link_is_read_where_links_may_be_and_no_pipe_is(tmp_path):
+    (tmp_path / "blob").write_bytes(b"abc")
+    (tmp_path / "name").symlink_to("blob")
+    assert read_linked(tmp_path / "name", 3) == b"abc"
+    with pytest.raises(ValueError, match="must have at most 2 bytes, got 3"):
+        read_linked(tmp_path / "name", 2)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    for name in ("pipe", "zero"):
+        with pytest.raises(ValueError, match="must be a regular file"):
+            read_linked(tmp_path / name, 3)
+
+
+def test_a_pipe_is_no_pointer_of_git_lfs_and_does_not_hang(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    omni_train.files.check_fetched(tmp_path / "pipe")
 
 
 def test_digests_change_with_the_content(tmp_path):

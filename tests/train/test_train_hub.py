@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from pathlib import Path
 from unittest.mock import create_autospec
 
 import huggingface_hub
@@ -32,8 +33,8 @@ def test_prompts_are_fetched_once_at_their_revision(download):
     assert [record.text for record in load_prompts(ADDRESS)] == ["a cat", "a dog"]
     load_prompts(ADDRESS)
     download.assert_called_once_with("owner/name", "some/prompts.txt", repo_type="dataset", revision="v1")
-    assert hub.pinned(ADDRESS) == "hf://datasets/owner/name@abc123/some/prompts.txt"
-    assert hub.pinned("data/prompts.txt") == "data/prompts.txt"
+    assert hub.pinned(ADDRESS, hub.local_file(ADDRESS)) == "hf://datasets/owner/name@abc123/some/prompts.txt"
+    assert hub.pinned("data/prompts.txt", Path("data/prompts.txt")) == "data/prompts.txt"
 
 
 def test_settings_come_from_a_model_on_the_hub(download):
@@ -51,9 +52,9 @@ def test_settings_come_from_a_model_on_the_hub(download):
     ("text", "name"),
     [
         ("[scorer]\ntoken_file = '/etc/passwd'", "scorer.token_file"),
-        ("watch_scorer_url = 'http://a:1'", "scorer.watch_url"),
+        ("[scorer]\nwatch_url = 'http://a:1'", "scorer.watch_url"),
         ("scorer.url = 'http://a:1'", "scorer.url"),
-        ("[[eval]]\nname = 'a'\nscorer_url = 'http://a:1'", "scorer_url"),
+        ("[[eval.sets]]\nname = 'a'\nscorer_url = 'http://a:1'", "scorer_url"),
         ("media_root = '/'", "media_root"),
         ("[scorer]\nname = 'vlm --option url=http://a:1'", ":// in scorer.name"),
     ],
@@ -73,7 +74,7 @@ def test_settings_from_the_hub_do_not_choose_who_gets_samples_and_token(text, na
         ("reward = 'exact + 0.5*python:a.txt:f'", "reward"),
         ('reward = "\\u0070ython:a.py:f"', "reward"),
         ("name = 'python:a.py:f'", "name"),
-        ("[[eval]]\nname = 'a'\nprompts = 'python:a.py:f'", "prompts"),
+        ("[[eval.sets]]\nname = 'a'\nprompts = 'python:a.py:f'", "prompts"),
     ],
 )
 @pytest.mark.parametrize("is_path", [False, True])

@@ -311,6 +311,10 @@ NAN, INF = {"linear.bias": torch.full((5,), torch.nan)}, {"linear.weight": torch
         (INF, r"net\.safetensors must be finite, got NaN or infinity in linear\.weight"),
         ({"linear.bias": torch.full((5,), 1e39, dtype=torch.float64)}, "must be finite.*in linear.bias"),
         ({"table": torch.tensor([1.0, 2.0, 3.0, torch.nan])}, "must be finite.*in table"),
+        (
+            {"linear.bias": torch.full((5,), -3e38)},
+            r"net\.safetensors must hold numbers of at most 1e\+18 in size, got 3e\+38 in linear\.bias",
+        ),
         ({"linear.bias": None}, "must hold all weights of Net, lacks 1 such as linear.bias"),
         ({"extra": torch.zeros(1)}, r"net\.safetensors must hold only weights of Net, got extra"),
         ({"linear.bias": torch.zeros(6)}, r"net\.safetensors does not fit Net: linear\.bias is \[6\], must be \[5\]"),
@@ -321,6 +325,16 @@ def test_what_does_not_fit_or_is_not_finite_is_named_with_its_file(tmp_path, cha
     save_file(tensors, tmp_path / "net.safetensors")
     with pytest.raises(ValueError, match=message):
         load_sharded(meta_net(), [tmp_path / "net.safetensors"], None)
+
+
+def test_a_buffer_may_hold_the_largest_number_and_a_weight_one_whose_square_is_finite(tmp_path):
+    """Masks do; the square of a weight is finite in float32."""
+    tensors = WEIGHTS | {"table": torch.full_like(WEIGHTS["table"], torch.finfo(torch.float32).min)}
+    tensors["linear.bias"] = torch.full((5,), 1e18)
+    save_file(tensors, tmp_path / "net.safetensors")
+    net = load_sharded(meta_net(), [tmp_path / "net.safetensors"], None)
+    assert torch.equal(net.linear.bias.detach(), tensors["linear.bias"])
+    assert net.linear.bias.square().isfinite().all()
 
 
 def test_files_that_are_cut_short_missing_or_overlap_are_errors(tmp_path):

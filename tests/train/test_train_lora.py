@@ -1,6 +1,5 @@
 """Adapters: what is trained, which one runs, and how one follows another."""
 
-import omni_train.lora_layer
 import pytest
 import torch
 from omni_train.dist import init_distributed
@@ -12,17 +11,14 @@ from omni_train.lora import (
     ema_update_params,
     lora_layers,
     reference,
+    same_initial_weights,
     unadapted_params,
 )
-from omni_train.lora_layer import factors_with_initial, minus
 from omni_train.optim import build_adamw
 from omni_train.shard import shard
+from omni_train.weights.adapters import LORA_FILE, PEFT_FILE, check_adapter, load_adapter
 from omni_train.weights.full import (
-    LORA_FILE,
-    PEFT_FILE,
-    check_adapter,
     check_weights,
-    load_adapter,
     named_adapter,
     named_weights,
     save_peft,
@@ -32,7 +28,6 @@ from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import linear
-from torch.utils.flop_counter import FlopCounterMode
 
 
 class Net(nn.Module):
@@ -442,12 +437,13 @@ def test_a_parameter_that_is_none_of_experts_is_refused(parameters, message):
         add_lora(net, ["out"], parameters=parameters, rank=2, alpha=3, seed=1)
 
 
-def test_pissa_begins_as_pefts_and_leaves_the_weights_as_they_are():
-    """In peft the frozen weights are the rest; here what A and B begin with is subtracted."""
+def test_pissa_begins_and_trains_as_pefts_beside_a_reference_that_stays():
     config = LoraConfig(r=2, lora_alpha=4, target_modules=["up", "down"], init_lora_weights="pissa")
     net = Net()
     torch.manual_seed(3)
-    plain = {name: nn.init.normal_(value) for name, value in net.state_dict().items()}
+    plain = {name: nn.init.normal_(value.detach()) for name, value in net.state_dict().items()}
+    for weight in (net.up.weight, net.down.weight):
+        weight.data.mul_(5.0 ** -torch.arange(weight.shape[1]))  # singular values that differ
     peft_net = get_peft_model(net, config)
     net = Net()
     net.load_state_dict(plain)
@@ -456,17 +452,21 @@ def test_pissa_begins_as_pefts_and_leaves_the_weights_as_they_are():
     original = Net()
     original.load_state_dict(plain)
     assert trainable(net) == trainable(make_net("default"))
-    assert torch.equal(net(X), original(X))
-    with reference(net):
-        assert torch.equal(net(X), original(X))
+    torch.testing.assert_close(net(X), original(X))
+    first = net(X).detach()
     products = [up @ down for down, up in zip(*[iter(adapter_params(net, "default"))] * 2, strict=True)]
     theirs = dict(peft_net.named_parameters())
     for name, product in zip(("up", "down"), products, strict=True):
         a, b = (theirs[f"base_model.model.{name}.lora_{which}.default.weight"] for which in "AB")
         torch.testing.assert_close(product, b @ a, rtol=1e-4, atol=1e-5)
+        left = theirs[f"base_model.model.{name}.base_layer.weight"]
+        torch.testing.assert_close(net.get_submodule(name).base_layer.weight, left, rtol=1e-4, atol=1e-5)
 
     for p in adapter_params(net, "default"):
         p.data.add_(torch.randn(p.shape) / 4)
+    for block in (reference(net), adapter(net, "old")):
+        with block:
+            assert torch.equal(net(X), first)
     trained = original.up.weight + 2 * (net.up.lora_B.default.weight @ net.up.lora_A.default.weight - products[0])
     torch.testing.assert_close(dict(named_weights(net))["up.weight"], trained)
     torch.testing.assert_close(net.up(X), linear(X, trained, original.up.bias))
@@ -475,30 +475,40 @@ def test_pissa_begins_as_pefts_and_leaves_the_weights_as_they_are():
     change = written["up.lora_B.weight"] @ written["up.lora_A.weight"]
     torch.testing.assert_close(change, trained - original.up.weight, rtol=1e-4, atol=1e-5)
     peft_up = peft_net.base_model.model.up
-    peft_up.lora_A.default.weight.data = net.up.lora_A.default.weight.data * 1.0
-    peft_up.lora_B.default.weight.data = net.up.lora_B.default.weight.data * 1.0
-    grads = []
+    peft_up.load_state_dict(
+        {name: p for name, p in net.up.state_dict().items() if "initial" not in name and "old" not in name}
+    )
+    results = []
     for layer in (net.up, peft_up):
         (out := layer(X)).square().sum().backward()
-        grads.append([factor.grad for factor in (layer.lora_A.default.weight, layer.lora_B.default.weight)])
-        torch.testing.assert_close(out, linear(X, trained, original.up.bias), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
-    with adapter(net, "old"):
-        assert torch.equal(net(X), original(X))
+        results.append([out, *(factor.grad for factor in (layer.lora_A.default.weight, layer.lora_B.default.weight))])
+    assert all(map(torch.equal, *results))
 
 
-def test_a_small_step_of_pissa_is_no_rounding_error_in_bfloat16():
+def test_the_weights_before_pissa_stay_when_its_first_factors_are_those_of_another_device():
+    net, trained = make_net(), make_net("default", init="pissa")
+    for layer in lora_layers(trained).values():
+        layer.lora_B.default.weight.data += 1
+    state = {name: p for name, p in trained.state_dict().items() if "lora" in name}
+    state |= {name: p + 0.01 * torch.randn(p.shape) for name, p in state.items() if ".initial." in name}
+    with same_initial_weights(trained):
+        trained.load_state_dict(state, strict=False)
+    with reference(trained):
+        torch.testing.assert_close(trained(X), net(X))
+    with same_initial_weights(trained):
+        before = trained.up.base_layer.weight.clone()
+    assert torch.equal(trained.up.base_layer.weight, before)
+
+
+def test_a_small_step_of_pissa_is_no_rounding_error_where_a_file_is_read_in_bfloat16():
     torch.manual_seed(7)
-    net, x = nn.Sequential(nn.Linear(64, 48, bias=False)), torch.randn(16, 64)
-    net[0].weight.data = net[0].weight.bfloat16().float()
+    net, x = nn.Sequential(nn.Linear(64, 48, bias=False)), torch.randn(16, 64).bfloat16()
     add_lora(net, ["0"], rank=8, alpha=16, seed=1, init="pissa")
     for p in adapter_params(net, "default"):
         p.data.add_(3e-5 * torch.randn(p.shape).sign())
-    exact = dict(named_adapter(net))
-    change = linear(x.bfloat16().float(), exact["0.lora_B.weight"] @ exact["0.lora_A.weight"])
-    down, up = minus(*factors_with_initial(net[0], "default"))
-    rounded = linear(linear(x.bfloat16(), down.bfloat16()), up.bfloat16()) * 2.0
-    assert (rounded.float() - change).norm() < 0.02 * change.norm()
+    down, up = dict(named_adapter(net)).values()
+    exact, rounded = linear(linear(x.float(), down), up), linear(linear(x, down.bfloat16()), up.bfloat16())
+    assert (rounded.float() - exact).norm() < 0.02 * exact.norm()
 
 
 def test_dora_begins_as_the_base_and_computes_and_trains_as_pefts():
@@ -552,17 +562,15 @@ def test_an_adapter_with_magnitudes_goes_through_a_file_and_fits_no_other(tmp_pa
     with pytest.raises(ValueError, match="must be an adapter without use_dora, as the module's is"):
         check_adapter(make_net("default"), folder)
     check_weights(make_net(), folder)
-    with pytest.raises(ValueError, match="does not fit Net: 6 of 6 tensors"):
+    with pytest.raises(ValueError, match="does not fit Net: 2 of 2 layers, such as transformer"):
         check_weights(make_net(), folder, part="other")
 
 
-def test_a_row_of_zeros_stays_one_with_dora():
+def test_dora_refuses_a_row_of_zeros_by_whose_norm_it_would_divide():
     net = make_net()
-    net.up.weight.data[3] = 0
-    expected = net(X)
-    add_lora(net, ["up", "down"], rank=2, alpha=4, seed=1, use_dora=True)
-    assert torch.equal(net(X), expected)
-    assert dict(named_weights(net))["up.weight"][3].eq(0).all()
+    net.down.weight.data[1] = 0
+    with pytest.raises(ValueError, match="use_dora must divide by the norms of rows, got a row of zeros in down"):
+        add_lora(net, ["up", "down"], rank=2, alpha=4, seed=1, use_dora=True)
 
 
 def test_shards_that_would_round_magnitudes_are_refused(run_ranks):
@@ -573,17 +581,6 @@ def test_shards_that_would_round_magnitudes_are_refused(run_ranks):
         shard(net, dist.mesh, mode="fsdp2", compute_dtype=torch.float32)
 
     run_ranks(work, world_size=1)
-
-
-def test_the_norms_of_rows_are_taken_in_parts_and_count_as_their_product(monkeypatch):
-    torch.manual_seed(3)
-    weight, down, up = torch.randn(50, 16).bfloat16(), torch.randn(3, 16), torch.randn(50, 3)
-    expected = (weight.float() + 2 * up @ down).norm(dim=1)
-    monkeypatch.setattr(omni_train.lora_layer, "AT_ONCE", 7 * 16)
-    with FlopCounterMode(display=False) as counter:
-        found = torch.ops.omni_train.row_norms(weight, down, up, 2.0)
-    torch.testing.assert_close(found, expected)
-    assert counter.get_total_flops() == 2 * 50 * 16 * 3
 
 
 @pytest.mark.parametrize("options", [{"init": "pissa"}, {"parameters": ["experts.up"]}])

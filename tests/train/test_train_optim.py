@@ -61,6 +61,19 @@ def test_a_large_gradient_is_scaled_to_the_limit(alone):
     torch.testing.assert_close(torch.cat([p.detach() for p in params]), torch.tensor([-0.3, -0.4]))
 
 
+@pytest.mark.parametrize("unit", [1.0, 1e-6, 1e-8, 1e-11])
+def test_the_share_that_an_epsilon_takes_of_a_step_is_what_the_weights_do_not_move(alone, unit):
+    """Of a gradient whose elements are all of one size, at AdamW's first step."""
+    param, lr = param_with_gradient(unit, -unit, unit), 0.1
+    result = optimizer_step(build_adamw([param], lr=lr), [param], lr=lr, max_grad_norm=math.inf, dist=alone)
+    assert result.eps_share == pytest.approx(1e-8 / (unit + 1e-8), rel=1e-5)
+    assert param.abs().max().item() == pytest.approx(lr * (1 - result.eps_share), rel=1e-4)
+    param.grad = torch.full((3,), 1e3)
+    clipped = optimizer_step(build_adamw([param], lr=lr), [param], lr=lr, max_grad_norm=1e-8 * 3**0.5, dist=alone)
+    assert clipped.eps_share == pytest.approx(0.5, rel=1e-5)
+    assert optimizer_step(build_adamw([param], lr=lr), [param], lr=lr, max_grad_norm=1.0, dist=alone).eps_share == 0.0
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_non_finite_gradient_changes_neither_parameters_nor_state(alone, bad):
     param = param_with_gradient(1.0)

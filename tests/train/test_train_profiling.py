@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* lacks the step")  # of runs t
 def run(folder, *, steps, resume_step=-1, is_main=True, calls=3):
     """Steps 0, which evaluates, and so on, each with two phases."""
     net = nn.Linear(2, 2)
-    log = ProfiledLog(folder, step=2, nets={net}, resume_step=resume_step, is_main=is_main, total_steps=3, tty=False)
+    log = ProfiledLog(folder, step=2, nets={net}, resume_step=resume_step, is_main=is_main, total_steps=3)
     for step in steps:
         for phase in ("rollout", "update") if step else ("eval",):
             with log.phase(phase):
@@ -55,6 +55,22 @@ def test_a_trace_ends_after_so_many_calls(tmp_path, monkeypatch):
     monkeypatch.setattr(profiling, "MAX_CALLS", 2)
     run(tmp_path, steps=range(3), calls=5)
     assert names(tmp_path / "trace" / "000002-rollout.json.gz").count("aten::linear") == 2
+
+
+def test_a_trace_that_cannot_end_within_a_forward_ends_no_run_and_is_ended_once(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(profiling, "MAX_CALLS", 2)
+    stop, stopped = torch.profiler.profile.stop, []
+
+    def fail(profile):
+        stop(profile)  # another profile may start in this process
+        stopped.append(profile)
+        raise RuntimeError("no space left")
+
+    monkeypatch.setattr(torch.profiler.profile, "stop", fail)
+    assert run(tmp_path, steps=range(4), calls=5) == []
+    assert len(stopped) == 1
+    told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("WARNING")]
+    assert told == ["WARNING: the profile failed and is switched off: RuntimeError: no space left"]
 
 
 def test_other_ranks_write_none(tmp_path):

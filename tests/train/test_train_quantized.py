@@ -5,9 +5,11 @@ import copy
 import pytest
 import torch
 from helpers import sampled
-from omni_train.lora import add_lora, lora_layers
+from omni_train.lora import add_lora, lora_layers, reference
 from omni_train.memory.quantized import NF4, QuantizedLinear, compiled_dequantize, quantize, quantize_blocks
 from omni_train.memory.recompute import Recompute
+from omni_train.prepare import Lora, Preparation, prepare
+from safetensors.torch import save_file
 from torch import nn
 from torch._inductor import metrics
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -170,3 +172,23 @@ def test_a_block_with_compiled_weights_trains_with_the_same_bits(budget):
             net[2](run(net[1], net[0](x))).square().sum().backward()
         found.append([p.grad for p in net.parameters() if p.requires_grad])
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("bits", MOST)
+@pytest.mark.parametrize("own", [{"init": "pissa"}, {"use_dora": True}], ids=["PiSSA", "DoRA"])
+@pytest.mark.parametrize("from_files", [False, True], ids=["in memory", "from files"])
+def test_pissa_and_dora_begin_as_the_reference_of_what_is_left(tmp_path, bits, own, from_files):
+    """PiSSA takes its part out of a weight once, before the rest is rounded."""
+    plain, x = nn.Sequential(build()[0], Block(), nn.Linear(128, 4)), torch.randn(5, 16)
+    how = Preparation(
+        CPU, ["Block"], torch.float32, Lora(["first"], 16, 16, **({"init": "default"} | own), seed=0), base_dtype=bits
+    )
+    net, files = copy.deepcopy(plain), None
+    if from_files:
+        save_file(plain.state_dict(), tmp_path / "weights.safetensors")
+        net, files = net.to("meta"), {"": [tmp_path / "weights.safetensors"]}
+    net = prepare(net, how, files)
+    with reference(net):
+        expected = net(x)
+    assert torch.equal(net(x), expected)
+    assert (expected - plain(x)).norm() / plain(x).norm() < {"int8": 0.02, "fp8": 0.05, "nf4": 0.2}[bits]

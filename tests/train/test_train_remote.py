@@ -1,9 +1,11 @@
 """Checkpoints at a URL: ranks without a shared disk save, any number of ranks continues, and no failure loses one."""
 
+import json
 import os
 import re
 import shutil
 import signal
+import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -17,6 +19,7 @@ import omni_train.remote
 import pytest
 import torch
 from helpers import load_newest, names, sampled
+from omni_train.checkpoint.index import parse_part
 from omni_train.checkpoint.store import Checkpoint
 from omni_train.dist import init_distributed
 from omni_train.lock import RunLock
@@ -100,8 +103,10 @@ def test_ranks_without_a_shared_disk_save_and_another_number_of_ranks_goes_on(ru
 
 
 @pytest.mark.parametrize("victim", sampled([0, 1], 1))
-def test_a_rank_that_is_killed_in_the_middle_of_an_upload_costs_no_step(run_ranks, tmp_path, url, monkeypatch, victim):
-    """Another machine finds the older checkpoint; the same machines have the newer one, and complete it."""
+def test_a_rank_that_is_killed_in_the_middle_of_an_upload_leaves_the_older_checkpoint(
+    run_ranks, tmp_path, url, monkeypatch, victim
+):
+    """From which any machines go on, also with the step that was lost."""
     monkeypatch.setattr(omni_train.checkpoint.saving, "LONELY_S", 0.5)
     send = Remote.send
 
@@ -129,14 +134,15 @@ def test_a_rank_that_is_killed_in_the_middle_of_an_upload_costs_no_step(run_rank
 
     def go_on(dist):
         checkpoints = on_own_disk(dist, tmp_path, url)
-        checkpoints.send_rest()
         net = shard(filled(0.0), dist.mesh, mode="fsdp2")
         saved = load_newest(checkpoints, net)
-        checkpoints.save(3, net, config={})
+        checkpoints.save(2, shard(filled(3.0), dist.mesh, mode="fsdp2"), config={})
         return [saved.step, net.weight.full_tensor().unique().tolist()]
 
-    assert run_ranks(go_on) == [[2, [2.0]]] * 2
-    assert elsewhere.latest().step == 3
+    assert run_ranks(go_on) == [[1, [1.0]]] * 2
+    assert load_newest(elsewhere, net).step == 2
+    assert net.weight.eq(3.0).all()
+    assert [names(tmp_path / f"machine-{rank}") for rank in range(2)] == [[], []]
 
 
 def test_what_an_upload_has_left_is_no_checkpoint_and_is_deleted_by_the_next(tmp_path, url):
@@ -148,13 +154,11 @@ def test_what_an_upload_has_left_is_no_checkpoint_and_is_deleted_by_the_next(tmp
     remote.write("step-00000007/rank-00000-000.safetensors", b"half")
     remote.write("step-00000008/part-00000.json", remote.read("step-00000001/part-00000.json"))  # without its files
     remote.write("keep.txt", b"a user's")
-    checkpoints.send_rest()
     assert checkpoints.latest().step == 1
     checkpoints.save(2, filled(2.0), config={})
     folders = {name.partition("/")[0] for name in remote.sizes()}
     assert folders == {"step-00000001", "step-00000002", "keep.txt"}
     remote.delete("step-00000001/checkpoint.json")  # where a deletion begins
-    checkpoints.send_rest()
     assert checkpoints.remote.steps() == [2]
     remote.write("step-00000001/checkpoint.json", index)
     with pytest.raises(ValueError, match=rf"step must be new, but {url}/step-00000001 exists"):
@@ -184,25 +188,29 @@ def test_a_wrong_byte_is_named_with_its_object_and_the_older_checkpoint(tmp_path
         load_newest(checkpoints, filled(0.0))
 
 
-def test_rows_are_read_by_ranges_and_no_others(tmp_path, url, monkeypatch, run_ranks):
-    """Each of two ranks reads the header of the file and half of the rows of one rank's checkpoint."""
-    Checkpoint(tmp_path, init_distributed(), url=url).save(1, nn.Linear(64, 32, bias=False), config={})
+def test_a_rank_fetches_the_files_that_hold_its_rows_and_no_others(tmp_path, url, monkeypatch, run_ranks):
+    """One at a time, onto the disk of the run, where nothing stays."""
 
-    def work(dist):
+    def save(dist):
+        on_own_disk(dist, tmp_path, url).save(1, shard(filled(1.0), dist.mesh, mode="fsdp2"), config={})
+
+    def load(dist):
         checkpoints = on_own_disk(dist, tmp_path, url)
-        net = shard(nn.Linear(64, 32, bias=False), dist.mesh, mode="fsdp2")
+        net = shard(filled(0.0), dist.mesh, mode="fsdp2")
         checkpoints.verify(saved := checkpoints.latest(), net)
-        read, count = Remote.read_ranges, []
+        fetch, fetched = Remote.fetch, []
 
-        def counted(self, name, ranges):
-            count.extend(end - start for start, end in ranges)
-            return read(self, name, ranges)
+        def noted(self, name, path):
+            fetched.append([name, path.is_relative_to(checkpoints.folder)])
+            fetch(self, name, path)
 
-        monkeypatch.setattr(Remote, "read_ranges", counted)
+        monkeypatch.setattr(Remote, "fetch", noted)
         checkpoints.load(saved, net)
-        return [count[0], count[2:]]
+        return [fetched, names(checkpoints.folder)]
 
-    assert run_ranks(work) == [[8, [16 * 64 * 4]]] * 2
+    run_ranks(save)
+    own = [f"step-00000001/rank-0000{rank}-000.safetensors" for rank in range(2)]
+    assert run_ranks(load) == [[[[name, True]], []] for name in own]
 
 
 def test_a_network_that_fails_for_a_while_is_tried_again(tmp_path, url, monkeypatch):
@@ -216,106 +224,48 @@ def test_a_network_that_fails_for_a_while_is_tried_again(tmp_path, url, monkeypa
 
 
 @pytest.mark.filterwarnings("ignore:.*tried again")
-def test_a_network_that_fails_for_long_is_an_error_and_the_next_start_sends_what_the_disk_has(
+def test_a_network_that_fails_for_long_is_an_error_after_which_the_older_checkpoint_is_the_newest(
     run_ranks, tmp_path, url, monkeypatch
 ):
+    """And nothing of the attempt is in the next one."""
     monkeypatch.setattr(omni_train.remote, "SEND_S", 0.05)
 
     def work(dist):
         checkpoints = on_own_disk(dist, tmp_path, url)
         checkpoints.save(1, shard(filled(1.0), dist.mesh, mode="fsdp2"), config={})
-        net = shard(filled(2.0), dist.mesh, mode="fsdp2")
         with pytest.MonkeyPatch.context() as patch:
             fail_for(patch, [1000 * dist.rank])
-            checkpoints.async_save(2, net, config={})
-            draft = tmp_path / "machine-1" / "step-00000002.tmp"
-            lost = rf"rank 1: {url}/\S+: RuntimeError: no route; tried for 0.05 s. What was not sent stays in {draft}"
-            with pytest.raises(OSError, match=lost):
+            checkpoints.async_save(2, shard(filled(2.0), dist.mesh, mode="fsdp2"), config={})
+            with pytest.raises(OSError, match=rf"rank 1: {url}/\S+: RuntimeError: no route; tried for 0.05 s"):
                 checkpoints.wait()
         between = checkpoints.latest().step
-        checkpoints.send_rest()
+        checkpoints.save(2, shard(filled(3.0), dist.mesh, mode="fsdp2"), config={})
         found = shard(filled(0.0), dist.mesh, mode="fsdp2")
         return [between, load_newest(checkpoints, found).step, found.weight.full_tensor().unique().tolist()]
 
-    assert run_ranks(work) == [[1, 2, [2.0]]] * 2
+    assert run_ranks(work) == [[1, 2, [3.0]]] * 2
     assert [names(tmp_path / f"machine-{rank}") for rank in range(2)] == [[], []]
 
 
-@pytest.mark.filterwarnings("ignore:.*tried again")
-def test_parts_of_two_saves_of_one_step_are_never_put_together(run_ranks, tmp_path, monkeypatch):
-    """Each attempt at step 2 fails; the second one has another second machine."""
-    monkeypatch.setattr(omni_train.remote, "PAUSE_S", 0.01)
-    monkeypatch.setattr(omni_train.remote, "SEND_S", 0.05)
-    url = f"file://{tmp_path}/store"
+def test_a_part_of_an_earlier_save_that_comes_late_is_none_of_the_next(tmp_path, url):
+    checkpoints = Checkpoint(tmp_path, init_distributed(), url=url)
+    checkpoints.save(1, filled(1.0), config={})
+    late = Remote(url).read("step-00000001/part-00000.json")
+    send, sent = Remote.send, []
 
-    def opened(dist, second):
-        """Checkpoints on machine-0 and a second machine."""
-        return Checkpoint(tmp_path / f"machine-{dist.rank * second}", replace(dist, local_rank=0), url=url)
+    def overtaken(self, path, name):
+        if name.endswith("part-00000.json") and not sent:
+            sent.append(name)
+            self.write(name, late)
+            threading.Timer(0.3, send, (self, path, name)).start()
+        else:
+            send(self, path, name)
 
-    def attempt(dist, second, value):
-        """Fail to save step 2, as the second machine cannot send its part."""
-        (checkpoints := opened(dist, second)).send_rest()
-        net = shard(filled(value), dist.mesh, mode="fsdp2")
-        with pytest.MonkeyPatch.context() as patch:
-            fail_for(patch, [1000 * dist.rank])
-            with pytest.raises(OSError, match=r"rank 1: .*What was not sent stays in"):
-                checkpoints.save(2, net, config={})
-
-    def found(dist, second):
-        """Return the step and the weights with which a start continues."""
-        (checkpoints := opened(dist, second)).send_rest()
-        net = shard(filled(0.0), dist.mesh, mode="fsdp2")
-        return [load_newest(checkpoints, net).step, net.weight.full_tensor().unique().tolist()]
-
-    def work(dist):
-        opened(dist, 1).save(1, shard(filled(1.0), dist.mesh, mode="fsdp2"), config={})
-        attempt(dist, 1, 2.0)
-        attempt(dist, 2, 3.0)
-        return [found(dist, 1), found(dist, 2)]
-
-    assert run_ranks(work) == [[[1, [1.0]], [2, [3.0]]]] * 2
-
-
-@pytest.mark.filterwarnings("ignore:.*tried again")
-def test_a_save_is_completed_only_with_what_the_run_keeps_beside_and_with_all_its_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(omni_train.remote, "PAUSE_S", 0.01)
-    monkeypatch.setattr(omni_train.remote, "SEND_S", 0.05)
-    url, kept = f"file://{tmp_path}/store", tmp_path / "run" / "metrics.jsonl"
-    kept.parent.mkdir()
-    here, elsewhere = [
-        Checkpoint(folder / "checkpoints", init_distributed(), url=url, beside=[folder / kept.name])
-        for folder in (kept.parent, tmp_path / "elsewhere")
-    ]
-    draft = here.folder / "step-00000002.tmp"
-    kept.write_text("1")
-    here.save(1, filled(1.0), config={})
-    kept.write_text("2")
-    write = Remote.write
-
-    def save():
-        """Save step 2, of which what is beside cannot be written."""
-
-        def lost(self, own, data):
-            if own.endswith(kept.name):
-                raise OSError("no route")
-            write(self, own, data)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Remote, "write", lost)
-            with pytest.raises(OSError, match="no route"):
-                here.save(2, filled(2.0), config={})
-
-    save()
-    elsewhere.send_rest()
-    assert elsewhere.latest().step == 1
-    here.send_rest()
-    assert here.latest().step == 2
-    assert here.remote.read_beside(2, kept.name) == b"2"
-    here.remote.delete(2)
-    save()
-    next(draft.glob("*.safetensors")).unlink()  # where a removal was stopped
-    here.send_rest()
-    assert (here.latest().step, names(here.folder)) == (1, [])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Remote, "send", overtaken)
+        checkpoints.save(2, filled(2.0), config={})
+    assert load_newest(checkpoints, net := filled(0.0)).step == 2
+    assert net.weight.eq(2.0).all()
 
 
 def fail_for(patch, left):
@@ -351,9 +301,10 @@ def test_what_a_run_keeps_beside_comes_back_in_an_empty_folder(tmp_path, url):
     with pytest.raises(ValueError, match=rf"^{url}/step-00000001/weights/README.md has the SHA-256"):
         remote.fetch_beside(1, "weights", tmp_path / "again")
     assert not (tmp_path / "again").exists()
-    Remote(url).write("step-00000001/run.json", b'{"weights/../../out": {"bytes": 1, "sha256": ""}}')
-    with pytest.raises(ValueError, match=r"run\.json must name files below it, got 'weights/\.\./\.\./out'"):
-        remote.fetch_beside(1, "weights", tmp_path / "again")
+    (run / "metrics.jsonl").unlink()
+    shutil.rmtree(run / "weights")
+    checkpoints.save(2, filled(1.0), config={})
+    assert remote.read_beside(2, "metrics.jsonl") is None
 
 
 class Holder:
@@ -439,6 +390,117 @@ def test_a_renewal_is_tried_once_so_that_it_never_comes_over_a_later_holder(tmp_
     second.release()
 
 
+def test_a_renewal_of_a_process_that_was_stopped_does_not_come_over_the_next_holder(tmp_path, url, monkeypatch):
+    monkeypatch.setattr(omni_train.lock, "BEAT_S", 0.05)
+    monkeypatch.setattr(omni_train.lock, "LEASE_S", 0.4)
+    stopped, goes_on, read = threading.Event(), threading.Event(), omni_train.lock._Lease._other
+
+    def stop_after(lease, **how):
+        found = read(lease, **how)
+        if lease is first._lease and threading.current_thread() is not threading.main_thread():
+            stopped.set()
+            goes_on.wait()
+        return found
+
+    first = RunLock(tmp_path / "a", init_distributed(), url=url)
+    monkeypatch.setattr(omni_train.lock._Lease, "_other", stop_after)
+    assert stopped.wait(5)
+    second = RunLock(tmp_path / "b", init_distributed(), url=url)
+    goes_on.set()
+    time.sleep(0.2)  # the renewal is written now
+    second.check()
+    with pytest.raises(OSError, match="was taken by"):
+        first.check()
+    first.release()
+    second.check()
+    second.release()
+    assert Remote(url).sizes() == {}
+
+
+def test_a_process_that_was_stopped_as_it_took_a_url_gives_it_back(tmp_path, url, monkeypatch):
+    monkeypatch.setattr(omni_train.lock, "BEAT_S", 0.05)
+    monkeypatch.setattr(omni_train.lock, "LEASE_S", 0.3)
+    dead = RunLock(tmp_path / "a", init_distributed(), url=url)
+    dead._lease._ends.set()
+    write, found = Remote.write, []
+
+    def stop_before(remote, name, data, **how):
+        if name == "lock" and not found:
+            found.append(None)  # this process is stopped here, and another one takes the URL meanwhile
+            found[0] = RunLock(tmp_path / "c", init_distributed(), url=url)
+        write(remote, name, data, **how)
+
+    monkeypatch.setattr(Remote, "write", stop_before)
+    with pytest.raises(ValueError, match=f"{url} is in use by another process"):
+        RunLock(tmp_path / "b", init_distributed(), url=url)
+    time.sleep(0.2)  # until its next renewal, which finds no name
+    found[0].check()
+    found[0].release()
+
+
+def test_one_missing_answer_does_not_end_a_lease(tmp_path, url, monkeypatch):
+    monkeypatch.setattr(omni_train.lock, "BEAT_S", 0.05)
+    lock, answers, read = RunLock(tmp_path / "a", init_distributed(), url=url), iter([None]), Remote.read
+
+    def miss(remote, name, **how):
+        if name == "lock" and threading.current_thread() is not threading.main_thread() and not next(answers, 1):
+            raise FileNotFoundError(name)
+        return read(remote, name, **how)
+
+    monkeypatch.setattr(Remote, "read", miss)
+    time.sleep(0.3)
+    before = lock._lease._beats
+    time.sleep(0.3)
+    assert lock._lease._beats > before > 0
+    Remote(url).delete("lock")
+    lock.check()  # it is written again
+    lock.release()
+
+
+@pytest.mark.parametrize("text", ["[" * 10**5, "{}", "[]", "12", '{"holder": 1, "token": []}', "\x00"])
+def test_a_lock_that_no_run_has_written_is_one_that_is_not_renewed(tmp_path, url, monkeypatch, text):
+    monkeypatch.setattr(omni_train.lock, "LEASE_S", 0.2)
+    Remote(url).write("lock", text.encode())
+    lock = RunLock(tmp_path / "a", init_distributed(), url=url)
+    lock.check()
+    lock.release()
+
+
+DEEP = b"[" * 10**5
+ABOUT = {"step": 2, "config": {}, "versions": {}, "world_size": 1}
+PART = {"files": {}, "tensors": {}, "attempt": "a", "about": ABOUT}
+FOREIGN_PARTS = {
+    "deep": DEEP,
+    "a list": b"[]",
+    "no UTF-8": b"\xff",
+    "nothing": b"{}",
+    "no about": json.dumps(PART | {"about": None}).encode(),
+    "no ranks": json.dumps(PART | {"about": ABOUT | {"world_size": 0}}).encode(),
+    "ranks that are no number": json.dumps(PART | {"about": ABOUT | {"world_size": "2"}}).encode(),
+    "more ranks than 64 bits": json.dumps(PART | {"about": ABOUT | {"world_size": 2**70}}).encode(),
+    "files without a size": json.dumps(PART | {"files": {"a": {"sha256": ""}}}).encode(),
+    "a file elsewhere": json.dumps(PART | {"files": {"../a": {"bytes": 1, "sha256": ""}}}).encode(),
+    "a file at the root": json.dumps(PART | {"files": {"/a": {"bytes": 1, "sha256": ""}}}).encode(),
+    "tensors of nothing": json.dumps(PART | {"tensors": {"a": {}}}).encode(),
+}
+
+
+@pytest.mark.parametrize("fault", FOREIGN_PARTS)
+def test_a_part_that_no_save_writes_is_named_in_one_line(fault):
+    with pytest.raises(ValueError, match=r"^part-00000\.json (is not valid JSON|must )") as error:
+        parse_part(FOREIGN_PARTS[fault], "part-00000.json", is_first=True)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 500
+
+
+def test_an_object_that_is_read_whole_has_a_limit(tmp_path):
+    remote = Remote(f"file://{tmp_path}/store")
+    remote.write("a", b"abc")
+    assert remote.read("a", max_bytes=3) == b"abc"
+    with pytest.raises(ValueError, match=r"/store/a must have at most 2 bytes, got 3: move it away"):
+        remote.read("a", max_bytes=2)
+
+
 def test_a_run_that_has_lost_the_url_deletes_nothing_of_its_next_holder(tmp_path, url, monkeypatch):
     monkeypatch.setattr(omni_train.lock, "LEASE_S", 0.5)
     first = RunLock(tmp_path / "a", init_distributed(), url=url)
@@ -460,26 +522,6 @@ def test_a_missing_right_to_delete_is_an_error_at_the_start(tmp_path, url, monke
     with pytest.raises(OSError, match=f"{url}/probe: Access Denied"):
         RunLock(tmp_path / "a", init_distributed(), url=url)
     assert set(Remote(url).sizes()) == {"probe"}
-
-
-def test_ranges_that_a_store_returns_as_errors_are_raised(tmp_path, url, monkeypatch):
-    remote = Remote(url)
-    remote.write("a", b"abc")
-    file_system, _ = remote._open()
-    monkeypatch.setattr(file_system, "cat_ranges", lambda *args, **options: [FileNotFoundError("gone")])
-    with pytest.raises(FileNotFoundError, match=f"{url}/a: gone"):
-        remote.read_ranges("a", [(0, 2)])
-
-
-def test_files_of_a_checkpoint_are_checked_on_the_disk_of_the_run(tmp_path, url):
-    checkpoints = Checkpoint(tmp_path / "runs", init_distributed(), url=url)
-    checkpoints.save(1, filled(1.0), config={})
-    shutil.rmtree(tmp_path / "runs")
-    seen = []
-    saved = checkpoints.latest()
-    checkpoints.remote.check(1, name := min(saved.files), saved.files[name], seen.append)
-    assert seen[0].is_relative_to(tmp_path / "runs")
-    assert list((tmp_path / "runs").iterdir()) == []
 
 
 def test_ranks_that_wait_for_a_slow_one_speak_with_it_meanwhile(run_ranks, tmp_path, url, monkeypatch):

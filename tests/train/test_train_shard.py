@@ -7,7 +7,7 @@ import torch
 from helpers import sampled
 from omni_train.checkpoint.state import in_batches
 from omni_train.lora import add_lora
-from omni_train.optim import build_adamw, reduce_gradients
+from omni_train.optim import SummedBackward, build_adamw, reduce_gradients
 from omni_train.shard import shard
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -213,6 +213,38 @@ def test_transformer_with_lora_has_the_same_gradient_in_every_mode(run_ranks, ti
         for got in run_ranks(lora_gradients(mode)):
             assert got.keys() == alone.keys()
             assert_agree(got, expected)
+
+
+def test_layers_that_different_passes_reach_have_their_gradients_in_bfloat16_too(run_ranks):
+    """One layer by the first pass, one by the last, one by both, one by none: as in a model of text and images."""
+
+    class Unit(nn.Module):
+        def __init__(self):
+            super().__init__()
+            for name in ("first", "last", "both", "never"):
+                setattr(self, name, nn.Linear(4, 4))
+
+        def forward(self, x, name):
+            return self.both(getattr(self, name)(x.bfloat16()))
+
+    def work(mode):
+        def rank(dist):
+            torch.manual_seed(3)
+            net = Unit() if mode == "fsdp2" else Unit().bfloat16()
+            add_lora(net, ["first", "last", "both", "never"], rank=2, alpha=4, seed=3)
+            for p in net.parameters():
+                p.data += 0.01 * p.requires_grad
+            shard(net, dist.mesh, mode=mode, compute_dtype=torch.bfloat16 if mode == "fsdp2" else None)
+            backward, x = SummedBackward(net, dist.mesh, mode=mode), samples()[:, [0, 1, 2, 0]]
+            for name in ("first", "last"):
+                backward(net(x, name).float().square().sum() * (dist.rank + 1), of=2)
+            return {name: full(p.grad).tolist() for name, p in net.named_parameters() if p.grad is not None}
+
+        return rank
+
+    expected = run_ranks(work("ddp"))[0]
+    assert len(expected) == 6
+    assert run_ranks(work("fsdp2")) == [expected] * 2
 
 
 def test_adapters_over_bfloat16_weights_have_the_same_gradient_in_every_mode_to_the_bit(run_ranks, tiny_qwen):

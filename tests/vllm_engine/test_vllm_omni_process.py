@@ -13,7 +13,7 @@ import setproctitle
 import torch
 from helpers import CHECKPOINT, REPO
 from omni_rollout import Prompt
-from omni_rollout.engines.versions import VLLM_OMNI
+from omni_rollout.engines.versions import VLLM, VLLM_OMNI
 from omni_rollout.engines.vllm_omni.worker import check_vllm_omni
 from omni_rollout.models import open_model
 from omni_train.dist import same_error
@@ -70,7 +70,7 @@ def test_another_pair_of_versions_is_refused(monkeypatch, vllm, omni, found):
         return {"vllm": vllm, "vllm-omni": omni}[name]
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    supported = "vllm 0.30.0 with vllm-omni 0.30.0 or vllm 0.32.0 with vllm-omni 0.32.0rc1"
+    supported = "vllm 0.30.0 with vllm-omni 0.30.0"
     with pytest.raises(ImportError, match=f"needs {supported}, found {found}"):
         check_vllm_omni()
 
@@ -82,9 +82,8 @@ def test_a_local_version_is_the_same_version(monkeypatch):
 
 def test_what_a_user_installs_is_a_pair_that_is_supported():
     project = tomllib.loads((REPO / "packages/omni-rollout/pyproject.toml").read_text("utf-8"))["project"]
-    extras = [project["optional-dependencies"][name] for name in ("vllm-omni", "vllm-omni-next")]
-    pairs = [[pin.partition(";")[0] for pin in extra] for extra in extras]
-    assert pairs == [[f"vllm=={vllm}", f"vllm-omni=={omni}"] for omni, vllm in VLLM_OMNI.items()]
+    pins = [pin.partition(";")[0] for pin in project["optional-dependencies"]["vllm-omni"]]
+    assert pins == [f"vllm=={VLLM}", f"vllm-omni=={VLLM_OMNI}"]
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])

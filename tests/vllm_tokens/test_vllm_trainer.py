@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from omni_rl.settings.eval_sets import TokenEval
-from omni_rl.settings.groups import TokenLora
+from omni_rl.settings.token_args import TokenLora
 from trainer_runs import train, undocumented
 from vllm_models import build_qwen3
 

@@ -1,6 +1,8 @@
-"""Losses and advantages for RL post-training of generative models: pure functions on tensors, computed in float32.
+"""Losses and advantages for RL post-training of generative models: pure functions on tensors.
 
-No model, no device, no collective lives here. Gather rewards from all ranks before calling `group_advantages`.
+Losses are computed in float32. Advantages are in float64, so that small differences between large rewards count.
+
+There are no models, devices or collectives here. Gather rewards from all ranks before calling `group_advantages`.
 """
 
 from omni_losses.advantages import best_worst_n as best_worst_n

@@ -1,7 +1,8 @@
 """Advantages of samples over the others of the same prompt, and the choice of samples to train on.
 
 Letters: N samples of all ranks, in any order; a group is the samples of one prompt; R rewards of each sample. A reward
-of NaN marks a sample without a score.
+of NaN marks a sample without a score. Everything is computed in float64: a mean and a deviation are differences of
+rewards, which may be small beside their size.
 """
 
 import math
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 
 Std = Literal["batch", "group", "none"]
+
+ROUNDING = 2.0**-40  # share of their size by which rewards differ through nothing but a scorer's sums in float64
 
 
 def group_advantages(
@@ -46,7 +49,7 @@ def group_advantages(
         raise ValueError(f"eps must be > 0, got {eps}")
     if correction not in (0, 1):
         raise ValueError(f"correction must be 0 or 1, got {correction}")
-    rewards = rewards.detach().float()
+    rewards = rewards.detach().double()
     scored = ~rewards.isnan()
     values = torch.where(scored, rewards, 0.0)
     ids, index = torch.unique(groups, return_inverse=True)
@@ -54,18 +57,18 @@ def group_advantages(
     def group_sum(x: Tensor) -> Tensor:
         return x.new_zeros(len(ids)).index_add_(0, index, x)
 
-    count = group_sum(scored.float())
+    count = group_sum(scored.double())
     mean = group_sum(values) / count.clamp(min=1)
     varied = scored & _varied(rewards, scored, index, len(ids))
     centered = torch.where(varied, values - mean[index], 0.0)
     if std == "none":
-        return centered
+        return centered.float()
     if std == "group":
         variance = group_sum(centered.square()) / (count - correction).clamp(min=1)
-        return centered / (variance.sqrt()[index] + eps)
+        return (centered / (variance.sqrt()[index] + eps)).float()
     batch_mean = values.sum() / scored.sum().clamp(min=1)
     squares = torch.where(scored, values - batch_mean, 0.0).square().sum()
-    return centered / ((squares / (scored.sum() - correction).clamp(min=1)).sqrt() + eps)
+    return (centered / ((squares / (scored.sum() - correction).clamp(min=1)).sqrt() + eps)).float()
 
 
 def multi_reward_advantages(
@@ -105,15 +108,15 @@ def multi_reward_advantages(
     if len(reward_weights) != rewards.shape[1] or not all(map(math.isfinite, reward_weights)):
         raise ValueError(f"reward_weights must be R = {rewards.shape[1]} finite numbers, got {list(reward_weights)}")
     parts = [
-        weight * group_advantages(column, groups, std=std, eps=eps, correction=correction)
+        weight * group_advantages(column, groups, std=std, eps=eps, correction=correction).double()
         for weight, column in zip(reward_weights, rewards.unbind(dim=1), strict=True)
     ]
     total = torch.stack(parts).sum(dim=0)
     if not rescale:
-        return total
+        return total.float()
     num_scored = (~rewards.isnan()).any(dim=1).sum()
     variance = total.square().sum() / (num_scored - correction).clamp(min=1)
-    return total / (variance.sqrt() + eps)
+    return (total / (variance.sqrt() + eps)).float()
 
 
 def filter_groups(rewards: Tensor, groups: Tensor) -> Tensor:
@@ -135,7 +138,7 @@ def filter_groups(rewards: Tensor, groups: Tensor) -> Tensor:
     check_rewards(rewards, groups)
     ids, index = torch.unique(groups, return_inverse=True)
     scored = ~rewards.isnan()
-    return scored & _varied(rewards.float(), scored, index, len(ids))
+    return scored & _varied(rewards.double(), scored, index, len(ids))
 
 
 def best_worst_n(rewards: Tensor, groups: Tensor, n: int) -> Tensor:
@@ -167,7 +170,7 @@ def best_worst_n(rewards: Tensor, groups: Tensor, n: int) -> Tensor:
 
 
 def reward_metrics(rewards: Tensor, groups: Tensor) -> dict[str, Tensor]:
-    """Return statistics of a step's rewards, as 0-d tensors; samples without a score (NaN) count only in the last one.
+    """Return statistics of a step's rewards, 0-d float64; samples without a score (NaN) count only in the last.
 
     `mean`, `min`, `max`; `group_std`, the mean over groups of the standard deviation (squares divided by n);
     `zero_variance_ratio`, the share of groups whose rewards are all equal and teach nothing; `abstained_ratio`.
@@ -183,16 +186,16 @@ def reward_metrics(rewards: Tensor, groups: Tensor) -> dict[str, Tensor]:
     scored = ~rewards.isnan()
     if not scored.any():
         raise ValueError(f"rewards must hold at least one score, got none in {len(rewards)}")
-    values = rewards[scored].float()
-    stds = [rewards[scored & (groups == g)].float() for g in groups[scored].unique()]
-    varied = torch.stack([(r.max() > r.min()).float() for r in stds])
+    values = rewards[scored].double()
+    stds = [rewards[scored & (groups == g)].double() for g in groups[scored].unique()]
+    varied = torch.stack([(r.max() - r.min() > ROUNDING * r.abs().max()).double() for r in stds])
     return {
         "mean": values.mean(),
         "min": values.min(),
         "max": values.max(),
         "group_std": torch.stack([r.std(correction=0) for r in stds]).mean(),
         "zero_variance_ratio": 1 - varied.mean(),
-        "abstained_ratio": 1 - scored.float().mean(),
+        "abstained_ratio": 1 - scored.double().mean(),
     }
 
 
@@ -229,7 +232,7 @@ def overrated(rewards: Tensor, others: Tensor, share: float) -> Tensor:
     if rewards.ndim != 1 or others.ndim != 2 or len(others) != len(rewards) or not 0 < share <= 1:
         shapes = f"{tuple(rewards.shape)} and {tuple(others.shape)}, {share}"
         raise ValueError(f"rewards and others must be [N] and [N, R], and share in (0, 1], got {shapes}")
-    doubt = torch.full_like(rewards, -torch.inf)
+    doubt = torch.full_like(rewards, -torch.inf, dtype=torch.float32)
     (scored,) = torch.where(~(rewards.isnan() | others.isnan().any(dim=1)))
     doubt[scored] = others.shape[1] * ranks(rewards[scored])  # R times u, in which nothing is rounded
     for column in others.unbind(dim=1):
@@ -239,7 +242,7 @@ def overrated(rewards: Tensor, others: Tensor, share: float) -> Tensor:
 
 
 def _varied(rewards: Tensor, scored: Tensor, index: Tensor, num_groups: int) -> Tensor:
-    """Return a mask [N] of the samples whose group holds two different rewards.
+    """Return a mask [N] of the samples whose group has two different rewards. rewards: [N], float64.
 
     It compares rewards, not their variance: the rounded mean of equal floats may differ from them, and dividing the
     difference by a tiny standard deviation would turn rounding into an advantage.
@@ -247,7 +250,7 @@ def _varied(rewards: Tensor, scored: Tensor, index: Tensor, num_groups: int) -> 
     low, high = (rewards.new_full((num_groups,), bound) for bound in (torch.inf, -torch.inf))
     low = low.scatter_reduce(0, index, rewards.where(scored, torch.inf), "amin")
     high = high.scatter_reduce(0, index, rewards.where(scored, -torch.inf), "amax")
-    return (high > low)[index]
+    return (high - low > ROUNDING * high.abs().clamp(min=low.abs()))[index]
 
 
 def check_rewards(rewards: Tensor, groups: Tensor) -> None:
@@ -258,5 +261,5 @@ def check_rewards(rewards: Tensor, groups: Tensor) -> None:
         )
     if groups.is_floating_point():
         raise ValueError(f"groups must hold integers, got {groups.dtype}")
-    if rewards.isinf().any():
-        raise ValueError(f"rewards must be finite, or NaN where there is none, got {rewards.isinf().sum()} infinite")
+    if infinite := int(rewards.float().isinf().sum()):
+        raise ValueError(f"rewards must be finite, or NaN where there is none, got {infinite} infinite in float32")

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from omni_losses.output import require_shape_of
+from omni_losses.output import MIN_CLIP_WIDTH, require_shape_of
 
 Level = Literal["trajectory", "step"]
 TokenMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
@@ -44,8 +44,8 @@ def rollout_weights(
         old_log_prob: [B, K], nats per latent element, of the trainer's weights before the update.
         rollout_log_prob: [B, K], same unit, of the engine that sampled the steps.
         level, mode: as above.
-        low: lower bound, in [0, 1); 0 for none.
-        high: upper bound, > 1; infinity for none.
+        low: lower bound, from 0 to 1 - 1e-6; 0 for none.
+        high: upper bound, at least 1 + 1e-6; infinity for none.
 
     Returns:
         The weights, float32, without gradient, and: `abs_diff_mean`, `abs_diff_max` of |d|; `kl`, the mean of -d, which
@@ -54,7 +54,7 @@ def rollout_weights(
         `effective_fraction`, (mean w)^2 / mean w^2, the share of steps that would be left if all weighed the same.
 
     Raises:
-        ValueError: shapes do not fit, an unknown word, or bounds that do not enclose 1.
+        ValueError: shapes do not fit, an unknown word, or bounds that do not enclose 1 in float32.
 
     Source: truncated importance sampling and rejection as in verl's rollout correction. verl-omni applies the bounds of
     tokens, 0.5 and 2, to these means, and truncates from above only.
@@ -66,8 +66,9 @@ def rollout_weights(
         raise ValueError(f"level must be one of {get_args(Level)}, got {level!r}")
     if mode not in get_args(Mode):
         raise ValueError(f"mode must be one of {get_args(Mode)}, got {mode!r}")
-    if not 0 <= low < 1 < high:
-        raise ValueError(f"low and high must enclose 1, 0 <= low < 1 < high, got {low} and {high}")
+    if not 0 <= low <= 1 - MIN_CLIP_WIDTH or not high >= 1 + MIN_CLIP_WIDTH:
+        rule = f"low and high must enclose 1 by {MIN_CLIP_WIDTH:g} or more, 0 <= low < 1 < high"
+        raise ValueError(f"{rule}, got {low} and {high}")
     diff = old_log_prob.detach().float() - rollout_log_prob.detach().float()
     log_ratio = diff if level == "step" else diff.sum(dim=1, keepdim=True).expand_as(diff)
     ratio = log_ratio.exp()

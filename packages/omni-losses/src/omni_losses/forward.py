@@ -1,4 +1,4 @@
-"""Losses of the forward process, on the velocities at finished samples noised afresh, without a trajectory.
+"""Losses of the forward process: velocities at finished samples that are noised again, without a trajectory.
 
 Letters: B samples, one noise level of each. x0 is a sample that the policy generated, noise is standard normal and
 independent of how x0 came about,

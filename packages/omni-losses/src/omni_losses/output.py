@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-FLOAT32_STEP = 2.0**-24  # 1 minus this is the float32 below 1; 1 plus this rounds to 1
+MIN_CLIP_WIDTH = 1e-6  # float32 around 1 has steps of 1.2e-7, which round a width by up to half of one
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def require_positive(**numbers: float) -> None:
 
 
 def require_clip_width(**widths: float) -> None:
-    """Raise ValueError for widths around 1 that vanish in float32: every ratio but 1 itself would be clipped."""
+    """Raise ValueError for widths around 1 that float32 keeps only roughly, or not at all."""
     for name, width in widths.items():
-        if not width > FLOAT32_STEP:
-            raise ValueError(f"{name} must be > {FLOAT32_STEP:.3g}, the resolution of float32 at 1, got {width}")
+        if not width >= MIN_CLIP_WIDTH:
+            raise ValueError(f"{name} must be >= {MIN_CLIP_WIDTH:g}, as float32 has steps of 1.2e-07 at 1, got {width}")

@@ -48,7 +48,7 @@ def grpo_loss(
         log_prob: [B], nats per latent element, of the weights being trained; gradients flow here only.
         old_log_prob: [B], same unit, of the weights before the update.
         advantages: [B], dimensionless.
-        clip_range: half-width around 1, > 6e-8, or (low, high) for different widths below and above.
+        clip_range: half-width around 1, >= 1e-6, or (low, high) for different widths below and above.
         adv_clip_max: bound on |A|.
         weights: [B] or None; factor of each sample's loss, such as a rollout correction, or 0 for a masked sample. The
             sum is divided by B for any weights, so a masked sample does not raise the weight of the others.
@@ -195,7 +195,7 @@ def flow_dppo_loss(
 
 
 def tempflow_weights(std: Tensor, *, scale: float = 2.25) -> Tensor:
-    """Return weights [B] in proportion to the noise that a step explores with: scale * std.
+    """Return weights [B] proportional to the injected noise of a step: scale * std.
 
     Pass them as `weights` of `grpo_loss`. The weight of a step then falls from the noisy start of the schedule to its
     end, where fresh noise decides little.

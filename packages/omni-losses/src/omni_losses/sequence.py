@@ -40,7 +40,7 @@ def gspo_loss(
         advantages: [N], dimensionless.
         mask: [N, T], boolean, or 1 and 0: the places of tokens that the policy chose. Values of log_prob elsewhere,
             NaN too, change nothing. A sequence without such tokens has ratio 1 and no loss.
-        clip_low, clip_high: widths below and above 1, > 6e-8.
+        clip_low, clip_high: widths below and above 1, >= 1e-6.
         weights: [N], of the sequences; None is 1/N for each.
 
     Returns:

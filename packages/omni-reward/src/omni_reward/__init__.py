@@ -1,6 +1,6 @@
 """Reward models behind HTTP: a client without torch, a server, scorers.
 
-`RewardClient` is all that a trainer needs; `python -m omni_reward.server` starts a scorer.
+A trainer needs only `RewardClient`; `python -m omni_reward.server` starts a scorer.
 """
 
 from omni_reward.client import RewardClient as RewardClient

@@ -1,6 +1,7 @@
 """The server's command line: its flags, files and socket."""
 
 import argparse
+import logging
 import os
 import re
 import socket
@@ -10,19 +11,36 @@ from typing import NoReturn
 from omni_reward.scorers import SCORERS
 from omni_reward.transport import is_loopback
 
+MAX_CONNECTIONS = 512
+
 
 class Parser(argparse.ArgumentParser):
     """Parser with errors of one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
-        """Exit with the message on stderr."""
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        """Exit with the message on stderr, in one line."""
+        line = printable(message).replace("\n", " ")
+        self.exit(2, f"{self.prog}: error: {line}\n")
+
+
+class PrintableFormatter(logging.Formatter):
+    """Formatter of log lines that hold texts of other hands, such as prompts and errors."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the lines of a record for a terminal."""
+        return printable(super().format(record))
+
+
+def printable(text: str) -> str:
+    """Return a text for a terminal: with spaces for control characters other than line feeds."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else " " for letter in text)
 
 
 def build_parser() -> Parser:
     """Return the parser of `python -m omni_reward.server`."""
     parser = Parser(prog="omni_reward.server", description="Serves one scorer over HTTP.")
     add = parser.add_argument
+    connections = "most connections; one more replaces one that waits for its client, or gets a 503 if none does"
     scorers = f"one of {', '.join(sorted(SCORERS))}; python:FILE.py:FUNCTION; or several, as in '0.7*ocr + 0.3*jpeg'"
     scorers += "; or rules:REWARD for texts"
     options = "option of the scorer, or SCORER.NAME=VALUE of one of several; may be repeated"
@@ -36,7 +54,7 @@ def build_parser() -> Parser:
     add("--batch-size", type=int, help="most samples in one call of the scorer; default: the scorer's")
     add("--max-body-mb", type=int, default=256, help="largest request, in MiB")
     add("--max-batch", type=int, default=1024, help="most samples in a request")
-    add("--max-connections", type=int, default=512, help="most connections; beyond them requests get a 503")
+    add("--max-connections", type=int, default=MAX_CONNECTIONS, help=connections)
     add("--shutdown-timeout-s", type=float, default=60, help="seconds to finish the accepted requests after SIGTERM")
     add("--max-waiting", type=int, default=64, help="most requests that wait while one is scored")
     add("--end-with-stdin", action="store_true", help="end when standard input does")
@@ -110,6 +128,8 @@ def announce_url(path: Path | None, sock: socket.socket) -> None:
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     if path is not None:
         partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-        partial.write_text(url)
+        partial.unlink(missing_ok=True)
+        with partial.open("x") as file:  # not through a link that lies there
+            file.write(url)
         partial.replace(path)
     print(f"scorer ready at {url}", flush=True)

@@ -44,7 +44,8 @@ class RewardClient:
 
     A request is retried if no server answers, if the connection breaks, and at status 429, 502, 503 and 504, after a
     growing pause or the one that the server asks for. It keeps its id, so that it is not scored twice. Among several
-    servers it goes to the least busy one that has not just failed.
+    servers it goes to the least busy one that has not just failed. A reply of another scorer or version than `info` or
+    `check` saw is fatal: its server was restarted as another one.
 
     Args:
         url: base URL of the scorer, http or https, or of several servers with the same scorer.
@@ -89,6 +90,7 @@ class RewardClient:
         self._timeout_s, self._on_failure, self._mask_limit = timeout_s, on_failure, mask_limit
         self._endpoints = Endpoints(self.urls)
         self._workers = ThreadPoolExecutor(max_in_flight, thread_name_prefix="omni-reward")
+        self.scorer: dict[str, str] | None = None  # its `scorer` and `scorer_version`, as the first `info` has them
         self._lock = threading.Lock()  # of the counts below
         self._num_under_way, self._busy_since, self._busy_s = 0, 0.0, 0.0
         self._num_failed_in_row = 0
@@ -108,7 +110,7 @@ class RewardClient:
 
         Args:
             media: array [N, ...] by kind, as in `omni_reward.media`: `image` is [N, H, W, 3], uint8, RGB. `text` is a
-                list of N strings, for a server of protocol 2.
+                list of N strings.
             prompts: N prompts.
             meta: N mappings of JSON values for the scorer; with `fps` for video and `sample_rate` for audio.
             references: the reference images of each of the N samples, uint8 [H, W, 3] each; given if and only if the
@@ -264,8 +266,7 @@ class RewardClient:
         def attempt(url: str) -> list[Score]:
             reply = self._transport.exchange("POST", f"{url}/score", deadline, body)
             try:
-                version = wire.protocol_of(request.media, request.groups)
-                return wire.decode_reply(reply, request_id=request.request_id, ids=request.ids, protocol=version)
+                return wire.decode_reply(reply, request_id=request.request_id, ids=request.ids, scorer=self.scorer)
             except ValueError as exc:
                 raise RewardFormatError(f"POST {url}/score: {exc}", fatal=isinstance(exc, MismatchError)) from exc
 
@@ -282,13 +283,13 @@ class RewardClient:
             if exc.code or not exc.fatal:
                 raise
             raise RewardHTTPError(f"{url} is no reward server: {exc}", status=exc.status) from exc
-        info = {"references": False, "groups": False, "sleeps": False} | info  # as of an earlier release
         kinds: dict[str, type] = {"scorer": str, "scorer_version": str, "media": list, "limits": dict}
         kinds |= {"references": bool, "groups": bool, "sleeps": bool}
         for key, kind in kinds.items():
             if not isinstance(info.get(key), kind):
                 text = f"GET {url}/info: {key} must be a {kind.__name__}, got {info.get(key)!r:.80}"
                 raise RewardFormatError(text, fatal=True)
+        self.scorer = self.scorer or {name: info[name] for name in ("scorer", "scorer_version")}
         return info
 
     def _ask(self, url: str, path: str) -> bytes:

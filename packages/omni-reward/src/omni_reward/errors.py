@@ -43,7 +43,8 @@ class RewardConnectError(RewardError):
 class RewardFormatError(RewardError):
     """The reply does not follow the protocol: not JSON, not finite, too long.
 
-    Fatal if it has another version, or is for another request, another number of samples or another order.
+    Fatal if it has another version, is of another scorer than the replies before it, or is for another request, another
+    number of samples or another order.
     """
 
 

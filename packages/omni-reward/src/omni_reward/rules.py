@@ -8,7 +8,7 @@ A reward of `omni_reward.terms` names them: `math + 0.1*format=<think>.*</think>
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib.metadata import PackageNotFoundError, version
@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from omni_reward.terms import FORMAT, Reward, parse
-from omni_reward.wire import Score
+from omni_reward.wire import Score, is_number
 
 Rule = Callable[[str, Mapping[str, object]], float]
 
@@ -184,10 +184,10 @@ def check_meta(rules: Rules, meta: Mapping[str, object], *, flag: str = "--rewar
     check_keys(rules, meta, flag=flag)
     for term in rules.terms:
         try:
-            float(term.rule("", meta))
+            _value(term, "", meta)
         except ValueError:
             raise
-        except Exception as exc:  # a user's function may raise anything
+        except (Exception, SystemExit) as exc:  # a user's function may raise anything
             raise ValueError(f"{term.name} fails on an empty answer: {type(exc).__name__}: {exc}") from exc
 
 
@@ -215,9 +215,18 @@ def version_of(rules: Rules) -> str:
 def judge(rules: Rules, answers: Sequence[str], metas: Sequence[Mapping[str, object]]) -> list[dict[str, float]]:
     """Return the value of each rule for each answer. metas: the answers' lines."""
     return [
-        {term.name: float(term.rule(answer, meta)) for term in rules.terms}
+        {term.name: _value(term, answer, meta) for term in rules.terms}
         for answer, meta in zip(answers, metas, strict=True)
     ]
+
+
+def _value(term: Term, answer: str, meta: Mapping[str, object]) -> float:
+    value: object = term.rule(answer, meta)
+    if not is_number(value):
+        if isinstance(value, Coroutine):
+            value.close()  # which else warns that it was not awaited
+        raise ValueError(f"{term.name} must return a number, got {type(value).__name__}: {value!r:.80}")
+    return float(value)  # type: ignore[arg-type]  # a number
 
 
 def grade(rules: Rules, answers: Sequence[str], metas: Sequence[Mapping[str, object]]) -> list[Score]:

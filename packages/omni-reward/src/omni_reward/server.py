@@ -24,19 +24,19 @@ from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from types import FrameType
-from typing import Any, cast
+from typing import cast
 
 from omni_reward import __version__, cli, wire
 from omni_reward.batching import Batcher, ScorerFailedError
+from omni_reward.files import read_token
 from omni_reward.media import ScoreRequest
 from omni_reward.replies import IdReusedError, Replies
 from omni_reward.scorers import load_scorer
-from omni_reward.scorers.user import own_line
+from omni_reward.scorers.user import hint_of, own_line
 from omni_reward.transport import is_loopback, names_loopback
 from omni_reward.wire import ScoreFn, Scorer
 
 try:
-    import h11
     import uvicorn
     from starlette.applications import Starlette
     from starlette.concurrency import run_in_threadpool
@@ -44,17 +44,15 @@ try:
     from starlette.requests import ClientDisconnect, Request
     from starlette.responses import Response
     from starlette.routing import Route
-    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    from omni_reward.connections import Protocol, configure
 except ImportError as missing:
     if __name__ == "__main__":
         cli.refuse_without(missing)
     raise
 
 MB = 2**20
-HEAD_S = 10  # limit for the head of a request
-IDLE_S = 150  # a trainer's connection should last from one step to the next
 LAST_BODY_S = 1  # limit for incomplete bodies after SIGTERM
-CHUNK_BYTES, FREE_CHUNKS = 1024, 1024  # least mean size of a body's chunks, and the number of free ones
 
 logger = logging.getLogger("omni_reward.server")
 
@@ -151,7 +149,7 @@ class _Service:
     async def info(self, request: Request) -> Response:
         self._check_access(request)
         scorer, limits = self._scorer, asdict(self._limits)
-        names = {"protocol": scorer.protocol, "scorer": self._name, "scorer_version": scorer.version}
+        names = {"protocol": wire.PROTOCOL, "scorer": self._name, "scorer_version": scorer.version}
         takes = {"media": sorted(scorer.media), "references": scorer.references, "groups": scorer.groups}
         takes |= {"batch_size": scorer.batch_size, "sleeps": scorer.move is not None}
         return _json_reply({**names, "version": __version__, **takes, "limits": limits})
@@ -211,15 +209,17 @@ class _Service:
             text, at = _told(exc.__cause__)
             place = traceback.format_list([at])[0].splitlines()[:2] if at else []
             asked = f"scorer {self._name!r} failed on request {request.request_id!r}"
-            logger.error("\n".join([f"{asked}: {text}", *place]), exc_info=None if at else exc.__cause__)
+            is_clear = at or isinstance(exc.__cause__, wire.WrongScoresError)
+            logger.error("\n".join([f"{asked}: {text}", *place]), exc_info=None if is_clear else exc.__cause__)
             raise
-        version = self._scorer.protocol
-        return wire.encode_reply(request.request_id, request.ids, self._name, scores, protocol=version)
+        return wire.encode_reply(request.request_id, request.ids, self._name, scores, version=self._scorer.version)
 
     def _failure(self, error: ScorerFailedError) -> str:
         if not self._show_errors:
             return "the scorer failed; the server's log has the error"
         text, at = _told(error.__cause__)
+        if isinstance(error.__cause__, wire.WrongScoresError):
+            return wire.clean(str(error.__cause__), 300)
         place = f" ({at.filename}, line {at.lineno})" if at else "; the server's log has the traceback"
         return f"the scorer raised {wire.clean(text, 300)}{place}"
 
@@ -272,7 +272,9 @@ class _Service:
 
 def _told(error: BaseException | None) -> tuple[str, traceback.FrameSummary | None]:
     """Return an error's type and message, and the line of a user's file that raised it, if one did."""
-    return "".join(traceback.format_exception_only(error)).strip(), own_line(error) if error else None
+    if error is None or (at := own_line(error)) is None:
+        return "".join(traceback.format_exception_only(error)).strip(), None
+    return "".join(traceback.format_exception_only(error)).strip() + hint_of(error), at
 
 
 async def _unless_gone(request: Request, work: Coroutine[None, None, bytes]) -> bytes:
@@ -312,14 +314,18 @@ def main(argv: list[str] | None = None) -> None:
     """Serve one scorer until SIGTERM or SIGINT, and finish the accepted requests."""
     parser = cli.build_parser()
     args = parser.parse_args(argv)
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log = logging.StreamHandler()
+    log.setFormatter(cli.PrintableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(handlers=[log])
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda *_: sys.exit(0))  # uvicorn finishes first, and then raises the signal again
     if args.end_with_stdin:
         threading.Thread(target=_end_with_stdin, daemon=True).start()
     try:
-        token = args.token_file.read_text().strip() if args.token_file else None
-        wire.check_token(token)
+        try:
+            token = read_token(args.token_file)
+        except (ValueError, OSError) as exc:
+            raise ValueError(f"--token-file: {exc}") from exc
         sock = cli.bind(args.host, args.port, has_token=token is not None)
         cli.forget_url(args.url_file)
         scorer = load_scorer(args.scorer, threads=args.threads, options=cli.read_options(args.option))
@@ -330,17 +336,7 @@ def main(argv: list[str] | None = None) -> None:
         app = create_app(scorer, name=name, token=token, host=args.host, limits=limits, show_errors=show_errors)
     except (ImportError, ValueError, OSError) as exc:
         parser.error(str(exc))
-    config = uvicorn.Config(
-        app,
-        http=_Protocol,
-        ws="none",
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        timeout_keep_alive=IDLE_S,
-        limit_concurrency=args.max_connections + 1,  # uvicorn refuses the connection that reaches it
-        backlog=128,  # without descriptors, asyncio logs a line for each
-    )
+    config = configure(app, args.max_connections)
     _Server(config, args.url_file, args.shutdown_timeout_s).run(sockets=[sock])
 
 
@@ -348,36 +344,6 @@ def _end_with_stdin() -> None:
     while os.read(0, 1):  # not through `sys.stdin`, whose lock aborts an interpreter that ends
         pass
     signal.raise_signal(signal.SIGTERM)
-
-
-class _Connection(h11.Connection):
-    """h11's connection, which refuses bodies in tiny chunks: each takes as long to parse as a kilobyte."""
-
-    _credit = 0  # bytes
-
-    def next_event(self) -> Any:
-        """Return the next event; a chunk costs CHUNK_BYTES of the credit, and adds its own bytes."""
-        event = super().next_event()
-        if isinstance(event, h11.Request):
-            self._credit = FREE_CHUNKS * CHUNK_BYTES
-        elif isinstance(event, h11.Data):
-            self._credit += len(event.data) - CHUNK_BYTES * event.chunk_start
-            if self._credit < 0:
-                raise h11.RemoteProtocolError(f"the chunks of a body must have {CHUNK_BYTES} bytes on average")
-        return event
-
-
-class _Protocol(H11Protocol):
-    """uvicorn's connection, closed if no request begins in time."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self.conn = _Connection(h11.SERVER)
-        self.loop.call_later(HEAD_S, self._check_head)
-
-    def _check_head(self) -> None:
-        if self.cycle is None:
-            self.transport.close()
 
 
 class _Server(uvicorn.Server):
@@ -407,7 +373,7 @@ class _Server(uvicorn.Server):
         # in the same moment, which would keep the process alive. A request without its complete body is not accepted.
         while True:
             await asyncio.sleep(LAST_BODY_S)
-            for connection in list(cast("set[H11Protocol]", self.server_state.connections)):
+            for connection in list(cast("set[Protocol]", self.server_state.connections)):
                 connection.shutdown()
                 if connection.cycle and connection.cycle.more_body:
                     connection.transport.close()

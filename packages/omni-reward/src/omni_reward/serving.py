@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from omni_reward.cli import MAX_CONNECTIONS, bind
 from omni_reward.wire import ScoreFn
 
 Env = Mapping[str, str]
@@ -79,20 +80,27 @@ def serving(
 
 
 @contextmanager
-def serving_here(score_fn: ScoreFn, *, name: str = "test", token: str | None = None) -> Iterator[str]:
-    """Start a server of a score function or Scorer in a thread of this process; yield its URL."""
+def serving_here(
+    score_fn: ScoreFn, *, name: str = "test", token: str | None = None, show_errors: bool = False
+) -> Iterator[str]:
+    """Start a server of a score function or Scorer in a thread of this process; yield its URL.
+
+    name, token, show_errors: as `omni_reward.server.create_app` has them.
+    """
     import uvicorn
 
+    from omni_reward.connections import configure
     from omni_reward.server import create_app
 
-    app = create_app(score_fn, name=name, token=token)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, access_log=False))
-    thread = threading.Thread(target=server.run)
+    app = create_app(score_fn, name=name, token=token, show_errors=show_errors)
+    server = uvicorn.Server(configure(app, MAX_CONNECTIONS))
+    sock = bind("127.0.0.1", 0, has_token=token is not None)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
     thread.start()
     try:
         while not server.started:
             time.sleep(0.01)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join()

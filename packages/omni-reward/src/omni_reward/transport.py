@@ -6,26 +6,28 @@ next packet of the reply's body, or after as long without a packet as the exchan
 """
 
 import ipaddress
-import json
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from threading import Thread
-from typing import Any, Literal
-from urllib.parse import urlsplit
+from typing import Any, Literal, TypeVar
+from urllib.parse import urljoin, urlsplit
 
 import requests
 import urllib3
 from requests.adapters import HTTPAdapter
 
 from omni_reward.errors import RewardConnectError, RewardFormatError, RewardHTTPError, RewardTimeoutError
-from omni_reward.wire import check_token, clean
+from omni_reward.wire import check_token, clean, parse_json
 
+T = TypeVar("T")
 Proxy = Literal["none", "env"]
 NO_PROXIES = {"http": "", "https": "", "all": ""}  # requests reads the environment only for missing keys
 MAX_REPLY_BYTES = 16 * 2**20
+MAX_REDIRECTS = 5
 MAX_KEPT = 256  # servers, and connections to each, that are kept alive
 
 
@@ -40,6 +42,16 @@ class _Body:
 
     def __len__(self) -> int:
         return sum(map(len, self._parts))
+
+
+class _Session(requests.Session):
+    """A session that follows no redirect: a redirected POST arrives as a GET without its body.
+
+    `requests` reads all of a redirect's body, also with `allow_redirects=False`.
+    """
+
+    def get_redirect_target(self, resp: requests.Response) -> None:
+        return None
 
 
 class Transport:
@@ -60,7 +72,7 @@ class Transport:
     ) -> None:
         check_token(token)
         self._token, self._proxy, self._content_type = token, proxy, content_type
-        self._session = requests.Session()
+        self._session = _Session()
         for scheme in ("http://", "https://"):
             self._session.mount(scheme, HTTPAdapter(MAX_KEPT, MAX_KEPT))
 
@@ -76,17 +88,8 @@ class Transport:
             RewardFormatError: the reply was longer than MAX_REPLY_BYTES.
         """
         where, timeout_s = f"{method} {url}", max(0.001, deadline - time.monotonic())
-        answer: Future[tuple[requests.Response, bytes]] = Future()
-
-        def run() -> None:
-            try:
-                answer.set_result(self._fetch(method, url, deadline, body))
-            except BaseException as exc:  # of any kind: the caller raises it
-                answer.set_exception(exc)
-
-        Thread(target=run, daemon=True).start()
         try:
-            response, reply = answer.result(timeout_s)
+            response, reply = within(timeout_s, partial(self._fetch, method, url, deadline, body))
         except (TimeoutError, requests.RequestException, urllib3.exceptions.HTTPError) as exc:
             if isinstance(exc, TimeoutError) or time.monotonic() >= deadline:
                 raise RewardTimeoutError(f"{where}: no complete reply after {timeout_s:.1f} s") from exc
@@ -120,7 +123,6 @@ class Transport:
             timeout=max(0.001, deadline - time.monotonic()),
             proxies=NO_PROXIES if is_direct else None,
             stream=True,
-            allow_redirects=False,  # a redirected POST arrives as a GET without its body
         ) as response:
             reply = bytearray()
             while len(reply) <= MAX_REPLY_BYTES and (piece := response.raw.read1(2**16, decode_content=False)):
@@ -134,6 +136,51 @@ class Transport:
         if self._token is not None:
             request.headers["Authorization"] = f"Bearer {self._token}"
         return request
+
+
+def within(timeout_s: float, work: Callable[[], T]) -> T:
+    """Return the result of work in a thread, which the caller leaves when the time is over.
+
+    Raises:
+        TimeoutError: it is over, or what the work raises.
+    """
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(work())
+        except BaseException as exc:  # of any kind: the caller raises it
+            answer.set_exception(exc)
+
+    Thread(target=run, daemon=True).start()
+    return answer.result(timeout_s)
+
+
+def open_url(url: str, headers: Mapping[str, str], wait_s: float) -> requests.Response:
+    """Return the response to a GET request, whose body is not read yet.
+
+    It follows MAX_REDIRECTS redirects, without their bodies; to another server only with https. wait_s: limit for each
+    packet.
+
+    Raises:
+        requests.RequestException: no server answered, or a redirect is not allowed.
+    """
+    for _ in range(MAX_REDIRECTS + 1):
+        with _Session() as session:
+            response = session.get(url, headers=headers, timeout=wait_s, stream=True)
+        if not response.is_redirect:
+            return response
+        response.close()
+        url = redirect_of(response)
+    raise requests.TooManyRedirects(f"more than {MAX_REDIRECTS} redirects")
+
+
+def redirect_of(response: requests.Response) -> str:
+    """Return where a response redirects to; raise requests.RequestException for another server without TLS."""
+    target = urljoin(response.url, response.headers["Location"])
+    if urlsplit(target).scheme != "https" and urlsplit(target)[:2] != urlsplit(response.url)[:2]:
+        raise requests.RequestException(f"a redirect must be to https, got {target}")
+    return target
 
 
 def is_loopback(host: str) -> bool:
@@ -183,8 +230,8 @@ def _seconds_in(retry_after: str) -> float:
 def _error_in(reply: bytes) -> tuple[str, str]:
     """Return the code and the message of an error; of a reply from another server "" and its first words."""
     try:
-        error = json.loads(reply)["error"]
+        error = parse_json(reply, "the reply")["error"]
         return clean(str(error["code"]), 80), clean(str(error["message"]), 500)
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         page = re.sub(r"(?is)<(head|script|style)\b.*?</\1>|<[^>]*>", " ", reply[:4096].decode(errors="replace"))
         return "", clean(" ".join(filter(str.isprintable, page.split())), 80)

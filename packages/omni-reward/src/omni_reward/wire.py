@@ -13,7 +13,7 @@ import math
 import re
 import struct
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, NoReturn
@@ -35,14 +35,15 @@ from omni_reward.media import (
     shown,
 )
 
-PROTOCOLS = (1, 2, 3)  # the second adds texts, the third groups
+PROTOCOL = 1
 # JSON is parsed in one call, under the interpreter's lock: these limits bound it to 0.2 s.
 MAX_HEADER_BYTES = 8 * 2**20  # before the tensors
 MAX_VALUES = 2**16  # of the header, and of the request in it
 MAX_DIGITS = 300  # of an integer, which a float can represent
+MAX_DEPTH = 64  # of lists and objects in one another
 MAX_ID_CHARS = 128
 REFERENCE = "reference."  # prefix of the names of references; a number follows
-MAX_VALUE = float(np.finfo(np.float32).max)  # trainers compute in float32
+MAX_VALUE = 1e30  # of a score: sums of as many as a step may have are finite in float32, in which trainers log them
 MAX_REASON_CHARS = 1000
 MAX_DETAILS_BYTES = 2**16  # of a sample, as JSON
 MAX_DETAILS_DEPTH = 16
@@ -50,6 +51,10 @@ Parts = Mapping[str, float]
 Details = Mapping[str, object]
 DTYPES = {"uint8": "U8", "float16": "F16", "float32": "F32"}  # numpy's names -> safetensors'
 NUMPY = {code: "<" + np.dtype(name).str[1:] for name, code in DTYPES.items()}
+
+
+class WrongScoresError(ValueError):
+    """A score function returned something else than a score for each sample."""
 
 
 class MismatchError(ValueError):
@@ -61,9 +66,9 @@ class Score:
     """A sample's score, or the reason for its lack.
 
     Args:
-        value: score in the scorer's unit, finite in float32; None if the scorer abstains.
+        value: score in the scorer's unit, at most MAX_VALUE in size; None if the scorer abstains.
         abstained: reason for the lack of a score; set if and only if value is None; cut after MAX_REASON_CHARS.
-        parts: named terms of the value, each finite in float32.
+        parts: named terms of the value, likewise.
         details: more to log, such as the text that the scorer read, as JSON values: at most MAX_DETAILS_DEPTH deep and
             MAX_DETAILS_BYTES long. They are copied by way of JSON.
         mask_group: True asks the trainer to leave out the sample's entire group; set by clients, never by scorers.
@@ -95,10 +100,12 @@ class Score:
 
     @classmethod
     def of(cls, value: float, *, parts: Parts | None = None, details: Details | None = None) -> "Score":
-        """Return the score of a model's number, or an abstention if it is not finite in float32."""
-        if abs(value) <= MAX_VALUE:
-            return cls(float(value), parts=parts or {}, details=details or {})
-        return cls(None, abstained=f"the scorer returned {value}", details=details or {})
+        """Return the score of a model's number, or an abstention if it is not finite, or above MAX_VALUE in size."""
+        number = float(value)  # half precision has no MAX_VALUE
+        if abs(number) <= MAX_VALUE:
+            return cls(number, parts=parts or {}, details=details or {})
+        rule = f", and scores must be at most {MAX_VALUE:g} in size" if math.isfinite(number) else ""
+        return cls(None, abstained=f"the scorer returned {value}{rule}", details=details or {})
 
 
 ScoreFn = Callable[..., Sequence[Score | float]]
@@ -155,11 +162,6 @@ class Scorer:
         except ValueError:  # a function of C has no signature
             pass
 
-    @property
-    def protocol(self) -> int:
-        """The version of the protocol of its requests."""
-        return protocol_of(self.media, self.groups)
-
     @classmethod
     def of(cls, score_fn: ScoreFn) -> "Scorer":
         """Return a Scorer as it is, or a Scorer of images around a plain function."""
@@ -175,18 +177,27 @@ class Scorer:
         """Return N scores, in the order of the samples. since: the time for a timed function; now by default.
 
         Raises:
-            ValueError: the function returned another number of scores.
+            WrongScoresError: the function returned something else than N scores or numbers.
         """
         more = self._more(references, time.monotonic() if since is None else since)
         results = self.score_fn(media, prompts, meta, *more)
+        rule = f"{getattr(self.score_fn, '__name__', 'the scorer')} must return {len(prompts)} numbers"
+        if isinstance(results, str | Mapping | Awaitable) or not (hasattr(results, "__len__") and np.iterable(results)):
+            if isinstance(results, Coroutine):
+                results.close()  # which else warns that it was not awaited
+            raise WrongScoresError(f"{rule} in a list, got {type(results).__name__}: {shown(results)}")
         if len(results) != len(prompts):
-            raise ValueError(f"the scorer must return {len(prompts)} scores, got {len(results)}")
+            raise WrongScoresError(f"{rule}, got {len(results)}: {shown(results)}")
+        for number, result in enumerate(results, start=1):
+            if not (isinstance(result, Score) or is_number(result)):
+                way = "return Score(None, abstained=REASON) to abstain"
+                raise WrongScoresError(f"{rule}, got {shown(result)} for sample {number}; {way}")
         return [result if isinstance(result, Score) else Score.of(result) for result in results]
 
 
-def protocol_of(media: Collection[str], groups: object = ()) -> int:
-    """Return the first version of the protocol that has these kinds of media, and groups if there are any."""
-    return 3 if groups else 2 if TEXT in media else 1
+def is_number(value: object) -> bool:
+    """Return True for a number, also one of numpy or torch."""
+    return isinstance(value, Real) or getattr(value, "ndim", 1) == 0
 
 
 def encode_request(request: ScoreRequest) -> list[bytes | memoryview]:
@@ -198,8 +209,7 @@ def encode_request(request: ScoreRequest) -> list[bytes | memoryview]:
         ValueError: meta holds something that JSON cannot, or prompts, texts and meta exceed the limits of a header.
     """
     media = request.media
-    protocol = protocol_of(media, request.groups)
-    fields: dict[str, object] = {"protocol": protocol, "request_id": request.request_id, "ids": request.ids}
+    fields: dict[str, object] = {"protocol": PROTOCOL, "request_id": request.request_id, "ids": request.ids}
     fields |= {"prompts": request.prompts, "meta": request.meta}
     if request.groups:
         fields["groups"] = request.groups
@@ -251,10 +261,9 @@ def decode_request(body: bytes | bytearray, *, max_batch: int) -> ScoreRequest:
     media = _arrays_in(body, header, start)
     if TEXT in media:
         raise ValueError(f"{TEXT} must be a list of strings in __metadata__.request, got a tensor")
-    protocol = fields["protocol"]
-    if protocol == 2 or (protocol == 3 and TEXT in fields):
-        media[TEXT] = as_texts(fields.get(TEXT))
-    groups: Any = fields.get("groups") if protocol == 3 else ()
+    if TEXT in fields:
+        media[TEXT] = as_texts(fields[TEXT])
+    groups: Any = fields.get("groups", ())
     meta: Any = fields.get("meta")
     request_id: Any = fields.get("request_id")
     references = _take_references(media, fields.get("references", []))
@@ -264,29 +273,42 @@ def decode_request(body: bytes | bytearray, *, max_batch: int) -> ScoreRequest:
 
 
 def encode_reply(
-    request_id: str, ids: Sequence[str], scorer: str, scores: Sequence[Score], *, protocol: int = 1
+    request_id: str, ids: Sequence[str], scorer: str, scores: Sequence[Score], *, version: str | None = None
 ) -> bytes:
-    """Return the body of a reply, in the order and the protocol of the request."""
+    """Return the body of a reply, in the order of the request. version: of the scorer, if known."""
     results = []
     for name, score in zip(ids, scores, strict=True):
         result = {"id": name, "score": score.value, "parts": score.parts, "details": score.details}
         if score.abstained is not None:
             result["abstained"] = score.abstained
         results.append(result)
-    reply = {"protocol": protocol, "request_id": request_id, "scorer": scorer, "results": results}
-    return to_json(reply).encode()
+    names = {"scorer": scorer} | ({} if version is None else {"scorer_version": version})
+    return to_json({"protocol": PROTOCOL, "request_id": request_id, **names, "results": results}).encode()
 
 
-def decode_reply(body: bytes, *, request_id: str, ids: Sequence[str], protocol: int = 1) -> list[Score]:
-    """Check a reply, and return its scores, one per sample. protocol: of the request.
+def decode_reply(
+    body: bytes, *, request_id: str, ids: Sequence[str], scorer: Mapping[str, str] | None = None
+) -> list[Score]:
+    """Check a reply, and return its scores, one per sample.
+
+    Args:
+        body: of the reply.
+        request_id, ids: of the request.
+        scorer: its `scorer` and `scorer_version` so far; a reply may lack them, and must not have others.
 
     Raises:
-        MismatchError: it is the reply to another request, or its results are of other samples or in another order.
+        MismatchError: it is the reply to another request or of another scorer, or its results are of other samples or
+            in another order.
         ValueError: it is not a reply, or a result breaks a rule, such as a score that is NaN.
     """
-    reply = parse_message(body, "the reply", protocol)
+    reply = parse_message(body, "the reply")
     if reply.get("request_id") != request_id:
         raise MismatchError(f"request_id must be {request_id!r}, got {shown(reply.get('request_id'))}")
+    for name, value in (scorer or {}).items():
+        if (found := reply.get(name, value)) != value:
+            remedy = "start it as it was, or begin a new run"
+            rule = f"{name} must be {shown(value)}, as the server said before"
+            raise MismatchError(f"{rule}, got {shown(found)}: {remedy}")
     results = reply.get("results")
     if not isinstance(results, list):
         raise ValueError(f"results must be a list, got {shown(results)}")
@@ -316,20 +338,19 @@ def clean(text: str, limit: int) -> str:
     return text[:limit].encode(errors="replace").decode() + ("..." if len(text) > limit else "")
 
 
-def parse_message(text: bytes | str, what: str, *protocols: int) -> dict[str, Any]:
-    """Parse a JSON object of one of these protocols, by default of any; its other fields are not checked.
+def parse_message(text: bytes | str, what: str) -> dict[str, Any]:
+    """Parse a JSON object of this protocol; its other fields are not checked.
 
     Raises:
-        MismatchError: it has another version.
+        MismatchError: it has another protocol.
         ValueError: it is not a JSON object.
     """
-    fields = _parse_json(text, what)
+    fields = parse_json(text, what)
     if not isinstance(fields, dict):
         raise ValueError(f"{what} must be a JSON object, got {shown(fields)}")
-    version = fields.get("protocol")
-    if type(version) is not int or version not in (protocols or PROTOCOLS):
-        known = " or ".join(map(str, protocols or PROTOCOLS))
-        raise MismatchError(f"protocol must be {known}, got {shown(version)}")
+    protocol = fields.get("protocol")
+    if type(protocol) is not int or protocol != PROTOCOL:
+        raise MismatchError(f"protocol must be {PROTOCOL}, got {shown(protocol)}")
     return fields
 
 
@@ -348,7 +369,7 @@ def _read_header(body: bytes | bytearray) -> tuple[dict[str, Any], int]:
         raise ValueError(f"body must start with a safetensors header of 2 to {MAX_HEADER_BYTES} bytes, got {size}")
     text = bytes(body[8 : 8 + size])
     _check_values("the safetensors header", text)
-    header = _parse_json(text, "the safetensors header")
+    header = parse_json(text, "the safetensors header")
     metadata = header.get("__metadata__") if isinstance(header, dict) else None
     if not isinstance(header, dict) or not isinstance(metadata, dict) or not isinstance(metadata.get("request"), str):
         raise ValueError("the safetensors header must hold the request as text in __metadata__.request")
@@ -390,12 +411,20 @@ def _check_values(what: str, text: bytes) -> None:
         raise ValueError(f"{what} must hold at most {MAX_VALUES} JSON values, got {count}")
 
 
-def _parse_json(text: bytes | str, what: str) -> object:
+def parse_json(text: bytes | str, what: str) -> Any:
+    """Return the value of a JSON text that anyone may have written. what: the message names it.
+
+    Raises:
+        ValueError: it is no JSON in UTF-8, or is nested too deeply, or an integer is too long.
+    """
     try:
         text = text.decode() if isinstance(text, bytes) else text
-        return json.loads(text, parse_constant=_refuse_constant, parse_int=_read_int)
+        value = json.loads(text, parse_constant=_refuse_constant, parse_int=_read_int)
+        if text.count("[") + text.count("{") > MAX_DEPTH and not _is_shallow(value, MAX_DEPTH):
+            raise ValueError(f"it must be nested at most {MAX_DEPTH} deep")
     except (ValueError, RecursionError) as exc:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
         raise ValueError(f"{what} must be JSON: {exc}") from exc
+    return value
 
 
 def _read_int(digits: str) -> int:
@@ -465,4 +494,4 @@ def _finite(name: str, value: object) -> float:
             number = math.inf
         if abs(number) <= MAX_VALUE:
             return number
-    raise ValueError(f"{name} must be a finite number in float32's range, got {shown(value)}")
+    raise ValueError(f"{name} must be a finite number of at most {MAX_VALUE:g} in size, got {shown(value)}")

@@ -1,6 +1,6 @@
-"""What every training run has around its algorithm: settings, start, loop, engines, scoring, report.
+"""Shared parts of training runs: settings, start, loop, engines, scoring, report.
 
-This file imports nothing, so that a command line can answer `--help` at once.
+This file imports nothing, so that `--help` is fast.
 """
 
 __version__ = "0.1.0"

@@ -138,7 +138,7 @@ def _read(file: Path) -> Cond | None:
 
 
 def _encoder_entries(model: Model, modules: dict[str, nn.Module], device: torch.device) -> Entries:
-    """Yield everything that the bits of an encoded text depend on besides the text."""
+    """Yield everything besides the text that determines an encoded text."""
     versions = omni_rollout.__version__, torch.__version__, version("transformers")
     yield "facts", json.dumps([device.type, *versions]).encode()
     for cls in model.__class__.__mro__[:-1]:

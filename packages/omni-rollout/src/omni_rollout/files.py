@@ -1,9 +1,10 @@
 """The files of a checkpoint: configuration and completeness; no weight is read."""
 
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +12,34 @@ from safetensors import SafetensorError, safe_open
 
 COUNTS = re.compile("layers|depth|blocks")  # in names of a configuration's entries
 MAX_LAYERS = 1000
+MAX_JSON_BYTES = 2**28
+POINTER = b"version https://git-lfs"  # begins what Git LFS leaves in place of a file that it has not fetched
+AGAIN = "where a download was interrupted, the same command goes on with it"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+
+
+def check_fetched(file: Path) -> None:
+    """Raise ValueError for a pointer of Git LFS in place of a file."""
+    with open(file, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as opened:
+        if opened.read(len(POINTER)) == POINTER:
+            fault = f"{file} is only its pointer of Git LFS: `git lfs pull` fetches the file"
+            raise ValueError(f"model is incomplete: {fault}")
 
 
 def read_json(file: Path) -> dict[str, Any]:
     """Return the object in a JSON file.
 
     Raises:
-        ValueError: the file is missing, or holds no JSON object.
+        ValueError: the file is missing or too large, or holds no JSON object.
     """
     if not file.is_file():
         raise ValueError(f"model is incomplete: {file} is missing")
+    if (size := file.stat().st_size) > MAX_JSON_BYTES:
+        raise ValueError(f"model is damaged: {file} must have at most {MAX_JSON_BYTES} bytes, got {size}")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as exc:
+        check_fetched(file)
         raise ValueError(f"model is damaged: {file} is no JSON: {exc}") from exc
     if not isinstance(content, dict):
         raise ValueError(f"model is damaged: {file} must hold a JSON object, got {type(content).__name__}")
@@ -64,8 +80,18 @@ def safetensors_files(folder: Path, name: str = "diffusion_pytorch_model") -> li
             variant = variants[0].name.split(".")[1].partition("-")[0]  # the number of a file may follow
             how = f"load with variant={variant!r} of diffusers, and save_pretrained without"
             raise ValueError(f"{rule} only {variants[0].name}, a variant: {how}")
-        raise ValueError(f"{rule} none: {file.name} is missing")
+        how, pickles = AGAIN, sorted(own.name for own in folder.glob("*") if own.suffix in PICKLES)
+        if pickles:
+            how = f"{pickles[0]} is a pickle, never opened: load it in diffusers or transformers, and save_pretrained"
+        raise ValueError(f"{rule} none: {file.name} is missing; {how}")
     return [file]
+
+
+def size_of(folder: Path, name: str) -> int:
+    """Return the bytes of the safetensors files of a part's folder; 0 where they are not there."""
+    with suppress(ValueError, OSError):
+        return sum(file.stat().st_size for file in safetensors_files(folder, name))
+    return 0
 
 
 @contextmanager
@@ -79,13 +105,13 @@ def safetensors_slices(files: Iterable[Path]) -> Iterator[dict[str, Any]]:
     with ExitStack() as stack:
         for file in files:
             if not file.is_file():
-                raise ValueError(f"model is incomplete: {file} is missing")
+                raise ValueError(f"model is incomplete: {file} is missing; {AGAIN}")
             try:
                 opened = stack.enter_context(safe_open(file, framework="pt"))
             except SafetensorError as exc:
-                raise ValueError(
-                    f"model is damaged: {file} is no whole safetensors file: {' '.join(str(exc).split()):.300}"
-                ) from exc
+                check_fetched(file)
+                fault = f"{' '.join(str(exc).split()):.300}; {AGAIN}"
+                raise ValueError(f"model is damaged: {file} is no whole safetensors file: {fault}") from exc
             for name in opened.keys():  # noqa: SIM118 - the file is no dict
                 if name in found:
                     raise ValueError(f"model is damaged: {file} must not repeat a weight of another file, got {name}")

@@ -6,6 +6,7 @@ one after the other.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar, cast
 
@@ -33,6 +34,7 @@ class Model(Protocol):
     BRANCHES: ClassVar[Mapping[str, tuple[str, ...]]]  # names of modules and weights for only one medium
     boundary: float  # noise level below which the second of two experts runs; 0 for one net
     context: int  # number of ranks that compute each forward together
+    reading: Callable[[str, int], AbstractContextManager[None]]  # around the reading of a part of so many bytes
 
     @property
     def nets(self) -> Mapping[str, str]:
@@ -61,7 +63,7 @@ class Model(Protocol):
         """Raise ValueError unless `context` ranks can compute a forward together; `check` has the rules of sizes."""
 
     def share(self, net: nn.Module, mesh: "torch.distributed.DeviceMesh") -> None:
-        """Have the ranks of a row of `mesh` compute each forward of the net together, each a part of the tokens.
+        """Split the tokens of each forward of the net over the ranks of a row of `mesh`.
 
         They call it with equal inputs, and get equal outputs. A rank's gradients are those of its tokens: their sum is
         the gradient. mesh: with the axes "ring" and "ulysses".
@@ -81,6 +83,9 @@ class Model(Protocol):
 
     def sigmas(self, params: Params) -> Tensor:
         """Return the noise levels [S + 1] of the checkpoint's scheduler from 1 to 0, on the host."""
+
+    def weight_bytes(self) -> int:
+        """Return the size of the files with weights, without those of a hub id that are not fetched yet."""
 
     def load(self, *, device: torch.device | str, dtype: torch.dtype, net: nn.Module | None = None) -> Parts:
         """Return all parts, frozen, in eval mode. net: replaces the checkpoint's, whose weights are then not read."""

@@ -34,14 +34,14 @@ def places_of(modules: Iterable[nn.Module]) -> list[Place]:
 
 
 def arrive(places: list[Place], device: torch.device) -> None:
-    """Put copies on the device into the places of tensors on the host."""
+    """Replace tensors on the host by copies on the device."""
     for table, name, tensor in places:
         there = tensor.detach().to(device, non_blocking=True)
         table[name] = nn.Parameter(there, requires_grad=False) if isinstance(tensor, nn.Parameter) else there
 
 
 def leave(places: list[Place]) -> None:
-    """Put the tensors of the host back."""
+    """Restore the tensors on the host."""
     for table, name, tensor in places:
         table[name] = tensor
 
@@ -59,7 +59,7 @@ def bring(unit: nn.Module, places: list[Place], device: torch.device) -> None:
 
 
 def bring_blocks(net: nn.Module, block_names: Collection[str], device: torch.device) -> None:
-    """Move a net from the host to the device, but for what is frozen in its blocks, which comes while a block runs.
+    """Move a net from the host to the device, except frozen weights of blocks, which are moved while a block runs.
 
     Adapters stay on the device. Recompute the blocks: else graphs keep the copies of all.
 

@@ -1,4 +1,4 @@
-"""The denoising loop, which every engine runs on its modules, and the replay of a step.
+"""The denoising loop of every engine, and the replay of a sampled step.
 
 Sampling and training call the same functions of `omni_sched` and the same `predict_velocity`, so a step scored before
 the first update has the sampled log-prob.

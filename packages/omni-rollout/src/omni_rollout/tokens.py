@@ -5,6 +5,7 @@ per token.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -114,6 +115,7 @@ class TokenModel(Writer, Protocol):
     boundary: float  # 0, as there is one net
     reads_weights: bool  # if False, `check_files` requires no weights, and nets have uninitialized ones
     dtype: torch.dtype  # of the net's computation and media; set it when the net is loaded in another one
+    reading: Callable[[str, int], AbstractContextManager[None]]  # around the reading of a part of so many bytes
 
     @property
     def nets(self) -> Mapping[str, str]:
@@ -125,6 +127,9 @@ class TokenModel(Writer, Protocol):
 
     def check_files(self) -> None:
         """Raise ValueError unless the files of weights exist; read no weight."""
+
+    def weight_bytes(self) -> int:
+        """Return the size of the files with weights, without those of a hub id that are not fetched yet."""
 
     def load_net(self, *, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
         """Return the net with the checkpoint's weights, frozen, in eval mode."""

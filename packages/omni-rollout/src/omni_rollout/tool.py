@@ -1,4 +1,4 @@
-"""A tool that a language model calls in its answer: a Python function of a text, whose result the answer goes on with.
+"""A tool that a language model calls in its answer: a Python function of a text; the answer continues after its result.
 
 The tokens of a result are in the answer and in the net's context, but the policy has not sampled them: they are masked
 from losses, ratios and divergences, as in Search-R1 (arXiv 2503.09516).
@@ -40,7 +40,7 @@ class Tool:
         call = answer.removesuffix(after).rpartition(before)[2]
         try:
             result = str(self.function(call))
-        except Exception as exc:  # a user's function may raise anything
+        except (Exception, SystemExit) as exc:  # a user's function may raise anything
             result = f"{type(exc).__name__}: {exc}"
         return result[:MOST_CHARACTERS].join(around)
 

@@ -60,7 +60,7 @@ class Prompt:
 
     @property
     def shapes(self) -> tuple[tuple[int, int] | None, tuple[tuple[int, ...], ...]]:
-        """What the samples of a batch share: the size, if the prompt has one, and the shapes of its references."""
+        """Shapes that all samples of a batch share: the prompt's size or None, and the sizes of its references."""
         return self.size, tuple(tuple(image.shape) for image in self.images)
 
 

@@ -36,6 +36,8 @@ import torch.distributed as torch_dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from omni_train.progress import live
+
 T = TypeVar("T")
 Merge = Literal["mean", "max", "min"]  # how values of a metric become one
 
@@ -213,7 +215,7 @@ def divide(mesh: DeviceMesh, work: Callable[[T], Tensor], items: Sequence[T]) ->
 
 
 def set_allocator(*, expandable_segments: bool) -> None:
-    """Have CUDA's allocators waste little, unless the environment has settings; call it before any is in use.
+    """Configure CUDA's allocators to waste less memory, unless the environment does; call it before their first use.
 
     Segments that grow leave no gaps. Pinned memory of more than 64 MB is not rounded up to a power of two, from torch
     2.13 on.
@@ -253,7 +255,7 @@ def local_device(local_rank: int = 0) -> torch.device:
 
 
 def _settle(kind: str) -> None:
-    """Have an Ascend NPU, known by its settings, keep plain formats, whole float32, and sums in an order that repeats.
+    """Set an Ascend NPU, detected by its settings, to plain formats, full float32 and deterministic sums.
 
     torch_npu takes the order from its first operator on, for the whole process.
     """
@@ -357,8 +359,21 @@ def shutdown() -> None:
         torch_dist.destroy_process_group()
 
 
+def deal(items: Sequence[T], dist: Dist, batch_size: int, *, unit: int = 1) -> list[Sequence[T]]:
+    """Return this rank's batches: `batch_size` consecutive items, or `unit` if that is more, go to the ranks in turn.
+
+    They go to shares of ranks, where these compute each forward together.
+
+    unit: number of consecutive items that one rank takes, such as a group.
+    """
+    per_turn = max(batch_size, unit)
+    starts = range(dist.share * per_turn, len(items), dist.num_shares * per_turn)
+    firsts = [first for start in starts for first in range(start, start + per_turn, batch_size)]
+    return [items[first : first + batch_size] for first in firsts]
+
+
 def gather_by_index(dist: Dist, indices: Tensor, values: Tensor, total: int) -> Tensor:
-    """Return all ranks' values, each at its index, [total] float32 on the device of `values`.
+    """Return all ranks' values, each at its index, [total], of the dtype of `values` and on its device.
 
     Args:
         indices: [n] integers, the places of this rank's values in 0 ... total - 1; n may differ between ranks.
@@ -369,8 +384,8 @@ def gather_by_index(dist: Dist, indices: Tensor, values: Tensor, total: int) -> 
         ValueError: an index is out of range, given twice or missing; it is named (on every rank).
     """
     if dist.is_planned:
-        return torch.linspace(0, 1, total)  # all different
-    places, found = zip(*gather_json(dist, [indices.tolist(), values.float().tolist()]), strict=True)
+        return torch.linspace(0, 1, total, dtype=values.dtype)  # all different
+    places, found = zip(*gather_json(dist, [indices.tolist(), values.tolist()]), strict=True)
     num_places, num_found = ([len(row) for row in rows] for rows in (places, found))
     if num_places != num_found:
         raise ValueError(f"indices and values must have one length, got {num_places} and {num_found} in rank order")
@@ -382,11 +397,13 @@ def gather_by_index(dist: Dist, indices: Tensor, values: Tensor, total: int) -> 
         index, most = int(counts.argmax()), int(counts.max())
         fault = f"got {index} {most} times" if most > 1 else f"no rank has {int(counts.argmin())}"
         raise ValueError(f"every index must come once, {fault}")
-    return torch.tensor([value for row in found for value in row])[place.argsort()].to(values.device)
+    joined = torch.tensor([value for row in found for value in row], dtype=values.dtype)
+    return joined[place.argsort()].to(values.device)
 
 
 def gather_json(dist: Dist, value: object) -> list[Any]:
     """Return every rank's value, in rank order, sent as JSON: strings, numbers, None, and lists and dicts of them."""
+    live()
     text = json.dumps(value).encode()
     rows = _gather(dist, len(text).to_bytes(8, "little") + text[:_FIRST_BYTES].ljust(_FIRST_BYTES))
     rest = max(int.from_bytes(row[:8], "little") for row in rows) - _FIRST_BYTES

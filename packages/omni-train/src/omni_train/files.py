@@ -6,11 +6,21 @@ import math
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import get_native_id
 from typing import Any
+
+MAX_DEPTH = 64  # of lists and objects in one another, in JSON
+POINTER = b"version https://git-lfs"  # begins what Git LFS leaves in place of a file that it has not fetched
+
+
+def check_fetched(path: str | Path) -> None:
+    """Raise ValueError for a pointer of Git LFS in place of a file; OSError if it cannot be read."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if file.read(len(POINTER)) == POINTER:
+            raise ValueError(f"{path} must be the file itself, got its pointer of Git LFS: `git lfs pull` fetches it")
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
@@ -40,6 +50,15 @@ def read_regular(path: str | Path, max_bytes: int = 2**30) -> bytes:
         if (size := os.fstat(file.fileno()).st_size) > max_bytes:
             raise ValueError(f"{path} must have at most {max_bytes} bytes, got {size}: move it away")
         return file.read()
+
+
+def read_linked(path: str | Path, max_bytes: int) -> bytes:
+    """Return the bytes of a regular file, maybe of one behind a link, as files of the hub's cache are.
+
+    Raises:
+        ValueError, OSError: as `read_regular`.
+    """
+    return read_regular(os.path.realpath(path), max_bytes)
 
 
 def write_file(path: Path, *parts: bytes | memoryview) -> dict[str, int | str]:
@@ -82,9 +101,11 @@ def new_folder(folder: str | Path) -> Iterator[Path]:
         folder: its parents are made if missing.
 
     Raises:
+        ValueError: as `check_replaceable`.
         OSError: it could not be written. The old folder stays, as after any error in the block.
     """
     folder = Path(folder)
+    check_replaceable(folder)
     temporary, old = folder.with_name(f"{folder.name}.tmp"), folder.with_name(f"{folder.name}.old")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -101,6 +122,13 @@ def new_folder(folder: str | Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         if old.exists() and not folder.exists():  # stopped between the two renames, this time or an earlier one
             old.rename(folder)
+
+
+def check_replaceable(folder: Path) -> None:
+    """Raise ValueError where a file or a link is in the place of a folder, or of one that replaces it."""
+    for path in (folder, *(folder.with_name(f"{folder.name}.{end}") for end in ("tmp", "old"))):
+        if path.is_symlink() or (path.exists() and not path.is_dir()):
+            raise ValueError(f"{path} must be a folder and no link: move it away")
 
 
 def write_folder_atomically(folder: str | Path, write: Mapping[str, bytes | str] | Callable[[Path], object]) -> None:
@@ -137,8 +165,8 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     entries = []
     for number, line in enumerate(read_regular(path).split(b"\n")[:-1], start=1):
         try:
-            entry = json.loads(line.decode(), parse_int=parse_int)
-        except (ValueError, RecursionError) as exc:
+            entry = parse_json(line)
+        except ValueError as exc:
             raise damaged_line(path, number, f"not valid JSON ({exc})") from exc
         if not isinstance(entry, dict):
             raise damaged_line(path, number, f"must be a JSON object, got {type(entry).__name__}")
@@ -146,15 +174,38 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     return entries
 
 
-def parse_int(text: str) -> int:
-    """Return the integer of a JSON file, for `json.loads`.
-
-    Raises:
-        ValueError: it needs more than 64 bits, which no tensor can hold.
-    """
+def int64(text: str) -> int:
+    """Return an integer; raise ValueError for one of more than 64 bits, which no tensor can hold."""
     if not -(2**63) <= (number := int(text)) < 2**63:
         raise ValueError(f"integers must fit into 64 bits, got {text:.20}...")
     return number
+
+
+def parse_json(data: bytes | str, *, parse_int: Callable[[str], int] = int64) -> Any:
+    """Return the value of a JSON text that anyone may have written. parse_int: of its integers.
+
+    Raises:
+        ValueError: it is no JSON in UTF-8, is nested more than MAX_DEPTH deep, or has an integer that is too long.
+    """
+    text = data if isinstance(data, str) else data.decode()
+    try:
+        value = json.loads(text, parse_int=parse_int)
+    except RecursionError as exc:
+        raise ValueError(f"must be nested at most {MAX_DEPTH} deep") from exc
+    check_depth(value, text)
+    return value
+
+
+def check_depth(value: object, text: str) -> None:
+    """Raise ValueError for the value of a JSON text that is nested more than MAX_DEPTH deep."""
+    if text.count("[") + text.count("{") <= MAX_DEPTH:  # so few brackets cannot be deeper
+        return
+    inner = [value]
+    for _ in range(MAX_DEPTH):
+        parts = (part.values() if isinstance(part, dict) else part for part in inner if isinstance(part, dict | list))
+        inner = [each for part in parts for each in part]
+    if any(isinstance(part, dict | list) for part in inner):
+        raise ValueError(f"must be nested at most {MAX_DEPTH} deep")
 
 
 def damaged_line(path: str | Path, number: int, fault: str) -> ValueError:
@@ -187,6 +238,13 @@ def file_digest(path: str | Path) -> str:
     """Return the SHA-256 of a whole file."""
     with Path(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def files_digest(paths: Sequence[Path]) -> str:
+    """Return the SHA-256 of a whole file; of several, that of their names and SHA-256s."""
+    if len(paths) == 1:
+        return file_digest(paths[0])
+    return hashlib.sha256("".join(f"{file_digest(path)}  {path.name}\n" for path in paths).encode()).hexdigest()
 
 
 def probe_digest(paths: Iterable[str | Path], *, num_blocks: int = 64, block_bytes: int = 4096) -> str:

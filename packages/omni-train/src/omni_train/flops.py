@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
+from omni_train.breaker import Breaker
+
 PEAK_TFLOPS = {  # by a part of the device's name, first match: bfloat16, dense, by its maker
     "H100 PCIe": 756, "H100 NVL": 835, "H200 NVL": 835, "H100": 989, "H200": 989, " B200": 2250, "A100": 312,
     "L40S": 362, "MI300X": 1307,
@@ -31,7 +33,7 @@ class FlopTable:
     """The operations of one sample in a call of the net, by the shape [...] of its first input without the batch.
 
     Two counts: of a forward pass, and of one with its backward pass. They omit recomputation by
-    gradient checkpointing, and longer texts than those of the first call of a shape.
+    gradient checkpointing, and longer texts than those of the first call of a shape. What fails is switched off.
 
     make: returns the net on the meta device, with its trained parameters.
     """
@@ -39,14 +41,18 @@ class FlopTable:
     def __init__(self, make: Callable[[], nn.Module], net: nn.Module) -> None:
         self.make, self.net = make, net
         self.known: dict[torch.Size, tuple[float, float]] = {}
+        self.breaker = Breaker("the count of operations")
         self.watch()
 
     def watch(self) -> None:
         """Count the next call of the net."""
-        self._hook = self.net.register_forward_pre_hook(self._learn, with_kwargs=True)
+        self._hook = self.net.register_forward_pre_hook(self.breaker.around(self._learn), with_kwargs=True)
 
     def total(self, calls: Calls) -> dict[str, float]:
         """Return the operations of calls, by phase; empty if one has a new shape, which its next call will count."""
+        return self.breaker(self._total, calls) or {}
+
+    def _total(self, calls: Calls) -> dict[str, float]:
         if any(shape not in self.known for _, _, shape in calls):
             self._hook.remove()
             self.watch()

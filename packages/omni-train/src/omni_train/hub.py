@@ -2,16 +2,28 @@
 
 hf://datasets/OWNER/NAME/FILE               of a data set; of a model without datasets/
 hf://datasets/OWNER/NAME@REVISION/FILE      at a branch, tag or commit
+hf://datasets/OWNER/NAME/SPLIT              all files of a split: see `omni_train.prompts.splits`
 """
 
+import os
 import re
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+from omni_train.terminal import one_line
 
 REPOSITORY = re.compile("(models|datasets|spaces)--")  # begins the names of folders in the hub's cache
 ADDRESS = re.compile(r"hf://(datasets/)?(?!datasets/)([\w.-]+/[\w.-]+)(?:@([^/\s]+))?/((?!.*\.\.)\S+)")
-FETCHED: dict[str, Path] = {}  # address -> file; within a process a branch stays at its commit
+DATA_SET = re.compile(
+    r"(?P<set>hf://datasets/(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^/\s]+))?)(?:/(?P<rest>(?!.*\.\.)\S+?))?/?"
+)
+REVISIONS = {"~parquet": "refs/convert/parquet"}  # of the hub, which converts data sets to parquet
+FETCHED: dict[str, list[Path]] = {}  # address -> files; within a process a branch stays at its commit
+MAX_CARD_BYTES = 2**20
+WAIT_S = 10.0  # for the hub's list of files
 
 
 def local_file(place: str | Path) -> Path:
@@ -24,8 +36,8 @@ def local_file(place: str | Path) -> Path:
     if not text.startswith("hf:/"):
         return Path(place)
     if text not in FETCHED:
-        FETCHED[text] = _fetch(text)
-    return FETCHED[text]
+        FETCHED[text] = [_fetch(text)]
+    return FETCHED[text][0]
 
 
 def check_named(place: str | Path, suffixes: Sequence[str]) -> None:
@@ -65,24 +77,106 @@ def _fetch(address: str) -> Path:
         raise ValueError(f"{rule}, or without datasets/ for a model, got {address}")
     is_data, repo, revision, file = found.groups()
     kind = "dataset" if is_data else "model"
-    try:
+    with _fetching(address, f"{repo} {file} --repo-type {kind}", revision):
         from huggingface_hub import hf_hub_download
 
-        return Path(hf_hub_download(repo, file, repo_type=kind, revision=revision))
+        return Path(hf_hub_download(repo, file, repo_type=kind, revision=REVISIONS.get(revision, revision)))
+
+
+def fetch_chosen(
+    address: str, found: re.Match[str], choose: Callable[[Sequence[str], Mapping[str, Any]], Sequence[str]]
+) -> list[Path]:
+    """Return files of a data set, fetched where the hub's cache lacks them; if the hub cannot be reached, its cache's.
+
+    found: the parts of the address by `DATA_SET`. choose: returns the names of the files, of the names of all and the
+    fields of the data set's card.
+
+    Raises:
+        ValueError: they cannot be fetched and are not in the cache, or what `choose` raises.
+    """
+    if address not in FETCHED:
+        repo, revision = found["repo"], REVISIONS.get(found["revision"], found["revision"])
+        fetching = partial(_fetching, address, f"{repo} --repo-type dataset", revision)
+        with fetching():
+            from huggingface_hub import hf_hub_download
+
+            names, commit, fault = _listed(repo, revision)
+            download = partial(hf_hub_download, repo, repo_type="dataset", local_files_only=bool(fault))
+            fetch = partial(_at_commit, download, revision, commit)
+            card = fetch("README.md") if "README.md" in names else None
+        chosen = choose(names, read_card(card) if card else {})
+        with fetching():
+            FETCHED[address] = [fetch(name) for name in chosen]
+        if fault and os.environ.get("LOCAL_RANK", "0") == "0":
+            shown = f"{', '.join(chosen[:8])}{f' and {len(chosen) - 8} more' if len(chosen) > 8 else ''}"
+            print(f"{address}: the hub did not answer, {fault}; taken from its cache at {commit}: {shown}", flush=True)
+    return FETCHED[address]
+
+
+def _at_commit(download: Callable[..., str], revision: str | None, commit: str | None, name: str) -> Path:
+    """Return a file as it is at the commit: that of the revision, or, if it has moved on, fetched by the commit.
+
+    By the revision first, as the cache then notes the revision's commit, by which it is found without a network.
+    """
+    path = Path(download(filename=name, revision=revision))
+    return path if commit in (None, *path.parts) else Path(download(filename=name, revision=commit))
+
+
+def _listed(repo: str, revision: str | None) -> tuple[list[str], str | None, str]:
+    """Return the names of a data set's files, their commit, and why they are those of the cache; "" if the hub's."""
+    from huggingface_hub import HfApi, snapshot_download
+
+    try:
+        about = HfApi().dataset_info(repo, revision=revision, timeout=WAIT_S)
+        return [file.rfilename for file in about.siblings or ()], about.sha, ""
+    except Exception as exc:  # of any HTTP client that the library has
+        try:
+            folder = Path(snapshot_download(repo, repo_type="dataset", revision=revision, local_files_only=True))
+        except (OSError, ValueError):
+            raise OSError(str(exc)) from exc
+        names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+        return names, folder.name, " ".join(one_line(exc).split()) or type(exc).__name__
+
+
+def read_card(path: Path) -> dict[str, Any]:
+    """Return the fields of a data set's card, in YAML at its head; none if it has no such head.
+
+    Raises:
+        ValueError: a card of more than MAX_CARD_BYTES, no YAML, or aliases, which may stand for far more data.
+    """
+    from huggingface_hub import metadata_load
+    from huggingface_hub.repocard import REGEX_YAML_BLOCK
+
+    try:
+        if path.stat().st_size > MAX_CARD_BYTES:
+            raise ValueError(f"has more than {MAX_CARD_BYTES} bytes")
+        if head := REGEX_YAML_BLOCK.search(path.read_text("utf-8")):
+            anchors, aliases = ({*re.findall(rf"{sign}([\w-]+)", head[2])} for sign in ("&", r"\*"))
+            if found := sorted(anchors & aliases):
+                raise ValueError(f"has the alias *{found[0]:.80}, which must be written out")
+        return dict(metadata_load(path) or {})
+    except Exception as exc:  # of the library's YAML too
+        raise ValueError(f"{path} must have YAML at its head that can be read: {' '.join(str(exc).split())}") from exc
+
+
+@contextmanager
+def _fetching(address: str, what: str, revision: str | None) -> Iterator[None]:
+    """Raise ValueError for what fails in the block, with the command that fetches `what`, at a revision."""
+    try:
+        yield
     except (ImportError, OSError, ValueError) as exc:
         fault = " ".join(str(exc).split()).rstrip(".")
         pin = f" --revision {revision}" if revision else ""
         raise ValueError(
             f"path must be a file that can be fetched from the hub, got {address}: {fault}. Fetch it where there is a "
-            f"network, with `hf download {repo} {file} --repo-type {kind}{pin}`, or give a file"
+            f"network, with `hf download {what}{pin}`, or give a file"
         ) from exc
 
 
-def pinned(place: str) -> str:
-    """Return the place itself, or a fetched address with the commit of its revision."""
-    found = ADDRESS.fullmatch(place)
-    if found is None:
+def pinned(place: str, file: Path) -> str:
+    """Return the place itself, or for an address that with the commit of its revision. file: of those fetched."""
+    found = ADDRESS.fullmatch(place) or DATA_SET.fullmatch(place)
+    commit = next((up.name for up in file.parents if up.parent.name == "snapshots"), "")
+    if found is None or not commit:
         return place
-    is_data, repo, _, file = found.groups()
-    commit = local_file(place).parts[-len(Path(file).parts) - 1]  # of .../snapshots/COMMIT/FILE
-    return f"hf://{is_data or ''}{repo}@{commit}/{file}"
+    return re.sub(r"^(hf://(?:datasets/)?[\w.-]+/[\w.-]+)(@[^/\s]+)?", rf"\1@{commit}", place)

@@ -82,8 +82,8 @@ def check_float16(device: torch.device) -> None:
         raise ValueError(f"dtype must be float32 on {device.type}, whose float16 saturates, got float16")
 
 
-def check_compiler(device: torch.device, setting: str = "compile") -> None:
-    """Compile a sum, which takes seconds if the device has a compiler. setting: what the message calls what needs one.
+def check_compiler(device: torch.device) -> None:
+    """Compile a sum, which takes seconds if the device has a compiler.
 
     Raises:
         ValueError: it has none.
@@ -92,9 +92,7 @@ def check_compiler(device: torch.device, setting: str = "compile") -> None:
         torch.compile(torch.add)(torch.ones(8, device=device), 1.0)
     except (RuntimeError, OSError) as exc:
         lines = str(exc).strip().splitlines()
-        raise ValueError(
-            f"{setting} must be off where torch cannot compile for {device.type}: {lines[0]:.200}"
-        ) from exc
+        raise ValueError(f"compile must be off where torch cannot compile for {device.type}: {lines[0]:.200}") from exc
 
 
 def compile_blocks(module: nn.Module, block_names: Collection[str], *, attention: str) -> None:

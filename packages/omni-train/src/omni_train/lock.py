@@ -1,15 +1,18 @@
 """One writer per run folder: a lock that the operating system releases when its holder ends.
 
-The folder of a URL has no such lock. There an object names the holder, which renews it; one that is not renewed for
-`LEASE_S` is free.
+The folder of a URL has no such lock. There an object names the holder, which renews a second one of its own; a holder
+that has not renewed it for `LEASE_S` is none. So a renewal that comes late, as of a process that was stopped, is never
+written over the next holder's name.
 """
 
 import errno
 import json
 import os
+import re
 import socket
 import threading
 import time
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
@@ -17,10 +20,11 @@ from uuid import uuid4
 from filelock import FileLock, Timeout
 
 from omni_train.dist import Dist, gather_json, same_error
-from omni_train.files import open_regular, read_regular
+from omni_train.files import open_regular, parse_json, read_regular
 from omni_train.remote import READ_S, Remote
 
 LOCK_FILE, PROBE_FILE = "lock", "probe"
+MAX_BYTES = 2**20  # of an object of a lease
 BEAT_S, LEASE_S = 15.0, 60.0  # between two renewals of a lease; until one that is not renewed is free
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # errors of a file system without locks
@@ -100,7 +104,7 @@ class RunLock:
 
 
 class _Lease:
-    """An object that names the one writer of a URL, and is renewed in a thread."""
+    """An object that names the one writer of a URL, and one that counts its renewals in a thread."""
 
     def __init__(self, remote: Remote, holder: str, before: str) -> None:
         """Take the URL.
@@ -120,57 +124,100 @@ class _Lease:
             other = other or self._other()
             if not before or before not in other:
                 self._await(other)
-            remote.write(LOCK_FILE, self._text())
+            self._take_from(other)
         self.check()
         threading.Thread(target=self._renew, daemon=True).start()
 
     def check(self) -> None:
-        """Raise OSError if the object names another holder."""
-        if self.token not in (found := self._other()):
-            raise OSError(f"{self._remote.url} was taken by {_holder(found)}, as this run could not renew its lock")
+        """Raise OSError if the object names another holder; a missing one is awaited, as a renewal restores it."""
+        deadline = time.monotonic() + 2 * BEAT_S
+        while not (found := self._other()) and time.monotonic() < deadline:
+            time.sleep(BEAT_S / 10)
+        if self.token not in found:
+            holder = _entry(found, "holder") or "another process"
+            raise OSError(f"{self._remote.url} was taken by {holder}, as this run could not renew its lock")
 
     def release(self) -> None:
         """Delete the object, if it is this holder's."""
         self._ends.set()
-        with suppress(OSError):  # it then ends by itself
+        with suppress(OSError, ValueError):  # it then ends by itself
             if self.token in self._other():
                 self._remote.delete(LOCK_FILE)
+            self._remote.delete(_beats_of(self.token))
 
     def _await(self, other: str) -> None:
         """Wait until the lease of another holder has ended; raise ValueError if it is renewed."""
-        deadline = time.monotonic() + LEASE_S
+        deadline, beats = time.monotonic() + LEASE_S, self._read(_beats_of(_entry(other, "token")))
         while time.monotonic() < deadline:
             time.sleep(min(1.0, LEASE_S / 10))
-            if (now := self._other()) not in (other, ""):
-                raise ValueError(
-                    f"{self._remote.url} is in use by {_holder(now)}: end that run, or give this one another "
-                    "--checkpoint-url"
-                )
-            if not now:
+            if not (now := self._other()):
                 return
+            if now != other or self._read(_beats_of(_entry(other, "token"))) != beats:
+                raise self._is_in_use(now)
+
+    def _take_from(self, other: str) -> None:
+        """Write the own name over that of a holder whose lease has ended.
+
+        Raises:
+            ValueError: another process has written its name first, or may have while this one was stopped.
+        """
+        looked = time.monotonic()
+        if (now := self._other()) not in (other, ""):
+            raise self._is_in_use(now)
+        self._remote.write(LOCK_FILE, self._text())
+        if time.monotonic() - looked > LEASE_S:
+            self.release()  # a holder whose name is missing writes it again
+            raise self._is_in_use("")
+        if other:
+            self._remote.delete(_beats_of(_entry(other, "token")))
+
+    def _is_in_use(self, text: str) -> ValueError:
+        way = "end that run, or give this one another --checkpoint-url"
+        return ValueError(f"{self._remote.url} is in use by {_entry(text, 'holder') or 'another process'}: {way}")
 
     def _renew(self) -> None:
+        renewed = time.monotonic()
         while not self._ends.wait(BEAT_S):
-            with suppress(OSError):  # the next beat tries again, and `check` reports a loss
-                if self.token not in self._other(limit_s=0):
+            with suppress(OSError, ValueError):  # the next beat tries again, and `check` reports a loss
+                looked, found = time.monotonic(), self._other(limit_s=0)
+                if self.token in found or (not found and self._restore(renewed)):
+                    self._beats += 1
+                    self._remote.write(_beats_of(self.token), str(self._beats).encode(), limit_s=0)
+                    renewed = looked
+                elif _entry(found, "token"):
+                    taken = f"{self._remote.url} was taken by {_entry(found, 'holder') or 'another process'}"
+                    warnings.warn(f"{taken}: this run ends with its next save", stacklevel=2)
                     return
-                self._beats += 1
-                self._remote.write(LOCK_FILE, self._text(), limit_s=0)  # once: meanwhile another may have taken it
+
+    def _restore(self, renewed: float) -> bool:
+        """Write a name that is missing again, if no other is there and the lease has not ended; True if it is written.
+
+        renewed: seconds of the clock at the last renewal.
+        """
+        return time.monotonic() - renewed < LEASE_S and self._remote.create(LOCK_FILE, self._text())
 
     def _other(self, *, limit_s: float = READ_S) -> str:
-        """Return the object's text; nothing if there is none."""
+        """Return the text of the holder's object; nothing if there is none."""
+        return self._read(LOCK_FILE, limit_s=limit_s)
+
+    def _read(self, name: str, *, limit_s: float = READ_S) -> str:
         try:
-            return self._remote.read(LOCK_FILE, limit_s=limit_s).decode(errors="replace")
+            return self._remote.read(name, limit_s=limit_s, max_bytes=MAX_BYTES).decode(errors="replace")
         except FileNotFoundError:
             return ""
 
     def _text(self) -> bytes:
-        return json.dumps({"holder": self._holder, "token": self.token, "beats": self._beats}).encode()
+        return json.dumps({"holder": self._holder, "token": self.token}).encode()
 
 
-def _holder(text: str) -> str:
-    """Return the holder that a lease's text names."""
+def _beats_of(token: str) -> str:
+    """Return the name of the object that counts a holder's renewals."""
+    return f"{LOCK_FILE}-{token if re.fullmatch('[0-9a-f]{32}', token) else 'unknown'}"
+
+
+def _entry(text: str, key: str) -> str:
+    """Return an entry of a lease's text; nothing for a text that no holder has written."""
     try:
-        return str(json.loads(text)["holder"])
+        return str(parse_json(text)[key])
     except (ValueError, LookupError, TypeError):
-        return "another process"
+        return ""

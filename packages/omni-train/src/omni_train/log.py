@@ -1,15 +1,13 @@
-"""The log of a run: one JSON line a step, seconds per phase, and progress on the terminal."""
+"""The log of a run: one JSON line per step, seconds per phase, and progress on the terminal."""
 
 import json
 import math
 import os
-import sys
 import time
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from datetime import timedelta
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from types import MappingProxyType
@@ -17,6 +15,8 @@ from typing import Self
 
 from torch import Tensor
 
+from omni_train.breaker import Breaker, Guard
+from omni_train.display import Display
 from omni_train.dist import Dist, Moment, now, same_error, seconds
 from omni_train.files import load_metrics, open_regular, read_regular, read_steps, write_atomically
 
@@ -38,7 +38,7 @@ class RunLog:
         is_main: bool,
         total_steps: int,
         sinks: Sequence[Sink] = (),
-        tty: bool | None = None,
+        display: Display | None = None,
         columns: Sequence[str] = (),
         resume_step: int | None = None,
         eval_every: int = 0,
@@ -50,9 +50,9 @@ class RunLog:
             is_main: True on the rank that reports; False makes every method a no-op.
             total_steps: steps of the whole run, for the estimate of the time left.
             sinks: called as `sink(step, metrics)` after each line; numbers as in the file, non-finite ones included.
-                A sink with a `close` is closed with the log. A failing sink is only a warning: its numbers are in the
-                file. See `omni_rl.run.sinks`.
-            tty: True for a progress bar instead of lines; None asks the terminal.
+                A sink with a `close` is closed with the log. One that fails is only a warning, and is called again at
+                the next step: its numbers are in the file. See `omni_rl.run.sinks`.
+            display: what shows progress, closed with the log; None opens one.
             columns: metrics shown as progress, in this order; empty shows the first six.
             resume_step: finished steps from which the run continues. Lines of later steps are dropped, as these steps
                 are repeated: -1 drops all, None keeps all. Missing earlier lines are a warning.
@@ -65,7 +65,8 @@ class RunLog:
         self._within: str | None = None  # the phase whose block runs; on every rank
         self._is_main = is_main
         self._total_steps = total_steps
-        self._sinks = tuple(sinks)
+        self._sinks = [(sink, Guard("a sink of the log")) for sink in sinks]
+        self._clock = Breaker("the clock of phases")
         self._columns = tuple(columns)
         self._phases: list[tuple[str, str | None, Moment, Moment]] = []  # of this step: name, outer, start, end
         self._warned: set[str] = set()
@@ -80,10 +81,8 @@ class RunLog:
             last = _keep_lines(self._path, resume_step)
             if resume_step is not None and last < resume_step:
                 warnings.warn(f"{self._path} lacks the steps {last + 1} to {resume_step}: they were lost", stacklevel=2)
-            self._show: _Lines | _Bar = _Lines(total_steps)
-            if sys.stdout.isatty() if tty is None else tty:
-                with suppress(ModuleNotFoundError):  # rich draws the bar
-                    self._show = _Bar(total_steps, load_metrics(self._path))
+            self._display = display or Display()
+            self._display.begin(total_steps, self._path)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -92,13 +91,14 @@ class RunLog:
         The seconds of a nested phase count only for itself.
         """
         outer, self._within, self.last_phase = self._within, name, name
-        start = now() if self._is_main else None
+        start = self._clock(now) if self._is_main else None
         try:
             yield
             self.last_phase = outer or name
         finally:
             self._within = outer
-            self._phases += [(name, outer, start, now())] if start else []
+            end = self._clock(now) if start else None
+            self._phases += [(name, outer, start, end)] if start and end else []
 
     def log(
         self,
@@ -125,11 +125,7 @@ class RunLog:
         """
         if not self._is_main:
             return
-        phases: defaultdict[str, float] = defaultdict(float)
-        for name, outer, start, end in self._phases:
-            phases[name] += (block_s := seconds(start, end))
-            if outer:
-                phases[outer] -= block_s
+        phases = self._clock(self._seconds_by_phase) or {}
         step_end = time.perf_counter()
         times = {f"time/{name}_s": s for name, s in phases.items()}
         times["time/step_s"] = step_end - self._step_start
@@ -139,26 +135,24 @@ class RunLog:
         for name in [name for name in flops if name in phases]:
             times[f"perf/{name}_tflops"] = tflops = flops[name] / phases[name] / 1e12
             times |= {f"perf/{name}_mfu": tflops / peak_tflops} if peak_tflops else {}
-        left_s = self._left_s(step, times["time/step_s"], phases.get("eval"))
+        left_s = self._clock(self._left_s, step, times["time/step_s"], phases.get("eval"))
         self._phases, self._step_start = [], step_end
         values = {name: float(value) for name, value in metrics.items()}
         if taken := sorted({"step", *times} & values.keys()):
             raise ValueError(f"metrics must not use the names the log adds itself, got {taken}")
         values |= times
         self._write(step, values)
-        for sink in self._sinks:
-            with self._guarded():
-                sink(step, values)
-        shown = self._columns or tuple(metrics)[:6]
-        self._show.update(step, {name: values[name] for name in shown if name in values}, times["time/step_s"], left_s)
+        for sink, guard in self._sinks:
+            guard(sink, step, values)
+        shown = {name: values[name] for name in self._columns or tuple(metrics)[:6] if name in values}
+        self._display.update(step, shown, times["time/step_s"], left_s)
 
     def close(self) -> None:
-        """Close the progress bar and the sinks."""
+        """Close the display and the sinks."""
         if self._is_main:
-            self._show.close()
-            for sink in self._sinks:
-                with self._guarded():
-                    getattr(sink, "close", lambda: None)()
+            self._display.close()
+            for sink, guard in self._sinks:
+                guard(getattr(sink, "close", lambda: None))
 
     def __enter__(self) -> Self:
         return self
@@ -166,15 +160,14 @@ class RunLog:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    @contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """Turn any error of a sink into a warning, once per message: a sink must not stop training."""
-        try:
-            yield
-        except Exception as exc:  # of any library
-            if str(exc) not in self._warned:
-                self._warned.add(str(exc))
-                warnings.warn(f"a sink of the log failed: {type(exc).__name__}: {exc}", stacklevel=4)
+    def _seconds_by_phase(self) -> dict[str, float]:
+        """Return the seconds of this step's phases, each without those within it."""
+        phases: defaultdict[str, float] = defaultdict(float)
+        for name, outer, start, end in self._phases:
+            phases[name] += (block_s := seconds(start, end))
+            if outer:
+                phases[outer] -= block_s
+        return phases
 
     def _left_s(self, step: int, step_s: float, eval_s: float | None) -> float | None:
         """Return seconds to the end of the run by the median training step and the last evaluation; None at first."""
@@ -203,70 +196,7 @@ class RunLog:
         return open_regular(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
 
 
-class _Lines:
-    """Progress as one `key=value` line a step."""
-
-    def __init__(self, total_steps: int) -> None:
-        self._total_steps = total_steps
-
-    def update(self, step: int, values: Mapping[str, float], seconds: float, left_s: float | None) -> None:
-        parts = [f"step={step}/{self._total_steps}", *(f"{name}={value:.4g}" for name, value in values.items())]
-        eta = [] if left_s is None else [f"eta={_clock(left_s)}"]
-        print(*parts, f"step_s={seconds:.1f}", *eta, flush=True)
-
-    def close(self) -> None:
-        pass
-
-
-class _Bar:
-    """Progress as a bar, followed by the last logged value of each metric; needs rich.
-
-    Held-out metrics, `eval/...`, have a sparkline over the run, and those of samples, `reward/...`, their change.
-    """
-
-    def __init__(self, total_steps: int, lines: Sequence[Mapping[str, float]]) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn
-        from rich.table import Column
-
-        text = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
-        self._bar = Progress(BarColumn(bar_width=12), text, expand=True, console=Console(soft_wrap=True))
-        self._total_steps, self._values, self._lines = total_steps, dict[str, float](), list(lines)
-        self._task = self._bar.add_task("", total=total_steps)
-        self._bar.start()
-
-    def update(self, step: int, values: Mapping[str, float], seconds: float, left_s: float | None) -> None:
-        self._values |= values
-        self._lines.append(values)
-        eta = [] if left_s is None else [f"eta {_clock(left_s)}"]
-        shown = (f"{name}={value:.4g}{self._past(name)}" for name, value in self._values.items())
-        text = " ".join([f"{step}/{self._total_steps}", *eta, *shown])
-        self._bar.update(self._task, completed=step, description=text)
-
-    def close(self) -> None:
-        self._bar.stop()
-
-    def _past(self, name: str) -> str:
-        past = [line[name] for line in self._lines if math.isfinite(line.get(name, math.nan))]
-        if len(past) > 1 and name.startswith("reward/"):
-            return f" ({past[-1] - past[0]:+.2g})"
-        has_line = len(past) > 1 and name.startswith("eval/") and not self._bar.console.options.ascii_only
-        return f" {_sparkline(past)}" if has_line else ""
-
-
-def _sparkline(values: Sequence[float]) -> str:
-    """Return at most ten values as block characters: the first, the last and others evenly between."""
-    count = min(len(values), 10)
-    some = [values[round(i * (len(values) - 1) / (count - 1))] for i in range(count)]
-    low, span = min(some), max(some) - min(some)
-    return "".join("▁▂▃▄▅▆▇█"[round(7 * (value - low) / span) if span else 0] for value in some)
-
-
-def _clock(seconds: float) -> str:
-    return str(timedelta(seconds=round(max(seconds, 0.0))))
-
-
-def claim_folder(dist: Dist, folder: Path, *, has_checkpoint: bool | None = None) -> None:
+def claim_folder(dist: Dist, folder: Path, *, has_checkpoint: bool | None = None, way: str = "") -> None:
     """Raise on every rank if a folder is another run's. Take the `omni_train.lock.RunLock` first.
 
     Args:
@@ -275,6 +205,7 @@ def claim_folder(dist: Dist, folder: Path, *, has_checkpoint: bool | None = None
         has_checkpoint: True if the run continues from a checkpoint: the metrics are its own. False if it has none yet:
             a failed start may have left a line of step 0. None for a run that saves no checkpoints: its folder must be
             new.
+        way: how the folder's run goes on, if its checkpoints are elsewhere.
 
     Raises:
         ValueError: `folder` has metrics of another run, or damaged ones, or a link in their place.
@@ -286,7 +217,7 @@ def claim_folder(dist: Dist, folder: Path, *, has_checkpoint: bool | None = None
                 os.close(open_regular(path, os.O_RDWR))
                 lines = load_metrics(path)
             if not has_checkpoint and any(line["step"] > 0 or has_checkpoint is None for line in lines):
-                raise ValueError(f"{folder} holds a run already: give another --name, or move it away")
+                raise ValueError(f"{folder} holds a run already: {way or 'give another --name, or move it away'}")
 
 
 def _keep_lines(path: Path, last_step: int | None) -> int:

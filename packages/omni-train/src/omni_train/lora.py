@@ -22,10 +22,10 @@ from omni_train.lora_layer import (
     AdaptedLayer,
     LoraLinear,
     ParamWrapper,
+    add_product,
     factors,
     has_dora,
     own_tensors,
-    row_norms,
 )
 from omni_train.weights.snapshot import ema_update_params
 
@@ -63,13 +63,14 @@ def add_lora(  # noqa: PLR0913 - all but two are keyword-only, and each is one o
         use_rslora: multiply it by alpha / sqrt(rank), which keeps the size of gradients at all ranks (rsLoRA, arXiv
             2312.03732).
         use_dora: train the norms of the changed weight's rows, too (DoRA, arXiv 2402.09353).
-        in_float32: compute products of linear layers' adapters in float32 for any input, as peft does.
+        in_float32: compute products of linear layers' adapters in float32 for any input, as peft does, and as it always
+            does with DoRA and PiSSA.
         adapter: the new adapter's name.
         seed: of A; the same on every rank.
         init: of A: uniform within sqrt(1 / in) ("default", the layer's own), or normal with standard deviation
-            1 / rank ("gaussian"). Or "pissa": A and B begin as the product of the weight's largest singular
-            values and vectors (arXiv 2404.02948), found by iteration; a frozen adapter "initial" keeps these, which are
-            subtracted. All adapters of a module then have the same rank and scale.
+            1 / rank ("gaussian"). Or "pissa": A and B begin as the weight's largest singular values and vectors (arXiv
+            2404.02948), which peft finds by iteration and takes out of the weight; a frozen adapter "initial" keeps
+            them. All adapters of a module then have the same rank and scale.
 
     Raises:
         ValueError: the module is sharded or has an adapter of that name, a target names no layer or one that is not
@@ -87,15 +88,12 @@ def add_lora(  # noqa: PLR0913 - all but two are keyword-only, and each is one o
     if adapter == INITIAL or any(adapter in layer.lora_A for layer in before.values()):
         raise ValueError(f"adapter must be a new name, got {adapter!r} again")
     active = next((layer.active_adapters for layer in before.values()), adapter)
-    named = _without(_named(module, targets), exclude)
-    of_experts = _named_parameters(module, parameters)
+    named, of_experts = find_layers(module, targets, exclude=exclude, parameters=parameters, rank=rank, init=init)
     scales = {(layer.r[INITIAL], layer.scaling[INITIAL]) for layer in before.values() if INITIAL in layer.lora_A}
     if scales - {(rank, alpha / (rank**0.5 if use_rslora else rank))} or (before and bool(scales) != (init == "pissa")):
         raise ValueError("adapters of one module must all begin as PiSSA's, with one rank and scale, or none")
     if use_dora and (of_experts or init == "pissa"):
         raise ValueError(f"use_dora is of linear layers that begin at 0, got init {init!r} and parameters {of_experts}")
-    if init == "pissa":
-        _check_pissa({name: module.get_submodule(name).weight.shape for name in named}, rank, of_experts)  # type: ignore[misc]
     longer = tuple(f".{name}" for name in named)  # peft also matches names that end like these
     config = LoraConfig(
         r=rank,
@@ -117,14 +115,39 @@ def add_lora(  # noqa: PLR0913 - all but two are keyword-only, and each is one o
         layer.set_adapter(active)
     added = adapter_layers(module, adapter).values()
     for layer in added:
-        layer.in_float32 = in_float32
+        layer.in_float32 = in_float32 or use_dora or init == "pissa"
         for name in names:
             parts = [part[name] for part in (layer.lora_A, layer.lora_B, layer.lora_magnitude_vector) if name in part]
             for part, param in zip(parts, own_tensors(layer, name), strict=True):
                 values = torch.empty(param.shape, dtype=torch.float32, device=layer.frozen.device)
                 part.weight = nn.Parameter(values, requires_grad=name == active)
+    if INITIAL in names:
+        take_out_largest(module, seed=seed)
     init_adapter(module, adapter, seed=seed, init=init)
     return len(added)
+
+
+def find_layers(
+    module: nn.Module,
+    targets: Sequence[str] | str,
+    *,
+    exclude: Sequence[str] = (),
+    parameters: Sequence[str] = (),
+    rank: int = 1,
+    init: Init = "default",
+) -> tuple[list[str], list[str]]:
+    """Return the names of the layers, and of the parameters of experts, to which `add_lora` adds an adapter.
+
+    The module may be on the meta device; the arguments are those of `add_lora`.
+
+    Raises:
+        ValueError: a name is that of none or of no such layer, or the layers are too small for PiSSA.
+    """
+    named = _without(_named(module, targets), exclude)
+    of_experts = _named_parameters(module, parameters)
+    if init == "pissa":
+        _check_pissa({name: module.get_submodule(name).weight.shape for name in named}, rank, of_experts)  # type: ignore[misc]
+    return named, of_experts
 
 
 @torch.no_grad()
@@ -137,15 +160,16 @@ def init_adapter(module: nn.Module, adapter: str = "default", *, seed: int, init
         seed, init: as for `add_lora`.
 
     Raises:
-        ValueError: the module is sharded, for "pissa", which takes whole weights.
+        ValueError: DoRA would divide by the norm of a row of zeros.
     """
     generator = torch.Generator().manual_seed(seed)
-    for layer in adapter_layers(module, adapter).values():
+    for name, layer in adapter_layers(module, adapter).items():
         down, up = factors(layer, adapter)
         if down.is_meta:
             continue
         if init == "pissa":
-            _init_as_largest(layer, adapter, seed)
+            for own, first in zip((down, up), factors(layer, INITIAL), strict=True):
+                own.copy_(first)
             continue
         values = torch.empty(down.shape)  # in float32 on the CPU: the same for all devices
         if init == "gaussian":
@@ -159,26 +183,42 @@ def init_adapter(module: nn.Module, adapter: str = "default", *, seed: int, init
         if has_dora(layer, adapter):
             tensors = (own_tensors(layer, adapter)[-1], layer.frozen)  # sharded by the same rows
             magnitudes, weight = (each.to_local() if isinstance(each, DTensor) else each for each in tensors)
-            no_product = weight.new_zeros(1, weight.shape[1]), weight.new_zeros(len(weight), 1)
-            magnitudes.copy_(row_norms(weight, *no_product, 1.0))
+            if not magnitudes.copy_(weight.float().norm(dim=1)).all():
+                raise ValueError(f"use_dora must divide by the norms of rows, got a row of zeros in {name}: exclude it")
 
 
-def _init_as_largest(layer: AdaptedLayer, adapter: str, seed: int) -> None:
-    """Give A and B, also the initial ones, the part of the layer's weight with the largest singular values."""
-    weight = layer.frozen
-    if isinstance(weight, DTensor):
-        raise ValueError("module must be whole for init pissa, got sharded parameters")
-    devices = [] if weight.device.type == "cpu" else [weight.device]
-    with torch.random.fork_rng(devices, device_type=weight.device.type):
-        torch.manual_seed(seed)
-        more = min(layer.r[adapter] + 8, *weight.shape)  # a few that are not kept make the others more exact
-        found = torch.svd_lowrank(weight.float(), q=more, niter=16)
-    left, sizes, right = (each[..., : layer.r[adapter]] for each in found)
-    roots = (sizes / layer.scaling[adapter]).sqrt()
-    for each in {adapter, INITIAL} & set(layer.lora_A):
-        down, up = factors(layer, each)
-        down.copy_((right * roots).t())
-        up.copy_(left * roots)
+@torch.no_grad()
+def take_out_largest(module: nn.Module, *, seed: int) -> None:
+    """Move the largest part of each whole weight into the adapter "initial", by peft; on the meta device nothing."""
+    for layer in adapter_layers(module, INITIAL).values():
+        device = layer.frozen.device
+        if device.type != "meta":
+            with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+                torch.manual_seed(seed)
+                layer.pissa_init(INITIAL, "pissa_niter_16")
+
+
+@contextmanager
+@torch.no_grad()
+def same_initial_weights(module: nn.Module) -> Iterator[None]:
+    """Keep the weights as they were before PiSSA where the `with` block replaces what was taken out of them.
+
+    It does if a device of another kind has found a slightly different largest part.
+
+    Raises:
+        ValueError: the rest is quantized, and cannot follow.
+    """
+    layers = {name: layer for name, layer in lora_layers(module).items() if INITIAL in layer.lora_A}
+    before = [[factor.clone() for factor in factors(layer, INITIAL)] for layer in layers.values()]
+    yield
+    for (name, layer), kept in zip(layers.items(), before, strict=True):
+        (old_down, old_up), (down, up), scale = kept, factors(layer, INITIAL), layer.scaling[INITIAL]
+        if old_down.equal(down) and old_up.equal(up):
+            continue
+        if not isinstance(layer.frozen, nn.Parameter):
+            raise ValueError(f"init pissa must find the same part of a quantized weight again, did not for {name}")
+        whole = add_product(layer.frozen.float(), old_down, old_up, scale)
+        layer.frozen.copy_(add_product(whole, down, up, -scale))
 
 
 def lora_layers(module: nn.Module) -> dict[str, AdaptedLayer]:
@@ -228,7 +268,8 @@ def reference(module: nn.Module) -> Iterator[None]:
         raise ValueError("module must have adapters to be its own reference, got none")
     with _restored(module) as layers:
         for layer in layers:
-            layer.enable_adapters(False)
+            layer.set_adapter(INITIAL)  # which only PiSSA has
+            layer.enable_adapters(INITIAL in layer.lora_A)
         yield
 
 
@@ -288,7 +329,10 @@ def _named(module: nn.Module, targets: Sequence[str] | str) -> list[str]:
     }
     missing = [target for target, pattern in patterns.items() if not any(re.fullmatch(pattern, n) for n in named)]
     if missing or not patterns:
-        raise ValueError(f"targets must all name layers of {type(module).__name__}, found none named {missing}")
+        linear = [name for name, layer in module.named_modules() if type(layer) in (nn.Linear, LoraLinear)]
+        ends = sorted({re.sub(r"^.*\.(?=\D)", "", name) for name in linear})
+        found = f"found none named {missing}; it has the linear layers {', '.join(ends[:20])}"
+        raise ValueError(f"targets must all name layers of {type(module).__name__}, {found}")
     if others := [name for name, layer in named.items() if type(layer) not in (nn.Linear, LoraLinear)]:
         raise ValueError(f"targets must name linear layers, got {others[0]}, a {type(named[others[0]]).__name__}")
     return list(named)

@@ -24,13 +24,17 @@ _BUCKET_BYTES = 64 * 2**20  # one all-reduce per 64 MB: few calls, little extra 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of one optimizer step. grad_norm: the gradient's L2 norm before clipping. skipped: True if skipped.
+    """The result of one optimizer step.
+
+    grad_norm: the gradient's L2 norm before clipping. skipped: True if skipped. eps_share: the share that the
+    optimizer's eps takes of a step, where all elements of the gradient have its root mean square after clipping.
 
     A skipped step has norm 0 without any signal, and NaN or infinity after a numerical fault.
     """
 
     grad_norm: float
     skipped: bool
+    eps_share: float = 0.0
 
 
 def build_adamw(
@@ -41,14 +45,12 @@ def build_adamw(
     weight_decay: float = 1e-4,
     eps: float = 1e-8,
     on_host: bool = False,
-    in_8bit: bool = False,
     foreach: bool | None = None,
 ) -> torch.optim.Optimizer:
     """Build AdamW over the trainable parameters, after sharding, so that its state is sharded too.
 
-    on_host: True to offload its moments between steps. in_8bit: True to keep them in 8 bits, by torchao, which compiles
-    its step. foreach: True to update all parameters by a few operators, with temporaries as large as they; None where
-    torch does so by itself: on an accelerator, unless they are sharded.
+    on_host: True to offload its moments between steps. foreach: True to update all parameters by a few operators, with
+    temporaries as large as they; None where torch does so by itself: on an accelerator, unless they are sharded.
 
     Raises:
         ValueError: nothing is trainable, or a trainable parameter is not float32: at the learning rates of RL an update
@@ -61,17 +63,13 @@ def build_adamw(
     dtypes = {p.dtype for p in trainable}
     if dtypes != {torch.float32}:
         raise ValueError(f"trainable params must all be torch.float32, got {sorted(map(str, dtypes))}")
-    if in_8bit:
-        from omni_train.adam8bit import AdamW8bit  # torchao is an extra
-
-        return AdamW8bit(trainable, lr=lr, betas=betas, weight_decay=weight_decay, eps=eps)
     return (HostAdamW if on_host else torch.optim.AdamW)(
         trainable, lr=lr, betas=betas, weight_decay=weight_decay, eps=eps, foreach=foreach
     )
 
 
 def scheduled_lr(step: int, num_steps: int, lr: float, kind: Schedule, warmup: int) -> float:
-    """Return the learning rate of a step counted from 0: `lr` times a rise and a fall.
+    """Return the learning rate of a step, counted from 0: `lr` times warm-up and decay.
 
     rise = (step + 1) / (warmup + 1), at most 1
     fall = 1 (constant), 1 - t (linear), or (1 + cos(pi t)) / 2 (cosine), with t = step / num_steps, at most 1
@@ -161,20 +159,17 @@ def optimizer_step(
     if scaler and grads:
         scaler.unscale_(optimizer)
         scaler.update()
-    by_rank = _norms(grads, dist)
+    by_rank, num_elements = _norms(grads, dist), sum(grad.numel() for grad in grads)
     norm, skipped = by_rank[dist.rank], not all(math.isfinite(each) and each > 0 for each in by_rank)
     if not skipped:
         if norm > max_grad_norm:
             torch._foreach_mul_(grads, max_grad_norm / norm)
         for group in optimizer.param_groups:
-            rate = lr * group.get("lr_scale", 1.0)
-            if isinstance(group["lr"], Tensor):  # which compiled code reads
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
+            group["lr"] = lr * group.get("lr_scale", 1.0)
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(grad_norm=norm, skipped=skipped)
+    eps, rms = optimizer.param_groups[0].get("eps", 0.0), min(norm, max_grad_norm) / math.sqrt(max(1, num_elements))
+    return StepResult(norm, skipped, eps_share=0.0 if skipped else eps / (rms + eps))
 
 
 def _norms(tensors: Sequence[Tensor], dist: Dist) -> list[float]:

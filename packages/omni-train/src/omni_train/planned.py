@@ -107,7 +107,7 @@ class Meter(TorchDispatchMode):
         self.flops[self.current] += flops
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What the operator gives."""
+        """Return the operator's result."""
         return func(*args, **kwargs)
 
     def __torch_dispatch__(
@@ -166,7 +166,7 @@ class PlannedDevice(Meter):
         self._makers = _Makers()
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What the operator gives: fake tensors on the device, or what the host reads from there."""
+        """Return the operator's result: fake tensors on the device, or values that the host reads."""
         if func in _DRAWS and not isinstance(args[0], FakeTensor) and args[0].numel() > MAX_KNOWN[True]:
             return args[0]  # first weights: no one looks at them
         tensors, device = _tensors_of((*args, *kwargs.values())), kwargs.get("device")
@@ -188,7 +188,7 @@ class PlannedDevice(Meter):
             # torch's own fakes leave so small a tensor where it was, and copy what the host has
             kwargs = {"dtype": kwargs.get("dtype", args[0].dtype), "device": PLANNED}
             func, args = _ATEN.empty.memory_format, (args[0].shape,)
-        if func is _ATEN._grouped_mm.default:  # torch's own fake takes bfloat16 alone
+        if func is _ATEN._grouped_mm.default:  # torch's own fake accepts only bfloat16
             (rows, weights), offsets = args[:2], kwargs.get("offs", args[2] if len(args) > 2 else None)
             groups = [] if weights.dim() == 3 else [len(offsets)]
             kwargs = {"dtype": rows.dtype, "device": PLANNED}
@@ -224,7 +224,7 @@ class PlannedDevice(Meter):
         torch.utils.swap_tensors, fsdp._get_device_from_mesh = self._kept
 
     def _swap(self, old: Tensor, new: Tensor) -> None:
-        """Put a tensor in the place of another, for `Module.to`; torch's own swap takes no fake ones."""
+        """Replace a tensor by another, for `Module.to`; torch's own swap does not accept fake tensors."""
         if isinstance(old, FakeTensor):
             old.data, old.fake_device = new.data, new.fake_device  # type: ignore[attr-defined]
         else:
@@ -232,7 +232,7 @@ class PlannedDevice(Meter):
 
 
 class _Makers(TorchFunctionMode):
-    """Brings tensors that are made of numbers to PLANNED, and sound from there, unseen by a dispatch mode."""
+    """Moves tensors made from numbers to PLANNED, and sound from there, where a dispatch mode does not see it."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -250,7 +250,7 @@ class _Makers(TorchFunctionMode):
 
 @contextmanager
 def planned_ranks(num_ranks: int) -> Iterator[Dist]:
-    """The first of so many ranks on the planned device; what the others send is as they would, in shape alone.
+    """The first of several ranks on the planned device; messages of the other ranks have only the right shapes.
 
     Raises:
         RuntimeError: this process has met other ranks, in a process group.
@@ -274,7 +274,7 @@ def _tensors_of(values: Iterable[Any]) -> list[Tensor]:
 
 
 def _known(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[Tensor]) -> Any:
-    """What an operator gives for few numbers that are known, computed on the host; else None."""
+    """Return an operator's result for a few known numbers, computed on the host; otherwise None."""
     if any(t.numel() > MAX_KNOWN[t.dtype not in _INTEGERS] for t in tensors):
         return None
     if any(t.is_meta or (isinstance(t, FakeTensor) and not hasattr(t, "known")) for t in tensors):

@@ -1,16 +1,18 @@
-"""What is done to a net before a run uses it: one list, in its order.
+"""Prepare a net for a run: one list of steps, in order.
 
-`adapt` is its head, which says what is trained; it is all that a net without weights needs.
+`adapt` is the first part, which selects the trained weights; a net without weights needs only this part.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from omni_train import lora
 from omni_train.kernels import choose_attention, compile_blocks
@@ -44,7 +46,7 @@ class Lora:
 
 @dataclass(frozen=True)
 class Preparation:
-    """What is done to a net.
+    """Preparation of a net.
 
     block_names: class names of its blocks. dtype: of frozen weights, and of what sharded ones are gathered in. lora:
     None trains the weights themselves, unless `is_trained` is False. is_frozen: True for the name of a weight that is
@@ -93,6 +95,21 @@ def adapt(net: nn.Module, how: Preparation) -> nn.Module:
     return net
 
 
+def adapt_like(net: nn.Module, how: Preparation, real: nn.Module) -> nn.Module:
+    """Return a net on the meta device with its adapters, as `adapt`, and with the data types of another one.
+
+    real: made by `prepare`. Sharded weights have the type in which they are gathered, quantized ones that of their
+    values.
+    """
+    adapt(net, how)
+    own = dict(chain(real.named_parameters(), real.named_buffers()))
+    for name, tensor in chain(net.named_parameters(), net.named_buffers()):
+        if tensor.is_floating_point():
+            is_whole = name in own and not isinstance(own[name], DTensor)
+            tensor.data = tensor.data.to(own[name].dtype if is_whole else how.dtype)
+    return net
+
+
 def prepare(
     net: nn.Module,
     how: Preparation,
@@ -126,6 +143,8 @@ def prepare(
             device=how.device if how.base_dtype == "auto" else "cpu",
             expert_names=how.expert_names,
         )
+    if is_empty and files and how.lora and how.lora.init == "pissa":
+        lora.take_out_largest(net, seed=how.lora.seed)  # before the rest is quantized
     if how.base_dtype != "auto":
         net = quantize_blocks(net, how.base_dtype, how.block_names, how.run_on or how.device, home=how.device)
     if how.mesh is None:

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from omni_train.breaker import Breaker
 from omni_train.log import RunLog
 
 MAX_CALLS = 32  # of the nets in a phase, after which its trace ends: a large net's would be too long to read
 
 
 class ProfiledLog(RunLog):
-    """A log that also writes `<folder>/trace/<step>-<phase>.json.gz` for each phase of one step.
+    """A log that also writes `<folder>/trace/<step>-<phase>.json.gz` for each phase of one step, unless that fails.
 
     step: its number in the log. nets: a trace ends after MAX_CALLS of their calls.
     """
@@ -25,6 +26,7 @@ class ProfiledLog(RunLog):
         super().__init__(folder, resume_step=resume_step, **options)
         self._traced, self._nets, self._folder = step, nets, Path(folder) / "trace"
         self._step = resume_step + 1  # of the next phase
+        self._breaker = Breaker("the profile")
 
     def log(self, step: int, *args: Any, **options: Any) -> None:
         """Report after `step` finished steps, as `RunLog.log`."""
@@ -39,24 +41,46 @@ class ProfiledLog(RunLog):
             with super().phase(name):
                 yield
             return
-        calls, profile = 0, torch.profiler.profile(activities=torch.profiler.supported_activities(), record_shapes=True)
-
-        def see(*_: object) -> None:
-            nonlocal calls
-            calls += 1
-            if calls == MAX_CALLS + 1:
-                profile.stop()
-
-        hooks = [net.register_forward_pre_hook(see) for net in self._nets]
-        profile.start()
+        trace = self._breaker(_Trace, self._nets, self._breaker)
         try:
             with super().phase(name):
                 yield
         finally:
-            for hook in hooks:
-                hook.remove()
-            if calls <= MAX_CALLS:
-                profile.stop()
-        self._folder.mkdir(exist_ok=True)
-        profile.export_chrome_trace(str(path))
-        print(f"profile of step {self._traced}: {path}", flush=True)
+            if trace:
+                trace.remove_hooks()
+                self._breaker(trace.end)
+        if trace:
+            self._breaker(trace.write, path)
+
+
+class _Trace:
+    """A trace from now on, which ends after MAX_CALLS of the nets' calls."""
+
+    def __init__(self, nets: Collection[nn.Module], breaker: Breaker) -> None:
+        self._calls, self._has_ended = 0, False
+        self._profile = torch.profiler.profile(activities=torch.profiler.supported_activities(), record_shapes=True)
+        self._profile.start()
+        see = breaker.around(self._see)
+        self._hooks = [net.register_forward_pre_hook(see) for net in nets]
+
+    def _see(self, *_: object) -> None:
+        self._calls += 1
+        if self._calls > MAX_CALLS:
+            self.end()
+
+    def end(self) -> None:
+        """End the trace, if it has not ended; only once, even if that fails."""
+        if not self._has_ended:
+            self._has_ended = True
+            self._profile.stop()
+
+    def remove_hooks(self) -> None:
+        """Count the nets' calls no longer."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def write(self, path: Path) -> None:
+        """Write the trace, and say where it is."""
+        path.parent.mkdir(exist_ok=True)
+        self._profile.export_chrome_trace(str(path))
+        print(f"profile of step {int(path.name.partition('-')[0])}: {path}", flush=True)

@@ -8,7 +8,7 @@ tools, never from the URL.
 import re
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +16,7 @@ from threading import get_native_id
 from typing import Any, TypeVar
 
 READ_S, SEND_S = 30.0, 600.0  # for which a call is tried again
+MAX_BYTES = 2**30  # of an object that is read whole
 PAUSE_S = 1.0  # before the second try; each later pause is twice as long, up to half a minute
 SCHEMES = {  # the library of each, and how it is installed
     "s3": ("s3fs", 'pip install "omni-train[remote]"'),
@@ -66,27 +67,23 @@ class Remote:
 
         return self._call(find, folder, READ_S)
 
-    def read(self, name: str, *, limit_s: float = READ_S) -> bytes:
+    def read(self, name: str, *, limit_s: float = READ_S, max_bytes: int = MAX_BYTES) -> bytes:
         """Return the bytes of an object. limit_s: for which it is tried again.
 
         Raises:
             FileNotFoundError: there is none.
+            ValueError: it has more than `max_bytes`.
             OSError: it could not be read.
         """
-        return self._call(lambda fs, path: bytes(fs.cat_file(path)), name, limit_s)
 
-    def read_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Return the bytes from each start to before each end. Raises as `read`."""
+        def cat(fs: Any, path: str) -> tuple[int, bytes]:
+            size = int(fs.info(path)["size"])
+            return size, bytes(fs.cat_file(path)) if size <= max_bytes else b""
 
-        def cat(fs: Any, path: str) -> list[bytes]:
-            starts, ends = map(list, zip(*ranges, strict=True))
-            found = list(fs.cat_ranges([path] * len(ranges), starts, ends, on_error="raise"))
-            for each in found:
-                if isinstance(each, Exception):  # which older versions of fsspec return
-                    raise each
-            return found
-
-        return self._call(cat, name, READ_S) if ranges else []
+        size, data = self._call(cat, name, limit_s)
+        if size > max_bytes:
+            raise ValueError(f"{self.url}/{name} must have at most {max_bytes} bytes, got {size}: move it away")
+        return data
 
     def fetch(self, name: str, path: Path) -> None:
         """Copy an object to a file. Raises as `read`."""

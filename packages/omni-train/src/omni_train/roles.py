@@ -2,7 +2,8 @@
 
 The first ranks train, the last ones sample. Each role has a `Dist` of its own, so what speaks with the other ranks of
 one needs nothing else. Messages are safetensors, JSON and tensors, which gloo carries from host to host. Orders go from
-the first rank to all that sample, in one order; results go from each rank that samples to each that trains.
+the first rank to all that sample, in one order; results go from each rank that samples to each that trains. Between
+orders the first rank sends signs of life, while its program goes on: ranks that sample notice one that hangs.
 """
 
 import json
@@ -18,20 +19,26 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from omni_train.dist import Dist, by_machine
+from omni_train.progress import live
 
 _HEAD = "head"  # the entry of a message with its JSON
-_NO_LIMIT = timedelta(days=365)  # a rank that samples waits for those that train; an ended one is noticed at once
+_NO_LIMIT = timedelta(days=365)  # for results to be taken; a rank that hangs is noticed by the wait for orders
+BEATS = 4  # signs of life in the longest wait for a rank
 
 
 @dataclass(frozen=True)
 class Roles:
-    """This process's role. whole: all ranks. dist: those of its role. num_trainers: T of W ranks."""
+    """This process's role. whole: all ranks. dist: those of its role. num_trainers: T of W ranks.
+
+    timeout_s: longest wait for a rank.
+    """
 
     whole: Dist
     dist: Dist
     num_trainers: int
     orders: torch_dist.ProcessGroup | None  # that of the first rank and those that sample; None on other ranks
     results: torch_dist.ProcessGroup
+    timeout_s: float
 
     @property
     def num_samplers(self) -> int:
@@ -43,9 +50,19 @@ class Roles:
         for part in with_length(message):
             torch_dist.broadcast(part, 0, group=self.orders)
 
+    def beat(self) -> None:
+        """Send a sign of life from the first rank, by the thread that sends orders."""
+        torch_dist.broadcast(torch.zeros(1, dtype=torch.int64), 0, group=self.orders)
+
     def next_order(self) -> tuple[Any, dict[str, Tensor]]:
-        """Return the next order on a rank that samples."""
-        return unpack(lambda part: torch_dist.broadcast(part, 0, group=self.orders))
+        """Return the next order on a rank that samples.
+
+        Raises:
+            RuntimeError: the first rank has ended, or gives no sign of life.
+        """
+        while (order := unpack(lambda part: torch_dist.broadcast(part, 0, group=self.orders))) is None:
+            pass
+        return order
 
     def send(self, messages: Iterable[tuple[int, Tensor]]) -> None:
         """Send results, each to a rank that trains, and wait until all have taken theirs, in any order of ranks."""
@@ -56,13 +73,18 @@ class Roles:
 
     def receive(self, sampler: int) -> tuple[Any, dict[str, Tensor]]:
         """Return the next result that a rank that samples has for this one. sampler: its number among them."""
-        return unpack(lambda part: torch_dist.recv(part, self.num_trainers + sampler, group=self.results))
+        found = unpack(lambda part: torch_dist.recv(part, self.num_trainers + sampler, group=self.results))
+        live()
+        if found is None:
+            raise RuntimeError(f"rank {self.num_trainers + sampler} has sent no result")
+        return found
 
 
 def split(whole: Dist, num_samplers: int, *, timeout_s: float) -> Roles:
     """Give the last ranks the role to sample. Every rank calls it.
 
-    timeout_s: seconds after which a collective of a role fails if a rank is missing, and the wait for a result.
+    timeout_s: seconds after which a collective of a role fails if a rank is missing, and the wait for a result, an
+        order or a sign of life. A rank that samples takes them between two orders, each of which takes less.
     """
     count, timeout = whole.world_size - num_samplers, timedelta(seconds=timeout_s)
     samples = whole.rank >= count
@@ -72,9 +94,9 @@ def split(whole: Dist, num_samplers: int, *, timeout_s: float) -> Roles:
     first, size = (count if samples else 0), len(ranks[samples])
     ring = replace(whole, rank=whole.rank - first, world_size=size, mesh=mesh, machines=None, first=first)
     dist = replace(ring, machines=by_machine(ring, timeout))  # whose names count the groups of each rank before
-    orders = torch_dist.new_group([0, *ranks[1]], timeout=_NO_LIMIT, backend="gloo")
+    orders = torch_dist.new_group([0, *ranks[1]], timeout=timeout, backend="gloo")
     results = torch_dist.new_group(timeout=timeout, backend="gloo")
-    return Roles(whole, dist, count, orders if samples or whole.rank == 0 else None, results)
+    return Roles(whole, dist, count, orders if samples or whole.rank == 0 else None, results, timeout_s)
 
 
 def pack(head: object, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -89,9 +111,14 @@ def with_length(message: Tensor) -> tuple[Tensor, Tensor]:
     return torch.tensor([len(message)]), message
 
 
-def unpack(take: Callable[[Tensor], object]) -> tuple[Any, dict[str, Tensor]]:
-    """Return the JSON and the tensors of a message. take: fills what `with_length` returned, one after the other."""
+def unpack(take: Callable[[Tensor], object]) -> tuple[Any, dict[str, Tensor]] | None:
+    """Return the JSON and the tensors of a message; None for a sign of life.
+
+    take: fills what `with_length` returned, one after the other.
+    """
     take(length := torch.empty(1, dtype=torch.int64))
+    if not length:
+        return None
     take(message := torch.empty(int(length), dtype=torch.uint8))
     tensors = load(message.numpy().tobytes())
     return json.loads(tensors.pop(_HEAD).numpy().tobytes()), tensors

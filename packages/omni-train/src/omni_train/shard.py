@@ -117,6 +117,7 @@ def sharded_backward(module: nn.Module, loss: Tensor, *, is_last: bool) -> None:
     """
     if isinstance(module, FSDPModule) and lora_layers(module):
         module.set_requires_gradient_sync(is_last)
+        _accumulate_in_float32(module)
     loss.backward()
     if is_last:
         reshard(module)
@@ -125,6 +126,19 @@ def sharded_backward(module: nn.Module, loss: Tensor, *, is_last: bool) -> None:
 def _units(module: nn.Module) -> list[FSDPModule]:
     """Return the modules that FSDP2 unshards one at a time."""
     return [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+
+
+def _accumulate_in_float32(module: nn.Module) -> None:
+    """Accumulate gradients of unsharded adapters in float32, because FSDP2 sums those of a unit in one dtype.
+
+    Else a layer that only the last pass before an optimizer step reaches would have one in the dtype of that pass.
+    """
+    for unit in _units(module):
+        for group in unit._get_fsdp_state()._fsdp_param_groups:
+            for param in group.fsdp_params:
+                unsharded = getattr(param, "_unsharded_param", None)  # None before the first forward
+                if unsharded is not None and unsharded.requires_grad:
+                    unsharded.grad_dtype = torch.float32
 
 
 def _set_kept(units: Sequence[FSDPModule], is_kept: bool) -> None:

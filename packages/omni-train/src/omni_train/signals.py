@@ -1,4 +1,4 @@
-"""Signals that stop a run: the loop ends after a step that all ranks have finished, in time to save."""
+"""Signals that stop a run: the loop ends after a step that all ranks have finished, and saves."""
 
 import os
 import shlex

@@ -1,4 +1,4 @@
-"""Scorers by name, each to be served as it is or as part of a reward (omni_reward/terms.py)."""
+"""Scorers by name, each served on its own or as part of a reward (omni_reward/terms.py)."""
 
 import inspect
 import re

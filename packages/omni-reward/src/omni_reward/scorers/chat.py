@@ -9,7 +9,6 @@ import io
 import json
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -17,6 +16,7 @@ from PIL import Image
 from omni_reward.endpoints import Endpoints
 from omni_reward.errors import RewardFormatError
 from omni_reward.transport import Transport, check_url
+from omni_reward.wire import parse_json
 
 MAX_IMAGE_BYTES = 20 * 2**20  # of PNG
 MAX_TOKENS = 1024  # of an answer
@@ -77,8 +77,8 @@ class Endpoint:
         """
         body = self._transport.exchange("GET", f"{self._url}/models", time.monotonic() + self._timeout_s)
         try:
-            return [str(model["id"]) for model in json.loads(body)["data"]]
-        except (ValueError, KeyError, TypeError, RecursionError) as exc:
+            return [str(model["id"]) for model in parse_json(body, "the reply")["data"]]
+        except (ValueError, KeyError, TypeError) as exc:
             raise RewardFormatError(f"GET {self._url}/models: not a list of models: {exc!r:.200}") from exc
 
 
@@ -93,9 +93,9 @@ def _data_uri(image: np.ndarray) -> str:
 def _answer_in(reply: bytes) -> str:
     """Return the text of the first choice in a chat completion."""
     try:
-        choice: Any = json.loads(reply)["choices"][0]
+        choice = parse_json(reply, "the reply")["choices"][0]
         reason, text = choice["finish_reason"], choice["message"].get("content")
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as exc:
+    except (ValueError, LookupError, TypeError, AttributeError) as exc:
         raise RewardFormatError(f"the reply is not a chat completion: {exc!r:.200}") from exc
     if reason != "stop":
         raise UnansweredError(f"the answer ended early: {reason!r:.40}")

@@ -13,7 +13,6 @@ has priority.
 Letters: N samples, H height, W width, T tokens.
 """
 
-import json
 import re
 from functools import partial
 from pathlib import Path
@@ -99,8 +98,7 @@ def load_imagereward(
         ValueError: an argument breaks its rule, or the model cannot be read.
     """
     where, kind = neural.pick_device(device, threads=threads), neural.pick_dtype(dtype)
-    settings = json.loads(neural.find_file(model, "med_config.json").read_text())
-    kept = {name: settings[name] for name in _TEXT_SETTINGS}
+    kept = neural.read_config(model, "med_config.json", _TEXT_SETTINGS)
     safe = Path(model) / "ImageReward.safetensors"
     weights = neural.read_weights(safe if safe.is_file() else neural.find_file(model, "ImageReward.pt"))
     see, read = neural.below("blip.visual_encoder.", weights), neural.below("blip.text_encoder.", weights)

@@ -10,7 +10,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, reduce
+from operator import getitem
 from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
@@ -23,11 +24,13 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.utils import cached_file
 
+from omni_reward.files import read_file
 from omni_reward.media import Arrays, Meta
 from omni_reward.scorers.pixels import MAX_ASPECT
-from omni_reward.wire import Score, Scorer
+from omni_reward.wire import Score, Scorer, parse_json
 
 BATCH_SIZE = 16
+MAX_CONFIG_BYTES = 2**22
 PROBE_S = 3.0  # longest wait for the hub's answer
 Weights = Mapping[str, Tensor]
 Rate = Callable[[np.ndarray, list[str]], Tensor]
@@ -197,6 +200,21 @@ def find_file(name: str, file: str) -> Path:
     """
     with _readable(name) as place:
         return Path(str(cached_file(place, file)))
+
+
+def read_config(name: str, file: str, entries: Sequence[str]) -> dict[str, Any]:
+    """Return entries of a JSON file of a model by name; a dot is before the name in an inner object.
+
+    Raises:
+        ValueError: the file does not exist, is no JSON, or lacks one.
+    """
+    content, found = parse_json(read_file(find_file(name, file), MAX_CONFIG_BYTES), f"{file} of {name}"), {}
+    for entry in entries:
+        try:
+            found[entry] = reduce(getitem, entry.split("."), content)
+        except (LookupError, TypeError) as exc:
+            raise ValueError(f"{file} of {name} must have the entry {entry}") from exc
+    return found
 
 
 def find_weights(name: str) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Inputs of vision models: images resized, cropped, normalized and cut into patches, by Pillow and numpy.
+"""Inputs of vision models: images read, resized, cropped, normalized and cut into patches, by Pillow and numpy.
 
 The libraries' processors have variants with different rounding, and some need torchvision. The models were trained with
 Pillow's bicubic filter on 8-bit pixels, as here.
@@ -10,13 +10,24 @@ import math
 from collections.abc import Callable, Iterable
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 
 MEAN = np.array([0.48145466, 0.4578275, 0.40821073], np.float32)  # CLIP's, which BLIP and Qwen2-VL use too
 STD = np.array([0.26862954, 0.26130258, 0.27577711], np.float32)
 PATCH, MERGE, FRAMES = 14, 2, 2  # pixels of a patch of Qwen2-VL, patches and frames of a token
 SIDE = PATCH * MERGE  # pixels of a token
 MAX_ASPECT = 200  # longer side / shorter side, limit of Qwen2-VL
+
+
+def read_pixels(image: Image.Image) -> np.ndarray:
+    """Return an opened image of any mode, upright and without alpha, as diffusers' load_image does: uint8 [H, W, 3].
+
+    Gray of 16 bits keeps its upper 8, as Pillow does with colors of 16 bits; its conversion of gray would clip.
+    """
+    upright = ImageOps.exif_transpose(image)
+    if upright.mode.startswith("I"):
+        upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
+    return np.array(upright.convert("RGB"))
 
 
 def square_pixels(

@@ -11,21 +11,26 @@ import sys
 import tomllib
 import wave
 from collections.abc import Iterable, Iterator, Mapping
-from importlib.resources import files
+from functools import partial
+from importlib import resources
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import requests
 from PIL import Image
+from urllib3.exceptions import HTTPError
 
+from omni_reward import files
 from omni_reward.cli import Parser, read_options
 from omni_reward.media import Arrays
 from omni_reward.scorers import SCORERS, find_empty, load_scorer
+from omni_reward.scorers.pixels import read_pixels
+from omni_reward.transport import open_url, within
 from omni_reward.wire import Scorer
 
-PUBLISHED: dict[str, Any] = tomllib.loads((files("omni_reward.scorers") / "published.toml").read_text("utf-8"))
+TABLE = resources.files("omni_reward.scorers") / "published.toml"
+PUBLISHED: dict[str, Any] = tomllib.loads(TABLE.read_text("utf-8"))
 MAX_BYTES = 2**22  # of a file
 TIMEOUT_S = 60.0
 FRAMES, FPS = 16, 8  # of a still video
@@ -47,19 +52,30 @@ def read_file(folder: str, name: str, sha256: str, local: Path | None) -> bytes:
         OSError: it cannot be read or downloaded.
     """
     if local:
-        content = (local / name).read_bytes()
+        content = files.read_file(local / name, MAX_BYTES)
     else:
-        with requests.get(f"{folder}/{name}", timeout=TIMEOUT_S, stream=True) as reply:
-            reply.raise_for_status()
-            content = reply.raw.read(MAX_BYTES, decode_content=True)
+        try:
+            content = within(TIMEOUT_S, partial(download, f"{folder}/{name}"))
+        except TimeoutError as exc:
+            raise OSError(f"{folder}/{name} must arrive within {TIMEOUT_S:g} s") from exc
     if (found := hashlib.sha256(content).hexdigest()) != sha256:
         raise ValueError(f"{name} must have the SHA-256 {sha256}, got {found}")
     return content
 
 
+def download(url: str) -> bytes:
+    """Return the first MAX_BYTES at a URL."""
+    with open_url(url, {}, TIMEOUT_S) as reply:
+        reply.raise_for_status()
+        try:
+            return reply.raw.read(MAX_BYTES, decode_content=True)
+        except HTTPError as exc:  # cut short, or not what its encoding says
+            raise OSError(f"{url} must arrive whole: {exc}") from exc
+
+
 def image_of(content: bytes) -> np.ndarray:
     """Return the image [H, W, 3], uint8, RGB, of a file."""
-    return np.array(Image.open(BytesIO(content)).convert("RGB"))
+    return read_pixels(Image.open(BytesIO(content)))
 
 
 def sound_of(content: bytes) -> tuple[np.ndarray, int]:

@@ -10,7 +10,6 @@ Letters: N samples, F frames, H height, W width, T tokens, R marks, P patches, D
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, Qwen2VLConfig, Qwen2VLModel
 
+from omni_reward.files import read_file
 from omni_reward.scorers import neural
 from omni_reward.scorers.pixels import FRAMES, MERGE, PATCH, to_patches
 
@@ -27,6 +27,7 @@ CHAT = (  # Qwen2-VL's format of a chat
     "<|im_start|>user\n<|vision_start|>{sample}<|vision_end|>{text}<|im_end|>\n<|im_start|>assistant\n"
 )
 MAX_PROMPT_CHARS = 8000
+MAX_INSTRUCTION_BYTES = 2**20
 TEXT_TOKENS = 512  # of a prompt in its instruction, as a guess
 TEXT_2B = {"hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_hidden_layers": 28}
 TEXT_2B |= {"num_key_value_heads": 2, "vocab_size": 151_936}
@@ -121,7 +122,7 @@ def load_judge(
         ValueError: an argument breaks its rule, or the weights do not fit.
         OSError: the instruction cannot be read.
     """
-    text = Path(instruction).read_text(encoding="utf-8")
+    text = read_file(instruction, MAX_INSTRUCTION_BYTES).decode()
     if any(text.count(part) != 1 for part in (PLACE, *marks)):
         raise ValueError(f"instruction must be a file with {PLACE} and {' '.join(marks)} once each, got {instruction}")
     tokenizer = neural.load_part(AutoTokenizer, base)

@@ -109,7 +109,7 @@ def _serve(reward: str, version: str, pipe: Connection) -> None:
             reply = {"value": score.value, "parts": score.parts}
         except ValueError as exc:
             reply = {"abstained": str(exc) or repr(exc)}
-        except Exception as exc:  # of a user's function
+        except (Exception, SystemExit) as exc:  # of a user's function
             reply = {"failed": f"{type(exc).__name__}: {exc}"}
         faulthandler.cancel_dump_traceback_later()
         pipe.send_bytes(json.dumps(reply).encode())

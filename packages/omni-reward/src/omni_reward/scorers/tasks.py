@@ -35,7 +35,7 @@ from importlib.resources import files
 from typing import Any
 
 from omni_reward.scorers.text import agreement, wanted_text
-from omni_reward.wire import Score
+from omni_reward.wire import Score, parse_json
 
 MAX_TEXT = 4000  # characters of a field
 
@@ -84,7 +84,7 @@ class Message:
         Raises:
             ValueError: the answer does not have the requested form.
         """
-        fields = self._matched(answer) if self.pattern else _parsed(answer)
+        fields = self._matched(answer) if self.pattern else parse_json(answer, "the answer")
         if not isinstance(fields, dict) or fields.keys() != self.fields.keys():
             raise ValueError(f"the answer must be an object of {list(self.fields)}, got {fields!r:.200}")
         for name, span in self.fields.items():
@@ -123,13 +123,6 @@ class Task:
         """The digest of the questions and the forms."""
         asked = "".join(f"{own.text}{own.schema() or own.pattern}" for own in self.questions)
         return hashlib.sha256(asked.encode()).hexdigest()[:12]
-
-
-def _parsed(answer: str) -> object:
-    try:
-        return json.loads(answer)
-    except RecursionError as exc:
-        raise ValueError("the answer is nested too deeply") from exc
 
 
 def _schema_of(span: Kind) -> dict[str, object]:

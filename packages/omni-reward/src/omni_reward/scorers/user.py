@@ -11,6 +11,8 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+
 from omni_reward.wire import ScoreFn
 
 PREFIX = "python:"
@@ -36,7 +38,7 @@ def load_user(spec: str, arguments: str = "media, prompts, meta") -> ScoreFn:
         module_spec.loader.exec_module(module)
     except ImportError as exc:
         raise ImportError(f"{path}: {exc}", name=exc.name) from exc
-    except Exception as exc:  # a user's file may raise anything
+    except (Exception, SystemExit) as exc:  # a user's file may raise anything
         at = own_line(exc)
         raise ValueError(f"{path} must run, line {at.lineno if at else 0} raised {type(exc).__name__}: {exc}") from exc
     found = getattr(module, name, None)
@@ -50,6 +52,18 @@ def own_line(error: BaseException) -> traceback.FrameSummary | None:
     frames, lines = traceback.walk_tb(error.__traceback__), traceback.extract_tb(error.__traceback__)
     names = [str(frame.f_globals.get("__name__")) for frame, _ in frames]
     return next((line for name, line in reversed([*zip(names, lines, strict=True)]) if name.startswith(MODULE)), None)
+
+
+def hint_of(error: BaseException) -> str:
+    """Return what media are, if a user's function took them for a list of images, as other trainers have it."""
+    is_key = isinstance(error, KeyError) and isinstance(error.args[0], int)
+    is_attribute = isinstance(error, AttributeError) and isinstance(error.obj, str | dict | np.ndarray)
+    is_slice = isinstance(error, TypeError) and "'slice'" in str(error)
+    return (
+        '; media is a dict of arrays: media["image"] is uint8 [N, H, W, 3]'
+        if is_key or is_attribute or is_slice
+        else ""
+    )
 
 
 def check_user(spec: str, arguments: str = "media, prompts, meta") -> None:

@@ -9,7 +9,6 @@ per second, at least four, evenly spaced from the first to the last. Its LoRA we
 Letters: N samples, T frames, H height, W width, D width of a state.
 """
 
-import json
 from typing import Any
 
 import numpy as np
@@ -26,6 +25,10 @@ VIDEOALIGN = "KwaiVGI/VideoReward"
 CHECKPOINT = "checkpoint-11352/model.pth"
 BASE = "Qwen/Qwen2-VL-2B-Instruct"
 PARTS = ("VQ", "MQ", "TA")
+SETTINGS = (  # entries of the published model's settings
+    *("peft_lora_config.lora_alpha", "peft_lora_config.lora_r", "data_config.max_frame_pixels", "data_config.fps"),
+    *(f"inference_config.{part}_{name}" for name in ("mean", "std") for part in PARTS),
+)
 LEAST_FRAMES = 4
 LEAST_PIXELS = 128 * SIDE**2  # of a frame
 MOST_PIXELS = 256 * SIDE**2  # the same, as the published model's settings have it
@@ -63,17 +66,16 @@ def load_videoalign(
         OSError: the instruction cannot be read.
     """
     to = neural.pick_device(device, threads=threads), neural.pick_dtype(dtype)
-    settings = json.loads(neural.find_file(model, "model_config.json").read_text("utf-8"))
-    lora, seen, scale = (settings[name] for name in ("peft_lora_config", "data_config", "inference_config"))
-    weights = merge_lora(neural.read_weights(neural.find_file(model, CHECKPOINT)), lora["lora_alpha"] / lora["lora_r"])
+    alpha, rank, most, wanted, *scales = neural.read_config(model, "model_config.json", SETTINGS).values()
+    weights = merge_lora(neural.read_weights(neural.find_file(model, CHECKPOINT)), alpha / rank)
     judge = load_judge(instruction, weights, base, [f"<|{part}_reward|>" for part in PARTS], "<|video_pad|>", to)
     head = weights["rm_head.weight"].float().to(to[0]).expand(3, -1)  # a row for all parts, or one for each
-    mean, std = (torch.tensor([scale[f"{part}_{name}"] for part in PARTS]).to(to[0]) for name in ("mean", "std"))
+    mean, std = torch.tensor(scales).to(to[0]).chunk(2)
 
     def rate(clips: np.ndarray, prompts: list[str], meta: Meta) -> Tensor:
-        size = fit_size(*clips.shape[2:4], least=LEAST_PIXELS, most=seen["max_frame_pixels"])
+        size = fit_size(*clips.shape[2:4], least=LEAST_PIXELS, most=most)
         rates: list[Any] = [sample["fps"] for sample in meta]
-        frames = [pick_frames(clip, fps, seen["fps"]) for clip, fps in zip(clips, rates, strict=True)]
+        frames = [pick_frames(clip, fps, wanted) for clip, fps in zip(clips, rates, strict=True)]
         return ((judge.read(frames, size, prompts) * head).sum(dim=-1) - mean) / std
 
     return neural.network_scorer(

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from omni_reward.errors import RewardError
+from omni_reward.files import read_token
 from omni_reward.media import Arrays, Meta, References
 from omni_reward.scorers.chat import Endpoint, UnansweredError
 from omni_reward.scorers.checklist import TASK, checklist
@@ -61,8 +62,7 @@ def load_vlm(
         raise ValueError(f"timeout_s must be > 0 and finite, got {timeout_s}")
     if max_in_flight < 1:
         raise ValueError(f"max_in_flight must be >= 1, got {max_in_flight}")
-    token = Path(token_file).read_text().strip() if token_file is not None else None
-    endpoint = Endpoint(url, timeout_s, seed, token)
+    endpoint = Endpoint(url, timeout_s, seed, read_token(token_file))
     try:
         models = endpoint.models()
     except RewardError as exc:

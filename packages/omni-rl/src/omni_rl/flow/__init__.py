@@ -1,1 +1,1 @@
-"""The flow of a step: sample, score, grade, batch; and evaluations."""
+"""The data flow of a step: samples, scores, advantages, batches; and evaluations."""

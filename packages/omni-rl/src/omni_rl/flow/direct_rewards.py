@@ -65,7 +65,7 @@ def sign_classes(text: str) -> list[int]:
 def load_sign_reader(path: str, device: torch.device) -> Reward:
     """Load the reward of tiny-signs: the probability of the text's letters, averaged over a word.
 
-    path: a folder made by scripts/pretrain_sign_reader.py.
+    path: a folder made by `scripts/pretrain.py reader`.
     """
     reader = SignReader()
     reader.load_state_dict(load_file(Path(path) / READER_FILE))

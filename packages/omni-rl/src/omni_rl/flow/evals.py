@@ -1,17 +1,21 @@
 """Evaluation sets, and metrics of their scores: means, the best of several samples, pass@k."""
 
+import hashlib
+import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import chain, zip_longest
 from statistics import fmean, stdev
 from typing import Any, Generic, TypeVar
 
 from omni_rollout import Params
 from omni_rollout.tokens import TokenParams
+from omni_train.files import probe_digest
 from omni_train.prompts.files import PromptRecord
 from torch import Tensor
 
+from omni_rl.media.prompts import media_files
 from omni_rl.report import Sample
 from omni_rl.run.metrics import error_of
 from omni_rl.settings.args import parse_numbers
@@ -24,10 +28,10 @@ Shown = tuple[list[dict[str, Tensor]], list[Sample]]  # media by kind of each sa
 
 @dataclass(frozen=True)
 class HeldOut(Generic[ParamsT, ScorerT]):
-    """A set of prompts to evaluate on: `samples` of each, drawn with `params`.
+    """A set of evaluation prompts: `samples` of each, generated with `params`.
 
     name: empty for --eval.prompts. threshold: score from which on a sample passes. scorer: of this set,
-    if not the run's.
+    if not the run's, and version: its name and version.
     """
 
     name: str
@@ -37,6 +41,14 @@ class HeldOut(Generic[ParamsT, ScorerT]):
     samples: int = 1
     threshold: float | None = None
     scorer: ScorerT | None = None
+    version: str = ""
+
+    @property
+    def digest(self) -> str:
+        """A SHA-256 of its prompts, with their files, its parameters, and its own scorer's version."""
+        media = probe_digest((file for record in self.records for file in media_files(record)), num_blocks=1)
+        own = [self.params, self.seed, self.samples, self.threshold, self.version, media, *self.records]
+        return hashlib.sha256(json.dumps(own, sort_keys=True, default=_plain).encode()).hexdigest()
 
     def batch_size(self, most: int, num_ranks: int) -> int:
         """Return the largest size of batches, up to `most`, with which no rank is idle."""
@@ -44,7 +56,19 @@ class HeldOut(Generic[ParamsT, ScorerT]):
 
     def metric(self, name: str) -> str:
         """Return the name under which the log has a metric of this set."""
-        return "/".join(filter(None, ("eval", self.name, name)))
+        return f"{start_of(self.name)}{name}"
+
+
+def start_of(name: str) -> str:
+    """Return what the names of a set's metrics in the log begin with."""
+    return f"eval/{name}/" if name else "eval/"
+
+
+def _plain(value: object) -> object:
+    """Return what JSON has of a value: a dataclass' fields, and the name of a file or a function."""
+    if is_dataclass(value):
+        return vars(value)
+    return getattr(value, "name", None) or getattr(value, "__name__", None) or str(value)
 
 
 def params_of(own: EvalSet, params: ParamsT) -> ParamsT:
@@ -62,7 +86,7 @@ def params_of(own: EvalSet, params: ParamsT) -> ParamsT:
 def describe(held: HeldOut[Any, Any], rewards: Tensor) -> dict[str, float]:
     """Return metrics of a set by their names in the log: the mean score, its standard error, best@n, pass@k.
 
-    The error is over prompts: samples of one prompt are alike.
+    The error is over prompts, because samples of one prompt are correlated.
 
     rewards: [P * samples], prompt by prompt; NaN where there is none.
     """
@@ -113,16 +137,38 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
     return 1 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
 
 
+def date_evaluations(
+    sets: Sequence[HeldOut[Any, Any]], then: Mapping[str, object], now: int
+) -> dict[str, tuple[str, int]]:
+    """Return the digest of each set, and the step from which on it is evaluated so: `now` if it was another before.
+
+    then: what this returned at the last start, of sets that are left out too.
+    """
+    found = dict(then)
+    for held in sets:
+        match then.get(held.name):
+            case [digest, int(since)] if digest == held.digest:
+                found[held.name] = digest, since
+            case before:
+                found[held.name] = held.digest, now if before else 0
+    return found  # type: ignore[return-value]  # as an earlier start has returned it
+
+
+def starts_of(dates: Mapping[str, tuple[str, int]]) -> dict[str, float]:
+    """Return the steps that `date_evaluations` has found, by what the names of a set's metrics begin with."""
+    return {start_of(name): float(since) for name, (_, since) in dates.items()}
+
+
 def evaluate(
     sets: Sequence[HeldOut[Any, Any]], evaluate_set: Callable[[HeldOut[Any, Any]], tuple[dict[str, float], Shown]]
-) -> tuple[dict[str, float], Shown]:
-    """Return the metrics of all sets, and this rank's samples of them for the report."""
-    metrics, shown = dict[str, float](), []
+) -> tuple[dict[str, float], list[tuple[str, Shown]]]:
+    """Return the metrics of all sets, and this rank's samples of each for the report, by its name."""
+    metrics, shown = dict[str, float](), list[tuple[str, Shown]]()
     for held in sets:
         found, own = evaluate_set(held)
         metrics |= found
         shown.append((held.name, own))
-    return metrics, mixed(shown)
+    return metrics, shown
 
 
 def mixed(sets: Sequence[tuple[str, Shown]]) -> Shown:

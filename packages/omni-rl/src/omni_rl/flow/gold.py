@@ -1,21 +1,19 @@
 """The gold set, whose prompts and scorer training never sees: does the reward still mean what it meant?
 
 Distances are between latents, of NUM_ELEMENTS elements at even intervals, in units of the distance of two random
-samples of the run's first evaluation of the set. Letters: N samples of all ranks, G of each prompt, D elements.
+samples of the run's first evaluation of the set, which checkpoints keep. Letters: N samples of all ranks, G of each
+prompt, D elements.
 """
 
 import hashlib
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import correlation
 
 import torch
 from omni_losses import ranks
 from omni_rollout import Params, Prompt, Trajectory
-from omni_train.dist import Dist, gather_json, same_error
-from omni_train.files import write_atomically
-from safetensors.torch import load, save
+from omni_train.dist import Dist, gather_json
 from torch import Tensor
 
 from omni_rl.flow.evals import HeldOut
@@ -45,7 +43,7 @@ def judge(
     params = held.params
     sampling = params.num_inference_steps, params.height, params.width, params.guidance_scale, params.guidance
     about = repr([*sampling, *((p.text, p.seed, p.size) for p in prompts)])
-    first = first_rows(run, hashlib.sha256(about.encode()).hexdigest(), rows)
+    first = first_rows(run.session.checkpoints.kept, f"gold-{hashlib.sha256(about.encode()).hexdigest()}", rows)
     found, spread = dict[str, float](), (2 * first.var(dim=0).mean()).sqrt().item()
     if spread:
         within = (2 * rows.unflatten(0, (-1, held.samples)).var(dim=1).mean()).sqrt().item()
@@ -74,18 +72,9 @@ def rows_of(dist: Dist, batches: Sequence[Trajectory], total: int) -> Tensor:
     return torch.tensor([found[index] for index in range(total)])
 
 
-def first_rows(run: MediaRun[MediaArgs], name: str, rows: Tensor) -> Tensor:
-    """Return the rows of the run's first evaluation of a set, which its folder keeps; these if they are the first.
+def first_rows(kept: dict[str, Tensor], name: str, rows: Tensor) -> Tensor:
+    """Return the rows of the run's first evaluation of a set, which checkpoints keep; these if they are the first.
 
-    name: a digest of the set's prompts, seeds and sampling parameters.
+    kept: of the checkpoints. name: a digest of the set's prompts, seeds and sampling parameters.
     """
-    file = Path("runs", run.args.name, "gold-first.safetensors")
-
-    def kept() -> dict[str, Tensor]:
-        return load(file.read_bytes()) if file.exists() else {}
-
-    with same_error(run.dist):
-        if run.dist.is_main and not run.args.eval.only and name not in kept():
-            write_atomically(file, save({name: rows}))
-    gather_json(run.dist, None)  # written before any rank reads it
-    return kept().get(name, rows)
+    return kept.setdefault(name, rows) if rows.isfinite().all() else kept.get(name, rows)

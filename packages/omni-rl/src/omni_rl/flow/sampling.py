@@ -1,4 +1,4 @@
-"""Prompts to samples: the samples of a step, dealt to the ranks, and their report; evaluations on fixed prompts.
+"""Sampling: the samples of a step, distributed over the ranks, and their report; evaluations on fixed prompts.
 
 Letters: N samples of a step over all ranks, B samples of a batch.
 """
@@ -6,7 +6,7 @@ Letters: N samples of a step over all ranks, B samples of a batch.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import count, pairwise
+from itertools import count
 
 import torch
 from omni_reward import Score
@@ -14,7 +14,8 @@ from omni_rollout import Params, Prompt, Samples, Trajectory
 from omni_rollout.thoughts import ThoughtTrajectory
 from omni_sched import StreamStep, Transition, sde_step, sde_window
 from omni_sched.schedules import Strategy
-from omni_train.dist import Dist, gather_json
+from omni_train.dist import deal, gather_json
+from omni_train.progress import expect, over
 from omni_train.prompts.files import PromptRecord
 from omni_train.prompts.sampler import sample_seed
 from omni_train.shard import gathered
@@ -62,17 +63,10 @@ def by_shapes(prompts: Sequence[Prompt]) -> list[list[Prompt]]:
     return list(together.values())
 
 
-def deal(prompts: Sequence[Prompt], dist: Dist, batch_size: int, *, unit: int = 1) -> Iterator[Sequence[Prompt]]:
-    """Yield this rank's batches: `batch_size` consecutive prompts, or `unit` if that is more, go to the ranks in turn.
-
-    They go to shares of ranks, where these compute each forward together.
-
-    unit: number of consecutive prompts that one rank takes, such as a group.
-    """
-    per_turn = max(batch_size, unit)
-    for start in range(dist.share * per_turn, len(prompts), dist.num_shares * per_turn):
-        for first in range(start, start + per_turn, batch_size):
-            yield prompts[first : first + batch_size]
+def counted(batches: Sequence[Sequence[Prompt]]) -> Iterator[Sequence[Prompt]]:
+    """Yield the batches, each of which counts as done when the next one is taken; texts that are encoded count too."""
+    expect("encoding", len({prompt.text for batch in batches for prompt in batch}), "prompts")
+    return over(batches, "samples")
 
 
 def prompts_of(run: MediaRun[MediaArgs], step: Step, *, same_start_noise: bool = False) -> list[Prompt]:
@@ -114,7 +108,7 @@ def sample(
     if run.samplers is None:
         return sample_here(run, prompts, params, unit=unit, scorer=scorer)
     in_a_row = max(run.args.batch_size, unit, group_of(prompts, scorer or run.scorer))
-    own = [*deal(prompts, run.dist, run.args.batch_size, unit=in_a_row)]
+    own = deal(prompts, run.dist, run.args.batch_size, unit=in_a_row)
     run.counts["drawn"] += sum(map(len, own))
     return Rollout(prompts, *run.samplers.take(own, params, in_a_row, run.counts), in_a_row)
 
@@ -142,7 +136,9 @@ def sample_here(
     dist, batch_size = run.dist, run.args.batch_size
     group = group_of(prompts, scorer)
     unit = max(unit, group)
-    for number, (own, following) in enumerate(pairwise([*deal(prompts, dist, batch_size, unit=unit), ()])):
+    dealt = deal(prompts, dist, batch_size, unit=unit)
+    for number, own in enumerate(counted(dealt)):
+        following = dealt[number + 1] if number + 1 < len(dealt) else ()
         is_scored = number // max(1, unit // batch_size) % dist.context == dist.rank % dist.context
         sized = params.of_size(own[0].size)
         in_tiles = 0 < run.args.memory.decode_tile < max(sized.height, sized.width)
@@ -173,8 +169,9 @@ def _undecoded(batch: Trajectory) -> Trajectory:
 
 def show(run: MediaRun[MediaArgs], step: Step, rollout: Rollout[Trajectory]) -> None:
     """Put the best and worst of some of rank 0's samples into the report."""
-    if run.session.report:
-        run.session.report.show_samples(step.number + 1, *_shown(rollout.scored, rollout.scores))
+    if report := run.session.report:
+        scores = rollout.scores
+        run.breakers.pictures(lambda: report.show_samples(step.number + 1, *_shown(rollout.scored, scores)))
 
 
 def evaluate_set(run: MediaRun[MediaArgs], held: HeldOut[Params, Scorer]) -> tuple[dict[str, float], Shown]:
@@ -192,7 +189,7 @@ def evaluate_set(run: MediaRun[MediaArgs], held: HeldOut[Params, Scorer]) -> tup
     batches = rollout.scored
     parts = [batches[: end + 1] for end in range(len(batches))] if second else []
     watched = [future for own in parts for future in submit_groups(asked[-1], own, group, run.args.scorer.batch_size)]
-    scores = collect(run.dist, rollout.pending)
+    scores = collect(run.dist, rollout.pending, rollout.num_scored)
     groups = torch.arange(len(filled))
     whole = gather_rewards(run.dist, batches, scores, groups)
     others = dict[str, torch.Tensor]()
@@ -200,7 +197,8 @@ def evaluate_set(run: MediaRun[MediaArgs], held: HeldOut[Params, Scorer]) -> tup
     if names := sorted({name for of_rank in gather_json(run.dist, own_names) for name in of_rank}):
         others |= dict(zip(names, gather_parts(run.dist, batches, scores, names, whole).T, strict=True))
     if second:
-        others["proxy" if is_gold else "watch"] = gather_rewards(run.dist, batches, collect(run.dist, watched), groups)
+        found = collect(run.dist, watched, rollout.num_scored)
+        others["proxy" if is_gold else "watch"] = gather_rewards(run.dist, batches, found, groups)
     rewards = {held.metric(name): values[: len(prompts)] for name, values in others.items()}
     means = {name: values.nanmean().item() for name, values in rewards.items() if not values.isnan().all()}
     for name, values in (others if names else {"reward": whole} | others).items():
@@ -208,7 +206,7 @@ def evaluate_set(run: MediaRun[MediaArgs], held: HeldOut[Params, Scorer]) -> tup
     means |= describe(held, whole[: len(prompts)])
     if is_gold:
         means |= judge(run, held, prompts, rollout.batches, others["proxy"][: len(prompts)], whole[: len(prompts)])
-    return means, _shown(batches, scores)
+    return means, run.breakers.pictures(_shown, batches, scores) or ([], [])
 
 
 def fill_batches(prompts: Sequence[Prompt], batch_size: int, num_ranks: int, *, group: int = 1) -> list[Prompt]:

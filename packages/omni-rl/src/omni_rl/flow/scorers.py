@@ -8,24 +8,28 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 import numpy as np
 from omni_reward import RewardClient, RewardError, Score
+from omni_reward.cli import read_options
+from omni_reward.files import read_token
 from omni_reward.media import TEXT
+from omni_reward.scorers.gradable import find_fault
 from omni_reward.serving import serving
 from omni_rollout import Prompt
 from omni_train.dist import Dist, gather_json, same_error
 from omni_train.prompts.files import PromptRecord
+from omni_train.terminal import one_line
 
 from omni_rl.media.images import read_image
-from omni_rl.settings.args import RunArgs
+from omni_rl.settings.args import RunArgs, scorer_flag
 from omni_rl.settings.early import split_options
 from omni_rl.settings.eval_sets import OF_A_MACHINE, on_this_machine
 from omni_rl.settings.fields import change, flag, flag_of, require
-from omni_rl.settings.groups import ScoredScorer, TokenScorer
+from omni_rl.settings.groups import ScoredScorer
+from omni_rl.settings.token_args import TokenScorer
 
 ArgsT = TypeVar("ArgsT", bound=RunArgs)
 T = TypeVar("T")
@@ -137,7 +141,9 @@ class SleepingScorer:
         try:
             self.client.sleep()
         except RewardError as exc:  # the scores are there
-            print(f"--scorer.sleep: {exc}; the scorer's weights stay on the device", file=sys.stderr, flush=True)
+            print(
+                f"--scorer.sleep: {one_line(exc)}; the scorer's weights stay on the device", file=sys.stderr, flush=True
+            )
         for (later, _), done in zip(waiting, pending, strict=True):
             if error := done.exception():
                 later.set_exception(error)
@@ -160,7 +166,7 @@ def ruled(say: Callable[[], T], name: str) -> Future[T]:
     found: Future[T] = Future()
     try:
         found.set_result(say())
-    except Exception as exc:  # a user's function may raise anything
+    except (Exception, SystemExit) as exc:  # a user's function may raise anything
         failed = RewardError(f"a rule of {name} fails: {type(exc).__name__}: {exc}")
         failed.__cause__ = exc
         found.set_exception(failed)
@@ -199,6 +205,32 @@ def scorer_to_start(args: RunArgs) -> tuple[str, list[str]]:
     return split_options(text)
 
 
+def check_gradable(args: RunArgs, prompts: Mapping[str, Sequence[PromptRecord]], *, prints: bool) -> None:
+    """Check that the scorer that the run starts can give scores to prompts, by their texts and lines.
+
+    prompts: those that it grades, by the setting that names them. prints: True if this rank prints a line where some
+    prompts get no score.
+
+    Raises:
+        ValueError: more than half of the training prompts, with which steps without a score are likely, or all prompts
+            of an evaluation get no score.
+    """
+    name, options = scorer_to_start(args)
+    if not name:
+        return
+    fault = find_fault(name, read_options(options))
+    for setting, records in prompts.items():
+        without = [(record, why) for record in records if (why := fault(record.text, record.meta))]
+        is_train = setting == "--prompts"
+        for record, why in without[:1]:
+            line = f"{setting}: {len(without)} of {len(records)} prompts get no score from --scorer {name}, first "
+            line += f"prompt {record.index + 1}, {record.text!r:.80}: {why}"
+            if len(without) == len(records) or (is_train and 2 * len(without) > len(records)):
+                raise ValueError(f"{line}. Leave these lines out, or give another --scorer")
+            if prints:
+                print(one_line(line), flush=True)
+
+
 def with_server(args: ArgsT, dist: Dist, open_servers: ExitStack) -> ArgsT:
     """Return the settings with the URLs of servers of the scorers that they name, where they have none of their own.
 
@@ -213,7 +245,8 @@ def with_server(args: ArgsT, dist: Dist, open_servers: ExitStack) -> ArgsT:
     own, token_file = dict[str, str](), args.scorer.token_file
     with same_error(dist):
         if dist.local_rank == 0:
-            token = Path(token_file).read_text().strip() if token_file else secrets.token_urlsafe(32)
+            with flag("--scorer.token-file: "):
+                token = read_token(token_file) or secrets.token_urlsafe(32)
             for name, (scorer, options) in starts.items():
                 with flag(f"{flag_of(name.removesuffix('url').rstrip('._'))}: "):
                     flags = [f"--option={option}" for option in options]
@@ -230,7 +263,7 @@ def connect(
     kinds: Sequence[str],
     *,
     samples: Arrays = MappingProxyType({}),
-    name: str = "--scorer.url",
+    name: str = "",
     parts: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[RewardClient | SleepingScorer, str]:
     """Open a client of the scorer at one URL or of equal ones at several, with commas between; return its version too.
@@ -239,7 +272,7 @@ def connect(
     These are the ranks of a machine where the URLs are of its own servers, or have {host} or {node}.
 
     kinds: of media that the model generates; the scorer may take only some. samples: of these kinds, a canary's; others
-    are the client's own. name: of the flag that holds the URLs.
+    are the client's own. name: of the flag that holds the URLs; by default that of the run's scorer.
     parts: that its scores must name, each with the flag that names it.
 
     Raises:
@@ -247,7 +280,7 @@ def connect(
             where the prompt has none.
     """
     with flag("--scorer.token-file: "):
-        token = Path(args.scorer.token_file).read_text().strip() if args.scorer.token_file else None
+        token = read_token(args.scorer.token_file)
     is_first, num_ranks = dist.is_main, dist.world_size
     if OF_A_MACHINE.search(urls):
         is_first, num_ranks = not dist.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", dist.world_size))
@@ -259,13 +292,15 @@ def connect(
         on_failure=args.scorer.on_failure,
         proxy=args.scorer.proxy,
     )
-    sleeps = isinstance(args.scorer, ScoredScorer) and args.scorer.sleep and name == "--scorer.url"
+    sleeps = isinstance(args.scorer, ScoredScorer) and args.scorer.sleep and not name
+    name = name or scorer_flag(args)
     with flag(f"{name}: "):
         client = open_client()
     rule, replies = "be a reward server that answers", list[list[Score]]()
     try:
         info = client.info()
-        count = 2 if client.takes_groups else 1  # samples to compare
+        most = info["limits"]["max_batch"]
+        count = min(2, most)  # samples: to compare, and so that a number for all is no number for each
         is_given = info["media"] in [[kind] for kind in samples]
         media = {kind: np.repeat(samples[kind], count, axis=0) for kind in info["media"]} if is_given else None
         references = [[read_image(path).numpy() for path in canary.images]] if client.takes_references else None
@@ -276,23 +311,25 @@ def connect(
             replies = client.check(media, *canaries)
     except RewardError as exc:
         raise ValueError(f"{name} must {rule}: {exc}") from exc
+    scores = [score for each in replies for score in each]
+    wrong = [score.abstained for score in scores if (score.abstained or "").startswith("the scorer returned ")]
     require(
+        (not wrong or len(wrong) < len(scores), f"{name} must {rule}: {wrong and wrong[0]}"),
         (set(info["media"]) <= set(kinds),
-         f"{name} must be a server of rewards for {' and '.join(kinds)}, takes {', '.join(info['media'])} "
-         f"in protocol {info['protocol']}"),
+         f"{name} must be a server of rewards for {' and '.join(kinds)}, takes {', '.join(info['media'])}"),
         (not sleeps or info["sleeps"],
          f"--scorer.sleep needs a scorer whose weights can move to the host, {info['scorer']} has none"),
         (TEXT not in kinds or not client.takes_groups,
          f"{name} must be a scorer of single answers, this one compares those of a group"),
         *((part in score.parts, f"{own} must name parts of the scores, got {part!r}; this scorer has "
            f"{', '.join(sorted(score.parts)) or 'no parts'}")
-          for part, own in parts.items() for scores in replies for score in scores if score.abstained is None),
+          for part, own in parts.items() for score in scores if score.abstained is None),
     )  # fmt: skip
     waiting = info["limits"]["max_waiting"] * len(client.urls)  # requests that the servers let wait, of all ranks
     client.close()
     client = open_client(max_in_flight=max(1, waiting // num_ranks))
     client.takes_references, client.kinds = references is not None, tuple(info["media"])  # asked once
-    client.takes_groups = info["groups"]
+    client.takes_groups, client.scorer = info["groups"], {key: info[key] for key in ("scorer", "scorer_version")}
     version = f"{info['scorer']} {info['scorer_version']}".strip()
     try:
         return SleepingScorer(client, dist) if sleeps else client, version

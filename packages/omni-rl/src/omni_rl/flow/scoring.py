@@ -1,4 +1,4 @@
-"""From the scores of a step's samples to batches to train on: requests, rewards of all ranks, advantages.
+"""From the scores of a step's samples to training batches: requests, rewards of all ranks, advantages.
 
 Where a rank samples whole groups, and each is divided by its own deviation or by none, the advantages of a batch need
 only the scores of its own groups. The first minibatch then waits for no more than these, batch by batch. Batches keep
@@ -11,7 +11,7 @@ is its prompt's `index`, so nothing here depends on how the samples were dealt t
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -22,7 +22,6 @@ from omni_losses import (
     filter_groups,
     group_advantages,
     multi_reward_advantages,
-    overrated,
     reward_metrics,
 )
 from omni_reward import RewardError, Score
@@ -30,12 +29,13 @@ from omni_rollout import Prompt, Samples, Trajectory
 from omni_rollout.types import to_device
 from omni_sched import step_noise
 from omni_train.dist import Dist, gather_by_index, gather_json
+from omni_train.progress import advance, doing
+from omni_train.terminal import one_line
 from torch import Tensor
 
 from omni_rl.flow.scorers import Pending, Scorer
 from omni_rl.run.run import AnyRun, MediaRun, Step
 from omni_rl.settings.args import STREAMS, GroupArgs, JudgedArgs, WindowArgs, parse_judges, parse_numbers
-from omni_rl.settings.cli import printable
 
 BatchT = TypeVar("BatchT", bound=Samples, covariant=True)
 RolloutT = TypeVar("RolloutT", bound="Rollout[Any]")
@@ -69,14 +69,25 @@ def submit_groups(scorer: Scorer, batches: Sequence[Samples], group: int, size: 
     return [submit(scorer, whole, slice(start, start + each)) for start in range(0, len(whole), each)]
 
 
-def collect(dist: Dist, pending: Sequence[Pending]) -> list[Score]:
+def arrived(pending: Sequence[Pending], total: int) -> Iterator[Pending]:
+    """Yield the requests of `total` samples in their order, each once it is done."""
+    with doing("scores", total, "samples"):
+        for request in pending:
+            if request.exception() is None:
+                advance(len(request.result()))
+            yield request
+
+
+def collect(dist: Dist, pending: Sequence[Pending], total: int = 0) -> list[Score]:
     """Wait for the scores [n] of this rank's samples, and return them in the order of its batches.
+
+    total: n, for the progress.
 
     Raises:
         RewardError: the scorer failed for some rank, or what it is asked cannot be sent; raised on every rank, so that
             all can save what there is.
     """
-    error = next(filter(None, (future.exception() for future in pending)), None)
+    error = next(filter(None, (request.exception() for request in arrived(pending, total))), None)
     for rank, message in enumerate(gather_json(dist, None if error is None else str(error))):
         if message is not None:
             raise RewardError(f"scores of rank {rank}: {message}") from error
@@ -90,7 +101,7 @@ def groups_of(prompts: Sequence[Prompt]) -> Tensor:
 
 @dataclass(frozen=True)
 class Rollout(Generic[BatchT]):
-    """The samples of a step: the N prompts of all ranks, this rank's batches, and its scores to come in their order.
+    """The samples of a step: the N prompts of all ranks, this rank's batches, and its pending scores in their order.
 
     in_a_row: number of consecutive samples that one rank takes. decoded: the batches with media, which are scored; None
     for all of them.
@@ -108,6 +119,11 @@ class Rollout(Generic[BatchT]):
         return self.batches if self.decoded is None else self.decoded
 
     @property
+    def num_scored(self) -> int:
+        """The number of samples that this rank has scored."""
+        return sum(map(len, self.scored))
+
+    @property
     def groups(self) -> Tensor:
         """The group [N] of each sample, int64."""
         return groups_of(self.prompts)
@@ -122,7 +138,7 @@ MediaRollout = Rollout[Trajectory]
 
 
 def gather_rewards(dist: Dist, batches: Sequence[Samples], scores: Sequence[Score], groups: Tensor) -> Tensor:
-    """Return the rewards [N] of all ranks' samples, as `rewards_of` does. batches: those with the scores."""
+    """Return the rewards [N], float64, of all ranks' samples, as `rewards_of` does. batches: those with the scores."""
     return rewards_of(_in_order(dist, batches, values_of(scores), len(groups)), groups)
 
 
@@ -176,7 +192,7 @@ def rewards_at(run: AnyRun, step: Step, rollout: Rollout[Any], groups: Tensor | 
     rewards = gather_rewards(run.dist, rollout.scored, scores, groups)
     if rewards.isnan().all():
         if run.args.scorer.on_failure == "raise":
-            reason = printable(next((str(score.abstained) for score in scores), "on other ranks"))
+            reason = one_line(next((str(score.abstained) for score in scores), "on other ranks"))
             raise RuntimeError(f"the scorer gave no score for any of {len(rewards)} samples: {reason}")
         step.metrics["reward/abstained_ratio"] = 1.0
         return rewards
@@ -187,10 +203,15 @@ def rewards_at(run: AnyRun, step: Step, rollout: Rollout[Any], groups: Tensor | 
     return rewards
 
 
-def log_advantages(step: Step, advantages: Tensor) -> None:
-    """Log the extremes of a step's advantages, and whether there is a signal among them."""
+def log_advantages(step: Step, advantages: Tensor, whole: Tensor) -> None:
+    """Log the extremes of a step's advantages, the effect of eps on them, and whether any is not 0.
+
+    whole: the same with an eps that takes nothing.
+    """
     step.has_signal = bool(advantages.any())
     step.metrics |= {"advantage/min": advantages.min().item(), "advantage/max": advantages.max().item()}
+    sizes = [each.abs().double().sum().item() for each in (advantages, whole)]
+    step.metrics["advantage/eps_share"] = max(0.0, 1 - sizes[0] / sizes[1]) if sizes[1] else 0.0
 
 
 def advantages_of(run: MediaRun[GroupArgs], step: Step, rollout: Rollout[Trajectory]) -> tuple[Tensor, Tensor]:
@@ -200,25 +221,29 @@ def advantages_of(run: MediaRun[GroupArgs], step: Step, rollout: Rollout[Traject
         RuntimeError: as `rewards_at`.
     """
     args, rewards = run.args, rewards_at(run, step, rollout)
+    compare = partial(group_advantages, rewards, rollout.groups, std=args.adv_std, correction=args.adv_correction)
     if isinstance(args, JudgedArgs) and args.reward_parts:
-        advantages = part_advantages(args, run.dist, rollout, rewards)
-    else:
-        advantages = group_advantages(rewards, rollout.groups, std=args.adv_std, correction=args.adv_correction)
-    log_advantages(step, advantages)
+        compare = partial(part_advantages, args, run.dist, rollout, rewards)
+    advantages = compare()
+    log_advantages(step, advantages, compare(eps=1e-30))
     return advantages, rewards
 
 
-def part_advantages(args: JudgedArgs, dist: Dist, rollout: Rollout[Trajectory], rewards: Tensor) -> Tensor:
+def part_advantages(
+    args: JudgedArgs, dist: Dist, rollout: Rollout[Trajectory], rewards: Tensor, *, eps: float = 1e-4
+) -> Tensor:
     """Return advantages [N] of --reward-parts, each normalized by itself; [N, M] with --streams.reward-media.
 
-    rewards: [N].
+    rewards: [N]. eps: as in `multi_reward_advantages`.
     """
     weights, judges = parse_numbers(args.reward_parts, ""), parse_judges(args.streams.reward_media, args.reward_parts)
-    columns = gather_parts(dist, rollout.scored, rollout.scores, list(weights), rewards)
+    columns, groups = gather_parts(dist, rollout.scored, rollout.scores, list(weights), rewards), rollout.groups
+    compare = partial(
+        multi_reward_advantages, columns, groups, std=args.adv_std, eps=eps, correction=args.adv_correction
+    )
 
     def added(medium: str | None) -> Tensor:
-        own = [weight * (judges.get(name, medium) == medium) for name, weight in weights.items()]
-        return multi_reward_advantages(columns, rollout.groups, own, std=args.adv_std, correction=args.adv_correction)
+        return compare([weight * (judges.get(name, medium) == medium) for name, weight in weights.items()])
 
     return torch.stack([added(medium) for medium in STREAMS], dim=1) if judges else added(None)
 
@@ -235,13 +260,12 @@ class TrainBatch:
     """Samples of one forward of an update, whose grades are waited for when they are read.
 
     grades: returns them. is_as_sampled: the rollout had the same batch, so that an exact engine's log-probs are the
-    update's to the last bit. kl_weights: [B] of the samples in the KL, or None where each counts once.
+    update's to the last bit.
     """
 
     trajectory: Trajectory
     grades: Callable[[], Grades]
     is_as_sampled: bool = True
-    kl_weights: Tensor | None = None
 
     @classmethod
     def of(cls, trajectory: Trajectory, advantages: Tensor, weights: Tensor | None = None) -> "TrainBatch":
@@ -266,7 +290,7 @@ def graded(run: RunT, step: Step, rollout: RolloutT, grade: Callable[[RunT, Step
         RewardError: the scorer failed for some rank; on every rank.
     """
     with run.phase("reward_wait"):
-        collect(run.dist, rollout.pending)
+        collect(run.dist, rollout.pending, rollout.num_scored)
         return grade(run, step, rollout)
 
 
@@ -278,7 +302,6 @@ def train_batches(
     weighted: bool = False,
     best_worst: int = 0,
     drop_silent_groups: bool = False,
-    doubts: tuple[str, float] = ("", 1.0),
     num_minibatches: int = 1,
 ) -> list[TrainBatch]:
     """Return this rank's batches to train on, with their grades; where --timestep-fraction is below 1, `some_steps`.
@@ -292,7 +315,6 @@ def train_batches(
         rollout: of the step.
         weighted: True if a sample without a score has weight 0.
         best_worst, drop_silent_groups: as `keep_samples`.
-        doubts: names of parts of the scores, with commas, and a share: the KL is of the samples that are `overrated`.
         num_minibatches: as `select`.
 
     Raises:
@@ -310,33 +332,13 @@ def train_batches(
                 advantages, rewards, rollout.groups, best_worst=best_worst, drop_silent_groups=drop_silent_groups
             )
             step.metrics["reward/trained_ratio"] = keep.float().mean().item()
-        chosen = select(run.dist, rollout.batches, advantages, keep, weights, num_minibatches=num_minibatches)
-        return gate_kl(run, step, rollout, rewards, keep, chosen, *doubts) if doubts[0] else chosen
+        return select(run.dist, rollout.batches, advantages, keep, weights, num_minibatches=num_minibatches)
 
-    is_as_sampled = not (leaves_out or doubts[0]) and len(rollout.batches) % num_minibatches == 0
+    is_as_sampled = not leaves_out and len(rollout.batches) % num_minibatches == 0
     if not is_as_sampled or not groups_are_local(run.args, run.dist, rollout.in_a_row):
         return graded(run, step, rollout, grade)
     step.grade = partial(graded, run, step, rollout, grade)
     return [TrainBatch(b, cache(partial(_own_grades, run, b, rollout, weighted))) for b in rollout.batches]
-
-
-def gate_kl(
-    run: MediaRun[GroupArgs],
-    step: Step,
-    rollout: Rollout[Trajectory],
-    rewards: Tensor,
-    keep: Tensor | None,
-    batches: Sequence[TrainBatch],
-    names: str,
-    share: float,
-) -> list[TrainBatch]:
-    """Return the batches with a KL of only the samples that the rewards [N] overrate by these parts of the scores."""
-    parts = gather_parts(run.dist, rollout.scored, rollout.scores, names.split(","), rewards)
-    gate = overrated(rewards, parts, share).float()
-    step.metrics["reward/overrated_ratio"] = gate.mean().item()
-    trained = torch.ones_like(gate) if keep is None else keep.float()
-    weights = gate * trained.sum() / (gate * trained).sum().clamp(min=1)  # the KL is the mean over these samples
-    return [replace(b, kl_weights=to_device(weights[b.trajectory.indices], run.dist.device)) for b in batches]
 
 
 def some_steps(batch: Trajectory, fraction: float) -> Trajectory:
@@ -365,7 +367,7 @@ def _own_grades(run: MediaRun[GroupArgs], batch: Trajectory, rollout: Rollout[Tr
     raises on every rank.
     """
     prompts = [prompt for batch in rollout.batches for prompt in batch.prompts]
-    requests, scores = iter(rollout.pending), list[Score]()
+    requests, scores = arrived(rollout.pending, len(prompts)), list[Score]()
     num_needed = sum(prompt.group <= batch.prompts[-1].group for prompt in prompts)
     with run.phase("reward_wait"):
         while len(scores) < num_needed:
@@ -374,7 +376,7 @@ def _own_grades(run: MediaRun[GroupArgs], batch: Trajectory, rollout: Rollout[Tr
                 return Grades(zeros, zeros if weighted else None)
             scores += request.result()
     groups = groups_of(prompts[: len(scores)])
-    rewards = rewards_of(torch.tensor(values_of(scores)), groups)
+    rewards = rewards_of(torch.tensor(values_of(scores), dtype=torch.float64), groups)
     advantages = group_advantages(rewards, groups, std=run.args.adv_std, correction=run.args.adv_correction)
     is_own = torch.isin(torch.tensor([p.index for p in prompts[: len(scores)]]), batch.indices)
     weights = (~rewards[is_own].isnan()).float() if weighted else None
@@ -487,9 +489,9 @@ def _filled(counts: Sequence[int], most: Sequence[int], total: int) -> list[int]
 
 
 def _in_order(dist: Dist, batches: Sequence[Samples], values: Sequence[float], total: int) -> Tensor:
-    """Return the numbers [total] of all ranks' samples from this rank's."""
+    """Return the numbers [total], float64, of all ranks' samples from this rank's."""
     indices = torch.tensor([prompt.index for batch in batches for prompt in batch.prompts])
-    return gather_by_index(dist, indices, torch.tensor(values), total)
+    return gather_by_index(dist, indices, torch.tensor(values, dtype=torch.float64), total)
 
 
 def _pick(batches: Sequence[Trajectory], places: Tensor) -> Trajectory:

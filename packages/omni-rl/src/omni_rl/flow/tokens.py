@@ -18,13 +18,13 @@ from omni_reward.media import TEXT
 from omni_reward.rules import SCORER, Rules, grade, judge
 from omni_rollout import Prompt
 from omni_rollout.tokens import TokenEngine, TokenParams, TokenTrajectory
-from omni_train.dist import Dist, gather_by_index, gather_json
+from omni_train.dist import Dist, deal, gather_by_index, gather_json
 from omni_train.prompts.files import PromptRecord
 from omni_train.shard import gathered
 from torch import Tensor
 
 from omni_rl.flow.evals import HeldOut, Shown, describe
-from omni_rl.flow.sampling import deal, expand_groups
+from omni_rl.flow.sampling import counted, expand_groups
 from omni_rl.flow.scorers import Pending, TextScorer, asked, ruled
 from omni_rl.flow.scoring import Rollout, collect, gather_rewards
 from omni_rl.media.prompts import with_media
@@ -88,7 +88,7 @@ class RuleScorer:
         except RewardError as exc:
             future.set_exception(exc)
         except Exception as exc:  # a text or meta that cannot travel
-            future.set_exception(RewardError(f"--scorer.url: {exc}", fatal=True))
+            future.set_exception(RewardError(f"the scorer: {exc}", fatal=True))
 
     def _sum(self, own: Mapping[str, float], other: Score) -> Score:
         """Return the reward of the server's score and the rules' values, with each in the parts."""
@@ -109,9 +109,9 @@ def evaluate_set(run: TokenRun[TokenArgs], held: HeldOut[TokenParams, TextScorer
     filled = [replace(prompts[i % len(prompts)], index=i, group=i) for i in places]
     with gathered(run.policy.net) if "rollout" in run.policy.unshard else nullcontext():
         rollout = sample_answers(run, filled, held.params, held.scorer)
-    scores, groups = collect(run.dist, rollout.pending), torch.arange(len(filled))
+    scores, groups = collect(run.dist, rollout.pending, rollout.num_scored), torch.arange(len(filled))
     rewards = gather_rewards(run.dist, rollout.batches, scores, groups)[: len(prompts)]
-    return describe(held, rewards), _shown(rollout.batches, scores)
+    return describe(held, rewards), run.breakers.pictures(_shown, rollout.batches, scores) or ([], [])
 
 
 def prompts_of(records: Sequence[PromptRecord], group_size: int, *, seed: int, step: int) -> list[Prompt]:
@@ -147,8 +147,8 @@ def sample_answers(
     """
     batches: list[TokenTrajectory] = []
     pending: list[Pending] = []
-    dealt = list(deal(prompts, run.dist, run.args.batch_size))
-    for own, batch in zip(dealt, _generate(run.engine, dealt, params), strict=True):
+    dealt = deal(prompts, run.dist, run.args.batch_size)
+    for own, batch in zip(counted(dealt), _generate(run.engine, dealt, params), strict=True):
         if batch.weight_version != run.version:
             raise RuntimeError(f"the engine samples with weights {batch.weight_version}, the trainer has {run.version}")
         batches.append(batch)
@@ -177,8 +177,9 @@ def _generate(engine: TokenEngine, dealt: Sequence[Sequence[Prompt]], params: To
 
 def show_answers(run: TokenRun[TokenArgs], step: Step, rollout: Rollout[TokenTrajectory]) -> None:
     """Put the best and worst of some of rank 0's answers into the report."""
-    if run.session.report:
-        run.session.report.show_samples(step.number + 1, *_shown(rollout.batches, rollout.scores))
+    if report := run.session.report:
+        scores = rollout.scores
+        run.breakers.pictures(lambda: report.show_samples(step.number + 1, *_shown(rollout.batches, scores)))
 
 
 def _shown(batches: Sequence[TokenTrajectory], scores: Sequence[Score]) -> Shown:

@@ -1,7 +1,6 @@
 """Image files: their check before any weight is loaded, and their pixels."""
 
 import struct
-import wave
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,53 +8,64 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from omni_train.files import check_fetched
 from omni_train.prompts.files import PromptRecord
-from PIL import Image, ImageOps
+from PIL import Image
 
 if TYPE_CHECKING:  # the check runs before torch is imported
     from numpy import ndarray
     from torch import Tensor
 
-FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
-ENDINGS = {"PNG": b"IEND\xaeB`\x82", "JPEG": b"\xff\xd9", "WEBP": b""}  # of a whole file; WebP's header has its size
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+FORMATS = ("PNG", "JPEG", "WEBP")
+ENDINGS = {"PNG": b"IEND\xaeB`\x82", "JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "WEBP": b""}  # WebP's header has its size
 MAX_PIXELS = 2**25  # 8K and a little more, 0.1 GB
 EXIF_ORIENTATION, ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)
-DECODER_ERRORS = (  # of PIL, wave and PyAV, seen on files with broken bytes
+DECODER_ERRORS = (  # of PIL and PyAV, seen on files with broken bytes
     OSError, EOFError, SyntaxError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError,
-    struct.error, wave.Error, zlib.error, Image.DecompressionBombError,
+    struct.error, zlib.error, Image.DecompressionBombError,
 )  # fmt: skip
 
 
 @contextmanager
 def decoding(path: Path, kind: str) -> Iterator[None]:
-    """Raise a decoder's errors as a ValueError that names the file and its expected kind."""
+    """Raise a decoder's errors as a ValueError that names the file and its expected kind; a pipe is not opened."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} must be a regular file")
     try:
         yield
     except DECODER_ERRORS as exc:
+        check_fetched(path)
         raise ValueError(f"{path} is no {kind}: {str(exc) or type(exc).__name__}") from exc
 
 
 def image_size(path: Path) -> tuple[int, int]:
     """Return (width, height) in pixels, upright; reads the header and the last bytes, a PNG without EXIF to its end.
 
+    An image that further bytes follow, such as a telephone's film, is decoded.
+
     Raises:
-        ValueError: the file is missing, damaged, not of the kind of its suffix, or has more than MAX_PIXELS.
+        ValueError: the file is missing, damaged, no PNG, JPEG or WebP, or has more than MAX_PIXELS.
     """
-    kind = FORMATS.get(path.suffix.lower())
-    if kind is None or not path.is_file():
-        raise ValueError(f"must name a file that exists and ends in one of {(*FORMATS,)}, got {path}")
-    with decoding(path, f"{kind} image"):
-        image = Image.open(path, formats=[kind])
+    if path.suffix.lower() not in SUFFIXES or not path.is_file():
+        raise ValueError(f"must name a file that exists and ends in one of {SUFFIXES}, got {path}")
+    with decoding(path, f"{path.suffix[1:].upper()} image"):
+        image = Image.open(path, formats=FORMATS)
     with image:
         if image.width * image.height > MAX_PIXELS:
             raise ValueError(f"{path} must have at most {MAX_PIXELS:,} pixels, got {image.width} x {image.height}")
-        with decoding(path, f"{kind} image"):
+        with decoding(path, "whole image"):
             turned = image.getexif().get(EXIF_ORIENTATION) in ON_ITS_SIDE
         size = image.size[::-1] if turned else image.size
-    with path.open("rb") as file:
-        file.seek(-min(64, path.stat().st_size), 2)
-        if ENDINGS[kind] not in file.read():
+        ending = ENDINGS[str(image.format)]
+        with path.open("rb") as file:
+            file.seek(-min(64, path.stat().st_size), 2)
+            ends = ending in file.read()
+        if not ends and ending not in path.read_bytes():
             raise ValueError(f"{path} is cut short")
+        if not ends:
+            with decoding(path, "whole image"):
+                image.load()  # raises if that was the ending of a smaller image within
     return size
 
 
@@ -77,11 +87,11 @@ def _pixels(path: Path, changed_ns: int) -> "Tensor":
 
 def read_pixels(path: Path) -> "ndarray":
     """Return the pixels of an image as `read_image` does, in an array of the caller's own."""
-    import numpy as np
+    from omni_reward.scorers import pixels
 
     image_size(path)  # before its pixels take memory
-    with decoding(path, "whole image"), Image.open(path) as image:
-        return np.array(ImageOps.exif_transpose(image).convert("RGB"))
+    with decoding(path, "whole image"), Image.open(path, formats=FORMATS) as image:
+        return pixels.read_pixels(image)
 
 
 def reference_sizes(record: PromptRecord) -> list[tuple[int, int]]:
@@ -91,6 +101,25 @@ def reference_sizes(record: PromptRecord) -> list[tuple[int, int]]:
         ValueError: as `image_size`.
     """
     return [image_size(path)[::-1] for path in record.images]
+
+
+def check_media_prompt(record: PromptRecord) -> None:
+    """Raise ValueError for a prompt that no model of images, videos or sound takes: a chat of several messages.
+
+    Those of one, the user's, are prompts, which the model puts into its own chat. Raises as `reference_sizes` too.
+    """
+    chat = record.meta.get("messages")
+    if isinstance(chat, list) and len(chat) > 1:
+        roles = ", ".join(str(message["role"]) for message in chat)
+        rule = "messages must hold one message of the user"
+        rule += "; system messages and earlier turns are for models that answer in text"
+        raise ValueError(f"{rule}, got {roles}")
+    for key, file in (("audio", record.audio), ("video", record.video)):
+        if file:
+            raise ValueError(f'"{key}" must be left out: only models that answer in text take it, got {file}')
+    if not record.text.strip():
+        raise ValueError("messages must hold a text: only models that answer in text take files without one")
+    reference_sizes(record)
 
 
 class AllOrNone:
@@ -103,10 +132,9 @@ class AllOrNone:
         self.first: int | None = None
 
     def __call__(self, record: PromptRecord) -> None:
-        """Raise ValueError for a prompt that differs from the first, a chat, or a damaged image."""
-        if "messages" in record.meta:
-            raise ValueError('must have the key "prompt", a string: messages are for models that answer in text')
-        num = len(reference_sizes(record))
+        """Raise ValueError for a prompt that differs from the first, a chat of several turns, or a damaged image."""
+        check_media_prompt(record)
+        num = len(record.images)
         self.first = num if self.first is None else self.first
         if bool(num) != bool(self.first):
             raise ValueError(

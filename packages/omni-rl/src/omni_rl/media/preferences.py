@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING
 
 from omni_train.hub import real_roots
 from omni_train.prompts.files import PromptRecord, load_prompts
+from omni_train.prompts.splits import data_files
 from safetensors import SafetensorError, safe_open
 
-from omni_rl.media.images import FORMATS, image_size, read_image
+from omni_rl.media import images
+from omni_rl.media.images import image_size, read_image
 from omni_rl.media.videos import VIDEOS, read_video, video_facts
 from omni_rl.settings.fields import flag
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:  # the check runs before torch is imported
     from torch import Tensor
 
 SIDES = ("win", "lose")
-SUFFIXES = tuple(dict.fromkeys((*FORMATS, *VIDEOS, ".safetensors")))
+SUFFIXES = tuple(dict.fromkeys((*images.SUFFIXES, *VIDEOS, ".safetensors")))
 MAX_SPEED_ERROR = 0.05  # share of the frame rate; times in a .gif are whole hundredths of a second
 
 
@@ -35,19 +37,20 @@ def check_preferences(
     name: str = "--preferences",
     frame_rate: float,
     media_root: str = "",
+    key: str = "",
 ) -> None:
     """Check that every line names complete files in the preference file's folder, of the line's or the run's size.
 
     At most a first frame is decoded, so a large file is checked in seconds. shape: frames, height and width, of which a
     line may set the last two. sides: the keys of files. name: of the flag. frame_rate: of videos. media_root: for
-    references, as in `load_prompts`.
+    references, as in `load_prompts`, and `key`.
 
     Raises:
         ValueError: a name, a path or a file breaks a rule; the message names the pair or sample and the file.
     """
-    folder, what = Path(path).parent, "pair" if sides == SIDES else "sample"
+    what = "pair" if sides == SIDES else "sample"
     with flag(f"{name}: "):
-        records = load_prompts(path, media_root=media_root)
+        records, folder = load_prompts(path, media_root=media_root, key=key), data_files(path)[0].parent
     for record in records:
         for side in sides:
             try:
@@ -110,7 +113,7 @@ def _check_file(path: Path, shape: tuple[int, int, int], frame_rate: float) -> N
 
 def _is_video(path: Path) -> bool:
     """Return True if the file is a video; a .webp may be one."""
-    return path.suffix.lower() in VIDEOS and (path.suffix.lower() not in FORMATS or video_facts(path)[0] > 1)
+    return path.suffix.lower() in VIDEOS and (path.suffix.lower() not in images.SUFFIXES or video_facts(path)[0] > 1)
 
 
 def _described(num_frames: int, height: int, width: int) -> str:

@@ -1,9 +1,9 @@
 """Sound and video files of prompts."""
 
-import wave
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
+from os import SEEK_CUR
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,15 +11,17 @@ import numpy as np
 from omni_train.prompts.files import PromptRecord
 
 from omni_rl.media import videos
-from omni_rl.media.images import decoding
 
 if TYPE_CHECKING:
     from omni_rollout import Prompt
     from torch import Tensor
 
 MAX_SOUND_S, MAX_FRAMES = 600, 768
+STREAMED = 2**31 - 2**16  # bytes that the header of a WAV has at least which was written before its length was known
+OGG_END = 4  # in the flags of a page
 MAX_PIXELS = 2**28  # of all frames of a video, 0.8 GB
 MAX_CACHED = 2**30  # bytes of sounds, and of videos
+MAX_POINTS = 2**28  # of all channels of a sound, 1 GB
 
 
 def cached(read: "Callable[[Path], tuple[Tensor, float]]") -> "Callable[[Path], tuple[Tensor, float]]":
@@ -55,22 +57,61 @@ def media_files(record: PromptRecord) -> list[Path]:
 
 @cached
 def read_sound(path: Path) -> "tuple[Tensor, float]":
-    """Return a 16-bit WAV file as float32 [points, channels] in [-1, 1], and its sample rate; a cached tensor.
+    """Return a sound as float32 [points, channels], and its sample rate; a cached tensor. Full scale is 1.
+
+    The file is a WAV, FLAC, MP3 or Ogg, or an .m4a, .mp4 or .webm with sound.
 
     Raises:
-        ValueError: the file is missing, damaged, not 16-bit WAV, or longer than MAX_SOUND_S.
+        ValueError: the file is missing, cut, damaged, of another kind, without sound, or longer than MAX_SOUND_S or
+            MAX_POINTS. A cut MP3 without a header that tells its length is taken for a shorter one.
     """
+    import av
     import torch
 
-    with decoding(path, "whole WAV file"), wave.open(str(path), "rb") as file:
-        channels, width, rate, points = file.getparams()[:4]
-        data = file.readframes(min(points, MAX_SOUND_S * rate))
-    if width != 2 or not 0 < points <= MAX_SOUND_S * rate:
-        rule = f"must have 16 bits and 1 point to {MAX_SOUND_S} s"
-        raise ValueError(f"{path} {rule}, got {8 * width} bits and {points} points at {rate} Hz")
-    if len(data) != 2 * channels * points:
-        raise ValueError(f"{path} is cut short: its header has {points} points, got {len(data) // (2 * channels)}")
-    return torch.from_numpy(np.frombuffer(data, "<i2").reshape(-1, channels).astype(np.float32) / 32768), float(rate)
+    parts, points = [], 0
+    with videos.open_av(path, "whole file with sound") as file:
+        if not file.streams.audio:
+            raise ValueError("it has no sound")
+        stream, floats = file.streams.audio[0], av.AudioResampler(format="flt")
+        channels, rate = stream.codec_context.channels, stream.codec_context.sample_rate
+        packets = (packet for packet in videos.packets_of(file) if packet.stream is stream)
+        for part in (part for own in packets for frame in stream.decode(own) for part in floats.resample(frame)):
+            parts.append(part.to_ndarray().reshape(-1, channels))
+            if (points := points + len(parts[-1])) > MAX_SOUND_S * rate or points * channels > MAX_POINTS:
+                break
+    if points * channels > MAX_POINTS:
+        raise ValueError(f"{path} must have at most {MAX_POINTS} points of sound in all its {channels} channels")
+    if not 0 < points <= MAX_SOUND_S * rate:
+        length = f"more than {MAX_SOUND_S} s" if points else "none"
+        raise ValueError(f"{path} must have 1 point to {MAX_SOUND_S} s of sound, got {length} at {rate} Hz")
+    _check_wav_length(path)
+    _check_ogg_end(path)
+    return torch.from_numpy(np.concatenate(parts)), float(rate)
+
+
+def _check_wav_length(path: Path) -> None:
+    """Raise ValueError for a WAV with less sound than its header says, which FFmpeg reads as a shorter one."""
+    with path.open("rb") as file:
+        head, chunk = file.read(12), file.read(8)
+        if head[:4] != b"RIFF" or head[8:] != b"WAVE":
+            return
+        while chunk[:4] != b"data" and len(chunk) == 8:
+            size = int.from_bytes(chunk[4:], "little")
+            file.seek(size + size % 2, SEEK_CUR)
+            chunk = file.read(8)
+        size, rest = int.from_bytes(chunk[4:], "little"), path.stat().st_size - file.tell()
+    if rest < size < STREAMED:
+        raise ValueError(f"{path} is cut short: its header has {size} bytes of sound, got {rest}")
+
+
+def _check_ogg_end(path: Path) -> None:
+    """Raise ValueError for an Ogg whose last page is cut or is not marked as the last, which FFmpeg does not mind."""
+    data = path.read_bytes()
+    page = data[data.rfind(b"OggS") :]
+    sizes = page[27 : 27 + page[26]] if len(page) > 26 else b""
+    is_whole = sizes and page[5] & OGG_END and len(page) >= 27 + len(sizes) + sum(sizes)
+    if data.startswith(b"OggS") and not is_whole:
+        raise ValueError(f"{path} is cut short: its last page must be whole and marked as the last")
 
 
 @cached

@@ -1,37 +1,38 @@
 """Video files: their check before any weight is loaded, and their frames.
 
-PIL reads .gif and .webp, PyAV (`omni-rl[video]`) reads .mp4 and .webm.
+PIL reads .gif and .webp, PyAV the others.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
+from os import SEEK_CUR
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import numpy as np
-from PIL import Image, ImageSequence
+from PIL import Image, ImageFile, ImageSequence
 
 from omni_rl.media.images import decoding
 
 if TYPE_CHECKING:  # preference files are checked before torch is imported
+    from av import Packet
+    from av.container import InputContainer
     from torch import Tensor
 
 ANIMATIONS = {".gif": "GIF", ".webp": "WEBP"}
 CONTAINERS = {".mp4": ("libx264", "aac"), ".webm": ("libvpx-vp9", "libopus")}  # the codecs of written files
 VIDEOS = (*ANIMATIONS, *CONTAINERS)
-
-
-def has_av() -> bool:
-    """Return True if PyAV is installed."""
-    return find_spec("av") is not None
+MISSING_S = 0.1  # that a whole sound may have less than it says, as encoders add a little
+AV_OPTIONS = {  # of FFmpeg, some of whose formats name other files and addresses
+    "format_whitelist": "flac,matroska,mov,mp3,ogg,wav", "protocol_whitelist": "file",
+}  # fmt: skip
 
 
 def video_facts(path: Path) -> tuple[int, int, int, float]:
     """Return (frames, height, width, frames per second); decodes at most the first frame.
 
     Raises:
-        ValueError: the file is missing, damaged or not of the kind of its suffix, or PyAV is needed and missing.
+        ValueError: the file is missing, cut, damaged or of another kind.
     """
     with _opened(path) as file:
         if isinstance(file, Image.Image):
@@ -39,7 +40,7 @@ def video_facts(path: Path) -> tuple[int, int, int, float]:
             ms = file.info.get("duration", 0)
             return getattr(file, "n_frames", 1), file.height, file.width, 1000 / ms if ms else 0.0
         stream = file.streams.video[0]
-        frames = sum(packet.size > 0 for packet in file.demux(stream))  # the header also counts frames that are cut off
+        frames = sum(packet.size > 0 for packet in packets_of(file) if packet.stream is stream)
         return frames, stream.height, stream.width, float(stream.average_rate or 0)
 
 
@@ -62,20 +63,36 @@ def read_video(path: Path) -> "tuple[Tensor, float]":
         return torch.from_numpy(np.stack(frames)), fps
 
 
-def read_track(path: Path) -> tuple[np.ndarray, float]:
-    """Return the sound of a file that PyAV reads, float32 [points, channels], and its sample rate.
-
-    Raises:
-        ValueError: the file is missing, damaged or without sound, or PyAV is missing.
-    """
-    if not has_av():
-        raise ValueError(f"{path} needs PyAV: pip install 'omni-rl[video]'")
+@contextmanager
+def open_av(path: Path, kind: str) -> "Iterator[InputContainer]":
+    """Open a file of sound or video; an error of its decoder becomes a ValueError that names the file and the kind."""
     import av
 
-    with decoding(path, "whole file with sound"), av.open(str(path)) as file:
-        floats = av.AudioResampler(format="fltp")
-        frames = [part.to_ndarray() for frame in file.decode(audio=0) for part in floats.resample(frame)]
-        return np.concatenate(frames, axis=1).T, float(file.streams.audio[0].rate)
+    with decoding(path, kind):
+        try:
+            with av.open(f"file:{path}", metadata_errors="replace", options=AV_OPTIONS) as file:
+                yield file
+        except av.FFmpegError as exc:  # some of which are of no built-in class
+            raise ValueError(str(exc)) from exc
+
+
+def packets_of(file: "InputContainer") -> "Iterator[Packet]":
+    """Yield the packets of all streams, the last ones empty.
+
+    Raises:
+        ValueError: the file ends before the time that it says, or within a packet of a file with a video; a sound whose
+            length was not known when its header was written may do that.
+    """
+    import av
+
+    end_s, says_s, video = 0.0, (file.duration or 0) / av.time_base, file.streams.video
+    missing_s = 0.75 / float(video[0].average_rate or 1) if video else MISSING_S
+    for packet in file.demux():
+        if packet.size and packet.pts is not None:
+            end_s = max(end_s, float((packet.pts + (packet.duration or 0)) * packet.time_base))
+        if (video and packet.is_corrupt) or (not packet.size and end_s < says_s - missing_s):
+            raise ValueError(f"it is cut short: it says {says_s:.2f} s, got {end_s:.2f}")
+        yield packet
 
 
 @contextmanager
@@ -86,17 +103,22 @@ def _opened(path: Path) -> Iterator[Any]:
         raise ValueError(f"{path} must end in one of {VIDEOS}")
     if kind in ANIMATIONS:
         with decoding(path, f"whole {kind} file"), Image.open(path, formats=[ANIMATIONS[kind]]) as image:
-            if kind == ".gif" and not path.read_bytes().rstrip(b"\0").endswith(b";"):
+            if kind == ".gif" and not _has_end(image):
                 raise ValueError("it is cut short")
             yield image
         return
-    if not has_av():
-        raise ValueError(f"{path} needs PyAV: pip install 'omni-rl[video]'")
-    import av
+    with open_av(path, f"whole {kind} file") as file:
+        yield file
 
-    with decoding(path, f"whole {kind} file"):
-        try:
-            with av.open(str(path), format=kind[1:], metadata_errors="replace") as file:
-                yield file
-        except av.FFmpegError as exc:  # some of which are of no built-in class
-            raise ValueError(str(exc)) from exc
+
+def _has_end(image: ImageFile.ImageFile) -> bool:
+    """Return True if a GIF's last frame is followed by its end; PIL takes that of the file too."""
+    try:
+        while True:
+            image.seek(image.tell() + 1)
+    except EOFError:
+        file = cast("BinaryIO", image.fp)
+        file.seek(-1, SEEK_CUR)
+        has_end = file.read(1) == b";"
+    image.seek(0)
+    return has_end

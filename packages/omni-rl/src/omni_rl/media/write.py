@@ -6,14 +6,12 @@
 | video | uint8 [F, H, W, 3] | a video, and a strip of some of its frames |
 | audio | float32 [S, C] | the sound, and its waveform if there is no video |
 
-Letters: F frames, H height, W width, S points in time, C channels. PyAV (`omni-rl[video]`) writes .mp4, .webm and
-.flac; without it videos are animated WebP and sounds WAV.
+Letters: F frames, H height, W width, S points in time, C channels. PyAV writes .mp4, .webm and .flac.
 """
 
 import io
 import math
 import unicodedata
-import wave
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
@@ -21,7 +19,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from omni_rl.media.videos import CONTAINERS, has_av
+from omni_rl.media.videos import CONTAINERS
 
 EXACT_SIDE = 128  # pixels; images up to this size are lossless
 MAX_SIDE = 320  # pixels; larger images are reduced to this and stored as WebP
@@ -46,24 +44,19 @@ def files_of(name: str, media: Media, rates: Mapping[str, float]) -> tuple[dict[
         row |= {"strip": row["file"], "file": f"{name}-moving{suffix}", "size": [*few["video"].shape[2:0:-1]]}
         files[row["file"]] = data
     if "audio" in media:
-        data, suffix = encode_sound(media["audio"], rates["sample_rate"])
-        row["sound"] = f"{name}{suffix}"
-        files[row["sound"]] = data
+        row["sound"] = f"{name}.flac"
+        files[row["sound"]] = encode_sound(media["audio"], rates["sample_rate"])
     return row, files
 
 
 def whole_files(media: Media, rates: Mapping[str, float]) -> dict[str, bytes]:
-    """Return a sample's files by suffix: an image unchanged, video and sound whole with PyAV, else as on the page."""
+    """Return a sample's files by suffix: all whole, an image unchanged."""
     if "image" in media:
         return {".png": encode_png(media["image"])}
     video, sound, rate = media.get("video"), media.get("audio"), rates.get("sample_rate", 0)
-    if has_av() and video is not None:
+    if video is not None:
         return {".mp4": encode_video(video, rates["fps"], ".mp4", sound, rate)}
-    if has_av() and sound is not None:
-        return {".flac": encode_flac(sound, round(rate))}
-    made = [animate(video, rates["fps"])] if video is not None else []
-    made += [encode_sound(sound, rate)] if sound is not None else []
-    return {suffix: data for data, suffix in made}
+    return {".flac": encode_flac(sound, round(rate))} if sound is not None else {}
 
 
 def still(media: Media) -> np.ndarray:
@@ -122,14 +115,14 @@ def _saved(image: Image.Image, kind: str, **options: Any) -> bytes:
 def animate(frames: np.ndarray, fps: float) -> tuple[bytes, str]:
     """Return frames, uint8 [F, H, W, 3], as a small video, and the suffix of its name.
 
-    It is an animated WebP, lossless if small; larger ones are a WebM if PyAV is installed.
+    It is an animated WebP, lossless if small; larger ones are a WebM.
     """
     images = [Image.fromarray(frame) for frame in frames]
     exact = max(images[0].size) <= EXACT_SIDE
     for image in images:
         image.thumbnail((MAX_SIDE, MAX_SIDE), Image.Resampling.LANCZOS)
     width, height = (side // 2 * 2 for side in images[0].size)
-    if not exact and has_av() and min(width, height):
+    if not exact and min(width, height):
         return encode_video(np.stack([np.asarray(image)[:height, :width] for image in images]), fps, ".webm"), ".webm"
     times = np.diff(np.round(np.arange(len(frames) + 1) * 1000 / fps)).astype(int).tolist()
     options: dict[str, Any] = {"lossless": True} if exact else {"quality": 75, "method": 2}
@@ -137,19 +130,12 @@ def animate(frames: np.ndarray, fps: float) -> tuple[bytes, str]:
     return _saved(images[0], "WEBP", **options), ".webp"
 
 
-def encode_sound(sound: np.ndarray, rate: float) -> tuple[bytes, str]:
-    """Return the beginning of a sound, float32 [S, C], in one 16-bit channel: FLAC with PyAV, else WAV; its suffix."""
+def encode_sound(sound: np.ndarray, rate: float) -> bytes:
+    """Return the beginning of a sound, float32 [S, C], as FLAC in one channel of 16 bits."""
     every = max(1, int(rate // SOUND_RATE))
     mono = sound[: int(MAX_SOUND_S * rate)].mean(axis=1)
     mono = np.pad(mono, (0, -len(mono) % every)).reshape(-1, every).mean(axis=1)
-    written_rate = max(1, round(rate / every))
-    if has_av():
-        return encode_flac(mono[:, None], written_rate), ".flac"
-    file = io.BytesIO()
-    with wave.open(file, "wb") as written:
-        written.setparams((1, 2, written_rate, 0, "NONE", ""))
-        written.writeframes(_levels(mono).astype("<i2").tobytes())
-    return file.getvalue(), ".wav"
+    return encode_flac(mono[:, None], max(1, round(rate / every)))
 
 
 def encode_video(frames: np.ndarray, fps: float, kind: str, sound: np.ndarray | None = None, rate: float = 0) -> bytes:
@@ -226,13 +212,23 @@ def contact_sheet(
         x, y = margin + i % columns * cell_width, margin + i // columns * cell_height
         size = [max(1, round(side * scale)) for side in image.shape[1::-1]]
         sheet.paste(Image.fromarray(image).resize(size, resample), (x, y))
-        text = unicodedata.normalize("NFKC", label).encode("ascii", "replace").decode()
-        draw.text((x, y + height), text[: width // 6], font=font, fill="black")
+        draw.text((x, y + height), drawable(label)[: width // 6], font=font, fill="black")
     return sheet
+
+
+def drawable(text: str) -> str:
+    """Return a text with a question mark for each glyph that PIL's font lacks."""
+    return unicodedata.normalize("NFKC", text).encode("ascii", "replace").decode()
 
 
 def score_label(value: float | None, details: Mapping[str, object]) -> str:
     """Return the label of a scored image: the wanted text, the text that was read, the score."""
     if value is None:
         return "no score"
-    return f"{details['target']} -> {details.get('read', '')}   {value:.2f}" if "target" in details else f"{value:.2f}"
+    text = readable(value, 2)
+    return f"{details['target']} -> {details.get('read', '')}   {text}" if "target" in details else text
+
+
+def readable(score: float, places: int) -> str:
+    """Return a score with so many decimals, or with five digits where these would hide it."""
+    return f"{score:.{places}f}" if score == 0 or 0.1 <= abs(score) < 10 else f"{score:.5g}"

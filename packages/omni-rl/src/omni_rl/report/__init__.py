@@ -10,6 +10,7 @@ The report is a function of the run folder only: `omni_rl.report.folder` lists i
 
 from omni_rl.report.folder import Sample as Sample
 from omni_rl.report.folder import write_eval as write_eval
+from omni_rl.report.folder import write_now as write_now
 from omni_rl.report.folder import write_samples as write_samples
 from omni_rl.report.folder import write_versions as write_versions
 from omni_rl.report.page import write_comparison as write_comparison

@@ -11,12 +11,12 @@ import argparse
 from contextlib import suppress
 from pathlib import Path
 
+from omni_rl.settings.printing import Parser
+
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command line. An error ends it with one message and exit code 2."""
-    parser = argparse.ArgumentParser(
-        prog="omni-rl report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="omni-rl report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="run folder; with --serve, a folder of runs")
     parser.add_argument("--out", type=Path, help="page to write for several runs")
     parser.add_argument("--serve", action="store_true", help="serve the folder (default: runs/)")

@@ -4,7 +4,6 @@ It comes from files and is not trusted: it stays data until the page draws it as
 """
 
 import base64
-import json
 import math
 import re
 import reprlib
@@ -18,11 +17,11 @@ from types import UnionType
 from typing import Any
 from urllib.parse import quote
 
-from omni_train.files import load_metrics, parse_int, read_jsonl, read_regular
+from omni_train.files import load_metrics, parse_json, read_jsonl, read_regular
 
 from omni_rl.report.folder import step_folders
 from omni_rl.run.alarms import find_alarms
-from omni_rl.run.metrics import CHARTS, METRICS, error_of
+from omni_rl.run.metrics import CHARTS, METRICS, error_of, one_evaluation
 
 MAX_POINTS = 400  # of a curve; a longer one has mean, minimum and maximum of intervals of steps
 MAX_BARS = 60  # of the seconds per phase
@@ -35,17 +34,18 @@ MAX_TEXT = 400  # characters of a prompt, a reason, a detail
 MAX_ANSWER = 2000  # characters of a sampled text
 MAX_DETAILS = 6  # of a score
 MEDIA_TYPES = {
-    ".png": "image/png", ".webp": "image/webp", ".webm": "video/webm", ".wav": "audio/wav", ".flac": "audio/flac",
+    ".png": "image/png", ".webp": "image/webp", ".webm": "video/webm", ".flac": "audio/flac",
 }  # fmt: skip
 REMEDY = "Only the report needs it: move it away"
 Kinds = Mapping[str, UnionType | type]
 ROW: Kinds = {
     "prompt": str, "reward": int | float | None, "seed": int | None, "file": str | None, "size": list, "details": dict,
-    "abstained": str | None, "references": list | None, "strip": str | None, "sound": str | None, "answer": str | None,
+    "abstained": str | None, "references": list, "strip": str | None, "sound": str | None, "answer": str | None,
 }  # fmt: skip
 REFERENCE: Kinds = {"file": str, "size": list}
 GROUP: Kinds = {"prompt": str, "rewards": list, "shown": list}
 START: Kinds = {"command": str, "commit": str}
+NOW: Kinds = {"text": str, "at": int | float}
 Steps = Sequence[Mapping[str, float]]
 Source = Callable[[Path], str]  # from a file to its URL in the page
 Shown = tuple[Mapping[str, Path], Mapping[str, Any]]  # the files of a sample, and its row
@@ -64,7 +64,7 @@ def _inline(file: Path) -> str:
 
 
 def outline(folder: Path, steps: Steps) -> dict[str, Any]:
-    """Return the progress, the settings and the starts of a run.
+    """Return the progress, the settings and the starts of a run, and what it does at present.
 
     Raises:
         ValueError: one of its files cannot be read.
@@ -82,6 +82,7 @@ def outline(folder: Path, steps: Steps) -> dict[str, Any]:
         "logged_at": (folder / "metrics.jsonl").stat().st_mtime,
         "config": config,
         "starts": _entries(folder / "versions.jsonl", START),
+        "now": read_now(folder),
     }
 
 
@@ -96,7 +97,7 @@ def run_data(folder: Path, *, num_runs: int = 1, link: str | None = None) -> dic
     path = folder / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"{folder} holds no metrics.jsonl")
-    steps = load_metrics(path)
+    steps = one_evaluation(load_metrics(path))
     found = outline(folder, steps)
     trained = [seconds for step, seconds in points_of(steps, "time/step_s") if step]
 
@@ -116,7 +117,7 @@ def run_data(folder: Path, *, num_runs: int = 1, link: str | None = None) -> dic
 
 
 def shown_names(steps: Steps) -> list[str]:
-    """Return the metrics that are drawn as curves, sorted; a time is drawn only if it has a chart."""
+    """Return the metrics that are plotted as curves, sorted; a time is plotted only if it has a chart."""
     asked = {row.name for row in METRICS if row.chart} | {"time/step_s"}
     logged = {name for step in steps for name in step} - {"step"}
     found = logged - set(map(error_of, logged))
@@ -256,8 +257,8 @@ def _drawing(files: Mapping[str, Path], row: Mapping[str, Any], source: Source) 
 
 
 def _references(folder: Path, row: Mapping[str, Any]) -> list[Shown]:
-    """Return the references of a sample; none in a folder of an earlier release."""
-    entries = [_checked(entry, REFERENCE, folder) for entry in row.get("references") or ()]
+    """Return the references of a sample."""
+    entries = [_checked(entry, REFERENCE, folder) for entry in row["references"]]
     return [(_files(folder, entry), entry) for entry in entries]
 
 
@@ -303,8 +304,8 @@ def _entries(path: Path, kinds: Kinds) -> list[dict[str, Any]]:
         lines = read_jsonl(path) if path.exists() else []
         return [_checked(entry, kinds, f"{path}, line {n}") for n, entry in enumerate(lines, start=1)]
     try:
-        entries = json.loads(read_regular(path), parse_int=parse_int)
-    except (ValueError, RecursionError) as exc:
+        entries = parse_json(read_regular(path))
+    except ValueError as exc:
         raise ValueError(f"{path}: not valid JSON ({exc}). {REMEDY}") from exc
     if not isinstance(entries, list):
         raise ValueError(f"{path}: must be a list, got {type(entries).__name__}. {REMEDY}")
@@ -319,6 +320,25 @@ def _checked(entry: object, kinds: Kinds, place: object) -> dict[str, Any]:
         if not isinstance(entry.get(name), kind):
             raise ValueError(f"{place}: {name} is {reprlib.repr(entry.get(name))}. {REMEDY}")
     return entry
+
+
+def read_now(folder: Path) -> dict[str, Any] | None:
+    """Return the current activity of a run, `text`, and its time `at`, if the run is active or was killed.
+
+    Raises:
+        ValueError: the file is not as `omni_rl.report.folder.write_now` writes it.
+    """
+    path = folder / "now.json"
+    try:
+        data = read_regular(path)
+    except FileNotFoundError:  # it may end meanwhile
+        return None
+    try:
+        content = parse_json(data)
+    except ValueError as exc:
+        raise ValueError(f"{path}: not valid JSON ({exc}). {REMEDY}") from exc
+    found = _checked(content, NOW, path)
+    return {"text": _text(found["text"]), "at": found["at"]}
 
 
 def read_config(folder: Path) -> dict[str, Any]:

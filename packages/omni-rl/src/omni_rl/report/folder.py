@@ -7,6 +7,7 @@
       eval/000080/       the same prompts and seeds at every evaluation            write_eval
       eval/000080.png    more of them on one sheet, with their scores              write_eval
       samples/000082/    best and worst of some groups, of the last steps          write_samples
+      now.json           what it does at present, until it ends                    write_now
       report.html        one page of all this                                      write_report
 
 A folder of images is written completely or not at all, and a line torn by a crash is ignored. Only one rank writes.
@@ -24,6 +25,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -36,6 +38,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from omni_reward.media import check_media, check_references
 from omni_train.files import read_regular, write_atomically, write_folder_atomically
+from omni_train.terminal import without_credentials
 
 from omni_rl.media.write import STRIP_FRAMES, Media, contact_sheet, encode_png, files_of, score_label, still
 
@@ -79,6 +82,11 @@ class Sample:
     references: "Sequence[np.ndarray | Tensor]" = ()
     rates: Mapping[str, float] = field(default_factory=dict)
     answer: str | None = None
+
+
+def write_now(folder: str | Path, text: str) -> None:
+    """Write what the run does at present."""
+    write_atomically(Path(folder) / "now.json", json.dumps({"text": text, "at": time.time()}))
 
 
 def write_eval(folder: str | Path, step: int, media: "AllMedia", samples: Sequence[Sample]) -> None:
@@ -192,7 +200,7 @@ def step_folders(home: Path, last: float = math.inf) -> list[tuple[int, Path]]:
 
 def _json(document: object) -> str:
     """Return JSON without the credentials of URLs."""
-    return re.sub(r"(?<=://)[^\s/\"]*@", "", json.dumps(document, default=str))
+    return without_credentials(json.dumps(document, default=str))
 
 
 def host_media(media: "AllMedia", samples: Sequence[Sample], shown: Iterable[int]) -> dict[int, Media]:

@@ -31,9 +31,10 @@ function cells(run) {
   const { word } = status(run);
   const steps = run.total === null ? plural(run.step, "step") : `step ${run.step} of ${run.total}`;
   const left = word === "running" && run.pace_s ? `, about ${duration((run.total - run.step) * run.pace_s)} left` : "";
+  const now = word === "running" && run.now ? ` \u00b7 ${run.now.text}` : "";
   const held = run.held.y.length;
   return [title,
-    el("td", {}, el("span", { class: `pill ${word}` }, word), el("span", { class: "about" }, steps + left)),
+    el("td", {}, el("span", { class: `pill ${word}` }, word), el("span", { class: "about" }, steps + left + now)),
     el("td", { class: "held" }, held ? [el("strong", {}, fromTo(run.held.y)), sparkline(run.held)] : el("span", { class: "none" }, "none yet")),
     el("td", { class: "aside" }, run.started ? new Date(run.started).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "short" }) : ""),
     el("td", { class: "aside" }, duration(run.seconds))];

@@ -93,6 +93,20 @@ function runTable() {
   return el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Table of runs" }, el("table", {}, el("thead", {}, headings), el("tbody", {}, rows)));
 }
 
+// The settings that decide what a held-out score means; a run names its scorer, or a server that it reaches by a URL.
+const SCORED = [
+  "scorer.name", "reward", "thought_reward", "eval.prompts", "eval.num_prompts", "eval.samples_per_prompt", "eval.num_inference_steps",
+  "height", "width", "num_frames", "guidance_scale", "true_cfg_scale", "guidance", "max_new_tokens", "eval.temperature", "eval.top_p",
+];
+
+function scoredUnlike() {
+  const values = (name) => RUNS.map((run) => word(name.split(".").reduce((found, key) => (found || {})[key], run.config)));
+  const differ = SCORED.filter((name) => new Set(values(name)).size > 1);
+  if (!differ.length) return null;
+  const items = differ.map((name) => el("li", {}, el("code", {}, name), `: ${RUNS.map((run, i) => `${run.name} ${values(name)[i] || "none"}`).join(", ")}`));
+  return el("div", { class: "unlike", role: "note" }, el("strong", {}, "The scores of these runs are not comparable."), " They differ in", el("ul", {}, items));
+}
+
 function alarms() {
   const rows = RUNS.flatMap((run) => run.alarms.map((alarm) => ({ run, alarm })));
   if (!rows.length) return null;
@@ -195,7 +209,7 @@ function scoreRange() {
   const scores = [...pictures.map((picture) => picture && picture.reward), ...RUNS.flatMap((run) => run.groups.flatMap((g) => g.rewards))];
   const known = scores.filter((score) => score !== null);
   const [low, high] = [Math.min(...known), Math.max(...known)];
-  if (!known.length || (low >= 0 && high <= 1)) return { low: 0, high: 1 };
+  if (!known.length || (low >= 0 && high <= 1 && (high === 0 || high >= 0.01))) return { low: 0, high: 1 };
   return { low: low >= 0 && low < 0.6 * high ? 0 : low, high: high > low ? high : low + 1 };
 }
 
@@ -206,7 +220,9 @@ function scoreShare(score) {
 }
 
 function scoreText(score) {
-  return Math.max(Math.abs(RANGE.low), Math.abs(RANGE.high)) < 100 ? score.toFixed(2) : show(score);
+  const size = Math.max(Math.abs(RANGE.low), Math.abs(RANGE.high));
+  const places = Math.max(2, 1 - Math.floor(Math.log10(RANGE.high - RANGE.low)));  // which tell the scores apart
+  return places > 6 || (places === 2 && size >= 100) ? show(score) : score.toFixed(places);
 }
 
 function said(picture) {
@@ -523,5 +539,5 @@ function navigation(sections) {
 const EMPTY = RUNS.every((run) => !Object.keys(run.curves).length);
 const SECTIONS = [alarms(), rewardSection(), pictureSection(), groupSection(), policySection(), speedSection(), otherSection(), settingSection()];
 document.getElementById("page").replaceChildren(...[
-  head(), navigation(SECTIONS), MANY ? runTable() : tiles(RUNS[0]), EMPTY ? el("p", { class: "lead" }, "No step is logged yet.") : null, ...SECTIONS, foot(),
+  head(), navigation(SECTIONS), MANY ? runTable() : tiles(RUNS[0]), MANY ? scoredUnlike() : null, EMPTY ? el("p", { class: "lead" }, "No step is logged yet.") : null, ...SECTIONS, foot(),
 ].filter(Boolean));

@@ -9,20 +9,22 @@ handles the messages that it has, and ends. It has its own session, so that Ctrl
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import cache
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from omni_train.breaker import Guard
+from omni_train.terminal import one_line
 from safetensors.numpy import load, save
 
 from omni_rl.media.write import Media, few_frames
@@ -34,18 +36,20 @@ from omni_rl.report.folder import (
     host_media,
     host_references,
     write_eval,
+    write_now,
     write_samples,
 )
 from omni_rl.report.page import write_report
 from omni_rl.run.sinks import Sink, tracker
-from omni_rl.settings.cli import printable
 
 if TYPE_CHECKING:
     from omni_rl.report.folder import AllMedia
 
-MAX_SHARE = 0.25  # of the process's time for the page
+MAX_SHARE = 0.25  # of the process's time for the page after new lines
+NOW_S, NOW_SHARE = 10.0, 0.01  # seconds between two pages without new lines, and the most of the time for them
 WAIT_S = 60.0  # for evaluations that are being written
-MAX_WAITING = 3  # steps whose samples wait to be sent; older ones would soon be deleted anyway
+POLL_S = 1.0  # after which it is seen that an evaluation could not be sent
+MAX_WAITING = {"samples": 3, "now": 1}  # messages that wait to be sent; older ones would soon be replaced anyway
 Arrays = dict[str, np.ndarray]
 Message = tuple[dict[str, Any], Arrays]
 
@@ -54,7 +58,9 @@ class ReportProcess:
     """A sink of `omni_train.log.RunLog` that sends lines and samples to the report process, without waiting.
 
     Media must not be modified afterwards. If the process ends early, it warns once, and the run goes on without it.
-    The log closes it.
+    What fails in the process is a warning, and is tried again at the next step. The log closes it.
+
+    tracker_error: why a tracker could not be opened, "" if all could.
     """
 
     def __init__(self, folder: str | Path, track: str = "none", project: str = "omni-rl") -> None:
@@ -64,9 +70,6 @@ class ReportProcess:
             folder: of the run.
             track: the trackers, separated by commas, that get the metrics and the images of evaluations.
             project: name under which trackers group runs.
-
-        Raises:
-            ValueError: a tracker could not be opened.
         """
         self._folder = folder
         self._waiting: deque[Message] = deque()
@@ -78,8 +81,7 @@ class ReportProcess:
             fd = theirs.fileno()
             words = [sys.executable, "-P", "-m", "omni_rl.report.process", str(folder), track, project, str(fd)]
             self._process = subprocess.Popen(words, stdout=2, pass_fds=[fd], start_new_session=True)
-        if track != "none" and (error := self._answer()):
-            raise ValueError(f"--tracking.to must be a tracker that opens, got {track}: {error}")
+        self.tracker_error = "" if track == "none" else self._answer()
         self._thread = threading.Thread(target=self._send_all, daemon=True)
         self._thread.start()
 
@@ -91,8 +93,9 @@ class ReportProcess:
         """Send the samples of an evaluation, of which `omni_rl.report.write_eval` writes some."""
         self._warn_of_abstention(f"the evaluation after step {step}", samples)
         sent = range(min(MAX_SHEET, len(samples)))
-        self._due += 1
         self._put_samples("eval", step, samples, sent, host_media(media, samples, sent))
+        with self._change:
+            self._due += 1
 
     def show_samples(self, step: int, media: "AllMedia", samples: Sequence[Sample]) -> None:
         """Send the samples of a step that `omni_rl.report.write_samples` writes."""
@@ -102,16 +105,23 @@ class ReportProcess:
         sent = [i for indices in groups for i in indices]
         self._put_samples("samples", step, samples, sent, host_media(media, samples, shown))
 
+    def show_now(self, text: str) -> None:
+        """Send what the run does at present."""
+        self._put("now", text=text)
+
     def wait(self) -> None:
         """Wait until the samples of all evaluations are on the disk or the process has ended, at most `WAIT_S`."""
         deadline = time.monotonic() + WAIT_S
         while self._due:
-            if not self._connection.poll(max(0.0, deadline - time.monotonic())):
+            left_s = deadline - time.monotonic()
+            if self._connection.poll(max(0.0, min(left_s, POLL_S))):
+                if self._answer():
+                    return
+                with self._change:
+                    self._due -= 1
+            elif left_s <= 0:
                 _warn(f"an evaluation is not in {self._folder} after {WAIT_S:g} s: it is lost if the run is killed")
                 return
-            if self._answer():
-                return
-            self._due -= 1
 
     def close(self) -> None:
         """Wait until everything is written and the process has ended."""
@@ -147,30 +157,36 @@ class ReportProcess:
     def _put(self, kind: str, step: int = 0, arrays: Arrays | None = None, **content: object) -> None:
         with self._change:
             self._waiting.append(({"kind": kind, "step": step, **content}, arrays or {}))
-            samples = [i for i, (waiting, _) in enumerate(self._waiting) if waiting["kind"] == "samples"]
-            if len(samples) > MAX_WAITING:
-                del self._waiting[samples[0]]
+            same = [i for i, (waiting, _) in enumerate(self._waiting) if waiting["kind"] == kind]
+            if len(same) > MAX_WAITING.get(kind, math.inf):
+                del self._waiting[same[0]]
             self._change.notify()
 
     def _send_all(self) -> None:
-        kind = ""
+        kind, pictures = "", Guard("the samples of the report")
         while kind != "end":
             with self._change:
                 self._change.wait_for(lambda: self._waiting)
                 message, arrays = self._waiting.popleft()
+            kind = message["kind"]
             try:
-                self._connection.send_bytes(json.dumps(message, default=str).encode())
-                self._connection.send_bytes(save({name: np.ascontiguousarray(array) for name, array in arrays.items()}))
+                text = json.dumps(message, default=str).encode()
+                binary = save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
+                self._connection.send_bytes(text)
+                self._connection.send_bytes(binary)
             except OSError:
                 self._warn_of_loss()
-            kind = message["kind"]
+            except Exception as exc:  # of what a scorer's details may be
+                pictures.warn(f"{type(exc).__name__}: {exc}")
+                with self._change:
+                    self._due -= kind == "eval"
 
     def _warn_of_abstention(self, place: str, samples: Sequence[Sample]) -> None:
         """Print once in a run why a sample has no score; the page has the reasons of its samples."""
         reasons = [sample.abstained for sample in samples if sample.abstained]
         if reasons and not self._has_warned:
             self._has_warned = True
-            _warn(f"{len(reasons)} of {len(samples)} samples of {place} have no score; first: {printable(reasons[0])}")
+            _warn(f"{len(reasons)} of {len(samples)} samples of {place} have no score; first: {reasons[0]}")
 
     def _warn_of_loss(self) -> None:
         """Print once that the process has ended."""
@@ -182,46 +198,49 @@ class ReportProcess:
 def main(folder: str, track: str, project: str, fd: str) -> None:
     """Open the trackers, and follow the run to its end."""
     os.nice(5)  # training comes first
-    connection = Connection(int(fd))
-    try:
-        sinks = tracker(track, folder, project)
-    except Exception as exc:  # of any library
-        connection.send_bytes(" ".join(f"{type(exc).__name__}: {exc}".split()).encode())
-        return
+    connection, sinks, errors = Connection(int(fd)), list[tuple[Sink, Guard]](), list[str]()
+    for name in track.split(","):
+        try:
+            sinks += [(sink, Guard(f"the tracker {name}")) for sink in tracker(name, folder, project)]
+        except Exception as exc:  # of any library
+            errors.append(" ".join(f"{type(exc).__name__}: {exc}".split()))
     if track != "none":
-        connection.send_bytes(b"")
+        connection.send_bytes("; ".join(errors).encode())
+    page = Guard("the page of the report", remedy=f"to write it again: omni-rl report {folder}")
     try:
-        _follow(connection, Path(folder), sinks)
+        _follow(connection, Path(folder), sinks, page)
     except (EOFError, OSError):  # the run has died; its trackers see that it did not finish
         os._exit(0)
-    _write_page(Path(folder))
-    for sink in sinks:
-        with _guarded("the tracker failed"):
-            sink.close()
+    page(write_report, Path(folder))
+    for sink, guard in sinks:
+        guard(sink.close)
 
 
-def _follow(connection: Connection, folder: Path, sinks: Sequence[Sink]) -> None:
+def _follow(connection: Connection, folder: Path, sinks: Sequence[tuple[Sink, Guard]], page: Guard) -> None:
     """Handle messages until the last one, and write the page in between."""
-    is_stale, due = False, 0.0
+    due, next_s, later_s = math.inf, 0.0, 0.0  # of the page: when it is due, and the soonest after a line, or without
+    pictures, present = Guard("the samples of the report"), Guard("the progress in the report")
     while True:
         now = time.monotonic()
-        if is_stale and now >= due:
-            _write_page(folder)
-            is_stale, end = False, time.monotonic()
-            due = end + (end - now) * (1 / MAX_SHARE - 1)
-        elif connection.poll(due - now if is_stale else None):
+        if now >= due:
+            page(write_report, folder)
+            due, end = math.inf, time.monotonic()
+            next_s, later_s = end + (end - now) / MAX_SHARE, end + max(NOW_S, (end - now) / NOW_SHARE)
+        elif connection.poll(None if due == math.inf else due - now):
             message, arrays = json.loads(connection.recv_bytes()), load(connection.recv_bytes())
             kind, step = message["kind"], message["step"]
             if kind == "end":
+                present((folder / "now.json").unlink, missing_ok=True)
                 return
-            if kind == "log":
-                is_stale = True  # samples come before the line of their step
-                for sink in sinks:
-                    with _guarded("the tracker failed"):
-                        sink(step, message["metrics"])
+            if kind == "now":
+                due = min(due, later_s)
+                present(write_now, folder, message["text"])
+            elif kind == "log":
+                due = next_s  # samples come before the line of their step
+                for sink, guard in sinks:
+                    guard(sink, step, message["metrics"])
             else:
-                with _guarded(f"the samples of step {step} could not be written"):
-                    _write_images(folder, step, kind, message["samples"], arrays)
+                pictures(_write_images, folder, step, kind, message["samples"], arrays)
             if kind == "eval":
                 connection.send_bytes(b"")
 
@@ -233,22 +252,8 @@ def _write_images(folder: Path, step: int, kind: str, rows: Sequence[dict[str, A
     write(folder, step, media, samples)
 
 
-def _write_page(folder: Path) -> None:
-    with _guarded(f"the report of {folder} could not be written"):
-        write_report(folder)
-
-
-@contextmanager
-def _guarded(what: str) -> Iterator[None]:
-    """Print an error in the block, each distinct one once, and go on."""
-    try:
-        yield
-    except Exception as exc:  # of any library
-        _warn_once(f"{what}: {exc if isinstance(exc, OSError | ValueError) else f'{type(exc).__name__}: {exc}'}")
-
-
 def _warn(text: str) -> None:
-    print(f"WARNING: {text}", file=sys.stderr, flush=True)
+    print(f"WARNING: {one_line(text)}", file=sys.stderr, flush=True)
 
 
 _warn_once = cache(_warn)

@@ -28,6 +28,7 @@ from urllib.parse import quote
 
 import uvicorn
 from omni_reward.cli import bind
+from omni_reward.connections import configure
 from omni_reward.transport import is_loopback, names_loopback
 from omni_train.files import load_metrics
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
@@ -40,8 +41,9 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from omni_rl.report.data import MEDIA_TYPES, curve, outline, run_data
+from omni_rl.report.data import MEDIA_TYPES, curve, outline, read_now, run_data
 from omni_rl.report.page import embed, list_page, page
+from omni_rl.run.metrics import one_evaluation
 
 FILES = ("metrics.jsonl", "config.toml", "versions.jsonl")  # of a run that the list reads
 HOMES = {"eval", "samples"}  # folders of a run whose media are served
@@ -95,14 +97,15 @@ class Runs:
         for name, folder in self.find().items():
             with suppress(Exception):  # of any content; the list shows the error
                 line = _last_line(folder, _state(folder))
-                step.labels(self.title(name)).set(line["step"])
+                title = _encodable(self.title(name))
+                step.labels(title).set(line["step"])
                 for metric, value in line.items():
-                    values.labels(self.title(name), metric).set(value)
+                    values.labels(title, _encodable(metric)).set(value)
         return generate_latest(registry)
 
     def _outline(self, folder: Path) -> dict[str, Any]:
         try:
-            return _outline(folder, _state(folder))
+            return _outline(folder, _state(folder)) | {"now": read_now(folder)}
         except Exception as exc:  # of any content; the other runs are listed
             return {"error": str(exc).replace(f"{self.root}/", "")}
 
@@ -141,6 +144,11 @@ class Runs:
         raise HTTPException(404, "no such image, video or sound")
 
 
+def _encodable(text: str) -> str:
+    """Return the text with ? for what UTF-8 lacks, as JSON may name half a pair of surrogates."""
+    return text.encode(errors="replace").decode()
+
+
 def _state(folder: Path) -> State:
     """Return what changes when one of the run's files does."""
     stats = [path.stat() for name in FILES if (path := folder / name).exists()]
@@ -156,7 +164,7 @@ def _last_line(folder: Path, state: State) -> dict[str, float]:
 @lru_cache(MAX_RUNS)
 def _outline(folder: Path, state: State) -> dict[str, Any]:
     """Return the row of a run in the list. state: of its files, which are read again only if it changes."""
-    steps = load_metrics(folder / FILES[0])
+    steps = one_evaluation(load_metrics(folder / FILES[0]))
     found = outline(folder, steps)
     config, start = found["config"], found["starts"][-1] if found["starts"] else {}
     scripts = [Path(word).stem for word in start.get("command", "").split() if word.endswith(".py")]
@@ -238,9 +246,7 @@ class LiveServer(uvicorn.Server):
         token = "" if is_loopback(address) else secrets.token_urlsafe(24)
         name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
         self.url = f"http://{name}:{port}/{token and token + '/'}"
-        app, most = create_app(self.runs, host=host, token=token), MAX_CONNECTIONS
-        # h11 limits the size of headers. Addresses contain the token and are not logged.
-        super().__init__(uvicorn.Config(app, http="h11", log_config=None, access_log=False, limit_concurrency=most))
+        super().__init__(configure(create_app(self.runs, host=host, token=token), MAX_CONNECTIONS))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop; a response that is cut off, such as a paused video, is not an error."""

@@ -18,13 +18,15 @@ function last(items) {
 
 function isGoing(run) {
   const patience = 120 + 10 * (run.pace_s || 0);
-  return run.total !== null && run.step < run.total && Date.now() / 1000 - run.logged_at < patience;
+  const seen = Math.max(run.logged_at, run.now ? run.now.at : 0);
+  return run.total !== null && run.step < run.total && Date.now() / 1000 - seen < patience;
 }
 
 function status(run) {
   if (isGoing(run)) {
     const left = run.pace_s ? `, about ${duration((run.total - run.step) * run.pace_s)} left` : "";
-    return { word: "running", text: `step ${run.step} of ${run.total}${left}` };
+    const now = run.now ? ` \u00b7 ${run.now.text}` : "";
+    return { word: "running", text: `step ${run.step} of ${run.total}${left}${now}` };
   }
   const done = run.total !== null && run.step >= run.total;
   const of = run.total !== null && !done ? ` of ${run.total}` : "";

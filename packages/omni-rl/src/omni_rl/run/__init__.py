@@ -1,1 +1,1 @@
-"""A run: its start or continuation, its loop, and how it ends."""
+"""A run: how it starts or resumes, its loop, and how it ends."""

@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,12 +17,14 @@ from omni_reward import RewardError
 from omni_train.dist import is_lost_rank, shutdown, tell_failure
 from omni_train.kernels import has_own_attention
 from omni_train.signals import resume_command
+from omni_train.terminal import printable
 
 from omni_rl.flow.scorers import scorer_to_start
 from omni_rl.run.notify import announce
 from omni_rl.run.world import World
 from omni_rl.settings.args import RunArgs
 from omni_rl.settings.fields import values_of
+from omni_rl.settings.printing import print_mistake
 
 ArgsT = TypeVar("ArgsT", bound=RunArgs)
 
@@ -33,7 +36,9 @@ def launch(main: Callable[[ArgsT, World], None], args: ArgsT) -> None:
             from omni_rl.tools.plan import fit
 
             sys.exit(fit(main, args))
-        main(args, World.join(args))
+        world = World.join(args)
+        with closing(world.display) if world.display else nullcontext():
+            main(args, world)
         shutdown()
         return
     except (ValueError, OSError, ImportError) as exc:
@@ -53,7 +58,7 @@ def launch(main: Callable[[ArgsT, World], None], args: ArgsT) -> None:
 
 
 class BrokenRunError(RuntimeError):
-    """A run that cannot go on; its cause is what happened."""
+    """A run that cannot continue; its cause is the original error."""
 
     def __init__(self, phase: str, cause: BaseException) -> None:
         super().__init__(f"phase {phase}: {type(cause).__name__}: {cause}")
@@ -63,20 +68,20 @@ class BrokenRunError(RuntimeError):
 def say_mistake(mistake: Exception) -> None:
     """Print one line about a mistake in the settings."""
     if _speaks(tell_failure(str(mistake))):
-        print(f"{Path(sys.argv[0]).name}: error: {mistake}", file=sys.stderr, flush=True)
+        print_mistake(mistake)
 
 
 def say_failure(failure: BrokenRunError, args: RunArgs) -> None:
     """Print what broke where, what to change, and the command that continues what is no dry run.
 
-    The traceback comes first, unless a scorer or the disk failed.
+    The traceback comes first, unless a scorer, the disk or the store of --checkpoint-url failed.
     """
     is_echo = is_lost_rank(failure.cause)
     reports = tell_failure("" if is_echo else str(failure))
     if not _speaks(reports):
         return
-    if not (is_of_scorer(failure.cause) or is_of_disk(failure.cause)):
-        traceback.print_exception(failure.cause)
+    if not (is_of_scorer(failure.cause) or is_of_disk(failure.cause) or is_of_store(failure.cause, args)):
+        print(printable("".join(traceback.format_exception(failure.cause))), end="", file=sys.stderr)
     message = describe(reports, int(os.environ.get("WORLD_SIZE", "1")))
     where = f" in phase {failure.phase}" if is_echo else ""
     text = f"{Path(sys.argv[0]).name}: {message}{where}\n{advice(failure.cause, args)}"
@@ -107,6 +112,11 @@ def is_of_disk(error: BaseException) -> bool:
     return any(each in str(error) for each in words)
 
 
+def is_of_store(error: BaseException, args: RunArgs) -> bool:
+    """True if the store of --checkpoint-url failed, whose errors name its URL."""
+    return bool(args.checkpoint_url) and args.checkpoint_url.rstrip("/") in str(error)
+
+
 def advice(error: BaseException, args: RunArgs) -> str:
     """Return what to change, by the kind of error."""
     text = str(error)
@@ -129,6 +139,10 @@ def advice(error: BaseException, args: RunArgs) -> str:
         return "The kernels of --attention do not take these inputs, such as a mask or float32: try --attention auto."
     if "does not have a deterministic implementation" in text:
         return "The device can take this gradient only in ways that do not repeat their bits: add --no-deterministic."
+    if is_of_store(error, args) and "was taken by" in text:
+        return "Another run goes on with --checkpoint-url: end one of them, or give one another URL and --name."
+    if is_of_store(error, args):
+        return "The store of --checkpoint-url refused or did not answer: look at its rights, its space and the network."
     if isinstance(error, OSError) or is_of_disk(error):
         return "The machine refused: look at the free space and the rights of the disk that holds runs/."
     if "ratio must be 1" in text:
@@ -140,7 +154,7 @@ def advice(error: BaseException, args: RunArgs) -> str:
 
 
 def advice_on_ratio(args: RunArgs) -> str:
-    """Return the trainer's flags, of those that its device takes, by which the ratio may become 1 or a run go on."""
+    """Return the trainer's flags, supported by its device, that may make the ratio 1 or let a run continue."""
     given, device = values_of(args), torch.accelerator.current_accelerator(check_available=True)
     own = "--old-log-prob recompute with " if "old_log_prob" in given else ""
     ways = {

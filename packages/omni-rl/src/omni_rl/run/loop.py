@@ -11,6 +11,7 @@ With `--draw-ahead K` a step is sampled K updates before its own, so that its sc
 where a run is saved or evaluated: a checkpoint holds none, and a step's number says how old its samples are.
 """
 
+import math
 import shutil
 import sys
 import time
@@ -23,21 +24,25 @@ from types import TracebackType
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from omni_reward import RewardError
+from omni_train.breaker import Breaker
 from omni_train.dist import gather_json, same_error
-from omni_train.files import load_metrics, write_folder_atomically
+from omni_train.files import load_metrics, read_jsonl, write_folder_atomically
 from omni_train.flops import peak_tflops
+from omni_train.progress import begin
 from omni_train.signals import catch_stop, resume_command
+from omni_train.weights.card import model_card
 
-from omni_rl.flow.evals import HeldOut, Shown, evaluate
+from omni_rl.flow.evals import HeldOut, Shown, date_evaluations, evaluate, mixed, starts_of
+from omni_rl.media.write import readable
 from omni_rl.report.folder import command_line
 from omni_rl.run.alarms import Alarm, Watch
 from omni_rl.run.failures import BrokenRunError
-from omni_rl.run.metrics import GOLD_REWARD, error_of, falls
-from omni_rl.run.notify import announce
+from omni_rl.run.metrics import GOLD_REWARD, SETTINGS_SINCE, error_of, falls, one_evaluation
+from omni_rl.run.notify import announce, say
 from omni_rl.run.run import AnyRun, Step
 from omni_rl.run.serve import serve
 from omni_rl.settings.args import next_end, secret_flags, without_secrets
-from omni_rl.settings.early import LOSS_SCALE
+from omni_rl.settings.early import EVALS, LOSS_SCALE
 from omni_rl.settings.fields import change, flat
 
 RunT = TypeVar("RunT", bound=AnyRun)
@@ -62,11 +67,11 @@ class Loop(Generic[RunT]):
         self._in_step = False  # whether the trainer's own lines run
         self._ahead = deque[Step]()  # steps whose samples wait
         self._asked = False  # whether to stop, once no samples wait
-        self._alarms = Watch()
+        self._watch, self._alarms = Watch(), Breaker("the alarms")
         self._evals: list[Mapping[str, float]] = []  # lines with a held-out score, in step order
         self._golds: list[Gold] = []  # in step order, the same on every rank
         self._unjudged: dict[str, float] = {}  # the last line, if its evaluation is due still
-        self._peak_tflops = peak_tflops(run.dist.device)
+        self._peak_tflops = Breaker("the peak of the device")(peak_tflops, run.dist.device)
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
@@ -79,11 +84,12 @@ class Loop(Generic[RunT]):
         ):
             self._unjudged = lines.pop()
         self._unjudged = gather_json(self.run.dist, self._unjudged)[0]
-        for line in lines:
-            self._alarms(line)
+        for line in one_evaluation(lines, self._date_evaluations()):
+            self._alarms(self._watch, line)
             self._evals += [line] if "eval/reward" in line else []
             self._golds += gold_of(line)
         self._golds = [Gold(*gold) for gold in gather_json(self.run.dist, self._golds)[0]]
+        begin("")
         self.run.session.checkpoints.pinned = best = best_of(self._golds)
         with same_error(self.run.dist):
             if best and self.run.dist.is_main:
@@ -111,8 +117,15 @@ class Loop(Generic[RunT]):
     def __iter__(self) -> Iterator[Step]:
         return iter(self.run.world.steps(self.run, self._left()))
 
+    def _date_evaluations(self) -> dict[str, float]:
+        """Note in the checkpoints from which step on each set is evaluated as now; return it as `sinces` does."""
+        config, now = self.run.session.config, max(0, self._done + (not self._unjudged))
+        then: Mapping[str, object] = config.get(EVALS, {})  # type: ignore[assignment]  # as an earlier start wrote it
+        config[EVALS] = found = date_evaluations(self.run.held_out, then, now)
+        return starts_of(found)
+
     def sampled_by(self, roll_out: Callable[[RunT, Step], T]) -> Iterator[tuple[Step, T]]:
-        """Yield each step that is left with its samples, which are sampled at most `--draw-ahead` updates before.
+        """Yield each remaining step with its samples, sampled at most `--draw-ahead` updates before.
 
         roll_out: `(run, step) -> samples`, by weights of `step.version`.
 
@@ -164,17 +177,19 @@ class Loop(Generic[RunT]):
             if run.load:
                 run.load.clear()
             self._in_step = True
+            begin(f"step {number + 1}")
             yield step
             step.settle()  # where no optimizer step was tried
             self._in_step = False
+            begin("")
             if not step.has_signal and run.dist.is_main:
-                print(f"step {number + 1}: no sample has a signal, so no optimizer step was taken", flush=True)
+                say(f"step {number + 1}: no sample has a signal, so no optimizer step was taken")
             step.metrics["reward/busy_s"] = run.scorer.busy_s - busy_s + run.counts["busy_ms"] / 1000
             step.metrics |= run.memory("", peak=True)
             step.metrics |= costs(run, time.process_time() - cpu_s)
-            if run.model.boundary:
+            if run.model.boundary and not run.breakers.calls.has_failed:
                 step.metrics |= {f"policy/forwards_{name}": float(run.counts[name]) for name in run.model.nets}
-            step.metrics |= run.load.metrics() if run.load else {}
+            step.metrics |= (run.breakers.load(run.load.metrics) or {}) if run.load else {}
             stopping = self._finish(step)
         if self._done == args.train_steps:
             self._conclude("report, weights and metrics")
@@ -194,7 +209,7 @@ class Loop(Generic[RunT]):
             scores = [line[held.metric("reward")] for line in self._evals if held.metric("reward") in line]
             if scores:
                 ends = scores[:: max(1, len(scores) - 1)]  # first and last
-                changes.append(f"{held.name or 'held-out score'} {' -> '.join(f'{score:.3f}' for score in ends)}")
+                changes.append(f"{held.name or 'held-out score'} {' -> '.join(readable(score, 3) for score in ends)}")
         if self.run.dist.is_main:
             scored = ", ".join(changes) or "no held-out score"
             announce(f"{scored}; {written} in {self.run.session.folder}", self.run.args)
@@ -207,7 +222,8 @@ class Loop(Generic[RunT]):
             config = run.session.config
             if run.policy.scaler:
                 config = config | {LOSS_SCALE: run.policy.scaler.state_dict()}
-            save(self._done, run.policy.net, run.policy.optimizer, run.policy.averages, config=config)
+            state = run.policy.net, run.policy.optimizer, run.policy.averages
+            save(self._done, *state, config=config)
             self._saved = self._done
             run.session.checkpoints.pinned = best_of(self._golds)  # once that save has begun: an older best stays whole
 
@@ -220,7 +236,8 @@ class Loop(Generic[RunT]):
         """Evaluate, log and save when due; return True if the run has been asked to stop."""
         run, args, done = self.run, self.run.args, step.number + 1
         num_drawn = run.counts["drawn"] / run.dist.context  # an evaluation draws more
-        flops = {name: n / run.dist.context for name, n in run.flops.total(run.calls).items()} if run.flops else {}
+        counted = run.flops.total(run.calls) if run.flops and not run.breakers.calls.has_failed else {}
+        flops = {name: n / run.dist.context for name, n in counted.items()}
         log = partial(run.session.log.log, num_samples=num_drawn, flops=flops, peak_tflops=self._peak_tflops)
         if self._is_evaluated(done):
             try:
@@ -239,7 +256,7 @@ class Loop(Generic[RunT]):
         log(done, step.metrics)
         self._done = done
         if run.dist.is_main:
-            for alarm in self._alarms({"step": done} | step.metrics):
+            for alarm in self._alarms(self._watch, {"step": done} | step.metrics) or ():
                 announce(_alarm_text(done, alarm), args, sys.stderr)
         scores, errors = [gold.score for gold in self._golds], [gold.error for gold in self._golds]
         has_fallen = (
@@ -259,20 +276,26 @@ class Loop(Generic[RunT]):
         if has_fallen and run.dist.is_main:
             best = best_of(self._golds)
             where = f", whose weights are in {run.session.folder / 'best'}" if best else ", the model as it was given"
-            announce(f"--stop-on {args.eval.stop_on}: the gold score has fallen since step {best}{where}", args)
+            announce(f"--eval.stop-on {args.eval.stop_on}: the gold score has fallen since step {best}{where}", args)
         if stopping and done < args.train_steps and run.dist.is_main:
             announce(f"stopped after step {done}", args, more=f"; this continues:\n{resume_command()}")
         return stopping
 
 
 def costs(run: AnyRun, cpu_s: float) -> dict[str, float]:
-    """Return metrics of what a step took on all ranks. cpu_s: CPU seconds of this one."""
+    """Return metrics of the cost of a step on all ranks, if all report it. cpu_s: CPU seconds of this rank."""
+    names = ("perf/forwards", "perf/backwards", "perf/cpu_s")
+    own = run.breakers.calls(own_costs, run, cpu_s) or [math.nan] * len(names)  # other ranks wait for what this one has
+    sums = map(sum, zip(*gather_json(run.dist, own), strict=True))
+    return {name: total for name, total in zip(names, sums, strict=True) if not math.isnan(total)}
+
+
+def own_costs(run: AnyRun, cpu_s: float) -> list[float]:
+    """Return the forwards and backwards of samples, and the CPU seconds, of this rank."""
     with_gradients = sum(samples for (_, has_gradient, _), samples in run.calls.items() if has_gradient)
     samples = [count / run.dist.context for count in (sum(run.calls.values()), with_gradients)]
     samples[0] += run.counts["forwards"]  # of ranks that only sample
-    by_rank = gather_json(run.dist, [*samples, cpu_s + run.counts["cpu_ms"] / 1000])
-    names, sums = ("perf/forwards", "perf/backwards", "perf/cpu_s"), map(sum, zip(*by_rank, strict=True))
-    return dict(zip(names, sums, strict=True))
+    return [*samples, cpu_s + run.counts["cpu_ms"] / 1000]
 
 
 def is_judged(line: Mapping[str, float]) -> bool:
@@ -293,14 +316,15 @@ def hold_out(run: AnyRun, done: int, evals: list[Mapping[str, float]]) -> dict[s
     with run.policy.ema.applied():
         run.sync_weights(done)
         metrics, shown = evaluate(run.held_out, partial(_evaluate_set, run))
-        if run.session.report:
-            run.session.report.show_eval(done, *shown)
-        evals += [metrics] if "eval/reward" in metrics else []
+        metrics |= settings_since(run)
+        if report := run.session.report:
+            run.breakers.pictures(lambda: report.show_eval(done, *mixed(shown)))
+        evals += [{"step": done} | metrics] if "eval/reward" in metrics else []
         if done and not run.args.eval.only:
             if run.args.checkpoint_url:
                 run.session.checkpoints.wait()  # a save in progress sends the weights before
-            card = _model_card(run, evals) if "eval/reward" in metrics else None
-            run.export(run, card)
+            has_card = run.dist.is_main and "eval/reward" in metrics
+            run.export(run, run.breakers.card(_model_card, run, evals) if has_card else None)
     run.sync_weights(done)
     return metrics
 
@@ -308,6 +332,16 @@ def hold_out(run: AnyRun, done: int, evals: list[Mapping[str, float]]) -> dict[s
 def _evaluate_set(run: AnyRun, held: HeldOut[Any, Any]) -> tuple[dict[str, float], Shown]:
     size = held.batch_size(run.args.batch_size, run.dist.num_shares)
     return run.evaluate_set(replace(run, args=change(run.args, batch_size=size)), held)
+
+
+def settings_since(run: AnyRun) -> dict[str, float]:
+    """Return the metrics that tell from which step on each set, also one left out since, is evaluated as it was last.
+
+    There are none if all are since the start.
+    """
+    dates: Mapping[str, tuple[str, int]] = run.session.config.get(EVALS, {})  # type: ignore[assignment]  # of the loop
+    found = {f"{start}{SETTINGS_SINCE}": since for start, since in starts_of(dates).items()}
+    return found if any(found.values()) and not run.args.eval.only else {}
 
 
 def gold_of(line: Mapping[str, float]) -> list[Gold]:
@@ -330,21 +364,30 @@ def keep_best(run: AnyRun) -> None:
 
 
 def _model_card(run: AnyRun, evals: Sequence[Mapping[str, float]]) -> dict[str, object]:
-    """Return the facts of the model card, with the latest held-out scores."""
-    first = {"held-out, base": evals[0]["eval/reward"]} if run.args.eval.first and len(evals) > 1 else {}
+    """Return the facts of the model card, with the latest held-out scores.
+
+    Raises:
+        ValueError: they make no card, as a score is not finite.
+    """
+    first = {"held-out, base": evals[0]["eval/reward"]} if evals[0]["step"] == 0 and len(evals) > 1 else {}
     more = {
         f"held-out, {h.name}": evals[-1][h.metric("reward")]
         for h in run.held_out[1:]
         if h.metric("reward") in evals[-1]
     }
     plain, settings = flat(type(run.args)()), flat(without_secrets(run.args))
-    return {
+    path = run.session.folder / "versions.jsonl"  # which is missing where its record failed
+    now = {"command": command_line(sys.argv, hide=secret_flags(run.args))}
+    starts = dict.fromkeys(str(start["command"]) for start in (read_jsonl(path) if path.exists() else [now]))
+    facts: dict[str, object] = {
         "base": run.base,
         "algorithm": run.algorithm,
         "settings": {name: value for name, value in settings.items() if value != plain[name]},
         "scores": {"held-out": evals[-1]["eval/reward"], **first, **more},
-        "command": command_line(sys.argv, hide=secret_flags(run.args)),
+        "command": "\n".join(starts),
     }
+    model_card(facts, is_lora=bool(run.args.lora.rank))
+    return facts
 
 
 def _alarm_text(done: int, alarm: Alarm) -> str:

@@ -1,7 +1,7 @@
-"""Runs that draw images, videos or sound: what they read, and what scores, samples, evaluates and exports."""
+"""Runs that generate images, videos or sound: inputs, scorers, sampling, evaluation and export."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,33 +9,39 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
-from omni_rollout import Engine, Model, Params
+import torch
+from omni_rollout import Engine, Model, Params, Prompt
 from omni_rollout.conditioning import TextCache
 from omni_rollout.decoding import in_slices, in_tiles, num_decoded
 from omni_rollout.model import wrap
 from omni_rollout.models import open_model
 from omni_rollout.models.routing import replay_routes, routing_of
 from omni_rollout.sampler import check_images
-from omni_train.dist import divide
+from omni_rollout.types import Cond, Parts
+from omni_sched import Transition
+from omni_train import progress
+from omni_train.dist import Dist, divide, same_error
 from omni_train.files import probe_digest
 from omni_train.prepare import Preparation, adapt
-from omni_train.prompts.files import PromptRecord, load_prompts
-from omni_train.weights.full import LORA_FILE, check_adapter, check_weights, homes, save_weights, saved_files
-from torch import nn
+from omni_train.progress import advance, doing
+from omni_train.prompts.files import PromptRecord
+from omni_train.weights.adapters import check_adapter, find_adapter
+from omni_train.weights.full import check_weights, homes, save_weights, saved_files
+from torch import Tensor, nn
 
-from omni_rl.flow.sampling import evaluate_set
-from omni_rl.flow.scorers import Scorer, abstaining
+from omni_rl.flow.scorers import Scorer, abstaining, check_gradable
 from omni_rl.media.images import reference_sizes
-from omni_rl.run.run import MediaRun, first_input
+from omni_rl.run.run import MediaRun
+from omni_rl.run.session import Session
 from omni_rl.run.start import (
     Inputs,
-    Kind,
-    Needs,
-    beside,
+    check_alike,
+    graded_by_run,
     model_place,
     open_set_scorers,
     preparation,
     read_sets,
+    with_policies,
 )
 from omni_rl.run.world import World
 from omni_rl.settings.args import (
@@ -44,11 +50,14 @@ from omni_rl.settings.args import (
     MediaArgs,
     ScoredArgs,
     WindowArgs,
+    load_records,
     offloaded,
     parse_numbers,
     read_prompts,
 )
-from omni_rl.settings.fields import flag, require
+from omni_rl.settings.fields import as_flags, flag, flag_of, flags_by_name, require, values_of
+
+MIN_NOISE = 1000  # steps of float32 that the noise of a trained step has: rounding is at most 3e-4 of its gradient
 
 ModelT = TypeVar("ModelT", bound=Model)
 ParamsT = TypeVar("ParamsT", bound=Params)
@@ -68,33 +77,54 @@ def params_of(args: MediaArgs) -> Params:
     )
 
 
-def read(args: MediaArgs, world: World, needs: Needs) -> Inputs[Model, Params]:
+def read_media(
+    args: MediaArgs,
+    world: World,
+    *,
+    beside: Collection[str] = (),
+    steps: tuple[int, int] | None = None,
+    rule: Callable[..., Transition] | None = None,
+    routes: bool = False,
+    scored: bool = True,
+) -> Inputs[Model, Params]:
     """Read what a run of media starts from.
+
+    beside: policies beside the trained one, as in `Inputs`. steps: the first of the schedule that is trained at, and
+    one past the last. rule: of stochastic steps, as in `window_params`. routes: True if the routes of a mixture of
+    experts are replayed. scored: False if only evaluations ask the scorer.
 
     Raises:
         ValueError: some file is missing, incomplete or malformed, or the model does not fit the settings; the message
-            begins with the flag.
+            begins with the flag; the same on every rank.
     """
-    with flag("--model: "):
-        model = open_model(model_place(args))
-    params = params_of(args)
-    eval_params = replace(params, num_inference_steps=args.eval.num_inference_steps)
-    return read_all(args, world, needs, model, params, eval_params)
+    progress.begin("reading the model and the prompts")
+    with same_error(world.whole):
+        with flag("--model: "):
+            model = open_model(model_place(args))
+        params = params_of(args)
+        eval_params = replace(params, num_inference_steps=args.eval.num_inference_steps)
+        inputs = read_all(args, world, model, params, eval_params, scored=scored)
+        check_trained(args, inputs, steps, rule)
+        require(
+            (not routes or routing_of(model.empty_net()), "--route-replay needs a model that is a mixture of experts")
+        )
+        return with_policies(inputs, beside)
 
 
 def read_all(
     args: MediaArgs,
     world: World,
-    needs: Needs,
     model: ModelT,
     params: ParamsT,
     eval_params: ParamsT,
     check: Callable[[PromptRecord], None] = lambda record: None,
     check_graded: Callable[[PromptRecord], None] = lambda record: None,
+    scored: bool = True,
 ) -> Inputs[ModelT, ParamsT]:
     """Read all but the model itself.
 
-    check: called with each prompt, too. check_graded: with each that the run's own scorer grades.
+    check: called with each prompt, too. check_graded: with each that the run's own scorer grades. scored: as in
+    `read_media`.
     """
     trained = {name: part for name, part in model.nets.items() if args.train_experts in ("both", name)}
     check_model(args, world, model, trained, params, eval_params)
@@ -122,11 +152,6 @@ def read_all(
     prompts, records = read_prompts(args, check_whole, check_whole)
     sets = read_sets(args, records, eval_params, check_record, check_whole, model.check)
     files, adapters = read_start(args, model, how)
-    teachers = read_teachers(args, needs, model, how, trained)
-    if needs.teaching:
-        with flag("--teacher-guidance-scale and --teacher-true-cfg-scale: "):
-            model.check(needs.teaching(params))
-    check_steps(args, model, params, needs.steps, trained)
     has_streams = isinstance(args, JudgedArgs) and args.has_streams
     streams = model.streams(params) if has_streams else {}
     require(
@@ -134,15 +159,11 @@ def read_all(
          "--streams.sound-weight and --streams.reward-media need a model that draws video with sound"),
         (not has_streams or len(sizes) == 1,
          "--streams.sound-weight and --streams.reward-media need prompts of one size"),
-        (not needs.routes or routing_of(model.empty_net()),
-         "--route-replay needs a model that is a mixture of experts"),
     )  # fmt: skip
-    training = load_prompts(args.prompts, media_root=args.media_root)
+    training = load_records(args, args.prompts)
+    check_gradable(args, graded_by_run(args, training if scored else (), sets), prints=world.dist.is_main)
     images = sorted({image for record in training for image in record.images})
-    homes_of = [home for found in teachers.values() for home in found.values()]
-    weights = [file for home in homes_of for file in ([home / LORA_FILE] if args.lora.rank else saved_files(home))]
     config: dict[str, object] = {"images_digest": probe_digest(images, num_blocks=1)} if images else {}
-    config |= {"teachers_digest": probe_digest(weights)} if teachers else {}
     latents = [model.latent_shape(params.of_size(size)) for size in sorted(sizes)]
     low_lr = args.optim.low_expert_lr
     return Inputs(
@@ -151,13 +172,12 @@ def read_all(
         prompts,
         sets,
         canary_of(args.frame_rate, [*records, *training]),
-        beside(how, needs, adapters),
+        how,
         f"{model.__class__.__name__}, latents {' and '.join(map(str, latents))}",
         trained,
         config,
         files,
         adapters,
-        teachers=teachers,
         lr_scales={} if low_lr is None else {"low": low_lr / (args.lr or 1.0)},
         streams={medium: streams[medium] for medium in STREAMS} if streams else {},
         sizes=sizes,
@@ -170,7 +190,9 @@ def check_model(
     """Raise ValueError unless the model is whole and fits the settings. params, eval_params: what it samples with."""
     only = " or ".join(("both", *filter(None, model.nets)))
     model.context = args.sharding.context_parallel
-    with flag("--sharding.context-parallel: "):
+    options = {name: f"--guidance {name}" for name in model.OPTIONS}
+    context = {"context": "--sharding.context-parallel"}
+    with as_flags(context):
         model.check_context()
     require(
         (trained, f"--train-experts must be {only} for this model, got {args.train_experts}"),
@@ -184,12 +206,26 @@ def check_model(
     model.host_encoders = "encoder" in offloaded(args)
     kind = model.config["_class_name"]
     require((model.encoders or not model.host_encoders, f"--memory.offload encoder: a {kind} has no text encoder"))
-    with flag("--"):  # the message itself begins with height, width or another setting
-        for each in (params, eval_params):
+    for each, group in ((params, ""), (eval_params, "eval")):
+        with as_flags(options | flags_by_name(type(args), group) | context):
             model.check(each)
     with flag("--model: "):
         model.sigmas(params)
         world.check_files(model)  # last, as it imports the libraries that make the parts
+
+
+def check_trained(
+    args: MediaArgs,
+    inputs: Inputs[Any, Any],
+    steps: tuple[int, int] | None,
+    rule: Callable[..., Transition] | None,
+) -> None:
+    """Raise ValueError for trained steps at which another expert runs, or whose noise is lost; as in `read_media`."""
+    model, params = inputs.model, inputs.base_params
+    check_steps(args, model, params, steps, inputs.trained)
+    if rule and steps:
+        for size in sorted(inputs.sizes):
+            check_noise(args, rule, model.sigmas(params.of_size(size)), steps)
 
 
 def check_steps(
@@ -207,6 +243,32 @@ def check_steps(
     which, last = args.train_experts, steps[1] - 1
     rule = f"--train-experts {which} takes steps {least} to {most - 1} of {len(high)}, got trained steps"
     require((least <= steps[0] and last < most, f"{rule} {steps[0]} to {last}"))
+
+
+def check_noise(args: MediaArgs, rule: Callable[..., Transition], sigmas: Tensor, steps: tuple[int, int]) -> None:
+    """Raise ValueError if the noise of a step that may be trained is below the rounding of its latents.
+
+    The latents begin at a size of 1, and grow as the stochastic steps of a window make them grow without a velocity.
+
+    rule: of a step. sigmas: of the schedule. steps: the first that may be trained, and one past the last.
+    """
+    given, (first, end) = values_of(args), steps
+    level, window = given["noise_level"], given.get("window_size") or end - first
+    ones = torch.ones(end - first, 1)
+    nothing = torch.zeros_like(ones)
+    taken = rule(nothing, ones, sigmas[first:end], sigmas[first + 1 : end + 1], noise_level=level, noise=nothing)
+    std, kept = taken.std.double(), taken.mean[:, 0].double()
+    growth = (kept.square() + std.square()).sqrt().clamp(min=1).log().cumsum(dim=0)
+    sizes = (growth - torch.cat([torch.zeros(window), growth])[: len(growth)]).exp()
+    counts = std / (sizes * torch.finfo(torch.float32).eps)
+    k = int(counts.argmin())
+    way = "higher" if sizes[k] < 10 else "lower"
+    require(
+        (counts[k] >= MIN_NOISE,
+         f"--noise-level must be {way}, as float32 must keep {MIN_NOISE} steps of each trained step's noise, got "
+         f"{level:g}: it keeps {counts[k]:.2g} in step {first + k}, where the noise has a standard deviation of "
+         f"{std[k]:.2g} and the latents one of {sizes[k]:.2g}")
+    )  # fmt: skip
 
 
 def read_start(args: MediaArgs, model: Model, how: Preparation) -> tuple[dict[str, Sequence[Path]], dict[str, Path]]:
@@ -231,12 +293,37 @@ def read_start(args: MediaArgs, model: Model, how: Preparation) -> tuple[dict[st
 
 
 def read_teachers(
-    args: MediaArgs, needs: Needs, model: Model, how: Preparation, trained: Mapping[str, str]
+    args: MediaArgs,
+    world: World,
+    inputs: Inputs[Model, Params],
+    folders: Mapping[str, str],
+    teaching: Callable[[Params], Params],
+) -> None:
+    """Check the weights of the teachers, which have the form of what is trained, and note them in the inputs.
+
+    folders: of weights by name, for `Policy.teacher`. teaching: what teachers sample with, of what the run samples
+    with.
+
+    Raises:
+        ValueError: weights are missing or do not fit; the same on every rank.
+    """
+    with same_error(world.whole):
+        teachers = teachers_of(args, inputs, folders)
+        with as_flags({name: flag_of(f"teacher_{name}") for name in ("guidance_scale", "true_cfg_scale")}):
+            inputs.model.check(teaching(inputs.base_params))
+        homes_of = [home for found in teachers.values() for home in found.values()]
+        weights = [file for home in homes_of for file in saved_files(home) or filter(None, [find_adapter(home)])]
+        inputs.config |= {"teachers_digest": probe_digest(weights)} if teachers else {}
+        with_policies(inputs, inputs.beside, teachers)
+
+
+def teachers_of(
+    args: MediaArgs, inputs: Inputs[Model, Params], folders: Mapping[str, str]
 ) -> dict[str, dict[str, Path]]:
-    """Check the weights of the teachers, which have the form of what is trained; their folders by name and expert."""
-    teachers = dict[str, dict[str, Path]]()
-    net = adapt(model.empty_net(), how) if needs.teachers else nn.Module()
-    for name, folder in needs.teachers.items():
+    """Return the folders of the teachers' weights by name and expert."""
+    model, trained, teachers = inputs.model, inputs.trained, dict[str, dict[str, Path]]()
+    net = adapt(model.empty_net(), inputs.how) if folders else nn.Module()
+    for name, folder in folders.items():
         with flag(f"--teachers: {name}: "):
             teachers[name] = found = homes(folder, model.nets)
             which = " or ".join(trained)
@@ -258,42 +345,63 @@ def open_scorer(
     args: MediaArgs,
     world: World,
     inputs: Inputs[Any, Any],
-    needs: Needs,
+    session: Session,
+    *,
+    own: Callable[[Dist, Sequence[str]], Scorer] | None = None,
+    scored: bool = True,
     meta: Mapping[str, object] = MappingProxyType({}),
-) -> tuple[Scorer, str, Scorer | None]:
-    """Open what scores samples, and what else evaluations ask; with the name and version of the first.
+) -> Scorer:
+    """Return what scores samples; open what else evaluations ask, and note it in the inputs.
 
-    meta: that all samples have beside their prompts'.
+    own: opens another scorer than --scorer.url, of media of these kinds. scored: as in `read_media`. meta: that all
+    samples have beside their prompts'.
+
+    Raises:
+        ValueError: a scorer does not answer, does not fit, or is not the one that the run began with.
     """
+    with same_error(world.whole):
+        scorer, version = connect_scorers(args, world, inputs, own, scored, meta)
+        session.name_scorer(args, version)
+    check_alike(world.whole, {"scorer": version})  # each machine may have a server of its own
+    return scorer
+
+
+def connect_scorers(
+    args: MediaArgs,
+    world: World,
+    inputs: Inputs[Any, Any],
+    own: Callable[[Dist, Sequence[str]], Scorer] | None,
+    scored: bool,
+    meta: Mapping[str, object],
+) -> tuple[Scorer, str]:
+    """Return what `open_scorer` returns, and its name and version."""
     kinds = inputs.model.MEDIA
     image = np.full((1, *max(inputs.sizes, key=math.prod), 3), 127, np.uint8)
     grey = {"image": image, "video": np.repeat(image[:, None], args.num_frames, axis=1)}
     ask = partial(world.connect, args=args, kinds=kinds, samples=grey)
     canary = _with(meta, inputs.canary)
-    watch: Scorer | None = None
     if args.scorer.watch_url:
-        watch, _ = ask(args.scorer.watch_url, canary=canary, name="--scorer.watch-url")
+        inputs.watch, _ = ask(args.scorer.watch_url, canary=canary, name="--scorer.watch-url")
     scorer: Scorer = abstaining()
     version, url = "", args.scorer.url if isinstance(args, ScoredArgs) else ""
-    parts = dict.fromkeys(needs.gate_parts.split(",") if needs.gate_parts else (), "--gate-parts")
-    if isinstance(args, JudgedArgs):
-        parts |= dict.fromkeys(parse_numbers(args.reward_parts, "--reward-parts"), "--reward-parts")
-    if needs.scorer:
-        scorer = needs.scorer(world.dist, kinds)
+    graded = parse_numbers(args.reward_parts, "--reward-parts") if isinstance(args, JudgedArgs) else ()
+    parts = dict.fromkeys(graded, "--reward-parts")
+    if own:
+        scorer = own(world.dist, kinds)
     elif url or args.dry_run:  # of a plan
         scorer, version = ask(url, canary=canary, parts=parts)
 
-    def connect(url: str, name: str, records: Sequence[PromptRecord]) -> Scorer:
-        return ask(url, canary=_with(meta, canary_of(args.frame_rate, records)), name=name)[0]
+    def connect(url: str, name: str, records: Sequence[PromptRecord]) -> tuple[Scorer, str]:
+        return ask(url, canary=_with(meta, canary_of(args.frame_rate, records)), name=name)
 
     open_set_scorers(args, inputs.held_out, connect)
-    whole = {"--group-size": args.group_size} if scorer.takes_groups and needs.scored else {}
+    whole = {"--group-size": args.group_size} if scorer.takes_groups and scored else {}
     for number, held in enumerate(inputs.held_out):
         name = f"eval.sets[{number}].samples_per_prompt" if number else "--eval.samples-per-prompt"
-        asked = held.scorer or scorer, *([watch] if watch else [])
+        asked = held.scorer or scorer, *([inputs.watch] if inputs.watch else [])
         whole |= {name: held.samples} if any(one.takes_groups for one in asked) else {}
     check_groups(args, world.dist.num_shares, whole)
-    return scorer, version, watch
+    return scorer, version
 
 
 def check_groups(args: MediaArgs, ranks: int, whole: Mapping[str, int]) -> None:
@@ -319,32 +427,25 @@ def _with(meta: Mapping[str, object], record: PromptRecord) -> PromptRecord:
     return replace(record, meta={**record.meta, **meta})
 
 
-def source(
-    inputs: Inputs[Any, Any], how: Preparation, files: Mapping[str, Sequence[Path]]
-) -> tuple[nn.Module, dict[str, Sequence[Path]] | None]:
-    """Return the net on the meta device, and the files with its weights: these, or the checkpoint's own."""
-    model: Model = inputs.model
-    net = model.empty_net(buffers=True)
-    if not model.reads_weights:
-        return net, None
-    return net, {name: files.get(name) or model.weight_files(part) for name, part in model.nets.items()}
-
-
 def open_engine(
-    args: MediaArgs, world: World, inputs: Inputs[Any, Any], net: nn.Module, needs: Needs
+    args: MediaArgs, world: World, inputs: Inputs[Any, Any], net: nn.Module, *, routes: bool = False
 ) -> tuple[Model, Engine]:
-    """Return the engine, and the model as updates call it."""
+    """Return the model as updates call it, and the engine. routes: as in `read_media`."""
     model = decoding(args, inputs, world.watched(inputs.model))
     texts = TextCache(args.memory.text_cache_mb, args.memory.text_cache)
     how = inputs.how.dtype, args.memory.rollout_dtype, texts
     engine: Engine = world.open_engine(args.engine, model, net, world.dist, *how)
-    if needs.routes and (routing := routing_of(engine.net)):
+    if routes and (routing := routing_of(engine.net)):
         return replay_routes(model, engine, routing)
     return model, engine
 
 
 def decoding(args: MediaArgs, inputs: Inputs[Any, Any], model: ModelT) -> ModelT:
-    """Return the model, which decodes as many samples at a time as the settings say, of the largest size."""
+    """Return the model, which decodes as many samples at a time as the settings say, of the largest size.
+
+    The prompts that it encodes count as work.
+    """
+    model = wrap(model, encode=partial(encode_one, model.encode))
     tile, mesh = args.memory.decode_tile, inputs.how.context_mesh
     if tile:
         model = wrap(model, decode=in_tiles(model.decode, tile, partial(divide, mesh["ulysses"]) if mesh else map))
@@ -352,19 +453,18 @@ def decoding(args: MediaArgs, inputs: Inputs[Any, Any], model: ModelT) -> ModelT
     return wrap(model, decode=in_slices(model.decode, at_once)) if args.batch_size > at_once else model
 
 
+def encode_one(
+    encode: Callable[..., Cond], parts: Parts, prompt: Prompt, *, negative: bool = False, **options: float
+) -> Cond:
+    """Encode the text of a prompt, or its negative one, as `Model.encode` does, and count it as work."""
+    with doing("encoding", unit="prompts"):
+        cond = encode(parts, prompt, negative=negative, **options)
+        advance(not negative)
+    return cond
+
+
 def export(run: MediaRun[MediaArgs], card: Mapping[str, object] | None) -> None:
     """Write a folder for each expert that is trained."""
     for name, part in run.trained.items():
         net, folder = run.policy.net.get_submodule(name), run.session.folder / "weights" / name
         save_weights(net, folder, run.dist, into=part, card=card)
-
-
-MEDIA: Kind[Model, Engine, Params, Scorer] = Kind(
-    read=read,
-    open_scorer=open_scorer,
-    source=source,
-    open_engine=open_engine,
-    evaluate_set=evaluate_set,
-    export=export,
-    seen=first_input,
-)

@@ -4,7 +4,8 @@ A metric without a row is logged, drawn in a chart of its own, and averaged over
 """
 
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # the report imports no torch
     from omni_train.dist import Merge
 
+MAX_EPS_SHARE = 0.5  # that an epsilon takes of advantages or steps
 MAX_ABSTAINED = 0.2  # share of samples without a score
 MAX_CLIPPED = 0.3  # share of ratios outside the clip range
 MAX_GAP = 1.0  # |ratio - 1| between sampler and trainer before an update; a rare token's may near it in bfloat16
@@ -22,6 +24,8 @@ MIN_CORRELATION = 0.2  # of the ranks of reward and gold score
 MIN_DIVERSITY = 0.5  # of that of the first evaluation
 MAX_DRIFT = 1.0  # distance of a sample from its first one, over that of two random samples
 GOLD_REWARD = "eval/gold/reward"
+SETTINGS_SINCE = "settings_since"  # metric of a set: the step from which on it is evaluated as it is now
+SINCE = re.compile(rf"(eval/(?:[\w-]+/)?){SETTINGS_SINCE}")
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,7 @@ CHARTS = (  # in the order of the page
     Chart("reward", "Reward", "Held-out: fixed prompts and seeds, no injected noise. Training: the samples of a step.",
           smooth=True),
     Chart("reward", "Gold set", "Rank correlation of reward and gold score; spread of a prompt's samples, and distance "
-          "from the first evaluation's, both over that of two random samples then. Share in the KL of --gate-parts."),
+          "from the first evaluation's, both over that of two random samples then."),
     Chart("policy", "KL", "To the model without its adapter, and half the mean squared log-ratio of an update."),
     Chart("policy", "Ratio deviation", "Largest |ratio - 1|. Before the first update: 0 with the embedded engine."),
     Chart("policy", "Clip fraction", "Share of ratios outside the clip range. Below 0.3 is healthy."),
@@ -136,7 +140,7 @@ METRICS = (
     Metric(error_of(GOLD_REWARD),
            alarm=Rule("The gold score falls", lambda errors, scores: falls(scores, errors, NUM_FALLEN),
                       "Training is past its best, which runs/NAME/best has: compare the images of these evaluations. "
-                      "--stop-on gold-falls:K stops there.", window=1 + NUM_FALLEN, from_first=True,
+                      "--eval.stop-on gold-falls:K stops there.", window=1 + NUM_FALLEN, from_first=True,
                       others=(GOLD_REWARD,))),
     Metric("eval/gold/rank_correlation", "Gold set", "rank correlation",
            alarm=Rule("The reward ranks samples unlike the gold scorer", lambda v: max(v) < MIN_CORRELATION,
@@ -149,7 +153,6 @@ METRICS = (
            alarm=Rule("The samples are far from the first ones", lambda v: min(v) > MAX_DRIFT,
                       "With the same noise they are as unlike as two random ones were. Raise --kl-coef, or lower --lr.",
                       window=2)),
-    Metric("reward/overrated_ratio", "Gold set", "overrated"),
     Metric("policy/kl", "KL", "to the reference"),
     Metric("policy/kl_max", merge="max"),
     Metric("policy/approx_kl", "KL", "of the update"),
@@ -194,6 +197,14 @@ METRICS = (
     Metric("reward/abstained_ratio", "Nothing to learn from", "samples",
            alarm=Rule("Many samples have no score", lambda shares: _mean(shares) > MAX_ABSTAINED,
                       "They take no part in training. Look at the reasons in samples/ and at the scorer's log.")),
+    Metric("advantage/eps_share",
+           alarm=Rule("The rewards differ by less than the epsilon of advantages", lambda v: v[0] > MAX_EPS_SHARE,
+                      "It is 1e-4, added to their deviation: advantages, and the loss, are a small part of what they "
+                      "would be. Multiply the reward, as in --scorer \"1000*NAME\".", window=1)),
+    Metric("policy/eps_share",
+           alarm=Rule("Gradients are smaller than Adam's epsilon", lambda v: v[0] > MAX_EPS_SHARE,
+                      "Weights move by a small part of --lr. Multiply the reward, as in --scorer \"1000*NAME\", or "
+                      "lower --optim.adam-epsilon.", window=1)),
     Metric("policy/lr", "Learning rate", "rate"),
     Metric("perf/samples_per_s", "Throughput", "samples/s", column=3),
     Metric("perf/peak_memory_mb", "Memory", "peak"),
@@ -208,3 +219,27 @@ COLUMNS = [row.name for row in sorted(METRICS, key=lambda row: row.column) if ro
 EXTREMES: "dict[str, Merge]" = {  # of an update, named without policy/
     row.name.removeprefix("policy/"): row.merge for row in METRICS if row.merge != "mean"
 }
+
+
+def sinces(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the step from which on a set is evaluated as it is in the last line, by what its metrics begin with."""
+    last = next((line for line in reversed(lines) if any(map(SINCE.fullmatch, line))), {})
+    return {found[1]: value for name, value in last.items() if (found := SINCE.fullmatch(name))}
+
+
+def one_evaluation(
+    lines: Sequence[Mapping[str, float]], since: Mapping[str, float] | None = None
+) -> Sequence[Mapping[str, float]]:
+    """Return the lines without what was evaluated by other settings than the last ones.
+
+    since: as `sinces` returns it, the default.
+    """
+    since = sinces(lines) if since is None else since
+    if not any(since.values()):
+        return lines
+
+    def is_kept(name: str, step: float) -> bool:
+        own = max((start for start in since if name.startswith(start)), key=len, default="")
+        return not SINCE.fullmatch(name) and step >= since.get(own, 0)
+
+    return [{name: value for name, value in line.items() if is_kept(name, line["step"])} for line in lines]

@@ -3,7 +3,10 @@
 import shlex
 import subprocess
 import sys
+from contextlib import suppress
 from typing import TextIO
+
+from omni_train.terminal import printable
 
 from omni_rl.settings.args import RunArgs
 
@@ -17,19 +20,19 @@ def announce(text: str, args: RunArgs, file: TextIO | None = None, *, more: str 
     so, without the command, which may hold a token; what the command prints is not shown.
 
     Args:
-        text: a line or more.
+        text: a line or more, of which control characters and the credentials of URLs are left out.
         args: settings of the run.
         file: where to print (default: standard output).
         more: printed after the text, and not given to the command: what continues the run may hold tokens.
     """
-    print(text + more, file=file or sys.stdout, flush=True)
+    say((text := printable(text)) + more, file)
     if not args.tracking.notify or args.dry_run:
         return
     words = shlex.split(args.tracking.notify)
     try:
         subprocess.run(
             words,
-            input=f"{args.name}: {text}\n".encode(),
+            input=f"{args.name}: {text}\n".encode(errors="replace"),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             timeout=WAIT_S,
@@ -39,8 +42,14 @@ def announce(text: str, args: RunArgs, file: TextIO | None = None, *, more: str 
         failed = f"exit code {exc.returncode}"
     except subprocess.TimeoutExpired:
         failed = f"no end after {WAIT_S:g} s"
-    except OSError as exc:
-        failed = exc.strerror or type(exc).__name__
+    except Exception as exc:
+        failed = (isinstance(exc, OSError) and exc.strerror) or type(exc).__name__
     else:
         return
-    print(f"the command of --tracking.notify failed: {failed}", file=sys.stderr, flush=True)
+    say(f"the command of --tracking.notify failed: {failed}", sys.stderr)
+
+
+def say(text: str, file: TextIO | None = None) -> None:
+    """Print a text of a run (default: on standard output); the run continues if the terminal is closed."""
+    with suppress(OSError, ValueError):
+        print(text, file=file or sys.stdout, flush=True)

@@ -40,12 +40,12 @@ class Policy:
 
     @property
     def averages(self) -> tuple[Snapshot, ...]:
-        """What checkpoints hold besides the net and its optimizer."""
+        """Averages that checkpoints contain besides the net and its optimizer."""
         return (self.ema, self.old) if self.old else (self.ema,)
 
     @property
     def sampled_with(self) -> list[Tensor]:
-        """What moves of the policies that may sample: what is trained, and the old policy."""
+        """Tensors of the sampling policies that change: trained parameters, and the old policy."""
         if "old" in self.adapters:
             layers = lora.lora_layers(self.net).values()
             return [*self.params, *(tensor for layer in layers for tensor in own_tensors(layer, "old"))]

@@ -1,6 +1,6 @@
 """A run, as its steps see it: its settings, its world, its policy and its session, and what samples and scores.
 
-`omni_rl.run.start.start` makes one of settings; a test makes one by hand.
+`omni_rl.run.start.open_run` makes one of settings; a test makes one by hand.
 """
 
 import math
@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any, Generic, Literal, TypeVar, get_args
 
@@ -17,9 +18,11 @@ from omni_rollout.models.routing import ExpertLoad, routing_of
 from omni_rollout.thoughts import ThinkingModel, ThinkingParams
 from omni_rollout.tokens import TokenEngine, TokenModel, TokenParams
 from omni_rollout.types import WeightedEngine
-from omni_train.dist import Dist, gather_json, mean_metrics, memory, merge_metric
+from omni_train.breaker import Breaker
+from omni_train.dist import Dist, Memory, gather_json, mean_metrics, memory, merge_metric
 from omni_train.flops import Calls, FlopTable
 from omni_train.optim import StepResult, optimizer_step, scheduled_lr
+from omni_train.progress import advance, beat, doing
 from omni_train.prompts.sampler import PromptSampler, sample_seed
 from omni_train.shard import gathered
 from omni_train.weights.full import named_weights
@@ -44,11 +47,23 @@ ScorerT = TypeVar("ScorerT", bound=AnyScorer, covariant=True)
 Seen = Callable[[Mapping[str, Tensor], tuple[Tensor, ...]], tuple[int, torch.Size] | None]
 Gate = Literal["exact", "by-gradients", "noisy", "wrong"]
 REPEATS = 4  # of a forward, to see whether it repeats itself: rounding may hide noise once
+SHOWN = {"eval": "evaluating", "reward_wait": "", "save": "saving", "sync": "sending weights", "read": "reading"}
 ROUNDING = {"float32": 1e-5, "bfloat16": 4e-3, "float16": 1e-3}  # largest |ratio - 1| of other kernels or batches
 
 
 def _no_samples(run: Any, held: HeldOut[Any, Any]) -> tuple[dict[str, float], Shown]:
     return {}, ([], [])
+
+
+@dataclass(frozen=True)
+class Breakers:
+    """Measurements of a run, each disabled by its first failure."""
+
+    memory: Breaker = field(default_factory=partial(Breaker, "the memory in use"))
+    calls: Breaker = field(default_factory=partial(Breaker, "the count of forwards"))
+    load: Breaker = field(default_factory=partial(Breaker, "the load of experts"))
+    pictures: Breaker = field(default_factory=partial(Breaker, "the samples of the report"))
+    card: Breaker = field(default_factory=partial(Breaker, "the model card"))
 
 
 @dataclass
@@ -63,7 +78,7 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
     if the engine sleeps during updates. version: of the weights that the engine has. counts: samples that were `drawn`.
     calls: those that have passed the nets. load: of the experts of a mixture of experts in the engine, else None.
     open_servers: the reward server that this run has started, if any. samplers: the ranks that only sample, if any and
-    this one trains.
+    this one trains. num_updates: optimizer steps of a training step.
     """
 
     args: ArgsT
@@ -92,6 +107,8 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
     flops: FlopTable | None = None
     open_servers: ExitStack = field(default_factory=ExitStack)
     samplers: Samplers | None = None
+    num_updates: int = 1
+    breakers: Breakers = field(default_factory=Breakers)
 
     @property
     def dist(self) -> Dist:
@@ -112,7 +129,8 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
     def phase(self, name: str) -> Iterator[None]:
         """Time the block as `time/<name>_s`, and report errors in it under this phase."""
         is_gathered = name in self.policy.unshard and not (name == "rollout" and self.samplers)
-        with self.session.log.phase(name), gathered(self.policy.net) if is_gathered else nullcontext():
+        gathering = gathered(self.policy.net) if is_gathered else nullcontext()
+        with doing(SHOWN.get(name, name)), self.session.log.phase(name), gathering:
             yield
 
     def optimizer_step(self, step: "Step", *, has_signal: bool = True) -> StepResult:
@@ -140,18 +158,21 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
         return result
 
     def minibatches(self, step: "Step", *, epochs: int) -> list[int]:
-        """Return the minibatch of each update of a step: all in turn, and in each later epoch all in another order.
+        """Return the minibatch of each update of a step: all in order, and in each later epoch in another order.
 
         The order depends only on the seed, the step and the epoch: any number of ranks has the same.
         """
         numbers = range(self.args.num_minibatches)
         keys = [[sample_seed(self.args.seed, step.number, -1 - e, i) for i in numbers] for e in range(1, epochs)]
-        return [*numbers, *(i for own in keys for i in sorted(numbers, key=own.__getitem__))]
+        order = [*numbers, *(i for own in keys for i in sorted(numbers, key=own.__getitem__))]
+        self.num_updates = len(order)
+        return order
 
     @contextmanager
     def updating(self, step: "Step") -> Iterator[None]:
         """Let the engine sleep in the block, then update the moving average of the weights."""
         step.metrics |= self.memory("rollout_")
+        self.num_updates = self.args.num_minibatches
         with self.phase("update"):
             if self.sleeps:
                 self.engine.sleep()
@@ -175,10 +196,7 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
 
     def memory(self, when: str, *, peak: bool = False) -> dict[str, float]:
         """Return metrics of the memory in use; with `peak` also of its peak, and of what the device lacks for it."""
-        now = memory(self.dist.device)
-        most = {"peak": now.peak_mb, "reserved": now.reserved_mb, "used": now.used_mb} if peak else {}
-        told = {f"perf/{name}_memory_mb": value for name, value in most.items() if not math.isnan(value)}
-        return {f"perf/memory_{when}mb": now.current_mb} | told
+        return self.breakers.memory(lambda: memory_metrics(memory(self.dist.device), when, peak=peak)) or {}
 
     def check_ratio(
         self,
@@ -219,7 +237,7 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
         raise ratio_error(by_rank, tolerance, step.number)
 
     def reclassify(self, step: "Step", by_rank: Tensor, gap_of: Callable[[int], Tensor]) -> bool:
-        """Return True if the ratio is not exactly 1 for a reason that a run can go on with, on every rank.
+        """Return True on every rank if the ratio is not exactly 1 for a reason with which a run can continue.
 
         It then goes on with old log-probs from forwards with gradients. All ranks take the worst class of any:
 
@@ -263,12 +281,15 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
         named["skipped_updates"] = sum(result.skipped for result in results)
         if results:
             named["grad_norm"] = sum(result.grad_norm for result in results) / len(results)
+        if shares := [result.eps_share for result in results if not result.skipped]:
+            named["eps_share"] = sum(shares) / len(shares)
         return {f"policy/{name}": value for name, value in named.items()}
 
     def count_calls(self, seen: Seen) -> None:
         """Count the samples that pass the nets from here on, and those that reach an expert."""
 
         def note(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+            beat()
             if found := seen(kwargs, args):
                 samples, shape = found
                 self.calls[self.session.log.last_phase, torch.is_grad_enabled(), shape] += samples
@@ -279,11 +300,22 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
         policy = self.policy
         for net in {self.engine.net, policy.net, policy.reference_net, *policy.teachers.values()}:
             if net is not None:  # the embedded engine's is the trainer's
-                net.register_forward_pre_hook(note, with_kwargs=True)
+                net.register_forward_pre_hook(self.breakers.calls.around(note), with_kwargs=True)
         if self.model.boundary:
-            policy.net.register_forward_pre_hook(note_expert, with_kwargs=True)
+            policy.net.register_forward_pre_hook(self.breakers.calls.around(note_expert), with_kwargs=True)
         if routing := routing_of(self.engine.net):
-            self.load = ExpertLoad(routing, counts=lambda: self.session.log.last_phase == "rollout")
+            self.load = ExpertLoad(routing.num_experts, counts=lambda: self.session.log.last_phase == "rollout")
+            routing.register_forward_hook(self.breakers.load.around(self.load.count))
+
+    def count_backwards(self) -> None:
+        """Count the backward passes of updates from here on, as progress."""
+        backward = self.policy.backward
+
+        def counted(loss: Tensor, *, of: int) -> None:
+            backward(loss, of=of)
+            advance(total=of * self.num_updates, unit="batches")
+
+        self.policy.backward = counted
 
     def close(self) -> None:
         """Close the engine and the scorers, and release the folder."""
@@ -296,6 +328,13 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
         self.engine.close()
         if self.session.lock:
             self.session.lock.release()
+
+
+def memory_metrics(now: Memory, when: str, *, peak: bool) -> dict[str, float]:
+    """Return the metrics of `Run.memory`."""
+    most = {"peak": now.peak_mb, "reserved": now.reserved_mb, "used": now.used_mb} if peak else {}
+    found = {f"perf/{name}_memory_mb": value for name, value in most.items() if not math.isnan(value)}
+    return {f"perf/memory_{when}mb": now.current_mb} | found
 
 
 def ratio_error(by_rank: Tensor, tolerance: float, step: int) -> RuntimeError:
@@ -339,7 +378,7 @@ class Step:
 
     @property
     def staleness(self) -> int:
-        """The number of updates from the weights that sampled a step to those that it trains; 0 for a repeated one."""
+        """The number of updates between the weights that sampled a step and the trained ones; 0 for a repeated step."""
         return max(0, self.number - self.version)
 
     def settle(self) -> None:

@@ -6,15 +6,19 @@ back as tensors when the step is trained on, and their scores after them, as the
 Media come to the first rank only, which shows them.
 """
 
+import threading
 from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, fields
 from typing import Any
 
 from omni_reward import RewardError, Score
 from omni_rollout import Params, Prompt, Trajectory
-from omni_train.roles import Roles, pack
+from omni_train import progress
+from omni_train.progress import over
+from omni_train.roles import BEATS, Roles, pack
 from omni_train.weights.full import gather_in_groups
 from torch import Tensor
 
@@ -30,9 +34,12 @@ class Samplers:
         self._roles, self._policy, self._version = roles, policy, -1
         self._sender = ThreadPoolExecutor(1)  # copies wait on the host of the first rank for ranks that still sample
         self._orders = deque[Future[None]]()
+        self._ends = threading.Event()
+        if roles.dist.is_main:
+            threading.Thread(target=self._beat, daemon=True).start()
 
     def order(self, number: int, version: int) -> None:
-        """Have a step sampled by the weights as they are now, the number of whose finished steps is `version`."""
+        """Sample a step with the current weights, whose number of finished steps is `version`."""
         if version != self._version:
             for group in gather_in_groups(self._policy.sampled_with):
                 self._send(None, group)
@@ -48,13 +55,23 @@ class Samplers:
         the ranks that sample are added, with the scores.
         """
         sources = [own[0].index // in_a_row % self._roles.num_samplers for own in prompts]
-        batches = [self._batch(own, params, source) for own, source in zip(prompts, sources, strict=True)]
+        parts = zip(over(prompts, "samples"), sources, strict=True)
+        batches = [self._batch(own, params, source) for own, source in parts]
         return batches, [self._scores(source, counts) for source in sources]
 
     def close(self) -> None:
-        """Have the ranks that sample end."""
+        """End the ranks that only sample."""
+        self._ends.set()
         self._send([])
         self._sender.shutdown()
+
+    def _beat(self) -> None:
+        """Send signs of life between orders, while the program counts work or speaks with other ranks."""
+        sent: Future[None] | None = None
+        while not self._ends.wait(self._roles.timeout_s / BEATS):
+            if progress.silent_s() < self._roles.timeout_s and not (sent and not sent.done()):
+                with suppress(RuntimeError):  # it has just been closed
+                    sent = self._sender.submit(self._roles.beat)
 
     def _send(self, head: object, tensors: Sequence[Tensor] = ()) -> None:
         if not self._roles.dist.is_main:

@@ -1,5 +1,6 @@
 """The part of a rank that only samples, while others train: `--sharding.rollout-ranks`."""
 
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -35,7 +36,8 @@ def serve(run: RunT, roles: Roles, roll_out: Callable[[RunT, Step], MediaRollout
         run.calls.clear()
         run.sync_weights(version)
         rollout = roll_out(run, Step(number, version))
-        sent.add(sender.submit(send, run, roles, rollout, sum(run.calls.values())))
+        forwards = math.nan if run.breakers.calls.has_failed else sum(run.calls.values())
+        sent.add(sender.submit(send, run, roles, rollout, forwards))
     sender.shutdown()
 
 
@@ -58,10 +60,10 @@ def copy_full(full: Tensor, into: Tensor) -> None:
     into.copy_(full)
 
 
-def send(run: AnyRun, roles: Roles, rollout: MediaRollout, forwards: int) -> None:
+def send(run: AnyRun, roles: Roles, rollout: MediaRollout, forwards: float) -> None:
     """Send a rollout's batches and then their scores, each to the rank that trains on it.
 
-    forwards: samples that have passed the nets for it.
+    forwards: samples that have passed the nets for it; NaN if unknown.
     """
     owners = [batch.prompts[0].index // rollout.in_a_row % roles.num_trainers for batch in rollout.batches]
     owned = [*zip(owners, rollout.batches, strict=True)]

@@ -1,13 +1,19 @@
-"""What a run leaves behind: its folder, with a lock, a log, a report and checkpoints."""
+"""The folder of a run, with a lock, a log, a report and checkpoints."""
 
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import torch
+from omni_train import progress
+from omni_train.breaker import Breaker
+from omni_train.checkpoint.index import saved_steps, step_folder
 from omni_train.checkpoint.store import Checkpoint
 from omni_train.dist import Dist, same_error
-from omni_train.files import read_regular, write_atomically
+from omni_train.files import check_replaceable, read_regular, write_atomically
+from omni_train.flops import device_name
 from omni_train.hub import FETCHED, pinned
 from omni_train.kernels import BACKENDS
 from omni_train.lock import RunLock
@@ -15,16 +21,18 @@ from omni_train.log import RunLog, claim_folder
 from omni_train.profiling import ProfiledLog
 from torch import nn
 
-from omni_rl.report import write_versions
+from omni_rl.report import write_now, write_report, write_versions
 from omni_rl.report.process import ReportProcess
 from omni_rl.run.metrics import COLUMNS
+from omni_rl.run.notify import say
 from omni_rl.run.world import World
-from omni_rl.settings.args import RunArgs, num_samplers, secret_flags, without_secrets
+from omni_rl.settings.args import RunArgs, num_samplers, scorer_flag, secret_flags, without_secrets
 from omni_rl.settings.early import WRITTEN, check_same
 from omni_rl.settings.fields import flat
 from omni_rl.settings.toml import to_toml
 
-BESIDE = ("config.toml", "metrics.jsonl", "weights")  # what a checkpoint at a URL has of the folder
+BESIDE = ("config.toml", "metrics.jsonl", "versions.jsonl", "weights")  # what a checkpoint at a URL has of the folder
+REPLACED = ("weights", "best")  # folders that a run replaces at once
 
 
 class Session:
@@ -38,6 +46,7 @@ class Session:
         self.folder = Path("runs") / args.name
         self.lock: RunLock | None = None
         self.report: ReportProcess | None = None
+        self._report_breaker = Breaker("the report")
         self.checkpoints = Checkpoint(
             self.folder / "checkpoints",
             dist,
@@ -48,7 +57,6 @@ class Session:
         )
         if args.checkpoint_url and not (args.dry_run or args.eval.only or dist.first):
             self.lock = RunLock(self.folder, dist, url=args.checkpoint_url)
-            self.checkpoints.send_rest()
         self.saved = None if dist.first else self.checkpoints.latest()  # ranks that only sample get the weights
         self.first_step = self.saved.step + 1 if self.saved else 0
         self.config: dict[str, object] = {}
@@ -62,8 +70,8 @@ class Session:
         """A few words on where the run begins."""
         return f"continues after step {self.saved.step}" if self.saved else "anew"
 
-    def check(self, args: RunArgs, net: nn.Module) -> None:
-        """Verify the checkpoint. net: on the meta device, with what is trained.
+    def check(self, args: RunArgs, make_net: Callable[[], nn.Module]) -> None:
+        """Verify the checkpoint. make_net: returns the net on the meta device, with what is trained.
 
         Raises:
             ValueError: it is damaged, or of other settings; the same on every rank.
@@ -71,7 +79,7 @@ class Session:
         if self.saved:
             check_same(args, self.saved, self.config)
             self.config |= {name: value for name, value in self.saved.config.items() if name in WRITTEN}
-            self.checkpoints.verify(self.saved, net)
+            self.checkpoints.verify(self.saved, make_net())
 
     def name_scorer(self, args: RunArgs, version: str) -> None:
         """Note the server's scorer and its version.
@@ -82,10 +90,11 @@ class Session:
         self.config["scorer"] = version
         was = self.saved.config.get("scorer", "") if self.saved else version
         if was != version and not (args.eval.only or args.dry_run):
-            raise ValueError(f"--scorer.url must be the scorer that the run began with, {was}, got {version}")
+            raise ValueError(f"{scorer_flag(args)} must be the scorer that the run began with, {was}, got {version}")
 
-    def take(self, args: RunArgs, dist: Dist, mode: str) -> None:
-        """Make this the one run that writes into the folder, and print the first line."""
+    def take(self, args: RunArgs, world: World, mode: str) -> None:
+        """Make this the one run that writes into the folder, open its report, and print the first line."""
+        dist = world.dist
         if dist.first:
             return
         self.lock = self.lock or RunLock(self.folder, dist)
@@ -93,19 +102,34 @@ class Session:
             raise ValueError(f"{self.folder} has another checkpoint, from a run that has ended meanwhile: start again")
         if not args.eval.only:
             with same_error(dist):
+                for name in REPLACED if dist.is_main else ():
+                    check_replaceable(self.folder / name)
                 self.fetch(dist)
-        claim_folder(dist, self.folder, has_checkpoint=self.saved is not None)
+        claim_folder(dist, self.folder, has_checkpoint=self.saved is not None, way=self.way_on(args.checkpoint_url))
         if dist.is_main:
+            self.open_report(args, world)
             start = self.begins if self.saved else "begins"
             start = f"evaluates step {self.saved.step if self.saved else 0}" if args.eval.only else start
             ranks = f"{dist.world_size} {'rank' if dist.world_size == 1 else 'ranks'} on {dist.device.type}"
             ranks += f", {dist.context} of them for each sample" if dist.context > 1 else ""
             ranks += f", {count} more only sample" if (count := num_samplers(args)) else ""
             place = f"report in {self.folder}/report.html; loading {args.model}"
-            print(f"{self.folder} {start}: {ranks}, weights {mode}; {place}", flush=True)
+            say(f"{self.folder} {start}: {ranks}, weights {mode}; {place}")
+
+    def way_on(self, url: str) -> str:
+        """Return how to resume the folder's run if its checkpoints are not at --checkpoint-url; else ""."""
+        path, before = self.folder / "config.toml", ""
+        with suppress(OSError, ValueError):  # of a folder without settings
+            before = tomllib.loads(read_regular(path).decode()).get("checkpoint_url", "")
+        if before != url and before:
+            return f"it goes on with --checkpoint-url {before}, where its checkpoints are, or give another --name"
+        if url and (steps := saved_steps(self.folder / "checkpoints")):
+            place = step_folder(self.folder / "checkpoints", steps[-1])
+            return f"it goes on from {place} without --checkpoint-url, or give another --name"
+        return ""
 
     def fetch(self, dist: Dist) -> None:
-        """Have the folder hold what the checkpoint at a URL has of it, where another machine has trained on.
+        """Update the folder from the checkpoint at a URL, if another machine has continued the run.
 
         Raises:
             ValueError: the folder is another run's, or an object is not the one that was sent.
@@ -124,6 +148,8 @@ class Session:
         if ours.splitlines()[: step + 1] == theirs.splitlines()[: step + 1]:
             return
         remote.fetch_beside(step, "weights", self.folder / "weights")
+        if starts := remote.read_beside(step, "versions.jsonl"):
+            write_atomically(self.folder / "versions.jsonl", starts)
         write_atomically(path, theirs)
         self._is_fetched = True
 
@@ -133,25 +159,38 @@ class Session:
         if remote and (self._is_fetched or not best.exists()) and step in remote.steps():
             remote.fetch_beside(step, "weights", best)
 
+    def open_report(self, args: RunArgs, world: World) -> None:
+        """Write the settings and a report with the current activity; start the process that updates it.
+
+        Raises:
+            ValueError: a tracker of a new run could not be opened.
+        """
+        folder = self.folder
+        write_atomically(folder / "config.toml", to_toml(without_secrets(args)))
+        (folder / "metrics.jsonl").touch()
+        with suppress(Exception):  # of which its process says why, as it writes both again
+            write_now(folder, progress.describe())
+            write_report(folder)
+        self.report = self._report_breaker(ReportProcess, folder, args.tracking.to, args.tracking.project)
+        error = self.report.tracker_error if self.report else ""
+        if error and not self.saved:  # nothing is lost yet
+            raise ValueError(f"--tracking.to must be a tracker that opens, got {args.tracking.to}: {error}")
+        if error:
+            Breaker("a tracker").switch_off(error)
+        if self.report and world.display:
+            world.display.listeners.append(self.report.show_now)
+
     def open_log(
         self, args: RunArgs, world: World, nets: Sequence[nn.Module], rewards: Sequence[str], unshard: Sequence[str]
     ) -> None:
-        """Open the log, with the report and trackers as a sink; beside it the settings and all versions.
+        """Open the log, with the report and trackers as a sink; beside it all versions.
 
         nets: that a profile traces. rewards: names of held-out metrics beside that of --eval.prompts. unshard: the
         phases in which weights are gathered once.
         """
         dist, folder = world.dist, self.folder
         if dist.is_main:
-            write_atomically(folder / "config.toml", to_toml(without_secrets(args)))
-            facts = {"ranks": world.whole.world_size, "device": str(dist.device), "threads": torch.get_num_threads()}
-            facts["attention"] = ", ".join(backend.name for backend in BACKENDS[args.attention])
-            facts |= {"gathered": "once in " + " and ".join(unshard)} if unshard else {}
-            facts |= {"hub": ", ".join(map(pinned, FETCHED))} if FETCHED else {}
-            plain = flat(type(args)())
-            changed = [name for name, value in flat(args).items() if value != plain[name]]
-            write_versions(folder, hide=secret_flags(args), changed=changed, facts=facts)
-            self.report = ReportProcess(folder, args.tracking.to, args.tracking.project)
+            Breaker("the record of versions")(self._note_start, args, world, unshard)
         self.log = world.open_log(
             partial(ProfiledLog, step=args.profile, nets=set(nets)) if args.profile else RunLog,
             folder=folder,
@@ -163,8 +202,20 @@ class Session:
             sinks=[self.report] if self.report else [],
         )
 
+    def _note_start(self, args: RunArgs, world: World, unshard: Sequence[str]) -> None:
+        """Add this start to the folder's versions.jsonl."""
+        ranks, device = world.whole.world_size, str(world.dist.device)
+        facts: dict[str, object] = {"ranks": ranks, "device": device, "threads": torch.get_num_threads()}
+        facts["attention"] = ", ".join(backend.name for backend in BACKENDS[args.attention])
+        facts |= {"device_name": name} if (name := device_name(world.dist.device)) else {}
+        facts |= {"gathered": "once in " + " and ".join(unshard)} if unshard else {}
+        facts |= {"hub": ", ".join(pinned(place, files[0]) for place, files in FETCHED.items())} if FETCHED else {}
+        plain = flat(type(args)())
+        changed = [name for name, value in flat(args).items() if value != plain[name]]
+        write_versions(self.folder, hide=secret_flags(args), changed=changed, facts=facts)
+
     def _await_samples(self) -> None:
-        """Wait until the samples of evaluations are on the disk: what comes before a checkpoint is not drawn again.
+        """Wait until the samples of evaluations are on the disk: after a checkpoint they are not generated again.
 
         Raises:
             OSError: another run has taken the URL of the checkpoints.
@@ -172,4 +223,4 @@ class Session:
         if self.lock:
             self.lock.check()
         if self.report:
-            self.report.wait()
+            self._report_breaker(self.report.wait)

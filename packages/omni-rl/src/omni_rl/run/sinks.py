@@ -33,7 +33,7 @@ class Sink:
     close: Callable[[], None]
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Pass the metrics of a step on."""
+        """Forward the metrics of a step."""
         self.write(step, metrics)
 
 

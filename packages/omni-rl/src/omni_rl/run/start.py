@@ -1,25 +1,34 @@
-"""The start of a run: its checks, what it continues from, its policy, its engine, its scorer and its session.
+"""The functions that make a run, in the order in which the `main` of a trainer calls them.
 
-    run = MEDIA.start(args, world, "flowgrpo", reference=True)
+    inputs = read_media(args, world)  # of `omni_rl.run.media`, `texts` or `thoughts`, as are the scorer and the engine
+    session = open_session(args, world, inputs)
+    if args.dry_run:
+        tell_plan(args, world, inputs, session)
+    args, servers = start_servers(args, world)
+    scorer = open_scorer(args, world, inputs, session)
+    net = open_net(args, world, inputs, session)
+    model, engine = open_engine(args, world, inputs, net)
+    policy = open_policy(args, world, inputs, session, net, engine)
+    run = open_run(args, world, inputs, session, scorer, policy, model, engine, servers, ...)
 
-A mistake in the settings ends the program with one line and exit code 2, before any weight is loaded.
+A mistake in the settings raises ValueError or OSError on every rank, before any weight is loaded.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 import torch
-from omni_rollout import Params
+from omni_rollout import Model, Params
 from omni_rollout.models.hub import hub_fault, local_folder, released_models
 from omni_rollout.offload import bring_blocks
-from omni_rollout.tokens import TokenParams
+from omni_rollout.tokens import TokenModel, TokenParams
 from omni_rollout.types import WeightedEngine
-from omni_train import lora
+from omni_train import lora, progress
 from omni_train.dist import Dist, context_mesh, deterministic, gather_json, same_error, shard_mesh
 from omni_train.experts import find_experts, num_gathered
 from omni_train.flops import FlopTable, device_name
@@ -28,66 +37,64 @@ from omni_train.memory.offload import HostAdamW
 from omni_train.memory.quantized import BYTES
 from omni_train.memory.recompute import Recompute
 from omni_train.optim import SummedBackward, build_adamw, scaled_backward
-from omni_train.prepare import Lora, Preparation, adapt, prepare
-from omni_train.prompts.files import PromptRecord, RecordCheck, load_prompts
+from omni_train.prepare import Lora, Preparation, adapt, adapt_like, prepare
+from omni_train.prompts.files import PromptRecord, RecordCheck
 from omni_train.prompts.sampler import PromptSampler
 from omni_train.shard import shard
-from omni_train.weights.full import load_adapter, named_weights, saved_files
+from omni_train.weights.adapters import load_adapter
+from omni_train.weights.full import named_weights, saved_files
 from omni_train.weights.snapshot import Ema, Snapshot
-from torch import Tensor, nn
+from torch import nn
 from torch.amp import GradScaler
 from torch.nn.attention import sdpa_kernel
 
 from omni_rl.flow.evals import HeldOut, Shown, params_of
-from omni_rl.flow.scorers import Scorer, with_server
+from omni_rl.flow.scorers import AnyScorer, Scorer, with_server
 from omni_rl.run.policy import Policy
-from omni_rl.run.run import EngineT, ModelT, ParamsT, Run, ScorerT
+from omni_rl.run.run import ModelT, ParamsT, Run, Seen, first_input
 from omni_rl.run.samplers import Samplers
 from omni_rl.run.session import Session
 from omni_rl.run.world import World
-from omni_rl.settings.args import RunArgs, num_ranks, num_samplers, offloaded, sharding, without_secrets
+from omni_rl.settings.args import (
+    MediaArgs,
+    RunArgs,
+    load_records,
+    num_ranks,
+    num_samplers,
+    num_trainers,
+    offloaded,
+    sharding,
+    without_secrets,
+)
 from omni_rl.settings.early import LOSS_SCALE, files_of
-from omni_rl.settings.eval_sets import GOLD, setting_of
-from omni_rl.settings.fields import change, flag, flat, require, values_of
-from omni_rl.settings.groups import TokenLora
+from omni_rl.settings.eval_sets import GOLD, loose_limits, setting_of
+from omni_rl.settings.fields import as_flags, change, flag, flags_by_name, flat, require, values_of
+from omni_rl.settings.token_args import ThinkingArgs, TokenLora
 from omni_rl.settings.toml import to_toml
 
 SHIPPED = "omni-rollout's, with a token for each word of a prompt, as {} cannot be fetched: {}"
+MAX_GATHERED = 1e9  # bytes of weights that sharded ranks may gather for every token
+STEP = "--memory.device-gb GB plans its memory, and the host's, for an accelerator of that size"
 OwnArgsT = TypeVar("OwnArgsT", bound=RunArgs)
+OwnModelT = TypeVar("OwnModelT", bound=Model | TokenModel)
+OwnEngineT = TypeVar("OwnEngineT", bound=WeightedEngine)
+OwnScorerT = TypeVar("OwnScorerT", bound=AnyScorer)
+InputsT = TypeVar("InputsT", bound="Inputs[Any, Any]")
 AnyParamsT = TypeVar("AnyParamsT", bound=Params | TokenParams)
-
-
-@dataclass(frozen=True)
-class Needs:
-    """What a trainer needs of its run.
-
-    old_policy: an older policy, for `Policy.as_old`. reference: the first one, for `Policy.reference`. steps: the first
-    of the schedule that is trained at, and one past the last. routes: a mixture of experts, whose routes are replayed.
-    scorer: opens another scorer than --scorer.url. teachers: folders of weights by name, for `Policy.teacher`.
-    teaching: what teachers sample with, of what the run samples with. gate_parts: as --gate-parts. scored: False if
-    only evaluations ask the scorer.
-    """
-
-    old_policy: bool = False
-    reference: bool = False
-    steps: tuple[int, int] | None = None
-    routes: bool = False
-    scorer: Callable[[Dist, Sequence[str]], Scorer] | None = None
-    teachers: Mapping[str, str] = field(default_factory=dict)
-    teaching: Callable[[Params], Params] | None = None
-    gate_parts: str = ""
-    scored: bool = True
 
 
 @dataclass
 class Inputs(Generic[ModelT, ParamsT]):
-    """What a run reads before any weight.
+    """Inputs of a run that are read before any weight.
 
     about: the model in a few words. trained: its experts that are trained, as `Model.nets` has them. canary: the prompt
     with which scorers are tried. sizes: (height, width) of all prompts. how: what is done to the net. config: what else
     must be the same when the run goes on. files: full weights to start from, by expert; adapters: folders of adapters
-    instead, and in `form` the names in their files where they are not diffusers'. teachers: folders of weights, by name
-    and expert. lr_scales: of experts with another learning rate. parts: of scores, which steps log. streams: as `Run`.
+    instead, and `part` the prefix of names in their files. beside: the policies beside the trained one, of "old", for
+    `Policy.as_old`, and "reference". teachers: folders of weights, by name and expert. lr_scales: of experts with
+    another learning rate. parts: of scores, which steps log. streams: as `Run`. watch: a second scorer of evaluations,
+    once it is open. token_engine: the engine for each of whose tokens sharded ranks would gather the weights, if any.
+    reads_files: True if the net is filled from files, False if the model loads it.
     """
 
     model: ModelT
@@ -101,146 +108,24 @@ class Inputs(Generic[ModelT, ParamsT]):
     config: dict[str, object] = field(default_factory=dict)
     files: Mapping[str, Sequence[Path]] = field(default_factory=dict)
     adapters: Mapping[str, Path] = field(default_factory=dict)
-    form: Mapping[str, str] = field(default_factory=dict)
+    part: str = "transformer"
+    beside: Collection[str] = ()
     teachers: Mapping[str, Mapping[str, Path]] = field(default_factory=dict)
     lr_scales: Mapping[str, float] = field(default_factory=dict)
     parts: Sequence[str] = ()
     streams: Mapping[str, int] = field(default_factory=dict)
     sizes: Collection[tuple[int, int]] = ()
+    watch: Scorer | None = None
+    token_engine: str = ""
+    reads_files: bool = True
 
 
-@dataclass(frozen=True)
-class Kind(Generic[ModelT, EngineT, ParamsT, ScorerT]):
-    """What a run of media does in one way and a run of text in another, as functions.
-
-    read: `(args, world, needs) -> Inputs`. open_scorer: `(args, world, inputs, needs) -> scorer, version, watch`; it
-    opens those of evaluation sets too. source: `(inputs, how, files) -> net, files`, what `prepare` takes.
-    open_engine: `(args, world, inputs, net, needs) -> model, engine`. check_gathered: raises ValueError where sharded
-    ranks would gather too much. seen: of a forward's inputs the number of samples and the shape of one, or None.
-    evaluate_set, export: as in `Run`.
-    """
-
-    read: Callable[[Any, World, Needs], Inputs[ModelT, ParamsT]]
-    open_scorer: Callable[[Any, World, Any, Needs], tuple[ScorerT, str, Scorer | None]]
-    source: Callable[[Any, Preparation, Mapping[str, Sequence[Path]]], tuple[nn.Module, Any]]
-    open_engine: Callable[[Any, World, Any, nn.Module, Needs], tuple[ModelT, EngineT]]
-    evaluate_set: Callable[[Any, HeldOut[Any, Any]], tuple[dict[str, float], Shown]]
-    export: Callable[[Any, Mapping[str, object] | None], None]
-    seen: Callable[[Mapping[str, Tensor], tuple[Tensor, ...]], tuple[int, torch.Size] | None]
-    check_gathered: Callable[[Any, nn.Module], None] = lambda args, net: None
-
-    def start(  # noqa: PLR0913 - one call names everything that a trainer needs
-        self,
-        args: OwnArgsT,
-        world: World,
-        algorithm: str,
-        *,
-        old_policy: bool = False,
-        reference: bool = False,
-        steps: tuple[int, int] | None = None,
-        routes: bool = False,
-        scorer: Callable[[Dist, Sequence[str]], Scorer] | None = None,
-        teachers: Mapping[str, str] = MappingProxyType({}),
-        teaching: Callable[[Params], Params] | None = None,
-        gate_parts: str = "",
-        scored: bool = True,
-    ) -> Run[OwnArgsT, ModelT, EngineT, ParamsT, ScorerT]:
-        """Return a new run, or the one that runs/NAME holds where it stopped. With --dry-run, print the plan and end.
-
-        The options are those of `Needs`.
-
-        Raises:
-            ValueError, OSError: something in the settings does not fit; the same on every rank.
-        """
-        needs = Needs(old_policy, reference, steps, routes, scorer, teachers, teaching, gate_parts, scored)
-        return start(self, args, world, algorithm, needs)
-
-
-def start(
-    kind: Kind[ModelT, EngineT, ParamsT, ScorerT], args: OwnArgsT, world: World, algorithm: str, needs: Needs
-) -> Run[OwnArgsT, ModelT, EngineT, ParamsT, ScorerT]:
-    """Do what `Kind.start` says, in the order of these lines.
-
-    Raises:
-        ValueError, OSError: something in the settings does not fit; the same on every rank.
-    """
-    dist, whole, mode = world.dist, world.whole, sharding(args, world.dist.world_size)
-    with same_error(whole):
-        inputs = kind.read(args, world, needs)
-        if mode == "fsdp2" and args.sharding.unshard == "none" and not args.sharding.experts:
-            kind.check_gathered(args, inputs.model.empty_net())
-        config = flat(without_secrets(args)) | files_of(args, inputs.model.folder) | inputs.config
-    check_alike(whole, flat(args) | config)
-    session, how, model = Session(args, dist), inputs.how, inputs.model
-    session.config = config
-    session.check(args, adapt(model.empty_net(), how))
-    if args.dry_run:
-        world.tell("\n".join([to_toml(without_secrets(args)), *plan_of(args, dist, inputs, needs, session)]))
-    open_servers = ExitStack()
-    args = with_server(args, whole, open_servers)
-    with same_error(whole):
-        scorer, version, watch = kind.open_scorer(args, world, inputs, needs)
-        session.name_scorer(args, version)
-    check_alike(whole, {"scorer": version})  # each machine may have a server of its own
-    session.take(args, dist, mode)
-    inputs.how = how = replace(how, mesh=shard_mesh(dist, args.sharding.size) if mode == "fsdp2" else None)
-    if dist.context > 1:
-        inputs.how = how = replace(how, context_mesh=context_mesh(dist))
-    with same_error(whole):
-        net = open_net(args, world, kind, inputs)
-    model, engine = kind.open_engine(args, world, inputs, net, needs)
-    if world.roles:
-        kinds = gather_json(whole, device_name(dist.device) or torch.backends.cpu.get_cpu_capability())
-        engine.is_exact &= len({*kinds}) == 1  # another kind of card rounds in another way
-    share_weights(args, dist, engine, net, is_started=bool(inputs.files))
-    unshard = phases_unsharded(args, world, net, engine) if mode == "fsdp2" else ()
-    if mode == "fsdp2" and "rollout" not in unshard:
-        kind.check_gathered(args, net)
-    if args.lora.rank and mode != "fsdp2":
-        shard(net, dist.mesh, mode=mode)
-    policy = open_policy(change(args, ema_decay=0.0) if dist.first else args, inputs, needs, net, session)
-    policy.unshard = unshard
-    if mode != "none":
-        policy.backward = SummedBackward(net, how.mesh or dist.mesh, mode=mode)
-    if policy.scaler:
-        policy.backward = scaled_backward(policy.backward, policy.scaler)
-    if dist.context > 1:  # whose attention is computed again in the backward pass
-        policy.backward = sdpa_kernel(BACKENDS[args.attention])(policy.backward)
-    if args.deterministic:
-        policy.backward = deterministic()(policy.backward)
-    with same_error(whole):
-        if not dist.first:
-            open_frozen(kind, inputs, needs, policy)
-    run = Run(
-        args,
-        world,
-        model,
-        policy,
-        engine,
-        scorer,
-        session,
-        inputs.prompts,
-        inputs.base_params,
-        held_out=inputs.held_out,
-        watch=watch,
-        evaluate_set=kind.evaluate_set,
-        export=kind.export,
-        trained=inputs.trained,
-        streams=inputs.streams,
-        algorithm=algorithm,
-        base=args.init_weights if args.lora.rank and inputs.files else args.model,
-        parts=inputs.parts,
-        open_servers=open_servers,
-        sleeps="engine" in offloaded(args) or (args.memory.engine_sleep and not engine.shares_weights),
-        samplers=Samplers(world.roles, policy) if world.roles and not dist.first else None,
-    )
-    run.count_calls(kind.seen)
-    nets = [each for each in {engine.net, net} if each is not None]
-    session.open_log(args, world, nets, [held.metric("reward") for held in inputs.held_out[1:]], unshard)
-    if dist.is_main:
-        run.flops = FlopTable(lambda: adapt(inputs.model.empty_net(), how), net)
-    run.sync_weights(max(session.first_step - 1, 0))
-    return run
+@contextmanager
+def reading(part: str, size: int) -> Iterator[None]:
+    """Show that a part of so many bytes is read in the `with` block, and count it after."""
+    with progress.doing(part):
+        yield
+    progress.advance(size)
 
 
 # 1. What the kinds share in reading
@@ -281,7 +166,7 @@ def preparation(
     on_host = "activations" in offloaded(args)
     recompute = Recompute(args.memory.keep_products_gb * 1e9, compiled=compiles, on_host=on_host)
     dtype: torch.dtype = getattr(torch, args.dtype)
-    with flag("--"):  # the message itself begins with the setting
+    with as_flags(flags_by_name(type(args))):
         check_attention(args.attention, device, dtype)
         if args.dtype == "float16" and not args.dry_run:
             check_float16(device)
@@ -289,8 +174,10 @@ def preparation(
             check_float8(device)
         if compiles:
             check_compiler(device)
-        if args.memory.adam_8bit:
-            check_compiler(device, "memory.adam-8bit")
+    with as_flags(flags_by_name(type(args), "lora") | {"parameters": "--lora.target-parameters"}):
+        if own.rank:
+            options = {"exclude": adapters.exclude, "parameters": adapters.parameters}
+            lora.find_layers(model.empty_net(), adapters.targets, **options, rank=own.rank, init=own.init)
     experts = model.EXPERT_NAMES if args.sharding.experts else ()
     if args.sharding.experts:
         with flag("--sharding.experts: "):
@@ -309,16 +196,21 @@ def preparation(
     )
 
 
-def beside(how: Preparation, needs: Needs, adapters: Mapping[str, Path]) -> Preparation:
-    """Return what is done to the net where the policies beside the trained one are adapters too.
+def with_policies(
+    inputs: InputsT, beside: Collection[str], teachers: Mapping[str, Mapping[str, Path]] = MappingProxyType({})
+) -> InputsT:
+    """Note the policies beside the trained one in the inputs, and return these; with LoRA they are adapters too.
 
-    adapters: from which training starts; without any the reference is the net without adapters.
+    Without adapters to start from the reference is the net without adapters.
     """
-    if not how.lora:
-        return how
-    require((not needs.teachers or how.lora.init != "pissa", "--lora.init pissa does not go with teachers"))
-    kept = ["old"] * needs.old_policy + ["reference"] * bool(needs.reference and adapters)
-    return replace(how, lora=replace(how.lora, others=(*kept, *(f"teacher_{name}" for name in needs.teachers))))
+    inputs.beside, inputs.teachers = beside, teachers
+    how, adapters = inputs.how, inputs.adapters
+    if how.lora:
+        require((not teachers or how.lora.init != "pissa", "--lora.init pissa does not go with teachers"))
+        kept = [name for name in ("old", "reference") if name in beside and (name == "old" or adapters)]
+        others = (*kept, *(f"teacher_{name}" for name in teachers))
+        inputs.how = replace(how, lora=replace(how.lora, others=others))
+    return inputs
 
 
 def read_sets(
@@ -338,7 +230,7 @@ def read_sets(
     for number, own in enumerate(args.eval.all_sets, start=1):
         is_graded = own.name == GOLD or not own.scorer_url
         with flag(f"{setting_of(own, number, 'prompts')}: "):
-            found = load_prompts(own.prompts, check=check_graded if is_graded else check, media_root=args.media_root)
+            found = load_records(args, own.prompts, check_graded if is_graded else check)
         few = own.name == GOLD and len(found) < 2  # for an error bar
         require((not few, f"--eval.gold-prompts must have at least 2 prompts, got {len(found)}"))
         with flag(f"eval.sets[{number}]: "):
@@ -349,15 +241,62 @@ def read_sets(
     return sets
 
 
+def graded_by_run(
+    args: RunArgs, training: Sequence[PromptRecord], sets: Sequence[HeldOut[Any, Any]]
+) -> dict[str, Sequence[PromptRecord]]:
+    """Return the prompts that the run's own scorer grades, by the settings that name them."""
+    names = [(setting_of(own, i, "prompts"), own.name == GOLD or not own.scorer_url)
+             for i, own in enumerate(args.eval.all_sets, start=1)]  # fmt: skip
+    held = {name: own.records for (name, is_graded), own in zip(names, sets[1:], strict=True) if is_graded}
+    return {**({"--prompts": training} if training else {}), "--eval.prompts": sets[0].records, **held}
+
+
 def open_set_scorers(args: RunArgs, sets: list[HeldOut[Any, Any]], connect: Callable[[str, str, Any], Any]) -> None:
-    """Open the scorers of evaluation sets. connect: takes a URL, the setting's name and the set's prompts."""
+    """Open the scorers of evaluation sets.
+
+    connect: takes a URL, the setting's name and the set's prompts; returns a scorer, and its name and version.
+    """
     for place, own in enumerate(args.eval.all_sets, start=1):
         if own.scorer_url:
-            scorer = connect(own.scorer_url, setting_of(own, place, "scorer_url"), sets[place].records)
-            sets[place] = replace(sets[place], scorer=scorer)
+            is_started = own.name == GOLD and args.eval.gold_scorer
+            name = "--eval.gold-scorer" if is_started else setting_of(own, place, "scorer_url")
+            scorer, version = connect(own.scorer_url, name, sets[place].records)
+            sets[place] = replace(sets[place], scorer=scorer, version=version)
 
 
-# 2. The parts of `start`, in their order
+# 2. What `main` calls, in this order, and the parts of it
+
+
+def open_session(args: RunArgs, world: World, inputs: Inputs[Any, Any]) -> Session:
+    """Return the session of a new run, or of the one that runs/NAME holds, to go on where it stopped.
+
+    Raises:
+        ValueError: ranks have other settings, or the checkpoint is damaged or of other ones.
+    """
+    dist, whole, model = world.dist, world.whole, inputs.model
+    with same_error(whole):
+        if sharding(args, dist.world_size) == "fsdp2" and args.sharding.unshard == "none" and not args.sharding.experts:
+            check_gathered(args, inputs, model.empty_net())
+        config = flat(without_secrets(args)) | files_of(args, model.folder) | inputs.config
+    check_alike(whole, flat(args) | config)
+    for line in loose_limits(args.eval, [len(held.records) for held in inputs.held_out]) if whole.is_main else ():
+        print(line, flush=True)
+    session = Session(args, dist)
+    session.config = config
+    session.check(args, lambda: adapt(model.empty_net(), inputs.how))
+    return session
+
+
+def check_gathered(args: RunArgs, inputs: Inputs[Any, Any], net: nn.Module) -> None:
+    """Raise ValueError if sharded ranks would gather too much for each token that they sample."""
+    given = values_of(args)["engine"]
+    size = num_gathered(net) * getattr(torch, args.dtype).itemsize if given == inputs.token_engine else 0
+    rule = (
+        f"--sharding.mode fsdp2 would gather {size / 1e9:.1f} GB of weights for every token that "
+        f"--engine {given} samples: give --sharding.unshard rollout, which gathers them once a step, or "
+        "--sharding.mode ddp with --lora.rank > 0"
+    )
+    require((size <= MAX_GATHERED, rule))
 
 
 def check_alike(dist: Dist, settings: dict[str, object]) -> None:
@@ -370,33 +309,37 @@ def check_alike(dist: Dist, settings: dict[str, object]) -> None:
             raise ValueError(f"all ranks must have the same settings, but rank {rank} has {values}")
 
 
-def plan_of(args: RunArgs, dist: Dist, inputs: Inputs[Any, Any], needs: Needs, session: Session) -> list[str]:
-    """Return a rank's part of a training step and the memory of its weights; only configurations are read."""
+def tell_plan(args: RunArgs, world: World, inputs: Inputs[Any, Any], session: Session) -> None:
+    """Print the settings and the plan of a run, and end the program; on planned ranks go on to plan a step."""
+    model, how = inputs.model, inputs.how
+    model.reads_weights, own = False, replace(how, lora=how.lora and replace(how.lora, others=()))
+    net = adapt(model.load_net(device="meta", dtype=how.weight_dtype), own)
+    world.tell("\n".join([to_toml(without_secrets(args)), *plan_of(args, world.dist, inputs, session, net)]))
+
+
+def plan_of(args: RunArgs, dist: Dist, inputs: Inputs[Any, Any], session: Session, net: nn.Module) -> list[str]:
+    """Return a rank's part of a training step and the memory of its weights. net: with its adapters, without values."""
     mode, num_ranks, samplers = sharding(args, dist.world_size), dist.world_size, num_samplers(args)
     lora_rank = args.lora.rank
-    net = adapt(
-        inputs.model.empty_net(), replace(inputs.how, lora=inputs.how.lora and replace(inputs.how.lora, others=()))
-    )
     num_weights = sum(p.numel() for p in net.parameters())
     num_trained = sum(p.numel() for p in net.parameters() if p.requires_grad)
-    num_nets = 0 if lora_rank else needs.reference + len(inputs.teachers)
+    num_nets = 0 if lora_rank else ("reference" in inputs.beside) + len(inputs.teachers)
     num_frozen = num_weights - num_trained + num_weights * num_nets
-    copies = 2 + bool(args.ema_decay) + needs.old_policy  # float32: weight, gradient, averages
+    copies = 4 + bool(args.ema_decay) + ("old" in inputs.beside)  # float32: weight, gradient, moments, averages
     share = args.sharding.size or num_ranks if mode == "fsdp2" else 1
-    trained = [p.numel() for p in net.parameters() if p.requires_grad]
-    in_8bit = sum(n for n in trained if n >= 4096 * share and n % 256 == 0) if args.memory.adam_8bit else 0
-    moments = 8 * num_trained - (8 - 2 * (1 + 4 / 256)) * in_8bit  # bytes
     num_initial = num_trained if args.lora.init == "pissa" else 0  # float32
     frozen_mb, trained_mb = (
         number / share / 2**20
         for number in (
             4 * num_initial + (num_frozen - num_initial) * BYTES.get(args.memory.base_dtype, inputs.how.dtype.itemsize),
-            num_trained * 4 * copies + moments,
+            num_trained * 4 * copies,
         )
     )
     samples = args.prompts_per_step * args.group_size
     is_shipped = inputs.model.folder == released_models().get(args.model)
     given = values_of(args)
+    can_plan = not (args.eval.only or isinstance(args, ThinkingArgs) or given.get("engine") == "vllm")
+    has_step = bool(args.memory.device_gb)
     url = "that of --scorer.url, which no file keeps" if given.get("scorer.url") else ""
     who = "rank" if dist.context == 1 else f"{dist.context} ranks, each with a part of every sample's tokens"
     lines = {
@@ -414,9 +357,29 @@ def plan_of(args: RunArgs, dist: Dist, inputs: Inputs[Any, Any], needs: Needs, s
         "weights of the net": f"{num_weights / 1e6:.1f} M, trained {num_trained / 1e6:.1f} M",
         "memory per rank": f"{frozen_mb:.0f} MB frozen weights, {trained_mb:.0f} MB for what is trained (weights, "
         "gradients, optimizer, averages); what is not trained and activations come on top",
+        **({"a step": STEP} if can_plan and not has_step else {}),
+        **(_forward(args, inputs, net) if isinstance(args, MediaArgs) and not has_step else {}),
         "start": f"{session.begins}, in {session.folder}",
     }
     return [f"plan: {name}: {value}" for name, value in lines.items()]
+
+
+def _forward(args: MediaArgs, inputs: Inputs[Any, Any], net: nn.Module) -> dict[str, str]:
+    """Return what a forward takes, by running one without values; of thoughts, whose lengths are not known, nothing.
+
+    Raises:
+        ValueError: the forward fails, as of data types that do not fit.
+    """
+    from omni_rl.tools.plan_forward import count_forward
+
+    if isinstance(args, ThinkingArgs):
+        return {}
+    dtype = inputs.how.dtype
+    for param in net.parameters() if sharding(args, num_trainers(args)) == "fsdp2" else ():
+        param.data = param.data.to(dtype)  # as they are gathered
+    with flag(f"--dtype {args.dtype}: "):
+        flops = count_forward(inputs.model, net, dtype, inputs.base_params, inputs.prompts.at(0)[0])
+    return {"a forward of one sample": f"{flops / 1e12:.4g} TFLOP in {args.dtype}"}
 
 
 def _evaluations(args: RunArgs, inputs: Inputs[Any, Any]) -> str:
@@ -432,8 +395,38 @@ def _evaluations(args: RunArgs, inputs: Inputs[Any, Any]) -> str:
     return f"{count}, each of {sum(samples)} samples, which takes as long as {share:.2g} rollouts"
 
 
-def open_net(args: RunArgs, world: World, kind: Kind[Any, Any, Any, Any], inputs: Inputs[Any, Any]) -> nn.Module:
-    """Return the net, ready to train. Where nothing speaks against it, it has the checkpoint's weights as they are."""
+def start_servers(args: OwnArgsT, world: World) -> tuple[OwnArgsT, ExitStack]:
+    """Start the scorers that the settings name; return the settings with their URLs, and what ends them.
+
+    Raises:
+        ValueError: a server could not be started.
+    """
+    progress.begin("opening the scorer")
+    servers = ExitStack()
+    return with_server(args, world.whole, servers), servers
+
+
+def open_net(args: RunArgs, world: World, inputs: Inputs[Any, Any], session: Session) -> nn.Module:
+    """Make this the run that writes into the session's folder, and return the net, ready to train.
+
+    Raises:
+        ValueError, OSError: another run has the folder, or the weights could not be read.
+    """
+    dist, mode = world.dist, sharding(args, world.dist.world_size)
+    progress.begin("loading", inputs.model.weight_bytes(), "bytes")
+    session.take(args, world, mode)
+    inputs.model.reading = reading
+    inputs.how = replace(
+        inputs.how,
+        mesh=shard_mesh(dist, args.sharding.size) if mode == "fsdp2" else None,
+        context_mesh=context_mesh(dist) if dist.context > 1 else None,
+    )
+    with same_error(world.whole):
+        return load_net(args, world, inputs)
+
+
+def load_net(args: RunArgs, world: World, inputs: Inputs[Any, Any]) -> nn.Module:
+    """Return the net. Where nothing speaks against it, it has the checkpoint's weights as they are."""
     how, model, host = inputs.how, inputs.model, torch.device("cpu")
     streams = "blocks" in offloaded(args)
 
@@ -441,13 +434,13 @@ def open_net(args: RunArgs, world: World, kind: Kind[Any, Any, Any, Any], inputs
         with flag("--init-weights: "):
             for expert, home in inputs.adapters.items():
                 for adapter in how.lora.names if how.lora else ():
-                    load_adapter(net.get_submodule(expert), home, adapter=adapter, **inputs.form)
+                    load_adapter(net.get_submodule(expert), home, adapter=adapter, part=inputs.part)
         for teacher, found in inputs.teachers.items() if how.lora else ():
             for expert, home in found.items():
                 load_adapter(net.get_submodule(expert), home, adapter=f"teacher_{teacher}")
 
     if inputs.files or not args.lora.rank or how.mesh or args.memory.base_dtype != "auto":
-        net, files = kind.source(inputs, how, inputs.files)
+        net, files = unfilled(inputs, how, inputs.files)
         net = prepare(net, replace(how, device=host, run_on=how.device) if streams else how, files, begin=begin)
     else:
         waits = world.has_numbers and not args.has_trained_engine  # until the engine adopts what it has
@@ -456,6 +449,22 @@ def open_net(args: RunArgs, world: World, kind: Kind[Any, Any, Any, Any], inputs
     if streams:
         bring_blocks(net, how.block_names, how.device)
     return net
+
+
+def unfilled(
+    inputs: Inputs[Any, Any], how: Preparation, files: Mapping[str, Sequence[Path]]
+) -> tuple[nn.Module, dict[str, Sequence[Path]] | None]:
+    """Return the net on the meta device, and the files with its weights: these, or the checkpoint's own.
+
+    A model that loads its net itself has it on the host, and no files.
+    """
+    model = inputs.model
+    if not model.reads_weights:
+        return model.empty_net(buffers=True), None
+    if not inputs.reads_files:
+        return model.load_net(device="cpu", dtype=how.weight_dtype), None
+    own = {name: files.get(name) or model.weight_files(part) for name, part in model.nets.items()}
+    return model.empty_net(buffers=True), own
 
 
 def share_weights(args: RunArgs, dist: Dist, engine: WeightedEngine, net: nn.Module, *, is_started: bool) -> None:
@@ -482,8 +491,42 @@ def phases_unsharded(args: RunArgs, world: World, net: nn.Module, engine: Weight
     return tuple(phase for phase, is_kept in phases.items() if is_kept)
 
 
-def open_policy(args: RunArgs, inputs: Inputs[Any, Any], needs: Needs, net: nn.Module, session: Session) -> Policy:
-    """Return the policy as the checkpoint has it, if there is one."""
+def open_policy(
+    args: RunArgs, world: World, inputs: Inputs[Any, Any], session: Session, net: nn.Module, engine: WeightedEngine
+) -> Policy:
+    """Share weights between engine and net, shard the net, and return its policy with those beside it.
+
+    Raises:
+        ValueError, OSError: sharded ranks would gather too much, or weights beside the net could not be read.
+    """
+    dist, how, mode = world.dist, inputs.how, sharding(args, world.dist.world_size)
+    if world.roles:
+        kinds = gather_json(world.whole, device_name(dist.device) or torch.backends.cpu.get_cpu_capability())
+        engine.is_exact &= len({*kinds}) == 1  # another kind of card rounds in another way
+    share_weights(args, dist, engine, net, is_started=bool(inputs.files))
+    unshard = phases_unsharded(args, world, net, engine) if mode == "fsdp2" else ()
+    if mode == "fsdp2" and "rollout" not in unshard:
+        check_gathered(args, inputs, net)
+    if args.lora.rank and mode != "fsdp2":
+        shard(net, dist.mesh, mode=mode)
+    policy = load_policy(change(args, ema_decay=0.0) if dist.first else args, inputs, net, session)
+    policy.unshard = unshard
+    if mode != "none":
+        policy.backward = SummedBackward(net, how.mesh or dist.mesh, mode=mode)
+    if policy.scaler:
+        policy.backward = scaled_backward(policy.backward, policy.scaler)
+    if dist.context > 1:  # whose attention is computed again in the backward pass
+        policy.backward = sdpa_kernel(BACKENDS[args.attention])(policy.backward)
+    if args.deterministic:
+        policy.backward = deterministic()(policy.backward)
+    with same_error(world.whole):
+        if not dist.first:
+            open_frozen(inputs, policy)
+    return policy
+
+
+def load_policy(args: RunArgs, inputs: Inputs[Any, Any], net: nn.Module, session: Session) -> Policy:
+    """Return the policy with the state of the checkpoint, if there is one."""
     trained, optim = [p for p in net.parameters() if p.requires_grad], args.optim
     optimizer = build_adamw(
         trained,
@@ -492,7 +535,6 @@ def open_policy(args: RunArgs, inputs: Inputs[Any, Any], needs: Needs, net: nn.M
         weight_decay=optim.weight_decay,
         eps=optim.adam_epsilon,
         on_host="optimizer" in offloaded(args),
-        in_8bit=args.memory.adam_8bit,
         foreach=True if inputs.how.lora and inputs.how.mesh else None,  # of sharded adapters, many and small
     )
     for expert, scale in inputs.lr_scales.items():
@@ -505,27 +547,83 @@ def open_policy(args: RunArgs, inputs: Inputs[Any, Any], needs: Needs, net: nn.M
         policy.scaler = GradScaler(inputs.how.device.type)
         if LOSS_SCALE in session.config:
             policy.scaler.load_state_dict(session.config[LOSS_SCALE])  # type: ignore[arg-type]  # as it was saved
-    if needs.old_policy and not args.lora.rank:
+    if "old" in inputs.beside and not args.lora.rank:
         policy.old = Snapshot(trained, name="copy")
     if session.saved:
-        session.checkpoints.load(session.saved, net, optimizer, policy.averages)
+        with lora.same_initial_weights(net):
+            session.checkpoints.load(session.saved, net, optimizer, policy.averages)
         if isinstance(optimizer, HostAdamW):
             optimizer.rest()
     return policy
 
 
-def open_frozen(kind: Kind[Any, Any, Any, Any], inputs: Inputs[Any, Any], needs: Needs, policy: Policy) -> None:
+def open_frozen(inputs: Inputs[Any, Any], policy: Policy) -> None:
     """Give the policy the frozen nets beside it, where these policies are no adapters of its own net."""
     if inputs.how.lora:
         return
     how = inputs.how.frozen()
 
     def filled(files: Mapping[str, Sequence[Path]]) -> nn.Module:
-        net, found = kind.source(inputs, how, files)
+        net, found = unfilled(inputs, how, files)
         return prepare(net, how, found)
 
-    policy.reference_net = filled(inputs.files) if needs.reference else None
+    policy.reference_net = filled(inputs.files) if "reference" in inputs.beside else None
     policy.teachers = {
         name: filled({expert: saved_files(home) for expert, home in found.items()})
         for name, found in inputs.teachers.items()
     }
+
+
+def open_run(  # noqa: PLR0913 - a run has that many parts
+    args: OwnArgsT,
+    world: World,
+    inputs: Inputs[OwnModelT, ParamsT],
+    session: Session,
+    scorer: OwnScorerT,
+    policy: Policy,
+    model: OwnModelT,
+    engine: OwnEngineT,
+    servers: ExitStack,
+    *,
+    algorithm: str,
+    evaluate_set: Callable[[Any, HeldOut[Any, Any]], tuple[dict[str, float], Shown]],
+    export: Callable[[Any, Mapping[str, object] | None], None],
+    seen: Seen = first_input,
+) -> Run[OwnArgsT, OwnModelT, OwnEngineT, ParamsT, OwnScorerT]:
+    """Return the run, whose log is open and whose engine has the weights.
+
+    algorithm, evaluate_set, export: as in `Run`. seen: of a forward's inputs the number of samples and the shape of
+    one, or None.
+    """
+    dist, net = world.dist, policy.net
+    run = Run(
+        args,
+        world,
+        model,
+        policy,
+        engine,
+        scorer,
+        session,
+        inputs.prompts,
+        inputs.base_params,
+        held_out=inputs.held_out,
+        watch=inputs.watch,
+        evaluate_set=evaluate_set,
+        export=export,
+        trained=inputs.trained,
+        streams=inputs.streams,
+        algorithm=algorithm,
+        base=args.init_weights if args.lora.rank and inputs.files else args.model,
+        parts=inputs.parts,
+        open_servers=servers,
+        sleeps="engine" in offloaded(args) or (args.memory.engine_sleep and not engine.shares_weights),
+        samplers=Samplers(world.roles, policy) if world.roles and not dist.first else None,
+    )
+    run.count_calls(seen)
+    run.count_backwards()
+    nets = [each for each in {engine.net, net} if each is not None]
+    session.open_log(args, world, nets, [held.metric("reward") for held in inputs.held_out[1:]], policy.unshard)
+    if dist.is_main:
+        run.flops = FlopTable(lambda: adapt_like(inputs.model.empty_net(), inputs.how, net), net)
+    run.sync_weights(max(session.first_step - 1, 0))
+    return run

@@ -1,6 +1,6 @@
 """Runs that answer in text: what they read, and what scores, samples, evaluates and exports."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,34 +13,51 @@ from omni_rollout.engines.transformers import TransformersEngine
 from omni_rollout.models.tokens import open_token_model
 from omni_rollout.tokens import TokenEngine, TokenModel, TokenParams
 from omni_rollout.tool import Tool
+from omni_train import progress
 from omni_train.dist import same_error
-from omni_train.experts import num_gathered
 from omni_train.files import file_digest, probe_digest, write_folder_atomically
-from omni_train.prepare import Preparation, adapt
-from omni_train.prompts.files import PromptRecord, load_prompts
+from omni_train.prepare import adapt
+from omni_train.prompts.files import PromptRecord
+from omni_train.weights.adapters import check_adapter, find_adapter
 from omni_train.weights.card import CARD_FILE, model_card
-from omni_train.weights.full import PEFT_FILE, PEFT_PART, check_adapter, named_weights, save_peft
-from torch import nn
+from omni_train.weights.full import named_weights, save_peft
+from torch import Tensor, nn
 
-from omni_rl.flow.scorers import Scorer, TextScorer
-from omni_rl.flow.tokens import RuleScorer, evaluate_set, prompts_of
+from omni_rl.flow.scorers import TextScorer, check_gradable
+from omni_rl.flow.tokens import RuleScorer, prompts_of
 from omni_rl.media.prompts import media_files
 from omni_rl.run.run import TokenRun
-from omni_rl.run.start import Inputs, Kind, Needs, beside, model_place, open_set_scorers, preparation, read_sets
+from omni_rl.run.session import Session
+from omni_rl.run.start import (
+    Inputs,
+    check_alike,
+    graded_by_run,
+    model_place,
+    open_set_scorers,
+    preparation,
+    read_sets,
+    with_policies,
+)
 from omni_rl.run.world import World
-from omni_rl.settings.args import MediaArgs, read_prompts, sharding
+from omni_rl.settings.args import load_records, read_prompts, sharding
 from omni_rl.settings.fields import flag, require
 from omni_rl.settings.token_args import TokenArgs
 
-MAX_GATHERED = 1e9  # bytes of weights that sharded ranks may gather for every token
 
-
-def read(args: TokenArgs, world: World, needs: Needs) -> Inputs[TokenModel, TokenParams]:
-    """Read what a run of text starts from.
+def read_texts(args: TokenArgs, world: World, *, beside: Collection[str] = ()) -> Inputs[TokenModel, TokenParams]:
+    """Read what a run of text starts from. beside: policies beside the trained one, as in `Inputs`.
 
     Raises:
-        ValueError: some file is missing, incomplete or malformed; the message begins with the flag.
+        ValueError: some file is missing, incomplete or malformed; the message begins with the flag; the same on every
+            rank.
     """
+    progress.begin("reading the model and the prompts")
+    with same_error(world.whole):
+        return with_policies(read_all(args, world), beside)
+
+
+def read_all(args: TokenArgs, world: World) -> Inputs[TokenModel, TokenParams]:
+    """Read all that `read_texts` returns."""
     dist = world.dist
     with flag("--model: "):
         model = open_token_model(model_place(args))
@@ -61,14 +78,16 @@ def read(args: TokenArgs, world: World, needs: Needs) -> Inputs[TokenModel, Toke
     prompts, records = read_prompts(args, check_graded, check_graded)
     params = TokenParams(args.max_new_tokens, args.temperature)
     eval_params = TokenParams(args.max_new_tokens, args.eval.temperature, args.eval.top_p)
-    form = {"file": PEFT_FILE, "part": f"{PEFT_PART}.{model.prefix}".rstrip(".")}
+    part = model.prefix.rstrip(".")
     adapters = {"": Path(args.init_weights)} if args.init_weights else {}
     with flag("--init-weights: "):
         for folder in adapters.values():
             rule = "must be the folder of an adapter, with --lora.rank > 0; full weights are a --model"
-            require((args.lora.rank and (folder / PEFT_FILE).is_file(), f"{rule}, got {folder}"))
-            check_adapter(adapt(model.empty_net(), how), folder, **form)
-    training = load_prompts(args.prompts, media_root=args.media_root)
+            require((args.lora.rank and find_adapter(folder), f"{rule}, got {folder}"))
+            check_adapter(adapt(model.empty_net(), how), folder, part=part)
+    training = load_records(args, args.prompts)
+    sets = read_sets(args, records, eval_params, check, check_graded)
+    check_gradable(args, graded_by_run(args, training, sets), prints=dist.is_main)
     media = sorted({file for record in training for file in media_files(record)})
     config: dict[str, object] = {"media_digest": probe_digest(media, num_blocks=1)} if media else {}
     config |= {"tool.function_digest": file_digest(args.tool.file)} if args.tool.function else {}
@@ -76,14 +95,16 @@ def read(args: TokenArgs, world: World, needs: Needs) -> Inputs[TokenModel, Toke
         model,
         params,
         prompts,
-        read_sets(args, records, eval_params, check, check_graded),
+        sets,
         canary_of([*records, *training]),
-        beside(how, needs, adapters),
+        how,
         f"{type(model).__name__}, answers of at most {args.max_new_tokens} tokens",
         model.nets,
         config | {"rules": version_of(args.rules)},
         adapters=adapters,
-        form=form,
+        part=part,
+        token_engine="transformers",
+        reads_files=False,
     )
 
 
@@ -106,33 +127,38 @@ def canary_of(records: Sequence[PromptRecord]) -> PromptRecord:
     return max(records, key=lambda record: len(record.images))
 
 
-def open_scorer(
-    args: TokenArgs, world: World, inputs: Inputs[Any, Any], needs: Needs
-) -> tuple[TextScorer, str, Scorer | None]:
-    """Open the rules, and the server that they name, with its name and version; and what evaluation sets ask."""
+def open_scorer(args: TokenArgs, world: World, inputs: Inputs[Any, Any], session: Session) -> TextScorer:
+    """Return the rules, with the server that they name; open what evaluation sets ask, and note it in the inputs.
+
+    Raises:
+        ValueError: a scorer does not answer, does not fit, or is not the one that the run began with.
+    """
+    with same_error(world.whole):
+        scorer, version = connect_scorers(args, world, inputs)
+        session.name_scorer(args, version)
+    check_alike(world.whole, {"scorer": version})  # each machine may have a server of its own
+    return scorer
+
+
+def connect_scorers(args: TokenArgs, world: World, inputs: Inputs[Any, Any]) -> tuple[TextScorer, str]:
+    """Return what `open_scorer` returns, and the server's name and version."""
     ask, version, client = partial(world.connect, args=args, kinds=(TEXT_KIND,)), "", None
     if args.scorer.url:
         client, version = ask(args.scorer.url, canary=inputs.canary)
     plain = open_rules(SCORER, remote=True)
 
-    def connect(url: str, name: str, records: Sequence[PromptRecord]) -> TextScorer:
-        return RuleScorer(plain, ask(url, canary=canary_of(records), name=name)[0], args.scorer.batch_size)
+    def connect(url: str, name: str, records: Sequence[PromptRecord]) -> tuple[TextScorer, str]:
+        own, version = ask(url, canary=canary_of(records), name=name)
+        return RuleScorer(plain, own, args.scorer.batch_size), version
 
     open_set_scorers(args, inputs.held_out, connect)
-    return RuleScorer(args.rules, client, args.scorer.batch_size), version, None
-
-
-def source(inputs: Inputs[Any, Any], how: Preparation, files: Mapping[str, Sequence[Path]]) -> tuple[nn.Module, None]:
-    """Return the net with the checkpoint's weights, on the host."""
-    if not inputs.model.reads_weights:
-        return inputs.model.empty_net(buffers=True), None
-    return inputs.model.load_net(device="cpu", dtype=how.weight_dtype), None
+    return RuleScorer(args.rules, client, args.scorer.batch_size), version
 
 
 def open_engine(
-    args: TokenArgs, world: World, inputs: Inputs[TokenModel, TokenParams], net: nn.Module, needs: Needs
+    args: TokenArgs, world: World, inputs: Inputs[TokenModel, TokenParams], net: nn.Module
 ) -> tuple[TokenModel, TokenEngine]:
-    """Return the engine, and the model as updates call it."""
+    """Return the model as updates call it, and the engine."""
     model, dist = world.watched(inputs.model), world.dist
     if args.engine == "vllm":
         from omni_rollout.engines.vllm import VllmEngine
@@ -148,7 +174,7 @@ def open_engine(
 
 
 def export(run: TokenRun[TokenArgs], card: Mapping[str, object] | None) -> None:
-    """Write an adapter as peft has it, or full weights as transformers has them."""
+    """Write an adapter in peft's layout, or full weights in transformers' layout."""
     folder, net = run.session.folder / "weights", run.policy.net
     if run.args.lora.rank:
         save_peft(net, folder, run.dist, prefix=run.model.prefix, base=run.base, card=card)
@@ -165,24 +191,6 @@ def export(run: TokenRun[TokenArgs], card: Mapping[str, object] | None) -> None:
             write_folder_atomically(folder, write)
 
 
-def check_gathered(args: TokenArgs | MediaArgs, net: nn.Module, engine: str = "transformers") -> None:
-    """Raise ValueError if sharded ranks would gather too much for each token that this engine samples."""
-    size = num_gathered(net) * getattr(torch, args.dtype).itemsize
-    rule = (
-        f"--sharding.mode fsdp2 would gather {size / 1e9:.1f} GB of weights for every token that "
-        f"--engine {args.engine} samples: give --sharding.unshard rollout, which gathers them once a step, or "
-        "--sharding.mode ddp with --lora.rank > 0"
-    )
-    require((args.engine != engine or size <= MAX_GATHERED, rule))
-
-
-TEXT: Kind[TokenModel, TokenEngine, TokenParams, TextScorer] = Kind(
-    read=read,
-    open_scorer=open_scorer,
-    source=source,
-    open_engine=open_engine,
-    evaluate_set=evaluate_set,
-    export=export,
-    seen=lambda kwargs, args: (len(kwargs["input_ids"]), torch.Size()),
-    check_gathered=check_gathered,
-)
+def seen(kwargs: Mapping[str, Tensor], args: tuple[Tensor, ...]) -> tuple[int, torch.Size]:
+    """Return the number of sequences in a forward, whose lengths do not count."""
+    return len(kwargs["input_ids"]), torch.Size()

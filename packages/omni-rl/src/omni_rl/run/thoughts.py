@@ -1,8 +1,7 @@
 """Runs that write a thought before each sample: a kind of run of media."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,29 +12,40 @@ from omni_rollout.engines.thinking import ThinkingEngine
 from omni_rollout.models import open_thinking_model
 from omni_rollout.thoughts import ThinkingModel, ThinkingParams
 from omni_rollout.tokens import TokenParams
-from omni_train.dist import gather_json
+from omni_sched import sde_step
+from omni_train import progress
+from omni_train.dist import gather_json, same_error
 from omni_train.prompts.files import PromptRecord
 from torch import Tensor, nn
 
 from omni_rl.flow.scorers import Scorer
 from omni_rl.flow.thinking import FLAG, with_thoughts
 from omni_rl.run import media
-from omni_rl.run.media import decoding, params_of, read_all
+from omni_rl.run.media import check_trained, decoding, params_of, read_all
 from omni_rl.run.run import first_input
-from omni_rl.run.start import Inputs, Kind, Needs, model_place
-from omni_rl.run.texts import check_gathered
+from omni_rl.run.session import Session
+from omni_rl.run.start import Inputs, model_place, with_policies
 from omni_rl.run.world import World
 from omni_rl.settings.args import sharding
 from omni_rl.settings.fields import flag, require
 from omni_rl.settings.token_args import ThinkingArgs
 
 
-def read(args: ThinkingArgs, world: World, needs: Needs) -> Inputs[ThinkingModel, ThinkingParams]:
-    """Read what a run that thinks starts from.
+def read_thoughts(
+    args: ThinkingArgs, world: World, *, beside: Collection[str] = ()
+) -> Inputs[ThinkingModel, ThinkingParams]:
+    """Read what a run that thinks starts from. beside: policies beside the trained one, as in `Inputs`.
 
     Raises:
-        ValueError: as `omni_rl.run.media.read`.
+        ValueError: as `omni_rl.run.media.read_media`.
     """
+    progress.begin("reading the model and the prompts")
+    with same_error(world.whole):
+        return with_policies(read_thinking(args, world), beside)
+
+
+def read_thinking(args: ThinkingArgs, world: World) -> Inputs[ThinkingModel, ThinkingParams]:
+    """Read all that `read_thoughts` returns."""
     with flag("--model: "):
         model = open_thinking_model(model_place(args))
 
@@ -52,24 +62,24 @@ def read(args: ThinkingArgs, world: World, needs: Needs) -> Inputs[ThinkingModel
         if rules:
             check_meta(rules, record.meta, flag=FLAG)
 
-    inputs = read_all(args, world, needs, model, params, eval_params, check, check_graded)
+    inputs = read_all(args, world, model, params, eval_params, check, check_graded)
+    check_trained(args, inputs, args.window, sde_step)
     about = f"{inputs.about}, thoughts of at most {thought.max_new_tokens} tokens"
     config = inputs.config | {"rules": version_of(rules) if rules else ""}
-    return replace(inputs, about=about, config=config, parts=("image", "thought") if rules else ())
+    parts = ("image", "thought") if rules else ()
+    return replace(inputs, about=about, config=config, parts=parts, token_engine="diffusers")
 
 
-def open_scorer(
-    args: ThinkingArgs, world: World, inputs: Inputs[Any, Any], needs: Needs
-) -> tuple[Scorer, str, Scorer | None]:
-    """Open what scores images and thoughts."""
-    scorer, version, watch = media.open_scorer(args, world, inputs, needs, meta={"thought": ""})  # as every sample's
-    return with_thoughts(scorer, args.rules) if args.rules else scorer, version, watch
+def open_scorer(args: ThinkingArgs, world: World, inputs: Inputs[Any, Any], session: Session) -> Scorer:
+    """Return what scores images and thoughts, as `omni_rl.run.media.open_scorer` does."""
+    scorer = media.open_scorer(args, world, inputs, session, meta={"thought": ""})  # as every sample's
+    return with_thoughts(scorer, args.rules) if args.rules else scorer
 
 
 def open_engine(
-    args: ThinkingArgs, world: World, inputs: Inputs[ThinkingModel, ThinkingParams], net: nn.Module, needs: Needs
+    args: ThinkingArgs, world: World, inputs: Inputs[ThinkingModel, ThinkingParams], net: nn.Module
 ) -> tuple[ThinkingModel, Engine]:
-    """Return the engine, and the model as updates call it."""
+    """Return the model as updates call it, and the engine."""
     dist, model = world.dist, decoding(args, inputs, inputs.model)
     parts = model.load(device=dist.device, dtype=inputs.how.dtype, net=net)
     is_sharded = sharding(args, dist.world_size) == "fsdp2"
@@ -79,18 +89,6 @@ def open_engine(
 
 
 def seen(kwargs: Mapping[str, Tensor], args: tuple[Tensor, ...]) -> tuple[int, torch.Size] | None:
-    """Count the samples that pass the net to be drawn, and not what is written, whose lengths differ."""
+    """Count the samples that pass through the net for images, without the text, whose lengths differ."""
     first = next(iter((*args, *kwargs.values())))
     return first_input(kwargs, args) if torch.is_floating_point(first) else None
-
-
-THOUGHTS: Kind[ThinkingModel, Engine, ThinkingParams, Scorer] = Kind(
-    read=read,
-    open_scorer=open_scorer,
-    source=media.source,
-    open_engine=open_engine,
-    evaluate_set=media.evaluate_set,
-    export=media.export,
-    seen=seen,
-    check_gathered=partial(check_gathered, engine="diffusers"),
-)

@@ -1,4 +1,4 @@
-"""Where a run takes place: its ranks, their device, and the doors to all else."""
+"""The environment of a run: its ranks, their device, and what opens everything else."""
 
 import os
 import sys
@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
-from omni_train.dist import Dist, free_memory, init_distributed, shutdown
+from omni_train.display import Display
+from omni_train.dist import Dist, free_memory, init_distributed, local_device
 from omni_train.log import RunLog
 from omni_train.prompts.files import PromptRecord
 from omni_train.roles import Roles, split
@@ -15,7 +16,7 @@ from omni_train.signals import STOP_SIGNALS
 
 from omni_rl.flow.scorers import connect
 from omni_rl.run.engines import ENGINES
-from omni_rl.settings.args import RunArgs, num_samplers, num_shares
+from omni_rl.settings.args import RunArgs, num_samplers, num_shares, num_trainers
 
 ModelT = TypeVar("ModelT")
 
@@ -32,24 +33,32 @@ class World:
     """The ranks that torchrun has started, or only this process.
 
     `omni_rl.tools.plan.PlannedWorld` is one in which memory is only counted. dist: the ranks of this one's role. roles:
-    where some ranks only sample. signals: that ask a run to stop. has_numbers: True if tensors have values.
+    where some ranks only sample. display: that of the rank that reports, if it is open already. signals: that ask a run
+    to stop. has_numbers: True if tensors have values.
     """
 
     dist: Dist
     roles: Roles | None = field(default=None, kw_only=True)
+    display: Display | None = field(default=None, kw_only=True)
     signals: ClassVar[Sequence[Any]] = STOP_SIGNALS
     has_numbers: ClassVar[bool] = True
 
     @classmethod
     def join(cls, args: RunArgs) -> "World":
-        """Join the ranks of a run, with as many threads as fit it."""
+        """Join the ranks of a run, with as many threads as fit it; for a dry run be the first, without the others."""
+        if args.dry_run:
+            size = num_trainers(args)
+            one = Dist(rank=0, world_size=size, local_rank=0, device=local_device(), mesh=None)
+            return cls(replace(one, context=size // num_shares(args, size)))
         dist = init_distributed(timeout_s=args.hang_timeout_s, expandable_segments=args.has_trained_engine)
         if dist.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)  # fast beside a scorer, and the same bits on any number of cores
         count, limit = num_samplers(args), args.hang_timeout_s
-        roles = split(dist, count, timeout_s=limit) if count and dist.mesh else None  # not of a plan
+        roles = split(dist, count, timeout_s=limit) if count and dist.mesh else None
         own = roles.dist if roles else dist
-        return cls(replace(own, context=own.world_size // num_shares(args, own.world_size)), roles=roles)
+        display = Display() if own.is_main else None
+        own = replace(own, context=own.world_size // num_shares(args, own.world_size))
+        return cls(own, roles=roles, display=display)
 
     @property
     def whole(self) -> Dist:
@@ -64,7 +73,6 @@ class World:
         """Print the lines of a dry run, and end the program."""
         if self.dist.is_main:
             print(lines, flush=True)
-        shutdown()
         sys.exit(0)
 
     def connect(
@@ -87,7 +95,7 @@ class World:
 
     def open_log(self, make: Callable[..., RunLog], **how: Any) -> RunLog:
         """Return the log of the run."""
-        return make(**how)
+        return make(**how, display=self.display)
 
     def steps(self, run: Any, left: Iterable[Any]) -> Iterable[Any]:
         """Return the training steps to take, of those that are left."""

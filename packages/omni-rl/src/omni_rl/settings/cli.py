@@ -5,43 +5,68 @@ TOML file too: recipes/APP/NAME.toml in this package.
 """
 
 import inspect
+import io
 import logging
 import os
 import re
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import field, make_dataclass
-from itertools import pairwise
+from contextlib import redirect_stderr, suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby, pairwise
 from pathlib import Path
 from traceback import format_exception
-from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Generic, NoReturn, TypeVar, get_args
 
 import tyro
-from tyro.constructors import PrimitiveConstructorSpec
+from omni_train.terminal import one_line, printable
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from omni_rl.settings.args import MediaArgs, RunArgs
+from omni_rl.settings.args import MediaArgs, RunArgs, num_ranks
 from omni_rl.settings.early import check_model, check_reward, check_sides, check_unchanged, knock
-from omni_rl.settings.fields import build, flag_of, kind_of, leaves, old_names, old_switches, require, values_of
-from omni_rl.settings.notes import Note, notes_of_help
-from omni_rl.settings.order import in_order, most_used, title_of
-from omni_rl.settings.printing import until_closed
-from omni_rl.settings.toml import fitting, from_files, from_text, recipes, suggest, to_toml
+from omni_rl.settings.fields import change, flag_of, kind_of, leaves, require, takes_none, unsettled, values_of
+from omni_rl.settings.printing import print_mistake, until_closed
+from omni_rl.settings.toml import KINDS, from_files, recipes, suggest, to_toml
 
 ConfigT = TypeVar("ConfigT")
-
-OWN = {  # flags of every program, which are no settings
-    "preset": (str, "", "Recipe that gives the defaults of the settings"),
-    "config": (str, "", "TOML file of settings, which goes before the preset"),
-    "check": (bool, False, "Check the settings and print them, all without torch, and exit"),
-    "help_all": (bool, False, "Show all settings and exit, not only those that recipes set most"),
-    "list_presets": (str, "", "List the recipes, or those with this word in name or title, and exit"),
-}
+NUMBERS = ConstructorRegistry()
 
 
-class MistakeError(Exception):
-    """A mistake in a word of the command line. It is no ValueError, since tyro would print that in its own words."""
+@dataclass(frozen=True)
+class Program:
+    """Flags of every program, which are no settings."""
+
+    preset: str = ""  # Recipe that gives the defaults of the settings
+    config: str = ""  # TOML file of settings, which goes before the preset
+    check: tyro.conf.FlagCreatePairsOff[bool] = False  # Check the settings and print them, all without torch, and exit
+    list_presets: str = ""  # List the recipes, or those with this word in name or title, and exit
+
+
+@dataclass(frozen=True)
+class Command(Generic[ConfigT]):
+    """A command line."""
+
+    program: Annotated[Program, tyro.conf.arg(name="")]
+    settings: Annotated[ConfigT, tyro.conf.arg(name="")]
+
+
+@NUMBERS.primitive_rule
+def number(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[float | None] | None:
+    """Read a number; one that may be None is so by the word none."""
+    read, *others = get_args(info.type) or (info.type,)
+    if read not in (int, float) or {*others} - {type(None)}:
+        return None
+
+    def convert(words: list[str]) -> float | None:
+        try:
+            return None if others and words[0] in ("none", "None") else read(words[0])
+        except ValueError:
+            raise ValueError(f"must be {KINDS[read]}, got {words[0]!r}") from None
+
+    form = f"{read.__name__.upper()}{'|none' * len(others)}"
+    return PrimitiveConstructorSpec(1, form, convert, lambda value: True, lambda value: [str(value).lower()])
 
 
 def parse_cli(
@@ -56,13 +81,15 @@ def parse_cli(
 
     With --check, print the settings as TOML, check them, and end with exit code 0.
 
-    cls: a frozen dataclass with groups, whose fields all have defaults; see `field_notes` for its help. check: raises
+    cls: a frozen dataclass with groups, whose fields all have defaults, and comments as their help. check: raises
     ValueError where settings do not fit together. app: name of the program, under which its recipes stand.
     description: what --help prints before the settings.
     """
     presets = recipes(app)
     try:
         config = read_settings(cls, argv, presets, description or "")
+        if getattr(config, "dry_run", False) and os.environ.get("RANK", "0") != "0":
+            sys.exit(0)  # the first rank plans without the others
         if "--check" in argv:
             print(to_toml(config), end="", flush=True)
         if not getattr(config, "verbose", False):
@@ -87,13 +114,24 @@ def parse_cli(
         scorer = re.search(r"^# Scorer: (.*)", text, re.MULTILINE)
         if scorer and " a reward server" in fault:
             fault += f"; start one: {scorer[1]}"
+        if "ranks" in fault and num_ranks() > 1 and "RANK" not in os.environ:
+            way = f"unset it, or start them by omni-rl train NAME --nproc-per-node {num_ranks()}"
+            fault += f"; their number is that of WORLD_SIZE in the environment: {way}"
         refuse(fault)
+    except OSError as exc:  # such as a name that is too long
+        refuse(f"{flag_before(str(exc.filename), argv)} must be a path that can be opened: {exc.strerror}")
     if "--check" in argv:
         sys.exit(0)
     if os.environ.get("RANK", "0") == "0":
         model = values_of(config).get("model", "")
         print(f"{Path(sys.argv[0]).name}: the settings are checked; loading torch, then {model}", flush=True)
     return config
+
+
+def flag_before(path: str, argv: Sequence[str]) -> str:
+    """Return the flag whose value is a path or a folder above it; of none, the start of the path."""
+    pieces = [part for word in argv for part in word.split("=", word.startswith("--"))]
+    return next((flag for flag, value in pairwise(pieces) if value and path.startswith(value)), f"{path:.80}")
 
 
 def read_settings(cls: type[ConfigT], argv: Sequence[str], presets: Mapping[str, str], description: str) -> ConfigT:
@@ -104,87 +142,76 @@ def read_settings(cls: type[ConfigT], argv: Sequence[str], presets: Mapping[str,
     Raises:
         ValueError: an unknown flag, preset or key (the nearest known one is suggested), or a value that does not fit.
     """
+    torn = next((word for word in argv if re.search("[\ud800-\udfff]", word)), "")
+    require((not torn, f"the command line must be UTF-8 text, got {torn!r}"))
     given = dict(pairwise(part for word in argv for part in word.split("=", word.startswith("--"))))
     values = from_files(cls, given.get("--preset", ""), given.get("--config", ""), presets)
-    names = [*(OWN if presets else ("config", "check")), *leaves(cls)]
     if "--list-presets" in argv:
-        print_presets(presets, given.get("--list-presets", "").removeprefix("--"))
+        word = given.get("--list-presets", "")
+        print_presets(presets, "" if word.startswith("-") else word)
         sys.exit(0)
-    if not {"-h", "--help", "--help-all"}.isdisjoint(argv):
-        some = most_used(cls, presets) if presets and "--help-all" not in argv else {*leaves(cls)}
-        shown = [*names[: -len(leaves(cls))], *(name for name in in_order(cls, presets) if name in some)]
-        print_help(view_of(cls, values, notes_of_help(cls), shown), presets, description)
+    shape: Any = Command
+    parse: Callable[..., Any] = partial(
+        tyro.cli,
+        shape[cls],
+        prog=Path(sys.argv[0]).name,
+        description=inspect.cleandoc(description),
+        default=Command(Program(), unsettled(cls, values)),
+        registry=NUMBERS,
+    )
+    if not {"-h", "--help"}.isdisjoint(argv):
+        with until_closed():
+            with suppress(SystemExit):
+                parse(args=["--help"])
+            if presets:
+                print(f"{len(presets)} recipes for --preset: --list-presets lists them, --list-presets WORD some.")
         sys.exit(0)
-    old = {flag_of(key): flag_of(name) for key, name in old_names(cls).items()}
-    old |= {f"--no-{flag_of(key)[2:]}": off_flag(name) for key, name in old_names(cls).items()}
-    for key, (off, on) in old_switches(cls).items():
-        old |= {f"--no-{flag_of(key)[2:]}": f"{old[flag_of(key)]}={off}", flag_of(key): f"{old[flag_of(key)]}={on}"}
-    words = [re.sub("^--[^=]+", lambda name: old.get(flag_of(name[0][2:]), name[0]), word) for word in argv]
-    view: Any
+    errors = io.StringIO()
     try:
-        view, unknown = tyro.cli(view_of(cls, values, {}, names), args=words, return_unknown_args=True)
-    except MistakeError as exc:
-        raise ValueError(exc) from exc
-    switches = {flag_of(key): off_flag(key) for key, own in leaves(cls).items() if kind_of(own.type) is bool}
-    either = {flag: f"{on} or {off}" for on, off in switches.items() for flag in (on, off)}
+        with redirect_stderr(errors):
+            command, unknown = parse(args=argv, return_unknown_args=True)
+    except SystemExit as end:
+        if not end.code:  # of a completion
+            raise
+        raise ValueError(mistake_in(errors.getvalue())) from None
     for word in unknown:
-        name = word.partition("=")[0]
-        if not name.startswith("-"):
-            pieces = pairwise(part for each in words for part in each.split("=", each.startswith("--")))
-            flag = next((flag for flag, value in pieces if value == word and flag in either), "")
-            require((not flag, f"{flag} takes no value, got {word!r}: give {either.get(flag)}"))
-            raise ValueError(f"unexpected {word!r}: a flag begins with --")
-        hint = suggest(name, sorted([*map(flag_of, names), *switches.values()]))
-        elsewhere = "; --help-all lists all, docs/coming-from.md those of other projects"
-        raise ValueError(f"unknown flag {name}{hint or elsewhere}")
-    for name, value in values_of(view).items():  # settings are below a title, what is every program's is not
-        _, below, field_name = name.partition(".")
-        values |= {field_name.replace("__", "."): value} if below else {}
-    return build(cls, values)
+        refuse_word(cls, word, argv)
+    config: ConfigT = command.settings
+    words = {name for name, value in values_of(config).items() if value == "none" and takes_none(leaves(cls)[name])}
+    return change(config, **dict.fromkeys(words, "")) if words else config
 
 
-def view_of(cls: type, values: Mapping[str, Any], notes: Mapping[str, Note], shown: Sequence[str]) -> type:
-    """Return the dataclass that tyro fills: the settings below their titles.
-
-    values: take the place of the defaults. notes: as `field_notes`; without any, there is one title. shown: names of
-    the settings in it, in their order.
-    """
-    titled: dict[str, list[Any]] = {}
-    for name in [name for name in shown if name not in OWN]:
-        own, note = leaves(cls)[name], notes.get(name, Note("Settings", ""))
-        if get_origin(kind := kind_of(own.type)) is not tuple:  # tables of a TOML file
-            title = title_of(cls, name, notes) if notes else note.group
-            titled.setdefault(title, []).append(row_of(name, kind, values.get(name, own.default), note.text))
-    flattened: Any = tyro.conf.OmitArgPrefixes
-    rows = [row_of(name, *row) for name, row in OWN.items() if name in shown]
-    for title, part in [(title, make_dataclass(title, part)) for title, part in titled.items() if part]:
-        rows.append((title, flattened[part], field(default_factory=part)))
-    return make_dataclass("Settings", rows)
+def mistake_in(box: str) -> str:
+    """Return the mistake in a box of tyro as one line, without the title and the help that rules part from it."""
+    lines = [re.sub(r"\x1b\[[\d;]*m", "", line).strip("\u2502 ") for line in box.splitlines()]
+    parts = [" ".join(part) for is_rule, part in groupby(lines, lambda line: not line.strip("\u2500-")) if not is_rule]
+    text = parts[0].partition("\u256e ")[2] or " ".join(parts[1:2])  # the title ends with a corner, or with a rule
+    if found := re.fullmatch(r"Error parsing (\S+): (must .*)", text):
+        return f"{found[1]} {found[2]}"
+    if found := re.match(r"Missing value for argument '(\S+)'", text):
+        return f"{found[1]} needs a value"
+    if found := re.fullmatch(r"invalid choice '(.*)' for argument '(\S+)' ?\. Expected one of \((.*?),?\) ?\.", text):
+        word, flag, known = found.groups()
+        hint = suggest(word, re.findall("'(.*?)'", known))
+        return f"{flag} must be one of {known}, got {word!r}{hint}"
+    return text
 
 
-def row_of(name: str, kind: Any, default: Any, text: str) -> tuple[str, Any, Any]:
-    """Return a field for tyro that converts the word of a flag with our own messages."""
-    identifier = name.replace(".", "__")
-    if kind is bool:
-        switch = tyro.conf.FlagCreatePairsOff[bool] if name in OWN else bool
-        return identifier, Annotated[switch, tyro.conf.arg(name=name, help=text)], default
-
-    def read(words: list[str]) -> object:
-        """Convert the one word of a flag."""
-        try:
-            require(
-                (words, f"{flag_of(name)} needs a value"),
-                (len(words) == 1, f"{flag_of(name)} takes one value, got {' '.join(words)!r}"),
-            )
-            return fitting(kind, from_text(kind, words[0]), flag_of(name))
-        except ValueError as exc:
-            raise MistakeError(exc) from exc
-
-    choices = ",".join(map(str, get_args(kind))) if get_origin(kind) is Literal else ""
-    form = f"{{{choices}}}" if choices else {int: "INT", float: "FLOAT"}.get((*get_args(kind), kind)[0], "TEXT")
-    spec = PrimitiveConstructorSpec("*", form, read, is_instance=lambda _: True, str_from_instance=lambda v: [str(v)])
-    hint = "" if default in ("", None) else f"(default: {default})"
-    return identifier, Annotated[kind, spec, tyro.conf.arg(name=name, help=text, help_behavior_hint=hint)], default
+def refuse_word(cls: type, word: str, argv: Sequence[str]) -> NoReturn:
+    """Raise ValueError for a word that is no flag, or the value of one that takes none."""
+    switches = {flag_of(name): off_flag(name) for name, own in leaves(cls).items() if kind_of(own.type) is bool}
+    name = word.partition("=")[0]
+    if not name.startswith("-"):
+        pieces = pairwise(part for each in argv for part in each.split("=", each.startswith("--")))
+        before = {flag for flag, value in pieces if value == word}
+        for on, off in switches.items():
+            for given in before & {on, off}:
+                raise ValueError(f"{given} takes no value, got {word!r}: give {on} or {off}")
+        raise ValueError(f"unexpected {word!r}: a flag begins with --")
+    known = sorted([*map(flag_of, [*leaves(Program), *leaves(cls)]), *switches.values()])
+    moved = re.sub(r"^--no-(.+\.)", r"--\1no-", name)
+    hint = f"; did you mean {moved!r}?" if moved in known else suggest(name, known)
+    raise ValueError(f"unknown flag {name}{hint or '; --help lists all, docs/coming-from.md those of other projects'}")
 
 
 def off_flag(name: str) -> str:
@@ -193,19 +220,16 @@ def off_flag(name: str) -> str:
     return flag_of(f"{group}{dot}no_{own}")
 
 
-def print_help(view: type, presets: Mapping[str, str], description: str) -> None:
-    """Print the description and the settings."""
-    with until_closed():
-        with suppress(SystemExit):
-            tyro.cli(view, args=["--help"], description=inspect.cleandoc(description))
-        if presets:
-            print(f"{len(presets)} recipes for --preset: --list-presets lists them, --list-presets WORD some.")
-
-
 def print_presets(presets: Mapping[str, str], word: str) -> None:
-    """Print the names and titles of recipes, of those with the word in either."""
+    """Print the names and titles of recipes, of those with the word in either.
+
+    Raises:
+        ValueError: there are none.
+    """
     titles = {name: text.partition("\n")[0].lstrip("# ") for name, text in presets.items()}
     found = {name: title for name, title in titles.items() if word.lower() in f"{name} {title}".lower()}
+    rule = f"--list-presets must be a word in the name or title of a recipe, got {word!r}"
+    require((found, f"{rule}{suggest(word, presets)}; without a word it lists all {len(presets)}"))
     with until_closed():
         for name, title in found.items():
             print(f"{name:<{max(map(len, found))}}  {title}")
@@ -214,24 +238,18 @@ def print_presets(presets: Mapping[str, str], word: str) -> None:
 def hush() -> None:
     """Hide other libraries' progress bars and warnings before their import, and the traceback of a Ctrl-C during it."""
     sys.excepthook = lambda kind, *exc: (
-        kind is KeyboardInterrupt or sys.stderr.write("".join(format_exception(kind, *exc)))
+        kind is KeyboardInterrupt or sys.stderr.write(printable("".join(format_exception(kind, *exc))))
     )
     for name, value in {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error", "DIFFUSERS_VERBOSITY": "error"}.items():
         os.environ.setdefault(name, value)
     for name in ("torchao", "torch.utils._pytree"):  # peft imports the first, which asks the second for what is old
         logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.formatwarning = lambda message, *place: f"WARNING: {message}\n"
+    warnings.formatwarning = lambda message, *place: f"WARNING: {one_line(message)}\n"
     warnings.filterwarnings("ignore", module=r"(torch|diffusers|transformers|peft|accelerate|huggingface_hub)\b")
-
-
-def printable(text: str) -> str:
-    """Return a foreign text for a terminal, without credentials in URLs and control characters."""
-    bare = re.sub(r"(?<=://)[^\s/\"]*@", "", text)
-    return "".join(letter if letter.isprintable() else " " for letter in bare)
 
 
 def refuse(mistake: object) -> NoReturn:
     """End the program with exit code 2 and one line, which only the first rank of a machine prints."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"{Path(sys.argv[0]).name}: error: {mistake}", file=sys.stderr, flush=True)
+        print_mistake(mistake)
     sys.exit(2)

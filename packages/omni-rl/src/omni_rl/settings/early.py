@@ -1,6 +1,5 @@
 """Mistakes that files and servers tell before torch is imported: the model's folder, changed settings, the scorer."""
 
-import json
 import os
 import re
 import tomllib
@@ -11,18 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from omni_train.checkpoint.index import Config, Saved, check_config, read_index, saved_steps, step_folder
-from omni_train.files import file_digest, probe_digest
-from omni_train.hub import local_file, pinned
+from omni_train.files import files_digest, parse_json, probe_digest, read_linked
+from omni_train.hub import pinned
+from omni_train.prompts.splits import data_files
 
 from omni_rl.settings.args import RunArgs, without_secrets
 from omni_rl.settings.eval_sets import on_this_machine
-from omni_rl.settings.fields import MAY_CHANGE, SECRET, flag, flag_of, flat, marked, old_names, require
+from omni_rl.settings.fields import MAY_CHANGE, SECRET, flag, flag_of, flat, marked, require
 
+MAX_CONFIG_BYTES = 2**24
 NO_VOCABULARY = {"tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"}
 BYTES = "ByT5Tokenizer"  # whose vocabulary is no file
-GOLD_DIGEST = "eval_gold_prompts_digest"
+GOLD_DIGEST = "eval.gold_prompts_digest"
 LOSS_SCALE = "loss_scale"
-WRITTEN = ("gate", LOSS_SCALE)  # by a run into its checkpoints, beside its settings
+EVALS = "evals"
+WRITTEN = ("gate", LOSS_SCALE, EVALS)  # by a run into its checkpoints, beside its settings
 
 
 def check_model(place: str, *, reads_texts: bool = True) -> None:
@@ -32,10 +34,17 @@ def check_model(place: str, *, reads_texts: bool = True) -> None:
     """
     folder = Path(place)
     if not folder.is_dir():
+        how = "diffusers' from_single_file and save_pretrained write the folder"
+        rule = f"--model must be a folder in diffusers' layout or a hub id, got the file {place}: {how}"
+        require((not folder.is_file(), rule))
         is_id = place.count("/") == 1 and not folder.is_absolute() and not place.startswith(".")
         require((is_id, f"--model must be a folder or a hub id such as Qwen/Qwen-Image, found nothing at {place}"))
         return
     index = folder / "model_index.json"
+    if not index.is_file():
+        above = Path(os.path.normpath(folder / ".."))
+        rule = f"--model must be a whole pipeline, got {place}, a part of one: give {above}"
+        require((not (above / index.name).is_file(), rule))
     require((index.is_file() or (folder / "config.json").is_file(), f"--model is incomplete: {index} is missing"))
     for tokenizer in tokenizers_of(index) if reads_texts and index.is_file() else ():
         files = sorted({path.name for path in tokenizer.glob("*")} - NO_VOCABULARY)
@@ -45,8 +54,8 @@ def check_model(place: str, *, reads_texts: bool = True) -> None:
 
 def tokenizers_of(index: Path) -> Iterator[Path]:
     """Yield the folders of tokenizers that a model_index.json names; none of one that is damaged."""
-    with suppress(ValueError, AttributeError):  # which opening the model reports
-        for part, kind in json.loads(index.read_text("utf-8")).items():
+    with suppress(OSError, ValueError, AttributeError, LookupError):  # which opening the model reports
+        for part, kind in parse_json(read_linked(index, MAX_CONFIG_BYTES)).items():
             if "tokenizer" in part and isinstance(kind, list) and kind[-1] not in (None, BYTES):
                 yield index.parent / part
 
@@ -69,8 +78,8 @@ def check_sides(place: str, height: int, width: int) -> None:
 def kind_of(folder: Path) -> str:
     """Return the pipeline of a checkpoint's index, or its architecture; nothing if there is none or it is damaged."""
     for name, key in (("model_index.json", "_class_name"), ("config.json", "architectures")):
-        with suppress(OSError, ValueError, AttributeError, LookupError):  # which opening the model reports
-            found = json.loads((folder / name).read_text("utf-8"))[key]
+        with suppress(OSError, ValueError, TypeError, LookupError):  # which opening the model reports
+            found = parse_json(read_linked(folder / name, MAX_CONFIG_BYTES))[key]
             return str(found[0] if isinstance(found, list) else found)
     return ""
 
@@ -103,11 +112,7 @@ def check_unchanged(args: RunArgs) -> None:
 
 
 def check_same(args: RunArgs, saved: Saved, now: Config, *, ignore: Collection[str] = ()) -> None:
-    """Raise ValueError where a run continues with other settings or files, but for those that may change.
-
-    A setting that its checkpoint lacks, as it is newer, must have its default. Older checkpoints also lack the contents
-    of the gold prompts.
-    """
+    """Raise ValueError if a run resumes with other settings or files, except those that may change."""
     then, falls = saved.config.get("train_steps", args.train_steps), args.optim.lr_scheduler_type != "constant"
     kind = f"--optim.lr-scheduler-type {args.optim.lr_scheduler_type}"
     rule = f"--train-steps must be {then}, as {kind} ends with the last step: to train longer, give the run another "
@@ -116,17 +121,15 @@ def check_same(args: RunArgs, saved: Saved, now: Config, *, ignore: Collection[s
     may = {*marked(type(args), MAY_CHANGE, SECRET)}
     if args.draw_ahead:  # samples wait neither where a run is saved nor where it is evaluated
         may -= {"save_every", "eval.every"}
-    old = (was for was, name in old_names(type(args)).items() if name in may)
-    new = (name for name, value in flat(type(args)()).items() if now.get(name) == value and name not in saved.config)
-    unknown = {GOLD_DIGEST} - saved.config.keys()
-    check_config(saved, now, ignore=(*may, *old, *ignore, *new, *unknown, "train_steps", "scorer", *WRITTEN))
+    check_config(saved, now, ignore=(*may, *ignore, "train_steps", "scorer", *WRITTEN))
 
 
 def files_of(args: RunArgs, model: Path | None) -> dict[str, str]:
     """Return what identifies the files of prompts and weights. model: its folder, None for one that is not fetched."""
-    prompts = {"prompts": pinned(args.prompts), "prompts_digest": file_digest(local_file(args.prompts))}
+    files = data_files(args.prompts)
+    prompts = {"prompts": pinned(args.prompts, files[0]), "prompts_digest": files_digest(files)}
     if args.eval.gold_prompts:
-        prompts[GOLD_DIGEST] = file_digest(local_file(args.eval.gold_prompts))
+        prompts[GOLD_DIGEST] = files_digest(data_files(args.eval.gold_prompts))
     start = sorted(Path(args.init_weights).rglob("*.safetensors")) if args.init_weights else []
     weights = {"weights_digest": probe_digest([*sorted(model.rglob("*.safetensors")), *start])} if model else {}
     return prompts | weights
@@ -148,9 +151,11 @@ def ask_scorer(settings: Mapping[str, Any], name: str) -> None:
     """Raise ValueError unless the URLs of a setting are those of reward servers; a busy one is asked later."""
     from omni_reward import RewardClient, RewardError
     from omni_reward.errors import RewardTimeoutError
+    from omni_reward.files import read_token
 
-    file, proxy = settings.get("scorer.token_file"), settings.get("scorer.proxy", "none")
-    token = Path(file).read_text().strip() if file else None
+    with flag("--scorer.token-file: "):
+        token = read_token(settings.get("scorer.token_file"))
+    proxy = settings.get("scorer.proxy", "none")
     for url in filter(None, on_this_machine(settings.get(name, "")).split(",")):
         try:
             with flag(f"{flag_of(name)}: "), RewardClient(url, token=token, timeout_s=5.0, proxy=proxy) as client:

@@ -8,9 +8,17 @@ from dataclasses import dataclass
 from typing import Annotated
 from urllib.parse import urlsplit
 
-from omni_train.prompts.files import RecordCheck, load_prompts
-
-from omni_rl.settings.fields import MAY_CHANGE, REQUIRED, SECRET, Was, at_least, between, check_bounds, flag, require
+from omni_rl.settings.fields import (
+    MAY_CHANGE,
+    NO_FLAG,
+    REQUIRED,
+    SECRET,
+    at_least,
+    between,
+    check_bounds,
+    flag,
+    require,
+)
 
 GOLD = "gold"  # name of the set whose prompts and scorer training never sees
 
@@ -20,11 +28,11 @@ class EvalSet:
     """A set of held-out prompts with metrics such as eval/NAME/reward. None is the run's own setting."""
 
     name: Annotated[str, REQUIRED] = ""  # Name of the set, whose score is the metric eval/NAME/reward
-    prompts: Annotated[str, REQUIRED] = ""  # File of prompts, .txt, .jsonl or .parquet
-    num_prompts: Annotated[int, at_least(0)] = 0  # Number of prompts, the first ones of the file; 0 is all
+    prompts: Annotated[str, REQUIRED] = ""  # Prompts, in the format of --prompts
+    num_prompts: Annotated[int, at_least(0)] = 0  # Number of prompts, from the first on; 0 is all
     seed: Annotated[int, between(0, 2**63 - 1)] = 0  # Seed of the noise, which is the same in every run
     samples_per_prompt: Annotated[int | None, between(1, 65_536)] = None  # Samples of a prompt (default: the run's)
-    pass_threshold: float | None = None  # Score from which on a sample passes (default: the run's)
+    pass_threshold: float | None = None  # Smallest score that passes (default: the run's)
     scorer_url: Annotated[str, SECRET] = ""  # URL of a reward server of this set (default: the run's)
 
 
@@ -44,7 +52,7 @@ class MediaEvalSet(EvalSet):
 class TokenEvalSet(EvalSet):
     """A set of a run on text."""
 
-    max_new_tokens: Annotated[int | None, between(1, 2**20)] = None  # Most tokens of an answer (default: the run's)
+    max_new_tokens: Annotated[int | None, between(1, 2**20)] = None  # Tokens of an answer, at most (default: the run's)
     temperature: Annotated[float | None, between(1e-3, 100)] = None  # Temperature (default: --eval.temperature)
     top_p: Annotated[float | None, between(1e-3, 1)] = None  # As --eval.top-p, the default
 
@@ -53,18 +61,18 @@ class TokenEvalSet(EvalSet):
 class Eval:
     """Evaluations on held-out prompts."""
 
-    prompts: Annotated[str, REQUIRED, MAY_CHANGE] = ""  # File of evaluation prompts
+    prompts: Annotated[str, REQUIRED, MAY_CHANGE] = ""  # Evaluation prompts, in the format of --prompts
     every: Annotated[int, at_least(1), MAY_CHANGE] = 50  # Training steps between two evaluations
-    first: Annotated[bool, MAY_CHANGE] = True  # Evaluate before the first training step too
-    num_prompts: Annotated[int, at_least(0), MAY_CHANGE] = 0  # Number of prompts, the first ones of the file; 0 is all
+    first: Annotated[bool, MAY_CHANGE] = True  # Also evaluate before the first training step
+    num_prompts: Annotated[int, at_least(0), MAY_CHANGE] = 0  # Number of prompts, from the first on; 0 is all
     only: Annotated[bool, MAY_CHANGE] = False  # Evaluate the weights on all sets, into eval-STEP, and stop
     samples_per_prompt: Annotated[int, between(1, 65_536), MAY_CHANGE] = 1  # Samples of a prompt, for eval/best@n
-    pass_threshold: Annotated[float | None, Was(), MAY_CHANGE] = None  # Least score that passes, for eval/pass@k
-    sets: Annotated[tuple[EvalSet, ...], Was("eval"), MAY_CHANGE] = ()  # Further sets, each a table [[eval.sets]]
-    gold_prompts: str = ""  # Prompts of the gold set, which training never sees
-    gold_scorer: str = ""  # Scorer of the gold set to start, named as in --scorer
-    gold_scorer_url: Annotated[str, SECRET] = ""  # URL of a reward server to use instead
-    stop_on: Annotated[str, Was("stop_on"), MAY_CHANGE] = ""  # gold-falls:K stops after K evaluations below the best
+    pass_threshold: Annotated[float | None, MAY_CHANGE] = None  # Smallest score that passes, for eval/pass@k
+    sets: Annotated[tuple[EvalSet, ...], NO_FLAG, MAY_CHANGE] = ()  # Further sets, each a table [[eval.sets]]
+    gold_prompts: str = ""  # Prompts of the gold set, not used in training
+    gold_scorer: str = ""  # Scorer to start for the gold set, as in --scorer
+    gold_scorer_url: Annotated[str, SECRET] = ""  # URL of a running reward server to use instead
+    stop_on: Annotated[str, MAY_CHANGE] = ""  # gold-falls:K stops after K evaluations below the best
 
     @property
     def all_sets(self) -> tuple[EvalSet, ...]:
@@ -75,7 +83,7 @@ class Eval:
 
     @property
     def stop_after(self) -> int:
-        """The K of --stop-on gold-falls:K; 0 if nothing stops the run."""
+        """The K of --eval.stop-on gold-falls:K; 0 if nothing stops the run."""
         return int(self.stop_on.rpartition(":")[2] or 0)
 
 
@@ -84,7 +92,7 @@ class MediaEval(Eval):
     """Evaluations of a run on images, videos or sound."""
 
     num_inference_steps: Annotated[int, between(2, 10_000), MAY_CHANGE] = 10  # Denoising steps in an evaluation
-    sets: Annotated[tuple[MediaEvalSet, ...], Was("eval"), MAY_CHANGE] = ()  # Further sets, each a table [[eval.sets]]
+    sets: Annotated[tuple[MediaEvalSet, ...], NO_FLAG, MAY_CHANGE] = ()  # Further sets, each a table [[eval.sets]]
 
 
 @dataclass(frozen=True)
@@ -92,8 +100,8 @@ class TokenEval(Eval):
     """Evaluations of a run on text."""
 
     temperature: Annotated[float, between(1e-3, 100)] = 1.0  # Temperature in an evaluation
-    top_p: Annotated[float, between(1e-3, 1)] = 0.7  # Share of the likeliest tokens that evaluations sample from
-    sets: Annotated[tuple[TokenEvalSet, ...], Was("eval"), MAY_CHANGE] = ()  # Further sets, each a table [[eval.sets]]
+    top_p: Annotated[float, between(1e-3, 1)] = 0.7  # Probability mass that evaluations sample from
+    sets: Annotated[tuple[TokenEvalSet, ...], NO_FLAG, MAY_CHANGE] = ()  # Further sets, each a table [[eval.sets]]
 
 
 @dataclass(frozen=True)
@@ -101,7 +109,7 @@ class ThoughtEval(MediaEval):
     """Evaluations of a run on images with thoughts."""
 
     temperature: Annotated[float, between(1e-3, 100)] = 1.0  # Temperature of thoughts in an evaluation
-    top_p: Annotated[float, between(1e-3, 1)] = 0.7  # Share of the likeliest tokens that evaluations sample from
+    top_p: Annotated[float, between(1e-3, 1)] = 0.7  # Probability mass that evaluations sample from
 
 
 def check_gold(own: Eval, seen: Sequence[str]) -> None:
@@ -114,8 +122,8 @@ def check_gold(own: Eval, seen: Sequence[str]) -> None:
          "--eval.gold-prompts and --eval.gold-scorer must be others than training sees, got "
          f"{own.gold_prompts} and {own.gold_scorer or 'the URL'}"),
         (re.fullmatch(r"(gold-falls:[1-9]\d{0,8})?", own.stop_on, re.ASCII),
-         f"--stop-on must be gold-falls:K with K from 1, got {own.stop_on!r}"),
-        (scorer or not own.stop_on, f"--stop-on {own.stop_on} needs --eval.gold-prompts"),
+         f"--eval.stop-on must be gold-falls:K with K from 1, got {own.stop_on!r}"),
+        (scorer or not own.stop_on, f"--eval.stop-on {own.stop_on} needs --eval.gold-prompts"),
         (all(each.name != GOLD for each in own.sets), "eval.sets must not be named gold, as --eval.gold-prompts is"),
     )  # fmt: skip
 
@@ -125,13 +133,8 @@ def setting_of(own: EvalSet, number: int, name: str) -> str:
     return f"--eval.gold-{name.replace('_', '-')}" if own.name == GOLD else f"eval.sets[{number}].{name}"
 
 
-def check_sets(
-    sets: Sequence[EvalSet], check: Callable[[], RecordCheck | None] = lambda: None, *, media_root: str = ""
-) -> None:
-    """Raise ValueError with the number of a set, counted from 1, that cannot be evaluated.
-
-    check: returns a check of a set's prompts. media_root: as `load_prompts`.
-    """
+def check_sets(sets: Sequence[EvalSet], load: Callable[[str], object]) -> None:
+    """Raise ValueError with the number of a set, counted from 1, that cannot be evaluated. load: reads its prompts."""
     names = [own.name for own in sets]
     for number, own in enumerate(sets, start=1):
         at = f"eval.sets[{number}]"
@@ -144,9 +147,24 @@ def check_sets(
         check_bounds(own, at)
         check_urls(own.scorer_url, setting_of(own, number, "scorer_url"))
         with flag(f"{setting_of(own, number, 'prompts')}: "):
-            count = len(load_prompts(own.prompts, check=check(), media_root=media_root))
-        rule = f"{at}.num_prompts must be at most {count}, those of {own.prompts}, got {own.num_prompts}"
-        require((own.num_prompts <= count, rule))
+            load(own.prompts)
+
+
+def loose_limits(own: Eval, counts: Sequence[int]) -> list[str]:
+    """Return a line for each set with fewer prompts than its setting allows.
+
+    counts: prompts of --eval.prompts, and of each further set, that are evaluated.
+    """
+    first = "--eval.num-prompts", own.num_prompts, own.prompts
+    others = [
+        (setting_of(each, i, "num_prompts"), each.num_prompts, each.prompts)
+        for i, each in enumerate(own.all_sets, start=1)
+    ]
+    return [
+        f"{name} {most} is more than the prompts of {place}: all {count} are evaluated"
+        for (name, most, place), count in zip([first, *others], counts, strict=True)
+        if most > count
+    ]
 
 
 OF_A_MACHINE = re.compile(r"{host}|{node}|//(localhost|127\.|\[::1\])")  # in URLs of servers that each machine has

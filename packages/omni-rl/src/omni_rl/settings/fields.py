@@ -12,6 +12,8 @@ from enum import Enum, auto
 from functools import cache
 from typing import Annotated, Any, TypeVar, cast, get_args, get_origin
 
+import tyro
+
 ConfigT = TypeVar("ConfigT")
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
@@ -19,18 +21,18 @@ FLOAT32_MAX = 3.4028234663852886e38
 
 
 class Mark(Enum):
-    """How a setting may be used."""
+    """Property of a setting."""
 
     REQUIRED = auto()
     MAY_CHANGE = auto()
     SECRET = auto()
-    SHOWN = auto()
 
 
 REQUIRED = Mark.REQUIRED  # empty by default, and must be given
 MAY_CHANGE = Mark.MAY_CHANGE  # a run may continue with another value than its checkpoint has
 SECRET = Mark.SECRET  # kept out of files that others may read
-SHOWN = Mark.SHOWN  # in --help though no recipe sets it, as it depends on the machine
+NO_FLAG = tyro.conf.Suppress  # a table of a TOML file, which has no flag
+SCORER_FLAG = tyro.conf.arg(name="scorer", prefix_name=False)  # the flag of scorer.name is --scorer
 
 
 @dataclass(frozen=True)
@@ -39,17 +41,6 @@ class Bound:
 
     least: float
     most: float
-
-
-@dataclass(frozen=True)
-class Was:
-    """The old flat name of a setting in a group, for files, flags and checkpoints; "" is its name in the group.
-
-    switch: the values that mean off and on, of a setting that was a switch.
-    """
-
-    name: str = ""
-    switch: tuple[str, ...] = ()
 
 
 def between(least: float, most: float) -> Bound:
@@ -96,57 +87,30 @@ def values_of(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def build(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
-    """Return the dataclass with values by the names of `leaves` or `old_names`, and its defaults."""
-    own = dict[str, Any]()
+    """Return the dataclass with values by the names of `leaves`, and its defaults."""
+    return cls(**vars(unsettled(cls, values)))
+
+
+def unsettled(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
+    """Return the dataclass of `build`, whose defaults do not follow from other values yet, as in `__post_init__`."""
     shape: Any = cls
-    groups = {each.name: kind_of(each.type) for each in fields(shape)}
-    for name, value in renewed(cls, values).items():
+    config, own = object.__new__(cls), dict[str, Any]({each.name: each.default for each in fields(shape)})
+    for name, value in values.items():
         group, _, rest = name.rpartition(".")
-        own |= {group: replace(own.get(group, groups[group]()), **{rest: value})} if group else {rest: value}
-    return cls(**own)
+        own |= {group: replace(own[group], **{rest: value})} if group else {name: value}
+    vars(config).update(own)
+    return config
 
 
 def change(config: ConfigT, **values: Any) -> ConfigT:
-    """Return the dataclass with other values, by the names of `leaves` or by `old_names`."""
-    return build(type(config), values_of(config) | renewed(type(config), values))
-
-
-def renewed(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by the names of `leaves`, from those by the names of `leaves` or `old_names`."""
-    old, words = old_names(cls), old_switches(cls)
-    return {
-        old.get(name, name): words[name][value] if name in words and isinstance(value, bool) else value
-        for name, value in values.items()
-    }
-
-
-@cached
-def old_names(cls: Any) -> dict[str, str]:
-    """Return the names of settings in groups by their other names, such as correction.low by correction_low.
-
-    The name of a `Was` follows that one.
-    """
-    found: dict[str, str] = {}
-    for name, own in leaves(cls).items():
-        if "." in name:
-            was = [note.name or own.name for note in notes_of(own.type) if isinstance(note, Was)]
-            found |= dict.fromkeys([name.replace(".", "_"), *was], name)
-    return found
+    """Return the dataclass with other values, by the names of `leaves`; lora_rank is lora.rank, a word of Python."""
+    names = {name.replace(".", "_"): name for name in leaves(type(config))}
+    return build(type(config), values_of(config) | {names.get(name, name): own for name, own in values.items()})
 
 
 def flat(config: Any) -> dict[str, object]:
-    """Return the values of a dataclass as checkpoints hold them, by `old_names`."""
-    plain, words = values_of(config), old_switches(type(config))
-    old = {name: name for name in plain} | {name: was for was, name in old_names(type(config)).items()}
-    found = {old[name]: [*map(asdict, own)] if isinstance(own, tuple) else own for name, own in plain.items()}
-    return found | {was: found[was] == on for was, (off, on) in words.items() if found[was] in (off, on)}
-
-
-@cached
-def old_switches(cls: Any) -> dict[str, tuple[str, ...]]:
-    """Return the values that mean off and on of settings that were switches, by their names of before."""
-    notes = [note for own in leaves(cls).values() for note in notes_of(own.type)]
-    return {note.name: note.switch for note in notes if isinstance(note, Was) and note.switch}
+    """Return the values of a dataclass as checkpoints hold them, by the names of `leaves`."""
+    return {name: [*map(asdict, own)] if isinstance(own, tuple) else own for name, own in values_of(config).items()}
 
 
 def marked(cls: Any, *marks: Mark) -> tuple[str, ...]:
@@ -154,9 +118,21 @@ def marked(cls: Any, *marks: Mark) -> tuple[str, ...]:
     return tuple(name for name, own in leaves(cls).items() if set(marks).intersection(notes_of(own.type)))
 
 
+def takes_none(own: Field[Any]) -> bool:
+    """Return True if a setting is empty by default and need not be given: the word none empties it."""
+    return own.default in ("", None) and REQUIRED not in notes_of(own.type)
+
+
 def flag_of(name: str) -> str:
-    """Return the flag of a setting."""
-    return f"--{name.replace('_', '-')}"
+    """Return the flag of a setting; that of a group's name is the group's, as --scorer."""
+    return f"--{name.removesuffix('.name').replace('_', '-')}"
+
+
+def flags_by_name(cls: Any, group: str = "") -> dict[str, str]:
+    """Return the flags of settings by name, for `as_flags`. group: of settings that also have their name in it."""
+    found = {name: flag_of(name) for name in leaves(cls)}
+    own = {name.removeprefix(f"{group}."): value for name, value in found.items() if name.startswith(f"{group}.")}
+    return found | own
 
 
 def check_bounds(config: Any, place: str = "") -> None:
@@ -176,7 +152,7 @@ def check_bounds(config: Any, place: str = "") -> None:
             limit = FLOAT32_MAX if type(value) is float else 2**31 - 1
             least, most = (end if math.isfinite(end) else math.copysign(limit, end) for end in vars(bound).values())
             if not least <= value <= most:
-                rule = f">= {least:.10g}" if value < least else f"<= {most:.10g}"
+                rule = f">= {least:.10g}" if value < least else f"<= {most:.10g}" if value > most else "a number"
                 name = f"{place}.{key}" if place else flag_of(key)
                 raise ValueError(f"{name} must be {rule}, got {value}")
 
@@ -190,7 +166,7 @@ def require(*rules: tuple[object, str]) -> None:
 
 @contextmanager
 def flag(words: str) -> Iterator[None]:
-    """Put words, such as "--prompts: ", before the message of an OSError or ValueError in the block.
+    """Prefix the message of an OSError or ValueError in the block with words such as "--prompts: ".
 
     One that begins with that name or a longer one, as "prompts_per_step must be ...", begins with its flag instead.
 
@@ -202,3 +178,26 @@ def flag(words: str) -> Iterator[None]:
     except (OSError, ValueError) as exc:
         fault = re.sub(r"^--(\S+): (\1\w*) ", lambda found: f"{flag_of(found[2])} ", f"{words}{exc}")
         raise ValueError(fault) from exc
+
+
+@contextmanager
+def as_flags(names: Mapping[str, str]) -> Iterator[None]:
+    """Replace argument names in the message of an OSError or ValueError in the block by flags.
+
+    names: the flags by argument, or a flag and a name in its value. After the arguments with which the message begins,
+    as "height and width must be ...", only names with an underscore are replaced, and those by flags alone, as others
+    may be words.
+
+    Raises:
+        ValueError: in place of either.
+    """
+
+    def named(found: re.Match[str]) -> str:
+        own = names.get(found[0].replace("-", "_"), found[0])
+        return own if found.start() < begins or ("_" in found[0] and " " not in own) else found[0]
+
+    try:
+        yield
+    except (OSError, ValueError) as exc:
+        begins = len("".join(re.findall(r"^[\w.-]+(?:(?:, | and | x )[\w.-]+)*", str(exc))))
+        raise ValueError(re.sub(r"(?<![\w./-])[a-z][\w.-]*\w", named, str(exc))) from exc

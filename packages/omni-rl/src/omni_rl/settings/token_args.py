@@ -2,24 +2,63 @@
 
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from omni_rl.settings.args import (
-    RunArgs,
-    WindowArgs,
-    check_run,
-    check_scored,
-    check_window,
-    num_ranks,
-    num_samplers,
-    read_prompts,
-)
+from omni_rl.settings.args import RunArgs, WindowArgs, load_records, num_ranks, num_samplers, read_prompts
 from omni_rl.settings.eval_sets import ThoughtEval, TokenEval, check_sets
-from omni_rl.settings.fields import at_least, between, flag, require
-from omni_rl.settings.groups import TokenLora, TokenScorer, ToolCalls
+from omni_rl.settings.fields import MAY_CHANGE, SCORER_FLAG, SECRET, at_least, between, flag, require
+from omni_rl.settings.groups import Lora, Scorer
+from omni_rl.settings.rules import check_run, check_scored, check_window
 
 if TYPE_CHECKING:
     from omni_reward.rules import Rules
+
+
+@dataclass(frozen=True)
+class TokenLora(Lora):
+    """LoRA adapters of a language model."""
+
+    target_parameters: str = ""  # Parameters of experts that get adapters too, as mlp.experts.down_proj, with commas
+
+
+@dataclass(frozen=True)
+class ToolCalls:
+    """A function that answers can call; they continue after its result."""
+
+    function: str = ""  # Function of a text, as python:FILE.py:FUNCTION; the update masks its results
+    marks: str = "<tool> </tool> <result> </result>"  # Texts around a call, and around its result
+
+    @property
+    def texts(self) -> tuple[str, str, str, str]:
+        """The texts of the marks.
+
+        Raises:
+            ValueError: they are not four, or the last ends as the second.
+        """
+        found = self.marks.split()
+        if len(found) != 4 or found[3].endswith(found[1]):
+            rule = "--tool.marks must be four texts, of which the last does not end as the second"
+            raise ValueError(f"{rule}, got {self.marks!r}")
+        return found[0], found[1], found[2], found[3]
+
+    @property
+    def file(self) -> Path:
+        """The file of the function."""
+        return Path(self.function.partition(":")[2].rpartition(":")[0])
+
+
+@dataclass(frozen=True)
+class TokenScorer(Scorer):
+    """Requests of a run on text."""
+
+    name: Annotated[str, SCORER_FLAG, MAY_CHANGE] = ""  # Scorer to start, the term scorer of --reward
+    url: Annotated[str, SECRET] = ""  # URL of a running server to use instead, or several with commas
+
+    @property
+    def given(self) -> bool:
+        """True if there is a scorer."""
+        return bool(self.name or self.url)
 
 
 @dataclass(frozen=True)
@@ -33,10 +72,10 @@ class TokenArgs(RunArgs):
     lora: TokenLora = TokenLora()  # Adapters
 
     # Sampling
-    max_prompt_tokens: Annotated[int, at_least(0)] = 0  # Most tokens of a prompt and its media; 0 is any
-    max_new_tokens: Annotated[int, between(1, 2**20)] = 1024  # Most tokens of an answer
+    max_prompt_tokens: Annotated[int, at_least(0)] = 0  # Tokens of a prompt and its media, at most; 0 is any
+    max_new_tokens: Annotated[int, between(1, 2**20)] = 1024  # Tokens of an answer, at most
     temperature: Annotated[float, between(1e-3, 100)] = 1.0  # Temperature of the rollout and of trained log-probs
-    draw_ahead: Annotated[int, at_least(0)] = 0  # Updates for which a step's samples wait while they are scored
+    draw_ahead: Annotated[int, at_least(0)] = 0  # Updates by which a step is sampled in advance
 
     tool: ToolCalls = ToolCalls()  # A function that answers may call
 
@@ -49,12 +88,12 @@ class TokenArgs(RunArgs):
     gpu_memory_utilization: Annotated[float, between(1e-3, 1)] = 0.3  # Share of the device's memory for vllm
 
     # Scorer
-    reward: str = ""  # Rules that grade answers, as in 'math + 0.1*format=PATTERN' (default: exact, or scorer)
+    reward: str = ""  # Rules that grade answers, as in 'math + 0.1*format=PATTERN'; empty: exact, or scorer
     scorer: TokenScorer = TokenScorer()  # The reward server
 
     # Optimizer
-    lr: Annotated[float | None, between(0, 1)] = None  # Learning rate of AdamW (default: 3e-6 with LoRA, 1e-6 without)
-    tokens_per_batch: Annotated[int, at_least(0)] = 0  # Most tokens of a forward in the update, with padding; 0 is any
+    lr: Annotated[float | None, between(0, 1)] = None  # Learning rate of AdamW; none: 3e-6 with LoRA, 1e-6 without
+    tokens_per_batch: Annotated[int, at_least(0)] = 0  # Padded tokens per forward of the update, at most; 0 is any
 
     @property
     def has_trained_engine(self) -> bool:
@@ -119,7 +158,7 @@ def check_tokens(args: TokenArgs) -> None:
         (args.scorer.given or not asks, f"--scorer or --scorer.url must be given for {SCORER} in --reward"),
     )
     read_prompts(args)
-    check_sets(args.eval.all_sets, media_root=args.media_root)
+    check_sets(args.eval.all_sets, lambda place: load_records(args, place))
 
 
 @dataclass(frozen=True)
@@ -129,10 +168,10 @@ class ThinkingArgs(WindowArgs):
     RATES = (1e-5, 1e-4)
 
     # Optimizer
-    lr: Annotated[float | None, between(0, 1)] = None  # Learning rate of AdamW (default: 1e-4 with LoRA, 1e-5 without)
+    lr: Annotated[float | None, between(0, 1)] = None  # Learning rate of AdamW; none: 1e-4 with LoRA, 1e-5 without
 
     # Sampling
-    max_thought_tokens: Annotated[int, between(1, 65_536)] = 512  # Most tokens of a thought
+    max_thought_tokens: Annotated[int, between(1, 65_536)] = 512  # Tokens of a thought, at most
     temperature: Annotated[float, between(1e-3, 100)] = 1.0  # Temperature of a rollout's thoughts
 
     # Data

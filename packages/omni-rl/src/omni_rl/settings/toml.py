@@ -1,10 +1,8 @@
 """Settings as TOML, in recipes, files and the folders of runs. Imports nothing heavy."""
 
 import json
-import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import is_dataclass
 from difflib import get_close_matches
 from importlib.resources import files
@@ -13,10 +11,11 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from omni_train.hub import check_named, is_from_hub, local_file
 
-from omni_rl.settings.fields import flag, flag_of, kind_of, leaves, old_names, renewed, require
+from omni_rl.settings.fields import flag, flag_of, kind_of, leaves, require
 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 ELSEWHERE = {  # what takes the place of names that other projects have
+    "--prompt-key": "prompt-column caption-column dataset-text-field",
     "--lr": "learning-rate", "--kl-coef": "beta kl-beta", "--dpo-beta": "beta", "--nft-beta": "beta",
     "--clip-range": "clip-eps", "--noise-level": "eta", "--group-size": "num-generations num-image-per-prompt",
     "--batch-size": "train-batch-size per-device-train-batch-size", "--same-start-noise": "share-noise",
@@ -25,20 +24,25 @@ ELSEWHERE = {  # what takes the place of names that other projects have
     "--height and --width": "resolution image-size", "--name, as the run writes to runs/NAME": "output-dir run-name",
     "--tracking.to": "report-to", "--tracking.to wandb": "wandb", "--tracking.to tensorboard": "tensorboard",
     "--train-steps": "steps max-steps max-train-steps epochs num-epochs num-train-epochs", "--lora.rank": "lora-r",
+    "--save-every": "save-steps checkpointing-steps", "--keep-checkpoints": "save-total-limit checkpoints-total-limit",
+    "--eval.every": "eval-steps validation-steps", "--prompts": "dataset-name train-data-dir train-files",
     "--lora.exclude": "exclude-modules", "--lora.use-rslora": "rslora use-rslora", "--lora.init": "init-lora-weights",
     "--lora.use-dora": "dora use-dora", "--lora.dtype": "lora-dtype autocast-adapter-dtype",
     "--num-inference-steps": "num-steps", "--dtype": "precision mixed-precision", "--dtype bfloat16": "bf16",
     "--dtype float16": "fp16", "--optim.lr-scheduler-type": "lr-scheduler", "--optim.warmup-steps": "lr-warmup-steps",
     "--optim.weight-decay": "adam-weight-decay", "--optim.adam-epsilon": "adam-eps",
-    "--memory.adam-8bit": "use-8bit-adam",
     "--num-inner-epochs": "num-iterations ppo-epochs", "--num-iterations": "num-inner-epochs ppo-epochs",
     "--model": "model-path pretrained-model-name-or-path", "--init-weights": "weights", "--best-worst-n": "best-of-n",
     "the same command again, which continues the run": "resume resume-from-checkpoint",
     "omni-rl train NAME --nproc-per-node N": "gpus num-gpus num-processes nproc-per-node",
+    "torchrun, as docs/machines.md shows": "nnodes node-rank rdzv-endpoint master-addr master-port num-machines",
+    "omni-rl push runs/NAME OWNER/NAME after the run": "push-to-hub hub-model-id hub-repo-id hub-strategy",
     "omni-rl train nft": "nft awm", "omni-rl train dpo": "dpo", "omni-rl train srpo": "srpo",
     "omni-rl train gspo": "gspo", "omni-rl train distill": "opd", "omni-rl train unigrpo": "unigrpo",
 }  # fmt: skip
-REFUSED = {  # what peft and transformers have and a run does not, with the reason
+REFUSED = {  # what other programs have and these do not, with the reason
+    "device": "it is the machine's accelerator, or else its CPU; CUDA_VISIBLE_DEVICES chooses among several",
+    "use-8bit-adam": "moments of 8 bits move single weights too far: --memory.offload optimizer keeps them on the host",
     "target-parameters": "diffusers opens no adapters of parameters: name linear layers by --lora.targets",
     "rollout-dtype": "only vLLM-Omni, which samples images, videos and sound, takes other bits than --dtype",
     "tensor-parallel-size": "each rank has a whole engine; --sharding.context-parallel has ranks share samples",
@@ -97,8 +101,8 @@ def from_toml(text: str, cls: type, place: str) -> dict[str, Any]:
         ValueError: the text is no TOML, or has an unknown key or table, or a value of another type.
     """
     known, values = leaves(cls), dict[str, Any]()
-    groups = sorted({name.partition(".")[0] for name in old_names(cls).values()})
-    for name, value in renewed(cls, plain(tomllib.loads(text))).items():
+    groups = sorted({name.partition(".")[0] for name in known if "." in name})
+    for name, value in plain(tomllib.loads(text)).items():
         group = name.rpartition(".")[0]
         if group and group not in groups:
             raise ValueError(f"{place}: [{group}] is a table, but only {', '.join(groups) or 'eval'} are")
@@ -167,8 +171,8 @@ def check_foreign(values: Mapping[str, Any], path: str) -> None:
 def suggest(name: str, known: Iterable[str]) -> str:
     """Return what to use in place of an unknown name, after "; ", or "" if nothing is near.
 
-    What is refused has its reason there. Names of other projects come before the first known name that holds this one,
-    and that before the nearest.
+    What is refused has its reason there. Names of other projects come before a known name that is very near, that
+    before the first that holds this one, and that before the nearest.
     """
     names, word = list(known), flag_of(name.lstrip("-")).lstrip("-")
     flags = {flag_of(each.lstrip("-")) for each in names}
@@ -178,23 +182,14 @@ def suggest(name: str, known: Iterable[str]) -> str:
     here = [each for each, words in ELSEWHERE.items() if word in words.split()]
     if here := [each for each in here if each[:2] != "--" or each.split()[0].strip(",") in flags]:
         return f"; use {' or '.join(here)}"
-    near = [each for each in names if name in each and len(name) > 3] or get_close_matches(name, names, n=1, cutoff=0.7)
+    held = [each for each in names if name in each and len(name) > 3]
+    nearest, farther = (get_close_matches(name, names, n=1, cutoff=cutoff) for cutoff in (0.9, 0.7))
+    near = nearest or held or farther
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def from_text(wanted: Any, text: str) -> object:
-    """Return a word of the command line in the wanted type, or unchanged if it cannot be converted."""
-    kinds = get_args(wanted) or (wanted,)
-    if type(None) in kinds and text == "None":
-        return None
-    if {int, float} & {*kinds, *map(type, kinds)}:  # the kinds of a Literal are values
-        with suppress(ValueError):
-            return float(text) if float in kinds else int(text)
-    return text
-
-
 def fitting(wanted: Any, value: object, place: str) -> object:
-    """Return a value of the wanted type; an integer may stand for a float.
+    """Return a value of the wanted type; an integer may stand for a float, and the word none for None.
 
     Raises:
         ValueError: it has another type; the message begins with `place`.
@@ -205,10 +200,10 @@ def fitting(wanted: Any, value: object, place: str) -> object:
             raise ValueError(f"{place} must be one of {', '.join(map(repr, get_args(wanted)))}, got {value!r}{hint}")
         return value
     kinds = get_args(wanted) or (wanted,)  # the members of a union such as int | None
+    if type(None) in kinds and value in ("none", "None"):
+        return None
     if float in kinds and type(value) is int:
         return float(value)
     if type(value) not in kinds:
         raise ValueError(f"{place} must be {KINDS[kinds[0]]}, got {value!r}")
-    if isinstance(value, str) and re.search("[\ud800-\udfff]", value):
-        raise ValueError(f"{place} must be UTF-8 text, got {value!r}")
     return value

@@ -1,1 +1,1 @@
-"""Programs beside a run: the omni-rl command, the memory plan, the doctor, the hub."""
+"""Tools: the omni-rl command, the memory plan, the doctor, the hub."""

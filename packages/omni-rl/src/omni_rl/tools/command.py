@@ -6,17 +6,23 @@ terminal are the program's own. Settings of several ranks are checked once, befo
 
 import ast
 import os
+import re
 import shlex
+import signal
 import subprocess
 import sys
 import tomllib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from omni_rl import __version__
 
 APPS = Path(__file__).parents[1] / "apps"  # links to the files of a checkout; in a wheel, the files
 RANKS = "--nproc-per-node"
+HELP = ("-h", "--help", "help")
 COMMANDS = {  # sub-command -> what it does, and the words for Python that start it
     "train": ("Train a model: omni-rl train flowgrpo --preset tiny-signs", []),
     "sample": ("Sample from a model, with or without trained weights", [str((APPS / "sample.py").resolve())]),
@@ -25,10 +31,6 @@ COMMANDS = {  # sub-command -> what it does, and the words for Python that start
     "serve": ("Start a reward server: omni-rl serve --scorer ocr --port 8100", ["-m", "omni_reward.server"]),
     "score": ("Score files by hand: omni-rl score --scorer ocr FILE.png --prompt TEXT", ["-m", "omni_rl.tools.score"]),
     "prompts": ("Fetch prompts that recipes name: omni-rl prompts ocr", ["-m", "omni_rl.tools.prompts"]),
-    "reproduce": (
-        "Run a recipe, and write a record of its result: omni-rl reproduce flowgrpo/tiny-signs",
-        ["-m", "omni_rl.tools.reproduce"],
-    ),
     "lora": ("Convert LoRA files of other trainers, or a run's for them", ["-m", "omni_rl.tools.lora"]),
     "doctor": ("Say what is installed here, and how to get what is missing", ["-m", "omni_rl.tools.doctor"]),
 }
@@ -38,43 +40,66 @@ def main() -> None:
     """Start the program that the command line names. A mistake ends it with one line and exit code 2."""
     words = sys.argv[1:] or ["--help"]
     try:
-        if words[0] in ("-h", "--help"):
+        if words[0] in HELP:
             print(overview())
         elif words[0] == "--version":
             print(f"omni-rl {__version__}")
-        elif words[0] == "train" and words[1:] in ([], ["-h"], ["--help"]):
+        elif words[0] == "train" and (not words[1:] or (len(words) == 2 and words[1] in HELP)):
             print(trainers_overview())
         else:
             command = python_words(words)
             sys.stdout.flush()
             if words[0] == "train":
                 if "omni_rl.run.ranks" in command:
-                    check_once(*command[3:])
+                    _, _, _, ranks, *program = command
+                    if check_once(ranks, *program):  # of a dry run, which is one process
+                        os.environ["WORLD_SIZE"], command = ranks, program
                 typed = os.environ.get("OMNI_RL_COMMAND") or shlex.join(["omni-rl", *words])
                 os.environ["OMNI_RL_COMMAND"] = typed  # what continues the run
             os.execv(sys.executable, [sys.executable, *command])
     except ValueError as exc:
-        print(f"omni-rl: error: {exc}", file=sys.stderr)
+        from omni_rl.settings.printing import print_mistake
+
+        print_mistake(exc, "omni-rl")
         sys.exit(2)
     except KeyboardInterrupt:  # while the settings are checked; later the process is the program's
         sys.exit(130)
 
 
-def check_once(ranks: str, *program: str) -> None:
-    """Check a trainer's settings before its ranks start; one that refuses them, or only prints, ends this program."""
+def check_once(ranks: str, *program: str) -> bool:
+    """Check a trainer's settings before its ranks start, and return True for a dry run.
+
+    A trainer that refuses them, or only prints, ends this program.
+    """
     env = os.environ | {"WORLD_SIZE": ranks, "RANK": "0"}
-    prints = not {"-h", "--help", "--help-all", "--check", "--list-presets"}.isdisjoint(program)
+    prints = not {"-h", "--help", "--check", "--list-presets"}.isdisjoint(program)
     command = [sys.executable, *program, *([] if prints else ["--check"])]
     answer = subprocess.run(command, env=env, stdout=None if prints else subprocess.PIPE, encoding="utf-8", check=False)
     if prints or answer.returncode:
         sys.exit(answer.returncode)
     settings = tomllib.loads(answer.stdout)
-    if not settings["dry_run"]:
-        from omni_rl.settings.early import knock
-        from omni_rl.settings.toml import plain
+    if settings["dry_run"]:
+        return True
+    from omni_rl.settings.early import knock
+    from omni_rl.settings.toml import plain
 
-        knock(plain(settings))
+    knock(plain(settings))
     print(f"omni-rl: the settings are checked; starting {ranks} ranks", flush=True)
+    return False
+
+
+@contextmanager
+def passed_on(program: "subprocess.Popen[Any]") -> Iterator[None]:
+    """Send SIGTERM on to a program, for whose end the block waits."""
+
+    def send(number: int, frame: FrameType | None) -> None:
+        program.send_signal(number)
+
+    before = signal.signal(signal.SIGTERM, send)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def overview() -> str:
@@ -122,6 +147,7 @@ def split_ranks(words: Sequence[str]) -> tuple[str, list[str]]:
     Raises:
         ValueError: it is no whole number from 1 on.
     """
+    words = [re.sub("^--nproc_per_node(?=$|=)", RANKS, word) for word in words]  # as torchrun takes it too
     rest = [piece for word in words for piece in (word.split("=", 1) if word.startswith(f"{RANKS}=") else [word])]
     if RANKS not in rest:
         return "", rest

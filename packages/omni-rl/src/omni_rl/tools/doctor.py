@@ -1,6 +1,5 @@
-"""Report what is installed, the devices and engines, and how to get what is missing. Without --network asks nobody."""
+"""Report devices, engines and packages, and how to install missing ones. Only --network uses the network."""
 
-import argparse
 import json
 import os
 import platform
@@ -17,22 +16,21 @@ from omni_rl import __version__
 from omni_rl.run.engines import ENGINES
 from omni_rl.run.sinks import TRACKERS
 from omni_rl.settings.early import ask_hub
+from omni_rl.settings.printing import Parser
 from omni_rl.settings.toml import recipes
 
 NEEDED = ("torch", "diffusers", "transformers", "peft")  # by every trainer
 EXTRAS = {  # module -> what it is for, and the extra of omni-rl that brings it
     "rapidocr": ("the scorer ocr", "scorer"),
-    "av": (".mp4, .webm and .flac", "video"),
     "pyarrow": ("prompts in .parquet", "parquet"),
     "s3fs": ("--checkpoint-url s3://", "remote"),
-    "torchao": ("--memory.adam-8bit", "torchao"),
     **{name: (f"--tracking.to {name}", name) for name in TRACKERS},
 }
 CLONE = "clone the sources of omni-rl, and start in their folder"
 
 
 class Finding(NamedTuple):
-    """One line of the report. get: how to get what is missing."""
+    """One line of the report. get: how to install a missing part."""
 
     name: str
     state: Literal["ok", "missing", "note"]
@@ -42,7 +40,7 @@ class Finding(NamedTuple):
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command line, with exit code 1 if nothing can train."""
-    parser = argparse.ArgumentParser(prog="omni-rl doctor", description=__doc__)
+    parser = Parser(prog="omni-rl doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--network", action="store_true", help="ask the hub for the models of recipes, too")
     args = parser.parse_args(argv)

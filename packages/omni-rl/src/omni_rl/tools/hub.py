@@ -1,13 +1,15 @@
 """Push a run's weights to the hub, with model card and settings; nothing else of this project uploads a run.
 
-python -m omni_rl.tools.hub runs/first OWNER/NAME --private       makes the repository where it is missing
-python -m omni_rl.tools.hub runs/first OWNER/NAME --dry-run       lists the files, and uploads none
+omni-rl push runs/first OWNER/NAME --private       makes the repository where it is missing
+omni-rl push runs/first OWNER/NAME --dry-run       lists the files, and uploads none
 """
 
 import argparse
 from pathlib import Path
 
 from omni_train.weights.card import CARD_FILE
+
+from omni_rl.settings.printing import Parser
 
 EXPORTED = (".safetensors", ".json", ".txt", ".jinja", ".model")  # kinds of files that an export has beside its card
 
@@ -51,9 +53,7 @@ def push(files: dict[str, Path], repo_id: str, *, private: bool, message: str) -
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command line. Any failure ends it with one line and exit code 2."""
-    parser = argparse.ArgumentParser(
-        prog="python -m omni_rl.tools.hub", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="omni-rl push", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
     parser.add_argument("repo_id", metavar="OWNER/NAME", help="model on the hub")
     parser.add_argument("--private", action="store_true", help="make a new repository private")

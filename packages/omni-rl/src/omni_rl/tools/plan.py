@@ -36,14 +36,16 @@ from omni_rollout.engines.vllm_omni.formats import quantized_names
 from omni_rollout.model import wrap
 from omni_rollout.tokens import TokenParams, TokenTrajectory
 from omni_rollout.types import Cond
-from omni_train.checkpoint.parts import part_files
+from omni_train.checkpoint.parts import num_bytes, part_files
 from omni_train.checkpoint.state import train_state
+from omni_train.dist import memory
 from omni_train.log import RunLog
 from omni_train.lora import unadapted_params
 from omni_train.lora_layer import AdaptedLayer
 from omni_train.planned import PLANNED, PlannedDevice, planned_ranks
-from omni_train.prompts.files import PromptRecord, load_prompts
+from omni_train.prompts.files import PromptRecord
 from omni_train.prompts.sampler import PromptSampler
+from omni_train.prompts.splits import data_files
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
@@ -53,7 +55,17 @@ from omni_rl.media.images import reference_sizes
 from omni_rl.run.engines import ENGINES
 from omni_rl.run.run import Step
 from omni_rl.run.world import World
-from omni_rl.settings.args import MediaArgs, RunArgs, next_end, num_batches, num_ranks, num_shares, offloaded, sharding
+from omni_rl.settings.args import (
+    MediaArgs,
+    RunArgs,
+    load_records,
+    next_end,
+    num_batches,
+    num_ranks,
+    num_shares,
+    offloaded,
+    sharding,
+)
 from omni_rl.settings.fields import change, flag, flag_of, values_of
 from omni_rl.settings.groups import ScoredScorer
 from omni_rl.tools.plan_engine import PlannedVllmOmni
@@ -86,13 +98,12 @@ def fit(main: Callable[[ArgsT, World], None], args: ArgsT) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         # an exception would be lost where the signal comes as a weak reference ends
         signal.signal(number, lambda number, _: os._exit(128 + number))
-    if int(os.environ.get("RANK", "0")):
-        return 0  # the first rank speaks
     gc.freeze()  # or each collection looks at all libraries again
     limit, ranks = (1 - LEFT) * args.memory.device_gb * GB, num_ranks()
     rest = f"beside {LEFT * args.memory.device_gb:.3g} GB for context, NCCL and fragmentation"
+    libraries = memory(torch.device("cpu")).current_mb * 2**20  # this program imports what a run imports
     plan = measure(main, args, ranks, tells=True)
-    print(plan.describe(), flush=True)
+    print("\n".join([plan.describe(), plan.describe_host(libraries, copies=args.async_save)]), flush=True)
     if plan.peak <= limit:
         left = (limit - plan.peak) / GB
         print(f"plan: fits --memory.device-gb {args.memory.device_gb:g}, with {left:.3g} GB left {rest}")
@@ -168,7 +179,7 @@ def ladder(args: ArgsT, ranks: int, offloads: Sequence[str], over: Collection[st
 def measure(
     main: Callable[[ArgsT, World], None], args: ArgsT, ranks: int, *, tells: bool = False, remembers: bool = True
 ) -> "Figures":
-    """What two steps of the trainer take on as many planned ranks, of few prompts each, and by a line of all.
+    """Return the figures of a step on planned ranks: measure two small steps of the trainer, and extrapolate.
 
     tells: print the settings too, and check the model's files. remembers: run one forward of a shape, not all.
     """
@@ -247,13 +258,13 @@ def _prompt_counts(args: RunArgs, ranks: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Figures:
-    """What `num_steps` steps take.
+    """Memory and operations of `num_steps` steps.
 
     peaks: the most bytes in each phase. flops: of each phase. forwards, tokens: of the net.
     unshard: the phases in which sharded weights are gathered once. offloads: the parts that --memory.offload may name.
     scorer: the bytes of each peak that the scorer takes, by what they are for. sleeps: True if only the wait for scores
     has them. host: the most bytes of tensors on the host, such as offloaded parts, and weights before they are
-    quantized.
+    quantized. checkpoint: the bytes that this rank saves.
     """
 
     peaks: Counter[str]
@@ -265,6 +276,7 @@ class Figures:
     scorer: Counter[str] = field(default_factory=Counter)
     sleeps: bool = False
     host: int = 0
+    checkpoint: int = 0
     num_steps: int = 2
 
     @property
@@ -292,6 +304,16 @@ class Figures:
             *([f"sharded weights are gathered once in {' and '.join(self.unshard)}"] if self.unshard else []),
         ]
         return "\n".join(f"plan: {line}" for line in lines)
+
+    def describe_host(self, libraries: float, *, copies: bool) -> str:
+        """Return a line about the host memory of a rank in all.
+
+        libraries: bytes of a program that has imported them. copies: True if saves copy what they write.
+        """
+        parts = {"libraries": libraries, "tensors": self.host, "a checkpoint's copy": self.checkpoint * copies}
+        each = ", ".join(f"{name} {count / GB:.2f}" for name, count in parts.items())
+        more = "on top come an accelerator's driver, or, on a CPU, the rank's memory above"
+        return f"plan: host memory per rank in all, GB: {sum(parts.values()) / GB:.3g} ({each}); {more}"
 
 
 @dataclass(frozen=True)
@@ -401,11 +423,12 @@ class PlannedWorld(World):
             with device.phase(""):
                 yield from (Step(number if ahead else 0) for number in range(num_steps))
                 with run.phase("save"):
-                    alone = replace(self.dist, is_planned=False)
-                    part_files(alone, train_state(run.policy.net, run.policy.optimizer, run.policy.averages))
+                    one_rank = replace(self.dist, is_planned=False)
+                    state = train_state(run.policy.net, run.policy.optimizer, run.policy.averages)
+                    num_saved = sum(map(num_bytes, part_files(one_rank, state).values()))
             peaks = Counter({name or "others": peak for name, peak in (loaded | device.peaks).items()})
             flops, forwards, tokens = (Counter(each) for each in (device.flops, self._forwards, self._tokens))
-            more = {"host": device.host_peak, "num_steps": num_steps}
+            more = {"host": device.host_peak, "checkpoint": num_saved, "num_steps": num_steps}
             self.found.append(Figures(peaks, flops, forwards, tokens, run.policy.unshard, offloads, **more))
 
     def forget(self) -> None:
@@ -493,7 +516,7 @@ class PlannedWorld(World):
         return kept
 
     def _once(self, function: Callable[..., Any], key: Callable[..., object]) -> Callable[..., Any]:
-        """Without gradients a function runs once for a key; then it gives tensors alike, after as much memory."""
+        """Without gradients, run a function once per key; later return equal tensors and count the same memory."""
         device = self.device
         done: dict[object, tuple[Any, int, int]] = {}
 
@@ -514,9 +537,9 @@ class PlannedWorld(World):
 
 
 class _Seen:
-    """What a forward of the net, and its backward, needed.
+    """Memory and operations of a forward of the net and of its backward.
 
-    Of several forwards in one backward pass the last is gone through first, and all of it before the next.
+    If one backward pass covers several forwards, it processes the last forward first, and completes it before the next.
 
     params: those that get gradients. measured: what ends the backward that is measured, or nothing.
     """
@@ -528,7 +551,7 @@ class _Seen:
         self.tokens: list[int] = []  # of each sample
 
     def record(self, run: Callable[[], Tensor]) -> Tensor:
-        """What `run` returns; at its end, and during the backward pass, notes what it took."""
+        """Return the result of `run`; record what it and its backward pass needed."""
         device = self.device
         base, flops = device.start_window(), device.flops.total()
         out = run()
@@ -629,7 +652,7 @@ class _Repeat(torch.autograd.Function):
 
 
 class _Graph:
-    """What a forward keeps on the device for its backward pass, until then or until nothing needs it."""
+    """Memory that a forward keeps for its backward pass, until then or until it is released."""
 
     def __init__(self, seen: _Seen) -> None:
         self._device, self._held = seen.device, seen.held
@@ -646,8 +669,7 @@ class _Graph:
 def _fuse(optimizer: torch.optim.Optimizer) -> None:
     """Have the optimizer take all parameters at once, as torch has it on an accelerator, except sharded weights."""
     for group in optimizer.param_groups:
-        if "foreach" in group:
-            group["foreach"] = group["foreach"] or not any(isinstance(p, DTensor) for p in group["params"])
+        group["foreach"] = group["foreach"] or not any(isinstance(p, DTensor) for p in group["params"])
 
 
 def _repeat_steps(optimizer: torch.optim.Optimizer, device: PlannedDevice) -> None:
@@ -692,9 +714,9 @@ class _Alike(PromptSampler):
             others = sum(file.stat().st_size for file in (record.audio, record.video) if file)
             return math.prod(record.size or whole), references, others, len(record.text + record.negative)
 
-        records = load_prompts(args.prompts, media_root=args.media_root)
+        records = load_records(args, args.prompts)
         self.num_known, self._largest = len(records), max(records, key=size)
-        self.prompts_per_step = args.prompts_per_step
+        self.prompts_per_step, self.folder = args.prompts_per_step, data_files(args.prompts)[0].parent
 
     def at(self, step: int) -> list[PromptRecord]:
         """The prompts of any step."""
@@ -739,7 +761,7 @@ def _grader(parts: Sequence[str]) -> Callable[[Mapping[str, np.ndarray], Sequenc
 
 
 def _is_divisible(args: RunArgs, ranks: int) -> bool:
-    """Whether a step's samples can be split into batches of that size for so many ranks."""
+    """True if a step's samples can be split into batches of --batch-size for this number of ranks."""
     try:
         return bool(num_batches(args, ranks))
     except ValueError:

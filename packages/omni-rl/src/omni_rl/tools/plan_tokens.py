@@ -18,7 +18,7 @@ from torch import Tensor
 from omni_rl.flow.scorers import Pending, TextScorer
 
 SAMPLED = 2  # tokens that are sampled at the beginning and at the end of an answer
-UNCOUNTED = "answers"  # a phase that no plan tells
+UNCOUNTED = "answers"  # a phase that no plan includes
 
 
 def differing(scorer: TextScorer) -> TextScorer:

@@ -4,25 +4,24 @@ Each file is pinned by its commit and its hash. One that is there is not fetched
 where it stopped, and no file of other content is replaced. The proxy is that of the environment, as HTTPS_PROXY.
 """
 
-import argparse
 import hashlib
 import os
-import time
 import tomllib
+from functools import partial
 from pathlib import Path
-from typing import NotRequired, TypedDict, cast
-from urllib.parse import urljoin, urlsplit
+from typing import BinaryIO, NotRequired, TypedDict, cast
 
 import requests
 import urllib3
-from omni_train.files import read_regular
+from omni_reward.transport import open_url, within
+from omni_train.files import open_regular, read_regular
 from omni_train.prompts.files import load_prompts
 
-from omni_rl.settings.printing import until_closed
+from omni_rl.settings.printing import Parser, until_closed
 from omni_rl.tools.command import known
 
 TABLE = Path(__file__).with_name("prompts.toml")
-WAIT_S, LIMIT_S = 30.0, 600.0  # for a server's next packet, and for a file
+WAIT_S, LIMIT_S = 30.0, 600.0  # for a server's next packet, and for a file, from the first request on
 MAX_BYTES = 64 * 2**20  # of a file
 
 
@@ -75,28 +74,36 @@ def download(url: str, part: Path) -> None:
 
     Raises:
         requests.RequestException, urllib3.exceptions.HTTPError: it does not arrive whole, or not in time.
+        ValueError: the file is a link or none that can hold it.
+        OSError: it cannot be written.
     """
-    size, deadline = part.stat().st_size if part.exists() else 0, time.monotonic() + LIMIT_S
+    with open(open_regular(part, os.O_RDWR | os.O_CREAT), "r+b") as file:
+        try:
+            within(LIMIT_S, partial(append, url, file))  # a thread that is left fails, as the file is closed
+        except TimeoutError as exc:
+            raise requests.Timeout(f"more than {MAX_BYTES} bytes or {LIMIT_S} s") from exc
+        except requests.RequestException:
+            if not file.tell():  # nothing came
+                part.unlink()
+            raise
+
+
+def append(url: str, file: BinaryIO) -> None:
+    """Write the end of a URL's content behind what the file has of it, or all of it. Raises as `download`."""
+    size = file.seek(0, os.SEEK_END)
     headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={size}-"} if size else {})
-    hooks = {"response": refuse_redirect}
-    with requests.get(url, headers=headers, hooks=hooks, timeout=WAIT_S, stream=True) as response:
+    with open_url(url, headers, WAIT_S) as response:
         if size and response.status_code == 416:  # there is no more
             return
         response.raise_for_status()
-        with part.open("ab" if response.status_code == 206 else "wb") as file:
-            while piece := response.raw.read1(2**16):
-                file.write(piece)
-                if file.tell() > MAX_BYTES or time.monotonic() > deadline:
-                    raise requests.RequestException(f"more than {MAX_BYTES} bytes or {LIMIT_S} s")
-            file.flush()
-            os.fsync(file.fileno())
-
-
-def refuse_redirect(response: requests.Response, **_: object) -> None:
-    """Raise requests.RequestException if the response redirects to another server without TLS."""
-    target = urljoin(response.url, response.headers.get("Location", ""))
-    if urlsplit(target).scheme != "https" and urlsplit(target)[:2] != urlsplit(response.url)[:2]:
-        raise requests.RequestException(f"a redirect must be to https, got {target}")
+        if response.status_code != 206:
+            file.truncate(file.seek(0))
+        while piece := response.raw.read1(2**16):
+            file.write(piece)
+            if file.tell() > MAX_BYTES:
+                raise requests.RequestException(f"more than {MAX_BYTES} bytes or {LIMIT_S} s")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def check_hash(path: Path, wanted: str, remedy: str) -> None:
@@ -109,8 +116,8 @@ def check_hash(path: Path, wanted: str, remedy: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command line. Whatever fails ends it with one line and exit code 2."""
-    parser = argparse.ArgumentParser(prog="omni-rl prompts", description=__doc__)
+    """Run the command line. Any failure ends it with one line and exit code 2."""
+    parser = Parser(prog="omni-rl prompts", description=__doc__)
     parser.add_argument("name", nargs="?", metavar="NAME", help="of the set")
     parser.add_argument("--to", type=Path, metavar="FOLDER", help="where to write it, data/NAME by default")
     args = parser.parse_args(argv)

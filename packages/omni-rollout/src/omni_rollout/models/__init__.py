@@ -80,7 +80,11 @@ def _kind(path: str | Path) -> tuple[object, Path]:
     """Return the pipeline or architecture that a checkpoint names, and its folder."""
     folder = local_folder(path)
     if (folder / "config.json").is_file() and not (folder / "model_index.json").is_file():
-        found = read_json(folder / "config.json").get("architectures")
+        config = read_json(folder / "config.json")
+        found, part = config.get("architectures"), config.get("_class_name")
+        if part and not found:
+            how = "give the folder above it, which has model_index.json"
+            raise ValueError(f"model must be a whole pipeline, got {folder}, which holds a {part!r:.80}: {how}")
         kind = found[0] if isinstance(found, list) and found else found
     else:
         kind = read_json(folder / "model_index.json").get("_class_name")

@@ -111,6 +111,11 @@ class Bagel(ImageModel):
             raise ValueError(f"model is incomplete: {file} is missing")
         return [file]
 
+    def _num_bytes(self, part: str) -> int:
+        is_first = part in ("transformer", "vae")  # of those in a file
+        file = self.folder / WEIGHTS.get(part, "")
+        return file.stat().st_size if is_first and file.is_file() else 0
+
     def check(self, params: Params) -> None:
         """Raise ValueError for a size or option that the model lacks."""
         super().check(params)

@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -17,7 +17,7 @@ import torch
 from omni_sched import exponential_shift_sigmas, linear_sigmas, resolution_mu, shift_sigmas, stretch_sigmas
 from torch import Tensor, nn
 
-from omni_rollout.files import check_counts, read_json, safetensors_files, safetensors_shapes
+from omni_rollout.files import check_counts, read_json, safetensors_files, safetensors_shapes, size_of
 from omni_rollout.models.hub import local_folder
 from omni_rollout.models.parts import RELEASED, made_of, open_processor, open_tokenizer
 from omni_rollout.offload import bring, places_of
@@ -85,6 +85,7 @@ class DiffusersModel:
     HEADS: ClassVar[tuple[str, ...]] = ("num_attention_heads",)  # their numbers, in the net's configuration
     boundary = 0.0
     reads_weights = True  # False: parts are made from their configuration only, with uninitialized values
+    reading: Callable[[str, int], AbstractContextManager[None]] = staticmethod(lambda part, size: nullcontext())
     context = 1  # ranks that compute each forward together
     host_encoders = False  # True: text encoders are offloaded, and copied to the device while they encode
 
@@ -188,7 +189,8 @@ class DiffusersModel:
         for name in params.guidance:
             if name not in self.OPTIONS:
                 have = f"one of {', '.join(self.OPTIONS)}" if self.OPTIONS else "empty"
-                raise ValueError(f"guidance of a {self.PIPELINE} must be {have}, got {name}")
+                scales = f"; it is guided by {' and '.join(self.GUIDANCE)}" if self.GUIDANCE else ""
+                raise ValueError(f"guidance of a {self.PIPELINE} must be {have}, got {name}{scales}")
         if "video" not in self.MEDIA and params.num_frames != 1:
             raise ValueError(f"num_frames must be 1 for a {self.PIPELINE}, got {params.num_frames}")
         if self.terminal and params.num_inference_steps < 2:
@@ -223,7 +225,7 @@ class DiffusersModel:
             raise ValueError(f"{rule}, such as {height * unit} x {width * unit}, got {have}")
 
     def share(self, net: nn.Module, mesh: "torch.distributed.DeviceMesh") -> None:
-        """Have the ranks of a row of `mesh` compute each forward of the net together, each a part of the tokens.
+        """Split the tokens of each forward of the net over the ranks of a row of `mesh`.
 
         They call it with equal inputs, and get equal outputs. A rank's gradients are those of its tokens: their sum is
         the gradient. mesh: with the axes "ring" and "ulysses".
@@ -339,7 +341,7 @@ class DiffusersModel:
         hosted = self.encoders if self.host_encoders else []
         own = {"vae": torch.float32} if dtype == torch.float16 else {}  # whose overflows no pixel would show
         places = {part: "cpu" if part in hosted else device for part in others}
-        parts = Parts(**{part: self._load(part, place, own.get(part, dtype)) for part, place in places.items()})
+        parts = Parts(**{part: self._loaded(part, place, own.get(part, dtype)) for part, place in places.items()})
         for part in hosted:
             visit(getattr(parts, part), torch.device(device))
         parts.net = self.load_net(device=device, dtype=dtype) if net is None else net
@@ -347,7 +349,20 @@ class DiffusersModel:
 
     def load_net(self, *, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
         """Return only the net, as `load` does."""
-        return joined({name: self._load(part, device, dtype) for name, part in self.nets.items()})
+        return joined({name: self._loaded(part, device, dtype) for name, part in self.nets.items()})
+
+    def _loaded(self, part: str, device: torch.device | str, dtype: torch.dtype) -> Any:
+        with self.reading(part, self._num_bytes(part)):
+            return self._load(part, device, dtype)
+
+    def weight_bytes(self) -> int:
+        """Return the size of the files with weights, without those of a hub id that are not fetched yet."""
+        return sum(map(self._num_bytes, self.parts)) if self.reads_weights else 0
+
+    def _num_bytes(self, part: str) -> int:
+        """Return the size of a part's files."""
+        name = "model" if self.PARTS[part][0] == "transformers" else "diffusion_pytorch_model"
+        return size_of(self.folder / part, name)
 
     def empty_net(self, *, buffers: bool = False) -> nn.Module:
         """Return the net on the meta device, for names and shapes. buffers: True to keep all but parameters real."""

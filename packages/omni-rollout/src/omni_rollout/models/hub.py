@@ -26,6 +26,9 @@ def local_folder(path: str | Path, *patterns: str) -> Path:
     folder = Path(path)
     if folder.is_dir():
         return folder
+    if folder.is_file():
+        how = "diffusers' from_single_file and save_pretrained write the folder"
+        raise ValueError(f"model must be a folder in diffusers' layout or a hub id, got the file {path}: {how}")
     if folder.is_absolute() or str(path).count("/") != 1 or str(path).startswith("."):
         raise ValueError(f"model must be a folder or a hub id such as Qwen/Qwen-Image, found nothing at {path}")
     from huggingface_hub import snapshot_download

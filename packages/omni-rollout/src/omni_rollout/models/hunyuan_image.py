@@ -18,7 +18,7 @@ import torch
 from omni_sched import shift_sigmas
 from torch import Tensor, nn
 
-from omni_rollout.files import read_json, safetensors_files
+from omni_rollout.files import read_json, safetensors_files, size_of
 from omni_rollout.models.diffusers_model import PIXELS_PER_TOKEN, ImageModel, both, where_needed
 from omni_rollout.models.hub import local_folder
 from omni_rollout.models.parts import open_tokenizer
@@ -99,6 +99,9 @@ class HunyuanImage(ImageModel):
         """Return the safetensors files, which may hold weights of any part; fetch them for a hub id."""
         local_folder(self.path, "*.safetensors")
         return safetensors_files(self.folder, "model")
+
+    def _num_bytes(self, part: str) -> int:
+        return size_of(self.folder, "model") if part in self.nets.values() else 0  # which hold the other parts too
 
     def check(self, params: Params) -> None:
         """Raise ValueError for a size or option that the model lacks; sizes are those of the released tokenizer."""

@@ -183,7 +183,7 @@ class HunyuanVideo15(DiffusersModel):
         return code.float() * self.value("vae", "scaling_factor", float)
 
     def share(self, net: nn.Module, mesh: "torch.distributed.DeviceMesh") -> None:
-        """Have the ranks of a row of `mesh` compute each forward of the net together; all refine all words."""
+        """Split the tokens of each forward of the net over a row of `mesh`; all ranks refine all text tokens."""
         super().share(net, mesh)
         for block in net.get_submodule("context_embedder.token_refiner.refiner_blocks").children():
             block.get_submodule("attn").processor._parallel_config = None  # type: ignore[union-attr]

@@ -8,6 +8,7 @@ All texts fill all positions with learned registers, so there is no mask. Both m
 
 import math
 from collections.abc import Mapping
+from fractions import Fraction
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -115,7 +116,12 @@ class LTX2(DiffusersModel):
         self._check_tokens(params, pixels, (frames - 1) // stride + 1)
 
     def check_image(self, height: int, width: int) -> None:
-        """Raise ValueError for a first frame where ranks compute forwards together: its noise level is another one."""
+        """Raise ValueError for a first frame of less than 2 x 2 pixels, which H.264 cannot hold.
+
+        And where ranks compute forwards together, as the noise level of a first frame is another one.
+        """
+        if min(height, width) < 2:
+            raise ValueError(f"a first frame must have at least 2 x 2 pixels, got {width} x {height}")
         if self.context > 1:
             raise ValueError(f"context must be 1 for a {self.PIPELINE} with a first frame, got {self.context}")
 
@@ -175,7 +181,7 @@ class LTX2(DiffusersModel):
         return {"embeds": frames[0], "sound_embeds": sound[0]}
 
     def share(self, net: nn.Module, mesh: "torch.distributed.DeviceMesh") -> None:
-        """Have the ranks of a row of `mesh` compute each forward of the net together, each some of the frames' tokens.
+        """Split the tokens of the frames in each forward of the net over the ranks of a row of `mesh`.
 
         All compute all of the sound, and take the first rank's.
         """
@@ -200,11 +206,17 @@ class LTX2(DiffusersModel):
         }
 
     def condition(self, parts: Parts, prompt: Prompt, params: Params) -> Cond:
-        """Return the latents of a given first frame, `first` [C, 1, h, w]."""
+        """Return the latents of a given first frame, `first` [C, 1, h, w].
+
+        It is compressed as H.264 first, as the frames were that trained the weights.
+        """
         if not prompt.images:
             return {}
-        vae = parts.vae
-        frame = pixels(resized(prompt.images[0], params.height, params.width, resample="BILINEAR"))
+        from diffusers.pipelines.ltx2 import utils
+
+        vae, crf = parts.vae, utils.resolve_default_image_crf(parts.text_encoder)
+        image = compressed(prompt.images[0], crf)
+        frame = pixels(resized(image, params.height, params.width, resample="BILINEAR"))
         code = vae.encode(frame[None, :, None].to(vae.device, vae.dtype)).latent_dist.mode().float()
         mean, std = (each.float().view(1, -1, 1, 1, 1) for each in (vae.latents_mean, vae.latents_std))
         return {"first": ((code - mean) * self.value("vae", "scaling_factor", float, 1.0) / std)[0]}
@@ -288,3 +300,20 @@ class LTX2(DiffusersModel):
     def encode_media(self, parts: Parts, media: Media, params: Params) -> Tensor:
         """Raise ValueError: a checkpoint lacks the spectrogram that the sound's latents need."""
         raise ValueError(f"samples of a {self.PIPELINE} must be given as latents, got {' and '.join(media)}")
+
+
+def compressed(image: Tensor, crf: int) -> Tensor:
+    """Return an image, uint8 [H, W, 3], as H.264 at this CRF keeps it, of even height and width.
+
+    It is one slice: as many as the host has cores, as in the stock pipeline, would make the pixels depend on the host.
+    """
+    import av
+
+    height, width = (side // 2 * 2 for side in image.shape[:2])
+    encoder, decoder = av.VideoCodecContext.create("libx264", "w"), av.VideoCodecContext.create("h264", "r")
+    encoder.width, encoder.height, encoder.pix_fmt, encoder.time_base = width, height, "yuv420p", Fraction(1)
+    encoder.options, encoder.thread_count = {"crf": str(crf), "preset": "veryfast"}, 1
+    given = av.VideoFrame.from_ndarray(image[:height, :width].cpu().numpy(), format="rgb24")
+    packets = [*encoder.encode(given.reformat(format="yuv420p")), *encoder.encode(), None]
+    (frame,) = [frame for packet in packets for frame in decoder.decode(packet)]
+    return torch.from_numpy(frame.to_ndarray(format="rgb24"))

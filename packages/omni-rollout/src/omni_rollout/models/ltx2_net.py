@@ -78,7 +78,7 @@ def spread(rotations: Rotations, num_samples: int, device: torch.device) -> Rota
 
 
 def share_frames(net: nn.Module, mesh: "torch.distributed.DeviceMesh") -> None:
-    """Have each rank attend with its own frames to whole texts and sound, and with the whole sound to all frames.
+    """Let each rank's frames attend to all texts and sound, and all sound attend to all frames.
 
     diffusers' parallel attention has no backward pass where there are more keys than queries, or fewer. It stays for
     frames that attend to frames.

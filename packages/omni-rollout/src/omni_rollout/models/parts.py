@@ -5,6 +5,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from omni_rollout.files import check_fetched
+
 RELEASED = Path(__file__).parents[1] / "released"  # configurations without weights and vocabularies
 # The errors of a library's class that is made from values that it does not check.
 UNUSABLE = (TypeError, ValueError, LookupError, NameError, AttributeError, ArithmeticError, RuntimeError)
@@ -39,6 +41,8 @@ def open_processor(kind: Any, folder: Path) -> Any:
     try:
         return kind.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as exc:  # the parsers of vocabularies raise nothing narrower
+        for file in sorted(each for each in folder.glob("*") if each.is_file()):
+            check_fetched(file)
         raise ValueError(f"model is damaged: no {kind.__name__} can be made of {folder}: {one_line(exc)}") from exc
 
 

@@ -27,7 +27,7 @@ TEMPLATE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
 @dataclass(frozen=True)
 class Processor:
-    """What prepares texts, and what prepares images for the text encoder."""
+    """Tokenizer and image processor for the text encoder."""
 
     tokenizer: Any
     images: Any

@@ -39,11 +39,13 @@ def routing_of(net: nn.Module) -> Routing | None:
 
 
 class ExpertLoad:
-    """The number of tokens of each expert and layer, padding included, over the forward passes that are counted."""
+    """The number of tokens of each expert and layer, padding included, over the forward passes that are counted.
 
-    def __init__(self, routing: Routing, *, counts: Callable[[], bool] = lambda: True) -> None:
-        self.num_experts, self.is_counted, self.counts = routing.num_experts, counts, torch.zeros(0)
-        routing.register_forward_hook(self._count)
+    routing.register_forward_hook(load.count)
+    """
+
+    def __init__(self, num_experts: int, *, counts: Callable[[], bool] = lambda: True) -> None:
+        self.num_experts, self.is_counted, self.counts = num_experts, counts, torch.zeros(0)
 
     def clear(self) -> None:
         """Restart the count."""
@@ -58,7 +60,8 @@ class ExpertLoad:
         named = {"busiest": share.max() * self.num_experts, "entropy": entropy, "idle": (share == 0).float().mean()}
         return {f"rollout/experts_{name}": value.item() for name, value in named.items()}
 
-    def _count(self, module: nn.Module, args: Chosen, chosen: Chosen) -> None:
+    def count(self, module: nn.Module, args: Chosen, chosen: Chosen) -> None:
+        """Count the choices of a forward pass of a `Routing`; a forward hook."""
         if torch.is_grad_enabled() or not self.is_counted():
             return
         experts = torch.cat([each.flatten(0, 1) for each in chosen]).transpose(0, 1).flatten(1).long()

@@ -72,7 +72,7 @@ class StableDiffusion3(ImageModel):
             raise ValueError(f"{rule}, such as {near}, got {length}")
 
     def share(self, net: nn.Module, mesh: "torch.distributed.DeviceMesh") -> None:
-        """Have the ranks of a row of `mesh` compute each forward of the net together.
+        """Split the tokens of each forward of the net over the ranks of a row of `mesh`.
 
         The attention of diffusers' net exchanges no tokens. HunyuanVideo's computes the same and does, and Z-Image's
         where there are no texts.

@@ -1,4 +1,4 @@
-"""A tokenizer without a vocabulary, for plans: it tells how long a text is, not what it says."""
+"""A tokenizer without a vocabulary, for plans: it returns the length of a text, not its tokens."""
 
 import re
 from typing import Any

@@ -74,7 +74,7 @@ class ZImage(ImageModel):
         super().check_context()
 
     def share(self, net: nn.Module, mesh: "torch.distributed.DeviceMesh") -> None:
-        """Have the ranks of a row of `mesh` compute each forward of the net together; all refine all tokens."""
+        """Split the tokens of each forward of the net over a row of `mesh`; all ranks refine all tokens."""
         super().share(net, mesh)
         for block in (*net.get_submodule("noise_refiner").children(), *net.get_submodule("context_refiner").children()):
             block.get_submodule("attention").processor._parallel_config = None  # type: ignore[union-attr]

@@ -1,1 +1,1 @@
-"""Checkpoints from which a run continues bit for bit."""
+"""Checkpoints from which a run resumes bit for bit."""

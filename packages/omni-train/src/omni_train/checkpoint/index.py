@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omni_train.files import parse_int, read_regular
+from omni_train.files import parse_json, read_regular
 
 INDEX_FILE = "checkpoint.json"
 _KINDS = {"step": int, "config": dict, "versions": dict, "world_size": int, "files": dict, "tensors": dict}
+_PART_KINDS = {"files": dict, "tensors": dict, "attempt": str}
+_LEAST = {"step": 0, "world_size": 1}
 Config = Mapping[str, Any]
 
 
@@ -83,33 +85,73 @@ def read_index(folder: Path) -> Saved:
 
 def parse_index(data: bytes) -> Saved:
     """Return the index in the bytes of its file; raise ValueError unless it is the one that was written."""
-    try:
-        content = json.loads(data, parse_int=parse_int)
-    except (ValueError, RecursionError) as exc:
-        raise ValueError(f"{INDEX_FILE} is not valid JSON ({exc})") from exc
-    if not isinstance(content, dict) or content.pop("sha256", None) != index_digest(content):
+    content = parse_object(data, INDEX_FILE)
+    if content.pop("sha256", None) != index_digest(content):
         raise ValueError(f"{INDEX_FILE} has another SHA-256 than it says")
     if (have := sorted(content)) != (want := sorted(_KINDS)):
         raise ValueError(f"{INDEX_FILE} has the keys {have}, not {want}: another version of omni-train wrote it")
-    if not _is_index(content):
-        raise ValueError(f"{INDEX_FILE} must have values of the kinds that a save writes")
-    named = {file for entry in content["tensors"].values() for file, _ in entry["pieces"]}
-    if wrong := [name for name in named | content["files"].keys() if Path(name).name != name]:
-        raise ValueError(f"{INDEX_FILE} must name files of its own folder, got {wrong[0]!r:.100}")
-    if wrong := sorted(named - content["files"].keys()):
-        raise ValueError(f"{INDEX_FILE} must list every file that holds a tensor, lacks {wrong[0]!r:.100}")
+    _check_kinds(content, _KINDS, INDEX_FILE)
+    _check_files(content, INDEX_FILE)
     return Saved(**content)
 
 
-def _is_index(content: dict[str, Any]) -> bool:
-    """True if the values are of the kinds that a save writes."""
-    if not all(isinstance(content[name], kind) for name, kind in _KINDS.items()):
-        return False
-    return all(map(_is_file, content["files"].values())) and all(map(_is_tensor, content["tensors"].values()))
+def parse_object(data: bytes, what: str) -> dict[str, Any]:
+    """Return a JSON object, whose integers fit into 64 bits; raise ValueError for anything else. what: its file."""
+    try:
+        content = parse_json(data)
+    except ValueError as exc:
+        raise ValueError(f"{what} is not valid JSON ({exc})") from exc
+    if not isinstance(content, dict):
+        raise ValueError(f"{what} must be a JSON object, got {type(content).__name__}")
+    return content
+
+
+def parse_part(data: bytes, what: str, *, is_first: bool) -> dict[str, Any]:
+    """Return the index of a rank's part; that of the first rank says what the checkpoint is of.
+
+    Raises:
+        ValueError: no save writes such a one. what: its file.
+    """
+    content = parse_object(data, what)
+    _check_kinds(content, _PART_KINDS | ({"about": dict} if is_first else {}), what)
+    _check_files(content, what)
+    if is_first:
+        _check_kinds(content["about"], {name: _KINDS[name] for name in _KINDS.keys() - _PART_KINDS.keys()}, what)
+    return content
+
+
+def _check_kinds(content: Mapping[str, Any], kinds: Mapping[str, type], what: str) -> None:
+    """Raise ValueError unless the values are of the kinds that a save writes."""
+    fits = all(type(content.get(name)) is kind for name, kind in kinds.items())
+    fits = fits and all(content[name] >= least for name, least in _LEAST.items() if name in kinds)
+    fits = fits and all(map(_is_file, content.get("files", {}).values()))
+    if not (fits and all(map(_is_tensor, content.get("tensors", {}).values()))):
+        raise ValueError(f"{what} must have values of the kinds that a save writes")
+
+
+def _check_files(content: Mapping[str, Any], what: str) -> None:
+    """Raise ValueError unless the files are below the folder, and hold the tensors."""
+    if wrong := [name for name in content["files"] if not _is_below(name)]:
+        raise ValueError(f"{what} must name files below it, got {wrong[0]!r:.100}")
+    if wrong := sorted(tensor_files(content["tensors"]) - content["files"].keys()):
+        raise ValueError(f"{what} must list every file that holds a tensor, lacks {wrong[0]!r:.100}")
+
+
+def tensor_files(tensors: Mapping[str, Mapping[str, Any]]) -> set[str]:
+    """Return the names of the files that hold tensors of an index."""
+    return {file for entry in tensors.values() for file, _ in entry["pieces"]}
+
+
+def _is_below(name: str) -> bool:
+    """Return True for the path of a file below a folder, in printable letters."""
+    return name.isprintable() and not {"", ".", ".."}.intersection(name.split("/"))
 
 
 def _is_file(entry: object) -> bool:
-    return isinstance(entry, dict) and isinstance(entry.get("bytes"), int) and isinstance(entry.get("sha256"), str)
+    match entry:
+        case {"bytes": int(size), "sha256": str()}:
+            return type(size) is int and size >= 0
+    return False
 
 
 def _is_tensor(entry: object) -> bool:

@@ -158,34 +158,33 @@ def merge_parts(parts: Sequence[Index]) -> Index:
 
 @torch.no_grad()
 def read_tensors(
-    open_rows: Callable[[str], AbstractContextManager[Any]],
+    open_file: Callable[[str], AbstractContextManager[Path]],
     index: Mapping[str, Mapping[str, Any]],
     targets: Mapping[str, Tensor],
 ) -> None:
     """Fill each target, or this rank's rows of it, with the checkpoint's tensor of its name, file by file.
 
-    open_rows: opens the rows of a file, as `places.MappedRows` has them.
+    open_file: gives the path of a file by its name.
 
     Raises:
         ValueError: the pieces lack rows, or have NaN or infinity.
     """
     pieces: dict[str, list[tuple[str, int]]] = {}
-    for name in targets:
-        for file, first in index[name]["pieces"]:
-            pieces.setdefault(file, []).append((name, first))
+    for name, target in targets.items():
+        local, first = local_rows(target)
+        found = sorted(index[name]["pieces"], key=lambda piece: piece[1])
+        for (file, start), (_, end) in pairwise([*found, ("", first + len(local))]):
+            if max(first, start) < min(first + len(local), end):
+                pieces.setdefault(file, []).append((name, start))
     copied: Counter[str] = Counter()
     for file, own in pieces.items():
-        with open_rows(file) as rows:
-            wanted, views = [], []
+        with open_file(file) as path, safe_open(path, framework="pt") as opened:
             for name, start in own:
-                local, first = local_rows(targets[name])
-                low, high = max(first, start), min(first + len(local), start + rows.count(name))
+                rows, (local, first) = opened.get_slice(name), local_rows(targets[name])
+                low, high = max(first, start), min(first + len(local), start + rows.get_shape()[0])
                 if low < high:
-                    wanted.append((name, low - start, high - start))
-                    views.append(local[low - first : high - first])
+                    local[low - first : high - first].copy_(rows[low - start : high - start])
                     copied[name] += high - low
-            for view, found in zip(views, rows.read(wanted), strict=True):
-                view.copy_(found)
     for name, target in targets.items():
         local, _ = local_rows(target)
         if copied[name] != len(local):

@@ -13,10 +13,11 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
+from omni_train.checkpoint.index import parse_part
 from omni_train.checkpoint.parts import Index, PartFile
 from omni_train.checkpoint.places import Place, part_name
 from omni_train.dist import Dist
-from omni_train.files import write_atomically
+from omni_train.files import file_digest, write_atomically
 
 SHARED_S = 60.0  # until a file of another rank must be visible in the shared folder
 LONELY_S = 20.0  # the first rank of a failed run waits this long for the parts of the others
@@ -107,8 +108,8 @@ class Saving:
                 if not future.done():
                     future.set_exception(error)
 
-    def _write(self) -> list[str]:
-        """Write this rank's files and, last, their index; return the names."""
+    def _write(self) -> dict[str, Path]:
+        """Write this rank's files and, last, their index; return them by name, the first rank's with what is beside."""
         index: Index = {"files": {}, "tensors": {}}
 
         def write(file: PartFile) -> tuple[PartFile, dict[str, int | str]]:
@@ -118,16 +119,23 @@ class Saving:
             for file, about in (pool.map if self._num_threads > 1 else map)(write, self._files):
                 index["files"][file.name] = about
                 index["tensors"] |= file.index()
+        files = {name: self._draft / name for name in index["files"]}
+        if self._dist.is_main:
+            beside = self._place.beside(self._draft)
+            index["files"] |= {
+                name: {"bytes": path.stat().st_size, "sha256": file_digest(path)} for name, path in beside.items()
+            }
+            files |= beside
         own = part_name(self._dist.rank)
         write_atomically(self._draft / own, json.dumps({**index, **self._about}))
-        return [*index["files"], own]
+        return files | {own: self._draft / own}
 
     def _take_part(self, rank: int) -> Index:
         """Wait for the index of a rank, and return it; one of another save, from a rank that ends late, is none."""
         deadline, index = float("inf"), Index()
         while index.get("attempt") != self._about["attempt"]:
             if data := self._place.part(self._draft, rank):
-                index = json.loads(data)
+                index = parse_part(data, part_name(rank), is_first=rank == 0)
                 continue
             if self._all_written.is_set():
                 deadline = min(deadline, time.monotonic() + SHARED_S)

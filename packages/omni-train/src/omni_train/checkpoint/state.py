@@ -1,8 +1,9 @@
 """The contents of a checkpoint: the tensors that training changes, by names that do not depend on sharding.
 
-Names: `weight/NAME` for a trained parameter or a factor of any adapter, `buffer/NAME`, `optimizer.KEY/NAME` (AdamW's
-keys are exp_avg, exp_avg_sq and step; in 8 bits exp_avg.codes, exp_avg.scale and so on), `ema/NAME` for a moving
-average, and a snapshot's name in place of `ema`. NAME is that of the parameter in the module.
+Names: `weight/NAME` for a trained parameter or a factor of any adapter, `buffer/NAME` for a buffer of a layer in
+training mode, `optimizer.KEY/NAME` (AdamW's keys are exp_avg, exp_avg_sq and step), `ema/NAME` for a moving average,
+and a snapshot's name in place of `ema`. NAME is that of the parameter in the module. `kept/NAME` is what a run keeps
+beside, by a name of its own.
 """
 
 import math
@@ -19,36 +20,62 @@ from omni_train.weights.snapshot import Snapshot
 
 T = TypeVar("T")
 Copies = Snapshot | Sequence[Snapshot] | None  # averages and snapshots of the weights
+KEPT = "kept/"  # before the names of what a run keeps beside
 
 
 def train_state(module: nn.Module, optimizer: Optimizer | None, ema: Copies) -> dict[str, Tensor]:
     """Return the tensors themselves, by name, in the same order on every rank; DTensors where they are sharded.
 
-    Frozen parameters are left out, as they come with the base model; the factors of frozen adapters are included.
+    Frozen parameters are left out, as they come with the base model; the factors of frozen adapters are included. So
+    are persistent buffers, such as running means, of layers in training mode: in evaluation mode none changes.
 
     Raises:
         ValueError: the optimizer, an average or a snapshot holds a parameter that is not the module's.
     """
     names = {param: name for name, param in module.named_parameters()}
     adapters = all_factors(module)
-    kept = module.state_dict(keep_vars=True).keys()
+    training = {path for path, layer in module.named_modules() if layer.training}
+    kept = {name for name in module.state_dict(keep_vars=True) if name.rpartition(".")[0] in training}
     state: dict[str, Tensor] = {f"weight/{name}": p for p, name in names.items() if p.requires_grad or p in adapters}
     state |= {f"buffer/{name}": b for name, b in module.named_buffers() if name in kept}
     for param in _params(optimizer):
         found = optimizer.state.get(param, {}) if optimizer else {}
         tensors = {key: value for key, value in found.items() if isinstance(value, Tensor)}
-        pieces = {key + end: piece for key, value in tensors.items() for end, piece in _pieces(value).items()}
-        state |= {f"optimizer.{key}/{_name(names, param)}": piece for key, piece in pieces.items()}
+        state |= {f"optimizer.{key}/{_name(names, param)}": value for key, value in tensors.items()}
     copies = [ema] if isinstance(ema, Snapshot) else ema or []
     return state | {f"{each.name}/{_name(names, param)}": copy for each in copies for param, copy in each.pairs()}
+
+
+def kept_state(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what a run keeps beside its model, by the names of a checkpoint.
+
+    Raises:
+        ValueError: a tensor is not float32.
+    """
+    if wrong := sorted(name for name, tensor in kept.items() if tensor.dtype != torch.float32):
+        raise ValueError(f"kept must be float32, got {kept[wrong[0]].dtype} in {wrong[0]}")
+    return {KEPT + name: tensor for name, tensor in kept.items()}
+
+
+def allocate_kept(shapes: Mapping[str, Sequence[int]], num_bytes: int) -> dict[str, Tensor]:
+    """Return room on the host for what a run kept beside its model, by its own names.
+
+    shapes: of a checkpoint, whose files have `num_bytes`.
+
+    Raises:
+        ValueError: the files are too small for one.
+    """
+    own = {name: shape for name, shape in shapes.items() if name.startswith(KEPT)}
+    if wrong := [name for name, shape in own.items() if 4 * math.prod(shape) > num_bytes]:
+        raise ValueError(f"{wrong[0]} lacks rows")
+    return {name.removeprefix(KEPT): torch.empty(tuple(shape)) for name, shape in own.items()}
 
 
 def allocate_optimizer(module: nn.Module, optimizer: Optimizer, shapes: Mapping[str, Sequence[int]]) -> None:
     """Replace the optimizer's state by zeros under those names of `shapes` that are its own, sharded as its parameters.
 
     Raises:
-        ValueError: a shape is neither that of its parameter nor of a single number, as AdamW's step is. Or a moment is
-            in 8 bits, and the optimizer has none such, or not on so many ranks.
+        ValueError: a shape is neither that of its parameter nor of a single number, as AdamW's step is.
     """
     names = dict(module.named_parameters())
     places = {param: i for i, param in enumerate(_params(optimizer))}
@@ -56,29 +83,12 @@ def allocate_optimizer(module: nn.Module, optimizer: Optimizer, shapes: Mapping[
     for name, shape in shapes.items():
         key, _, param_name = name.removeprefix("optimizer.").partition("/")
         param = names.get(param_name)
-        key, _, end = key.partition(".")
-        if name.startswith("optimizer.") and param in places and end != "scale":  # which the codes bring
+        if name.startswith("optimizer.") and param in places:
             is_number = list(param.shape) != list(shape)
             if is_number and math.prod(shape) != 1:
                 raise ValueError(f"{name} must have the shape {list(param.shape)} or be one number, got {list(shape)}")
-            own, zeros = state.setdefault(places[param], {}), getattr(optimizer, "zeros", None)
-            if end and not zeros:
-                kind = type(optimizer).__name__
-                raise ValueError(f"{name} is in 8 bits: the optimizer must be AdamW in 8 bits, got {kind}")
-            if end and zeros:
-                own[key] = zeros(param, signed=key == "exp_avg")
-            else:
-                own[key] = torch.zeros(shape) if is_number else torch.zeros_like(param)
+            state.setdefault(places[param], {})[key] = torch.zeros(shape) if is_number else torch.zeros_like(param)
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-def sharded_like(tensor: Tensor, local: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return this rank's rows of a tensor of that shape as one that is sharded as `tensor`, if that is."""
-    if not isinstance(tensor, DTensor):
-        return local
-    whole, strides = torch.Size(shape), torch.empty(shape, device="meta").stride()
-    mesh, placements = tensor.device_mesh, tensor.placements
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole, stride=strides)
 
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
@@ -112,19 +122,6 @@ def in_batches(items: Iterable[T], limit: int, *, num_bytes: Callable[[T], int])
         size += num_bytes(item)
     if batch:
         yield batch
-
-
-def _pieces(value: Tensor) -> dict[str, Tensor]:
-    """Return a value of an optimizer's state; of a moment in 8 bits its codes, and the scales of its runs of rows."""
-    local = value.to_local() if isinstance(value, DTensor) else value
-    codes, scale = (getattr(local, name, None) for name in ("codes", "scale"))  # of torchao's OptimState8bit
-    if codes is None or scale is None:
-        return {"": value}
-    block, row = codes.numel() // scale.numel(), value.shape[1:].numel()
-    rows = block // math.gcd(row, block)  # that are whole blocks
-    shape = [value.shape[0] // rows, row * rows // block]
-    scales = scale.view(-1, shape[1])
-    return {".codes": sharded_like(value, codes, value.shape), ".scale": sharded_like(value, scales, shape)}
 
 
 def _params(optimizer: Optimizer | None) -> list[nn.Parameter]:

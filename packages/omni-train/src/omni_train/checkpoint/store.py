@@ -33,20 +33,24 @@ from torch.optim import Optimizer
 
 from omni_train import __version__
 from omni_train.checkpoint import parts
-from omni_train.checkpoint.index import INDEX_FILE, Config, Saved, index_digest, step_folder
+from omni_train.checkpoint.index import INDEX_FILE, Config, Saved, index_digest, step_folder, tensor_files
 from omni_train.checkpoint.index import check_config as check_config
 from omni_train.checkpoint.index import config_differences as config_differences
 from omni_train.checkpoint.places import NUM_THREADS, Place, RemoteFolder, SharedFolder, drafts
 from omni_train.checkpoint.saving import Saving
-from omni_train.checkpoint.state import Copies, allocate_optimizer, train_state
+from omni_train.checkpoint.state import Copies, allocate_kept, allocate_optimizer, kept_state, train_state
 from omni_train.dist import Dist, gather_json, same_error, synchronize
+from omni_train.files import check_file
 from omni_train.remote import Remote
 
 WAIT_S = 5.0  # between two exchanges of ranks that wait for each other's files
 
 
 class Checkpoint:
-    """The checkpoints of one run, the last `keep` of them. Every rank calls every method, and fails where one fails."""
+    """The checkpoints of one run, the last `keep` of them. Every rank calls every method, and fails where one fails.
+
+    kept: what else the run depends on, float32 on the host by name, the same on every rank: saved, and loaded.
+    """
 
     def __init__(
         self,
@@ -61,7 +65,7 @@ class Checkpoint:
         """Open the folder.
 
         Args:
-            folder: of the checkpoints, made by the first save; with `url` of those that are not sent yet.
+            folder: of the checkpoints, made by the first save; with `url` of the one that is being sent.
             dist: the ranks.
             keep: number of newest checkpoints to keep.
             wait_for: called by the first rank before a checkpoint is complete, in the thread that writes it, and with
@@ -81,6 +85,7 @@ class Checkpoint:
         self.dist = dist
         self.keep, self._wait_for = keep, wait_for
         self.pinned: int | None = None  # step of a checkpoint that is kept however old
+        self.kept: dict[str, Tensor] = {}
         self._verified: Saved | None = None
         self._saving: tuple[int, Saving] | None = None
         self._memory: list[Tensor] = []  # of the copies that are written during training, one a file
@@ -106,7 +111,8 @@ class Checkpoint:
     def verify(self, saved: Saved, module: nn.Module | None = None) -> None:
         """Check a whole checkpoint before any model is loaded; `load` then skips this check.
 
-        The ranks divide the files among them, so that each is read once.
+        The ranks divide the files among them, so that each is read once. Without a process group, as in a dry run for
+        several ranks, this one reads all.
 
         Args:
             saved: what `latest` returned.
@@ -120,11 +126,18 @@ class Checkpoint:
                 state = train_state(module, None, None).items()
                 entries = {name: entry for name, entry in saved.tensors.items() if name.startswith("weight/")}
                 parts.check_fits(entries, {name: tensor for name, tensor in state if name.startswith("weight/")})
-            names = sorted(saved.files)[self.dist.rank :: self.dist.world_size]
-            check = partial(parts.check_part, index=saved.tensors)
+            names = sorted(tensor_files(saved.tensors))
+            if self.dist.mesh is not None:
+                names = names[self.dist.rank :: self.dist.world_size]
+
+            def check(name: str) -> None:
+                with self._place.file(saved.step, name) as path:
+                    check_file(path, saved.files[name])
+                    parts.check_part(path, saved.tensors)
+
             with ThreadPoolExecutor(NUM_THREADS) as pool:
                 try:
-                    list(pool.map(lambda name: self._place.check(saved.step, name, saved.files[name], check), names))
+                    list(pool.map(check, names))
                 except ValueError as exc:
                     raise self._damaged(saved.step, exc) from exc
         self._verified = saved
@@ -134,13 +147,14 @@ class Checkpoint:
     ) -> Path:
         """Write the state that training changes; return the folder. Earlier checkpoints stay complete after any error.
 
-        With a URL the folder is removed when all of it has been sent; it stays where that fails, for `send_rest`.
+        With a URL the folder is removed when all of it has been sent.
 
         A rank has one file's tensors in host memory at a time.
 
         Args:
             step: finished training steps.
-            module: its trained parameters and the factors of all its adapters are saved; sharded or not.
+            module: its trained parameters, the factors of all its adapters, and the buffers of layers in training mode
+                are saved; sharded or not.
             optimizer: its state is saved, if given.
             ema: the averages or snapshots to save, one or several; not inside their `applied()`.
             config: the run's settings, as values of JSON; see `check_config`.
@@ -221,26 +235,8 @@ class Checkpoint:
         if self._saving:
             self._saving[1].wait_alone()
 
-    def send_rest(self) -> None:
-        """Complete the checkpoint that an earlier start has not sent to the URL completely, if the machines have it.
-
-        Every rank calls it, before `latest`, in a run that may write. Drafts that are not needed are removed.
-
-        Raises:
-            OSError: it could not be sent.
-        """
-        if not self.remote:
-            return
-        with same_error(self.dist):
-            for draft in drafts(self.folder) if self._is_first_here else []:
-                self.remote.send_rest(draft)
-        with same_error(self.dist):
-            for found in self.remote.unfinished() if self.dist.is_main else []:
-                self._seal(found)
-        self._clear()
-
     def load(self, saved: Saved, module: nn.Module, optimizer: Optimizer | None = None, ema: Copies = None) -> None:
-        """Load a checkpoint into a module, optimizer and averages like those that `save` was given.
+        """Load a checkpoint into a module, optimizer and averages like those that `save` was given, and into `kept`.
 
         Every byte is checked first, unless `verify` has. After an error the module may be half loaded.
 
@@ -256,15 +252,18 @@ class Checkpoint:
         if self._verified is not saved:
             self.verify(saved)
         with same_error(self.dist):
+            shapes = {name: entry["shape"] for name, entry in saved.tensors.items()}
             if optimizer is not None:
-                allocate_optimizer(module, optimizer, {name: entry["shape"] for name, entry in saved.tensors.items()})
-            state = train_state(module, optimizer, ema)
+                allocate_optimizer(module, optimizer, shapes)
+            kept = allocate_kept(shapes, sum(int(about["bytes"]) for about in saved.files.values()))
+            state = train_state(module, optimizer, ema) | kept_state(kept)
             parts.check_fits(saved.tensors, state)
-            parts.read_tensors(partial(self._place.rows, saved.step), saved.tensors, state)
+            parts.read_tensors(partial(self._place.file, saved.step), saved.tensors, state)
         if self.dist.is_main and saved.versions != _versions():
             warnings.warn(
                 f"made with {saved.versions}, read with {_versions()}: the last bits may differ", stacklevel=2
             )
+        self.kept = kept
 
     def _path(self, step: int, suffix: str = "") -> Path:
         return step_folder(self.folder, step, suffix)
@@ -290,18 +289,23 @@ class Checkpoint:
         return ValueError(f"{message} There is no older one: move it away to start anew")
 
     def _begin(
-        self, step: int, module: nn.Module, optimizer: Optimizer | None, ema: Copies, config: Config
+        self,
+        step: int,
+        module: nn.Module,
+        optimizer: Optimizer | None,
+        ema: Copies,
+        config: Config,
     ) -> tuple[dict[str, list[parts.Row]], str]:
         """Wait for the save before, make the folder of a new one; return this rank's files by name, and an id."""
         json.dumps(dict(config))  # a value that JSON lacks is an error before anything is written
         self.wait()
         attempt = str(gather_json(self.dist, uuid4().hex)[0])
         with same_error(self.dist):
-            files = parts.part_files(self.dist, train_state(module, optimizer, ema))
+            files = parts.part_files(self.dist, train_state(module, optimizer, ema) | kept_state(self.kept))
             if self.dist.is_main:
                 if step in self._place.steps():
                     raise ValueError(f"step must be new, but {self._place.at(step)} exists")
-                self._place.begin(self._path(step, ".tmp"), attempt)
+                self._place.begin(self._path(step, ".tmp"))
             self._clear()
         if self.remote:
             with same_error(self.dist):  # after all machines have removed theirs, as some may share a disk
@@ -338,8 +342,6 @@ class Checkpoint:
     def _clear(self) -> None:
         """Remove the drafts of this machine."""
         for draft in drafts(self.folder) if self.remote and self._is_first_here else []:
-            for part in draft.glob("part-*.json"):  # first, as one says that its files are there
-                part.unlink(missing_ok=True)
             shutil.rmtree(draft, ignore_errors=True)  # machines may share it
 
     def _remove(self, step: int) -> None:
@@ -349,18 +351,14 @@ class Checkpoint:
 
     def _finish(self, found: Sequence[parts.Index]) -> None:
         """Complete the checkpoint of these parts; then delete checkpoints that are too old."""
-        self._seal(found)
-        for step in set(self._place.steps()[: -self.keep]) - {self.pinned}:
-            self._place.delete(step)
-
-    def _seal(self, found: Sequence[parts.Index]) -> None:
-        """Complete the checkpoint of these parts."""
         about: dict[str, Any] = found[0]["about"]
         index = parts.merge_parts(found)
         content = asdict(Saved(**(about | index)))
         text = json.dumps({"sha256": index_digest(content)} | content, indent=1)
         self._wait_for()
         self._place.seal(self._path(about["step"], ".tmp"), index["files"], text.encode())
+        for step in set(self._place.steps()[: -self.keep]) - {self.pinned}:
+            self._place.delete(step)
 
 
 def _versions() -> dict[str, str]:

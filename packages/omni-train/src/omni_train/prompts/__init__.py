@@ -1,1 +1,1 @@
-"""Prompt files, and which prompts a step takes."""
+"""Prompt files, and the prompts of each step."""

@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 from omni_train.prompts.files import PromptRecord, RecordCheck, read_lines
+from omni_train.prompts.splits import data_files
 
 
 class PromptSampler:
@@ -18,10 +19,11 @@ class PromptSampler:
 
     Files: `.txt` holds one prompt a line; `.jsonl` one object a line with "prompt", maybe "negative_prompt", maybe
     "images", the path of a reference, or a list of them, relative to the file, maybe "audio" and "video", paths too,
-    maybe "height" and "width", and further keys that become `meta`, as do paths and sizes. Blank lines are skipped. In
-    place of "prompt" it may hold "messages", a chat whose last message is the user's. `.parquet` holds such an object a
-    row, in which files may also be bytes, as in the datasets library: see `prompts.table.media_folder`.
-    check, media_root: as for `load_prompts`.
+    maybe "height" and "width", and further keys that become `meta`, as do paths and sizes. Blank lines are skipped. The
+    prompt is a text, or a chat whose last message is the user's, also as "messages". `.parquet` holds such an object a
+    row, in which files may also be bytes, as in the datasets library: see `prompts.table.media_folder`. `.csv` and
+    `.tsv` have a header of the keys. `prompts.splits` says which folders and data sets of the hub serve too.
+    check, media_root, key: as for `load_prompts`.
 
     Raises:
         ValueError: the file is empty or malformed, or `check` raises one (the line is named), or it holds fewer than P
@@ -36,8 +38,10 @@ class PromptSampler:
         seed: int,
         check: RecordCheck | None = None,
         media_root: str | Path = "",
+        key: str = "",
     ) -> None:
-        self._lines, self._parse = read_lines(path, check, media_root)
+        self._lines, self._parse = read_lines(path, check, media_root, key)
+        self.folder = data_files(path)[0].parent  # to which names in lines are relative
         if not 1 <= prompts_per_step <= len(self):
             raise ValueError(
                 f"prompts_per_step must be between 1 and the number of prompts in {path} ({len(self)}), "

@@ -1,6 +1,8 @@
-"""Prompts in parquet: rows become lines of JSON, and files in them files of a cache folder."""
+"""Prompts in tables: rows become lines of JSON, and files in those of parquet files of a cache folder."""
 
+import csv
 import hashlib
+import io
 import json
 import os
 import re
@@ -12,12 +14,14 @@ from typing import Any
 from omni_train.files import write_atomically
 
 MAX_MEDIA_BYTES = 2**28  # of a file in a row
-MIN_BYTES = 2**26  # of any unpacked file; a large file may unpack to 64 times its size
+MOST_UNPACKED = 64  # times the size of a file, what it may unpack to
+MIN_BYTES = 2**26  # of any unpacked file, however small it is
 MIN_TOTAL_BYTES = 2**30  # of all rows; a text counts each time it occurs
 MIN_ROWS = 2**16  # of any file; a large file may have as many as it has bytes
+WHOLE = re.compile("[0-9]{1,9}")
 SIGNS = {  # the first bytes of a file -> its suffix
     rb"\x89PNG\r\n": ".png", rb"\xff\xd8\xff": ".jpg", rb"RIFF....WEBP": ".webp", rb"GIF8": ".gif",
-    rb"RIFF....WAVE": ".wav",
+    rb"RIFF....WAVE": ".wav", rb"fLaC": ".flac", rb"OggS": ".ogg", rb"ID3|\xff[\xe2\xe3\xf2\xf3\xfa\xfb]": ".mp3",
 }  # fmt: skip
 
 
@@ -32,7 +36,7 @@ def table_lines(path: Path, media_keys: Collection[str]) -> Iterator[str]:
         raise ValueError(f"{path} needs pyarrow, which is not installed: pip install 'pyarrow>=14.0.1'") from exc
     count = total = 0
     try:
-        most = max(MIN_BYTES, 64 * path.stat().st_size)
+        most = max(MIN_BYTES, MOST_UNPACKED * path.stat().st_size)
         texts = _check_table(parquet.ParquetFile(path).metadata, path, most)
         # Texts stay indices into a dictionary, and so are measured before a small file takes much memory.
         for batch in parquet.ParquetFile(path, read_dictionary=texts).iter_batches(batch_size=16):
@@ -49,6 +53,32 @@ def table_lines(path: Path, media_keys: Collection[str]) -> Iterator[str]:
         raise ValueError(f"path must be a parquet file that can be read, got {path}: {exc}") from exc
 
 
+def csv_lines(text: str, path: Path) -> Iterator[str]:
+    """Yield the rows of a `.csv` or `.tsv` file as lines of JSON, an empty line for the header, which is row 1.
+
+    Cells are texts, but height and width whole numbers; an empty cell is left out, as is a column without a name.
+    """
+    rows = csv.reader(io.StringIO(text, newline=""), delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
+    header: list[str] = []
+    try:
+        for number, row in enumerate(rows, start=1):
+            if not header:
+                header = [name.strip() for name in row]
+                if twice := sorted(name for name, count in Counter(filter(None, header)).items() if count > 1):
+                    raise ValueError(f"{path}, row {number}: must name each column once, got {twice}")
+            elif row and len(row) != len(header):
+                rule = f"must have {len(header)} cells, as the header {header} has"
+                raise ValueError(f"{path}, row {number}: {rule}, got {len(row)}: {row!r:.80}")
+            elif row:
+                cells = {name: cell for name, cell in zip(header, row, strict=True) if name and cell}
+                sizes = {name: cells[name] for name in ("height", "width") if WHOLE.fullmatch(cells.get(name, ""))}
+                yield json.dumps(cells | {name: int(size) for name, size in sizes.items()}, ensure_ascii=False)
+                continue
+            yield ""
+    except csv.Error as exc:
+        raise ValueError(f"{path}, line {rows.line_num}: no table of cells in quotes or without: {exc}") from exc
+
+
 def _check_table(facts: Any, path: Path, most_bytes: int) -> list[str]:
     """Check a parquet file by its metadata, and return the names of its columns of text and bytes.
 
@@ -61,7 +91,7 @@ def _check_table(facts: Any, path: Path, most_bytes: int) -> list[str]:
     rows = max(MIN_ROWS, file_bytes)
     for name, found, most in (
         ("rows", facts.num_rows, rows),
-        ("values", sum(column.num_values for column in columns), 64 * rows),
+        ("values", sum(column.num_values for column in columns), MOST_UNPACKED * rows),
         ("bytes", sum(column.total_uncompressed_size for column in columns), most_bytes),
     ):
         if found > most:

@@ -1,1 +1,1 @@
-"""Weights in and out of a trained module, and copies of them."""
+"""Loading and saving the weights of a trained module, and copies of them."""

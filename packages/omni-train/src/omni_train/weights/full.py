@@ -5,7 +5,7 @@ Sharded tensors are gathered one at a time; every rank takes part.
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import islice
@@ -16,8 +16,7 @@ from uuid import uuid4
 
 import torch
 from peft import LoraConfig, TaskType
-from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
-from safetensors import safe_open
+from peft.utils import CONFIG_NAME
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -34,20 +33,24 @@ from omni_train.lora_layer import (
     LoraLinear,
     ParamWrapper,
     factors,
-    factors_with_initial,
     has_dora,
     merged,
-    minus,
     own_tensors,
-    tensors_with_initial,
+)
+from omni_train.weights.adapters import (
+    LORA_FILE,
+    PEFT_FILE,
+    PEFT_PART,
+    SavedAdapter,
+    factors_by_name,
+    find_adapter,
+    read_adapter,
+    scaled_state,
 )
 from omni_train.weights.card import CARD_FILE, model_card
-from omni_train.weights.load import check_files, read_shapes, read_tensors
+from omni_train.weights.load import check_files, read_tensors
 
-FULL_FILE, LORA_FILE = "diffusion_pytorch_model.safetensors", "pytorch_lora_weights.safetensors"  # diffusers' names
-SCALES = "lora_adapter_metadata"  # key of diffusers' trainers for rank and alpha
-SIDES = ("A.weight", "B.weight", "magnitude_vector.weight")  # ends of the names of an adapter's tensors
-PEFT_FILE, PEFT_PART = SAFETENSORS_WEIGHTS_NAME, "base_model.model"  # peft's names
+FULL_FILE = "diffusion_pytorch_model.safetensors"  # diffusers' name
 GROUP_BYTES = 2**28  # of weights that are gathered together for the engine
 FILE_BYTES = 5 * 10**9  # of full weights, which are dealt over more files, one a rank
 
@@ -57,7 +60,7 @@ def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight of the module as (name, full tensor), under its name before LoRA and sharding.
 
     The active adapter is merged: a layer's weight is `W + (alpha / rank) * B A`, with DoRA's magnitudes, in W's dtype:
-    the receiver gets the policy without LoRA. Inside `omni_train.lora.reference` it is W.
+    the receiver gets the policy without LoRA. Inside `omni_train.lora.reference` it is W, with PiSSA but for rounding.
 
     Every rank must run the iteration to its end. Shards are gathered together up to `GROUP_BYTES`, of which two copies
     are alive at a time if the receiver keeps none; an unsharded weight may be the parameter itself, so a receiver that
@@ -70,7 +73,7 @@ def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     adapted = {name: layer for name, layer in adapted_params(module).items() if layer.active}
     weights = {base_name(name): t for name, t in module.state_dict(keep_vars=True).items() if t not in adapters}
     sources = {  # of each weight, itself and what is merged into it
-        name: [tensor, *(tensors_with_initial(adapted[name], adapted[name].active) if name in adapted else ())]
+        name: [tensor, *(own_tensors(adapted[name], adapted[name].active) if name in adapted else ())]
         for name, tensor in weights.items()
     }
     owners = owners_of(module)
@@ -132,10 +135,11 @@ def named_adapter(module: nn.Module, adapter: str = "default") -> Iterator[tuple
 
     They are `<layer>.lora_A.weight`, `<layer>.lora_B.weight` and with DoRA `<layer>.lora_magnitude_vector.weight`. B is
     multiplied by alpha / rank. A file without alphas means `W + B A` to diffusers and most other readers, so this
-    form gives the same output everywhere. Every rank must run the iteration to its end.
+    form gives the same output everywhere; with PiSSA A and B are of twice the rank, as they are added to the weights
+    before it. Every rank must run the iteration to its end.
     """
     for name, layer in adapter_layers(module, adapter).items():  # an unknown name is an error before any rank gathers
-        down, up = minus(*map(_full, factors_with_initial(layer, adapter)))
+        down, up = _change(*map(_full, _factors_with_initial(layer, adapter)))
         yield f"{name}.lora_A.weight", down
         yield f"{name}.lora_B.weight", up * layer.scaling[adapter]
         if has_dora(layer, adapter):
@@ -180,7 +184,7 @@ def save_weights(
     if card is not None:
         texts[CARD_FILE] = model_card(card, is_lora=is_lora, part=part, into=into or part)
     if is_lora:
-        file, state = LORA_FILE, _factors_by_name(module, adapter, part, _saved_shapes)
+        file, state = LORA_FILE, factors_by_name(module, adapter, part, _saved_shapes)
         weights = (tensor for _, tensor in named_adapter(module, adapter))
     else:
         file = f"{part}/{FULL_FILE}"
@@ -219,7 +223,7 @@ def save_peft(
     texts = {CONFIG_NAME: json.dumps(config.to_dict(), indent=2, default=sorted) + "\n"}  # sets become lists
     if card is not None:
         texts[CARD_FILE] = model_card(card, is_lora=True, library="transformers")
-    state = _factors_by_name(module, "default", f"{PEFT_PART}.{prefix}".rstrip("."), _saved_shapes)
+    state = factors_by_name(module, "default", f"{PEFT_PART}.{prefix}".rstrip("."), _saved_shapes)
     _save(folder, dist, PEFT_FILE, state, (tensor for _, tensor in named_adapter(module)), texts)
 
 
@@ -332,8 +336,8 @@ def saved_files(folder: str | Path, *, part: str = "transformer") -> list[Path]:
         ValueError: the folder holds neither.
     """
     full = sorted((Path(folder) / part).glob("*.safetensors"))
-    if not full and not (Path(folder) / LORA_FILE).is_file():
-        raise ValueError(f"folder must hold {LORA_FILE} or {part}/{FULL_FILE}, got {folder}")
+    if not full and not find_adapter(folder):
+        raise ValueError(f"folder must hold {LORA_FILE}, {PEFT_FILE} or {part}/{FULL_FILE}, got {folder}")
     return full
 
 
@@ -346,13 +350,12 @@ def check_weights(module: nn.Module, folder: str | Path, *, part: str = "transfo
     if files := saved_files(folder, part=part):
         check_files(module, files)
         return
-    file = Path(folder) / LORA_FILE
-    shapes, state = read_shapes(file), module.state_dict()
+    saved, state = read_adapter(folder, part=part), module.state_dict()
     weights = {base_name(name): tuple(value.shape) for name, value in state.items()}
-    wrong = [name for name, shape in shapes.items() if not _fits_layer(name, shape, weights, part)]
-    if wrong or not shapes:
-        such = f", such as {min(wrong)}" if wrong else ""
-        raise ValueError(f"{file} does not fit {type(module).__name__}: {len(wrong)} of {len(shapes)} tensors{such}")
+    wrong = [layer for layer in saved.names if not _fits_layer(saved, layer, weights.get(f"{layer}.weight", ()))]
+    if wrong:
+        count = f"{len(wrong)} of {len(saved.names)} layers, such as {min(wrong)}"
+        raise ValueError(f"{saved.file} does not fit {type(module).__name__}: {count}")
 
 
 def load_weights(module: nn.Module, folder: str | Path, *, part: str = "transformer") -> None:
@@ -369,89 +372,32 @@ def load_weights(module: nn.Module, folder: str | Path, *, part: str = "transfor
     load_lora_adapter = getattr(module, "load_lora_adapter", None)
     if load_lora_adapter is None:
         raise ValueError(f"module must have load_lora_adapter(), as diffusers models do, got {type(module).__name__}")
-    load_lora_adapter(str(folder), weight_name=LORA_FILE, prefix=part, use_safetensors=True)
-
-
-@torch.no_grad()
-def load_adapter(
-    module: nn.Module, folder: str | Path, *, adapter: str = "default", part: str = "transformer", file: str = LORA_FILE
-) -> None:
-    """Load a file of `save_weights` into an adapter of `omni_train.lora.add_lora`; sharded or not.
-
-    The file's B is multiplied by its alpha / rank. It is divided by that of `adapter`, so that both have the same
-    product for any two alphas.
-
-    Raises:
-        ValueError: as `check_adapter`, or the adapter is not finite.
-    """
-    targets = check_adapter(module, folder, adapter=adapter, part=part, file=file)
-    read_tensors(targets, [Path(folder) / file])
-    for layer in adapter_layers(module, adapter).values():
-        factors(layer, adapter)[1].div_(layer.scaling[adapter])
-
-
-def check_adapter(
-    module: nn.Module, folder: str | Path, *, adapter: str = "default", part: str = "transformer", file: str = LORA_FILE
-) -> dict[str, Tensor]:
-    """Check that `load_adapter` would fit, without reading a weight; return the adapter's tensors by names in the file.
-
-    The module may be on the meta device.
-
-    Raises:
-        ValueError: the folder holds no adapter, or one of another rank or on other layers, or the module's began as
-            PiSSA's.
-    """
-    home = Path(folder) / file
-    if not home.is_file():
-        raise ValueError(f"folder must hold {file}, got {home.parent}")
-    if any(INITIAL in layer.lora_A for layer in lora_layers(module).values()):
-        raise ValueError("module must have adapters that begin at 0 to load another's values, got PiSSA's")
-    targets = _factors_by_name(module, adapter, part)
-    shapes = read_shapes(home)
-    with safe_open(home, framework="pt") as opened:
-        if SCALES in (opened.metadata() or {}):
-            raise ValueError(f"{home} has scales of another trainer: convert it by omni-rl lora")
-    other, is_dora = targets.keys() ^ shapes.keys(), any(name.endswith(SIDES[2]) for name in targets)
-    if other and all(name.endswith(SIDES[2]) for name in other):
-        raise ValueError(f"{home} must be an adapter {'with' if is_dora else 'without'} use_dora, as the module's is")
-    if other:
-        raise ValueError(f"{home} must be an adapter on the same layers, differs in {len(other)} such as {min(other)}")
-    for name, target in targets.items():
-        if shapes[name] != tuple(target.shape):
-            raise ValueError(
-                f"{home} must be an adapter of the same rank, but {name} is {shapes[name]}, not {tuple(target.shape)}"
-            )
-    return targets
-
-
-def _factors_by_name(
-    module: nn.Module, adapter: str, part: str, tensors: Callable[[AdaptedLayer, str], Sequence[Tensor]] = own_tensors
-) -> dict[str, Tensor]:
-    """Return the adapter's tensors, in the order of `named_adapter`, by their names in a file.
-
-    tensors: gives A, B and any magnitudes of a layer.
-    """
-    return {
-        f"{part}.{name}.lora_{which}": tensor
-        for name, layer in adapter_layers(module, adapter).items()
-        for which, tensor in zip(SIDES, tensors(layer, adapter), strict=False)
-    }
+    load_lora_adapter(scaled_state(read_adapter(folder, part=part)), prefix=None)
 
 
 def _saved_shapes(layer: AdaptedLayer, adapter: str) -> Sequence[Tensor]:
     """Return tensors like those of a file; with PiSSA they have no values."""
-    found = factors_with_initial(layer, adapter)
-    return own_tensors(layer, adapter) if len(found) == 2 else minus(*(each.detach().to("meta") for each in found))
+    found = _factors_with_initial(layer, adapter)
+    return own_tensors(layer, adapter) if len(found) == 2 else _change(*(each.detach().to("meta") for each in found))
 
 
-def _fits_layer(name: str, shape: tuple[int, ...], weights: Mapping[str, tuple[int, ...]], part: str) -> bool:
-    """True if a tensor in an adapter's file, A [rank, in], B [out, rank] or magnitudes [out], has its layer."""
-    layer, _, which = name.removeprefix(f"{part}.").partition(".lora_")
-    side = {"A.weight": 1, "B.weight": 0}.get(which)
-    out_in = weights.get(f"{layer}.weight", ())
-    if which == SIDES[2]:
-        return len(out_in) == 2 and shape == out_in[:1]
-    return side is not None and len(shape) == len(out_in) == 2 and shape[side] == out_in[side]
+def _factors_with_initial(layer: AdaptedLayer, name: str) -> list[nn.Parameter]:
+    """Return A and B of one layer's adapter, and those with which PiSSA began, if it did."""
+    return [factor for each in (name, INITIAL) if each in layer.lora_A for factor in factors(layer, each)]
+
+
+def _change(down: Tensor, up: Tensor, *initial: Tensor) -> tuple[Tensor, Tensor]:
+    """Return A and B; with the initial ones the factors of what training changes, also if a reader rounds them."""
+    if not initial:
+        return down, up
+    return torch.cat([down, down - initial[0]]), torch.cat([up - initial[1], initial[1]], dim=1)
+
+
+def _fits_layer(saved: SavedAdapter, layer: str, weight: tuple[int, ...]) -> bool:
+    """True if A [rank, in], B [out, rank] and any magnitudes [out] of a layer fit its weight [out, in]."""
+    down, up, *magnitudes = (saved.shapes[name] for name in saved.names[layer])
+    fits = len(weight) == len(down) == len(up) == 2 and down[1] == weight[1] and up == (weight[0], down[0])
+    return fits and all(shape == weight[:1] for shape in magnitudes)
 
 
 def _full(value: Tensor, owners: Mapping[Tensor, int] = MappingProxyType({})) -> Tensor:

@@ -4,6 +4,7 @@ No rank ever holds a full copy, on its device or its host: the files are mapped,
 at a time.
 """
 
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,10 +18,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from omni_train.checkpoint.state import local_rows
+from omni_train.files import check_fetched
 from omni_train.lora import all_factors, base_name
+from omni_train.progress import advance
 from omni_train.shard import shard
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+MAX_WEIGHT = 1e18  # whose square float32 holds; of a larger one every sum overflows
 
 
 def load_sharded(
@@ -115,19 +120,28 @@ def read_tensors(targets: Mapping[str, Tensor], files: Sequence[str | Path]) -> 
     """Fill each target, or this rank's rows of it, with the files' tensor of that name and shape.
 
     Raises:
-        ValueError: one holds NaN or infinity; file and tensor are named.
+        ValueError: one holds NaN or infinity, or is a weight above MAX_WEIGHT; file and tensor are named.
     """
     with ExitStack() as stack:
         sources = _open(stack, files)
         for name, target in targets.items():
             file, opened = sources[name]
             local, first = local_rows(target)
-            if target.ndim == 0:
-                local.copy_(opened.get_tensor(name))
-            elif len(local):
-                local.copy_(opened.get_slice(name)[first : first + len(local)])
-            if local.is_floating_point() and not (local.sum().isfinite() or local.isfinite().all()):
-                raise ValueError(f"{file} must be finite, got NaN or infinity in {name}")
+            rows = opened.get_slice(name)[first : first + len(local)] if target.ndim else opened.get_tensor(name)
+            if len(rows) if target.ndim else True:
+                local.copy_(rows)
+            advance(target.numel() * rows.itemsize)
+            if local.is_floating_point():
+                check_numbers(file, name, local, MAX_WEIGHT if isinstance(target, nn.Parameter) else math.inf)
+
+
+def check_numbers(file: str | Path, name: str, tensor: Tensor, most: float = MAX_WEIGHT) -> None:
+    """Raise ValueError for NaN, infinity or a number above `most` in size; file and tensor are named."""
+    size = max(abs(end.item()) for end in tensor.aminmax()) if tensor.numel() else 0.0  # both are NaN if one is
+    if not math.isfinite(size):
+        raise ValueError(f"{file} must be finite, got NaN or infinity in {name}")
+    if size > most:
+        raise ValueError(f"{file} must hold numbers of at most {most:g} in size, got {size:g} in {name}")
 
 
 def _base_state(net: nn.Module) -> dict[str, Tensor]:
@@ -152,6 +166,7 @@ def _open(stack: ExitStack, files: Sequence[str | Path]) -> dict[str, tuple[Path
         try:
             opened = stack.enter_context(safe_open(file, framework="pt"))  # mapped, not read
         except SafetensorError as exc:
+            check_fetched(file)
             raise ValueError(f"{file} is no whole safetensors file: {exc}") from exc
         for name in opened.keys():  # noqa: SIM118 - the file is no dict
             if name in sources:

@@ -1,4 +1,4 @@
-"""What of a model vLLM-Omni quantizes, for plans, which do without vLLM-Omni."""
+"""Layers of each model that vLLM-Omni quantizes, for plans without vLLM-Omni."""
 
 from omni_rollout.model import Model
 

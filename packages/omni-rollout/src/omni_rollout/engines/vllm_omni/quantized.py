@@ -37,7 +37,7 @@ class QuantizedLayer:
             self.begin()
 
     def _quantize(self, whole: Tensor) -> None:
-        """Have vLLM-Omni quantize a weight as on loading, and copy what that makes to the place of the old one."""
+        """Quantize a weight with vLLM-Omni, as on loading, and copy the result into the old tensor."""
         layer = self._layer
         places = dict(layer.named_parameters(recurse=False))
         layer.weight = nn.Parameter(whole, requires_grad=False)

@@ -7,8 +7,8 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from omni_rollout.files import check_counts, read_json, safetensors_files, safetensors_slices
+from omni_rollout.files import check_counts, read_json, safetensors_files, safetensors_slices, size_of
 from omni_rollout.models.hub import local_folder
 from omni_rollout.models.parts import RELEASED, UNUSABLE, made_of, one_line, open_tokenizer
 from omni_rollout.types import Cond, Prompt
@@ -47,6 +47,7 @@ class TransformersModel:
     prefix: str = ""
     boundary: float = 0.0
     reads_weights: bool = True
+    reading: Callable[[str, int], AbstractContextManager[None]] = staticmethod(lambda part, size: nullcontext())
     dtype = torch.float32
 
     def __init__(self, path: str | Path) -> None:
@@ -108,11 +109,16 @@ class TransformersModel:
         if not self.reads_weights:
             return self._make(torch.device(device), dtype)
         local_folder(self.path, "*.safetensors", "*.json")
-        net = self._read(dtype, values=True).requires_grad_(False).eval().to(device)
+        with self.reading("weights", self.weight_bytes()):
+            net = self._read(dtype, values=True).requires_grad_(False).eval().to(device)
         for name, weight in net.named_parameters():
             if not (weight.sum().isfinite() or weight.isfinite().all()):  # a finite sum, which is faster, has neither
                 raise ValueError(f"model is damaged: {name} of {self.folder} is not finite")
         return net
+
+    def weight_bytes(self) -> int:
+        """Return the size of the files with weights, without those of a hub id that are not fetched yet."""
+        return size_of(self.folder, "model") if self.reads_weights else 0
 
     def _read(self, dtype: torch.dtype, *, values: bool) -> nn.Module:
         """Return the net with all weights of the files; on the meta device, with only their shapes, if not `values`.

@@ -1,0 +1,83 @@
+"""Find prompts that a reward cannot score, by their texts and lines. Loads no scorer and executes no user file."""
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+from omni_reward.scorers.frames import PREFIX as FRAMES
+from omni_reward.scorers.rules import PREFIX as RULES
+from omni_reward.terms import parse
+from omni_reward.wire import Score
+
+Line = Mapping[str, object]
+Fault = Callable[[str, Line], str]  # why a prompt's samples get no score, "" if they may get one
+
+
+def find_fault(name: str, options: Mapping[str, str]) -> Fault:
+    """Return what is wrong with a prompt for a reward. name, options: as for `load_scorer`.
+
+    Scorers whose libraries are not installed here, and users' functions, take any prompt.
+    """
+    if name.startswith(RULES):
+        with suppress(ValueError, ImportError):  # such as a library that only the server has
+            return _of_rules(name.removeprefix(RULES))
+        return lambda text, line: ""
+    found: list[tuple[str, Fault]] = []
+    reward = parse(name)
+    for key, spec in reward.specs.items():
+        prefix = "" if reward.is_plain else f"{key}."
+        with suppress(ImportError):
+            if fault := _of_scorer(spec.removeprefix(FRAMES), options.get(f"{prefix}task", "")):
+                found.append((spec, fault))
+    return lambda text, line: next((f"{spec}: {why}" for spec, fault in found if (why := fault(text, line))), "")
+
+
+def _of_scorer(spec: str, task: str) -> Fault | None:
+    """Return what is wrong with a prompt for one scorer; None if it takes any. task: of `vlm`."""
+    match spec:
+        case "ocr":
+            from omni_reward.scorers.text import wanted_text
+
+            return lambda text, line: _reason(wanted_text(text))
+        case "geneval":
+            from omni_reward.scorers.geneval_rules import read_wish
+
+            return lambda text, line: _raised(lambda: read_wish(line))
+        case "pitch":
+            from omni_reward.scorers.sound import named_pitch
+
+            rule = "the prompt must name one pitch, such as 440 Hz or A4"
+            return lambda text, line: rule if named_pitch(text) is None else ""
+        case "color":
+            from omni_reward.scorers.color import COLORS, named_colors
+
+            rule = f"the prompt must name one color of {list(COLORS)}"
+            return lambda text, line: "" if len(named_colors(text)) == 1 else rule
+        case "vlm":
+            from omni_reward.scorers.checklist import TASK, read_questions
+            from omni_reward.scorers.tasks import TASKS
+
+            if task == TASK:
+                return lambda text, line: _raised(lambda: read_questions(line))
+            return (lambda text, line: _reason(TASKS[task].decline(text))) if task in TASKS else None
+    return None
+
+
+def _of_rules(reward: str) -> Fault:
+    from omni_reward.rules import check_keys, open_rules
+
+    if "python:" in reward:  # whose file only the server executes
+        return lambda text, line: ""
+    rules = open_rules(reward)
+    return lambda text, line: _raised(lambda: check_keys(rules, line, flag="--scorer"))
+
+
+def _reason(found: object) -> str:
+    return found.abstained or "" if isinstance(found, Score) else ""
+
+
+def _raised(check: Callable[[], object]) -> str:
+    try:
+        check()
+    except ValueError as exc:
+        return str(exc)
+    return ""

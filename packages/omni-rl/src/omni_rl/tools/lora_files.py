@@ -1,0 +1,203 @@
+"""LoRA files of any make: their factors, and the forms in which other trainers read them.
+
+Files by peft's names are read as they are, others by diffusers, so that what its pipeline loads is what training starts
+from. The scale is read from wherever it is stored (`omni_train.weights.adapters`), and becomes part of B.
+"""
+
+import inspect
+import json
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import diffusers
+from diffusers.utils import convert_unet_state_dict_to_peft
+from omni_rollout.model import Model
+from omni_rollout.models import open_model
+from omni_train.files import write_folder_atomically
+from omni_train.weights.adapters import (
+    LORA_FILE,
+    NAME,
+    PEFT_FILE,
+    PEFT_PART,
+    SIDES,
+    alpha_in,
+    config_of,
+    find_adapter,
+    read_adapter,
+    scaled_state,
+    scaling_of,
+)
+from omni_train.weights.load import check_numbers, read_shapes
+from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
+from peft.utils import CONFIG_NAME
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from omni_rl.settings.fields import require
+
+PART = "transformer"
+FACTORS = re.compile(r"lora|alpha|dora_scale|\.diff|lokr|hada")  # in names of adapters' tensors
+UNREAD = ("dora_scale", "lora_magnitude_vector", ".diff", ".lokr_", ".hada_")  # parts of names of other adapters
+Factors = dict[str, tuple[Tensor, Tensor]]  # A [rank, in] and B [out, rank], with its scale, by layer
+
+
+def read_factors(place: Path, model: str) -> Factors:
+    """Return the factors of an adapter of any make, in float32, with its scale in B.
+
+    place: a file, or a folder in the layout of diffusers or peft. model: folder or hub id of the checkpoint it is for.
+
+    Raises:
+        ValueError: it is no adapter of such a model, holds more than LoRA factors of its net, or layers of several
+            ranks, or its scale is not known.
+    """
+    file = place if place.is_file() else find_adapter(place)
+    if file is None:
+        raise ValueError(f"source must be a .safetensors file or an adapter's folder, got {place}")
+    names, opened = read_shapes(file), open_model(model)
+    found = f"got {min(names, default='none')} in {file}, as full weights have it"
+    require((any(map(FACTORS.search, names)), f"source must hold LoRA factors, {found}"))
+    unread = next((name for name in names if any(part in name for part in UNREAD)), "")
+    require((not unread, f"{file} must hold LoRA factors only, got {unread}"))
+    factors = read_plain(file, opened) if all(map(is_plain, names)) else read_foreign(file, model, opened)
+    for layer, pair in factors.items():
+        for factor in pair:
+            check_numbers(file, layer, factor)
+    return factors
+
+
+def is_plain(name: str) -> bool:
+    """Return True for a name of peft's in a net of diffusers, as runs, diffusers' and peft's own trainers write it."""
+    return bool(NAME.fullmatch(name)) and name.startswith((f"{PART}.", f"{PEFT_PART}."))
+
+
+def read_plain(file: Path, model: Model) -> Factors:
+    """Return the factors of a file by peft's names."""
+    saved, net = read_adapter(file, part=PART), model.empty_net()
+    net = next(net.children()) if len(model.nets) > 1 else net  # one of two experts, of one shape
+    sizes = {name: tuple(layer.weight.shape) for name, layer in net.named_modules() if isinstance(layer, nn.Linear)}
+    for layer, (down, up, *_) in saved.names.items():
+        a, b = saved.shapes[down], saved.shapes[up]
+        if (len(a), len(b), b[1:]) != (2, 2, a[:1]) or sizes.get(layer) != (b[0], a[1]):
+            found = f"{sizes.get(layer)}, got factors {b} and {a}"
+            raise ValueError(f"{file} must fit the net of {model.folder}: {layer} is {found}")
+    ranks = sorted({saved.shapes[names[0]][0] for names in saved.names.values()})
+    require((len(ranks) == 1, f"{file} must have one rank for all layers, got {ranks}"))
+    state = scaled_state(saved)
+    pairs = {layer: [state[f"{layer}.lora_{side}"].float() for side in SIDES[:2]] for layer in saved.names}
+    return {layer: (down, up) for layer, (down, up) in pairs.items()}
+
+
+def read_foreign(file: Path, model: str, opened: Model) -> Factors:
+    """Return the factors of a file by names that diffusers translates."""
+    pipeline = getattr(diffusers, opened.config["_class_name"], None)
+    require(
+        (hasattr(pipeline, "lora_state_dict"), f"--model must be one whose LoRA files diffusers reads, got {model}")
+    )
+    alphas = alphas_of(file)  # before diffusers, which never ends for one below 0
+    config = config_of(file, PART)
+    require((not (config and config.use_dora), f"{file} must have magnitudes if use_dora is set, got none"))
+    try:
+        state, layers = load(file, pipeline, opened)
+    except Exception as exc:  # of diffusers and peft, which name no file
+        raise ValueError(f"{file} must fit the net of {model}: {type(exc).__name__}: {exc}") from exc
+    other = next((name for name in state if not name.startswith(f"{PART}.")), "")
+    factors = scaled(layers, state)
+    require(
+        (not other, f"{file} must hold LoRA factors of the net only, got {other}"),
+        (2 * len(factors) == len(state), f"{file} must fit the net: {len(state)} tensors, for {len(factors)} layers"),
+    )
+    ranks = {layer: len(down) for layer, (down, _) in factors.items()}
+    several = sorted({*ranks.values()})
+    require((len(several) == 1, f"{file} must have one rank for all layers, got {several}"))
+    for alpha in alphas:  # must be that of the header too, if there is one
+        scaling_of(file, ranks, dict.fromkeys(ranks, alpha / several[0]), part=PART)
+    if not alphas:  # diffusers does not look for others
+        scaling = scaling_of(file, ranks, {}, part=PART)
+        factors = {layer: (down, up * scaling[layer]) for layer, (down, up) in factors.items()}
+    return factors
+
+
+def alphas_of(file: Path) -> set[float]:
+    """Return the alphas in the file's tensors; raise ValueError unless they are finite and above 0."""
+    names = [name for name in read_shapes(file) if name.endswith(".alpha")]
+    with safe_open(file, framework="pt") as opened:
+        return {alpha_in(opened.get_tensor(name), file, name) for name in names}
+
+
+def load(file: Path, pipeline: Any, model: Model) -> tuple[dict[str, Tensor], dict[str, LoraLayer]]:
+    """Return the tensors of a file by peft's names, and the layers that it adapts, of a net on the meta device."""
+    read = pipeline.lora_state_dict
+    more = {"return_alphas": True} if "return_alphas" in inspect.signature(read).parameters else {}
+    found = read(str(file.parent), weight_name=file.name, **more)
+    state, alphas = found if more else (found, None)
+    if not any(".lora_A." in name for name in state):
+        state = convert_unet_state_dict_to_peft(state)
+    net: Any = model.empty_net()
+    net = next(net.children()) if len(model.nets) > 1 else net  # one of two experts, of one shape
+    net.load_lora_adapter(state, prefix=PART, low_cpu_mem_usage=True, network_alphas=alphas or None)
+    layers = {name: layer for name, layer in net.named_modules() if isinstance(layer, LoraLayer) and layer.scaling}
+    return state, layers
+
+
+def scaled(layers: Mapping[str, LoraLayer], state: Mapping[str, Tensor]) -> Factors:
+    """Return the layers' factors, with the scale in B."""
+    found = {}
+    for name, layer in layers.items():
+        down, up = (state.get(f"{PART}.{name}.lora_{side}.weight") for side in "AB")
+        if down is not None and up is not None:
+            (scale,) = layer.scaling.values()
+            found[name] = down.float(), up.float() * scale
+    return found
+
+
+def named(factors: Factors) -> dict[str, Tensor]:
+    """Return the tensors of a run's file, which has no scale: B has it."""
+    return {
+        f"{PART}.{layer}.lora_{side}.weight": factor.contiguous()
+        for layer, pair in factors.items()
+        for side, factor in zip("AB", pair, strict=True)
+    }
+
+
+def write_peft(factors: Factors, target: Path, model: str) -> str:
+    """Write a folder in peft's layout, which PeftModel.from_pretrained and trainers built on it read."""
+    rank = len(next(iter(factors.values()))[0])
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=rank,  # B has the scale
+        target_modules=sorted(factors),
+        base_model_name_or_path=model,
+        inference_mode=True,
+    )
+    state = {name.replace(PART, PEFT_PART, 1): tensor for name, tensor in named(factors).items()}
+
+    def write(folder: Path) -> None:
+        save_file(state, folder / PEFT_FILE, metadata={"format": "pt"})
+        (folder / CONFIG_NAME).write_text(json.dumps(config.to_dict(), indent=2, default=sorted) + "\n", "utf-8")
+
+    write_folder_atomically(target, write)
+    return f"{target}: {len(factors)} layers of rank {rank}, in peft's layout"
+
+
+def write_start(factors: Factors, target: Path, model: str) -> str:
+    """Write a folder for --init-weights; return what to print, with the settings that go with it."""
+    write_folder_atomically(target, lambda folder: save_file(named(factors), folder / LORA_FILE))
+    rank, modules = len(next(iter(factors.values()))[0]), open_model(model).empty_net().named_modules()
+    targets = endings(list(factors), [name for name, layer in modules if isinstance(layer, nn.Linear)])
+    words = ["--init-weights", str(target), "--lora.rank", str(rank), "--lora.targets", targets]
+    return f"{target}: {len(factors)} layers of rank {rank}; train from it with\n{shlex.join(words)}"
+
+
+def endings(layers: Sequence[str], names: Sequence[str]) -> str:
+    """Return what --lora.targets must be for just these layers of all names."""
+    after = [name.split(".") for name in layers]
+    short = {
+        ".".join(words[max((i + 1 for i, w in enumerate(words[:-1]) if w.isdigit()), default=0) :]) for words in after
+    }
+    meant = [name for name in names if any(f".{name}".endswith(f".{end}") for end in short)]
+    return ",".join(sorted(short if sorted(meant) == sorted(layers) else layers))

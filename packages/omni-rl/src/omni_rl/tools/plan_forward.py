@@ -1,0 +1,106 @@
+"""One forward of a dry run: the net on the meta device, in the data types of a run, with inputs of the run's shapes.
+
+Encoders run on a planned device, as the shapes of what they give follow from the text. The net itself has no values and
+takes a few seconds at most. Products of two data types, which a device would refuse, are refused here too.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from omni_rollout import Model, Params
+from omni_rollout.conditioning import TextCache
+from omni_rollout.model import wrap
+from omni_rollout.sampler import Sampler
+from omni_rollout.types import Cond
+from omni_train.planned import PLANNED, PlannedDevice
+from omni_train.prompts.files import PromptRecord
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+from omni_rl.flow.sampling import expand_groups
+
+
+def count_forward(model: Model, net: nn.Module, dtype: torch.dtype, params: Params, record: PromptRecord) -> int:
+    """Return the floating-point operations of a forward of one sample.
+
+    model: reads no weights. net: the run's, on the meta device. dtype: of the model's other parts. params: what it
+    samples with. record: the prompt.
+
+    Raises:
+        ValueError: the forward fails.
+    """
+    counter = FlopCounterMode(display=False)
+    try:
+        inputs = first_inputs(model, net, dtype, params, record)
+        with on_meta(net), counter, OneType():
+            model.predict_velocity(net, *inputs)
+    except Exception as exc:  # of any model
+        fault = " ".join(str(exc).split())
+        raise ValueError(f"a forward of the net fails: {type(exc).__name__}: {fault}") from exc
+    return int(counter.get_total_flops())
+
+
+@contextmanager
+def on_meta(net: nn.Module) -> Iterator[None]:
+    """Within the `with` block, have calls of the net take tensors of the host to meta, and back without values."""
+
+    def there(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+        return tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
+
+    def back(module: nn.Module, args: tuple[object, ...], out: object) -> Any:
+        return tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype), out)
+
+    hooks = [net.register_forward_pre_hook(there, with_kwargs=True), net.register_forward_hook(back)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def first_inputs(
+    model: Model, net: nn.Module, dtype: torch.dtype, params: Params, record: PromptRecord
+) -> tuple[Tensor, Tensor, Cond, Params]:
+    """Return what the first forward of a prompt's sample gets beside the net, on the host."""
+    (prompt,) = expand_groups([record], 1, seed=0, step=0)
+    params = replace(params.of_size(prompt.size), guidance_scale=1.0, decode=False, sde_steps=())
+    calls: list[tuple[Tensor, Tensor, Cond, Params]] = []
+
+    def predict(net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
+        calls.append((of_host(x), of_host(sigma), tree_map_only(Tensor, of_host, dict(cond)), params))
+        return torch.zeros_like(x)
+
+    model.host_encoders = False
+    with PlannedDevice():
+        parts = model.load(device=PLANNED, dtype=dtype, net=net)
+        sampler = Sampler(wrap(model, predict_velocity=predict), parts, TextCache(0.0, ""))
+        sampler.sample([prompt], params, weight_version=0)
+        return calls[0]
+
+
+def of_host(tensor: Tensor) -> Tensor:
+    """Return a tensor of the planned device on the host: its values where they are known, else 0, and True."""
+    known: Tensor | None = getattr(tensor, "known", None)
+    if known is not None:
+        return known.to(tensor.dtype)
+    return (torch.zeros if tensor.is_floating_point() else torch.ones)(tensor.shape, dtype=tensor.dtype)
+
+
+class OneType(TorchDispatchMode):
+    """Refuses products of two data types, as all devices do but the meta device."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operator."""
+        if func._overloadpacket in flop_registry:
+            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+            found = {str(tensor.dtype).removeprefix("torch."): None for tensor in tensors}
+            if len(found) > 1:
+                raise TypeError(f"{func._overloadpacket.__name__} must have one data type, got {' and '.join(found)}")
+        return func(*args, **(kwargs or {}))

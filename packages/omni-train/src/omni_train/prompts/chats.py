@@ -1,0 +1,120 @@
+"""Media of prompts, and chats: messages in the form of OpenAI's, whose parts may be media."""
+
+import re
+from collections.abc import Mapping
+
+ROLES = ("system", "user", "assistant")
+FILES = {"image": "images", "audio": "audio", "video": "video"}  # kinds of parts of messages -> the line's key of files
+_OF = "(input|source|src|cond|condition|reference|ref|edit|kontext|control|start|first)_"
+_AS = "(_(path|file|url)s?)?"
+ELSEWHERE = {  # the key here -> other projects' names of it
+    "images": re.compile(f"({_OF})?(image|img)s?{_AS}|(first|start)_frame(_image)?{_AS}"),
+    "audio": re.compile(f"({_OF})?(audio|wav)s?{_AS}"),
+    "video": re.compile(f"({_OF})?videos?{_AS}"),
+}
+PLACE = re.compile(r"<\|?(image|img|audio|sound|video)(_?\d+|_pad|_placeholder)?\|?>", re.IGNORECASE)
+
+
+def check_media(entry: Mapping[str, object]) -> None:
+    """Raise ValueError for a line that names a medium by a key that nothing here reads.
+
+    A line that also has the right key may have the others for its scorer.
+    """
+    for own, names in ELSEWHERE.items():
+        for key, value in entry.items() if not entry.get(own) else ():
+            if key != own and names.fullmatch(key) and value and isinstance(value, str | list | dict):
+                raise ValueError(f'"{key}" must be called "{own}", as nothing reads it, got {value!r:.80}')
+
+
+def check_places(text: str, entry: Mapping[str, object]) -> None:
+    """Raise ValueError for a text that holds a placeholder of a medium, beside media of its line."""
+    if (found := PLACE.search(text)) and any(entry.get(key) for key in FILES.values()):
+        way = 'a part {"type": "image"} of messages has its place, and without parts media come before the text'
+        raise ValueError(f"the text must not hold {found[0]}, which no model here reads: {way}")
+
+
+def take_chat(messages: object, entry: dict[str, object]) -> str:
+    """Return the text of a chat's last message; put its files under the keys of other lines, the chat under "messages".
+
+    Raises:
+        ValueError: the messages or their parts are malformed, or the last one is not the user's.
+    """
+    if type(messages) is not list or not messages:
+        raise ValueError(f'"messages" must be a list with at least one, got {messages!r:.80}')
+    files: dict[str, list[object]] = {kind: [] for kind in FILES}
+    chat: list[dict[str, object]] = []
+    text = ""
+    for number, message in enumerate(map(_given, messages), start=1):
+        if message.keys() != {"role", "content"} or message["role"] not in ROLES:
+            rule = f'message {number} must have "content" and a "role" of {", ".join(ROLES)}, and no more'
+            raise ValueError(f"{rule}, got {messages[number - 1]!r:.80}")
+        content = message["content"]
+        given = [{"type": "text", "text": content}] if type(content) is str else content
+        if type(given) is not list:
+            raise ValueError(f'message {number}: "content" must be a string or a list of parts, got {content!r:.80}')
+        parts = [_part(part, files, number) for part in given]
+        text = "".join(part.get("text", "") for part in parts)
+        is_text = all(part["type"] == "text" for part in parts)
+        if is_text and not text.strip():
+            raise ValueError(f"message {number} must not be empty")
+        chat.append({"role": message["role"], "content": text if is_text else parts})
+    if chat[-1]["role"] != "user":
+        raise ValueError(f"the last message must be the user's, got {chat[-1]['role']!r}")
+    check_places(" ".join(each for message in chat for each in _texts(message["content"])), entry | files)
+    for kind, key in FILES.items():
+        _place_files(entry, key, files[kind])
+    entry["messages"] = chat
+    return text
+
+
+def only_text(value: object, key: str) -> str:
+    """Return a text, "" for None, or the text of a chat of one message, the user's. key: names it in messages."""
+    if value is None:
+        return ""
+    if type(value) is list:
+        message = _given(value[0]) if len(value) == 1 else {}
+        if message.get("role") != "user" or type(message.get("content")) is not str:
+            raise ValueError(f'"{key}" must be a string, or a chat of one message, the user\'s, got {value!r:.80}')
+        value = message["content"]
+    if type(value) is not str:
+        raise ValueError(f'"{key}" must be a string, got {type(value).__name__}')
+    return value
+
+
+def _texts(content: object) -> list[str]:
+    """Return the texts of a message's content."""
+    parts = content if isinstance(content, list) else [{"text": content}]
+    return [str(part["text"]) for part in parts if "text" in part]
+
+
+def _given(value: object) -> dict[str, object]:
+    """Return the entries of an object that are not null, as those of a table are where only other rows have them."""
+    return {key: own for key, own in value.items() if own is not None} if isinstance(value, dict) else {}
+
+
+def _part(part: object, files: Mapping[str, list[object]], number: int) -> dict[str, str]:
+    """Return a part of a message as templates read it; append its file to `files`, or None if the line names it."""
+    given = _given(part)
+    kind = given.get("type")
+    if kind == "text" and given.keys() == {"type", "text"} and type(given["text"]) is str:
+        return {"type": "text", "text": given["text"]}
+    names = [value for key, value in given.items() if key != "type" and key in (kind, "path")]
+    if type(kind) is str and kind in FILES and len(given) == 1 + len(names) <= 2 and all(type(n) is str for n in names):
+        files[kind].append(names[0] if names else None)
+        return {"type": kind}
+    rule = 'must be {"type": "text", "text": TEXT} or {"type": "image", "image": PATH}, "audio" and "video" likewise'
+    raise ValueError(f"message {number}: a part {rule}, got {part!r:.80}")
+
+
+def _place_files(entry: dict[str, object], key: str, files: list[object]) -> None:
+    """Put the files that a chat's parts name under a key of the line, or check those that the line names itself."""
+    own = entry.get(key)
+    given = own if isinstance(own, list) else [own] * (own is not None)
+    named = [name for name in files if name is not None]
+    is_whole = len(files) == len(named or given) and not (named and given)
+    if not is_whole or (len(files) > 1 and key != "images"):
+        most = "" if key == "images" else ", at most one"
+        rule = f'messages must have a part for each file of "{key}"{most}, which the parts name, or else the line'
+        raise ValueError(f"{rule}, got parts {files} and files {given!r:.80}")
+    if named:
+        entry[key] = named if key == "images" else named[0]

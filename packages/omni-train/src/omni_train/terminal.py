@@ -1,0 +1,22 @@
+"""Texts of other hands for a terminal."""
+
+import re
+
+
+def printable(text: str) -> str:
+    """Return a foreign text for a terminal: without credentials in URLs, and with spaces for control characters.
+
+    Line feeds stay.
+    """
+    bare = without_credentials(text)
+    return "".join(letter if letter.isprintable() or letter == "\n" else " " for letter in bare)
+
+
+def without_credentials(text: str) -> str:
+    """Return a text without user names and passwords in URLs: the userinfo of an authority (RFC 3986, section 3.2)."""
+    return re.sub(r"(?<=://)[^\s/?#\"]*@", "", text)
+
+
+def one_line(text: object) -> str:
+    """Return a foreign text as `printable` does, in one line."""
+    return printable(str(text).strip().replace("\n", " "))

@@ -1,0 +1,213 @@
+"""One training step of any recipe, through the program itself, on a folder cut from the released configuration.
+
+Replaced are only the folder, the prompts, the scorer, sizes and numbers of samples. Algorithm, LoRA, memory, offload,
+dtype, optimizer, window, streams and sharding are the recipe's own.
+"""
+
+import importlib
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import build_tiny_models
+import build_tiny_scorers
+import numpy as np
+import released_folder
+from apps import app_lives
+from helpers import REPO
+from omni_reward import Score, Scorer
+from omni_rl.settings.args import parse_numbers
+from omni_rl.settings.fields import leaves
+from omni_rl.settings.toml import recipes
+from omni_rollout.models import open_model
+from omni_rollout.models.hub import released_models
+from omni_rollout.models.qwen_image_edit import QwenImageEdit
+from omni_rollout.models.tokens import open_token_model
+from PIL import Image
+from released_models import TOKENS
+from trainer_runs import recipe
+
+MEDIA_APPS = ("train_flowgrpo", "train_nft", "train_dpo", "train_srpo", "train_distill", "train_sft", "train_unigrpo")
+REAL = [(app, name) for app in (*MEDIA_APPS, "train_gspo") for name in recipes(app) if not name.startswith("tiny-")]
+FEW, FEW_TRAINED = 4, 1  # denoising steps, and those of them that are trained
+SPANS = {"window_low": 0, "window_high": 1, "train_low": 0, "train_high": 1}  # by name of a bound in steps, its lowest
+SIDE, FRAMES = 32, 9  # of samples, in pixels; 4k + 1 and 8k + 1
+SIDES = {"tencent/HunyuanImage-3.0": 128, "diffusers/LTX-2.3-Diffusers": 64}  # the smallest that these know
+OPTIONS = {"image_area": SIDE**2, "vae_max_size": SIDE, "vit_max_size": 56, "max_sequence_length": 64}  # of models
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe of a real model."""
+
+    app: str
+    name: str
+
+    @property
+    def trainer(self) -> Any:
+        """The trainer's module."""
+        return importlib.import_module(self.app)
+
+    @property
+    def args(self) -> Any:
+        """The recipe's settings."""
+        return recipe(self.trainer, self.name)
+
+    @property
+    def ranks(self) -> int:
+        """Two where the recipe shards its weights."""
+        return 2 if self.args.sharding.mode == "fsdp2" else 1
+
+    @property
+    def family(self) -> tuple[str, str, str, str]:
+        """What makes a recipe unlike others: its trainer, family of models, dtype and sharding."""
+        args = self.args
+        return self.app, family_of(args.model), args.dtype, args.sharding.mode
+
+    def __lt__(self, other: "Case") -> bool:
+        return str(self) < str(other)
+
+    def __str__(self) -> str:
+        return f"{self.app.removeprefix('train_')}-{self.name}"
+
+
+def family_of(model: str) -> str:
+    """The file of omni-rollout that a model is in."""
+    folder = released_models()[model]
+    is_text = model in TOKENS
+    return type((open_token_model if is_text else open_model)(folder)).__module__.rpartition(".")[2]
+
+
+CASES = [Case(app, name) for app, name in REAL]
+
+
+def folder_of(model: str) -> Path:
+    """The folder of a released model, cut; built once for these sources and libraries."""
+    sources = map(Path, (build_tiny_models.__file__, released_folder.__file__))
+    cache = REPO / ".pytest_cache" / "released-models"
+    return build_tiny_models.kept(
+        model.replace("/", "--"), cache, lambda folder: released_folder.build(model, folder), *sources
+    )
+
+
+def small(case: Case) -> dict[str, object]:
+    """What is replaced of a recipe's settings, by their names."""
+    args, known = case.args, leaves(type(case.args))
+    minibatches = min(args.num_minibatches, 2)
+    group = 4 if getattr(args, "best_worst_n", 0) or case.app == "train_gspo" else 2
+    numbers: dict[str, object] = {
+        "model": str(folder_of(args.model)),
+        "prompts": "prompts.jsonl",
+        "eval.prompts": "prompts.jsonl",
+        "eval.num_prompts": 1,
+        "eval.num_inference_steps": 2,
+        "eval.samples_per_prompt": 1,
+        "eval.first": False,
+        "train_steps": 1,
+        "save_every": 1,
+        "group_size": group,
+        "prompts_per_step": max(minibatches, case.ranks),
+        "batch_size": 2 // case.ranks,
+        "num_minibatches": minibatches,
+        "best_worst_n": 2 if getattr(args, "best_worst_n", 0) else 0,
+        "height": SIDES.get(args.model, SIDE),
+        "width": SIDES.get(args.model, SIDE),
+        "num_frames": min(getattr(args, "num_frames", 1), FRAMES),
+        "scorer.name": "",
+        "max_new_tokens": 4,
+        **({"reward": "regex"} if case.app == "train_gspo" else {}),  # random texts match at times
+        "max_thought_tokens": 4,
+        "hang_timeout_s": 120.0,
+        **few_steps(args),
+    }
+    if "guidance" in known:
+        options = {name: size for name, size in OPTIONS.items() if name in open_model(folder_of(args.model)).OPTIONS}
+        numbers["guidance"] = ",".join(f"{n}={v:g}" for n, v in (parse_numbers(args.guidance, "") | options).items())
+    return {name: value for name, value in numbers.items() if name in known}
+
+
+def few_steps(args: Any) -> dict[str, object]:
+    """FEW denoising steps, and of these the share that a recipe makes stochastic or trains on."""
+    given = {
+        name: getattr(args, name, None)
+        for name in (*SPANS, "window_size", "window_stride", "train_levels", "levels_per_pair")
+    }
+    few = {name: min(value, FEW_TRAINED) for name, value in given.items() if value is not None}
+    if steps := getattr(args, "num_inference_steps", 0):
+        few |= {"num_inference_steps": FEW}
+        few |= {name: max(least, given[name] * FEW // steps) for name, least in SPANS.items() if name in few}
+    return few
+
+
+def edits(case: Case) -> bool:
+    """True if the prompts of a recipe have references."""
+    return any(word in case.args.prompts for word in ("edit", "sharegpt4o", "frames"))
+
+
+def write_prompts(case: Case, folder: Path) -> None:
+    """Write the prompts of a run, with references where the recipe edits."""
+    images = ["reference.png"] if edits(case) else []
+    pixels = np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)  # FLUX.2 takes no smaller ones
+    Image.fromarray(pixels).save(folder / "reference.png")
+    more: dict[str, object] = {"images": images} if images else {}
+    lines = [{"prompt": f'a sign that says "{i}"', "pattern": "[a-zA-Z]"} | more for i in range(16)]
+    (folder / "prompts.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+PARTS = ("hpsv2", "imagereward", "pickscore", "unifiedreward", "vlm", "clip", "VQ")  # that recipes name
+KINDS = ("image", "video", "audio")
+
+
+def scorer_of(kind: str) -> Scorer:
+    """A scorer of one kind of media, whose scores differ wherever samples do in a bit, with the parts of any recipe."""
+
+    def score(media: Any, prompts: Any, meta: Any) -> list[Score]:
+        values = [zlib.crc32(np.ascontiguousarray(sample).tobytes()) / 2**32 for sample in media[kind]]
+        return [Score(value, parts=dict.fromkeys(PARTS, value)) for value in values]
+
+    return Scorer(score, media=(kind,))
+
+
+def kind_of(case: Case) -> str:
+    """The kind of media that the recipe's scorer grades: of sound and frames the sound, as CLAP does."""
+    return [*open_model(folder_of(case.args.model)).MEDIA][-1]
+
+
+def further(case: Case, folder: Path, urls: Mapping[str, str]) -> dict[str, object]:
+    """Write what a recipe needs beside prompts and a scorer into a folder; the settings that name it."""
+    if case.name == "sd35-medium-dpo-offline":
+        pair = {"prompt": "a sign", "win": "win.png", "lose": "lose.png"}
+        for image in (pair["win"], pair["lose"]):
+            Image.effect_noise((SIDE, SIDE), 64).convert("RGB").save(folder / image)
+        (folder / "pairs.jsonl").write_text(f"{json.dumps(pair)}\n" * 4)
+        return {"preferences": "pairs.jsonl"}
+    if case.app == "train_srpo":
+        build_tiny_scorers.write_clip(folder / "clip")
+        return {"reward_model": "clip"}
+    if case.app == "train_distill":  # its head names the recipe that makes the teacher
+        teacher = Case("train_flowgrpo", "sd35-medium-cps-ocr")
+        life = take_step(teacher, folder, urls)
+        assert life.wait(300) == [0], life.text()
+        return {"teachers": f"ocr=runs/{teacher.args.name}/weights"}
+    return {}
+
+
+def take_step(case: Case, folder: Path, urls: Mapping[str, str]) -> app_lives.Life:
+    """Run the program with `--preset NAME` for one step, in forked processes; `folder` is the working folder."""
+    write_prompts(case, folder)
+    scored = case.app not in ("train_gspo", "train_srpo")
+    settings = small(case) | further(case, folder, urls)
+    settings |= {"scorer.url": urls[kind_of(case)]} if scored else {}
+    assert settings.keys() <= set(leaves(case.trainer.Args))
+    (folder / "small.toml").write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items()))
+    flags = ["--preset", case.name, "--config", "small.toml"]
+    how = {"ranks": case.ranks, "before": see_little, "counts_flops": True}
+    return app_lives.command(folder, flags, trainer=case.trainer, **how)
+
+
+def see_little(rank: int) -> None:
+    """Have a text encoder that sees references see few of their pixels."""
+    QwenImageEdit.SEEN_AREA = SIDE**2

@@ -1,0 +1,114 @@
+"""Every model takes a training step in bfloat16, with LoRA and with all weights, and so does every algorithm.
+
+`make test` has one of both for each model, and one algorithm of each trainer. Each run is as a user's, with the count
+of operations, in a forked process. tests/emulated has float16.
+"""
+
+import pytest
+import torch
+from helpers import sampled
+from model_rows import ROWS, built
+from omni_rl.settings.eval_sets import ThoughtEval, TokenEval
+from omni_rl.settings.fields import change
+from omni_rollout.models import open_model
+from omni_rollout.models.tokens import open_token_model
+from omni_train.weights.full import PEFT_FILE
+from row_runs import (
+    ALGORITHMS,
+    KINDS,
+    ONE_STEP,
+    assert_clean,
+    assert_trained,
+    exported,
+    run_alone,
+    settings,
+    write_chats,
+)
+from safetensors.torch import load_file
+
+import train_gspo
+import train_unigrpo
+
+BFLOAT16 = {"dtype": "bfloat16"}
+CHATS = {"qwen3": "", "qwen2.5-vl": "-silent", "qwen3-omni": "-seen"}  # the ends of the names of their prompts' files
+WHOLE = [(each, "all weights") for each in ("nft", "dpo", "srpo", "sft", "distill")]  # one of each trainer
+STEPS = [*((each, "LoRA") for each in ALGORITHMS), *WHOLE]
+TRAINED = dict.fromkeys(app for app, _ in ALGORITHMS.values())
+BY_TRAINER = [[step for step in STEPS if ALGORITHMS[step[0]][0] is app] for app in TRAINED]
+TEXT_STEPS = [
+    *([(model, "gspo", kind) for kind in KINDS] for model in CHATS),
+    [("qwen3", algo, "LoRA") for algo in train_gspo.ALGOS if algo != "gspo"],
+]
+
+
+def one_of_each(groups):
+    """The cases of all groups, of each of which one runs always."""
+    return [case for cases in groups for case in sampled(cases, 1)]
+
+
+@pytest.mark.parametrize("case", one_of_each([(name, kind) for kind in KINDS] for name in ROWS))
+def test_every_model_takes_a_step_in_bfloat16(case, tmp_path, bright_urls):
+    name, kind = case
+    args = settings(name, "flowgrpo", tmp_path, bright_urls, **ONE_STEP, **KINDS[kind], **BFLOAT16)
+    lines, text = run_alone("train_flowgrpo", args, tmp_path)
+    assert_clean(lines, text)
+    assert lines[1]["perf/rollout_tflops"] > 0 == lines[1]["policy/first_ratio_max_dev"]
+    assert_trained(name, kind, tmp_path, lines)
+
+
+@pytest.mark.parametrize("case", one_of_each(BY_TRAINER))
+def test_every_algorithm_takes_a_step_in_bfloat16(case, tmp_path, bright_urls):
+    algorithm, kind = case
+    args = settings("qwen-image", algorithm, tmp_path, bright_urls, **ONE_STEP, **KINDS[kind], **BFLOAT16)
+    lines, text = run_alone(ALGORITHMS[algorithm][0].__name__, args, tmp_path, counts_flops=False)
+    assert_clean(lines, text, counts_flops=False)
+    assert_trained("qwen-image", kind, tmp_path, lines)
+
+
+CHAT_STEP = ONE_STEP | BFLOAT16 | {"group_size": 8, "batch_size": 8, "max_new_tokens": 5, "lr": 1e-3, "reward": "regex"}
+
+
+@pytest.mark.parametrize("case", one_of_each(TEXT_STEPS))
+def test_every_language_model_and_algorithm_of_texts_takes_a_step_in_bfloat16(case, tmp_path):
+    model, algorithm, kind = case
+    write_chats(tmp_path)
+    args = train_gspo.Args(prompts=f"train{CHATS[model]}.jsonl", eval=TokenEval(f"eval{CHATS[model]}.jsonl"))
+    folder = built(model)()
+    args = change(args, model=str(folder), algo=algorithm, prompts_per_step=4, **CHAT_STEP, **KINDS[kind])
+    lines, text = run_alone("train_gspo", args, tmp_path)
+    assert_clean(lines, text, counts_flops=False)  # of texts, whose lengths differ, no operations are counted
+    weights = tmp_path / "runs" / "run" / "weights"
+    if kind == "LoRA":
+        ups = [tensor for name, tensor in load_file(weights / PEFT_FILE).items() if ".lora_B." in name]
+        assert ups
+        assert all(tensor.any() for tensor in ups)
+        return
+    before, after = (open_token_model(each).load_net(device="cpu", dtype=torch.float32) for each in (folder, weights))
+    left = {name for name, tensor in after.named_parameters() if torch.equal(tensor, before.get_parameter(name))}
+    still = tuple(f"{part}." for part in open_token_model(folder).FROZEN)
+    assert left == {name for name, _ in before.named_parameters() if still and name.startswith(still)}
+
+
+@pytest.mark.parametrize("kind", sampled(KINDS, 1))
+def test_thoughts_and_pictures_take_a_step_in_bfloat16(kind, tmp_path, bright_url):
+    write_chats(tmp_path)
+    args = train_unigrpo.Args(prompts="train.jsonl", eval=ThoughtEval("eval.jsonl", num_inference_steps=2))
+    sizes = {
+        "height": 32,
+        "width": 48,
+        "num_inference_steps": 3,
+        "max_thought_tokens": 4,
+        "thought_reward": "0.5*regex",
+    }
+    sizes |= {"prompts_per_step": 2, "group_size": 2, "batch_size": 2, "scorer_url": bright_url, "lr": 1e-3}
+    args = change(args, model=str(built("bagel")()), **sizes, **ONE_STEP, **BFLOAT16, **KINDS[kind])
+    lines, text = run_alone("train_unigrpo", args, tmp_path)
+    assert_clean(lines, text)
+    assert lines[1]["policy/thought_ratio_max_dev"] == 0
+    after = exported(tmp_path / "runs" / "run" / "weights", {"": "transformer"})
+    if kind == "LoRA":
+        assert all(tensor.any() for name, tensor in after.items() if ".lora_B." in name)
+        return
+    before = load_file(open_model(args.model).weight_files()[0])
+    moved = {name for name, weight in after.items() if not torch.equal(weight, before[name])}
+    assert {"language_model.lm_head.weight", "llm2vae.weight"} <= moved

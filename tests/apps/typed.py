@@ -1,0 +1,71 @@
+"""A server of command lines: each is typed in a fork of this process, which has what parses settings, and no torch.
+
+It reads a line of JSON for each, and answers with one: the exit code, what was printed, and the heavy libraries that
+the program has imported.
+"""
+
+import importlib
+import json
+import os
+import runpy
+import sys
+import traceback
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NoReturn
+
+HEAVY = ("torch", "diffusers", "transformers", "peft")
+WARM = ("omni_rl.settings.cli", "omni_rl.settings.token_args", "omni_rl.tools.command", "omni_rl.media.images")
+
+
+def run_here(python: str, words: list[str]) -> NoReturn:
+    """Run what `os.execv` would start, in this process."""
+    sys.argv = words[2:] if words[1] == "-m" else words[1:]
+    if words[1] == "-m":
+        runpy.run_module(words[2], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(words[1], run_name="__main__")
+    sys.exit(0)
+
+
+def live(folder: Path, case: dict) -> NoReturn:
+    """Be the program that was typed, and leave what it printed and imported in files."""
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), number)
+    os.chdir(case["folder"])
+    os.environ.update(case["env"])
+    sys.modules.update(dict.fromkeys(case["without"]))  # as where they are not installed
+    os.execv = run_here
+    code = 1
+    try:
+        command = importlib.import_module("omni_rl.tools.command")
+        sys.argv = ["omni-rl", *case["words"]]
+        command.main()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        (folder / "heavy").write_text(json.dumps([name for name in HEAVY if sys.modules.get(name)]))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def main() -> None:
+    """Answer until the input ends."""
+    for name in WARM:
+        importlib.import_module(name)
+    for line in sys.stdin:
+        with TemporaryDirectory() as folder:
+            pid = os.fork()
+            if pid == 0:
+                live(Path(folder), json.loads(line))
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            out, err, heavy = (Path(folder, name).read_text() for name in ("out", "err", "heavy"))
+        print(json.dumps({"code": code, "out": out, "err": err, "heavy": json.loads(heavy)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
