@@ -49,8 +49,8 @@ test-vllm: ## Run the tests of the vLLM engine for language models, in its own e
 check: ## Check lint, format, types, import rules, and that constraints/ is up to date
 	scripts/env scripts/check
 
-constraints: ## Rewrite constraints/
-	scripts/env scripts/release/constraints
+constraints: ## Bring constraints/ up to date; ARGS=--upgrade takes the newest versions
+	scripts/env scripts/release/constraints $(ARGS)
 
 wheels: ## Build a wheel of each package into dist/; ARGS="--repository URL" puts the URL of the sources into the metadata
 	UV_NO_DEV=1 scripts/env python scripts/release/wheels.py $(ARGS)
