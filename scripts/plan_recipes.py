@@ -1,14 +1,14 @@
-"""Plan the step of recipes of real models, and hold the line `# Planned:` of each, and docs/choosing.md, to it.
+"""Plan the step of recipes of real models; check their lines `# Planned:` and `# Verified:`, and docs/choosing.md.
 
     python scripts/plan_recipes.py APP/NAME
     python scripts/plan_recipes.py --write APP/NAME
-    python scripts/plan_recipes.py --write                                     only the table of the page
+    python scripts/plan_recipes.py --write                                     only the tables of the page
 
 A plan is for as many accelerators as that line has, else as the recipe was published for, with stand-ins for the
 prompts: texts of 100 words, so many that their cache is full, and references as large as the samples. The card is the
-smallest of CARDS with LEFT to spare, for what plans leave out. The table has a row for each model and cards of the
-lines. A line that is not the plan's, or a table that is not that of the lines, is an error, unless --write puts it
-right.
+smallest of CARDS with LEFT to spare, for what plans leave out. One table has a row for each model and cards of the
+lines, the other how many recipes reached each level of verification. A line that is not the plan's, or a table that is
+not that of the lines, is an error, unless --write puts it right.
 """
 
 import argparse
@@ -37,6 +37,14 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 PAGE = RECIPES.parent / "docs" / "choosing.md"
 CARDS = (16, 24, 32, 40, 48, 64, 80, 96, 141, 192)  # GB of accelerators' memory
 LINE = re.compile(r"^# Planned: (\d+) x .*$", re.MULTILINE)
+LEVELS = {  # start of a line `# Verified:` -> what it means, in ascending order
+    "one step at small widths": "the recipe's own settings take a step through its trainer, on the released configuration with "
+    "fewer layers and smaller widths, random weights, and few small samples",
+    "two steps at real size": "the same with all layers and widths of the release; [the page](evidence/real_size.md) has the cost",
+    "trained": "trained here to a held-out score, on a small model",
+    "curve published": "the same, with its curve in [docs/records](records), which `python scripts/reproduce.py` compares "
+    "a new run with",
+}
 TEXT = " ".join(["a quiet street with wooden houses after the rain, seen from above"] * 8)  # 12 words each
 NUM_PROMPTS = 2000
 
@@ -136,9 +144,9 @@ def read_line(text: str) -> Line | None:
 
 
 def with_line(text: str, line: str) -> str:
-    """Return the text of a recipe with that line, which follows the one of whether it has run."""
+    """Return the text of a recipe with that line, which follows the one of its verification."""
     bare = LINE.sub("", text).replace("\n\n# ", "\n# ", 1) if LINE.search(text) else text
-    return re.sub(r"^(# Run here: .*)$", rf"\1\n{line}", bare, count=1, flags=re.MULTILINE)
+    return re.sub(r"^(# Verified: .*)$", rf"\1\n{line}", bare, count=1, flags=re.MULTILINE)
 
 
 def page_with_table() -> str:
@@ -156,7 +164,20 @@ def page_with_table() -> str:
     table = [f"| {model} | {cards} x {gb} GB | {rows[model, cards, gb]} |" for model, cards, gb in order]
     heads = ("model", "cards", "`omni-rl train`", "memory settings", "GB", "host GB", "TFLOP")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *table]
-    return fill(PAGE.read_text("utf-8"), {"planned": "\n".join(lines) + "\n"})
+    return fill(PAGE.read_text("utf-8"), {"planned": "\n".join(lines) + "\n", "verified": levels()})
+
+
+def levels() -> str:
+    """Return the table of the levels of verification, with the number of recipes whose highest level it is."""
+    found = [level_of(path.read_text("utf-8")) for path in RECIPES.glob("*/*.toml")]
+    rows = [f"| {level} | {found.count(level)} | {meaning} |" for level, meaning in LEVELS.items()]
+    return "\n".join(["| level | recipes | meaning |", "|---|---|---|", *rows]) + "\n"
+
+
+def level_of(text: str) -> str:
+    """Return a recipe's level of verification, a key of LEVELS."""
+    [line] = re.findall(r"^# Verified: (.*)$", text, re.MULTILINE)
+    return next(level for level in LEVELS if line.startswith(level))
 
 
 def memory_of(values: Mapping[str, object]) -> str:

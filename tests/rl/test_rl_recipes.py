@@ -1,6 +1,7 @@
 """Every recipe is a start that its trainer accepts, is the published one, and says whether it has been run."""
 
 import importlib
+import json
 import re
 import shlex
 import tomllib
@@ -20,7 +21,7 @@ from omni_rl.tools.plan import LEFT
 from omni_rl.tools.prompts import prompt_sets
 from omni_rollout.models import flux2, ltx2, qwen_image, sd3, wan, z_image
 from PIL import Image
-from plan_recipes import CARDS, PAGE, page_with_table, read_line
+from plan_recipes import CARDS, PAGE, level_of, page_with_table, read_line
 
 ALL = [(app, name) for app in TRAINERS for name in recipes(app)]
 REAL = [(app, name) for app, name in ALL if not name.startswith("tiny-")]
@@ -65,7 +66,7 @@ def test_a_recipe_says_where_its_numbers_are_from_and_whether_it_has_been_run(ap
     assert lines[len(head)] == ""
     assert re.fullmatch(r"# [A-Z].{20,90}[^.]", head[0]), "the first line is what --help shows"
     assert sum(line.startswith("# Source: ") for line in head) == 1
-    assert sum(bool(re.match(r"# Run here: (yes, on|yes, \d seeds on|no, it needs) ", line)) for line in head) == 1
+    assert sum(line.startswith("# Verified: ") for line in head) == 1
     values = tomllib.loads(recipes(app)[name])
     if not Path(REPO / values["prompts"]).exists():
         assert any(line.startswith(("# Prompts: write ", "# Prompts: omni-rl prompts ")) for line in head)
@@ -284,8 +285,21 @@ def test_a_recipe_of_a_gated_model_says_where_its_license_is(app: str, name: str
     assert (line in text.splitlines()) == bool(re.match(GATED, model))
 
 
-def test_the_table_of_plans_has_the_lines_of_the_recipes():
-    """Else `python scripts/plan_recipes.py --write` mends it. Every one-card recipe's model and card is in it."""
+@pytest.mark.parametrize(("app", "name"), ALL)
+def test_a_recipe_claims_the_level_that_its_evidence_has(app: str, name: str):
+    """Small widths are those of tests/apps/test_app_recipe_steps.py, which takes every recipe of a real model."""
+    recipe, level = f"{app.removeprefix('train_')}/{name}", level_of(recipes(app)[name])
+    evidence = REPO / "docs" / "evidence" / "real_size.json"
+    sized = {each["recipe"].replace("`", "").replace(", ", "/") for each in json.loads(evidence.read_text()).values()}
+    records = {json.loads(path.read_text())["recipe"] for path in (REPO / "docs" / "records").glob("*-*.json")}
+    if (app, name) in REAL:
+        assert level == ("two steps at real size" if recipe in sized else "one step at small widths")
+    else:
+        assert level == ("curve published" if recipe in records else "trained")
+
+
+def test_the_tables_of_recipes_have_their_lines():
+    """Else `python scripts/plan_recipes.py --write` mends them. Every one-card recipe's model and card is in it."""
     page = PAGE.read_text("utf-8")
     assert page == page_with_table()
     for app, name in ONE_CARD:
