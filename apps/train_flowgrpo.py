@@ -159,6 +159,7 @@ from omni_rl.run.run import MediaRun, Step
 from omni_rl.run.start import open_net, open_policy, open_run, open_session, start_servers, tell_plan
 from omni_rl.run.world import World
 from omni_rollout import Params, replay
+from omni_rollout.types import Solver
 from omni_sched import Transition, cps_step, dance_step, sde_step
 from torch import Tensor
 
@@ -168,8 +169,8 @@ class Algo:
     """A step rule, the strategy of its window, and the loss bound to its settings.
 
     A loss is called as `loss(log_prob, old_log_prob, advantages, weights=...)`. moments: True to call it with `mean`,
-    `old_mean` and `std` too. weigh: returns the weights [B] of a step from (batch, step, std). compress_ratio:
-    share of the steps after the window to take, by DPM-Solver++.
+    `old_mean` and `std` too. weigh: returns the weights [B] of a step from (batch, step, std). solver: of the steps
+    after the window. compress_ratio: share of these steps to take.
     """
 
     rule: Callable[..., Transition]
@@ -177,7 +178,8 @@ class Algo:
     loss: Callable[[Args], Callable[..., LossOutput]]
     moments: bool = False
     weigh: Callable[[TrainBatch, int, Tensor], Tensor] | None = None
-    compress_ratio: float | None = None
+    solver: Solver = "euler"
+    compress_ratio: float = 1.0
 
 
 def clipped(a: Args) -> Callable[..., LossOutput]:
@@ -212,7 +214,7 @@ ALGOS = {
     "mixgrpo": Algo(sde_step, "sliding", clipped),
     "mixgrpo-decay": Algo(sde_step, "decay", clipped),
     "mixgrpo-exp-decay": Algo(sde_step, "exp_decay", clipped),
-    "mixgrpo-flash": Algo(sde_step, "sliding", clipped, compress_ratio=0.4),
+    "mixgrpo-flash": Algo(sde_step, "sliding", clipped, solver="dpmpp", compress_ratio=0.4),
     "grpo-guard": Algo(sde_step, "random", guarded, moments=True, weigh=by_length),
     "flow-dppo": Algo(sde_step, "random", trust_region, moments=True),
     "tempflow": Algo(sde_step, "random", clipped, weigh=by_noise),
@@ -291,7 +293,7 @@ def params_at(run: MediaRun[Args], step: Step) -> Params:
     args, algo = run.args, ALGOS[run.args.algo]
     moves = {"iters_per_window": args.iters_per_window, "stride": args.window_stride}
     params = window_params(run, step, rule=algo.rule, strategy=algo.window, **moves)
-    return replace(params, keep_mean=algo.moments, compress_ratio=algo.compress_ratio)
+    return replace(params, keep_mean=algo.moments, solver=algo.solver, compress_ratio=algo.compress_ratio)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
     prompts -> rollout of the old policy -> score -> advantages -> update (noise -> velocity -> loss -> step) -> refresh
 
-Any solver generates a group of samples for each prompt, and a scorer grades them over HTTP. Training uses only the
+A solver generates a group of samples for each prompt, and a scorer grades them over HTTP. Training uses only the
 finished samples: they are noised again, and the velocity is trained towards good samples and away from bad ones. There
 is no stochastic step, no density and no trajectory (DiffusionNFT, arXiv 2509.16117; AWM, arXiv 2509.25050;
 DGPO, arXiv 2510.08425).
@@ -44,6 +44,7 @@ class Args(JudgedArgs):
     # Algorithm
     algo: Literal["nft", "awm", "dgpo"] = "nft"  # Algorithm, a row of the table ALGOS
     sample_with: Literal["old", "policy"] = "old"  # Policy that generates the samples
+    solver: Literal["euler", "dpmpp"] = "euler"  # Solver of rollouts; dpmpp: DPM-Solver++(2M). Evaluations use euler
     old_schedule: Literal["copy", "linear", "delayed_linear"] = "copy"  # Schedule of the old policy's decay
     old_decay_max: Annotated[float, between(0, 1)] = 1.0  # Largest decay of the old policy
     old_every: Annotated[int, at_least(1)] = 1  # Training steps between two refreshes of the old policy
@@ -227,7 +228,7 @@ def roll_out(run: MediaRun[Args], step: Step) -> MediaRollout:
     with sampling_policy(run):
         run.sync(step, version=step.version)
         with run.phase("rollout"):
-            return sample(run, prompts_of(run, step), run.base_params)
+            return sample(run, prompts_of(run, step), replace(run.base_params, solver=run.args.solver))
 
 
 def sampling_policy(run: MediaRun[Args]) -> AbstractContextManager[None]:

@@ -67,7 +67,7 @@ SIGNATURES = {
     "omni_rollout.Prompt": "text, group, index, seed, negative='', images=(), audio=None, meta=..., "
     "initial_seed=None, size=None, video=None, rates=...",
     "omni_rollout.Params": "num_inference_steps, height, width, num_frames=1, frame_rate=24.0, guidance_scale=1.0, "
-    "guidance=..., rule=..., noise_level=0.0, sde_steps=(), keep_mean=False, compress_ratio=None, "
+    "guidance=..., rule=..., noise_level=0.0, sde_steps=(), keep_mean=False, solver=..., compress_ratio=1.0, "
     "decode=True",
     "omni_rollout.Samples": "prompts, media, rates, weight_version",
     "omni_rollout.Trajectory": "prompts, media, rates, weight_version, x, x_next, sde_steps, sigmas, rollout_log_prob, "

@@ -49,7 +49,7 @@ def test_a_command_that_fails_is_a_line_without_its_token(command, why, monkeypa
     monkeypatch.setattr(notify, "WAIT_S", 0.2 if "sleep" in command else notify.WAIT_S)
     shown = told(command, capfd)
     assert shown.out == "it ends\nhere\n"
-    assert shown.err == f"the command of --tracking.notify failed: {why}\n"
+    assert shown.err == f"the command of --tracking.notify, which starts without a shell, failed: {why}\n"
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def test_other_pictures_do_not_start_alike(engine, rows, monkeypatch):
 def test_after_the_window_only_a_share_of_the_steps_is_left(engine, rows, ratio, steps):
     plain = engine.generate(PROMPTS, PARAMS)
     rows.clear()
-    params = replace(PARAMS, compress_ratio=ratio)
+    params = replace(PARAMS, solver="dpmpp", compress_ratio=ratio)
     short = engine.generate(PROMPTS, params)
     assert len(rows) == steps  # 4 till the window's end, then ceil(4 * ratio)
     assert torch.equal(short.sigmas, compress_sigmas(plain.sigmas, 4, ratio))
@@ -118,7 +118,7 @@ def test_after_the_window_only_a_share_of_the_steps_is_left(engine, rows, ratio,
 @torch.no_grad()
 def test_the_steps_after_the_window_are_diffusers_solver(engine, model):
     """DPM-Solver++(2M) of diffusers takes the same model from the window's end to the same picture."""
-    params = replace(PARAMS, compress_ratio=0.8, sde_steps=(0, 1))
+    params = replace(PARAMS, solver="dpmpp", compress_ratio=0.8, sde_steps=(0, 1))
     trajectory = engine.generate(PROMPTS, params)
     sigmas = trajectory.sigmas[2:]
     scheduler = DPMSolverMultistepScheduler(
@@ -135,7 +135,7 @@ def test_the_steps_after_the_window_are_diffusers_solver(engine, model):
 
 @torch.no_grad()
 def test_without_a_window_the_whole_schedule_is_the_solver_s(engine, model, rows):
-    trajectory = engine.generate(PROMPTS[:2], replace(PARAMS, sde_steps=(), compress_ratio=0.5))
+    trajectory = engine.generate(PROMPTS[:2], replace(PARAMS, sde_steps=(), solver="dpmpp", compress_ratio=0.5))
     assert rows == [2] * 4
     x = step_noise([9, 9], INITIAL_NOISE, trajectory.x0.shape[1:])
     data, last = None, None

@@ -139,8 +139,9 @@ def test_to_moves_every_tensor():
         ({"sde_steps": (1,)}, "noise_level must be > 0"),
         ({"guidance_scale": float("inf")}, "guidance_scale must be finite, got inf"),
         ({"guidance": {"true_cfg_scale": float("nan")}}, "true_cfg_scale must be finite, got nan"),
+        ({"solver": "heun"}, "solver must be one of euler, dpmpp, got 'heun'"),
         *(
-            ({"compress_ratio": ratio}, r"compress_ratio must be in \(0, 1\] or None, got")
+            ({"compress_ratio": ratio}, r"compress_ratio must be in \(0, 1\], got")
             for ratio in (0.0, -0.5, 1.1, float("nan"))
         ),
     ],

@@ -64,8 +64,7 @@ class Sampler:
         check_prompts(prompts, self.model, params)
         self.model.check(params)
         shape, sigmas = self.model.latent_shape(params), self.model.sigmas(params)
-        if params.compress_ratio is not None:
-            sigmas = compress_sigmas(sigmas, params.first_after, params.compress_ratio)
+        sigmas = compress_sigmas(sigmas, params.first_after, params.compress_ratio)
         cond = self.condition(prompts, params) if cond is None else cond
         x, kept = self._denoise(prompts, params, sigmas, cond, shape, weight_version)
         media, rates = self.model.decode(self.parts, x, cond, params) if params.decode else ({}, {})
@@ -108,7 +107,7 @@ class Sampler:
                 step = params.rule(velocity, x, sigma, sigma_next, noise_level=params.noise_level, noise=noise)
                 kept.append((x, step))
                 x = step.x_next
-            elif params.compress_ratio is not None and i >= params.first_after:
+            elif params.solver == "dpmpp" and i >= params.first_after:
                 x, data = dpmpp_2m_step(velocity, x, sigma, sigma_next, last_data=data, last_sigma=last_sigma)
                 last_sigma = sigma
             else:

@@ -50,7 +50,7 @@ def check_fields(trajectory: Trajectory, prompts: list[Prompt], model: Model, pa
     assert trajectory.params == params
     assert trajectory.num_kept == K
     assert trajectory.indices.tolist() == [prompt.index for prompt in prompts]
-    sigmas = compress_sigmas(model.sigmas(params), params.first_after, params.compress_ratio or 1.0)
+    sigmas = compress_sigmas(model.sigmas(params), params.first_after, params.compress_ratio)
     assert torch.equal(trajectory.sigmas.cpu(), sigmas)
     assert trajectory.sigmas[0] == 1
     assert trajectory.sigmas[-1] == 0

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from types import SimpleNamespace
-from typing import Any, Protocol, Self
+from typing import Any, Literal, Protocol, Self, get_args
 
 import torch
 from omni_sched import Transition, sde_step
@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 # X_mask, bool [B, T], by which it is padded and truncated; a tensor without a mask never is. Masks stay on the host,
 # which reads them without waiting for the device.
 Cond = dict[str, Tensor]
+Solver = Literal["euler", "dpmpp"]
 Media = dict[str, Tensor]  # image uint8 [B, H, W, 3]; video uint8 [B, F, H, W, 3]; audio float32 [B, points, channels]
 Rates = dict[str, float]  # of media: fps, sample_rate
 SHARED = ("rates", "weight_version", "sigmas", "params")  # fields that a batch of samples has once
@@ -70,10 +71,11 @@ class Params:
 
     num_inference_steps: S. height, width: pixels. num_frames, frame_rate: of a video, frames and frames per second.
     guidance_scale: that of the model's diffusers pipeline. guidance: values of the model's OPTIONS, by name. rule: the
-    stochastic step of omni_sched at the step indices `sde_steps`; other steps are Euler's. noise_level: strength of the
-    injected noise, defined by the rule. keep_mean: True to store the steps' means. compress_ratio: if given, the steps
-    after the last stochastic one are DPM-Solver++(2M)'s, and only this share of them, in (0, 1], remains; the
-    trajectory has the shorter schedule (MixGRPO-Flash, arXiv 2507.21802). decode: False for samples without media.
+    stochastic step of omni_sched at the step indices `sde_steps`; the steps before are Euler's. noise_level: strength
+    of the injected noise, defined by the rule. keep_mean: True to store the steps' means. solver: of the steps after
+    the last stochastic one, or of all steps if there is none: Euler's, or dpmpp, DPM-Solver++(2M). compress_ratio: the
+    share of these steps that remains, in (0, 1]; the trajectory has the shorter schedule (MixGRPO-Flash, arXiv
+    2507.21802). decode: False for samples without media.
     """
 
     num_inference_steps: int
@@ -87,7 +89,8 @@ class Params:
     noise_level: float = 0.0
     sde_steps: tuple[int, ...] = ()
     keep_mean: bool = False
-    compress_ratio: float | None = None
+    solver: Solver = "euler"
+    compress_ratio: float = 1.0
     decode: bool = True
 
     def __post_init__(self) -> None:
@@ -103,8 +106,10 @@ class Params:
             raise ValueError(f"{rule}: the last step's density degenerates (sigma_next = 0), got {self.sde_steps}")
         if self.sde_steps and self.noise_level <= 0:
             raise ValueError(f"noise_level must be > 0 with sde_steps, got {self.noise_level}")
-        if self.compress_ratio is not None and not 0 < self.compress_ratio <= 1:
-            raise ValueError(f"compress_ratio must be in (0, 1] or None, got {self.compress_ratio}")
+        if self.solver not in get_args(Solver):
+            raise ValueError(f"solver must be one of {', '.join(get_args(Solver))}, got {self.solver!r}")
+        if not 0 < self.compress_ratio <= 1:
+            raise ValueError(f"compress_ratio must be in (0, 1], got {self.compress_ratio}")
 
     def of_size(self, size: tuple[int, int] | None) -> "Params":
         """Return the same parameters with another (height, width), if given."""

@@ -46,7 +46,7 @@ def announce(text: str, args: RunArgs, file: TextIO | None = None, *, more: str 
         failed = (isinstance(exc, OSError) and exc.strerror) or type(exc).__name__
     else:
         return
-    say(f"the command of --tracking.notify failed: {failed}", sys.stderr)
+    say(f"the command of --tracking.notify, which starts without a shell, failed: {failed}", sys.stderr)
 
 
 def say(text: str, file: TextIO | None = None) -> None:
