@@ -1,162 +1,369 @@
-"""Shared parts of benchmarks: the model, the prompts, the clock and the table.
+"""The vLLM-Omni engine beside the embedded one: equal numbers, images a second, what a sync costs, what is held.
 
-Without a checkpoint of a realistic size, `--random` creates a transformer of Qwen-Image's shape with random weights,
-and takes the other parts from the small checkpoint. Only its text input is narrower, as wide as the small text encoder.
+    python benchmarks/engines.py parity
+    python benchmarks/engines.py parity --random 12 --height 512 --width 512
+    python benchmarks/engines.py speed
+    python benchmarks/engines.py speed --random 12 --height 512 --width 512 --rounds 5
+
+Needs vLLM-Omni.
 """
 
 import importlib.metadata
-import json
-import os
-import platform
 import shutil
-import subprocess
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
+import runner
 import torch
 from omni_rl.settings.fields import at_least
-from omni_rollout import Model, Prompt
-from omni_train.checkpoint.state import local_rows
-from omni_train.dist import local_device, synchronize
+from omni_rollout import Model, Params, Parts, Prompt, Trajectory, replay
+from omni_rollout.engines.diffusers import DiffusersEngine
+from omni_rollout.models import open_model
+from omni_sched import Transition, cps_step, dance_step, sde_step
+from omni_train.dist import default_compute_dtype, local_device, memory, reset_peak_memory
+from omni_train.lora import add_lora, reference, unadapted_params
+from omni_train.weights.full import named_weights
+from runner import ModelArgs
 from torch import nn
 
-REPO = Path(__file__).resolve().parents[1]
-TEXT = 'a pink sign that says "K7QX"'
-HEAD_SIZE, ROPE_AXES = 128, (16, 56, 56)  # Qwen-Image's
 MB = 2**20
 
 
-@dataclass(frozen=True)
-class Args:
-    """Settings of the benchmark."""
-
-    model: str = str(Path(__file__).parents[1] / "checkpoints" / "tiny-signs-qwen-image")  # Folder of a pipeline
-    height: Annotated[int, at_least(16)] = 32  # Pixels
-    width: Annotated[int, at_least(16)] = 96  # Pixels
-    num_inference_steps: Annotated[int, at_least(2)] = 10  # Denoising steps
-    batch_size: Annotated[int, at_least(1)] = 8  # Samples of one prompt, in one forward
-    lora_rank: Annotated[int, at_least(1)] = 16  # Of the adapters that are merged
-    random: Annotated[int, at_least(0)] = 0  # Blocks of a random transformer in the model's place; 0 is none
-    random_heads: Annotated[int, at_least(1)] = 24  # Its heads, of 128 channels each; Qwen-Image has 24
+# The model and the engine
 
 
-def prompts(args: Args) -> list[Prompt]:
-    """One group."""
-    return [Prompt(TEXT, group=0, index=i, seed=i) for i in range(args.batch_size)]
+def prompts(args: ModelArgs) -> list[Prompt]:
+    """Return one group."""
+    return [Prompt(runner.TEXT, group=0, index=i, seed=i) for i in range(args.batch_size)]
 
 
 @contextmanager
-def checkpoint(args: Args, device: torch.device, dtype: torch.dtype) -> Iterator[str]:
-    """The folder of the pipeline, with a random transformer in it if one is asked for."""
+def checkpoint(args: ModelArgs, device: torch.device, dtype: torch.dtype) -> Iterator[str]:
+    """Within the `with` block the folder of the pipeline is there, with a random transformer if one is asked for."""
     if not args.random:
         yield args.model
         return
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(args.model, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("transformer"))
-        text_width = config(folder, "text_encoder")["text_config"]["hidden_size"]
-        net = random_transformer(args.random, args.random_heads, text_width, device=device, dtype=dtype)
+        text_width = runner.config(folder, "text_encoder")["text_config"]["hidden_size"]
+        net = runner.random_transformer(args.random, args.random_heads, text_width, device=device, dtype=dtype)
         net.save_pretrained(Path(folder) / "transformer")
         del net
         yield folder
 
 
-def random_transformer(
-    num_blocks: int, num_heads: int, text_width: int, *, device: torch.device, dtype: torch.dtype
-) -> Any:
-    """A transformer of Qwen-Image's shape, filled."""
-    from diffusers import QwenImageTransformer2DModel
-
-    with torch.device("meta"):
-        net = QwenImageTransformer2DModel(
-            num_layers=num_blocks,
-            num_attention_heads=num_heads,
-            attention_head_dim=HEAD_SIZE,
-            axes_dims_rope=ROPE_AXES,
-            joint_attention_dim=text_width,
-        )
-    net = net.to(dtype).to_empty(device=device)
-    fill(net)
-    return net
-
-
-@torch.no_grad()
-def fill(net: nn.Module) -> None:
-    """Weights and biases normal with standard deviation 0.02; norms as they are in a fresh model, 1.
-
-    Never zeros: matrix products of zeros draw less power, and run faster than any real ones.
-    """
-    torch.manual_seed(0)
-    for module in net.modules():
-        for param in module.parameters(recurse=False):
-            rows, _ = local_rows(param)
-            rows.normal_(std=0.02) if isinstance(module, nn.Linear) else rows.fill_(1)
-
-
-def config(path: str, part: str) -> dict[str, Any]:
-    """The configuration of one part of a pipeline's folder."""
-    found: dict[str, Any] = json.loads((Path(path) / part / "config.json").read_text())
-    return found
-
-
 def open_engine(model: Model, device: torch.device, dtype: torch.dtype) -> Any:
-    """The vLLM-Omni engine. Imported here, so that what it takes in memory can be told from the rest."""
+    """Return the vLLM-Omni engine. Imported here, so that what it takes in memory can be told from the rest."""
     from omni_rollout.engines.vllm_omni.engine import VllmOmniEngine
 
     return VllmOmniEngine(model, device=device, dtype=dtype)
 
 
-def now(device: torch.device) -> float:
-    """Seconds: of this process's work on a CPU, which others may share, and of the wall clock on an accelerator."""
-    synchronize()
-    return time.process_time() if device.type == "cpu" else time.perf_counter()
-
-
-def device_name(device: torch.device) -> str:
-    """Return the name of the device."""
-    name = getattr(torch.get_device_module(device), "get_device_name", None)
-    return str(name(device)) if name else f"{device.type} {platform.machine()}"
-
-
-def commit() -> str:
-    """The commit of the tree, and whether the code in it was changed; without git, what COMMIT names."""
-    ask = partial(subprocess.run, cwd=REPO, capture_output=True, text=True)
-    name = str(ask(["git", "rev-parse", "--short", "HEAD"]).stdout).strip() or os.environ.get("COMMIT", "unknown")
-    code = ["apps", "benchmarks", "packages", "scripts"]
-    return f"{name}, changed" if ask(["git", "diff", "--quiet", "HEAD", "--", *code]).returncode == 1 else name
-
-
-def stamp(*about: object) -> str:
-    """The line above a table: date, commit, device, torch, and what it is about."""
-    where = (str(date.today()), f"commit {commit()}", device_name(local_device()), f"torch {torch.__version__}")
-    return ", ".join([*where, *map(str, about)])
-
-
-def setting(args: Args, path: str, device: torch.device) -> str:
-    """One line that says what was measured, where and when."""
+def setting(args: ModelArgs, path: str, device: torch.device) -> str:
+    """Return one line that says what was measured, where and when."""
     from diffusers import QwenImageTransformer2DModel
 
-    shape = config(path, "transformer")
+    shape = runner.config(path, "transformer")
     with torch.device("meta"):
         num_params = QwenImageTransformer2DModel.from_config(shape).num_parameters()
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "diffusers", "vllm-omni"))
-    name = f"CPU, {os.cpu_count()} cores, {torch.get_num_threads()} of them used"
-    if device.type != "cpu":
-        name = device_name(device)
-    return (
-        f"{date.today()}; commit {commit()}; {name}; {versions}; "
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("diffusers", "vllm-omni"))
+    return runner.stamp(
+        versions,
         f"{shape['num_layers']} blocks, {shape['num_attention_heads']} heads of "
-        f"{shape['attention_head_dim']}, {num_params / 1e6:.1f} M parameters{', random' if args.random else ''}; "
-        f"{args.width} x {args.height} pixels, {args.num_inference_steps} steps, batch of {args.batch_size}"
+        f"{shape['attention_head_dim']}, {num_params / 1e6:.1f} M parameters{', random' if args.random else ''}",
+        f"{args.width} x {args.height} pixels, {args.num_inference_steps} steps, batch of {args.batch_size}",
     )
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Markdown."""
-    return "\n".join(f"| {' | '.join(row)} |" for row in [header, ["---"] * len(header), *rows])
+# Parity
+
+
+STEPS: dict[str, tuple[Callable[..., Transition], float]] = {  # with the noise levels that the README shows
+    "sde": (sde_step, 0.7),
+    "cps": (cps_step, 0.8),
+    "dance": (dance_step, 0.3),
+}
+LORA_LR, FULL_LR = 1e-2, 1e-4
+PARITY = (
+    "dtype", "step", "guidance", "before", "before, first half", "sync left out", "LoRA, merged",
+    "all weights, shared", "x0",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Parity(ModelArgs):
+    """Settings of the comparison of numbers."""
+
+    dtype: Literal["both", "float32", "bfloat16"] = "both"  # Of weights and products
+    true_cfg_scale: Annotated[float, at_least(1.001)] = 4.0  # Guidance of the half of the cases that have guidance
+
+
+def parity(args: Parity) -> None:
+    """Compare log-probs of the vLLM-Omni engine with the trainer's, and its samples with the embedded engine's.
+
+    A gap is the largest |log-prob(trainer) - log-prob(engine)| over the samples of a batch and all steps but the last;
+    where it is small it is |ratio - 1|, which the trainer checks before every update. The first half of the steps
+    stands apart, since gaps grow towards the end, and recipes with few trained steps choose them there. `x0` is the
+    largest difference of a clean latent from the embedded engine's, before any update.
+    """
+    device = local_device()
+    rows: list[list[str]] = []
+    for name in ("float32", "bfloat16") if args.dtype == "both" else (args.dtype,):
+        dtype = getattr(torch, name)
+        with checkpoint(args, device, dtype) as path:
+            if not rows:
+                print(setting(args, path, device) + "\n")
+            rows += [[name, *row] for row in gaps_of(args, path, device, dtype)]
+    print(runner.table(PARITY, rows))
+
+
+def gaps_of(args: Parity, path: str, device: torch.device, dtype: torch.dtype) -> list[list[str]]:
+    """Return the table's rows for one dtype: one for each step function without and with guidance."""
+    cases = [params_of(args, step, scale) for step in STEPS for scale in (1.0, args.true_cfg_scale)]
+    names = [[step, scale] for step in STEPS for scale in ("off", f"{args.true_cfg_scale:g}")]
+    model = open_model(path)
+    embedded = DiffusersEngine(model, model.load(device=device, dtype=dtype))
+    expected = [embedded.generate(prompts(args), params).x0 for params in cases]
+    del embedded
+    engine = open_engine(model, device, dtype)
+
+    def sample() -> list[Trajectory]:
+        return [engine.generate(prompts(args), params) for params in cases]
+
+    def trainer() -> Trainer:
+        return Trainer(model, model.load_net(device=device, dtype=dtype))
+
+    before = sample()
+    columns = lora_columns(args, engine, trainer(), before, sample)
+    columns.append(full_column(engine, trainer(), before, sample))
+    columns.append([(one.x0 - x0).abs().max().item() for one, x0 in zip(before, expected, strict=True)])
+    engine.close()
+    return [[*name, *(f"{value:.1e}" for value in values)] for name, *values in zip(names, *columns, strict=True)]
+
+
+def params_of(args: Parity, step: str, scale: float) -> Params:
+    """Return parameters with which all steps but the last are kept."""
+    rule, noise_level = STEPS[step]
+    return Params(
+        args.num_inference_steps, args.height, args.width, guidance={"true_cfg_scale": scale}, rule=rule,
+        noise_level=noise_level, sde_steps=tuple(range(args.num_inference_steps - 1)),
+    )  # fmt: skip
+
+
+Sample = Callable[[], list[Trajectory]]
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """The trained model."""
+
+    model: Model
+    net: Any
+
+    def gaps(self, sampled: list[Trajectory], *, num_steps: int | None = None) -> list[float]:
+        """Return the largest difference of its log-probs from the engine's in each trajectory, or its first steps."""
+        found = []
+        for trajectory in sampled:
+            expected = trajectory.rollout_log_prob[:, :num_steps]
+            with torch.no_grad():
+                scores = [replay(self.model, self.net, trajectory, k).log_prob for k in range(expected.shape[1])]
+            found.append((torch.stack(scores, dim=1) - expected).abs().max().item())
+        return found
+
+    def update(self, trajectory: Trajectory, *, lr: float) -> None:
+        """Make the first kept step more likely. Every weight moves by `lr`, as in Adam's first step.
+
+        Without an optimizer, for whose state a large model would leave no room.
+        """
+        self.net.enable_gradient_checkpointing()
+        replay(self.model, self.net, trajectory, 0).log_prob.mean().backward()
+        with torch.no_grad():
+            for param in self.net.parameters():
+                if param.grad is not None:
+                    param.add_(param.grad.sign(), alpha=lr)
+                    param.grad = None
+
+
+def lora_columns(
+    args: Parity, engine: Any, trainer: Trainer, before: list[Trajectory], sample: Sample
+) -> list[list[float]]:
+    """Return gaps before an adapter's update, of all steps and the first half; then without a sync and with one."""
+    net = trainer.net
+    add_lora(net, trainer.model.LORA_TARGETS, rank=args.lora_rank, alpha=2 * args.lora_rank, seed=0)
+    engine.adopt(unadapted_params(net))
+    columns = [trainer.gaps(before), trainer.gaps(before, num_steps=args.num_inference_steps // 2)]
+    trainer.update(before[0], lr=LORA_LR)
+    columns.append(trainer.gaps(before))
+    engine.load_weights(named_weights(net), version=1)
+    columns.append(trainer.gaps(sample()))
+    with reference(net):
+        engine.load_weights(named_weights(net), version=2)  # the checkpoint's again
+    return columns
+
+
+def full_column(engine: Any, trainer: Trainer, before: list[Trajectory], sample: Sample) -> list[float]:
+    """Return the gaps after an update of all weights, which the engine has adopted."""
+    engine.adopt(trainer.net.requires_grad_(True).named_parameters())
+    trainer.update(before[0], lr=FULL_LR)
+    engine.load_weights(named_weights(trainer.net), version=3)
+    return trainer.gaps(sample())
+
+
+# Speed, sync and memory
+
+
+SPEED = ("", "embedded", "vLLM-Omni", "vLLM-Omni / embedded")
+
+
+@dataclass(frozen=True)
+class Speed(ModelArgs):
+    """Settings of the comparison of seconds and bytes."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # Of weights and products; auto is the device's own
+    true_cfg_scale: Annotated[float, at_least(1.001)] = 4.0  # Guidance of the rows that have guidance
+    rounds: Annotated[int, at_least(1)] = 3  # Rounds; both engines take turns
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Inputs of every row."""
+
+    args: Speed
+    device: torch.device
+    dtype: torch.dtype
+    model: Model
+
+
+def speed(args: Speed) -> None:
+    """Compare images a second, what a sync costs, and what is held in memory.
+
+    Both engines take turns in one process, sample the same prompts and seeds, and sample with the same storage where it
+    can be shared. Numbers are of the fastest round; the ratio of images a second is the median of the rounds, with its
+    range. On a CPU the seconds are those of this process's own work, since others may use the machine.
+    """
+    device = local_device()
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    dtype = default_compute_dtype(device) if args.dtype == "auto" else getattr(torch, args.dtype)
+    with checkpoint(args, device, dtype) as path:
+        print(f"{setting(args, path, device)}, {dtype}\n")
+        print(runner.table(SPEED, costs_of(Bench(args, device, dtype, open_model(path)))))
+
+
+def costs_of(bench: Bench) -> list[list[str]]:
+    """Return the table's rows. The engine first shares nothing, then all, then all that LoRA does not change."""
+    start, model = memory(bench.device).current_mb, bench.model
+    parts = model.load(device=bench.device, dtype=bench.dtype)
+    embedded = DiffusersEngine(model, parts)
+    opened = memory(bench.device).current_mb
+    engine = open_engine(model, bench.device, bench.dtype)
+    taken = [opened - start, memory(bench.device).current_mb - opened]
+    held, sync = [], []
+
+    sync.append(sync_rows(bench, "all weights copied", embedded, engine, parts.net))
+    held.append(held_row("nothing shared", parts, engine))
+
+    engine.adopt(parts.net.named_parameters())
+    sync.append(sync_rows(bench, "all weights shared", embedded, engine, parts.net))
+    held.append(held_row("all weights shared", parts, engine))
+    images = image_rows(bench, "", embedded, engine)
+    held.append(asleep_row(bench, engine))
+
+    net = model.load_net(device=bench.device, dtype=bench.dtype)
+    add_lora(net, model.LORA_TARGETS, rank=bench.args.lora_rank, alpha=2 * bench.args.lora_rank, seed=0)
+    engine.adopt(unadapted_params(net))
+    adapted = Parts(**vars(parts) | {"net": net})
+    lora = f"LoRA of rank {bench.args.lora_rank}"
+    sync.append(sync_rows(bench, f"{lora}, merged", embedded, engine, net))
+    held.append(held_row(lora, adapted, engine))
+    images += image_rows(bench, f", {lora}", DiffusersEngine(model, adapted), engine)
+    engine.close()
+    kind = "resident memory" if bench.device.type == "cpu" else "device memory"
+    return [*images, *(row for rows in sync for row in rows), *held, row(f"{kind} that opening takes, MB", *taken)]
+
+
+def image_rows(bench: Bench, what: str, embedded: Any, engine: Any) -> list[list[str]]:
+    """Return images a second without and with guidance, and the most memory that sampling takes."""
+    rows, group = [], prompts(bench.args)
+    for scale in (1.0, bench.args.true_cfg_scale):
+        guidance = {"true_cfg_scale": scale}
+        params = Params(bench.args.num_inference_steps, bench.args.height, bench.args.width, guidance=guidance)
+
+        def sample(engine: Any, params: Params = params) -> Callable[[], object]:
+            return lambda: engine.generate(group, params)
+
+        times = take_turns(bench, sample(embedded), sample(engine))
+        named = f"guidance {scale:g}" if scale > 1 else "no guidance"
+        fastest = [len(group) / min(series) for series in times]
+        rows.append([*row(f"images/s, {named}{what}", *fastest)[:3], runner.ratio(*times)])
+        if bench.device.type != "cpu":  # a process cannot reset the peak of its resident memory
+            peaks = [peak_mb(bench, sample(embedded)), peak_mb(bench, sample(engine))]
+            rows.append(row(f"peak while sampling, {named}{what}, MB", *peaks))
+    return rows
+
+
+def sync_rows(bench: Bench, what: str, embedded: Any, engine: Any, net: nn.Module) -> list[list[str]]:
+    """Return milliseconds and bytes of a sync."""
+    times = take_turns(
+        bench,
+        lambda: embedded.load_weights((), version=1),
+        lambda: engine.load_weights(named_weights(net), version=1),
+    )
+    milliseconds = [1000 * min(series) for series in times]
+    return [
+        row(f"sync, {what}, ms", *milliseconds, ratio=False),
+        row(f"sync, {what}, MB moved", 0, engine.moved_bytes / MB, ratio=False),
+    ]
+
+
+def held_row(what: str, parts: Parts, engine: Any) -> list[str]:
+    """Return the MB of weights that trainer and engine hold together, each storage counted once."""
+    own = held_mb(*(part for part in vars(parts).values() if isinstance(part, nn.Module)))
+    return row(f"weights of trainer and engine, {what}, MB", own, held_mb(parts.net, engine.pipeline))
+
+
+def asleep_row(bench: Bench, engine: Any) -> list[str]:
+    """Return the device memory in use while the engine sleeps, below that while it is awake."""
+    before = memory(bench.device).current_mb
+    engine.sleep()
+    freed = before - memory(bench.device).current_mb if bench.device.type != "cpu" else 0.0
+    engine.wake()
+    return row("freed by sleep, all weights shared, MB", 0, freed, ratio=False)
+
+
+def take_turns(bench: Bench, *calls: Callable[[], object]) -> list[list[float]]:
+    """Return the seconds of each call in each round."""
+    named = {str(i): call for i, call in enumerate(calls)}
+    return [*runner.take_turns(named, bench.args.rounds, partial(runner.now, bench.device)).values()]
+
+
+def peak_mb(bench: Bench, call: Callable[[], object]) -> float:
+    """Return the most memory that a call takes above what is in use before it."""
+    reset_peak_memory(bench.device)
+    before = memory(bench.device).current_mb
+    call()
+    return memory(bench.device).peak_mb - before
+
+
+def held_mb(*modules: nn.Module) -> float:
+    """Return the MB of the distinct storages of all parameters and buffers."""
+    storages = {}
+    for module in modules:
+        for tensor in (*module.parameters(), *module.buffers()):
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values()) / MB
+
+
+def row(name: str, embedded: float, ours: float, *, ratio: bool = True) -> list[str]:
+    """Return one row; a ratio where it says something."""
+    return [name, f"{embedded:.4g}", f"{ours:.4g}", f"{ours / embedded:.3f}" if ratio else ""]
+
+
+if __name__ == "__main__":
+    runner.run(__doc__, parity, speed)

@@ -12,17 +12,15 @@ without any that is computed twice. Fractions are the limit over what the traine
 """
 
 import math
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-import engines
+import runner
 import torch
 import trainer
 from omni_rl.run.run import MediaRun, Step
-from omni_rl.settings.cli import parse_cli
 from omni_rl.settings.fields import change
 from omni_rollout import Params
 from omni_rollout.models import open_model
@@ -111,10 +109,10 @@ def fastest(call: Callable[[], object], device: torch.device) -> float:
     call()
     number, found = 1 if device.type == "cpu" else 10, []
     for _ in range(5):
-        start = engines.now(device)
+        start = runner.now(device)
         for _ in range(number):
             call()
-        found.append((engines.now(device) - start) / number)
+        found.append((runner.now(device) - start) / number)
     return min(found)
 
 
@@ -231,25 +229,24 @@ def table(
             cells += [limit, seconds, limit / seconds]
         rows.append([name, *(f"{cell:,.4g}" for cell in cells)])
     head = ["phase", "TFLOP", "GB", "kernels", *(f"{name} eager, s" for name in devices)]
-    return engines.table(head + ["limit, s", "took, s", "limit / took"] * bool(took), rows)
+    return runner.table(head + ["limit, s", "took, s", "limit / took"] * bool(took), rows)
 
 
 @dataclass(frozen=True)
 class Args(trainer.Args):
-    """Settings of the benchmark."""
+    """Settings of the step."""
 
-    variant: str = "as it is"  # Of the trainer's memory and speed, a row of trainer.VARIANTS
+    variant: str = "as it is"  # Memory and speed of the trainer, a row of trainer.VARIANTS
     measured: bool = True  # Measure the device at hand and a step on it; without, only count
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def roofline(args: Args) -> None:
     """Count, measure, and print two tables."""
-    words = sys.argv[1:] if argv is None else argv
-    args, device = parse_cli(Args, lambda args: None, words, app="roofline", description=__doc__), local_device()
-    print(f"{engines.stamp(args)}\n")
+    device = local_device()
+    print(f"{runner.stamp(args)}\n")
     devices = ASSUMED | ({"here": measure_ceilings(device)} if args.measured else {})
     rows = [[name, *(f"{value:.3g}" for value in asdict(each).values())] for name, each in devices.items()]
-    print(engines.table(["device", *(field.name for field in fields(Ceilings))], rows) + "\n")
+    print(runner.table(["device", *(field.name for field in fields(Ceilings))], rows) + "\n")
     with trainer.model(args) as path:
         lora = {"lora_rank": args.lora_rank, "lora_alpha": 2 * args.lora_rank}
         settings = trainer.settings(args, path, **lora | trainer.VARIANTS[args.variant].settings)
@@ -259,4 +256,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    runner.run(__doc__, roofline)

@@ -1,37 +1,44 @@
 """From 1 to 1,024 GPUs: what a step of the trainer exchanges, counted, and what that would cost, simulated.
 
-    python benchmarks/scaling.py
+    python benchmarks/scaling.py simulate
+    python benchmarks/scaling.py waits --ranks 64
 
 Counted, on this machine: messages between ranks, gathers of weights and sums of gradients of FlowGRPO's own step, on 2
 gloo ranks with a tiny net, as torch's dispatcher sees them. A test holds what 2 ranks predict for 4 against what 4 do.
 Simulated: everything in seconds. No GPU is used: a step's operations are planned (docs/performance.md), and the speeds
 are assumed, in the arguments. Efficiency is the time of a step's operations at full batches over its predicted time.
+
+waits: seconds of a step after its last image, of many ranks with a server for each machine.
 """
 
-import contextlib
 import json
 import os
 import socket
-import sys
 import tempfile
+import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 from typing import Annotated, Any
 
-import engines
+import numpy as np
 import omni_rl.run.session
+import runner
 import torch
 import torch.multiprocessing
 import trainer
+from omni_reward import RewardClient
+from omni_reward.serving import serving_here
 from omni_rl.flow.scorers import LocalScorer
 from omni_rl.run.loop import Loop
 from omni_rl.run.run import Step
 from omni_rl.run.world import World
-from omni_rl.settings.cli import parse_cli
-from omni_rl.settings.fields import at_least
+from omni_rl.settings.fields import at_least, require
 from omni_train.dist import shutdown
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainer import app
@@ -95,7 +102,7 @@ def count(cases: Sequence[Case], ranks: int) -> list[Counter[str]]:
     Raises:
         RuntimeError: ranks differ.
     """
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         free = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in cases]
         ports = [each.getsockname()[1] for each in free]
     with tempfile.TemporaryDirectory() as folder:
@@ -380,41 +387,125 @@ def whole(known: Mapping[str, Rates]) -> dict[str, Rates]:
     return found
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Count, simulate, and print both."""
-    speed = parse_cli(
-        Args, lambda args: None, sys.argv[1:] if argv is None else argv, app="scaling", description=__doc__
-    )
-    print(engines.stamp("counted on 2 gloo ranks, simulated beyond"))
-    print("\n| counted, a rank | in a step | in a batch | in an optimizer step |\n| --- | --- | --- | --- |")
-    counts = {}
+def simulate(args: Args) -> None:
+    """Count what ranks exchange, simulate steps on more of them, and print both."""
+    print(runner.stamp("counted on 2 gloo ranks, simulated beyond"))
+    rows, counts = [], {}
     for lora in (True, False):
         given = cases(lora=lora)
         counts[lora] = whole(rates(given, count(given, 2)))
         for kind, rate in counts[lora].items():
-            cells = " | ".join(f"{value:,.4g}" for value in (rate.step, rate.batch, rate.update))
-            print(f"| {'LoRA' if lora else 'all weights'}: {kind} | {cells} |")
+            cells = (f"{value:,.4g}" for value in (rate.step, rate.batch, rate.update))
+            rows.append((f"{'LoRA' if lora else 'all weights'}: {kind}", *cells))
+    print("\n" + runner.table(("counted, a rank", "in a step", "in a batch", "in an optimizer step"), rows))
     for job in JOBS:
-        print("\n".join(simulated(job, speed, counts[not job.is_full])))
-    print("\n| 64 GPUs | of which only sample | speed | 64 slow ones sample | 128 slow ones |")
-    print("| --- | --- | --- | --- | --- |")
+        print("\n".join(simulated(job, args, counts[not job.is_full])))
+    rows = []
     for job in JOBS:
-        best, speeds = apart(job, 64, speed)[0], [apart(job, 64, speed, more=m, share=0.4)[1] for m in (0, 64, 128)]
-        print(f"| {job.name} | {best} | {' | '.join(f'{each:.2f}' for each in speeds)} |")
+        best, speeds = apart(job, 64, args)[0], [apart(job, 64, args, more=m, share=0.4)[1] for m in (0, 64, 128)]
+        rows.append((job.name, str(best), *(f"{each:.2f}" for each in speeds)))
+    head = ("64 GPUs", "of which only sample", "speed", "64 slow ones sample", "128 slow ones")
+    print("\n" + runner.table(head, rows))
 
 
 def simulated(job: Job, speed: Args, counts: Mapping[str, Rates]) -> list[str]:
     """Return the lines of a job: a row for each way to run it, and what costs most in the first and last."""
-    lines = ["", f"**{job.name}**", "", f"| simulated | {' | '.join(f'{gpus:,}' for gpus in SIZES)} |"]
-    lines.append(f"| --- |{' --- |' * len(SIZES)}")
     found = {how: [efficiency(job, how, gpus, speed, counts) for gpus in SIZES] for how in LADDER}
-    for how, row in found.items():
-        lines.append(f"| {how.name} | {' | '.join(f'{share:.0%}' if share else '-' for share, _ in row)} |")
+    rows = [(how.name, *(f"{share:.0%}" if share else "-" for share, _ in row)) for how, row in found.items()]
+    lines = ["", f"**{job.name}**", "", runner.table(("simulated", *(f"{gpus:,}" for gpus in SIZES)), rows)]
     for how in (LADDER[0], LADDER[-1]):
         walls = [f"{gpus:,} GPUs {found[how][SIZES.index(gpus)][1]}" for gpus in (64, 1024)]
         lines += ["", f"First wall, {how.name}: {'; '.join(walls)}"]
     return lines
 
 
+# How long ranks wait for their scores
+
+
+@dataclass(frozen=True)
+class Waits:
+    """The ranks, the servers, and the time that each takes."""
+
+    ranks: Annotated[int, at_least(1)] = 64  # Ranks that sample
+    servers: Annotated[int, at_least(1)] = 8  # Servers, each for equally many ranks in a row
+    images: Annotated[int, at_least(1)] = 512  # Images of a step, equally many a rank
+    side: Annotated[int, at_least(16)] = 256  # Pixels of an image's side
+    image_ms: Annotated[float, at_least(0)] = 50.0  # Milliseconds that the scorer takes for an image
+    rollout_s: Annotated[float, at_least(0)] = 7.0  # Seconds in which a rank samples its images of a step
+    batches: str = "1,2,4,8"  # Into how many batches a rank divides them, with commas, row by row
+
+    def check(self) -> None:
+        """Raise ValueError when settings do not fit together."""
+        fits = not (self.ranks % self.servers or self.images % self.ranks)
+        rule = "--servers must divide --ranks, and --ranks --images"
+        require((fits, f"{rule}, got {self.servers}, {self.ranks}, {self.images}"))
+        of_rank, words = self.images // self.ranks, self.batches.split(",")
+        wrong = [word for word in words if not word.isdecimal() or not int(word) or of_rank % int(word)]
+        require((not wrong, f"--batches must divide the {of_rank} images of a rank, got {', '.join(wrong)}"))
+
+
+def waits(args: Waits) -> None:
+    """Run ranks and servers, and time a step after its last image.
+
+    Simulated: the ranks are threads that sleep instead of sampling, and the scorer sleeps for each image. Real: the
+    clients, the servers and their messages, all in this process. The work of a server is the same in each row; the rows
+    differ in how much of it is done before the last image arrives.
+    """
+    print(runner.stamp())
+    work = args.images * args.image_ms / 1000 / args.servers
+    print(
+        f"{args.images} images of {args.ranks} ranks, {args.servers} servers of {args.image_ms:g} ms an image: "
+        f"{work:.2f} s of work for each server, {args.rollout_s:g} s of sampling\n"
+    )
+    rows = []
+    with ExitStack() as stack:
+        urls = [stack.enter_context(serving_here(slow(args), name="slow")) for _ in range(args.servers)]
+        for number in map(int, args.batches.split(",")):
+            found, later = (waited_s(args, urls, number, ahead=ahead) for ahead in (False, True))
+            rows.append((number, *(f"{s:.2f}" for s in (max(found), sum(found) / len(found), max(later)))))
+    head = ("batches a rank", "seconds after the last image, slowest rank", "mean", "after another step's sampling")
+    print(runner.table(head, rows))
+
+
+def waited_s(args: Waits, urls: Sequence[str], num_batches: int, *, ahead: bool) -> list[float]:
+    """Return the seconds that each rank waits for the scores of its own images once it needs them.
+
+    ahead: True if it first samples the next step, as with steps drawn ahead.
+    """
+    size = args.images // args.ranks // num_batches
+    start = threading.Barrier(args.ranks)
+
+    def rank(number: int) -> float:
+        client = RewardClient(urls[number * args.servers // args.ranks], max_in_flight=max(8, num_batches))
+        image = np.full((size, args.side, args.side, 3), number % 256, np.uint8)
+        start.wait()
+        futures = []
+        for _ in range(num_batches):
+            time.sleep(args.rollout_s / num_batches)
+            futures.append(client.submit({"image": image}, ["a sign"] * size))
+        if ahead:
+            time.sleep(args.rollout_s)
+        begin = time.perf_counter()
+        scores = [score.value for future in futures for score in future.result()]
+        waited = time.perf_counter() - begin
+        client.close()
+        if scores != [float(number % 256)] * (size * num_batches):
+            raise RuntimeError(f"rank {number} must have the scores of its own images, got {scores}")
+        return waited
+
+    with ThreadPoolExecutor(args.ranks) as ranks:
+        return list(ranks.map(rank, range(args.ranks)))
+
+
+def slow(args: Waits) -> Any:
+    """Return a score function that takes its time; a score is an image's first byte."""
+
+    def score(media: Mapping[str, np.ndarray], prompts: Sequence[str], meta: object = None) -> list[float]:
+        time.sleep(args.image_ms / 1000 * len(prompts))
+        return [float(image[0, 0, 0]) for image in media["image"]]
+
+    return score
+
+
 if __name__ == "__main__":
-    main()
+    runner.run(__doc__, simulate, waits)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-import engines
+import runner
 from omni_reward.serving import serving_here
 
 REPO = Path(__file__).parents[1]
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             for checkout in checkouts:
                 for case, flags in CASES.items():
                     found.setdefault((checkout, case), []).append(cpu_s(checkout, [*flags, "--scorer.url", url]))
-    print(engines.stamp())
+    print(runner.stamp())
     print("| start |", " | ".join(map(str, checkouts)), "|")
     print("| --- |", " | ".join("---" for _ in checkouts), "|")
     for case in CASES:

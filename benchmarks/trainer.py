@@ -20,22 +20,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import engines
 import numpy as np
 import omni_rl.run.session
 import omni_train.prepare
+import runner
 import torch
-from checkpoint import clock as seconds_of
-from fixed_cost import quiet
 from omni_reward import Score
 from omni_rl.flow.scorers import Grade, LocalScorer
 from omni_rl.run.loop import Loop
 from omni_rl.run.run import MediaRun, Step
 from omni_rl.run.world import World
 from omni_rl.settings.fields import change
-from omni_rollout.models.qwen_image import OneFrameConv, QwenImage, cut_to_one_frame
+from omni_rollout.models.qwen_image import QwenImage
 from omni_train.checkpoint.state import local_rows
 from omni_train.dist import default_compute_dtype, local_device, shutdown
+from runner import ModelArgs, quiet
 from torch import nn
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "apps"))
@@ -83,12 +82,11 @@ VARIANTS = {  # all but the last two compute the same
         {"memory_gradient_checkpointing": True, "lora_rank": 0, "lora_alpha": 0, "sharding_mode": "fsdp2"}, 1, 4
     ),
 }
-CONVOLUTIONS = ("Conv2d, channels last", "Conv2d", "conv3d")  # of the VAE; the first is the project's
 
 
 @dataclass(frozen=True)
-class Args(engines.Args):
-    """Settings of the benchmark."""
+class Args(ModelArgs):
+    """Settings of the step."""
 
     batch_size: int = 4  # Samples in one forward
     group_size: int = 4  # Samples of each of the prompts
@@ -96,7 +94,7 @@ class Args(engines.Args):
 
 
 @contextmanager
-def model(args: engines.Args) -> Iterator[str]:
+def model(args: ModelArgs) -> Iterator[str]:
     """The folder of the model; within the `with` block that of `--random` is opened with weights made on the device."""
     if not args.random:
         yield str(Path(args.model).resolve())
@@ -107,7 +105,7 @@ def model(args: engines.Args) -> Iterator[str]:
         is_plan, self.reads_weights = not self.reads_weights, False
         net = kept[1](self, device=device, dtype=dtype)
         if not is_plan:
-            engines.fill(net)
+            runner.fill(net)
             self.reads_weights = True
         return net.requires_grad_(False)
 
@@ -118,7 +116,7 @@ def model(args: engines.Args) -> Iterator[str]:
     def load_sharded(net: nn.Module, files: Any, mesh: Any, **options: Any) -> nn.Module:
         net = kept[3](net, None, mesh, **options)
         if files is not None:  # as it is in a plan
-            engines.fill(net)
+            runner.fill(net)
         return net
 
     with tempfile.TemporaryDirectory() as folder:
@@ -131,8 +129,8 @@ def model(args: engines.Args) -> Iterator[str]:
         for part in ("vae", "text_encoder"):
             (Path(folder) / part).symlink_to(Path(args.model).resolve() / part)
         shape = {"num_layers": args.random, "num_attention_heads": args.random_heads,
-                 "attention_head_dim": engines.HEAD_SIZE, "axes_dims_rope": engines.ROPE_AXES}  # fmt: skip
-        config = engines.config(folder, "transformer") | shape
+                 "attention_head_dim": runner.HEAD_SIZE, "axes_dims_rope": runner.ROPE_AXES}  # fmt: skip
+        config = runner.config(folder, "transformer") | shape
         (Path(folder) / "transformer" / "config.json").write_text(json.dumps(config))
         QwenImage.check_files, QwenImage.load_net = lambda self: None, load_net  # type: ignore[method-assign, assignment]
         QwenImage.weight_files, omni_train.prepare.load_sharded = weight_files, load_sharded  # type: ignore
@@ -143,7 +141,7 @@ def model(args: engines.Args) -> Iterator[str]:
 
 
 def settings(args: Args, path: str, **changes: Any) -> app.Args:
-    """The trainer's settings for a model's folder."""
+    """Return the trainer's settings for a model's folder."""
     own = {
         name: getattr(args, name)
         for name in ("height", "width", "num_inference_steps", "batch_size", "group_size", "prompts_per_step")
@@ -156,7 +154,7 @@ def settings(args: Args, path: str, **changes: Any) -> app.Args:
 
 
 def in_order(media: Mapping[str, np.ndarray], texts: Sequence[str]) -> list[Score]:
-    """Scores that depend on a sample's place in its batch alone: pictures that differ in a bit are scored alike."""
+    """Return scores that depend on a sample's place in its batch alone: a bit of a picture changes none."""
     return [Score(0.61803 * i % 1) for i in range(len(texts))]
 
 
@@ -205,7 +203,7 @@ def lone_rank() -> Iterator[None]:
 
 
 def brightness(media: Mapping[str, np.ndarray], texts: Sequence[str]) -> list[Score]:
-    """The mean level of each picture, in [0, 1]."""
+    """Return the mean level of each picture, in [0, 1]."""
     return [Score(float(image.mean()) / 255) for image in media["image"]]
 
 
@@ -215,32 +213,15 @@ def clock(run: MediaRun[app.Args], spent: Counter[str]) -> None:
 
     @contextmanager
     def timed(name: str) -> Iterator[None]:
-        start = engines.now(run.dist.device)
+        start = runner.now(run.dist.device)
         with phase(name):
             yield
-        spent[name] += engines.now(run.dist.device) - start
+        spent[name] += runner.now(run.dist.device) - start
 
     def timed_decode(*args: Any) -> Any:
-        start = engines.now(run.dist.device)
+        start = runner.now(run.dist.device)
         found = decode(*args)
-        spent["decode"] += engines.now(run.dist.device) - start
+        spent["decode"] += runner.now(run.dist.device) - start
         return found
 
     run.phase, run.model.decode = timed, timed_decode  # type: ignore
-
-
-@torch.no_grad()
-def decoding_s(side: int, form: str, *, batch: int, base_dim: int, rounds: int) -> float:
-    """Seconds of decoding images with a VAE of Qwen-Image's shape in one of CONVOLUTIONS. base_dim: 96 in the model."""
-    from diffusers import AutoencoderKLQwenImage
-
-    device = local_device()
-    vae = AutoencoderKLQwenImage(base_dim=base_dim).to(device, default_compute_dtype(device))
-    if form != "conv3d":
-        cut_to_one_frame(vae.decoder)
-    for conv in vae.decoder.modules():
-        if isinstance(conv, OneFrameConv):
-            order = torch.channels_last if "channels last" in form else torch.contiguous_format
-            conv.weight.data = conv.weight.contiguous(memory_format=order)
-    latents = torch.randn(batch, 16, 1, side // 8, side // 8).to(vae.device, vae.dtype)
-    return min(seconds_of(lambda: vae.decode(latents)) for _ in range(1 + rounds))

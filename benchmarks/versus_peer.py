@@ -28,17 +28,16 @@ from tempfile import TemporaryDirectory
 from types import ModuleType, SimpleNamespace
 from typing import Annotated, Any, NamedTuple
 
-import engines
+import runner
 import torch
 import trainer
-from fixed_cost import quiet
 from omni_rl.run.run import MediaRun, Step
-from omni_rl.settings.cli import parse_cli
 from omni_rl.settings.fields import at_least, change, require
 from omni_rl.settings.toml import from_toml, recipes
+from runner import quiet
 from trainer import app
 
-sys.path.append(str(engines.REPO / "scripts"))
+sys.path.append(str(runner.REPO / "scripts"))
 import build_tiny_models
 
 RECIPE = "sd35-medium-flowgrpo-ocr-1gpu"  # after the peer's settings of that name
@@ -62,18 +61,17 @@ class Args:
     heads: Annotated[int, at_least(1)] = 6  # Of the net, of 64 channels each
     compile: bool = False  # Give the trainer --compile, a setting of its own
 
+    def check(self) -> None:
+        """Raise ValueError unless the peer's files are there."""
+        missing = [name for name in PEER_FILES if not (Path(self.peer) / name).is_file()]
+        require((not missing, f"--peer must be a folder with flow_grpo's files, got {self.peer!r} without {missing}"))
+
 
 class Seconds(NamedTuple):
     """Seconds of CPU of a training step. rollout: all but the update."""
 
     rollout: float
     update: float
-
-
-def check_args(args: Args) -> None:
-    """Raise ValueError unless the peer's files are there."""
-    missing = [name for name in PEER_FILES if not (Path(args.peer) / name).is_file()]
-    require((not missing, f"--peer must be a folder with flow_grpo's files, got {args.peer!r} without {missing}"))
 
 
 def build(args: Args, folder: Path) -> int:
@@ -205,20 +203,18 @@ def table(peer: Sequence[Seconds], own: Sequence[Seconds]) -> str:
         middle = [statistics.median(side) for side in sides]
         cells = [told(m, min(side), max(side)) for m, side in zip(middle, sides, strict=True)]
         rows.append((name, *cells, f"{middle[1] / middle[0]:.3f}"))
-    return engines.table(("phase", "flow_grpo, s of CPU", "trainer, s of CPU", "trainer / flow_grpo"), rows)
+    return runner.table(("phase", "flow_grpo, s of CPU", "trainer, s of CPU", "trainer / flow_grpo"), rows)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def versus_peer(args: Args) -> None:
     """Measure and print a table."""
-    words = sys.argv[1:] if argv is None else argv
-    args = parse_cli(Args, check_args, words, app="versus_peer", description=__doc__)
     with TemporaryDirectory() as folder:
         num_weights = build(args, Path(folder))
         rounds = [at_once(theirs, ours, args=args, model=folder) for _ in range(args.rounds)]
     peer, own = ([seconds for found in rounds for seconds in found[side]] for side in (0, 1))
-    print(engines.stamp(f"{num_weights / 1e6:.1f} M weights", args))
+    print(runner.stamp(f"{num_weights / 1e6:.1f} M weights", args))
     print(table(peer, own))
 
 
 if __name__ == "__main__":
-    main()
+    runner.run(__doc__, versus_peer)

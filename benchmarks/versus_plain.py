@@ -9,22 +9,22 @@ one batch of prompts and negatives, padded to one length and masked; texts encod
 recomputed where the trainer recomputes any; torch's AdamW and clipping; eager, one stream. It keeps the log-probs of
 sampling, as flow_grpo does, or computes them again before the update, as others do.
 
-All take turns in one process with the same prompts, noise, scores and window; of each the fastest round counts. They
-must agree in the gradient's norm and in the loss, within BOUNDS.
+All take turns in one process with the same prompts, noise, scores and window. They must agree in the gradient's norm
+and in the loss, within BOUNDS.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-import engines
+import runner
 import torch
 import trainer
 from omni_losses import group_advantages
 from omni_rl.flow.sampling import prompts_of
 from omni_rl.run.run import MediaRun, Step
-from omni_rl.settings.cli import parse_cli
+from omni_rl.settings.fields import at_least
 from omni_rollout import Params, Prompt
 from omni_rollout.models.diffusers_model import both, pack, unpack
 from omni_rollout.sampler import to_wire
@@ -47,15 +47,15 @@ ARMS: dict[str, dict[str, bool]] = {
 
 @dataclass(frozen=True)
 class Args(trainer.Args):
-    """Settings of the benchmark."""
+    """Settings of the steps."""
 
-    rounds: int = 2  # Steps of each
-    variant: str = "as it is"  # Of the trainer's memory and speed, a row of trainer.VARIANTS
+    rounds: Annotated[int, at_least(1)] = 2  # Steps of each
+    variant: str = "as it is"  # Memory and speed of the trainer, a row of trainer.VARIANTS
 
 
 @dataclass(frozen=True)
 class Result:
-    """A step. seconds: as `engines.now` counts. x0: all clean latents."""
+    """A step. seconds: as `runner.now` counts. x0: all clean latents."""
 
     seconds: float
     grad_norm: float
@@ -82,7 +82,7 @@ class Plain:
         self.optimizer = torch.optim.AdamW(self.params, lr=self.args.lr)
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond, scale: float) -> Tensor:
-        """Both halves of guidance as one padded batch."""
+        """Return both halves of guidance as one padded batch."""
         embeds, mask, tokens = both(cond, "embeds"), both(cond, "embeds_mask").to(x.device), pack(torch.cat([x, x]))
         out = self.net(
             hidden_states=tokens.to(embeds.dtype),
@@ -98,7 +98,7 @@ class Plain:
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[Prompt]) -> Cond:
-        """Texts and negatives of a batch."""
+        """Return texts and negatives of a batch."""
         parts, texts = self.run.engine.parts, {p.text: p for p in prompts}
         known = {text: self.model.encode(parts, prompt) for text, prompt in texts.items()}
         cond = join([known[p.text] for p in prompts], dim=0, what="texts")
@@ -112,7 +112,7 @@ class Plain:
             return self._step(prompts, params, again)
 
     def _step(self, prompts: Sequence[Prompt], params: Params, again: bool) -> Result:
-        args, scale, start = self.args, params.guidance["true_cfg_scale"], engines.now(self.device)
+        args, scale, start = self.args, params.guidance["true_cfg_scale"], runner.now(self.device)
         sigmas, shape, size = self.model.sigmas(params), self.model.latent_shape(params), args.batch_size
         levels = sigmas.tolist()
 
@@ -163,11 +163,11 @@ class Plain:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         found = norm.item(), torch.stack(losses).mean().item(), torch.cat(latents)
-        return Result(engines.now(self.device) - start, *found)
+        return Result(runner.now(self.device) - start, *found)
 
 
-def measure(args: Args) -> dict[str, Result]:
-    """The fastest round of the trainer and of each arm."""
+def measure(args: Args) -> dict[str, list[Result]]:
+    """Return each round of the trainer and of each arm, which take turns."""
     found: dict[str, list[Result]] = {OURS: []}
 
     def steps(run: MediaRun[app.Args]) -> Iterator[Step]:
@@ -180,10 +180,10 @@ def measure(args: Args) -> dict[str, Result]:
 
         run.engine.generate = kept  # type: ignore[method-assign]
         for _ in range(args.rounds):
-            step, start = Step(0), engines.now(run.dist.device)
+            step, start = Step(0), runner.now(run.dist.device)
             drawn.clear()
             yield step
-            seconds, metrics = engines.now(run.dist.device) - start, step.metrics
+            seconds, metrics = runner.now(run.dist.device) - start, step.metrics
             norm, loss = metrics["policy/grad_norm"], metrics["policy/loss"]
             found[OURS].append(Result(seconds, norm, loss, torch.cat(drawn)))
             for name, options in ARMS.items():
@@ -195,7 +195,12 @@ def measure(args: Args) -> dict[str, Result]:
         changes = trainer.VARIANTS[args.variant].settings
         rank = {"lora_rank": args.lora_rank, "lora_alpha": 2 * args.lora_rank, "lr": 0.0}
         trainer.train(trainer.settings(args, path, **rank | changes), steps)
-    return {name: min(results, key=lambda result: result.seconds) for name, results in found.items()}
+    return found
+
+
+def fastest(rounds: Sequence[Result]) -> Result:
+    """Return the round that took the least time."""
+    return min(rounds, key=lambda result: result.seconds)
 
 
 def agree(ours: Result, other: Result, dtype: str) -> bool:
@@ -204,29 +209,28 @@ def agree(ours: Result, other: Result, dtype: str) -> bool:
     return abs(ours.grad_norm / other.grad_norm - 1) <= bound and abs(ours.loss - other.loss) <= bound
 
 
-def table(found: dict[str, Result]) -> str:
-    """Markdown: seconds, and in how far each is the trainer's step."""
-    ours = found[OURS]
-    rows = [
-        (name, f"{each.seconds:.2f}", f"{each.seconds / ours.seconds:.3f}", f"{each.grad_norm:.6g}",
-         f"{each.loss - ours.loss:.1e}", f"{(each.x0 - ours.x0).abs().max().item():.1e}")
-        for name, each in found.items()
-    ]  # fmt: skip
+def table(found: Mapping[str, Sequence[Result]]) -> str:
+    """Return Markdown: seconds, and in how far each is the trainer's step."""
+    ours, rows = fastest(found[OURS]), []
+    for name, rounds in found.items():
+        each, seconds = fastest(rounds), [one.seconds for one in rounds]
+        over = runner.ratio(seconds, [one.seconds for one in found[OURS]])
+        loss, latents = f"{each.loss - ours.loss:.1e}", f"{(each.x0 - ours.x0).abs().max().item():.1e}"
+        rows.append((name, runner.spread(seconds, 2), over, f"{each.grad_norm:.6g}", loss, latents))
     head = ("step of", "seconds", "over the trainer's", "gradient norm", "loss, difference", "latents, difference")
-    return engines.table(head, rows)
+    return runner.table(head, rows)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def versus_plain(args: Args) -> None:
     """Measure and print a table; the exit code is 1 where the steps are not the same."""
-    words = sys.argv[1:] if argv is None else argv
-    args = parse_cli(Args, lambda args: None, words, app="versus_plain", description=__doc__)
     dtype = str(default_compute_dtype(local_device())).removeprefix("torch.")
     found = measure(args)
-    print(engines.stamp(dtype, args))
+    print(runner.stamp(dtype, args))
     print(table(found))
-    if off := [name for name, result in found.items() if not agree(found[OURS], result, dtype)]:
+    ours = fastest(found[OURS])
+    if off := [name for name, rounds in found.items() if not agree(ours, fastest(rounds), dtype)]:
         sys.exit(f"not the trainer's step within {BOUNDS[dtype]:g}: {', '.join(off)}")
 
 
 if __name__ == "__main__":
-    main()
+    runner.run(__doc__, versus_plain)

@@ -6,7 +6,7 @@ python scripts/gpu_check.py --time 10m     the first rows of TIMETABLE that fit 
 python scripts/gpu_check.py --dry-run      only list them
 python scripts/gpu_check.py --small        the same in a small size, on any device
 
-TIMETABLE below has the rows in the order of what they tell per minute, with functions of benchmarks/device_rows.py.
+TIMETABLE below has the rows in the order of what they tell per minute, with functions of scripts/gpu_rows.py.
 They run in a process of their own, which a row that breaks or hangs ends alone. Each row is written to rows.jsonl in
 the folder at once: a call goes on behind the rows that stand there of this commit and device, and tries those that
 broke last. All rows together are page.md; in full size they also become their device's section of
@@ -28,14 +28,12 @@ from functools import partial
 from itertools import groupby, product
 from pathlib import Path
 
+import gpu_rows as ask
+import runner  # of benchmarks/, which gpu_rows finds
 import torch
+from gpu_rows import FAILS, SMALL, LeftOutError, Prediction, Row, Size, Visit
 from omni_train.dist import init_distributed, local_device
 from omni_train.files import write_atomically
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
-import device_rows as ask
-import engines
-from device_rows import FAILS, SMALL, LeftOutError, Prediction, Row, Size, Visit
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ def gates(attention: str, texts: Sequence[str] = tuple(MASKS)) -> dict[str, Entr
 
 
 def compiled(*names: str, environment: Mapping[str, str] = {}) -> dict[str, Entry]:
-    """Return rows of the gate of compiled blocks, each in a way of `device_rows.COMPILERS`."""
+    """Return rows of the gate of compiled blocks, each in a way of `gpu_rows.COMPILERS`."""
     own = " ".join(environment)
     asked = {name: partial(ask.gate, attention="auto", variant="compiled", how=name) for name in names}
     return {f"gate: compiled, {name} {own}".strip(): Entry(rows, 1.2, environment) for name, rows in asked.items()}
@@ -150,8 +148,8 @@ class Record:
 
 def where(size: Size) -> tuple[str, str, str]:
     """Return commit, device and size."""
-    device = f"{engines.device_name(local_device())}, torch {torch.__version__}"
-    return engines.commit(), device, name_of(size)
+    device = f"{runner.device_name(local_device())}, torch {torch.__version__}"
+    return runner.commit(), device, name_of(size)
 
 
 def name_of(size: Size) -> str:
@@ -203,7 +201,7 @@ def predict(size: Size, file: Path) -> None:
         found[variant] = {"kernels": listed(one.kernels), "least": listed(one.least), "peaks": one.peaks}
         print(f"{variant}: planned peak {max(one.peaks.values()) / ask.GB:.3g} GB", flush=True)
     before = json.loads(file.read_text())["sizes"] if file.is_file() else {}
-    write_atomically(file, json.dumps({"commit": engines.commit(), "sizes": before | {name_of(size): found}}))
+    write_atomically(file, json.dumps({"commit": runner.commit(), "sizes": before | {name_of(size): found}}))
 
 
 # 2. Running them
@@ -296,7 +294,7 @@ def listed(names: Sequence[str], minutes: float) -> str:
         spent += fits * TIMETABLE[name].minutes
         variables = " ".join(f"{key}={value}" for key, value in TIMETABLE[name].environment.items())
         rows.append((name, f"{TIMETABLE[name].minutes:g}", f"{spent:.1f}" if fits else "another call", variables))
-    return engines.table(("row", "minutes", "until", "environment"), rows)
+    return runner.table(("row", "minutes", "until", "environment"), rows)
 
 
 # 3. The page
@@ -314,7 +312,7 @@ def page(found: Mapping[str, Record]) -> str:
     cells = {
         where: [[" ".join(c.replace("|", "/").split()) for c in row] for row in rows] for where, rows in tables.items()
     }
-    return "\n".join(f"{where}:\n\n{engines.table(head, rows)}\n" for where, rows in cells.items())
+    return "\n".join(f"{where}:\n\n{runner.table(head, rows)}\n" for where, rows in cells.items())
 
 
 def published(text: str, found: Mapping[str, Record]) -> str:
@@ -342,7 +340,7 @@ def card(record: Record) -> str:
 
 def publish(found: Mapping[str, Record], docs: Path) -> None:
     """Put what was found in full size into the page, but of a device that has no name: a CPU, or an emulated one."""
-    # A card has a name with capital letters; in place of one, `engines.device_name` has the kind, which has none.
+    # A card has a name with capital letters; in place of one, `runner.device_name` has the kind, which has none.
     full = {name: one for name, one in found.items() if one.size == "full" and not card(one).islower()}
     if full:
         write_atomically(docs, published(docs.read_text(), full))

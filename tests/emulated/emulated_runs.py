@@ -182,8 +182,8 @@ def tell_moments() -> None:
 def peaks(variant: str) -> tuple[float, float]:
     """The most bytes of two steps with 57.7 million weights in a variant of scripts/gpu_check.py: counted, planned."""
     load_like_cuda()
-    import gpu_check  # which finds the next
-    from device_rows import FEW, peaks_of, take
+    import gpu_check
+    from gpu_rows import FEW, peaks_of, take
 
     size = gpu_check.Size(random=6, random_heads=4, side=256, batch_size=4, rank=16)
     *_, step = take(size, variant, 2, **FEW)

@@ -9,11 +9,11 @@ from contextlib import suppress
 from dataclasses import replace
 
 import gpu_check
+import gpu_rows
 import pytest
 from emulated import emulated_runs as runs
 from emulated.npu import build
 from gpu_check import Row, Visit
-from gpu_check import ask as device_rows
 from helpers import REPO, sampled
 
 GROUPS = {
@@ -70,7 +70,7 @@ def one(visit):
 
 
 def bad(visit):
-    yield device_rows.exact("a difference", 0.5, 0.0)
+    yield gpu_rows.exact("a difference", 0.5, 0.0)
 
 
 def broken(visit):
@@ -79,7 +79,7 @@ def broken(visit):
 
 
 def absent(visit):
-    raise device_rows.LeftOutError("there is no such library")
+    raise gpu_rows.LeftOutError("there is no such library")
     yield
 
 
@@ -118,7 +118,7 @@ def test_a_second_call_goes_on_behind_the_rows_that_stand_and_tries_broken_ones_
 
 def test_rows_of_another_commit_do_not_stand(tmp_path, rows, capsys, monkeypatch):
     check(tmp_path, "--only", "one")
-    monkeypatch.setattr(gpu_check.engines, "commit", lambda: "another")
+    monkeypatch.setattr(gpu_check.runner, "commit", lambda: "another")
     check(tmp_path, "--only", "one")
     assert "one: done" not in capsys.readouterr().out
 
@@ -131,7 +131,7 @@ def test_the_exit_code_tells_of_a_wrong_row_and_the_page_has_all(tmp_path, rows)
 
 
 def test_rows_for_which_no_time_is_left_are_for_another_call(tmp_path, rows, capsys):
-    visit, soon = Visit(device_rows.Size()), time.time() + 30
+    visit, soon = Visit(gpu_rows.Size()), time.time() + 30
     rows["one"] = replace(rows["one"], minutes=1.0)
     gpu_check.run(["one", "bad"], visit, tmp_path, soon)
     assert "one: left for another call: it takes 1 minutes" in capsys.readouterr().out
@@ -178,7 +178,7 @@ def test_a_machine_without_an_accelerator_is_told_so_in_a_line(tmp_path, capsys)
 
 @pytest.mark.parametrize("variant", ["compiled", "products kept"])
 def test_an_old_torch_leaves_out_what_needs_a_newer_one(tmp_path, monkeypatch, variant):
-    monkeypatch.setattr(device_rows.torch, "__version__", "2.11.0+cu130")
+    monkeypatch.setattr(gpu_rows.torch, "__version__", "2.11.0+cu130")
     name = {"compiled": "step: compiled", "products kept": "gate: auto, products kept, masks"}[variant]
     check(tmp_path, "--only", name)
     reason = f"{variant} needs torch 2.12, and this is 2.11.0+cu130"
@@ -186,19 +186,19 @@ def test_an_old_torch_leaves_out_what_needs_a_newer_one(tmp_path, monkeypatch, v
 
 
 def test_kernels_of_two_and_three_blocks_tell_those_of_more():
-    args = device_rows.model_args(replace(device_rows.SMALL, random=4), "recomputed")
-    assert device_rows.kernels_of(args, True) == device_rows._counted(args, True)
+    args = gpu_rows.model_args(replace(gpu_rows.SMALL, random=4), "recomputed")
+    assert gpu_rows.kernels_of(args, True) == gpu_rows._counted(args, True)
 
 
 def test_predictions_are_read_as_they_were_made(tmp_path, monkeypatch):
-    made = device_rows.Prediction({"update": {("bfloat16", 8, 9): 3}}, {"update": {("float32", 1, 2): 4}}, {"load": 5})
+    made = gpu_rows.Prediction({"update": {("bfloat16", 8, 9): 3}}, {"update": {("float32", 1, 2): 4}}, {"load": 5})
     monkeypatch.setattr(gpu_check.ask, "predict", lambda size, variant: made)
     file = tmp_path / "runs" / "predictions.json"
     for words in (["--small"], []):
         assert gpu_check.main([*words, "--predict", "--predictions", str(file), "--folder", str(tmp_path)]) == 0
     read = gpu_check.predictions_in(file)
-    assert read == {size: dict.fromkeys(device_rows.PREDICTED, made) for size in ("small", "full")}
-    assert {*device_rows.PREDICTED} <= {*device_rows.VARIANTS}
+    assert read == {size: dict.fromkeys(gpu_rows.PREDICTED, made) for size in ("small", "full")}
+    assert {*gpu_rows.PREDICTED} <= {*gpu_rows.VARIANTS}
 
 
 NO_NETWORK = """

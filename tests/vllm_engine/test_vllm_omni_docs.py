@@ -36,17 +36,11 @@ def traps():
 
 @pytest.fixture
 def benchmark(monkeypatch):
-    """`benchmark(name)` is the module of that file in benchmarks/."""
+    """benchmarks/engines.py."""
     monkeypatch.syspath_prepend(REPO / "benchmarks")
+    import engines
 
-    def load(name):
-        if name == "engine_parity":
-            import engine_parity as module
-        else:
-            import engine_speed as module
-        return module
-
-    return load
+    return engines
 
 
 def rows(capfd):
@@ -105,8 +99,7 @@ def test_torchvision_imports_without_its_kernels():
 
 
 def test_the_parity_benchmark_prints_its_table(benchmark, capfd):
-    module = benchmark("engine_parity")
-    module.main(module.Args(num_inference_steps=2, batch_size=2, dtype="float32", random=1, random_heads=1))
+    benchmark.parity(benchmark.Parity(num_inference_steps=2, batch_size=2, dtype="float32", random=1, random_heads=1))
     found = rows(capfd)
     assert [row[:3] for row in found] == [
         ["float32", step, guidance] for step in ("sde", "cps", "dance") for guidance in ("off", "4")
@@ -119,8 +112,7 @@ def test_the_parity_benchmark_prints_its_table(benchmark, capfd):
 
 
 def test_the_speed_benchmark_prints_its_table(benchmark, capfd):
-    module = benchmark("engine_speed")
-    module.main(module.Args(num_inference_steps=2, batch_size=2, rounds=1))
+    benchmark.speed(benchmark.Speed(num_inference_steps=2, batch_size=2, rounds=1))
     found = {row[0]: row[1:] for row in rows(capfd)}
     moved = [float(found[f"sync, {what}, MB moved"][1]) for what in ("all weights copied", "all weights shared")]
     assert moved[0] > 9

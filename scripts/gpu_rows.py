@@ -1,4 +1,4 @@
-"""Measurements of scripts/gpu_check.py: functions that yield a row for each result.
+"""Rows of scripts/gpu_check.py: functions that yield a row for each result.
 
 A row has a result, a prediction and a verdict. The model is Qwen-Image's transformer with random weights,
 beside a small text encoder and VAE. Planned bytes and counted kernels are in `Visit.predictions`: they take minutes of
@@ -25,23 +25,14 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import checkpoint
-import engine_parity
-import engine_speed
-import engines
-import fixed_cost
-import framework_tax
-import noise
 import omni_train.kernels
 import omni_train.prepare
-import roofline
 import torch
-import trainer
-import versus_plain
 from omni_rl.flow.sampling import prompts_of
 from omni_rl.run.run import MediaRun, Step
 from omni_rl.settings.fields import change
 from omni_rl.tools import plan
+from omni_rollout.models.qwen_image import OneFrameConv, cut_to_one_frame
 from omni_train.checkpoint.state import local_rows
 from omni_train.dist import (
     default_compute_dtype,
@@ -56,9 +47,17 @@ from omni_train.memory.quantized import BYTES, quantize_blocks
 from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 from torch.utils._pytree import tree_map
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+import engines
+import roofline
+import runner
+import step_cost
+import trainer
+import versus_plain
+from runner import REPO
 from trainer import VARIANTS, app
 
-REPO = Path(__file__).resolve().parents[1]
 GB, MB = 1e9, 2**20
 FAILS = "FAILS"
 FITS = "recomputed"  # fits 80 GB at the recipe's batch
@@ -66,6 +65,7 @@ FEW: dict[str, Any] = {"num_inference_steps": 3, "window_high": 2}  # both train
 FASTER = 1.8  # times a plain loop, on an H100 or H200
 PLAIN_OVER_OURS = {"recomputed": 1.25, "compiled": 1.59}  # by arithmetic on kernels, for an H100
 NEEDS_2_12 = ("compiled", "products kept", "nf4", "int8")  # parameters of torch.compile and selective checkpoints
+CONVOLUTIONS = ("Conv2d, channels last", "Conv2d", "conv3d")  # of the VAE; the first is the project's
 CLASSES = {  # of kernels, by parts of their names; the first that fits
     "attention": "flash|fmha|attention|sdpa",
     "matrix products": "gemm|nvjet|cutlass|xmma|(^|::)(add)?mm|cublas",
@@ -341,7 +341,8 @@ def versus(visit: Visit) -> Iterator[Row]:
     variant = "compiled" if can_run("compiled") else FITS
     own = asdict(model_args(visit.size, variant)) | {"rounds": visit.size.rounds, "variant": variant}
     args = replace(versus_plain.Args(), **own)
-    found, dtype = versus_plain.measure(args), str(default_compute_dtype(local_device())).removeprefix("torch.")
+    dtype = str(default_compute_dtype(local_device())).removeprefix("torch.")
+    found = {name: versus_plain.fastest(rounds) for name, rounds in versus_plain.measure(args).items()}
     ours = found[versus_plain.OURS]
     yield Row(f"step of the trainer, {variant}, s", f"{ours.seconds:.4g}")
     for name, each in found.items():
@@ -381,7 +382,7 @@ def dequantization(visit: Visit, bits: Any) -> Iterator[Row]:
     """Yield the seconds that it takes to dequantize the net's blocks once."""
     has_torch(bits)
     size, device = visit.size, local_device()
-    net = engines.random_transformer(1, size.random_heads, 64, device=device, dtype=default_compute_dtype(device))
+    net = runner.random_transformer(1, size.random_heads, 64, device=device, dtype=default_compute_dtype(device))
     kind = type(net.transformer_blocks[0]).__name__
     layers = [each for each in net.transformer_blocks[0].modules() if isinstance(each, nn.Linear)]
     numel = sum(layer.weight.numel() for layer in layers)
@@ -404,19 +405,36 @@ def decoding(visit: Visit) -> Iterator[Row]:
     side, base = visit.size.side, 96 * visit.size.side // 512
     for batch, pixels in ((visit.size.batch_size, side), (max(1, visit.size.batch_size // 4), 2 * side)):
         found = {
-            form: trainer.decoding_s(pixels, form, batch=batch, base_dim=base, rounds=visit.size.rounds)
-            for form in trainer.CONVOLUTIONS
+            form: decoding_s(pixels, form, batch=batch, base_dim=base, rounds=visit.size.rounds)
+            for form in CONVOLUTIONS
         }
-        ours = found[trainer.CONVOLUTIONS[0]]
+        ours = found[CONVOLUTIONS[0]]
         for form, seconds in found.items():
-            fast = "" if form == trainer.CONVOLUTIONS[0] else "holds" if seconds >= ours else "missed"
+            fast = "" if form == CONVOLUTIONS[0] else "holds" if seconds >= ours else "missed"
             yield Row(f"{batch} of {pixels} pixels, {form}, s", f"{seconds:.4g}", f">= {ours:.4g}" * bool(fast), fast)
+
+
+@torch.no_grad()
+def decoding_s(side: int, form: str, *, batch: int, base_dim: int, rounds: int) -> float:
+    """Return the seconds of decoding with a VAE of Qwen-Image's shape in one of CONVOLUTIONS. base_dim: 96 in it."""
+    from diffusers import AutoencoderKLQwenImage
+
+    device = local_device()
+    vae = AutoencoderKLQwenImage(base_dim=base_dim).to(device, default_compute_dtype(device))
+    if form != "conv3d":
+        cut_to_one_frame(vae.decoder)
+    for conv in vae.decoder.modules():
+        if isinstance(conv, OneFrameConv):
+            order = torch.channels_last if "channels last" in form else torch.contiguous_format
+            conv.weight.data = conv.weight.contiguous(memory_format=order)
+    latents = torch.randn(batch, 16, 1, side // 8, side // 8).to(vae.device, vae.dtype)
+    return min(runner.seconds_of(lambda: vae.decode(latents)) for _ in range(1 + rounds))
 
 
 def saving(visit: Visit) -> Iterator[Row]:
     """Yield the seconds of a checkpoint."""
     size = visit.size.state_gb
-    saved = checkpoint.measure(size, 1, None, init_distributed())
+    saved = step_cost.checkpoint_s(size, 1, None, init_distributed())
     yield goal(f"copy of {size:g} GB, s", saved["copy, s"], 0.2 * size)
     yield Row("save that training waits for, s", f"{saved['save that training waits for, s']:.3g}")
 
@@ -424,18 +442,18 @@ def saving(visit: Visit) -> Iterator[Row]:
 def tax(visit: Visit) -> Iterator[Row]:
     """Yield what the framework costs: around the model, beside it, and in noise."""
     size = visit.size
-    own = framework_tax.Args(
+    own = step_cost.Framework(
         random=size.random, random_heads=size.random_heads, height=size.side, width=size.side, batch_size=1,
         group_size=2, prompts_per_step=1, steps=1,
     )  # fmt: skip
-    found = framework_tax.measure(own)
+    (found,) = step_cost.steps_of(own)
     yield goal("step / (forward + backward)", found["step"] / (found["forward"] + found["backward"]), 1.03)
-    with fixed_cost.quiet():
-        logged = fixed_cost.Args(size.logged, 0, size.side, 64, 0.05, 50, 10)
-        seconds = [each["wall"] for _, each in fixed_cost.measure(logged)]
+    with runner.quiet():
+        logged = step_cost.Beside(size.logged, 0, size.side, 64, 0.05, 50, 10)
+        seconds = [each["wall"] for _, each in step_cost.beside_s(logged)]
     yield goal("step beside the model, s", sum(seconds) / len(seconds), 0.05)
-    drawn = noise.fastest_s(lambda: noise.step_noise(range(noise.BATCH), 0, noise.SHAPE))
-    yield Row(f"noise of {noise.BATCH} samples of 512 pixels, ms", f"{drawn * 1e3:.3g}")
+    drawn = min(step_cost.noise_s(7)["step_noise"])
+    yield Row(f"noise of {step_cost.BATCH} samples of 512 pixels, ms", f"{drawn * 1e3:.3g}")
 
 
 def vllm_omni(visit: Visit) -> Iterator[Row]:
@@ -444,12 +462,12 @@ def vllm_omni(visit: Visit) -> Iterator[Row]:
         raise LeftOutError("vLLM-Omni is not installed")
     size, device = visit.size, local_device()
     sizes = {"random": min(size.random, 12), "random_heads": size.random_heads, "height": size.side, "width": size.side}
-    dtype, least = default_compute_dtype(device), engine_parity.Args(**sizes)
+    dtype, least = default_compute_dtype(device), engines.Parity(**sizes)
     with engines.checkpoint(least, device, dtype) as path:
-        for row in engine_parity.measure(least, path, device, dtype):
+        for row in engines.gaps_of(least, path, device, dtype):
             yield goal(f"{row[0]}, guidance {row[1]}: gap in the first half of the steps", float(row[3]), 4e-3)
-        bench = engine_speed.Bench(engine_speed.Args(**sizes), device, dtype, engines.open_model(path))
-        for what, embedded, other, _ in engine_speed.measure(bench):
+        bench = engines.Bench(engines.Speed(**sizes), device, dtype, engines.open_model(path))
+        for what, embedded, other, _ in engines.costs_of(bench):
             yield Row(f"{what}: embedded, vLLM-Omni", f"{embedded}, {other}")
 
 
@@ -669,7 +687,7 @@ def ceilings_here(size: Size) -> roofline.Ceilings:
 
 def device_kind() -> str:
     """Return the row of roofline.ASSUMED for the device at hand, or ""."""
-    return next((kind for kind in roofline.ASSUMED if kind in engines.device_name(local_device())), "")
+    return next((kind for kind in roofline.ASSUMED if kind in runner.device_name(local_device())), "")
 
 
 def exact(what: str, found: float, bound: float) -> Row:
@@ -730,7 +748,7 @@ def _counted(args: trainer.Args, checkpointing: bool) -> dict[str, Counter[roofl
 
 def peaks_of(size: Size, variant: str) -> dict[str, int]:
     """Return the planned peak bytes of a short step's phases in a variant."""
-    with trainer.model(model_args(size, variant)) as path, fixed_cost.quiet():
+    with trainer.model(model_args(size, variant)) as path, runner.quiet():
         Path("prompts.txt").write_text(f"{trainer.TEXTS[0]}\n")  # a plan takes all to be as long as the longest
         settings = settings_of(size, variant, path, dtype="bfloat16", **FEW)
         return dict(plan.measure(app.main, change(settings, dry_run=True, memory_device_gb=80.0), 1).peaks)
