@@ -47,6 +47,7 @@ KINDS = {  # operations of torch.distributed, and which argument a rank gives
     "allgather_": ("messages", 1), "_allgather_base_": ("gathers", 1), "_reduce_scatter_base_": ("scatters", 1),
     "allreduce_": ("reductions", 0),
 }  # fmt: skip
+TINY = trainer.Args(random=1, random_heads=1)  # bytes are told as shares of what is trained
 MACHINE = 8  # GPUs
 SIZES = (1, 8, 16, 64, 256, 512, 1024)
 
@@ -105,9 +106,12 @@ def count(cases: Sequence[Case], ranks: int) -> list[Counter[str]]:
     with ExitStack() as stack:
         free = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in cases]
         ports = [each.getsockname()[1] for each in free]
-    with tempfile.TemporaryDirectory() as folder:
+    from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel  # noqa: F401 - once for all forks
+    from transformers import Qwen2_5_VLForConditionalGeneration  # noqa: F401
+
+    with tempfile.TemporaryDirectory() as folder, trainer.model(TINY) as model:
         (Path(folder) / "prompts.txt").write_text("".join(f'a blue sign that says "{i}"\n' for i in range(64)))
-        arguments = (cases, ranks, ports, folder)
+        arguments = (cases, ranks, ports, folder, model)
         torch.multiprocessing.start_processes(_rank, args=arguments, nprocs=ranks, start_method="fork")
         first, *others = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
     if any(other != first for other in others):
@@ -115,7 +119,7 @@ def count(cases: Sequence[Case], ranks: int) -> list[Counter[str]]:
     return [Counter(found) for found in first]
 
 
-def _rank(rank: int, cases: Sequence[Case], ranks: int, ports: Sequence[int], folder: str) -> None:
+def _rank(rank: int, cases: Sequence[Case], ranks: int, ports: Sequence[int], folder: str, model: str) -> None:
     """Train a little for each case, in a forked process, and write what was exchanged."""
     os.chdir(folder)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -125,13 +129,13 @@ def _rank(rank: int, cases: Sequence[Case], ranks: int, ports: Sequence[int], fo
     found = []
     for case, port in zip(cases, ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
-        found.append(_counted(case, ranks))
+        found.append(_counted(case, ranks, model))
     Path(f"{rank}.json").write_text(json.dumps(found))
     os._exit(0)  # a forked process must not run its parent's endings
 
 
-def _counted(case: Case, ranks: int) -> Counter[str]:
-    """Run three steps; return what the second one exchanges, which neither evaluates nor saves."""
+def _counted(case: Case, ranks: int, model: str) -> Counter[str]:
+    """Run two steps; return what the second one exchanges, which neither evaluates nor saves."""
     marks: list[Counter[str]] = []
     trained: list[int] = []
 
@@ -141,6 +145,8 @@ def _counted(case: Case, ranks: int) -> Counter[str]:
                 trained.extend(p.numel() * p.element_size() for p in self.run.policy.params)
                 for step in super().__iter__():
                     marks.append(Counter(seen.found))
+                    if len(marks) == 3:
+                        return
                     yield step
 
     app.Loop = Steps  # type: ignore[misc, assignment]
@@ -150,11 +156,11 @@ def _counted(case: Case, ranks: int) -> Counter[str]:
     lora = {"lora_rank": 4, "lora_alpha": 8} if case.lora else {"lora_rank": 0, "lora_alpha": 0, "true_cfg_scale": 1.0}
     full = {"sharding_mode": "fsdp2", "sharding_size": case.size, "sharding_unshard": "rollout"}
     mode = {"sharding_mode": "ddp"} if case.lora else full
-    few = {"train_steps": 3, "save_every": 99, "eval_every": 99, "eval_first": False, "eval_num_inference_steps": 2}
+    few = {"train_steps": 3, "save_every": 99, "eval_every": 99, "eval_first": False, "eval_num_prompts": ranks}
     shape = given | {"num_minibatches": case.updates, "window_size": 2, "window_high": 2, "width": 32}
     name = f"{case.lora}-{case.batches}-{case.updates}-{case.size}"
     files = {"prompts": "prompts.txt", "eval_prompts": "prompts.txt", "name": name}
-    args = trainer.settings(trainer.Args(), trainer.Args.model, **lora, **mode, **few, **shape, **files)
+    args = trainer.settings(TINY, model, **lora, **mode, **few, **shape, **files)
     app.check_args(args)
     app.main(args, World.join(args))
     shutdown()

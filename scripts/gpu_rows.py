@@ -368,12 +368,12 @@ def profile(visit: Visit) -> Iterator[Row]:
 
     with trainer.model(model_args(size, FITS)) as path:
         trainer.train(settings_of(size, FITS, path, lr=0.0, **ANY_GAP, **FEW), steps, trainer.brightness)
-    kernels, spent = kernel_times(found), Counter[str]()
+    kernels, spent = kernel_times(found), dict.fromkeys((*CLASSES, "others"), 0.0)
     for name, microseconds in kernels.items():
         kind = next((kind for kind, parts in CLASSES.items() if re.search(parts, name, re.IGNORECASE)), "others")
         spent[kind] += microseconds
-    for kind, microseconds in spent.most_common():
-        yield Row(f"{kind}, share of the kernels' time", f"{microseconds / max(1, spent.total()):.2f}")
+    for kind, microseconds in sorted(spent.items(), key=lambda one: -one[1]):
+        yield Row(f"{kind}, share of the kernels' time", f"{microseconds / max(1, sum(spent.values())):.2f}")
     names = [name for name in kernels if re.search(CLASSES["attention"], name, re.IGNORECASE)]
     yield Row("kernels of attention", "; ".join(name[:60] for name in names[:6]) or "none by name")
 

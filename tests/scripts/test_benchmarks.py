@@ -19,55 +19,82 @@ def table(text):
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"][2:]
 
 
-def test_fixed_cost_speaks_of_every_step(capfd):
-    import fixed_cost
+def test_the_work_beside_the_model_is_told_of_every_step(capfd):
+    import step_cost
 
-    fixed_cost.main(["--steps", "4", "--start", "2", "--side", "32", "--work-s", "0", "--eval-every", "3"])
+    step_cost.beside(step_cost.Beside(steps=4, start=2, side=32, work_s=0.0, eval_every=3))
     rows = table(capfd.readouterr().out)
     assert [row[0] for row in rows] == ["3 to 6"]
     assert all(float(cell) > 0 for row in rows for cell in row[1:])
 
 
-def test_progress_takes_a_thousandth_of_a_step_at_most(capfd):
-    import progress_cost
-
-    progress_cost.main(["--prompts", "2"])
-    rows = table(capfd.readouterr().out)
-    assert [row[0] for row in rows if float(row[1]) > 0] == [row[0] for row in rows]
-    assert sum(float(row[3].removesuffix(" %")) for row in rows) < 0.1
-
-
 def test_checkpoint_tells_the_copy_from_the_save(capfd, monkeypatch):
-    import checkpoint
+    import step_cost
 
-    monkeypatch.setattr(checkpoint, "ROWS", 8)
-    checkpoint.main(["--gb", "1e-6", "--saves", "1", "--folder", "."])
+    monkeypatch.setattr(step_cost, "ROWS", 8)
+    step_cost.checkpoint(step_cost.Saves(gb=1e-6, saves=1, folder="."))
     rows = dict(table(capfd.readouterr().out))
     assert {"save that training waits for, s", "copy, s", "until complete, s"} < rows.keys()
     assert all(float(value) > 0 for value in rows.values())
 
 
-def test_framework_tax_is_a_step_over_the_model_in_it(capfd, monkeypatch):
-    import framework_tax
+def test_the_frameworks_cost_is_a_step_over_the_model_in_it(capfd, monkeypatch):
+    import runner
+    import step_cost
 
     sizes = ["--prompts-per-step", "1", "--group-size", "2", "--batch-size", "2", "--num-inference-steps", "5"]
-    framework_tax.main([*sizes, "--steps", "1"])
+    subjects = step_cost.framework, step_cost.noise
+    runner.run("", *subjects, argv=["framework", *sizes, "--steps", "1"])
     ((step, forward, backward, decode, tax, without),) = table(capfd.readouterr().out)
     assert float(step) > float(forward) + float(backward) > float(backward) > 0
     assert float(decode) > 0
     assert float(tax) > float(without) > 1
 
 
-TINY = ["--random", "1", "--random-heads", "1", "--height", "32", "--width", "32", "--num-inference-steps", "6",
-        "--prompts-per-step", "1", "--lora-rank", "2"]  # fmt: skip
+TINY = {"random": 1, "random_heads": 1, "height": 32, "width": 32, "num_inference_steps": 6, "prompts_per_step": 1,
+        "lora_rank": 2}  # fmt: skip
+
+
+def test_padded_batches_are_refused_where_a_compiler_would_count(capfd):
+    import runner
+    import step_cost
+
+    for words, fault in (
+        (["--compile", "--batch-size", "3"], "--batch-size must divide --group-size with --compile"),
+        (["--steps", "0"], "--steps must be >= 1, got 0"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            runner.run("", step_cost.framework, argv=words)
+        assert stopped.value.code == 2
+        assert fault in capfd.readouterr().err
+
+
+def test_calls_take_turns_and_a_ratio_has_the_range_of_its_rounds():
+    import runner
+
+    called, clock = [], iter(range(100))
+    calls = {name: lambda name=name: called.append(name) for name in ("one", "two")}
+    assert runner.take_turns(calls, 2, lambda: next(clock)) == {"one": [1, 1], "two": [1, 1]}
+    assert called == ["one", "two"] * 3
+    assert runner.ratio([2, 6, 3], over=[1, 2, 2]) == "2.000 (1.500 to 3.000)"
+    assert runner.ratio([1], over=[4]) == "0.250"
+
+
+def test_noise_is_drawn_in_turn_with_torchs(capfd):
+    import step_cost
+
+    step_cost.noise(step_cost.Noise(rounds=1))
+    ((ours, plain, ratio),) = table(capfd.readouterr().out)
+    assert float(ratio) == pytest.approx(float(ours) / float(plain), rel=0.05)
 
 
 def test_a_step_computes_what_its_samples_need_and_recomputed_blocks_more(capfd, monkeypatch):
-    import redundancy
+    import step_cost
+    import trainer
 
-    names = list(redundancy.CASES)[:3]
-    monkeypatch.setattr(redundancy, "CASES", {name: redundancy.CASES[name] for name in names})
-    redundancy.main(TINY)
+    names = list(step_cost.CASES)[:3]
+    monkeypatch.setattr(step_cost, "CASES", {name: step_cost.CASES[name] for name in names})
+    step_cost.redundancy(trainer.Args(**TINY))
     ratios = {name: float(ratio) for name, *_, ratio in table(capfd.readouterr().out)}
     assert [ratios[name] for name in (names[0], names[2])] == [1, 1]
     assert 1.05 < ratios[names[1]] < 1.3
@@ -76,7 +103,7 @@ def test_a_step_computes_what_its_samples_need_and_recomputed_blocks_more(capfd,
 def test_the_plain_loop_takes_the_trainers_step(capfd):
     import versus_plain
 
-    versus_plain.main([*TINY, "--rounds", "1", "--variant", "recomputed"])
+    versus_plain.versus_plain(versus_plain.Args(**TINY, rounds=1, variant="recomputed"))
     rows = table(capfd.readouterr().out)
     assert [row[0] for row in rows] == ["trainer", *list(versus_plain.ARMS)[:2]]
     assert len({row[3] for row in rows}) == 1  # gradient norms, to six digits
@@ -87,7 +114,7 @@ def test_the_roofline_speaks_of_each_phase(capfd, monkeypatch):
     import roofline
 
     monkeypatch.setattr(roofline, "measure_ceilings", lambda device: roofline.ASSUMED["H100"])
-    roofline.main([*TINY, "--variant", "recomputed"])
+    roofline.roofline(roofline.Args(**TINY, variant="recomputed"))
     rows = {row[0]: [float(cell.replace(",", "")) for cell in row[1:]] for row in table(capfd.readouterr().out)[-4:]}
     assert list(rows) == [*roofline.PHASES, "all"]
     assert all(number > 0 for row in rows.values() for number in row)
@@ -153,8 +180,8 @@ def test_a_peers_program_runs_beside_the_trainer(capfd, tmp_path):
     for name, text in zip(versus_peer.PEER_FILES, (PEER, DEFAULTS, ""), strict=True):
         (tmp_path / "peer" / name).parent.mkdir(parents=True)
         (tmp_path / "peer" / name).write_text(text)
-    sizes = ["--height", "16", "--width", "16", "--num-inference-steps", "3", "--blocks", "2", "--heads", "1"]
-    versus_peer.main(["--peer", "peer", "--rounds", "1", "--steps", "1", "--batch-size", "2", *sizes])
+    sizes = {"height": 16, "width": 16, "num_inference_steps": 3, "blocks": 2, "heads": 1, "batch_size": 2}
+    versus_peer.versus_peer(versus_peer.Args(peer="peer", rounds=1, steps=1, **sizes))
     rows = {name: cells for name, *cells in table(capfd.readouterr().out)}
     peer, own = ([float(rows[name][side].split()[0]) for name in ("rollout", "update", "step")] for side in (0, 1))
     assert peer[0] >= 0.01
@@ -165,11 +192,12 @@ def test_a_peers_program_runs_beside_the_trainer(capfd, tmp_path):
 
 
 def test_a_folder_without_the_peers_files_is_refused(capfd):
+    import runner
     import versus_peer
 
     for given in ([], ["--peer", "nowhere"]):
         with pytest.raises(SystemExit) as stopped:
-            versus_peer.main(given)
+            runner.run("", versus_peer.versus_peer, argv=given)
         assert stopped.value.code == 2
         assert "--peer must be a folder with flow_grpo's files" in capfd.readouterr().err
 
@@ -181,7 +209,7 @@ def test_what_two_ranks_exchange_predicts_four(kind):
 
     given = scaling.cases(lora=kind == "LoRA")
     known = scaling.rates(given, scaling.count(given, 2))
-    case = scaling.Case(batches=4, updates=2, lora=kind == "LoRA")
+    case = scaling.Case(batches=3, updates=2, lora=kind == "LoRA")
     (found,) = scaling.count([case], 4)
     assert found == scaling.predicted(known, case, 4)
     assert found["messages"] > 0
@@ -272,12 +300,11 @@ def test_a_video_s_decoding_is_what_torch_counts_in_its_vae(own, shape, tile, jo
 
 
 def test_each_rank_waits_for_the_scores_of_its_own_images(capfd):
-    import rewards
+    import scaling
 
-    sizes = ["--ranks", "4", "--servers", "2", "--images", "8", "--side", "16"]
-    rewards.main(["waits", *sizes, "--image-ms", "1", "--rollout-s", "0.01", "--batches", "1,2"])
+    sizes = {"ranks": 4, "servers": 2, "images": 8, "side": 16}
+    scaling.waits(scaling.Waits(**sizes, image_ms=1.0, rollout_s=0.01, batches="1,2"))
     rows = table(capfd.readouterr().out)
     assert [row[0] for row in rows] == ["1", "2"]
-    with pytest.raises(SystemExit):
-        rewards.main(["waits", *sizes, "--batches", "3"])
-    assert "--batches must divide the 2 images of a rank, got 3" in capfd.readouterr().err
+    with pytest.raises(ValueError, match="--batches must divide the 2 images of a rank, got 3"):
+        scaling.Waits(**sizes, batches="3").check()
