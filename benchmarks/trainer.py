@@ -31,7 +31,7 @@ from omni_rl.run.loop import Loop
 from omni_rl.run.run import MediaRun, Step
 from omni_rl.run.world import World
 from omni_rl.settings.fields import change
-from omni_rollout.models.qwen_image import QwenImage
+from omni_rollout.models.qwen_image import OneFrameConv, QwenImage, cut_to_one_frame
 from omni_train.checkpoint.state import local_rows
 from omni_train.dist import default_compute_dtype, local_device, shutdown
 from runner import ModelArgs, quiet
@@ -82,6 +82,8 @@ VARIANTS = {  # all but the last two compute the same
         {"memory_gradient_checkpointing": True, "lora_rank": 0, "lora_alpha": 0, "sharding_mode": "fsdp2"}, 1, 4
     ),
 }
+
+CONVOLUTIONS = ("Conv2d, channels last", "Conv2d", "conv3d")  # of the VAE; the first is the project's
 
 
 @dataclass(frozen=True)
@@ -225,3 +227,20 @@ def clock(run: MediaRun[app.Args], spent: Counter[str]) -> None:
         return found
 
     run.phase, run.model.decode = timed, timed_decode  # type: ignore
+
+
+@torch.no_grad()
+def decoding_s(side: int, form: str, *, batch: int, base_dim: int, rounds: int) -> float:
+    """Return the seconds of decoding with a VAE of Qwen-Image's shape in one of CONVOLUTIONS. base_dim: 96 in it."""
+    from diffusers import AutoencoderKLQwenImage
+
+    device = local_device()
+    vae = AutoencoderKLQwenImage(base_dim=base_dim).to(device, default_compute_dtype(device))
+    if form != "conv3d":
+        cut_to_one_frame(vae.decoder)
+    for conv in vae.decoder.modules():
+        if isinstance(conv, OneFrameConv):
+            order = torch.channels_last if "channels last" in form else torch.contiguous_format
+            conv.weight.data = conv.weight.contiguous(memory_format=order)
+    latents = torch.randn(batch, 16, 1, side // 8, side // 8).to(vae.device, vae.dtype)
+    return min(runner.seconds_of(lambda: vae.decode(latents)) for _ in range(1 + rounds))

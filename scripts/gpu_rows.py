@@ -32,7 +32,6 @@ from omni_rl.flow.sampling import prompts_of
 from omni_rl.run.run import MediaRun, Step
 from omni_rl.settings.fields import change
 from omni_rl.tools import plan
-from omni_rollout.models.qwen_image import OneFrameConv, cut_to_one_frame
 from omni_train.checkpoint.state import local_rows
 from omni_train.dist import (
     default_compute_dtype,
@@ -65,7 +64,6 @@ FEW: dict[str, Any] = {"num_inference_steps": 3, "window_high": 2}  # both train
 FASTER = 1.8  # times a plain loop, on an H100 or H200
 PLAIN_OVER_OURS = {"recomputed": 1.25, "compiled": 1.59}  # by arithmetic on kernels, for an H100
 NEEDS_2_12 = ("compiled", "products kept", "nf4", "int8")  # parameters of torch.compile and selective checkpoints
-CONVOLUTIONS = ("Conv2d, channels last", "Conv2d", "conv3d")  # of the VAE; the first is the project's
 CLASSES = {  # of kernels, by parts of their names; the first that fits
     "attention": "flash|fmha|attention|sdpa",
     "matrix products": "gemm|nvjet|cutlass|xmma|(^|::)(add)?mm|cublas",
@@ -405,30 +403,13 @@ def decoding(visit: Visit) -> Iterator[Row]:
     side, base = visit.size.side, 96 * visit.size.side // 512
     for batch, pixels in ((visit.size.batch_size, side), (max(1, visit.size.batch_size // 4), 2 * side)):
         found = {
-            form: decoding_s(pixels, form, batch=batch, base_dim=base, rounds=visit.size.rounds)
-            for form in CONVOLUTIONS
+            form: trainer.decoding_s(pixels, form, batch=batch, base_dim=base, rounds=visit.size.rounds)
+            for form in trainer.CONVOLUTIONS
         }
-        ours = found[CONVOLUTIONS[0]]
+        ours = found[trainer.CONVOLUTIONS[0]]
         for form, seconds in found.items():
-            fast = "" if form == CONVOLUTIONS[0] else "holds" if seconds >= ours else "missed"
+            fast = "" if form == trainer.CONVOLUTIONS[0] else "holds" if seconds >= ours else "missed"
             yield Row(f"{batch} of {pixels} pixels, {form}, s", f"{seconds:.4g}", f">= {ours:.4g}" * bool(fast), fast)
-
-
-@torch.no_grad()
-def decoding_s(side: int, form: str, *, batch: int, base_dim: int, rounds: int) -> float:
-    """Return the seconds of decoding with a VAE of Qwen-Image's shape in one of CONVOLUTIONS. base_dim: 96 in it."""
-    from diffusers import AutoencoderKLQwenImage
-
-    device = local_device()
-    vae = AutoencoderKLQwenImage(base_dim=base_dim).to(device, default_compute_dtype(device))
-    if form != "conv3d":
-        cut_to_one_frame(vae.decoder)
-    for conv in vae.decoder.modules():
-        if isinstance(conv, OneFrameConv):
-            order = torch.channels_last if "channels last" in form else torch.contiguous_format
-            conv.weight.data = conv.weight.contiguous(memory_format=order)
-    latents = torch.randn(batch, 16, 1, side // 8, side // 8).to(vae.device, vae.dtype)
-    return min(runner.seconds_of(lambda: vae.decode(latents)) for _ in range(1 + rounds))
 
 
 def saving(visit: Visit) -> Iterator[Row]:
