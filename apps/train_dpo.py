@@ -96,6 +96,8 @@ from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
 from omni_rl.run.media import export, open_engine, open_scorer, read_media
 from omni_rl.run.run import MediaRun, Step
+from omni_rl.run.serve import serve
+from omni_rl.run.sources import sampled
 from omni_rl.run.start import open_net, open_policy, open_run, open_session, start_servers, tell_plan
 from omni_rl.run.world import World
 from omni_rollout import Trajectory
@@ -136,8 +138,11 @@ def main(args: Args, world: World) -> None:
     policy = open_policy(args, world, inputs, session, net, engine)
     parts = session, scorer, policy, model, engine, servers
     run = open_run(args, world, inputs, *parts, algorithm="dpo", evaluate_set=evaluate_set, export=export)
+    if world.only_samples:
+        serve(run, roll_out)  # type: ignore[arg-type]  # which has samples, as the settings say
+        return
     with Loop(run) as steps:
-        for step, rollout in steps.sampled_by(roll_out):
+        for step, rollout in sampled(run, steps, roll_out):
             pairs = pairs_of(run, step, rollout) if rollout else read_pairs(run, step)
             with run.updating(step):
                 step.metrics |= update(run, step, pairs)

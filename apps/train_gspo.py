@@ -96,6 +96,7 @@ from omni_rl.flow.tokens import TokenBatch, evaluate_set, lengths_of, pack, samp
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
 from omni_rl.run.run import Step, TokenRun
+from omni_rl.run.sources import sampled
 from omni_rl.run.start import open_net, open_policy, open_run, open_session, start_servers, tell_plan
 from omni_rl.run.texts import export, open_engine, open_scorer, read_texts, seen
 from omni_rl.run.world import World
@@ -171,7 +172,7 @@ def main(args: Args, world: World) -> None:
         args, world, inputs, *parts, algorithm=args.algo, evaluate_set=evaluate_set, export=export, seen=seen
     )
     with Loop(run) as steps:
-        for step, rollout in steps.sampled_by(roll_out):
+        for step, rollout in sampled(run, steps, roll_out):
             minibatches = graded(run, step, rollout, grade)
             with run.updating(step):
                 step.metrics |= update(run, step, minibatches)

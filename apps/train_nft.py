@@ -116,6 +116,8 @@ from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
 from omni_rl.run.media import export, open_engine, open_scorer, read_media
 from omni_rl.run.run import MediaRun, Step
+from omni_rl.run.serve import serve
+from omni_rl.run.sources import sampled
 from omni_rl.run.start import open_net, open_policy, open_run, open_session, start_servers, tell_plan
 from omni_rl.run.world import World
 from omni_rollout.types import to_device
@@ -214,8 +216,11 @@ def main(args: Args, world: World) -> None:
     policy = open_policy(args, world, inputs, session, net, engine)
     parts = session, scorer, policy, model, engine, servers
     run = open_run(args, world, inputs, *parts, algorithm=args.algo, evaluate_set=evaluate_set, export=export)
+    if world.only_samples:
+        serve(run, roll_out)
+        return
     with Loop(run) as steps:
-        for step, rollout in steps.sampled_by(roll_out):
+        for step, rollout in sampled(run, steps, roll_out):
             batches = train_batches(run, step, rollout, weighted=True)  # weight 0 for samples without a score
             with run.updating(step):
                 step.metrics |= update(run, step, batches)

@@ -75,6 +75,7 @@ from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
 from omni_rl.run.media import export
 from omni_rl.run.run import Step, ThinkingRun
+from omni_rl.run.sources import sampled
 from omni_rl.run.start import open_net, open_policy, open_run, open_session, start_servers, tell_plan
 from omni_rl.run.thoughts import open_engine, open_scorer, read_thoughts, seen
 from omni_rl.run.world import World
@@ -104,7 +105,7 @@ def main(args: Args, world: World) -> None:
         args, world, inputs, *parts, algorithm="unigrpo", evaluate_set=evaluate_set, export=export, seen=seen
     )
     with Loop(run) as steps:
-        for step, rollout in steps.sampled_by(roll_out):
+        for step, rollout in sampled(run, steps, roll_out):
             batches = train_batches(run, step, rollout)  # tokens and steps share advantages
             with run.updating(step):
                 step.metrics |= update(run, step, batches) | lengths(run, rollout)

@@ -18,7 +18,7 @@ from omni_rl.flow.scoring import (
     keep_samples,
     train_batches,
 )
-from omni_rl.run import loop
+from omni_rl.run import start
 from omni_rl.run.run import Step
 from omni_rl.settings.fields import change
 from omni_rollout import Prompt, Samples, replay
@@ -164,7 +164,7 @@ def test_a_profiled_step_leaves_a_trace_of_each_phase_and_the_same_numbers(here,
 
 def test_the_speed_of_each_phase_with_a_net_is_logged(here, bright_url, monkeypatch):
     """As operations that do not depend on the speed: an update is three forwards, but for what leads nowhere."""
-    monkeypatch.setattr(loop, "peak_tflops", lambda device: 0.5)
+    monkeypatch.setattr(start, "peak_tflops", lambda device: 0.5)
     first, *lines = train_with(app, change(TINY, scorer_url=bright_url), flops=True)
     assert undocumented(lines) == set()
     assert "perf/rollout_tflops" not in first

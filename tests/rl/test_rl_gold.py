@@ -10,8 +10,8 @@ from omni_losses import ranks
 from omni_rl.flow.evals import HeldOut
 from omni_rl.flow.gold import judge, rank_correlation
 from omni_rl.run.alarms import find_alarms
-from omni_rl.run.loop import Gold, best_of
-from omni_rl.run.metrics import MAX_DRIFT, MIN_CORRELATION, MIN_DIVERSITY, falls
+from omni_rl.run.evaluation import best_of
+from omni_rl.run.metrics import GOLD_REWARD, MAX_DRIFT, MIN_CORRELATION, MIN_DIVERSITY, falls
 from omni_rl.settings.args import MediaArgs, without_secrets
 from omni_rl.settings.early import GOLD_DIGEST, check_same
 from omni_rl.settings.eval_sets import EvalSet, MediaEval, check_gold
@@ -106,7 +106,9 @@ def test_a_score_falls_where_all_of_the_last_are_below_the_best_by_more_than_two
 
 def test_the_best_is_the_first_of_equal_ones():
     assert best_of([]) is None
-    assert best_of([Gold(0.1, 0, 0), Gold(0.9, 0, 5), Gold(0.9, 0, 10), Gold(0.2, 0, 15)]) == 5
+    assert best_of([{"step": 0.0, "eval/reward": 1.0}]) is None
+    lines = [{"step": step, GOLD_REWARD: score} for step, score in ((0, 0.1), (5, 0.9), (10, 0.9), (15, 0.2))]
+    assert best_of(lines) == 5
 
 
 def alarms(*lines):

@@ -196,6 +196,11 @@ class RunLog:
         return open_regular(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
 
 
+def is_added(name: str) -> bool:
+    """Return True for a name in a line that the log has added itself."""
+    return name == "step" or name.startswith("time/") or name.endswith(("samples_per_s", "_tflops", "_mfu"))
+
+
 def claim_folder(dist: Dist, folder: Path, *, has_checkpoint: bool | None = None, way: str = "") -> None:
     """Raise on every rank if a folder is another run's. Take the `omni_train.lock.RunLock` first.
 

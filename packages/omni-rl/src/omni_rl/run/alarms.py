@@ -24,6 +24,12 @@ class Alarm:
     numbers: dict[str, float]
     look: str
 
+    @property
+    def text(self) -> str:
+        """A line for the terminal; the report shows the same from the log."""
+        numbers = ", ".join(f"{name} {value:.4g}" for name, value in self.numbers.items())
+        return f"ALARM after step {self.step}: {self.title} ({numbers}). {self.look}"
+
 
 class Watch:
     """The state of the rules along the lines of a run; it keeps only the lines that they need."""

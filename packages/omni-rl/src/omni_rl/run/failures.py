@@ -7,8 +7,8 @@ where another rank is the cause. A rank without a report hangs or was killed.
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,11 +16,12 @@ import torch
 from omni_reward import RewardError
 from omni_train.dist import is_lost_rank, shutdown, tell_failure
 from omni_train.kernels import has_own_attention
-from omni_train.signals import resume_command
+from omni_train.signals import Stop, catch_stop, resume_command
 from omni_train.terminal import printable
 
 from omni_rl.flow.scorers import scorer_to_start
 from omni_rl.run.notify import announce
+from omni_rl.run.run import AnyRun
 from omni_rl.run.world import World
 from omni_rl.settings.args import RunArgs
 from omni_rl.settings.fields import values_of
@@ -55,6 +56,21 @@ def launch(main: Callable[[ArgsT, World], None], args: ArgsT) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # a rank that failed must not wait, in some library's ending, for ranks that wait for it
+
+
+@contextmanager
+def running(run: AnyRun) -> Iterator[Stop]:
+    """Record in the `with` block what asks the run to stop; close its log after it, and after success the run.
+
+    Raises:
+        BrokenRunError: the block has raised an exception.
+    """
+    try:
+        with catch_stop(run.world.signals) as stop, run.session.log:
+            yield stop
+    except Exception as error:
+        raise BrokenRunError(run.session.log.last_phase, error) from error
+    run.close()
 
 
 class BrokenRunError(RuntimeError):

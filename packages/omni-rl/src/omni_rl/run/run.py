@@ -64,6 +64,7 @@ class Breakers:
     load: Breaker = field(default_factory=partial(Breaker, "the load of experts"))
     pictures: Breaker = field(default_factory=partial(Breaker, "the samples of the report"))
     card: Breaker = field(default_factory=partial(Breaker, "the model card"))
+    peak: Breaker = field(default_factory=partial(Breaker, "the peak of the device"))
 
 
 @dataclass
@@ -76,7 +77,8 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
     trained: the experts that are trained, as in `Model.nets`. streams: latent elements of each medium, where frames and
     sound have separate losses. algorithm and base: for the model card. parts: of scores, which steps log. sleeps: True
     if the engine sleeps during updates. version: of the weights that the engine has. counts: samples that were `drawn`.
-    calls: those that have passed the nets. load: of the experts of a mixture of experts in the engine, else None.
+    calls: those that have passed the nets. flops: operations of the net, and peak_tflops: those of the
+    device, on the first rank. load: of the experts of a mixture of experts in the engine, else None.
     open_servers: the reward server that this run has started, if any. samplers: the ranks that only sample, if any and
     this one trains. num_updates: optimizer steps of a training step.
     """
@@ -105,6 +107,7 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
     calls: Calls = field(default_factory=Counter)
     load: ExpertLoad | None = None
     flops: FlopTable | None = None
+    peak_tflops: float | None = None
     open_servers: ExitStack = field(default_factory=ExitStack)
     samplers: Samplers | None = None
     num_updates: int = 1

@@ -9,11 +9,13 @@ from typing import Any, TypeVar
 
 import torch
 from omni_reward import RewardError, Score
+from omni_train.progress import begin
 from omni_train.roles import Roles
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from omni_rl.flow.scoring import MediaRollout
+from omni_rl.run.failures import running
 from omni_rl.run.run import AnyRun, Step
 from omni_rl.run.samplers import samples_message, scores_message
 
@@ -21,24 +23,33 @@ Order = tuple[Any, dict[str, Tensor]]
 RunT = TypeVar("RunT", bound=AnyRun)
 
 
-def serve(run: RunT, roles: Roles, roll_out: Callable[[RunT, Step], MediaRollout]) -> None:
-    """Sample what the ranks that train order, with the weights that they send before, until they end."""
+def serve(run: RunT, roll_out: Callable[[RunT, Step], MediaRollout]) -> None:
+    """Sample what the ranks that train order, with the weights that they send before, until they end.
+
+    Then close the run.
+
+    Raises:
+        BrokenRunError: as of `omni_rl.run.failures.running`.
+    """
+    roles: Roles = run.world.roles  # type: ignore[assignment]  # which a rank that only samples has
     receiver, sender = ThreadPoolExecutor(1), ThreadPoolExecutor(1)  # no `with`, which waits for both after an error
     tensors, sent = iter(run.policy.sampled_with), set[Future[None]]()
-    while (order := awaited(receiver.submit(roles.next_order), sent))[0] != []:
-        head, weights = order
-        if head is None:
-            for i in range(len(weights)):
-                copy_full(weights[str(i)], next(tensors))
-            continue
-        number, version = head
-        tensors = iter(run.policy.sampled_with)
-        run.calls.clear()
-        run.sync_weights(version)
-        rollout = roll_out(run, Step(number, version))
-        forwards = math.nan if run.breakers.calls.has_failed else sum(run.calls.values())
-        sent.add(sender.submit(send, run, roles, rollout, forwards))
-    sender.shutdown()
+    begin("")
+    with running(run):
+        while (order := awaited(receiver.submit(roles.next_order), sent))[0] != []:
+            head, weights = order
+            if head is None:
+                for i in range(len(weights)):
+                    copy_full(weights[str(i)], next(tensors))
+                continue
+            number, version = head
+            tensors = iter(run.policy.sampled_with)
+            run.calls.clear()
+            run.sync_weights(version)
+            rollout = roll_out(run, Step(number, version))
+            forwards = math.nan if run.breakers.calls.has_failed else sum(run.calls.values())
+            sent.add(sender.submit(send, run, roles, rollout, forwards))
+        sender.shutdown()
 
 
 def awaited(order: Future[Order], sent: set[Future[None]]) -> Order:

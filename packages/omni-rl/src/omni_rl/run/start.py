@@ -31,7 +31,7 @@ from omni_rollout.types import WeightedEngine
 from omni_train import lora, progress
 from omni_train.dist import Dist, context_mesh, deterministic, gather_json, same_error, shard_mesh
 from omni_train.experts import find_experts, num_gathered
-from omni_train.flops import FlopTable, device_name
+from omni_train.flops import FlopTable, device_name, peak_tflops
 from omni_train.kernels import BACKENDS, check_attention, check_compiler, check_float8, check_float16
 from omni_train.memory.offload import HostAdamW
 from omni_train.memory.quantized import BYTES
@@ -624,6 +624,7 @@ def open_run(  # noqa: PLR0913 - a run has that many parts
     nets = [each for each in {engine.net, net} if each is not None]
     session.open_log(args, world, nets, [held.metric("reward") for held in inputs.held_out[1:]], policy.unshard)
     if dist.is_main:
+        run.peak_tflops = run.breakers.peak(peak_tflops, dist.device)
         run.flops = FlopTable(lambda: adapt_like(inputs.model.empty_net(), inputs.how, net), net)
     run.sync_weights(max(session.first_step - 1, 0))
     return run

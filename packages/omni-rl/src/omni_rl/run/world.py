@@ -65,6 +65,11 @@ class World:
         """All ranks, of either role."""
         return self.roles.whole if self.roles else self.dist
 
+    @property
+    def only_samples(self) -> bool:
+        """True if this rank samples for others, which train."""
+        return self.dist.first > 0
+
     def check_files(self, model: Checked) -> None:
         """Raise ValueError unless all files of a model are there."""
         model.check_files()

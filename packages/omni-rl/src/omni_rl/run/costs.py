@@ -1,0 +1,62 @@
+"""What a step costs: work of the nets and of the scorer, memory, CPU seconds."""
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypedDict
+
+from omni_train.dist import gather_json
+
+from omni_rl.run.run import AnyRun, Step
+
+
+class Work(TypedDict):
+    """What a rank has done in a step, as `RunLog.log` takes it."""
+
+    num_samples: float
+    flops: dict[str, float]
+    peak_tflops: float | None
+
+
+@contextmanager
+def measured(run: AnyRun, step: Step) -> Iterator[None]:
+    """Count what the block costs, and add it to the metrics of the step."""
+    busy_s, cpu_s = run.scorer.busy_s, time.process_time()
+    run.counts.clear()
+    run.calls.clear()
+    if run.load:
+        run.load.clear()
+    yield
+    step.metrics["reward/busy_s"] = run.scorer.busy_s - busy_s + run.counts["busy_ms"] / 1000
+    step.metrics |= run.memory("", peak=True)
+    step.metrics |= costs(run, time.process_time() - cpu_s)
+    if run.model.boundary and not run.breakers.calls.has_failed:
+        step.metrics |= {f"policy/forwards_{name}": float(run.counts[name]) for name in run.model.nets}
+    step.metrics |= (run.breakers.load(run.load.metrics) or {}) if run.load else {}
+
+
+def costs(run: AnyRun, cpu_s: float) -> dict[str, float]:
+    """Return metrics of the cost of a step on all ranks, if all report it. cpu_s: CPU seconds of this rank."""
+    names = ("perf/forwards", "perf/backwards", "perf/cpu_s")
+    own = run.breakers.calls(own_costs, run, cpu_s) or [math.nan] * len(names)  # other ranks wait for what this one has
+    sums = map(sum, zip(*gather_json(run.dist, own), strict=True))
+    return {name: total for name, total in zip(names, sums, strict=True) if not math.isnan(total)}
+
+
+def own_costs(run: AnyRun, cpu_s: float) -> list[float]:
+    """Return the forwards and backwards of samples, and the CPU seconds, of this rank."""
+    with_gradients = sum(samples for (_, has_gradient, _), samples in run.calls.items() if has_gradient)
+    samples = [count / run.dist.context for count in (sum(run.calls.values()), with_gradients)]
+    samples[0] += run.counts["forwards"]  # of ranks that only sample
+    return [*samples, cpu_s + run.counts["cpu_ms"] / 1000]
+
+
+def work_of(run: AnyRun) -> Work:
+    """Return what this rank has done since its counts were cleared."""
+    counted = run.flops.total(run.calls) if run.flops and not run.breakers.calls.has_failed else {}
+    return Work(
+        num_samples=run.counts["drawn"] / run.dist.context,
+        flops={name: n / run.dist.context for name, n in counted.items()},
+        peak_tflops=run.peak_tflops,
+    )

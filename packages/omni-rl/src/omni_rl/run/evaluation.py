@@ -1,0 +1,146 @@
+"""An evaluation of a run: the held-out sets under the averaged weights, their export with its card, the best so far.
+
+A `Line` is one of the log, with its `step`. Lines of evaluations are those that have a metric `eval/...`.
+"""
+
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from omni_train.dist import same_error
+from omni_train.files import read_jsonl, write_folder_atomically
+from omni_train.weights.card import model_card
+
+from omni_rl.flow.evals import HeldOut, Shown, date_evaluations, evaluate, mixed, starts_of
+from omni_rl.media.write import readable
+from omni_rl.report.folder import command_line
+from omni_rl.run.alarms import Line
+from omni_rl.run.metrics import GOLD_REWARD, SETTINGS_SINCE, error_of, falls
+from omni_rl.run.run import AnyRun
+from omni_rl.settings.args import secret_flags, without_secrets
+from omni_rl.settings.early import EVALS
+from omni_rl.settings.fields import change, flat
+
+
+def is_due(run: AnyRun, done: int) -> bool:
+    """Return True if an evaluation is due after so many steps."""
+    args = run.args
+    return bool(done or args.eval.first) and (done % args.eval.every == 0 or done == args.train_steps)
+
+
+def is_judged(line: Line) -> bool:
+    """Return True if a line of the log has an evaluation."""
+    return any(name.startswith("eval/") for name in line)
+
+
+def date_sets(run: AnyRun, now: int) -> dict[str, float]:
+    """Note in the checkpoints from which step on each set is evaluated as now; return it as `sinces` does."""
+    then: Mapping[str, object] = run.session.config.get(EVALS, {})  # type: ignore[assignment]  # as an earlier start wrote it
+    run.session.config[EVALS] = found = date_evaluations(run.held_out, then, now)
+    return starts_of(found)
+
+
+def hold_out(run: AnyRun, done: int, before: Sequence[Line]) -> dict[str, float]:
+    """Return metrics of the held-out prompts under the averaged weights; a run that trains exports these weights.
+
+    before: the lines of evaluations so far.
+    """
+    with run.policy.ema.applied():
+        run.sync_weights(done)
+        metrics, shown = evaluate(run.held_out, partial(_evaluate_set, run))
+        metrics |= settings_since(run)
+        if report := run.session.report:
+            run.breakers.pictures(lambda: report.show_eval(done, *mixed(shown)))
+        if done and not run.args.eval.only:
+            if run.args.checkpoint_url:
+                run.session.checkpoints.wait()  # a save in progress sends the weights before
+            has_card = run.dist.is_main and "eval/reward" in metrics
+            lines = [*before, {"step": done} | metrics]
+            run.export(run, run.breakers.card(card_facts, run, lines) if has_card else None)
+    run.sync_weights(done)
+    return metrics
+
+
+def _evaluate_set(run: AnyRun, held: HeldOut[Any, Any]) -> tuple[dict[str, float], Shown]:
+    size = held.batch_size(run.args.batch_size, run.dist.num_shares)
+    return run.evaluate_set(replace(run, args=change(run.args, batch_size=size)), held)
+
+
+def settings_since(run: AnyRun) -> dict[str, float]:
+    """Return the metrics that tell from which step on each set, also one left out since, is evaluated as it was last.
+
+    There are none if all are since the start.
+    """
+    dates: Mapping[str, tuple[str, int]] = run.session.config.get(EVALS, {})  # type: ignore[assignment]  # of `date_sets`
+    found = {f"{start}{SETTINGS_SINCE}": since for start, since in starts_of(dates).items()}
+    return found if any(found.values()) and not run.args.eval.only else {}
+
+
+def card_facts(run: AnyRun, evals: Sequence[Line]) -> dict[str, object]:
+    """Return the facts of the model card, with the latest held-out scores.
+
+    evals: the lines of evaluations.
+
+    Raises:
+        ValueError: they make no card, as a score is not finite.
+    """
+    evals = [line for line in evals if "eval/reward" in line]
+    first = {"held-out, base": evals[0]["eval/reward"]} if evals[0]["step"] == 0 and len(evals) > 1 else {}
+    more = {
+        f"held-out, {h.name}": evals[-1][h.metric("reward")]
+        for h in run.held_out[1:]
+        if h.metric("reward") in evals[-1]
+    }
+    plain, settings = flat(type(run.args)()), flat(without_secrets(run.args))
+    path = run.session.folder / "versions.jsonl"  # which is missing where its record failed
+    now = {"command": command_line(sys.argv, hide=secret_flags(run.args))}
+    starts = dict.fromkeys(str(start["command"]) for start in (read_jsonl(path) if path.exists() else [now]))
+    facts: dict[str, object] = {
+        "base": run.base,
+        "algorithm": run.algorithm,
+        "settings": {name: value for name, value in settings.items() if value != plain[name]},
+        "scores": {"held-out": evals[-1]["eval/reward"], **first, **more},
+        "command": "\n".join(starts),
+    }
+    model_card(facts, is_lora=bool(run.args.lora.rank))
+    return facts
+
+
+def changes_of(run: AnyRun, evals: Sequence[Line]) -> str:
+    """Return the first and the last held-out score of each set, in words."""
+    changes = []
+    for held in run.held_out:
+        scores = [line[held.metric("reward")] for line in evals if held.metric("reward") in line]
+        if scores:
+            ends = scores[:: max(1, len(scores) - 1)]
+            changes.append(f"{held.name or 'held-out score'} {' -> '.join(readable(score, 3) for score in ends)}")
+    return ", ".join(changes) or "no held-out score"
+
+
+def golds_of(lines: Sequence[Line]) -> list[Line]:
+    """Return the lines with a gold score."""
+    return [line for line in lines if GOLD_REWARD in line]
+
+
+def best_of(lines: Sequence[Line]) -> int | None:
+    """Return the step with the best gold score, the first of equal ones; None if there is none."""
+    golds = golds_of(lines)
+    return int(max(golds, key=lambda line: line[GOLD_REWARD])["step"]) if golds else None
+
+
+def has_fallen(lines: Sequence[Line], count: int) -> bool:
+    """Return True if the gold score has fallen in the last `count` lines that have one, as `falls` says."""
+    golds = golds_of(lines)
+    scores, errors = [line[GOLD_REWARD] for line in golds], [line.get(error_of(GOLD_REWARD), 0.0) for line in golds]
+    return falls(scores, errors, count)
+
+
+def keep_best(run: AnyRun) -> None:
+    """Copy the weights that were just exported to runs/NAME/best, completely or not at all."""
+    weights, best = run.session.folder / "weights", run.session.folder / "best"
+    with same_error(run.dist):
+        if run.dist.is_main:
+            write_folder_atomically(best, lambda into: shutil.copytree(weights, into, dirs_exist_ok=True))

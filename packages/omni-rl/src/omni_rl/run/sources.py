@@ -1,0 +1,64 @@
+"""Where the samples of a run's steps come from.
+
+    for step, rollout in sampled(run, steps, roll_out):
+
+A step is sampled as it begins. With `--draw-ahead K` it is sampled K updates before, so that its scores come meanwhile.
+With `--sharding.rollout-ranks` other ranks sample it, and a rank that trains takes its samples as the step begins.
+
+No samples wait where a run is saved or evaluated: a checkpoint holds none, and a step's number says how old its samples
+are.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from omni_rl.run.loop import Loop
+from omni_rl.run.run import AnyRun, Step
+from omni_rl.settings.args import next_end
+
+RunT = TypeVar("RunT", bound=AnyRun)
+T = TypeVar("T")
+
+
+def sampled(run: RunT, steps: Loop, roll_out: Callable[[RunT, Step], T]) -> Iterator[tuple[Step, T]]:
+    """Yield each remaining step with its samples.
+
+    roll_out: `(run, step) -> samples`, by weights of `step.version`.
+
+    Raises:
+        RuntimeError: samples of a step are too old, as the engine lacks weights.
+    """
+    if samplers := run.samplers:
+        for step, _ in begun(run, steps, lambda early: samplers.order(early.number, early.version)):
+            yield step, roll_out(run, step)
+        return
+
+    def sample(step: Step) -> T:
+        rollout = roll_out(run, step)
+        step.version = run.version
+        return rollout
+
+    yield from begun(run, steps, sample)
+
+
+def begun(run: AnyRun, steps: Loop, begin: Callable[[Step], T]) -> Iterator[tuple[Step, T]]:
+    """Yield each remaining step with what `begin` has returned for it, at most `--draw-ahead` updates before.
+
+    Raises:
+        RuntimeError: the weights that `step.version` names are older.
+    """
+    early = deque[tuple[Step, T]]()
+    for step in steps:
+        ahead, end = run.args.draw_ahead, next_end(run.args, step.number)
+        while not early or (len(early) <= ahead and steps.begun < end and not steps.is_asked):
+            new = Step(steps.begun, version=step.number) if early else step
+            early.append((new, begin(new)))
+            steps.begun = new.number + 1
+        first, found = early.popleft()
+        vars(step).update(vars(first))
+        if step.staleness > ahead:
+            rule = f"samples must be at most {ahead} updates old, as --draw-ahead says"
+            raise RuntimeError(f"step {step.number + 1}: {rule}, got {step.staleness}: a sync is missing")
+        step.metrics |= {"policy/staleness": float(step.staleness)} if ahead else {}
+        yield step, found
