@@ -7,8 +7,8 @@
 Between steps it evaluates, logs, raises alarms, saves, and stops where the program is asked to. When a step breaks, it
 saves what there is and says what broke.
 
-`omni_rl.run.sources` yields the steps with their samples, of which some may be taken before their step begins. The loop
-tells it by `is_asked` when to take no more, and stops only after the last step that has `begun`.
+`omni_rl.run.sources` yields the steps with their samples. It may sample some before their step: none once the run
+`is_asked` to stop, and the run stops after the last that has `begun`.
 """
 
 import sys
