@@ -31,11 +31,8 @@ from torch import Tensor, nn
 
 from omni_rl.flow.scorers import Scorer, abstaining, check_gradable
 from omni_rl.media.images import reference_sizes
-from omni_rl.run.run import MediaRun
-from omni_rl.run.session import Session
-from omni_rl.run.start import (
+from omni_rl.run.inputs import (
     Inputs,
-    check_alike,
     graded_by_run,
     model_place,
     open_set_scorers,
@@ -43,6 +40,8 @@ from omni_rl.run.start import (
     read_sets,
     with_policies,
 )
+from omni_rl.run.run import MediaRun
+from omni_rl.run.session import Session
 from omni_rl.run.world import World
 from omni_rl.settings.args import (
     STREAMS,
@@ -362,7 +361,7 @@ def open_scorer(
     with same_error(world.whole):
         scorer, version = connect_scorers(args, world, inputs, own, scored, meta)
         session.name_scorer(args, version)
-    check_alike(world.whole, {"scorer": version})  # each machine may have a server of its own
+    world.check_alike({"scorer": version})  # each machine may have a server of its own
     return scorer
 
 

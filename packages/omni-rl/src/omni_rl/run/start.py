@@ -14,32 +14,25 @@
 A mistake in the settings raises ValueError or OSError on every rank, before any weight is loaded.
 """
 
-import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from omni_rollout import Model, Params
-from omni_rollout.models.hub import hub_fault, local_folder, released_models
+from omni_rollout import Model
 from omni_rollout.offload import bring_blocks
-from omni_rollout.tokens import TokenModel, TokenParams
+from omni_rollout.tokens import TokenModel
 from omni_rollout.types import WeightedEngine
 from omni_train import lora, progress
-from omni_train.dist import Dist, context_mesh, deterministic, gather_json, same_error, shard_mesh
-from omni_train.experts import find_experts, num_gathered
+from omni_train.dist import context_mesh, deterministic, gather_json, same_error, shard_mesh
+from omni_train.experts import num_gathered
 from omni_train.flops import FlopTable, device_name, peak_tflops
-from omni_train.kernels import BACKENDS, check_attention, check_compiler, check_float8, check_float16
+from omni_train.kernels import BACKENDS
 from omni_train.memory.offload import HostAdamW
-from omni_train.memory.quantized import BYTES
-from omni_train.memory.recompute import Recompute
 from omni_train.optim import SummedBackward, build_adamw, scaled_backward
-from omni_train.prepare import Lora, Preparation, adapt, adapt_like, prepare
-from omni_train.prompts.files import PromptRecord, RecordCheck
-from omni_train.prompts.sampler import PromptSampler
+from omni_train.prepare import Preparation, adapt, adapt_like, prepare
 from omni_train.shard import shard
 from omni_train.weights.adapters import load_adapter
 from omni_train.weights.full import named_weights, saved_files
@@ -48,76 +41,26 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.nn.attention import sdpa_kernel
 
-from omni_rl.flow.evals import HeldOut, Shown, params_of
-from omni_rl.flow.scorers import AnyScorer, Scorer, with_server
+from omni_rl.flow.evals import HeldOut, Shown
+from omni_rl.flow.scorers import AnyScorer, with_server
+from omni_rl.run.dry_run import plan_of
+from omni_rl.run.inputs import Inputs
 from omni_rl.run.policy import Policy
-from omni_rl.run.run import ModelT, ParamsT, Run, Seen, first_input
+from omni_rl.run.run import ParamsT, Run, Seen, first_input
 from omni_rl.run.samplers import Samplers
 from omni_rl.run.session import Session
 from omni_rl.run.world import World
-from omni_rl.settings.args import (
-    MediaArgs,
-    RunArgs,
-    load_records,
-    num_ranks,
-    num_samplers,
-    num_trainers,
-    offloaded,
-    sharding,
-    without_secrets,
-)
+from omni_rl.settings.args import RunArgs, offloaded, sharding, without_secrets
 from omni_rl.settings.early import LOSS_SCALE, files_of
-from omni_rl.settings.eval_sets import GOLD, loose_limits, setting_of
-from omni_rl.settings.fields import as_flags, change, flag, flags_by_name, flat, require, values_of
-from omni_rl.settings.token_args import ThinkingArgs, TokenLora
+from omni_rl.settings.eval_sets import loose_limits
+from omni_rl.settings.fields import change, flag, flat, require, values_of
 from omni_rl.settings.toml import to_toml
 
-SHIPPED = "omni-rollout's, with a token for each word of a prompt, as {} cannot be fetched: {}"
 MAX_GATHERED = 1e9  # bytes of weights that sharded ranks may gather for every token
-STEP = "--memory.device-gb GB plans its memory, and the host's, for an accelerator of that size"
 OwnArgsT = TypeVar("OwnArgsT", bound=RunArgs)
 OwnModelT = TypeVar("OwnModelT", bound=Model | TokenModel)
 OwnEngineT = TypeVar("OwnEngineT", bound=WeightedEngine)
 OwnScorerT = TypeVar("OwnScorerT", bound=AnyScorer)
-InputsT = TypeVar("InputsT", bound="Inputs[Any, Any]")
-AnyParamsT = TypeVar("AnyParamsT", bound=Params | TokenParams)
-
-
-@dataclass
-class Inputs(Generic[ModelT, ParamsT]):
-    """Inputs of a run that are read before any weight.
-
-    about: the model in a few words. trained: its experts that are trained, as `Model.nets` has them. canary: the prompt
-    with which scorers are tried. sizes: (height, width) of all prompts. how: what is done to the net. config: what else
-    must be the same when the run goes on. files: full weights to start from, by expert; adapters: folders of adapters
-    instead, and `part` the prefix of names in their files. beside: the policies beside the trained one, of "old", for
-    `Policy.as_old`, and "reference". teachers: folders of weights, by name and expert. lr_scales: of experts with
-    another learning rate. parts: of scores, which steps log. streams: as `Run`. watch: a second scorer of evaluations,
-    once it is open. token_engine: the engine for each of whose tokens sharded ranks would gather the weights, if any.
-    reads_files: True if the net is filled from files, False if the model loads it.
-    """
-
-    model: ModelT
-    base_params: ParamsT
-    prompts: PromptSampler
-    held_out: list[HeldOut[Any, Any]]
-    canary: PromptRecord
-    how: Preparation
-    about: str
-    trained: Mapping[str, str]
-    config: dict[str, object] = field(default_factory=dict)
-    files: Mapping[str, Sequence[Path]] = field(default_factory=dict)
-    adapters: Mapping[str, Path] = field(default_factory=dict)
-    part: str = "transformer"
-    beside: Collection[str] = ()
-    teachers: Mapping[str, Mapping[str, Path]] = field(default_factory=dict)
-    lr_scales: Mapping[str, float] = field(default_factory=dict)
-    parts: Sequence[str] = ()
-    streams: Mapping[str, int] = field(default_factory=dict)
-    sizes: Collection[tuple[int, int]] = ()
-    watch: Scorer | None = None
-    token_engine: str = ""
-    reads_files: bool = True
 
 
 @contextmanager
@@ -126,145 +69,6 @@ def reading(part: str, size: int) -> Iterator[None]:
     with progress.doing(part):
         yield
     progress.advance(size)
-
-
-# 1. What the kinds share in reading
-
-
-def model_place(args: RunArgs) -> str | Path:
-    """Return --model; for a dry run that cannot fetch it, the folder in omni-rollout with its configuration, if any."""
-    folder = released_models().get(args.model)
-    if folder and args.dry_run:
-        try:
-            local_folder(args.model)
-        except ValueError:
-            return folder
-    return args.model
-
-
-def preparation(
-    args: RunArgs, device: torch.device, model: Any, is_frozen: Callable[[str], bool], *, compiles: bool = False
-) -> Preparation:
-    """Return what the settings say is done to the net of a model.
-
-    Raises:
-        ValueError: the device has no such kernels of attention, no float8, or no compiler.
-    """
-    own = args.lora
-    adapters = Lora(
-        own.targets.split(",") if own.targets else model.LORA_TARGETS,
-        own.rank,
-        own.alpha,
-        own.init,
-        args.seed,
-        exclude=own.exclude.split(",") if own.exclude else (),
-        parameters=own.target_parameters.split(",") if isinstance(own, TokenLora) and own.target_parameters else (),
-        use_rslora=own.use_rslora,
-        use_dora=own.use_dora,
-        in_float32=own.dtype == "float32",
-    )
-    on_host = "activations" in offloaded(args)
-    recompute = Recompute(args.memory.keep_products_gb * 1e9, compiled=compiles, on_host=on_host)
-    dtype: torch.dtype = getattr(torch, args.dtype)
-    with as_flags(flags_by_name(type(args))):
-        check_attention(args.attention, device, dtype)
-        if args.dtype == "float16" and not args.dry_run:
-            check_float16(device)
-        if args.memory.base_dtype == "fp8":
-            check_float8(device)
-        if compiles:
-            check_compiler(device)
-    with as_flags(flags_by_name(type(args), "lora") | {"parameters": "--lora.target-parameters"}):
-        if own.rank:
-            options = {"exclude": adapters.exclude, "parameters": adapters.parameters}
-            lora.find_layers(model.empty_net(), adapters.targets, **options, rank=own.rank, init=own.init)
-    experts = model.EXPERT_NAMES if args.sharding.experts else ()
-    if args.sharding.experts:
-        with flag("--sharding.experts: "):
-            find_experts(model.empty_net(), experts, num_ranks())
-    return Preparation(
-        device,
-        model.BLOCK_NAMES,
-        dtype,
-        lora=adapters if own.rank else None,
-        is_frozen=is_frozen,
-        base_dtype=args.memory.base_dtype,
-        attention=args.attention,
-        compile=compiles,
-        recompute=recompute if args.memory.gradient_checkpointing else None,
-        expert_names=experts,
-    )
-
-
-def with_policies(
-    inputs: InputsT, beside: Collection[str], teachers: Mapping[str, Mapping[str, Path]] = MappingProxyType({})
-) -> InputsT:
-    """Note the policies beside the trained one in the inputs, and return these; with LoRA they are adapters too.
-
-    Without adapters to start from the reference is the net without adapters.
-    """
-    inputs.beside, inputs.teachers = beside, teachers
-    how, adapters = inputs.how, inputs.adapters
-    if how.lora:
-        require((not teachers or how.lora.init != "pissa", "--lora.init pissa does not go with teachers"))
-        kept = [name for name in ("old", "reference") if name in beside and (name == "old" or adapters)]
-        others = (*kept, *(f"teacher_{name}" for name in teachers))
-        inputs.how = replace(how, lora=replace(how.lora, others=others))
-    return inputs
-
-
-def read_sets(
-    args: RunArgs,
-    records: Sequence[PromptRecord],
-    params: AnyParamsT,
-    check: RecordCheck,
-    check_graded: RecordCheck,
-    check_params: Callable[[AnyParamsT], None] = lambda params: None,
-) -> list[HeldOut[AnyParamsT, Any]]:
-    """Return the sets of an evaluation, the first of which has the records of --eval.prompts.
-
-    check: called with each prompt of a set that has its own scorer; check_graded: of the gold set, and of all others.
-    """
-    samples, threshold = args.eval.samples_per_prompt, args.eval.pass_threshold
-    sets: list[HeldOut[AnyParamsT, Any]] = [HeldOut("", records, params, samples=samples, threshold=threshold)]
-    for number, own in enumerate(args.eval.all_sets, start=1):
-        is_graded = own.name == GOLD or not own.scorer_url
-        with flag(f"{setting_of(own, number, 'prompts')}: "):
-            found = load_records(args, own.prompts, check_graded if is_graded else check)
-        few = own.name == GOLD and len(found) < 2  # for an error bar
-        require((not few, f"--eval.gold-prompts must have at least 2 prompts, got {len(found)}"))
-        with flag(f"eval.sets[{number}]: "):
-            check_params(own_params := params_of(own, params))
-        limit = threshold if own.pass_threshold is None else own.pass_threshold
-        own_samples = own.samples_per_prompt or samples
-        sets.append(HeldOut(own.name, found[: own.num_prompts or None], own_params, own.seed, own_samples, limit))
-    return sets
-
-
-def graded_by_run(
-    args: RunArgs, training: Sequence[PromptRecord], sets: Sequence[HeldOut[Any, Any]]
-) -> dict[str, Sequence[PromptRecord]]:
-    """Return the prompts that the run's own scorer grades, by the settings that name them."""
-    names = [(setting_of(own, i, "prompts"), own.name == GOLD or not own.scorer_url)
-             for i, own in enumerate(args.eval.all_sets, start=1)]  # fmt: skip
-    held = {name: own.records for (name, is_graded), own in zip(names, sets[1:], strict=True) if is_graded}
-    return {**({"--prompts": training} if training else {}), "--eval.prompts": sets[0].records, **held}
-
-
-def open_set_scorers(args: RunArgs, sets: list[HeldOut[Any, Any]], connect: Callable[[str, str, Any], Any]) -> None:
-    """Open the scorers of evaluation sets.
-
-    connect: takes a URL, the setting's name and the set's prompts; returns a scorer, and its name and version.
-    """
-    for place, own in enumerate(args.eval.all_sets, start=1):
-        if own.scorer_url:
-            is_started = own.name == GOLD and args.eval.gold_scorer
-            name = "--eval.gold-scorer" if is_started else setting_of(own, place, "scorer_url")
-            scorer, version = connect(own.scorer_url, name, sets[place].records)
-            sets[place] = replace(sets[place], scorer=scorer, version=version)
-
-
-# 2. What `main` calls, in this order, and the parts of it
 
 
 def open_session(args: RunArgs, world: World, inputs: Inputs[Any, Any]) -> Session:
@@ -278,7 +82,7 @@ def open_session(args: RunArgs, world: World, inputs: Inputs[Any, Any]) -> Sessi
         if sharding(args, dist.world_size) == "fsdp2" and args.sharding.unshard == "none" and not args.sharding.experts:
             check_gathered(args, inputs, model.empty_net())
         config = flat(without_secrets(args)) | files_of(args, model.folder) | inputs.config
-    check_alike(whole, flat(args) | config)
+    world.check_alike(flat(args) | config)
     for line in loose_limits(args.eval, [len(held.records) for held in inputs.held_out]) if whole.is_main else ():
         print(line, flush=True)
     session = Session(args, dist)
@@ -290,7 +94,7 @@ def open_session(args: RunArgs, world: World, inputs: Inputs[Any, Any]) -> Sessi
 def check_gathered(args: RunArgs, inputs: Inputs[Any, Any], net: nn.Module) -> None:
     """Raise ValueError if sharded ranks would gather too much for each token that they sample."""
     given = values_of(args)["engine"]
-    size = num_gathered(net) * getattr(torch, args.dtype).itemsize if given == inputs.token_engine else 0
+    size = gathered_bytes(args, net) if given == inputs.token_engine else 0
     rule = (
         f"--sharding.mode fsdp2 would gather {size / 1e9:.1f} GB of weights for every token that "
         f"--engine {given} samples: give --sharding.unshard rollout, which gathers them once a step, or "
@@ -299,14 +103,9 @@ def check_gathered(args: RunArgs, inputs: Inputs[Any, Any], net: nn.Module) -> N
     require((size <= MAX_GATHERED, rule))
 
 
-def check_alike(dist: Dist, settings: dict[str, object]) -> None:
-    """Raise ValueError on every rank unless all have the same settings and files."""
-    by_rank = gather_json(dist, settings)
-    for rank, other in enumerate(by_rank):
-        names = sorted(name for name, value in by_rank[0].items() if other[name] != value)
-        if names:
-            values = ", ".join(f"{name} = {other[name]!r} (rank 0: {by_rank[0][name]!r})" for name in names)
-            raise ValueError(f"all ranks must have the same settings, but rank {rank} has {values}")
+def gathered_bytes(args: RunArgs, net: nn.Module) -> int:
+    """Return the size of the weights that sharded ranks would gather."""
+    return num_gathered(net) * int(getattr(torch, args.dtype).itemsize)
 
 
 def tell_plan(args: RunArgs, world: World, inputs: Inputs[Any, Any], session: Session) -> None:
@@ -315,84 +114,6 @@ def tell_plan(args: RunArgs, world: World, inputs: Inputs[Any, Any], session: Se
     model.reads_weights, own = False, replace(how, lora=how.lora and replace(how.lora, others=()))
     net = adapt(model.load_net(device="meta", dtype=how.weight_dtype), own)
     world.tell("\n".join([to_toml(without_secrets(args)), *plan_of(args, world.dist, inputs, session, net)]))
-
-
-def plan_of(args: RunArgs, dist: Dist, inputs: Inputs[Any, Any], session: Session, net: nn.Module) -> list[str]:
-    """Return a rank's part of a training step and the memory of its weights. net: with its adapters, without values."""
-    mode, num_ranks, samplers = sharding(args, dist.world_size), dist.world_size, num_samplers(args)
-    lora_rank = args.lora.rank
-    num_weights = sum(p.numel() for p in net.parameters())
-    num_trained = sum(p.numel() for p in net.parameters() if p.requires_grad)
-    num_nets = 0 if lora_rank else ("reference" in inputs.beside) + len(inputs.teachers)
-    num_frozen = num_weights - num_trained + num_weights * num_nets
-    copies = 4 + bool(args.ema_decay) + ("old" in inputs.beside)  # float32: weight, gradient, moments, averages
-    share = args.sharding.size or num_ranks if mode == "fsdp2" else 1
-    num_initial = num_trained if args.lora.init == "pissa" else 0  # float32
-    frozen_mb, trained_mb = (
-        number / share / 2**20
-        for number in (
-            4 * num_initial + (num_frozen - num_initial) * BYTES.get(args.memory.base_dtype, inputs.how.dtype.itemsize),
-            num_trained * 4 * copies,
-        )
-    )
-    samples = args.prompts_per_step * args.group_size
-    is_shipped = inputs.model.folder == released_models().get(args.model)
-    given = values_of(args)
-    can_plan = not (args.eval.only or isinstance(args, ThinkingArgs) or given.get("engine") == "vllm")
-    has_step = bool(args.memory.device_gb)
-    url = "that of --scorer.url, which no file keeps" if given.get("scorer.url") else ""
-    who = "rank" if dist.context == 1 else f"{dist.context} ranks, each with a part of every sample's tokens"
-    lines = {
-        "model": inputs.about,
-        **({"configuration": SHIPPED.format(args.model, hub_fault() or "the hub refuses it")} if is_shipped else {}),
-        "ranks": f"{num_ranks}, weights {mode}"
-        + ", experts on a rank each" * args.sharding.experts
-        + (f"; {samplers} more only sample" if samplers else ""),
-        "samples per step": f"{samples}, {samples // dist.num_shares} per {who}, {args.batch_size} per forward",
-        "optimizer steps per training step": str(args.num_minibatches),
-        "evaluations": _evaluations(args, inputs),
-        "scorer": url or given.get("scorer.name") or "none",
-        "learning rate": f"{args.lr:g}"
-        + (f", LoRA of rank {lora_rank} with alpha {args.lora.alpha}" * bool(lora_rank)),
-        "weights of the net": f"{num_weights / 1e6:.1f} M, trained {num_trained / 1e6:.1f} M",
-        "memory per rank": f"{frozen_mb:.0f} MB frozen weights, {trained_mb:.0f} MB for what is trained (weights, "
-        "gradients, optimizer, averages); what is not trained and activations come on top",
-        **({"a step": STEP} if can_plan and not has_step else {}),
-        **(_forward(args, inputs, net) if isinstance(args, MediaArgs) and not has_step else {}),
-        "start": f"{session.begins}, in {session.folder}",
-    }
-    return [f"plan: {name}: {value}" for name, value in lines.items()]
-
-
-def _forward(args: MediaArgs, inputs: Inputs[Any, Any], net: nn.Module) -> dict[str, str]:
-    """Return what a forward takes, by running one without values; of thoughts, whose lengths are not known, nothing.
-
-    Raises:
-        ValueError: the forward fails, as of data types that do not fit.
-    """
-    from omni_rl.tools.plan_forward import count_forward
-
-    if isinstance(args, ThinkingArgs):
-        return {}
-    dtype = inputs.how.dtype
-    for param in net.parameters() if sharding(args, num_trainers(args)) == "fsdp2" else ():
-        param.data = param.data.to(dtype)  # as they are gathered
-    with flag(f"--dtype {args.dtype}: "):
-        flops = count_forward(inputs.model, net, dtype, inputs.base_params, inputs.prompts.at(0)[0])
-    return {"a forward of one sample": f"{flops / 1e12:.4g} TFLOP in {args.dtype}"}
-
-
-def _evaluations(args: RunArgs, inputs: Inputs[Any, Any]) -> str:
-    """Return how many evaluations a run has, and what one of them takes beside the rollout of a training step."""
-
-    def forwards(samples: int, params: Params | TokenParams) -> int:
-        return samples * (params.num_inference_steps if isinstance(params, Params) else 1)
-
-    count = args.eval.first + math.ceil(args.train_steps / args.eval.every)
-    samples = [len(held.records) * held.samples for held in inputs.held_out]
-    one = sum(forwards(number, held.params) for number, held in zip(samples, inputs.held_out, strict=True))
-    share = one / forwards(args.prompts_per_step * args.group_size, inputs.base_params)
-    return f"{count}, each of {sum(samples)} samples, which takes as long as {share:.2g} rollouts"
 
 
 def start_servers(args: OwnArgsT, world: World) -> tuple[OwnArgsT, ExitStack]:
@@ -467,25 +188,25 @@ def unfilled(
     return model.empty_net(buffers=True), own
 
 
-def share_weights(args: RunArgs, dist: Dist, engine: WeightedEngine, net: nn.Module, *, is_started: bool) -> None:
+def share_weights(engine: WeightedEngine, net: nn.Module, device: torch.device, *, is_started: bool) -> None:
     """Give an engine with weights of its own the net's, and the net what both have.
 
     is_started: True if training starts from other weights than the engine has loaded.
     """
-    if engine.shares_weights or sharding(args, dist.world_size) == "fsdp2":
+    if engine.shares_weights:
         return
     if is_started:
         engine.load_weights(named_weights(net), version=0)
     engine.adopt(lora.unadapted_params(net))
-    net.to(dist.device)  # what the engine does not hold
+    net.to(device)  # what the engine does not hold
 
 
 def phases_unsharded(args: RunArgs, world: World, net: nn.Module, engine: WeightedEngine) -> tuple[str, ...]:
     """Return the phases in which the sharded net is gathered once; "auto" keeps most of the memory for the rest."""
     choice = args.sharding.unshard
     if choice == "auto":
-        size = num_gathered(net) * getattr(torch, args.dtype).itemsize
-        share = max(gather_json(world.dist, size / max(world.free_memory(), 1)))  # the same on every rank
+        share = gathered_bytes(args, net) / max(world.free_memory(), 1)
+        share = max(gather_json(world.dist, share))  # the same on every rank
         choice = "all" if share <= 1 / 4 else "rollout" if share <= 1 / 2 else "none"
     phases = {"rollout": choice != "none" and engine.shares_weights, "update": choice == "all"}
     return tuple(phase for phase, is_kept in phases.items() if is_kept)
@@ -503,13 +224,16 @@ def open_policy(
     if world.roles:
         kinds = gather_json(world.whole, device_name(dist.device) or torch.backends.cpu.get_cpu_capability())
         engine.is_exact &= len({*kinds}) == 1  # another kind of card rounds in another way
-    share_weights(args, dist, engine, net, is_started=bool(inputs.files))
-    unshard = phases_unsharded(args, world, net, engine) if mode == "fsdp2" else ()
-    if mode == "fsdp2" and "rollout" not in unshard:
-        check_gathered(args, inputs, net)
-    if args.lora.rank and mode != "fsdp2":
-        shard(net, dist.mesh, mode=mode)
-    policy = load_policy(change(args, ema_decay=0.0) if dist.first else args, inputs, net, session)
+    unshard: tuple[str, ...] = ()
+    if mode == "fsdp2":
+        unshard = phases_unsharded(args, world, net, engine)
+        if "rollout" not in unshard:
+            check_gathered(args, inputs, net)
+    else:
+        share_weights(engine, net, dist.device, is_started=bool(inputs.files))
+        if args.lora.rank:
+            shard(net, dist.mesh, mode=mode)
+    policy = load_policy(change(args, ema_decay=0.0) if world.only_samples else args, inputs, net, session)
     policy.unshard = unshard
     if mode != "none":
         policy.backward = SummedBackward(net, how.mesh or dist.mesh, mode=mode)
@@ -520,7 +244,7 @@ def open_policy(
     if args.deterministic:
         policy.backward = deterministic()(policy.backward)
     with same_error(world.whole):
-        if not dist.first:
+        if not world.only_samples:
             open_frozen(inputs, policy)
     return policy
 
@@ -617,7 +341,7 @@ def open_run(  # noqa: PLR0913 - a run has that many parts
         parts=inputs.parts,
         open_servers=servers,
         sleeps="engine" in offloaded(args) or (args.memory.engine_sleep and not engine.shares_weights),
-        samplers=Samplers(world.roles, policy) if world.roles and not dist.first else None,
+        samplers=Samplers(world.roles, policy) if world.roles and not world.only_samples else None,
     )
     run.count_calls(seen)
     run.count_backwards()

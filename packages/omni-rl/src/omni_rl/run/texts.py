@@ -26,11 +26,8 @@ from torch import Tensor, nn
 from omni_rl.flow.scorers import TextScorer, check_gradable
 from omni_rl.flow.tokens import RuleScorer, prompts_of
 from omni_rl.media.prompts import media_files
-from omni_rl.run.run import TokenRun
-from omni_rl.run.session import Session
-from omni_rl.run.start import (
+from omni_rl.run.inputs import (
     Inputs,
-    check_alike,
     graded_by_run,
     model_place,
     open_set_scorers,
@@ -38,6 +35,8 @@ from omni_rl.run.start import (
     read_sets,
     with_policies,
 )
+from omni_rl.run.run import TokenRun
+from omni_rl.run.session import Session
 from omni_rl.run.world import World
 from omni_rl.settings.args import load_records, read_prompts, sharding
 from omni_rl.settings.fields import flag, require
@@ -136,7 +135,7 @@ def open_scorer(args: TokenArgs, world: World, inputs: Inputs[Any, Any], session
     with same_error(world.whole):
         scorer, version = connect_scorers(args, world, inputs)
         session.name_scorer(args, version)
-    check_alike(world.whole, {"scorer": version})  # each machine may have a server of its own
+    world.check_alike({"scorer": version})  # each machine may have a server of its own
     return scorer
 
 

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from omni_rl.flow.scorers import Scorer
 from omni_rl.flow.thinking import FLAG, with_thoughts
 from omni_rl.run import media
+from omni_rl.run.inputs import Inputs, model_place, with_policies
 from omni_rl.run.media import check_trained, decoding, params_of, read_all
 from omni_rl.run.run import first_input
 from omni_rl.run.session import Session
-from omni_rl.run.start import Inputs, model_place, with_policies
 from omni_rl.run.world import World
 from omni_rl.settings.args import sharding
 from omni_rl.settings.fields import flag, require

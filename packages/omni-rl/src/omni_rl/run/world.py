@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from omni_train.display import Display
-from omni_train.dist import Dist, free_memory, init_distributed, local_device
+from omni_train.dist import Dist, free_memory, gather_json, init_distributed, local_device
 from omni_train.log import RunLog
 from omni_train.prompts.files import PromptRecord
 from omni_train.roles import Roles, split
@@ -69,6 +69,14 @@ class World:
     def only_samples(self) -> bool:
         """True if this rank samples for others, which train."""
         return self.dist.first > 0
+
+    def check_alike(self, settings: dict[str, object]) -> None:
+        """Raise ValueError on every rank, of either role, unless all have the same settings and files."""
+        first, *others = gather_json(self.whole, settings)
+        for rank, other in enumerate(others, start=1):
+            if names := sorted(name for name, value in first.items() if other[name] != value):
+                values = ", ".join(f"{name} = {other[name]!r} (rank 0: {first[name]!r})" for name in names)
+                raise ValueError(f"all ranks must have the same settings, but rank {rank} has {values}")
 
     def check_files(self, model: Checked) -> None:
         """Raise ValueError unless all files of a model are there."""

@@ -1,0 +1,98 @@
+"""What a dry run prints of a run: a rank's part of a training step, and the memory of its weights."""
+
+import math
+from typing import Any
+
+from omni_rollout import Params
+from omni_rollout.models.hub import hub_fault, released_models
+from omni_rollout.tokens import TokenParams
+from omni_train.dist import Dist
+from omni_train.memory.quantized import BYTES
+from torch import nn
+
+from omni_rl.run.inputs import Inputs
+from omni_rl.run.session import Session
+from omni_rl.settings.args import MediaArgs, RunArgs, num_samplers, num_trainers, sharding
+from omni_rl.settings.fields import flag, values_of
+from omni_rl.settings.token_args import ThinkingArgs
+
+SHIPPED = "omni-rollout's, with a token for each word of a prompt, as {} cannot be fetched: {}"
+STEP = "--memory.device-gb GB plans its memory, and the host's, for an accelerator of that size"
+
+
+def plan_of(args: RunArgs, dist: Dist, inputs: Inputs[Any, Any], session: Session, net: nn.Module) -> list[str]:
+    """Return a rank's part of a training step and the memory of its weights. net: with its adapters, without values."""
+    mode, num_ranks, samplers = sharding(args, dist.world_size), dist.world_size, num_samplers(args)
+    lora_rank = args.lora.rank
+    num_weights = sum(p.numel() for p in net.parameters())
+    num_trained = sum(p.numel() for p in net.parameters() if p.requires_grad)
+    num_nets = 0 if lora_rank else ("reference" in inputs.beside) + len(inputs.teachers)
+    num_frozen = num_weights - num_trained + num_weights * num_nets
+    copies = 4 + bool(args.ema_decay) + ("old" in inputs.beside)  # float32: weight, gradient, moments, averages
+    share = args.sharding.size or num_ranks if mode == "fsdp2" else 1
+    num_initial = num_trained if args.lora.init == "pissa" else 0  # float32
+    frozen_mb, trained_mb = (
+        number / share / 2**20
+        for number in (
+            4 * num_initial + (num_frozen - num_initial) * BYTES.get(args.memory.base_dtype, inputs.how.dtype.itemsize),
+            num_trained * 4 * copies,
+        )
+    )
+    samples = args.prompts_per_step * args.group_size
+    is_shipped = inputs.model.folder == released_models().get(args.model)
+    given = values_of(args)
+    can_plan = not (args.eval.only or isinstance(args, ThinkingArgs) or given.get("engine") == "vllm")
+    has_step = bool(args.memory.device_gb)
+    url = "that of --scorer.url, which no file keeps" if given.get("scorer.url") else ""
+    who = "rank" if dist.context == 1 else f"{dist.context} ranks, each with a part of every sample's tokens"
+    lines = {
+        "model": inputs.about,
+        **({"configuration": SHIPPED.format(args.model, hub_fault() or "the hub refuses it")} if is_shipped else {}),
+        "ranks": f"{num_ranks}, weights {mode}"
+        + ", experts on a rank each" * args.sharding.experts
+        + (f"; {samplers} more only sample" if samplers else ""),
+        "samples per step": f"{samples}, {samples // dist.num_shares} per {who}, {args.batch_size} per forward",
+        "optimizer steps per training step": str(args.num_minibatches),
+        "evaluations": _evaluations(args, inputs),
+        "scorer": url or given.get("scorer.name") or "none",
+        "learning rate": f"{args.lr:g}"
+        + (f", LoRA of rank {lora_rank} with alpha {args.lora.alpha}" * bool(lora_rank)),
+        "weights of the net": f"{num_weights / 1e6:.1f} M, trained {num_trained / 1e6:.1f} M",
+        "memory per rank": f"{frozen_mb:.0f} MB frozen weights, {trained_mb:.0f} MB for what is trained (weights, "
+        "gradients, optimizer, averages); what is not trained and activations come on top",
+        **({"a step": STEP} if can_plan and not has_step else {}),
+        **(_forward(args, inputs, net) if isinstance(args, MediaArgs) and not has_step else {}),
+        "start": f"{session.begins}, in {session.folder}",
+    }
+    return [f"plan: {name}: {value}" for name, value in lines.items()]
+
+
+def _forward(args: MediaArgs, inputs: Inputs[Any, Any], net: nn.Module) -> dict[str, str]:
+    """Return what a forward takes, by running one without values; of thoughts, whose lengths are not known, nothing.
+
+    Raises:
+        ValueError: the forward fails, as of data types that do not fit.
+    """
+    from omni_rl.tools.plan_forward import count_forward
+
+    if isinstance(args, ThinkingArgs):
+        return {}
+    dtype = inputs.how.dtype
+    for param in net.parameters() if sharding(args, num_trainers(args)) == "fsdp2" else ():
+        param.data = param.data.to(dtype)  # as they are gathered
+    with flag(f"--dtype {args.dtype}: "):
+        flops = count_forward(inputs.model, net, dtype, inputs.base_params, inputs.prompts.at(0)[0])
+    return {"a forward of one sample": f"{flops / 1e12:.4g} TFLOP in {args.dtype}"}
+
+
+def _evaluations(args: RunArgs, inputs: Inputs[Any, Any]) -> str:
+    """Return how many evaluations a run has, and what one of them takes beside the rollout of a training step."""
+
+    def forwards(samples: int, params: Params | TokenParams) -> int:
+        return samples * (params.num_inference_steps if isinstance(params, Params) else 1)
+
+    count = args.eval.first + math.ceil(args.train_steps / args.eval.every)
+    samples = [len(held.records) * held.samples for held in inputs.held_out]
+    one = sum(forwards(number, held.params) for number, held in zip(samples, inputs.held_out, strict=True))
+    share = one / forwards(args.prompts_per_step * args.group_size, inputs.base_params)
+    return f"{count}, each of {sum(samples)} samples, which takes as long as {share:.2g} rollouts"

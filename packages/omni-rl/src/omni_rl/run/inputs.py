@@ -1,0 +1,200 @@
+"""What a run reads before any weight, and what media, text and thoughts share in reading it."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar
+
+import torch
+from omni_rollout import Params
+from omni_rollout.models.hub import local_folder, released_models
+from omni_rollout.tokens import TokenParams
+from omni_train import lora
+from omni_train.experts import find_experts
+from omni_train.kernels import check_attention, check_compiler, check_float8, check_float16
+from omni_train.memory.recompute import Recompute
+from omni_train.prepare import Lora, Preparation
+from omni_train.prompts.files import PromptRecord, RecordCheck
+from omni_train.prompts.sampler import PromptSampler
+
+from omni_rl.flow.evals import HeldOut, params_of
+from omni_rl.flow.scorers import Scorer
+from omni_rl.run.run import ModelT, ParamsT
+from omni_rl.settings.args import RunArgs, load_records, num_ranks, offloaded
+from omni_rl.settings.eval_sets import GOLD, setting_of
+from omni_rl.settings.fields import as_flags, flag, flags_by_name, require
+from omni_rl.settings.token_args import TokenLora
+
+InputsT = TypeVar("InputsT", bound="Inputs[Any, Any]")
+AnyParamsT = TypeVar("AnyParamsT", bound=Params | TokenParams)
+
+
+@dataclass
+class Inputs(Generic[ModelT, ParamsT]):
+    """Inputs of a run that are read before any weight.
+
+    about: the model in a few words. trained: its experts that are trained, as `Model.nets` has them. canary: the prompt
+    with which scorers are tried. sizes: (height, width) of all prompts. how: what is done to the net. config: what else
+    must be the same when the run goes on. files: full weights to start from, by expert; adapters: folders of adapters
+    instead, and `part` the prefix of names in their files. beside: the policies beside the trained one, of "old", for
+    `Policy.as_old`, and "reference". teachers: folders of weights, by name and expert. lr_scales: of experts with
+    another learning rate. parts: of scores, which steps log. streams: as `Run`. watch: a second scorer of evaluations,
+    once it is open. token_engine: the engine for each of whose tokens sharded ranks would gather the weights, if any.
+    reads_files: True if the net is filled from files, False if the model loads it.
+    """
+
+    model: ModelT
+    base_params: ParamsT
+    prompts: PromptSampler
+    held_out: list[HeldOut[Any, Any]]
+    canary: PromptRecord
+    how: Preparation
+    about: str
+    trained: Mapping[str, str]
+    config: dict[str, object] = field(default_factory=dict)
+    files: Mapping[str, Sequence[Path]] = field(default_factory=dict)
+    adapters: Mapping[str, Path] = field(default_factory=dict)
+    part: str = "transformer"
+    beside: Collection[str] = ()
+    teachers: Mapping[str, Mapping[str, Path]] = field(default_factory=dict)
+    lr_scales: Mapping[str, float] = field(default_factory=dict)
+    parts: Sequence[str] = ()
+    streams: Mapping[str, int] = field(default_factory=dict)
+    sizes: Collection[tuple[int, int]] = ()
+    watch: Scorer | None = None
+    token_engine: str = ""
+    reads_files: bool = True
+
+
+def model_place(args: RunArgs) -> str | Path:
+    """Return --model; for a dry run that cannot fetch it, the folder in omni-rollout with its configuration, if any."""
+    folder = released_models().get(args.model)
+    if folder and args.dry_run:
+        try:
+            local_folder(args.model)
+        except ValueError:
+            return folder
+    return args.model
+
+
+def preparation(
+    args: RunArgs, device: torch.device, model: Any, is_frozen: Callable[[str], bool], *, compiles: bool = False
+) -> Preparation:
+    """Return what the settings say is done to the net of a model.
+
+    Raises:
+        ValueError: the device has no such kernels of attention, no float8, or no compiler.
+    """
+    own = args.lora
+    adapters = Lora(
+        own.targets.split(",") if own.targets else model.LORA_TARGETS,
+        own.rank,
+        own.alpha,
+        own.init,
+        args.seed,
+        exclude=own.exclude.split(",") if own.exclude else (),
+        parameters=own.target_parameters.split(",") if isinstance(own, TokenLora) and own.target_parameters else (),
+        use_rslora=own.use_rslora,
+        use_dora=own.use_dora,
+        in_float32=own.dtype == "float32",
+    )
+    on_host = "activations" in offloaded(args)
+    recompute = Recompute(args.memory.keep_products_gb * 1e9, compiled=compiles, on_host=on_host)
+    dtype: torch.dtype = getattr(torch, args.dtype)
+    with as_flags(flags_by_name(type(args))):
+        check_attention(args.attention, device, dtype)
+        if args.dtype == "float16" and not args.dry_run:
+            check_float16(device)
+        if args.memory.base_dtype == "fp8":
+            check_float8(device)
+        if compiles:
+            check_compiler(device)
+    with as_flags(flags_by_name(type(args), "lora") | {"parameters": "--lora.target-parameters"}):
+        if own.rank:
+            options = {"exclude": adapters.exclude, "parameters": adapters.parameters}
+            lora.find_layers(model.empty_net(), adapters.targets, **options, rank=own.rank, init=own.init)
+    experts = model.EXPERT_NAMES if args.sharding.experts else ()
+    if args.sharding.experts:
+        with flag("--sharding.experts: "):
+            find_experts(model.empty_net(), experts, num_ranks())
+    return Preparation(
+        device,
+        model.BLOCK_NAMES,
+        dtype,
+        lora=adapters if own.rank else None,
+        is_frozen=is_frozen,
+        base_dtype=args.memory.base_dtype,
+        attention=args.attention,
+        compile=compiles,
+        recompute=recompute if args.memory.gradient_checkpointing else None,
+        expert_names=experts,
+    )
+
+
+def with_policies(
+    inputs: InputsT, beside: Collection[str], teachers: Mapping[str, Mapping[str, Path]] = MappingProxyType({})
+) -> InputsT:
+    """Note the policies beside the trained one in the inputs, and return these; with LoRA they are adapters too.
+
+    Without adapters to start from the reference is the net without adapters.
+    """
+    inputs.beside, inputs.teachers = beside, teachers
+    how, adapters = inputs.how, inputs.adapters
+    if how.lora:
+        require((not teachers or how.lora.init != "pissa", "--lora.init pissa does not go with teachers"))
+        kept = [name for name in ("old", "reference") if name in beside and (name == "old" or adapters)]
+        others = (*kept, *(f"teacher_{name}" for name in teachers))
+        inputs.how = replace(how, lora=replace(how.lora, others=others))
+    return inputs
+
+
+def read_sets(
+    args: RunArgs,
+    records: Sequence[PromptRecord],
+    params: AnyParamsT,
+    check: RecordCheck,
+    check_graded: RecordCheck,
+    check_params: Callable[[AnyParamsT], None] = lambda params: None,
+) -> list[HeldOut[AnyParamsT, Any]]:
+    """Return the sets of an evaluation, the first of which has the records of --eval.prompts.
+
+    check: called with each prompt of a set that has its own scorer; check_graded: of the gold set, and of all others.
+    """
+    samples, threshold = args.eval.samples_per_prompt, args.eval.pass_threshold
+    sets: list[HeldOut[AnyParamsT, Any]] = [HeldOut("", records, params, samples=samples, threshold=threshold)]
+    for number, own in enumerate(args.eval.all_sets, start=1):
+        is_graded = own.name == GOLD or not own.scorer_url
+        with flag(f"{setting_of(own, number, 'prompts')}: "):
+            found = load_records(args, own.prompts, check_graded if is_graded else check)
+        few = own.name == GOLD and len(found) < 2  # for an error bar
+        require((not few, f"--eval.gold-prompts must have at least 2 prompts, got {len(found)}"))
+        with flag(f"eval.sets[{number}]: "):
+            check_params(own_params := params_of(own, params))
+        limit = threshold if own.pass_threshold is None else own.pass_threshold
+        own_samples = own.samples_per_prompt or samples
+        sets.append(HeldOut(own.name, found[: own.num_prompts or None], own_params, own.seed, own_samples, limit))
+    return sets
+
+
+def graded_by_run(
+    args: RunArgs, training: Sequence[PromptRecord], sets: Sequence[HeldOut[Any, Any]]
+) -> dict[str, Sequence[PromptRecord]]:
+    """Return the prompts that the run's own scorer grades, by the settings that name them."""
+    names = [(setting_of(own, i, "prompts"), own.name == GOLD or not own.scorer_url)
+             for i, own in enumerate(args.eval.all_sets, start=1)]  # fmt: skip
+    held = {name: own.records for (name, is_graded), own in zip(names, sets[1:], strict=True) if is_graded}
+    return {**({"--prompts": training} if training else {}), "--eval.prompts": sets[0].records, **held}
+
+
+def open_set_scorers(args: RunArgs, sets: list[HeldOut[Any, Any]], connect: Callable[[str, str, Any], Any]) -> None:
+    """Open the scorers of evaluation sets.
+
+    connect: takes a URL, the setting's name and the set's prompts; returns a scorer, and its name and version.
+    """
+    for place, own in enumerate(args.eval.all_sets, start=1):
+        if own.scorer_url:
+            is_started = own.name == GOLD and args.eval.gold_scorer
+            name = "--eval.gold-scorer" if is_started else setting_of(own, place, "scorer_url")
+            scorer, version = connect(own.scorer_url, name, sets[place].records)
+            sets[place] = replace(sets[place], scorer=scorer, version=version)
