@@ -1,34 +1,25 @@
 """The emulated accelerator: it computes like the CPU, refuses what an accelerator refuses, and counts what it does."""
 
 import os
-import subprocess
-import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from emulated import npu
+from fork_server import forks
 from helpers import REPO
-
-PREAMBLE = f"""
-import sys
-sys.path.insert(0, {str(REPO / "tests")!r})
-import torch
-from torch import nn
-from emulated.npu import load, watch
-library = load()
-"""
-END = """
-import os
-sys.stdout.flush()
-os._exit(0)  # the threads of a backward pass may break what comes after it
-"""
 
 
 def on_npu(program, code=0):
-    """What a program prints on a machine with the accelerator."""
+    """What a program prints in a process with the accelerator."""
     npu.build()
-    done = subprocess.run([sys.executable, "-c", PREAMBLE + program + END], capture_output=True, text=True)
-    assert done.returncode == code, done.stderr
-    return done.stdout
+    with TemporaryDirectory() as folder:
+        process = forks().Process(target=npu.execute, args=(program, folder))
+        process.start()
+        process.join()
+        printed, errors = (Path(folder, name).read_text() for name in ("stdout", "stderr"))
+    assert process.exitcode == code, errors
+    return printed
 
 
 def test_forward_and_backward_have_the_cpus_bits():

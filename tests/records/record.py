@@ -215,7 +215,7 @@ def train(
     before: Callable[[], None] = lambda: None,
 ) -> None:
     """Run a trainer in that folder as a program, on forked ranks that call `before` first, to its end."""
-    _import_all()
+    import_all()
     script = repo / f"apps/{app}.py"
     args = change(runpy.run_path(str(script))["Args"](), **settings)
     (folder / "settings.toml").write_text(to_toml(args))
@@ -260,7 +260,7 @@ def _program(script: Path, argv: list[str], folder: Path, output: Path, before: 
 
 
 @cache
-def _import_all() -> None:
+def import_all() -> None:
     """Import in this process what loading a model imports, so that no fork has to."""
     from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel  # noqa: F401
     from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration  # noqa: F401
