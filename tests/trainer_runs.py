@@ -8,6 +8,7 @@ import subprocess
 import sys
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
@@ -52,8 +53,13 @@ def write_eval_prompts(folder):
 
 def recipe(app, name):
     """The settings of a recipe of the trainer."""
-    text = recipes(app.__name__)[name]
-    return build(app.Args, from_toml(text, app.Args, name))
+    return build(app.Args, from_toml(texts_of(app.__name__)[name], app.Args, name))
+
+
+@cache
+def texts_of(app):
+    """The recipes of a trainer by name, read once."""
+    return recipes(app)
 
 
 def tiny(args, **changes):

@@ -9,6 +9,7 @@ import json
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,7 @@ class Case:
         return f"{self.app.removeprefix('train_')}-{self.name}"
 
 
+@cache
 def family_of(model: str) -> str:
     """The file of omni-rollout that a model is in."""
     folder = released_models()[model]
@@ -82,6 +84,14 @@ def family_of(model: str) -> str:
 
 
 CASES = [Case(app, name) for app, name in REAL]
+
+
+def families() -> dict[tuple[str, str, str, str], list[Case]]:
+    """The recipes of each family."""
+    found: dict[tuple[str, str, str, str], list[Case]] = {}
+    for case in CASES:
+        found.setdefault(case.family, []).append(case)
+    return found
 
 
 def folder_of(model: str) -> Path:

@@ -10,15 +10,14 @@ from pathlib import Path
 
 import pytest
 import released_folder
-from apps.recipe_steps import CASES, KINDS, folder_of, scorer_of, take_step
+from apps.recipe_steps import KINDS, families, folder_of, scorer_of, take_step
 from helpers import sampled
 from omni_reward.serving import serving_here
 from omni_rollout.models.hub import released_models
 from omni_train.files import load_metrics
 from safetensors import safe_open
 
-FAMILIES = {case.family: [each for each in CASES if each.family == case.family] for case in CASES}
-DRAWN = [param for cases in FAMILIES.values() for param in sampled(cases, 1)]
+DRAWN = [param for cases in families().values() for param in sampled(cases, 1)]
 CUT_FIELDS = {
     *released_folder.HEAD_COUNTS, *released_folder.OTHER_HEAD_COUNTS, *released_folder.WIDTHS, *released_folder.DEPTHS,
     *released_folder.LAYER_NUMBERS, *released_folder.CHANNEL_COUNTS, *released_folder.VAE_DEPTHS,
