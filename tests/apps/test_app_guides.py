@@ -9,7 +9,6 @@ import subprocess
 import sys
 
 import pytest
-from arch.test_arch_sizes import docstring_faults
 from helpers import REPO
 
 PAGE = (REPO / "docs" / "contributing.md").read_text("utf-8")
@@ -106,10 +105,6 @@ def test_they_are_short_and_the_model_takes_nothing_away():
 
 def test_their_changes_apply_and_keep_the_rules(copy):
     changed = [path for guide in GUIDES.values() for path in guide.changed]
-    for path in changed:
-        before, after = ((root / path).read_text("utf-8") for root in (REPO, copy))
-        assert docstring_faults(after) == docstring_faults(before)
-    assert docstring_faults(MODEL.code) == []
     files = [*changed, *(guide.file for guide in GUIDES.values())]
     python(copy, "-m", "ruff", "check", *files)
     python(copy, "-m", "ruff", "format", "--check", *files)

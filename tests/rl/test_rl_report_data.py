@@ -14,7 +14,6 @@ from omni_rl.report import write_eval, write_report, write_samples, write_versio
 from omni_rl.report.__main__ import main
 from omni_rl.report.data import curve, phases, run_data, shown_names
 from omni_rl.report.page import embed
-from omni_rl.run.metrics import METRICS
 from rl.report_runs import images, metrics, samples, write_metrics, write_run
 
 
@@ -60,14 +59,6 @@ def test_the_phases_of_a_stretch_add_up_to_its_mean_step():
     assert shown["seconds"]["rest"] == [0.5, 0.5]
     assert [sum(s[i] for s in shown["seconds"].values()) for i in (0, 1)] == pytest.approx([2.0, 2.8])
     assert phases([])["from"] == []
-
-
-def test_every_metric_with_a_row_is_documented():
-    from helpers import REPO
-
-    documented = (REPO / "docs" / "metrics.md").read_text()
-    names = {row.name for row in METRICS} - {"time/reward_wait_s"}
-    assert [name for name in sorted(names) if f"`{name}`" not in documented] == []
 
 
 def test_the_metrics_raise_alarms_once_however_often_they_are_wrong(tmp_path):

@@ -6,7 +6,6 @@ import av
 import numpy as np
 import pytest
 import torch
-from helpers import REPO
 from model_rows import ROWS
 from omni_rl.media import preferences, videos
 from omni_rl.media.preferences import check_preferences, read_latent
@@ -149,8 +148,3 @@ def test_a_video_is_trained_on_as_the_code_of_its_frames(tmp_path):
     assert preferences._is_video(path)
     code = model.encode_media(parts, {"video": torch.from_numpy(film())[None]}, params)[0]
     assert torch.equal(read_latent(model, parts, path, params), code)
-
-
-def test_the_page_lists_all_kinds_of_files():
-    text = (REPO / "docs" / "preferences.md").read_text()
-    assert all(f"`{kind}`" in text for kind in preferences.SUFFIXES)

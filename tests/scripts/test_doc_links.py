@@ -50,11 +50,3 @@ def test_a_link_that_leads_nowhere_is_found(tmp_path: Path, link: str, leads: bo
     (tmp_path / "other.md").write_text("# Other\n\n## The `2nd` one\n\n```\n# third\n```\n")
     (tmp_path / "page.md").write_text(f"# Here\n\nSee [that\nthere]({link}); `[not](code.md)`.\n")
     assert broken(tmp_path / "page.md") == ([] if leads else [link])
-
-
-def test_a_path_of_the_page_on_changes_exists() -> None:
-    page = (REPO / "docs" / "changing.md").read_text("utf-8")
-    paths = {path for path in re.findall(r"`([\w./-]+/[\w./-]+)`", page) if "NAME" not in path}
-    assert len(paths) > 30
-    sources = [REPO, *REPO.glob("packages/*/src")]
-    assert [path for path in sorted(paths) if not any((source / path).exists() for source in sources)] == []

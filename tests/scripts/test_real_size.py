@@ -1,6 +1,5 @@
 """The script that trains models of real size, on models that are cut down."""
 
-import json
 import os
 import re
 import subprocess
@@ -10,10 +9,6 @@ from pathlib import Path
 import pytest
 import real_size
 from helpers import REPO, sampled
-from omni_rl.settings.toml import recipes
-from omni_rollout.models.hub import released_models
-
-PAGE = (REPO / "docs" / "evidence" / "real_size.md").read_text("utf-8")
 
 
 def run(name, out):
@@ -35,19 +30,6 @@ def test_a_model_is_built_planned_trained_killed_continued_and_opened(name, tmp_
     assert float(cells["run, until it was killed"]) > 0.2
     assert float(cells["mean difference of the two samples, in standard deviations"]) > 0
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("name", real_size.ROWS)
-def test_the_page_names_each_model_with_its_recipe(name):
-    row = real_size.ROWS[name]
-    assert row.recipe in recipes(f"train_{row.app}")
-    assert not row.release or row.release in released_models()
-    assert f"`{row.recipe}`" in PAGE
-    assert name in PAGE
-
-
-def test_the_table_of_the_page_is_that_of_the_data():
-    assert real_size.table(json.loads(real_size.DATA.read_text("utf-8"))) in PAGE
 
 
 def test_memory_of_children_counts(tmp_path):

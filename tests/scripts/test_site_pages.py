@@ -1,20 +1,11 @@
-"""The documentation site names every document, and what its pages link to is in it; `make site` builds it in CI.
-
-Where `make site` has made its environment, the site is built here and read in a Chromium.
-"""
+"""The documentation site names every document, and what its pages link to is in it; `make site` builds it in CI."""
 
 import re
-import shutil
-import subprocess
-import threading
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import site_pages
 import yaml
 from helpers import REPO
-from playwright.sync_api import sync_playwright
 from scripts.test_doc_links import broken
 from wheels import ADDRESS, PACKAGES
 
@@ -83,82 +74,3 @@ def test_a_build_with_a_broken_link_fails():
     assert CONFIG["strict"] is True
     assert set(CONFIG["validation"]["links"].values()) == {"warn"}
     assert re.search(r"^make .*\bsite\b", (REPO / ".ci" / "run").read_text("utf-8"), re.MULTILINE)
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    """Address of the built site."""
-    mkdocs = REPO / ".venv-site" / "bin" / "mkdocs"
-    if not mkdocs.exists():
-        pytest.skip("mkdocs is not installed: make site installs it")
-    folder = tmp_path_factory.mktemp("built")
-    shutil.copy(REPO / "mkdocs.yml", folder)
-    (folder / "packages").symlink_to(REPO / "packages")
-    site_pages.gather(folder / "build" / "pages")
-    path = {"PATH": f"{mkdocs.parent}:/usr/bin:/bin", "NO_MKDOCS_2_WARNING": "1"}
-    built = subprocess.run([mkdocs, "build", "-q"], cwd=folder, env=path, capture_output=True, text=True)
-    assert (built.returncode, built.stdout + built.stderr) == (0, "")
-    handler = partial(SimpleHTTPRequestHandler, directory=folder / "build" / "site")
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
-@pytest.fixture(scope="module")
-def page(site):
-    """A page of a browser, which may ask only the site."""
-    found = subprocess.run([REPO / "scripts" / "chromium", "--find"], capture_output=True, text=True)
-    assert found.returncode == 0, "no Chromium to read the site in: run scripts/chromium, which installs one"
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=found.stdout.strip(), args=["--no-sandbox"])
-        page, asked = browser.new_page(viewport={"width": 1400, "height": 900}), []
-        page.on("request", lambda request: asked.append(request.url))
-        yield page
-        assert [url for url in asked if not url.startswith((site, "data:", "blob:"))] == []
-        browser.close()
-
-
-@pytest.mark.parametrize(
-    ("words", "first"),
-    [
-        ("out of memory", "troubleshooting"),
-        ("OOM", "troubleshooting"),
-        ("gated model", "troubleshooting"),
-        ("NaN", "troubleshooting"),
-        ("reward does not rise", "troubleshooting"),
-        ("hangs", "troubleshooting"),
-        ("ratio", "troubleshooting"),
-        ("install", "install"),
-        ("own reward", "quickstart"),
-        ("learning rate", "choosing"),
-        ("resume", "resume"),
-        ("step rule", "contributing"),
-        ("add a model", "contributing"),
-        ("group_advantages", "api/omni_losses.advantages"),
-    ],
-)
-def test_the_search_finds_the_page_that_answers(site, page, words, first):
-    page.goto(f"{site}/index.html")
-    page.locator(".md-search__input").fill(words)
-    page.locator(".md-search__input").press("End")  # the page reads the field when a key is released
-    result = page.locator(".md-search-result__item > a").first
-    page.wait_for_function("document.querySelector('.md-search-result__meta').innerText.match(/^\\d+ match/)")
-    assert result.get_attribute("href").partition(".html")[0] == f"{site}/{first}"
-
-
-@pytest.mark.parametrize("name", ["models", "configuration", "api/omni_train.shard"])
-def test_code_in_a_table_is_on_one_line(site, page, name):
-    page.goto(f"{site}/{name}.html")
-    assert page.locator("td code").count() > 5
-    assert (
-        page.evaluate("[...document.querySelectorAll('td code')].filter(c => c.getClientRects().length > 1).length")
-        == 0
-    )
-
-
-def test_a_signature_has_types_and_fits_the_page(site, page):
-    page.goto(f"{site}/api/omni_losses.policy.html")
-    lines = page.locator(".doc-signature").first.inner_text().splitlines()
-    assert "log_prob: Tensor" in " ".join(lines)
-    assert max(map(len, lines)) <= 88

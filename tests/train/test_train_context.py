@@ -1,7 +1,6 @@
 """Ranks that compute each forward together: the velocity and the gradients of one rank, with every kind of weights."""
 
 import copy
-import re
 from dataclasses import replace
 from functools import partial
 
@@ -13,7 +12,7 @@ from model_rows import ROWS
 from omni_rollout import Params, Prompt
 from omni_rollout.decoding import in_tiles
 from omni_rollout.engines.diffusers import DiffusersEngine
-from omni_rollout.models import MODELS, open_model
+from omni_rollout.models import open_model
 from omni_train.dist import context_mesh, divide, shard_mesh
 from omni_train.memory.recompute import Recompute
 from omni_train.optim import SummedBackward
@@ -161,15 +160,6 @@ def test_four_ranks_compute_what_one_does(run_ranks, case):
 def test_two_ranks_compute_what_one_does_for_every_model(run_ranks, name):
     for each in run_ranks(lambda dist: compared(*of_row(name), dist, 2, ["all", "ddp", "recomputed"]), 2):
         check(each)
-
-
-def test_the_page_names_the_models_that_have_it():
-    [names] = re.findall(
-        r"^- Tests compare velocities.*?Other models do not", (REPO / "docs/machines.md").read_text(), re.M | re.S
-    )
-    assert set(re.findall(r"`(\w+Pipeline)`", names)) == {
-        name for name, door in MODELS.items() if door.CONTEXT_PARALLEL
-    }
 
 
 REFUSED = {

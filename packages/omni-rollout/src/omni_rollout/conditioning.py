@@ -60,6 +60,7 @@ class Conditioner:
 
     @torch.no_grad()
     def __call__(self, prompts: Sequence[Prompt], params: Params) -> Cond:
+        """Return the conditioning of a batch."""
         cond = join([self._encode(prompt, params) for prompt in prompts], dim=0, what="encode")
         if self.model.is_guided(params):
             negative = join([self._encode(prompt, params, negative=True) for prompt in prompts], dim=0, what="encode")

@@ -158,6 +158,7 @@ class TokenSampler:
         self.calls, self.log_probs, self.forced = calls, list[Tensor](), list[Tensor]()
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return scores that leave one token to sample."""
         log_probs = token_log_probs(scores, self.suppressed, self.params)
         ordered, order = log_probs.exp().sort(dim=-1, descending=True, stable=True)
         counts = (ordered * UNITS).long()  # integers have exact sums on every device

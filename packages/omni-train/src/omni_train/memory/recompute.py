@@ -48,6 +48,7 @@ class Recompute:
         self.compiled = compiled
 
     def __call__(self, block: nn.Module, *args: Any) -> Any:
+        """Return the block's output, of which the backward pass keeps or computes again what it needs."""
         kind = (type(block), *(arg.shape for arg in tree_leaves(args) if isinstance(arg, Tensor)))
         keeps = self.sizes.get(kind, self.room + 1) <= self.room
         as_now = deterministic(torch.get_deterministic_debug_mode())  # and in the backward pass likewise
