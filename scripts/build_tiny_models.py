@@ -814,18 +814,11 @@ def build_qwen_processor(tokenizer: Any, *, max_tokens: int = 16) -> Any:
 def build_qwen_image21() -> Any:
     """Build a QwenImage21Pipeline; the images of its decoder are opaque in part."""
     import diffusers
-    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+    from transformers import Qwen3VLForConditionalGeneration
 
     tokenizer = build_qwen_tokenizer()
     tokenizer.chat_template = CHAT_WITH_MEDIA
-    rope: dict[str, Any] = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6}
-    text: dict[str, Any] = SIDES | {"vocab_size": len(tokenizer), "num_hidden_layers": 2, "num_key_value_heads": 2}
-    vision: dict[str, Any] = {"depth": 2, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 16}
-    config = Qwen3VLConfig(
-        text_config=text | {"head_dim": 16, "max_position_embeddings": 2048, "rope_parameters": rope},
-        vision_config=vision | {"out_hidden_size": 32, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
-        **places_of_media(tokenizer, "image", "video"),
-    )
+    config = qwen3_vl_config(tokenizer, num_hidden_layers=2)
     return diffusers.QwenImage21Pipeline(
         transformer=diffusers.QwenImage21Transformer2DModel(
             num_layers=3,
@@ -850,6 +843,58 @@ def build_qwen_image21() -> Any:
         ),
         text_encoder=Qwen3VLForConditionalGeneration(config),
         processor=build_qwen3_vl_processor(tokenizer),
+    )
+
+
+def qwen3_vl_config(tokenizer: Any, *, num_hidden_layers: int) -> Any:
+    """Return the configuration of a Qwen3-VL with a tower of two layers."""
+    from transformers import Qwen3VLConfig
+
+    rope: dict[str, Any] = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6}
+    text: dict[str, Any] = SIDES | {"vocab_size": len(tokenizer), "num_key_value_heads": 2, "head_dim": 16}
+    text |= {"num_hidden_layers": num_hidden_layers, "max_position_embeddings": 2048, "rope_parameters": rope}
+    vision: dict[str, Any] = {"depth": 2, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 16}
+    return Qwen3VLConfig(
+        text_config=text,
+        vision_config=vision | {"out_hidden_size": 32, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
+        **places_of_media(tokenizer, "image", "video"),
+    )
+
+
+def build_krea2(**config: Any) -> Any:
+    """Build a Krea2Pipeline; weights of norms and shifts, which start as zeros, are random."""
+    import diffusers
+    from torch.nn.init import normal_
+    from transformers import Qwen3VLModel
+
+    tokenizer = build_qwen_tokenizer()
+    transformer = diffusers.Krea2Transformer2DModel(
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        timestep_embed_dim=32,
+        text_hidden_dim=32,
+        num_text_layers=3,
+        text_num_attention_heads=2,
+        text_num_key_value_heads=2,
+        text_intermediate_size=64,
+        num_layerwise_text_blocks=1,
+        num_refiner_text_blocks=1,
+        axes_dims_rope=(4, 6, 6),
+    )
+    for name, weight in transformer.named_parameters():
+        if "norm" in name or "scale_shift_table" in name:
+            normal_(weight, std=0.3)
+    return diffusers.Krea2Pipeline(
+        transformer=transformer,
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, max_image_seq_len=6400),
+        vae=diffusers.AutoencoderKLQwenImage(base_dim=8, z_dim=16, dim_mult=[1, 2, 2, 2], num_res_blocks=1),
+        text_encoder=Qwen3VLModel(qwen3_vl_config(tokenizer, num_hidden_layers=4)),
+        tokenizer=tokenizer,
+        text_encoder_select_layers=(0, 2, 3),
+        **config,
     )
 
 
@@ -1043,6 +1088,8 @@ BUILDERS: dict[str, Callable[[], Any]] = {
     "flux2-klein-base": lambda: build_flux2(dev=False),
     "hunyuan-video15": build_hunyuan_video,
     "hunyuan-video15-i2v": build_hunyuan_video_of_images,
+    "krea2": build_krea2,
+    "krea2-turbo": lambda: build_krea2(is_distilled=True),
     "qwen-image-edit": lambda: build_qwen_image_edit(plus=False),
     "qwen-image-edit-plus": lambda: build_qwen_image_edit(plus=True),
     "qwen-image21": build_qwen_image21,

@@ -44,7 +44,7 @@ OTHER_HEAD_COUNTS = ("audio_num_attention_heads", "audio_connector_num_attention
 WIDTHS = ("hidden_size", "intermediate_size", "moe_intermediate_size", "d_model", "d_ff", "dim", "ffn_dim", "embed_dim",
           "caption_projection_dim", "projection_dim", "added_kv_proj_dim", "cross_attention_dim", "encoder_ffn_dim",
           "audio_cross_attention_dim", "video_hidden_dim", "audio_hidden_dim", "patch_embed_hidden_dim",
-          "downsample_hidden_size", "cross_attention_hidden_size")  # fmt: skip
+          "downsample_hidden_size", "cross_attention_hidden_size", "text_intermediate_size")  # fmt: skip
 DEPTHS = ("num_layers", "num_single_layers", "n_layers", "n_refiner_layers", "num_refiner_layers", "num_hidden_layers",
           "num_decoder_layers", "depth", "encoder_layers")  # fmt: skip
 LAYER_NUMBERS = ("dual_attention_layers", "deepstack_visual_indexes", "fullatt_block_indexes")
@@ -60,6 +60,7 @@ READS = {  # class of a net -> field -> the encoders whose widths, together, it 
     "Flux2Transformer2DModel": {"joint_attention_dim": ["text_encoder"] * 3},
     "QwenImageTransformer2DModel": {"joint_attention_dim": ["text_encoder"]},
     "QwenImage21Transformer2DModel": {"context_in_dim": ["text_encoder"]},
+    "Krea2Transformer2DModel": {"text_hidden_dim": ["text_encoder"]},
     "ZImageTransformer2DModel": {"cap_feat_dim": ["text_encoder"]},
     "WanTransformer3DModel": {"text_dim": ["text_encoder"], "image_dim": ["image_encoder"]},
     "LTX2VideoTransformer3DModel": {"caption_channels": ["text_encoder"]},

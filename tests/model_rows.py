@@ -488,6 +488,20 @@ ROWS = {
         )
         for size in ("medium", "large")
     },
+    **{
+        name: Row(
+            checkpoint=built(name),
+            unguided=Params(6, 48, 80, guidance_scale=0.0),
+            guided=Params(6, 48, 80, guidance_scale=3.5),
+            stock=lambda params, negative: {"guidance_scale": params.guidance_scale, "negative_prompt": negative},
+            without_gradient=frozenset(),
+            lora_layers=(2 + 2) * 4,
+            nearest=(({"height": 56}, 64),),
+            latents=packed,
+            statistics={"latents_mean": [0.5] * 16, "latents_std": [2.0] * 16},
+        )
+        for name in ("krea2", "krea2-turbo")
+    },
     "z-image": Row(
         checkpoint=built("z-image"),
         unguided=Params(6, 48, 80, guidance_scale=0.0),

@@ -35,6 +35,8 @@ RELEASES = {
     "Qwen/Qwen-Image-Edit-2509": Release(20, 60 * 12),
     "Qwen/Qwen-Image-Edit-2511": Release(20, 60 * 12),
     "Qwen/Qwen-Image-2.1": Release(7.1, 32 * 7, channels=64, stride=16),
+    "krea/Krea-2-Raw": Release(12.8, (28 + 4) * 4),
+    "krea/Krea-2-Turbo": Release(12.8, (28 + 4) * 4),
     "stabilityai/stable-diffusion-3.5-medium": Release(2.5, 24 * 8 - 1),
     "Tongyi-MAI/Z-Image": Release(6, 34 * 7),
     "Tongyi-MAI/Z-Image-Turbo": Release(6, 34 * 7),

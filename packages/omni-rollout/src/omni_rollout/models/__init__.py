@@ -12,6 +12,7 @@ from omni_rollout.models.flux2 import Flux2, Flux2Klein
 from omni_rollout.models.hub import local_folder
 from omni_rollout.models.hunyuan_image import HunyuanImage
 from omni_rollout.models.hunyuan_video import HunyuanVideo15, HunyuanVideo15ImageToVideo
+from omni_rollout.models.krea2 import Krea2
 from omni_rollout.models.ltx2 import LTX2
 from omni_rollout.models.qwen_image import QwenImage
 from omni_rollout.models.qwen_image21 import QwenImage21
@@ -32,6 +33,7 @@ MODELS: dict[str, Callable[[str | Path], Model]] = {
     "QwenImageEditPlusPipeline": QwenImageEditPlus,
     "QwenImage21Pipeline": QwenImage21,
     "StableDiffusion3Pipeline": StableDiffusion3,
+    "Krea2Pipeline": Krea2,
     "ZImagePipeline": ZImage,
     "WanPipeline": Wan,
     "WanImageToVideoPipeline": WanImageToVideo,

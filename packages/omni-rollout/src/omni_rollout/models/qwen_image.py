@@ -32,7 +32,40 @@ TEMPLATE_TOKENS = 34
 MAX_PROMPT_TOKENS = 512
 
 
-class QwenImage(DiffusersModel):
+class QwenVaeModel(DiffusersModel):
+    """A DiffusersModel of images, whose latents are the normalized code of an AutoencoderKLQwenImage."""
+
+    def _check_config(self) -> None:
+        super()._check_config()
+        self._expect("vae", input_channels=3)
+        self._expect_length("vae", "temperal_downsample", 3)  # each halves the sides
+
+    def load(self, *, device: torch.device | str, dtype: torch.dtype, net: nn.Module | None = None) -> Parts:
+        """Load as any model does, and reduce the decoder, which is a video decoder, to a single frame."""
+        parts = super().load(device=device, dtype=dtype, net=net)
+        cut_to_one_frame(parts.vae.decoder)
+        return parts
+
+    def latent_shape(self, params: Params) -> tuple[int, int, int]:
+        """Return (C, h, w)."""
+        return self.value("vae", "z_dim", int), params.height // 8, params.width // 8
+
+    def decode(self, parts: Parts, x0: Tensor, cond: Cond, params: Params) -> tuple[Media, Rates]:
+        """Return images [B, 8h, 8w, 3] in [0, 1], float32, from clean latents x0 [B, C, h, w]."""
+        mean, std = channel_statistics(self, x0)
+        latents = (x0 * std + mean).to(parts.vae.dtype)
+        images = parts.vae.decode(latents[:, :, None], return_dict=False)[0][:, :, 0]
+        return {"image": (images.float() / 2 + 0.5).clamp(0, 1).movedim(1, -1)}, {}
+
+    def encode_media(self, parts: Parts, media: Media, params: Params) -> Tensor:
+        """Return the clean latents [B, C, H/8, W/8] of images [B, H, W, 3]: the mean of the VAE's code."""
+        images = pixels(media["image"]).to(parts.vae.device, parts.vae.dtype)
+        code = parts.vae.encode(images[:, :, None]).latent_dist.mode()[:, :, 0].float()
+        mean, std = channel_statistics(self, code)
+        return (code - mean) / std
+
+
+class QwenImage(QwenVaeModel):
     """Qwen-Image for one checkpoint. Its guidance is `true_cfg_scale`, on above 1."""
 
     PIPELINE = "QwenImagePipeline"
@@ -68,8 +101,6 @@ class QwenImage(DiffusersModel):
         channels = self.value("vae", "z_dim", int)
         self._expect("transformer", patch_size=2, in_channels=4 * channels, out_channels=channels)
         self._expect("transformer", guidance_embeds=False, use_additional_t_cond=False, use_layer3d_rope=False)
-        self._expect("vae", input_channels=3)
-        self._expect_length("vae", "temperal_downsample", 3)  # each halves the sides
 
     def _class(self, part: str) -> Any:
         if part != "transformer":
@@ -87,16 +118,6 @@ class QwenImage(DiffusersModel):
             raise ValueError(f"{rule}, got {params.guidance_scale}")
         if self.context > 1:
             self._check_tokens(params, PIXELS_PER_TOKEN)
-
-    def load(self, *, device: torch.device | str, dtype: torch.dtype, net: nn.Module | None = None) -> Parts:
-        """Load as any model does, and reduce the decoder, which is a video decoder, to a single frame."""
-        parts = super().load(device=device, dtype=dtype, net=net)
-        cut_to_one_frame(parts.vae.decoder)
-        return parts
-
-    def latent_shape(self, params: Params) -> tuple[int, int, int]:
-        """Return (C, h, w)."""
-        return self.value("vae", "z_dim", int), params.height // 8, params.width // 8
 
     def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False) -> Cond:
         """Return the embeddings of one prompt: `embeds` [T, D] in the encoder's dtype and `embeds_mask` [T], True.
@@ -140,20 +161,6 @@ class QwenImage(DiffusersModel):
             combined = negative + self.option(params, "true_cfg_scale") * (velocity - negative)
             velocity = combined * (velocity.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True))
         return unpack(velocity, x.shape)
-
-    def decode(self, parts: Parts, x0: Tensor, cond: Cond, params: Params) -> tuple[Media, Rates]:
-        """Return images [B, 8h, 8w, 3] in [0, 1], float32, from clean latents x0 [B, C, h, w]."""
-        mean, std = channel_statistics(self, x0)
-        latents = (x0 * std + mean).to(parts.vae.dtype)
-        images = parts.vae.decode(latents[:, :, None], return_dict=False)[0][:, :, 0]
-        return {"image": (images.float() / 2 + 0.5).clamp(0, 1).movedim(1, -1)}, {}
-
-    def encode_media(self, parts: Parts, media: Media, params: Params) -> Tensor:
-        """Return the clean latents [B, C, H/8, W/8] of images [B, H, W, 3]: the mean of the VAE's code."""
-        images = pixels(media["image"]).to(parts.vae.device, parts.vae.dtype)
-        code = parts.vae.encode(images[:, :, None]).latent_dist.mode()[:, :, 0].float()
-        mean, std = channel_statistics(self, code)
-        return (code - mean) / std
 
 
 class OneFrameConv(nn.Conv2d):
