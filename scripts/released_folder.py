@@ -222,7 +222,7 @@ def build_pipeline(released: Path, folder: Path, cut: Cut) -> None:
     from omni_rollout.models import open_model
 
     index = read(released / "model_index.json")
-    parts = {name: kind for name, kind in index.items() if isinstance(kind, list) and kind[0]}
+    parts = {name: kind for name, kind in index.items() if isinstance(kind, list) and isinstance(kind[0], str)}
     shutil.copytree(released, folder, dirs_exist_ok=True)
     states = getattr(type(open_model(released)), "LAYERS", (0,))  # of the encoder, which the model reads
     cut = Cut(cut.is_whole, max(cut.encoder_layers, max(states) + 1))

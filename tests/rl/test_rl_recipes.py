@@ -263,7 +263,7 @@ def test_a_planned_recipe_names_the_smallest_cards_that_hold_its_step(app: str, 
         assert line.tflop
 
 
-GATED = r"stabilityai/|black-forest-labs/(?!FLUX.2-klein-(base-)?4B)"
+GATED = r"krea/|stabilityai/|black-forest-labs/(?!FLUX.2-klein-(base-)?4B)"
 
 
 @pytest.mark.parametrize(("app", "name"), REAL)

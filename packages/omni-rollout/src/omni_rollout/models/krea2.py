@@ -35,7 +35,7 @@ class Krea2(QwenVaeModel):
     GUIDANCE: ClassVar[Mapping[str, float]] = {"guidance_scale": 0.0}
     BLOCK_NAMES: ClassVar[tuple[str, ...]] = ("Krea2TransformerBlock", "Krea2TextFusionBlock")
     LORA_TARGETS: ClassVar[tuple[str, ...]] = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
-    LAYERS: ClassVar[tuple[int, ...]] = (2, 5, 8, 11, 14, 17, 20, 23, 26, 29, 32, 35)  # unless the checkpoint has others
+    LAYERS: ClassVar[tuple[int, ...]] = (2, 5, 8, 11, 14, 17, 20, 23, 26, 29, 32, 35)  # by default
 
     def _check_config(self) -> None:
         super()._check_config()
