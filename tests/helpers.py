@@ -4,6 +4,7 @@ import inspect
 import os
 import random
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,14 @@ def load_newest(checkpoints, *parts):
     """What `Checkpoint.latest` finds, loaded into the parts."""
     checkpoints.load(saved := checkpoints.latest(), *parts)
     return saved
+
+
+@cache
+def recipe_texts(app):
+    """The recipes of a trainer by name, read once."""
+    from omni_rl.settings.toml import recipes
+
+    return recipes(app)
 
 
 def sampled(cases, count, *, always=()):

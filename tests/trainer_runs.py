@@ -8,14 +8,13 @@ import subprocess
 import sys
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager, nullcontext
-from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
 import omni_rl.run.session
 import torch
 import torch.multiprocessing
-from helpers import CHECKPOINT, REPO
+from helpers import CHECKPOINT, REPO, recipe_texts
 from omni_rl.flow.evals import HeldOut
 from omni_rl.flow.sampling import prompts_of, sample
 from omni_rl.flow.scoring import Rollout
@@ -25,7 +24,7 @@ from omni_rl.run.run import Run, Step
 from omni_rl.run.session import Session
 from omni_rl.run.world import World
 from omni_rl.settings.fields import build, change, leaves
-from omni_rl.settings.toml import from_toml, recipes
+from omni_rl.settings.toml import from_toml
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
 from omni_train.dist import Dist
@@ -53,13 +52,7 @@ def write_eval_prompts(folder):
 
 def recipe(app, name):
     """The settings of a recipe of the trainer."""
-    return build(app.Args, from_toml(texts_of(app.__name__)[name], app.Args, name))
-
-
-@cache
-def texts_of(app):
-    """The recipes of a trainer by name, read once."""
-    return recipes(app)
+    return build(app.Args, from_toml(recipe_texts(app.__name__)[name], app.Args, name))
 
 
 def tiny(args, **changes):

@@ -1,6 +1,6 @@
 """Every model takes a training step in bfloat16, with LoRA and with all weights, and so does every algorithm.
 
-`make test` has one of both for each model, and one algorithm of each trainer. Each run is as a user's, with the count
+`make test` has some models, and one algorithm of each trainer. Each run is as a user's, with the count
 of operations, in a forked process. tests/emulated has float16.
 """
 
@@ -46,7 +46,7 @@ def one_of_each(groups):
     return [case for cases in groups for case in sampled(cases, 1)]
 
 
-@pytest.mark.parametrize("case", one_of_each([(name, kind) for kind in KINDS] for name in ROWS))
+@pytest.mark.parametrize("case", sampled([(name, kind) for name in ROWS for kind in KINDS], 8))
 def test_every_model_takes_a_step_in_bfloat16(case, tmp_path, bright_urls):
     name, kind = case
     args = settings(name, "flowgrpo", tmp_path, bright_urls, **ONE_STEP, **KINDS[kind], **BFLOAT16)

@@ -1,23 +1,28 @@
 """Every recipe of a real model takes a training step through its program, in its own dtype, before a user does.
 
-`make test` runs one recipe of each trainer, family of models, dtype and sharding, `make test-all` every one.
+`make test` runs one or more of each trainer, of other models, dtypes and shardings each time, `make test-all` every one.
 """
 
 import json
 import math
+import random
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import released_folder
-from apps.recipe_steps import KINDS, families, folder_of, scorer_of, take_step
-from helpers import sampled
+from apps.recipe_steps import CASES, KINDS, families, folder_of, scorer_of, take_step
+from helpers import TEST_SEED, sampled
 from omni_reward.serving import serving_here
 from omni_rollout.models.hub import released_models
 from omni_train.files import load_metrics
 from safetensors import safe_open
 
-DRAWN = [param for cases in families().values() for param in sampled(cases, 1)]
+FAMILIES = families()
+FIRST = [random.Random(TEST_SEED).choice(cases) for cases in FAMILIES.values()]  # one of each family
+BY_TRAINER = {app: [case for case in FIRST if case.app == app] for app in {case.app: 0 for case in FIRST}}
+OTHERS = [pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in CASES if case not in FIRST]
+DRAWN = [param for cases in BY_TRAINER.values() for param in sampled(cases, 1 + len(cases) // 6)] + OTHERS
 CUT_FIELDS = {
     *released_folder.HEAD_COUNTS, *released_folder.OTHER_HEAD_COUNTS, *released_folder.WIDTHS, *released_folder.DEPTHS,
     *released_folder.LAYER_NUMBERS, *released_folder.CHANNEL_COUNTS, *released_folder.VAE_DEPTHS,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from helpers import REPO, TRAINERS
+from helpers import recipe_texts as recipes
 from omni_reward.cli import build_parser, read_options
 from omni_reward.scorers import SCORERS, load_scorer
 from omni_reward.terms import parse
@@ -16,7 +17,7 @@ from omni_rl.settings import fields
 from omni_rl.settings.args import parse_numbers
 from omni_rl.settings.cli import parse_cli
 from omni_rl.settings.fields import build, change, flat
-from omni_rl.settings.toml import from_files, from_toml, plain, recipes
+from omni_rl.settings.toml import from_files, from_toml, plain
 from omni_rl.tools.plan import LEFT
 from omni_rl.tools.prompts import prompt_sets
 from omni_rollout.models import flux2, ltx2, qwen_image, sd3, wan, z_image
