@@ -8,9 +8,11 @@ import subprocess
 import sys
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
+import omni_rl.report.folder
 import omni_rl.run.session
 import torch
 import torch.multiprocessing
@@ -84,8 +86,16 @@ def train(app, args, *, report=False, flops=False):
     return load_metrics(Path("runs") / args.name / "metrics.jsonl")
 
 
+@cache
+def import_all():
+    """Import in this process what loading a model imports, and read what a run notes of all packages, for all forks."""
+    open_model(CHECKPOINT).load(device="cpu", dtype=torch.float32)
+    omni_rl.report.folder._packages()
+
+
 def train_on_ranks(app, args, *, ranks=2, report=False, flops=False):
     """Trains in forked processes, as torchrun would start them but with all imported already; the lines of the log."""
+    import_all()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -104,6 +114,7 @@ def _rank(rank, app, args, ranks, port):
 
 def start_script(path, words, *, ranks):
     """The ranks of a program, in forked processes, as torchrun would start them but with all imported already."""
+    import_all()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -12,22 +12,18 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import omni_rl.report.folder
 import omni_rl.run.engines
 import omni_rl.run.run
 import omni_train.prepare
 import torch
-from helpers import CHECKPOINT
 from omni_rl.run.engines import EngineRow
 from omni_rl.run.failures import launch
 from omni_rl.settings.cli import parse_cli
-from omni_rollout.models import open_model
 from omni_train.flops import FlopTable
-from trainer_runs import recipe, tiny
+from trainer_runs import import_all, recipe, tiny
 
 import train_flowgrpo as app
 
@@ -86,13 +82,6 @@ class Life:
     def text(self) -> str:
         """What all ranks printed, rank by rank."""
         return "\n".join(path.read_text() for path in self.outputs)
-
-
-@cache
-def import_all() -> None:
-    """Import in this process what loading a model imports, and read what a run notes of all packages, for all lives."""
-    open_model(CHECKPOINT).load(device="cpu", dtype=torch.float32)
-    omni_rl.report.folder._packages()
 
 
 def start(

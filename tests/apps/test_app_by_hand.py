@@ -132,7 +132,7 @@ def darkest(media, prompts, meta):
     return [Score(float(i[0, 0].mean()), parts={"mean": float(i.mean())}) for i in media["image"]]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", sampled([1, 2], 1))
 def test_the_gate_of_gardo_adds_a_kl_of_the_samples_that_the_score_overrates(ranks, url):
     own = {"lora_rank": 4, "lr": 1e-2, "prompts_per_step": 4, "num_inference_steps": 3, "window_size": 1}
     own |= {"window_high": 2}

@@ -74,7 +74,7 @@ def alike(line, other):
     return line == pytest.approx(other, rel=1e-3, abs=2e-5, nan_ok=True)
 
 
-@pytest.mark.parametrize("name", sampled(RUNS, 1, always=["flowgrpo"]))
+@pytest.mark.parametrize("name", sampled(RUNS, 1))
 def test_four_ranks_that_share_samples_by_two_train_as_two_ranks(name, here):
     write_pairs(here)
     (app, own), seen = RUNS[name], list[str]()

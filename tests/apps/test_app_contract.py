@@ -173,7 +173,7 @@ RANKS = {  # how its weights are spread over two ranks, and what the gradients' 
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", sampled(RANKS, 1, always=("flowgrpo lora ddp",)))
+@pytest.mark.parametrize("name", sampled(RANKS, 1))
 def test_one_and_two_ranks_train_on_the_same_numbers(here, bright_url, name):
     row, rel = RANKS[name]
     app, args = settings(row, bright_url)
@@ -224,7 +224,7 @@ RESUMED = {
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", sampled(RESUMED, 2))
+@pytest.mark.parametrize("name", sampled(RESUMED, 1))
 def test_a_run_that_lost_its_last_step_ends_bit_for_bit_as_before_and_logs_documented_names(here, bright_url, name):
     """With all weights or an adapter, as TEST_SEED says; the last checkpoint goes, as if a kill had come before it."""
     row, steps = RESUMED[name]

@@ -124,7 +124,7 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("ahead", sampled(ORDERS, 1, always=(1,)))
+@pytest.mark.parametrize("ahead", sampled(ORDERS, 1))
 def test_no_samples_wait_where_a_run_is_saved_or_evaluated(here, monkeypatch, bright_url, ahead):
     events = []
     note_events(monkeypatch, train_flowgrpo, events)

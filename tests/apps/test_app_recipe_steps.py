@@ -1,6 +1,6 @@
 """Every recipe of a real model takes a training step through its program, in its own dtype, before a user does.
 
-`make test` runs one or more of each trainer, of other models, dtypes and shardings each time, `make test-all` every one.
+`make test` runs one or more of each trainer, of other models, dtypes and shardings each time, `make test-all` all.
 """
 
 import json

@@ -21,7 +21,7 @@ MESSAGES = {"flowgrpo": 8, "nft": 7, "dpo": 8, "srpo": 7}  # between hosts, at m
 COPIES = {"flowgrpo": 18, "nft": 36, "dpo": 28, "srpo": 72}  # to the device, at most
 
 
-@pytest.fixture(scope="module", params=["flowgrpo", *sampled(["nft", "dpo", "srpo"], 1)])
+@pytest.fixture(scope="module", params=sampled(MESSAGES, 1))
 def counted(fresh, request):
     """A trainer, and the phases of its step."""
     return request.param, fresh(count_waits.measure, request.param)
@@ -66,6 +66,6 @@ STILL = {  # by model, where the host waits in a guided forward: for the expert,
 }
 
 
-@pytest.mark.parametrize("name", sampled(list(ROWS), 1, always=("bagel", "ltx23")))
+@pytest.mark.parametrize("name", sampled(ROWS, 1))
 def test_the_host_waits_for_nothing_else_in_a_forward(apart, name):
     assert apart(emulated_runs.waits_of, name) == STILL.get(name, {})

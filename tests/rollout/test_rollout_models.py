@@ -63,7 +63,7 @@ class Case:
         return DiffusersEngine(self.model, self.model.load(device="cpu", dtype=self.dtype))
 
 
-@pytest.fixture(scope="module", params=sampled(ROWS, 4, always=["qwen-image"]))
+@pytest.fixture(scope="module", params=sampled(ROWS, 2))
 def case(request) -> Case:
     row = ROWS[request.param]
     return Case(row, open_model(row.checkpoint()), torch.float32)

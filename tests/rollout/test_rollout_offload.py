@@ -38,7 +38,7 @@ def num_weights(model, parts):
     return sum(p.numel() for name in model.encoders for p in getattr(parts, name).parameters())
 
 
-@pytest.mark.parametrize("name", sampled(WITH_ENCODER, 4))
+@pytest.mark.parametrize("name", sampled(WITH_ENCODER, 2))
 def test_a_text_has_the_bits_of_the_whole_encoder_on_the_device(name):
     row = ROWS[name]
     model, whole = (open_model(row.checkpoint()) for _ in range(2))

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.fx.experimental._config as symbols
+from helpers import sampled
 from omni_train.dist import Dist
 from omni_train.kernels import EXACT, MAX_GRAPHS, check_compiler, choose_attention, compile_blocks
 from omni_train.lora import adapter, adapter_params, add_lora
@@ -189,7 +190,7 @@ def test_as_many_compiled_blocks_keep_what_they_need_as_the_budget_holds(tiny_qw
     assert all(all(map(torch.equal, found[0], other)) for other in found[1:])
 
 
-@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("rank", sampled([0, 4], 1))
 def test_sharded_blocks_are_compiled_too(run_ranks, tiny_qwen, graphs, rank):
     """Before they are sharded, as with LoRA, or after, as of all weights."""
 
