@@ -174,21 +174,46 @@ def get_config():
 """
 
 
-def test_a_peers_program_runs_beside_the_trainer(capfd, tmp_path):
+@pytest.mark.parametrize("in_turn", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["at once", "in turn"])
+def test_a_peers_program_runs_beside_the_trainer(capfd, tmp_path, monkeypatch, in_turn):
+    """In turn without what compiles, for which a small net is too small to take a minute."""
     import versus_peer
 
+    monkeypatch.setattr(versus_peer, "ours_compiled", versus_peer.ours)
     for name, text in zip(versus_peer.PEER_FILES, (PEER, DEFAULTS, ""), strict=True):
         (tmp_path / "peer" / name).parent.mkdir(parents=True)
         (tmp_path / "peer" / name).write_text(text)
-    sizes = {"height": 16, "width": 16, "num_inference_steps": 3, "blocks": 2, "heads": 1, "batch_size": 2}
-    versus_peer.versus_peer(versus_peer.Args(peer="peer", rounds=1, steps=1, **sizes))
-    rows = {name: cells for name, *cells in table(capfd.readouterr().out)}
-    peer, own = ([float(rows[name][side].split()[0]) for name in ("rollout", "update", "step")] for side in (0, 1))
-    assert peer[0] >= 0.01
-    assert peer[1] >= 0.04
-    assert min(own) > 0
-    for seconds in (peer, own):
-        assert seconds[2] == pytest.approx(seconds[0] + seconds[1], abs=0.02)
+    sizes = {"side": 16, "num_inference_steps": 3, "blocks": 2, "heads": 1, "batch_size": 2}
+    versus_peer.versus_peer(versus_peer.Args(peer="peer", rounds=1, steps=1, device_rows=in_turn, **sizes))
+    found = {(phase, side): float(cell.split()[0]) for phase, side, cell, _ in table(capfd.readouterr().out)}
+    sides = ["flow_grpo", "trainer", *["trainer, compiled"] * in_turn]
+    assert [*found] == [(phase, side) for phase in ("rollout", "update", "step") for side in sides]
+    assert found["rollout", "flow_grpo"] >= 0.01
+    assert found["update", "flow_grpo"] >= 0.04
+    assert min(found.values()) > 0
+    for side in sides:
+        assert found["step", side] == pytest.approx(found["rollout", side] + found["update", side], abs=0.02)
+
+
+def test_rows_beside_a_peer_have_its_time_and_memory():
+    import versus_peer
+
+    found = {
+        "flow_grpo": [versus_peer.Result([versus_peer.Seconds(1.0, 2.0), versus_peer.Seconds(1.0, 4.0)], 2000.0)],
+        "trainer": [versus_peer.Result([versus_peer.Seconds(0.5, 1.0), versus_peer.Seconds(1.0, 1.0)], 1500.0)],
+    }
+    assert versus_peer.rows_of(found, memory=True)[3::2] == [
+        ("update", "trainer", "1.00 (1.00 to 1.00)", "0.375 (0.250 to 0.500)"),
+        ("step", "trainer", "1.75 (1.50 to 2.00)", "0.450 (0.400 to 0.500)"),
+        ("most memory, GB", "trainer", "1.50", "0.750"),
+    ]
+
+
+def test_sizes_that_are_not_given_are_those_of_the_device_rows_or_small():
+    import versus_peer
+
+    assert versus_peer.Args(blocks=3).sized() == versus_peer.Args(**versus_peer.SMALL | {"blocks": 3})
+    assert versus_peer.Args(device_rows=True).sized().blocks == 24
 
 
 def test_a_folder_without_the_peers_files_is_refused(capfd):
