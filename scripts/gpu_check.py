@@ -3,6 +3,7 @@
 python scripts/gpu_check.py --predict      beforehand, on any CPU: plans and counts, which take minutes
 python scripts/gpu_check.py                on one card of 80 GB or more, at most 25 minutes, without a network
 python scripts/gpu_check.py --time 10m     the first rows of TIMETABLE that fit in 10 minutes
+python scripts/gpu_check.py --peer DIR     also beside flow_grpo's trainer, of which DIR is a checkout
 python scripts/gpu_check.py --dry-run      only list them
 python scripts/gpu_check.py --small        the same in a small size, on any device
 
@@ -67,24 +68,31 @@ def compiled(*names: str, environment: Mapping[str, str] = {}) -> dict[str, Entr
 
 
 TIMETABLE: dict[str, Entry] = {
-    # 1. Does it run, and is the ratio 1?
+    # 1. What no accelerator has told yet
     "machine": Entry(ask.machine, 0.1),
+    **compiled("as it is"),
+    "beside flow_grpo": Entry(ask.beside_peer, 10.0),
+    "a second life": Entry(ask.second_life, 2.0),
+    "from scratch": Entry(ask.from_scratch, 34.0),
+    "step: nf4": Entry(partial(ask.step, variant="nf4"), 1.0),
+    "step: blocks offloaded": Entry(partial(ask.step, variant="blocks offloaded"), 1.6),
+    "vLLM-Omni": Entry(ask.vllm_omni, 3.0),
+    "step: gathered": Entry(partial(ask.step, variant="gathered"), 1.0),
+    # 2. Does it run, and is the ratio 1?
     "tiny-signs learns": Entry(ask.learn, 0.7),
     "ceilings": Entry(ask.ceilings, 0.2),
     **gates("auto"),
     "backward repeated": Entry(ask.repeated, 0.6),
-    **compiled("as it is"),
-    # 2. Seconds and bytes of a whole step
+    # 3. Seconds and bytes of a whole step
     "step: recomputed": Entry(partial(ask.step, variant="recomputed"), 0.9),
     "profile": Entry(ask.profile, 0.6),
     **{f"attention: {name}": Entry(partial(ask.attention, name=name), 0.1) for name in ("flash", "efficient", "cudnn", "math")},  # noqa: E501
     "dequantization: nf4": Entry(partial(ask.dequantization, bits="nf4"), 0.1),
     "decoding": Entry(ask.decoding, 0.4),
-    "a second life": Entry(ask.second_life, 2.0),
     "a Qwen3": Entry(ask.tokens, 1.5),
     "step: compiled": Entry(partial(ask.step, variant="compiled"), 2.0),
     "beside plain loops": Entry(ask.versus, 4.0),
-    # 3. What else may change bits
+    # 4. What else may change bits
     **compiled("one graph", "not deterministic"),
     **{
         f"bits: {name}": Entry(partial(ask.same_bits, variant=name), 0.3)
@@ -95,17 +103,14 @@ TIMETABLE: dict[str, Entry] = {
     **gates("math"),
     **gates("cudnn"),
     **gates("flash", ["one text"]),
-    # 4. Other ways to run a step, and what is around it
+    # 5. Other ways to run a step, and what is around it
     "step: offloaded": Entry(partial(ask.step, variant="offloaded"), 1.4),
-    "step: blocks offloaded": Entry(partial(ask.step, variant="blocks offloaded"), 1.6),
     "attention: a step with cudnn": Entry(partial(ask.step, variant="recomputed", attention="cudnn"), 0.9),
     "step: products kept": Entry(partial(ask.step, variant="products kept"), 1.2),
     "checkpoint": Entry(ask.saving, 0.7),
     "around the model": Entry(ask.tax, 1.5),
     "step: as it is": Entry(partial(ask.step, variant="as it is"), 1.0),
-    "step: gathered": Entry(partial(ask.step, variant="gathered"), 1.0),
     "dequantization: int8": Entry(partial(ask.dequantization, bits="int8"), 0.1),
-    "vLLM-Omni": Entry(ask.vllm_omni, 3.0),
     **compiled("no padding", "fused products and sums", "one graph, not deterministic"),
     **compiled("as it is", environment=NO_FMA),
     "step: recomputed, segments that do not grow": Entry(partial(ask.step, variant="recomputed"), 0.9, GAPS),
@@ -357,6 +362,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", default=[""], metavar="ROW", help="rows whose names begin so")
     parser.add_argument("--folder", type=Path, default=home, help="where the files of rows are")
     parser.add_argument("--predictions", type=Path, default=home / "predictions.json", help="their file")
+    parser.add_argument("--peer", default="", help="checkout of flow_grpo, for the row beside it")
     parser.add_argument("--publish", action="store_true", help="only put the folder's rows into the page")
     parser.add_argument("--docs", type=Path, default=DOCS, help="the page that gets what was found in full size")
     parser.add_argument("--rows", nargs="+", choices=TIMETABLE, help=argparse.SUPPRESS)
@@ -376,7 +382,9 @@ def main(argv: Sequence[str] | None = None, *, here: bool = False) -> int:
     """Run the rows that do not stand; the exit code. here: in this process, not in others."""
     args = parse(argv)
     size, folder = SMALL if args.small else Size(), args.folder.resolve()
-    names = [name for name in TIMETABLE if name.startswith(tuple(args.only))]
+    names = [
+        name for name in TIMETABLE if name.startswith(tuple(args.only)) and (args.peer or name != "beside flow_grpo")
+    ]
     if args.dry_run:
         print(listed(names, args.time))
         return 0
@@ -388,7 +396,7 @@ def main(argv: Sequence[str] | None = None, *, here: bool = False) -> int:
         args.predictions.parent.mkdir(parents=True, exist_ok=True)
         predict(size, args.predictions)
         return 0
-    visit = Visit(size, predictions_in(args.predictions).get(name_of(size), {}))
+    visit = Visit(size, predictions_in(args.predictions).get(name_of(size), {}), args.peer, folder)
     if args.rows:
         init_distributed()  # before anything is allocated, as in a run
         run(args.rows, visit, folder, args.until)
@@ -401,7 +409,15 @@ def main(argv: Sequence[str] | None = None, *, here: bool = False) -> int:
     if here:
         run(names, visit, folder, until)
     else:
-        flags = ["--folder", str(folder), "--predictions", str(args.predictions), *["--small"] * args.small]
+        flags = [
+            "--folder",
+            str(folder),
+            "--predictions",
+            str(args.predictions),
+            "--peer",
+            args.peer,
+            *["--small"] * args.small,
+        ]
         run_apart(names, folder, until, flags)
     found = read(folder)
     write_atomically(folder / "page.md", page(found))

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -53,6 +54,7 @@ import roofline
 import runner
 import step_cost
 import trainer
+import versus_peer
 import versus_plain
 from runner import REPO
 from trainer import VARIANTS, app
@@ -90,7 +92,10 @@ class Row:
 class Size:
     """Sizes of measurements. shallow: blocks where depth does not matter. steps and samples: of the run that learns.
 
-    state_gb: of the checkpoint. policy: settings of a Qwen3, and tokens of its answers.
+    state_gb: of the checkpoint. policy: settings of a Qwen3, and tokens of its answers. scratch: blocks and heads of a
+    net that is trained from nothing, 104 M weights, and images that are drawn for it; learning_s: seconds at most of
+    each of its three runs, learning_steps: their steps at most, of pretraining and of reinforcement learning; words:
+    their scorer.
     """
 
     random: int = 60
@@ -110,9 +115,16 @@ class Size:
         ("head_dim", 128), ("num_hidden_layers", 28),
     )  # fmt: skip
     answer: int = 128
+    scratch: tuple[int, int, int] = (11, 4, 50_000)
+    learning_s: float = 600.0
+    learning_steps: tuple[int, int] = (20_000, 1_000)
+    words: str = "ocr --option reading=line"
 
 
-SMALL = Size(1, 1, 32, 2, 4, 1, rounds=1, steps=4, samples=4, state_gb=0.02, logged=3, matrix=256, policy=(), answer=4)
+SMALL = Size(
+    1, 1, 32, 2, 4, 1, rounds=1, steps=4, samples=4, state_gb=0.02, logged=3, matrix=256, policy=(), answer=4,
+    scratch=(1, 1, 16), learning_steps=(2, 1), words="jpeg",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -126,10 +138,15 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Visit:
-    """Inputs of the rows. predictions: by variant; may be empty."""
+    """Inputs of the rows. predictions: by variant; may be empty. peer: a checkout of flow_grpo, or "".
+
+    folder: where pictures are kept; None keeps none.
+    """
 
     size: Size
     predictions: Mapping[str, Prediction] = field(default_factory=dict)
+    peer: str = ""
+    folder: Path | None = None
 
 
 # 1. Does it run, and what is the device?
@@ -268,6 +285,62 @@ def second_life(visit: Visit) -> Iterator[Row]:
     yield Row(what, "equal" if digests[0] == digests[1] else "differ", "equal", HOLDS[digests[0] == digests[1]])
 
 
+def from_scratch(visit: Visit) -> Iterator[Row]:
+    """Yield the held-out scores of a net that is pretrained on drawn signs, and then trained by FlowGRPO and by AWM.
+
+    The words of the evaluation are in no picture and no prompt of training. Each run ends after `learning_s` at most.
+    """
+    import tiny_signs
+
+    size, signs, device = visit.size, REPO / "data" / "tiny-signs", local_device()
+    blocks, heads, count = size.scratch
+    every = [max(1, steps // 20) for steps in size.learning_steps]
+    small = {"prompts-per-step": 2, "batch-size": 2, "eval.num-prompts": 2} if size == SMALL else {}
+    own = {"eval.prompts": signs / "eval.txt", "scorer": size.words, "save-every": 1_000_000} | small
+    runs: dict[str, tuple[str, dict[str, object]]] = {
+        "pretraining": ("train_sft", {"preset": "tiny-signs", "prompts": "signs/samples.jsonl", "lr": 3e-4}),
+        "FlowGRPO": ("train_flowgrpo", {"preset": "tiny-signs-flowgrpo", "prompts": signs / "train.txt", "lr": 3e-5}),
+        "AWM": ("train_nft", {"preset": "tiny-signs-awm", "prompts": signs / "train.txt", "lr": 3e-5}),
+    }
+    args = runner.ModelArgs(random=blocks, random_heads=heads)
+    with tempfile.TemporaryDirectory() as name, engines.checkpoint(args, device, torch.float32) as model:
+        place = Path(name)
+        tiny_signs.write_prompts(place / "train.txt", count=count, evaluation=False)
+        tiny_signs.write_samples(place / "signs", place / "train.txt")
+        for what, (app_name, flags) in runs.items():
+            is_first = what == "pretraining"
+            steps = {"train-steps": size.learning_steps[not is_first], "eval.every": every[not is_first]}
+            group = {"group-size": 2} if small and not is_first else {}
+            run_app(
+                app_name,
+                flags | own | steps | group | {"model": model, "name": what},
+                place,
+                stop_after=size.learning_s,
+            )
+            yield from curve(what, place / "runs" / what, visit.folder)
+            if is_first:
+                shutil.copytree(
+                    place / "runs" / what / "weights" / "transformer", f"{model}/transformer", dirs_exist_ok=True
+                )
+
+
+def curve(what: str, run: Path, folder: Path | None) -> Iterator[Row]:
+    """Yield the first and the last held-out score of a run; keep the pictures of both evaluations in the folder."""
+    lines = list(map(json.loads, (run / "metrics.jsonl").read_text().splitlines()))
+    scores = {line["step"]: line["eval/reward"] for line in lines if "eval/reward" in line}
+    first, *_, last = scores.values()
+    yield Row(
+        f"{what}: held-out score, first and last of {len(scores)}, {lines[-1]['step']} steps",
+        f"{first:.4f}, {last:.4f}",
+        "rises",
+        "holds" if last > first else "missed",
+    )
+    yield Row(f"{what}: the curve", ", ".join(f"{score:.3f}" for score in scores.values()))
+    for step in (min(scores), max(scores)):
+        if folder:
+            shutil.copy(run / "eval" / f"{step:06}.png", folder / f"{what}-{step:06}.png")
+
+
 def tokens(visit: Visit) -> Iterator[Row]:
     """Yield the gate, and the sampler's gap to the update, of two steps of a random Qwen3."""
     sys.path.append(str(REPO / "scripts"))
@@ -352,6 +425,21 @@ def versus(visit: Visit) -> Iterator[Row]:
                 yield Row("the same", f"{over:.4g}", f"goal {FASTER:g} or more", verdict)
             difference, bound = abs(each.grad_norm / ours.grad_norm - 1), versus_plain.BOUNDS[dtype]
             yield exact(f"gradient norm, {name}, relative difference", difference, bound)
+
+
+def beside_peer(visit: Visit) -> Iterator[Row]:
+    """Yield the seconds and memory of flow_grpo's own trainer, and of this one, eager and compiled."""
+    small = (
+        {"side": 32, "num_inference_steps": 3, "batch_size": 2, "blocks": 2, "heads": 1} if visit.size == SMALL else {}
+    )
+    args = versus_peer.Args(peer=visit.peer, device_rows=True, rounds=1, **small)
+    try:
+        args.check()
+    except ValueError as problem:
+        raise LeftOutError(str(problem)) from problem
+    _, found = versus_peer.measure(args)
+    for phase, side, value, over in versus_peer.rows_of(found, memory=local_device().type != "cpu"):
+        yield Row(f"{phase}, {side}", value, f"{over} of {versus_peer.PEER}")
 
 
 def profile(visit: Visit) -> Iterator[Row]:
@@ -592,8 +680,12 @@ def settings_of(size: Size, variant: str, path: str, *, masked: bool = False, **
     return trainer.settings(model_args(size, variant, masked=masked), path, **own)
 
 
-def run_app(name: str, flags: Mapping[str, object], place: Path, *, kill_after: int = 0) -> None:
+def run_app(
+    name: str, flags: Mapping[str, object], place: Path, *, kill_after: int = 0, stop_after: float = math.inf
+) -> None:
     """Run a trainer in a folder. kill_after: the steps after which it is killed; 0 lets it end.
+
+    stop_after: seconds after which it is asked to end, as by Ctrl-C.
 
     Raises:
         RuntimeError: it failed; with the end of what it printed.
@@ -603,16 +695,20 @@ def run_app(name: str, flags: Mapping[str, object], place: Path, *, kill_after: 
     with log.open("w") as out:
         command = [sys.executable, str(REPO / "apps" / f"{name}.py"), *words]
         process = subprocess.Popen(command, cwd=place, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        end, is_asked = time.monotonic() + stop_after, False
         try:
             while process.poll() is None:
                 time.sleep(0.2)
+                if time.monotonic() > end and not is_asked:
+                    process.send_signal(signal.SIGINT)
+                    is_asked = True
                 if kill_after and lines.is_file() and len(lines.read_text().splitlines()) > kill_after:
                     return
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    if process.returncode:
+    if process.returncode and not is_asked:
         raise RuntimeError(f"{name} ended with {process.returncode}: {log.read_text()[-500:]}")
 
 

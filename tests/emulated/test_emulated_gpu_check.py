@@ -49,19 +49,34 @@ def test_its_rows_hold_on_the_emulated_accelerator(tmp_path, alone, group):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_its_rows_that_start_trainers_hold(tmp_path):
-    names = ["a second life", "a Qwen3"]
+    names = ["a second life", "a Qwen3", "from scratch"]
     gpu_check.main(["--small", "--folder", str(tmp_path), "--only", *names], here=True)
     found = gpu_check.read(tmp_path)
-    assert {found[name].rows[0].verdict for name in names} == {"holds"}
+    assert {found[name].rows[0].verdict for name in names[:2]} == {"holds"}
+    assert [row.what.partition(":")[0] for row in found["from scratch"].rows[::2]] == ["pretraining", "FlowGRPO", "AWM"]
+    for run, last in {"pretraining": 2, "FlowGRPO": 1, "AWM": 1}.items():
+        assert (tmp_path / f"{run}-000000.png").is_file()
+        assert (tmp_path / f"{run}-{last:06}.png").is_file()
 
 
-def test_the_timetable_takes_45_minutes_and_its_first_10_tell_of_the_ratio_and_of_bits(capsys):
-    assert 30 < sum(entry.minutes for entry in gpu_check.TIMETABLE.values()) <= 45
+def test_the_row_beside_a_peer_is_asked_with_a_checkout_only(tmp_path, capsys):
+    for words, is_there in (([], False), (["--peer", str(tmp_path)], True)):
+        gpu_check.main(["--dry-run", *words])
+        assert ("beside flow_grpo" in capsys.readouterr().out) == is_there
+    check(tmp_path / "found", "--peer", str(tmp_path), "--only", "beside flow_grpo")
+    (row,) = gpu_check.read(tmp_path / "found")["beside flow_grpo"].rows
+    assert row.what == "left out"
+    assert "--peer must be a folder with flow_grpo's files" in row.found
+
+
+def test_the_timetable_takes_90_minutes_and_its_first_10_tell_what_no_card_has_told(capsys):
+    assert 60 < sum(entry.minutes for entry in gpu_check.TIMETABLE.values()) <= 90
     assert gpu_check.main(["--dry-run", "--time", "10m"]) == 0
     rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
     fits = [row[0] for row in rows if "another call" not in row]
-    assert len(rows) == len(gpu_check.TIMETABLE) > len(fits)
-    assert {"gate: auto, nf4, masks", "backward repeated", "step: recomputed", "profile"} <= {*fits}
+    assert len(rows) == len(gpu_check.TIMETABLE) - 1 > len(fits)  # without a peer
+    assert {"gate: compiled, as it is", "a second life", "step: nf4", "step: gathered"} <= {*fits}
+    assert "from scratch" not in fits
     assert "beside plain loops" not in fits
 
 
