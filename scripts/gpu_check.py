@@ -409,15 +409,8 @@ def main(argv: Sequence[str] | None = None, *, here: bool = False) -> int:
     if here:
         run(names, visit, folder, until)
     else:
-        flags = [
-            "--folder",
-            str(folder),
-            "--predictions",
-            str(args.predictions),
-            "--peer",
-            args.peer,
-            *["--small"] * args.small,
-        ]
+        flags = ["--folder", str(folder), "--predictions", str(args.predictions), f"--peer={args.peer}"]
+        flags += ["--small"] * args.small
         run_apart(names, folder, until, flags)
     found = read(folder)
     write_atomically(folder / "page.md", page(found))

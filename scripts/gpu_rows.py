@@ -311,12 +311,8 @@ def from_scratch(visit: Visit) -> Iterator[Row]:
             is_first = what == "pretraining"
             steps = {"train-steps": size.learning_steps[not is_first], "eval.every": every[not is_first]}
             group = {"group-size": 2} if small and not is_first else {}
-            run_app(
-                app_name,
-                flags | own | steps | group | {"model": model, "name": what},
-                place,
-                stop_after=size.learning_s,
-            )
+            flags |= own | steps | group | {"model": model, "name": what}
+            run_app(app_name, flags, place, stop_after=size.learning_s)
             yield from curve(what, place / "runs" / what, visit.folder)
             if is_first:
                 shutil.copytree(
@@ -328,6 +324,8 @@ def curve(what: str, run: Path, folder: Path | None) -> Iterator[Row]:
     """Yield the first and the last held-out score of a run; keep the pictures of both evaluations in the folder."""
     lines = list(map(json.loads, (run / "metrics.jsonl").read_text().splitlines()))
     scores = {line["step"]: line["eval/reward"] for line in lines if "eval/reward" in line}
+    if len(scores) < 2:
+        raise RuntimeError(f"{what} ended before its second evaluation, after {lines[-1]['step']} steps")
     first, *_, last = scores.values()
     yield Row(
         f"{what}: held-out score, first and last of {len(scores)}, {lines[-1]['step']} steps",
