@@ -363,18 +363,23 @@ def build_flux(pipeline: str = "FluxPipeline", *, guidance_embeds: bool = True) 
     )
 
 
+def build_flux2_vae() -> Any:
+    """Build an AutoencoderKLFlux2 whose statistics of latents are random."""
+    from diffusers import AutoencoderKLFlux2
+
+    vae = AutoencoderKLFlux2(block_out_channels=(8, 8, 16, 16), layers_per_block=1, norm_num_groups=4, sample_size=64)
+    vae.bn.running_mean.normal_()
+    vae.bn.running_var.uniform_(0.5, 2.0)
+    return vae
+
+
 def build_flux2(*, dev: bool, distilled: bool = False) -> Any:
-    """Build a Flux2Pipeline, or a Flux2KleinPipeline; the statistics of its latents are random."""
+    """Build a Flux2Pipeline, or a Flux2KleinPipeline."""
     import diffusers
     import transformers
 
     tokenizer = build_qwen_tokenizer()
     sides: dict[str, Any] = SIDES | {"hidden_size": 16, "intermediate_size": 32}
-    vae = diffusers.AutoencoderKLFlux2(
-        block_out_channels=(8, 8, 16, 16), layers_per_block=1, norm_num_groups=4, sample_size=64
-    )
-    vae.bn.running_mean.normal_()
-    vae.bn.running_var.uniform_(0.5, 2.0)
     parts: dict[str, Any] = {
         "transformer": diffusers.Flux2Transformer2DModel(
             num_layers=2,
@@ -387,7 +392,7 @@ def build_flux2(*, dev: bool, distilled: bool = False) -> Any:
             guidance_embeds=dev,
         ),
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0),
-        "vae": vae,
+        "vae": build_flux2_vae(),
         "tokenizer": tokenizer,
     }
     if not dev:
@@ -408,6 +413,47 @@ def build_flux2(*, dev: bool, distilled: bool = False) -> Any:
     pipe = diffusers.Flux2Pipeline(text_encoder=transformers.Mistral3ForConditionalGeneration(config), **parts)
     pipe.register_to_config(tokenizer=("transformers", "PixtralProcessor"))  # of which the texts' half is there
     return pipe
+
+
+class ModularFolder:
+    """A modular pipeline whose index names all parts by a hub id."""
+
+    def __init__(self, pipe: Any) -> None:
+        self.pipe = pipe
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write the folder."""
+        self.pipe.save_pretrained(str(folder), overwrite_modular_index=True)
+        index = folder / "modular_model_index.json"
+        index.write_text(index.read_text("utf-8").replace(str(folder), f"tiny/{folder.name}"), "utf-8")
+
+
+def build_flux3() -> Any:
+    """Build a Flux3ModularPipeline without its upsampler of prompts."""
+    import diffusers
+    from diffusers.modular_pipelines import Flux3AutoBlocks
+    from transformers import Qwen3VLForConditionalGeneration
+
+    tokenizer = build_qwen_tokenizer()
+    tokenizer.chat_template = CHAT_WITH_MEDIA
+    blocks = Flux3AutoBlocks()
+    del blocks.sub_blocks["prompt_upsampler"]
+    pipe = blocks.init_pipeline()
+    pipe.update_components(
+        transformer=diffusers.Flux3Transformer2DModel(
+            num_layers=1,
+            num_single_layers=2,
+            attention_head_dim=32,
+            num_attention_heads=2,
+            joint_attention_dim=8 * 32,
+            timestep_channels=32,
+            axes_dims_rope=(8, 8, 8, 8),
+        ),
+        vae=build_flux2_vae(),
+        text_encoder=Qwen3VLForConditionalGeneration(qwen3_vl_config(tokenizer, num_hidden_layers=33)),
+        tokenizer=build_qwen3_vl_processor(tokenizer),
+    )
+    return ModularFolder(pipe)
 
 
 def build_wan(pipeline: str = "WanPipeline", *, clip: int = 0, per_token: bool = False, **config: Any) -> Any:
@@ -1086,6 +1132,7 @@ BUILDERS: dict[str, Callable[[], Any]] = {
     "flux2-dev": lambda: build_flux2(dev=True),
     "flux2-klein": lambda: build_flux2(dev=False, distilled=True),
     "flux2-klein-base": lambda: build_flux2(dev=False),
+    "flux3": build_flux3,
     "hunyuan-video15": build_hunyuan_video,
     "hunyuan-video15-i2v": build_hunyuan_video_of_images,
     "krea2": build_krea2,

@@ -60,6 +60,7 @@ READS = {  # class of a net -> field -> the encoders whose widths, together, it 
     "Flux2Transformer2DModel": {"joint_attention_dim": ["text_encoder"] * 3},
     "QwenImageTransformer2DModel": {"joint_attention_dim": ["text_encoder"]},
     "QwenImage21Transformer2DModel": {"context_in_dim": ["text_encoder"]},
+    "Flux3Transformer2DModel": {"joint_attention_dim": ["text_encoder"] * 8},
     "Krea2Transformer2DModel": {"text_hidden_dim": ["text_encoder"]},
     "ZImageTransformer2DModel": {"cap_feat_dim": ["text_encoder"]},
     "WanTransformer3DModel": {"text_dim": ["text_encoder"], "image_dim": ["image_encoder"]},
@@ -201,11 +202,12 @@ def width_of(config: Mapping[str, Any]) -> int:
 
 def build(name: str, folder: Path, cut: Cut = Cut()) -> None:
     """Write the folder of a released model, by its hub id; its weights depend only on the configuration."""
+    from omni_rollout.models import INDEXES
     from omni_rollout.models.hub import released_models
 
     released = released_models()[name]
-    if (released / "model_index.json").exists():
-        build_pipeline(released, folder, cut)
+    if indexes := [released / name for name in INDEXES if (released / name).exists()]:
+        build_pipeline(indexes[0], folder, cut)
     else:
         architecture = read(released / "config.json")["architectures"][0]
         OTHERS[architecture](released, folder, cut)
@@ -217,11 +219,11 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
-def build_pipeline(released: Path, folder: Path, cut: Cut) -> None:
-    """Write a pipeline of diffusers, part by part, so that one at a time is in memory."""
+def build_pipeline(file: Path, folder: Path, cut: Cut) -> None:
+    """Write the pipeline of an index, part by part, so that one at a time is in memory."""
     from omni_rollout.models import open_model
 
-    index = read(released / "model_index.json")
+    released, index = file.parent, read(file)
     parts = {name: kind for name, kind in index.items() if isinstance(kind, list) and isinstance(kind[0], str)}
     shutil.copytree(released, folder, dirs_exist_ok=True)
     states = getattr(type(open_model(released)), "LAYERS", (0,))  # of the encoder, which the model reads

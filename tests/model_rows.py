@@ -22,7 +22,7 @@ from omni_rollout import Params, Prompt
 from omni_rollout.models.qwen_image21 import QwenImage21
 from omni_rollout.models.qwen_image_edit import QwenImageEdit
 from PIL import Image
-from transformers import CLIPImageProcessorPil, SiglipImageProcessorPil
+from transformers import CLIPImageProcessorPil, Qwen3VLForConditionalGeneration, SiglipImageProcessorPil
 
 
 def built(name: str) -> Callable[[], Path]:
@@ -53,7 +53,7 @@ class Row:
     unit: pixels, of which sides are multiples; 0 where the model has a list of sizes, and `refused` some others.
     unseen: how names of weights begin that only the sound needs. given: references as arguments of the stock pipeline.
     stock_parts: parts that the stock pipeline cannot load here. alone: whether it draws one prompt after the other, as
-    its images depend on their batch.
+    its images depend on their batch. modular: opens the stock pipeline of a folder, where that is a modular one.
     """
 
     checkpoint: Callable[[], Path]
@@ -78,6 +78,7 @@ class Row:
     given: Callable[[list[Any]], dict[str, Any]] = lambda images: {"image": images if len(images) > 1 else images[0]}
     stock_parts: Callable[[], dict[str, Any]] = dict
     alone: bool = False
+    modular: Callable[[Path, torch.dtype], Any] | None = None
 
     @property
     def has_size(self) -> bool:
@@ -95,6 +96,8 @@ class Row:
         """The stock pipeline of a checkpoint, quiet."""
         from diffusers import DiffusionPipeline
 
+        if self.modular:
+            return self.modular(folder, dtype)
         index = json.loads((folder / "model_index.json").read_text("utf-8"))
         missing = {part: None for part, kind in index.items() if str(kind).endswith("Processor']")}
         pipe = DiffusionPipeline.from_pretrained(folder, dtype=dtype, **missing | self.stock_parts())
@@ -179,6 +182,35 @@ def mend_flux2(pipe: Any) -> None:
 def mend_flux2_dev(pipe: Any) -> None:
     """Give dev's stock pipeline the half of its processor that reads texts; without torchvision there is no other."""
     pipe.tokenizer = build_qwen_tokenizer()
+
+
+class StockFlux3:
+    """The stock pipeline of FLUX.3, called as ordinary ones are: one prompt, its scale as an argument."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        tokenizer = build_qwen_tokenizer()
+        tokenizer.chat_template = CHAT_WITH_MEDIA
+        blocks = diffusers.modular_pipelines.Flux3AutoBlocks()
+        del blocks.sub_blocks["prompt_upsampler"]
+        self.modular = blocks.init_pipeline()
+        load = {
+            "transformer": diffusers.Flux3Transformer2DModel,
+            "vae": diffusers.AutoencoderKLFlux2,
+            "text_encoder": Qwen3VLForConditionalGeneration,
+        }
+        parts = {name: kind.from_pretrained(folder, subfolder=name, dtype=dtype) for name, kind in load.items()}
+        self.modular.update_components(**parts, tokenizer=build_qwen3_vl_processor(tokenizer))
+        self.modular.set_progress_bar_config(disable=True)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.modular, name)
+
+    def __call__(self, prompt: list[str], guidance_scale: float, negative_prompt: list[str], **others: Any) -> Any:
+        """The pipeline's images."""
+        guider = diffusers.ClassifierFreeGuidance(guidance_scale=guidance_scale)
+        self.modular.update_components(guider=guider)
+        negative = {"negative_prompt": negative_prompt[0]} if guidance_scale > 1 else {}
+        return {"images": self.modular(prompt=prompt[0], **negative, **others, output="images")}
 
 
 def mend_wan(pipe: Any, *, shift: float = 5.0) -> Any:
@@ -467,6 +499,36 @@ ROWS = {
             ("klein-base", 4.0, ((80, 100), (70, 64)), ()),
             ("dev", 2.5, ((64, 96),), ()),
         )
+    },
+    **{
+        name: Row(
+            checkpoint=built("flux3"),
+            unguided=FLUX2,
+            guided=replace(FLUX2, guidance_scale=4.0),
+            stock=lambda params, negative: {"guidance_scale": params.guidance_scale, "negative_prompt": negative},
+            without_gradient=frozenset()
+            if images
+            else frozenset(
+                [
+                    "early_stream_modulations.image_cond.linear.weight",
+                    "single_stream_modulations.image_cond.linear.weight",
+                    "x_embedders.image_cond.weight",
+                    *(
+                        f"mode_blocks.image_cond.0.{layer}.weight"
+                        for layer in (
+                            *("attn.norm_q", "attn.norm_k", "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
+                            *("ff.linear_in", "ff.linear_out"),
+                        )
+                    ),
+                ]
+            ),
+            lora_layers=(3 + 2) * 6,
+            nearest=(({"height": 56}, 64),),
+            images=images,
+            alone=True,
+            modular=StockFlux3,
+        )
+        for name, images in (("flux3", ()), ("flux3-edit", ((70, 100),)), ("flux3-edit-two", ((80, 100), (70, 64))))
     },
     **{
         f"sd35-{size}": Row(

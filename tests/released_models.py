@@ -46,5 +46,6 @@ RELEASES = {
     "black-forest-labs/FLUX.2-klein-base-4B": Release(4, 5 * 12 + 20, **FLUX2),
     "black-forest-labs/FLUX.2-klein-9B": Release(9, 8 * 12 + 24, **FLUX2),
     "black-forest-labs/FLUX.2-klein-base-9B": Release(9, 8 * 12 + 24, **FLUX2),
+    "black-forest-labs/flux-3-image-klein-base": Release(5.6, (3 * 5 + 28) * 6, **FLUX2),
 }
 TOKENS = {"Qwen/Qwen2.5-3B-Instruct": 3.09, "Qwen/Qwen3-Omni-30B-A3B-Instruct": 31.7}  # billions of weights

@@ -19,6 +19,7 @@ from omni_rl.settings.eval_sets import on_this_machine
 from omni_rl.settings.fields import MAY_CHANGE, SECRET, flag, flag_of, flat, marked, require
 
 MAX_CONFIG_BYTES = 2**24
+INDEXES = ("model_index.json", "modular_model_index.json")
 NO_VOCABULARY = {"tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"}
 BYTES = "ByT5Tokenizer"  # whose vocabulary is no file
 GOLD_DIGEST = "eval.gold_prompts_digest"
@@ -40,11 +41,11 @@ def check_model(place: str, *, reads_texts: bool = True) -> None:
         is_id = place.count("/") == 1 and not folder.is_absolute() and not place.startswith(".")
         require((is_id, f"--model must be a folder or a hub id such as Qwen/Qwen-Image, found nothing at {place}"))
         return
-    index = folder / "model_index.json"
+    index = next((folder / name for name in INDEXES if (folder / name).is_file()), folder / INDEXES[0])
     if not index.is_file():
         above = Path(os.path.normpath(folder / ".."))
         rule = f"--model must be a whole pipeline, got {place}, a part of one: give {above}"
-        require((not (above / index.name).is_file(), rule))
+        require((not any((above / name).is_file() for name in INDEXES), rule))
     require((index.is_file() or (folder / "config.json").is_file(), f"--model is incomplete: {index} is missing"))
     for tokenizer in tokenizers_of(index) if reads_texts and index.is_file() else ():
         files = sorted({path.name for path in tokenizer.glob("*")} - NO_VOCABULARY)
@@ -53,7 +54,7 @@ def check_model(place: str, *, reads_texts: bool = True) -> None:
 
 
 def tokenizers_of(index: Path) -> Iterator[Path]:
-    """Yield the folders of tokenizers that a model_index.json names; none of one that is damaged."""
+    """Yield the folders of tokenizers that an index names; none of one that is damaged."""
     with suppress(OSError, ValueError, AttributeError, LookupError):  # which opening the model reports
         for part, kind in parse_json(read_linked(index, MAX_CONFIG_BYTES)).items():
             if "tokenizer" in part and isinstance(kind, list) and kind[-1] not in (None, BYTES):
@@ -77,7 +78,7 @@ def check_sides(place: str, height: int, width: int) -> None:
 
 def kind_of(folder: Path) -> str:
     """Return the pipeline of a checkpoint's index, or its architecture; nothing if there is none or it is damaged."""
-    for name, key in (("model_index.json", "_class_name"), ("config.json", "architectures")):
+    for name, key in (*((index, "_class_name") for index in INDEXES), ("config.json", "architectures")):
         with suppress(OSError, ValueError, TypeError, LookupError):  # which opening the model reports
             found = parse_json(read_linked(folder / name, MAX_CONFIG_BYTES))[key]
             return str(found[0] if isinstance(found, list) else found)
@@ -174,9 +175,8 @@ def ask_hub(model: str) -> None:
     from huggingface_hub import HfApi, try_to_load_from_cache
     from huggingface_hub.errors import GatedRepoError
 
-    indexes = ("model_index.json", "config.json")
     try:
-        if any(isinstance(try_to_load_from_cache(model, name), str) for name in indexes):
+        if any(isinstance(try_to_load_from_cache(model, name), str) for name in (*INDEXES, "config.json")):
             return
         if HfApi().model_info(model, timeout=3.0).gated:
             HfApi().auth_check(model)

@@ -1,6 +1,7 @@
 """One file per model, independent of algorithms."""
 
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 from omni_rollout.files import read_json
@@ -9,6 +10,7 @@ from omni_rollout.models.bagel import Bagel
 from omni_rollout.models.bagel_think import ThinkingBagel
 from omni_rollout.models.flux import Flux1, Flux1Kontext
 from omni_rollout.models.flux2 import Flux2, Flux2Klein
+from omni_rollout.models.flux3 import Flux3Klein
 from omni_rollout.models.hub import local_folder
 from omni_rollout.models.hunyuan_image import HunyuanImage
 from omni_rollout.models.hunyuan_video import HunyuanVideo15, HunyuanVideo15ImageToVideo
@@ -23,7 +25,7 @@ from omni_rollout.models.wan import Wan, WanImageToVideo
 from omni_rollout.models.z_image import ZImage
 from omni_rollout.thoughts import ThinkingModel
 
-# The pipeline of model_index.json, or the architecture of config.json where there is none -> the model's class.
+# The pipeline of an index, or the architecture of config.json where there is none -> the model's class.
 # A new model is one more line.
 MODELS: dict[str, Callable[[str | Path], Model]] = {
     "QwenImagePipeline": QwenImage,
@@ -45,9 +47,13 @@ MODELS: dict[str, Callable[[str | Path], Model]] = {
     "FluxKontextPipeline": Flux1Kontext,
     "Flux2KleinPipeline": Flux2Klein,
     "Flux2Pipeline": Flux2,
+    "Flux3ModularPipeline": Flux3Klein,
 }
 THINKING_MODELS: dict[str, Callable[[str | Path], ThinkingModel]] = {"BagelForConditionalGeneration": ThinkingBagel}
+INDEXES = ("model_index.json", "modular_model_index.json")
 REFUSED = {  # pipelines that one might expect here -> why they are not supported
+    "Flux3DistilledModularPipeline": "its net takes the level at which a step ends; klein-base is a model here",
+    "MiniMaxH3ModularPipeline": "its frames and its sound have separate schedules, and a trajectory here has one",
     "HunyuanVideoPipeline": "HunyuanVideo 1.0 has other text encoders and another net than 1.5, which is a model here",
     "StableAudioPipeline": "Stable Audio Open 1.0 denoises by another equation than a flow's",
 }
@@ -62,6 +68,10 @@ def open_model(path: str | Path) -> Model:
     kind, folder = _kind(path)
     if not isinstance(kind, str) or kind not in MODELS:
         why = f": {REFUSED[kind]}" if isinstance(kind, str) and kind in REFUSED else ""
+        if not why and str(kind).endswith("ModularPipeline"):
+            other = str(kind).replace("ModularPipeline", "Pipeline")
+            why = f": it is modular, and no parts of it are read with diffusers {version('diffusers')}"
+            why += f"; load its {other} and save_pretrained" if other in MODELS else ""
         raise ValueError(f"model must not be a {kind!r:.80}, which {folder} holds{why}: known are {', '.join(MODELS)}")
     return MODELS[kind](path)
 
@@ -81,7 +91,8 @@ def open_thinking_model(path: str | Path) -> ThinkingModel:
 def _kind(path: str | Path) -> tuple[object, Path]:
     """Return the pipeline or architecture that a checkpoint names, and its folder."""
     folder = local_folder(path)
-    if (folder / "config.json").is_file() and not (folder / "model_index.json").is_file():
+    index = next((folder / name for name in INDEXES if (folder / name).is_file()), None)
+    if (folder / "config.json").is_file() and not index:
         config = read_json(folder / "config.json")
         found, part = config.get("architectures"), config.get("_class_name")
         if part and not found:
@@ -89,5 +100,5 @@ def _kind(path: str | Path) -> tuple[object, Path]:
             raise ValueError(f"model must be a whole pipeline, got {folder}, which holds a {part!r:.80}: {how}")
         kind = found[0] if isinstance(found, list) and found else found
     else:
-        kind = read_json(folder / "model_index.json").get("_class_name")
+        kind = read_json(index or folder / INDEXES[0]).get("_class_name")
     return kind, folder

@@ -56,8 +56,8 @@ FLOW_SCHEDULER: Mapping[str, object] = {
 class DiffusersModel:
     """The half of a Model that depends on the checkpoint's files; a subclass adds the arithmetic.
 
-    PIPELINE: the `_class_name` of its model_index.json. PARTS: the parts to load, each with its library and class.
-    OPTIONAL: those that a checkpoint may lack.
+    PIPELINE: the `_class_name` of its INDEX. PARTS: the parts to load, each with its library and class. OPTIONAL: those
+    that a checkpoint may lack.
     GUIDANCE: the scales of classifier-free guidance, `guidance_scale` or some of OPTIONS, each with its lowest value,
     which turns it off; negatives are required if one of them is above. UNUSED: modules of parts that never run, and are
     not loaded.
@@ -67,6 +67,7 @@ class DiffusersModel:
     """
 
     PIPELINE: ClassVar[str]
+    INDEX: ClassVar[str] = "model_index.json"
     PARTS: ClassVar[Mapping[str, tuple[str, str]]]
     OPTIONAL: ClassVar[tuple[str, ...]] = ()
     UNUSED: ClassVar[Mapping[str, tuple[str, ...]]] = {}
@@ -92,7 +93,7 @@ class DiffusersModel:
     def __init__(self, path: str | Path) -> None:
         self.path = str(path)
         self.folder = local_folder(path)
-        self.config: dict[str, Any] = read_json(self.folder / "model_index.json")
+        self.config: dict[str, Any] = read_json(self.folder / self.INDEX)
         for part, kind in self.PARTS.items():
             if part not in self.OPTIONAL or self.config.get(part) not in (None, [None, None]):
                 self.config[part] = self._part_config(part, *kind)
@@ -131,7 +132,12 @@ class DiffusersModel:
 
     def _part_config(self, part: str, library: str, name: str) -> dict[str, Any]:
         """Return the configuration of one part; raise ValueError where the files name another class for it."""
-        index, found = self.folder / "model_index.json", self.config.get(part)
+        index, found = self.folder / self.INDEX, self.config.get(part)
+        if isinstance(found, list) and len(found) == 3 and isinstance(found[2], dict):  # of a modular pipeline
+            where, found = found[2].get("pretrained_model_name_or_path"), found[2].get("type_hint")
+            if not (self.folder / part).is_dir():
+                how = "save_pretrained of diffusers with overwrite_modular_index=True writes all parts"
+                raise ValueError(f"{part} must be in {self.folder / part}, {index} names {where!r:.80}: {how}")
         if not isinstance(found, list) or [str(entry).removesuffix("Fast") for entry in found] != [library, name]:
             raise ValueError(f"{part} must be a {name} of {library}, {index} says {found!r:.80}")
         file = self.config_file(part)

@@ -137,7 +137,7 @@ class Flux2Klein(DiffusersModel):
     def condition(self, parts: Parts, prompt: Prompt, params: Params) -> Cond:
         """Return the latents of the references, `reference_0` [C, h', w'] and so on."""
         return {
-            f"reference_{i}": self.encode_media(parts, {"image": _fit(image)[None]}, params)[0]
+            f"reference_{i}": self.encode_media(parts, {"image": fit(image)[None]}, params)[0]
             for i, image in enumerate(prompt.images)
         }
 
@@ -223,7 +223,7 @@ class Flux2(Flux2Klein):
         return AutoTokenizer
 
 
-def _fit(image: Tensor) -> Tensor:
+def fit(image: Tensor) -> Tensor:
     """Return a reference, uint8 [H, W, 3], downscaled if it is too large, and center-cropped to whole tokens."""
     size = _reduced(*image.shape[:2])
     image = image if size == image.shape[:2] else resized(image, *size)

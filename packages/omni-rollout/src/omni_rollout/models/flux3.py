@@ -1,0 +1,152 @@
+"""FLUX.3 klein-base: text to image, also from references, a flow in the latents of FLUX.2's VAE.
+
+Shapes: B samples, C latent channels (128), h x w latent pixels (a sixteenth of the image; h' x w' of a reference),
+T text tokens (a multiple of 80: the net attends to that padding), D text width.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from omni_rollout.models.diffusers_model import PIXELS_PER_TOKEN, resized, where_needed
+from omni_rollout.models.flux2 import LEAST_SIDE, Flux2Klein, fit
+from omni_rollout.types import Cond, Params, Parts, Prompt
+
+WINDOW, MOST_TEXT_TOKENS = 80, 8192
+MOST_PIXELS, MOST_SIDE = 4 * 1024 * 1024, 4096  # of a single reference
+PLACE_SCALE = 0.5  # rows and columns in the net's places
+SCHEDULER = {"shift": 6.93}  # of diffusers' pipeline, whose files have none
+
+
+class Flux3Klein(Flux2Klein):
+    """FLUX.3 klein-base for one checkpoint. Its guidance is `guidance_scale`, on above 1."""
+
+    PIPELINE = "Flux3ModularPipeline"
+    INDEX = "modular_model_index.json"
+    PARTS: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "text_encoder": ("transformers", "Qwen3VLForConditionalGeneration"),
+        "tokenizer": ("transformers", "Qwen3VLProcessor"),
+        "transformer": ("diffusers", "Flux3Transformer2DModel"),
+        "vae": ("diffusers", "AutoencoderKLFlux2"),
+        "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
+    }
+    OPTIONAL: ClassVar[tuple[str, ...]] = ("scheduler",)
+    UNUSED: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "text_encoder": ("lm_head", "model.visual", "model.language_model.layers.33:")
+    }
+    CONTEXT_PARALLEL = False
+    BLOCK_NAMES: ClassVar[tuple[str, ...]] = ("Flux3ModeTransformerBlock", "Flux3SingleTransformerBlock")
+    LORA_TARGETS: ClassVar[tuple[str, ...]] = (
+        "attn.to_q",
+        "attn.to_k",
+        "attn.to_v",
+        "attn.to_out.0",
+        "ff.linear_in",
+        "ff.linear_out",
+    )
+    LAYERS: ClassVar[tuple[int, ...]] = (4, 8, 12, 16, 20, 24, 28, 32)
+
+    def _check_config(self) -> None:
+        self.config.setdefault("scheduler", dict(SCHEDULER))
+        super()._check_config()
+        self._expect("transformer", flow_map=False, cond_in_channels=self.value("transformer", "in_channels", int, 128))
+
+    def _class(self, part: str) -> Any:
+        if part == "tokenizer":
+            from transformers import Qwen2Tokenizer  # the processor's half for texts, which needs no torchvision
+
+            return Qwen2Tokenizer
+        found = super()._class(part)  # raises where diffusers is too old for it
+        if part != "transformer":
+            return found
+        from omni_rollout.models.flux3_net import Flux3Transformer2DModel
+
+        return Flux3Transformer2DModel
+
+    def _mu(self, params: Params) -> float:
+        return super(Flux2Klein, self)._mu(params)
+
+    def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False) -> Cond:
+        """Return the embeddings of one prompt, states of several layers.
+
+        `embeds` [T, 8D] in the encoder's dtype and `embeds_mask` [T], True: the net sees the padding to T too.
+        """
+        chat = [{"role": "user", "content": prompt.negative if negative else prompt.text}]
+        text = parts.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        tokens = parts.tokenizer([text], max_length=MOST_TEXT_TOKENS, truncation=True, return_tensors="pt")
+        ids = tokens.input_ids.to(parts.text_encoder.device)
+        room = [0, min(-ids.shape[1] % WINDOW, MOST_TEXT_TOKENS - ids.shape[1])]
+        seen, ids = pad(torch.ones_like(ids), room), pad(ids, room, value=parts.tokenizer.pad_token_id)
+        places = torch.arange(ids.shape[1], device=ids.device)[None].masked_fill(seen == 0, 1)  # as in its training
+        states = parts.text_encoder(
+            input_ids=ids, attention_mask=seen, position_ids=places, output_hidden_states=True, use_cache=False
+        ).hidden_states
+        embeds = torch.cat([states[layer][0] for layer in self.LAYERS], dim=-1)
+        return {"embeds": embeds, "embeds_mask": torch.ones(len(embeds), dtype=torch.bool)}
+
+    def condition(self, parts: Parts, prompt: Prompt, params: Params) -> Cond:
+        """Return the latents of the references, `reference_0` [C, h', w'] and so on; a single one is kept whole."""
+        prepare = _whole if len(prompt.images) == 1 else fit
+        return {
+            f"reference_{i}": self.encode_media(parts, {"image": prepare(image)[None]}, params)[0]
+            for i, image in enumerate(prompt.images)
+        }
+
+    def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
+        """Return the velocity [B, C, h, w], float32, at x [B, C, h, w] and noise levels sigma [B].
+
+        cond: `embeds` [B, T, 8D] and `embeds_mask` [B, T]; with guidance also their negatives; `reference_0` and so on:
+        latents [B, C, h', w'] of references.
+        """
+        references = [latents for name, latents in cond.items() if name.startswith("reference_")]
+        inputs: dict[str, Tensor] = {"img_ids": _places(x, 0)}
+        if references:
+            inputs["image_cond_ids"] = torch.cat([_places(latents, -1 - i) for i, latents in enumerate(references)])
+
+        def predict(embeds: Tensor, mask: Tensor) -> Tensor:
+            tokens = [latents.flatten(2).mT.to(embeds.dtype) for latents in (x, *references)]
+            given = {"image_cond_hidden_states": torch.cat(tokens[1:], dim=1)} if references else {}
+            return net(
+                hidden_states=tokens[0],
+                timestep=(sigma.float() * 1000 / 1000).to(embeds.dtype),  # diffusers' own rounding
+                encoder_hidden_states=embeds,
+                encoder_hidden_states_mask=where_needed(mask, x.device),
+                txt_ids=pad(torch.arange(embeds.shape[1], device=x.device).float()[:, None], [3, 0]),
+                **inputs,
+                **given,
+            ).float()
+
+        velocity = predict(cond["embeds"], cond["embeds_mask"])
+        if self.is_guided(params):
+            negative = predict(cond["negative_embeds"], cond["negative_embeds_mask"])
+            velocity = negative + params.guidance_scale * (velocity - negative)
+        return velocity.mT.unflatten(2, x.shape[2:])
+
+
+def _whole(image: Tensor) -> Tensor:
+    """Return a reference, uint8 [H, W, 3], downscaled if it is too large, with edges that fill its last tokens."""
+    height, width = image.shape[:2]
+    scale = min(1.0, math.sqrt(MOST_PIXELS / (width * height)), MOST_SIDE / max(width, height))
+    sizes = round(height * scale), round(width * scale)
+    while math.prod(map(_canvas, sizes)) > MOST_PIXELS:  # with their edges
+        scale *= 0.995
+        sizes = round(height * scale), round(width * scale)
+    image = image if sizes == (height, width) else resized(image, *sizes)
+    top, left = ((_canvas(size) - size) // 2 for size in sizes)
+    edges = [left, _canvas(sizes[1]) - sizes[1] - left, top, _canvas(sizes[0]) - sizes[0] - top]
+    return pad(image.movedim(-1, 0).float(), edges, mode="reflect").movedim(0, -1).to(image.dtype)
+
+
+def _canvas(side: int) -> int:
+    """Return the side of the whole tokens that hold so many pixels."""
+    return min(MOST_SIDE, max(LEAST_SIDE, -(-side // PIXELS_PER_TOKEN) * PIXELS_PER_TOKEN))
+
+
+def _places(latents: Tensor, last: int) -> Tensor:
+    """Return the place (0, row, column, last) of each latent pixel of [B, C, h, w], [hw, 4]."""
+    rows, columns = (torch.arange(side, device=latents.device) * PLACE_SCALE for side in latents.shape[2:])
+    return torch.cartesian_prod(rows.new_zeros(1), rows, columns, rows.new_full([1], last))
