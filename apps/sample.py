@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 from omni_rl.media.images import check_media_prompt, reference_sizes
-from omni_rl.settings.args import Dtype, RunArgs, num_ranks, parse_numbers
+from omni_rl.settings import groups
+from omni_rl.settings.args import num_ranks, parse_numbers
 from omni_rl.settings.cli import parse_cli, refuse
 from omni_rl.settings.early import check_model, check_sides
 from omni_rl.settings.eval_sets import check_urls
@@ -31,7 +32,6 @@ from omni_rl.settings.fields import (
     as_flags,
     at_least,
     between,
-    build,
     check_bounds,
     flag,
     flags_by_name,
@@ -77,7 +77,7 @@ class Args:
     guidance: str | None = None  # Further guidance knobs of the pipeline, as name=value,name=value; none: likewise
     scorer: SampleScorer = SampleScorer()  # A reward server that scores the samples
     batch_size: Annotated[int, at_least(1)] = 16  # Images per forward
-    dtype: Dtype = "float32"  # Data type of the weights
+    dtype: groups.Dtype = "float32"  # Data type of the weights
 
 
 def check_args(args: Args) -> None:
@@ -199,9 +199,10 @@ def main(args: Args) -> None:
         require((len(folders) < 2 or are_full == [True, False], rule))
     scorer: Scorer = abstaining()
     if args.scorer.url:
-        as_run = build(RunArgs, {"scorer.token_file": args.scorer.token_file})
         canary = replace(records[0], meta={**records[0].meta, "fps": params.frame_rate})
-        scorer, _ = connect(args.scorer.url, as_run, dist, canary, model.MEDIA)
+        scorer, _ = connect(
+            args.scorer.url, groups.Scorer(token_file=args.scorer.token_file), dist, canary, model.MEDIA
+        )
         rule = "--scorer.url must be a scorer of single samples, this one compares those of a group"
         require((not scorer.takes_groups, rule))
     for place in (Path(args.out).parent, Path(args.out_dir)):

@@ -29,10 +29,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
-from omni_rl.settings.args import ScoredArgs, load_records
+from omni_rl.settings import groups
+from omni_rl.settings.args import MediaArgs, load_records
 from omni_rl.settings.cli import parse_cli
 from omni_rl.settings.eval_sets import MediaEval
-from omni_rl.settings.fields import MAY_CHANGE, at_least, between, flag, require
+from omni_rl.settings.fields import MAY_CHANGE, Flat, at_least, between, flag, require
 from omni_rl.settings.rules import check_scored
 
 # 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
@@ -46,15 +47,23 @@ class FewStepEval(MediaEval):
 
 
 @dataclass(frozen=True)
-class Args(ScoredArgs):
+class Args(MediaArgs):
     """Settings of a run; --preset NAME and --config FILE.toml are read first."""
 
     RATES = (1e-5, 1e-4)
 
+    run: Flat[groups.Run] = groups.Run()
+    policy: Flat[groups.MediaPolicy] = groups.MediaPolicy()
+    lora: groups.Lora = groups.Lora()
+    sharding: groups.MediaSharding = groups.MediaSharding()
+    memory: groups.MediaMemory = groups.MediaMemory()
+    data: Flat[groups.Data] = groups.Data(group_size=1)
+    eval: MediaEval = MediaEval(num_inference_steps=4)
+    sampling: Flat[groups.Sampling] = groups.Sampling(num_inference_steps=4)
+    scorer: groups.ScoredScorer = groups.ScoredScorer()
+    optim: groups.MediaOptim = groups.MediaOptim()
+    streams: groups.Streams = groups.Streams()
     lr: Annotated[float | None, between(0, 1)] = None  # Learning rate of AdamW; none: 1e-4 with LoRA, 1e-5 without
-    group_size: Annotated[int, between(1, 65_536)] = 1  # Samples of each prompt
-    num_inference_steps: Annotated[int, between(2, 10_000)] = 4  # Denoising steps of the student
-    eval: FewStepEval = FewStepEval()  # Held-out prompts, and what is done with them
 
     # Algorithm
     algo: Literal["opd", "opd-cps", "opd-ode"] = "opd-ode"  # Algorithm, a row of the table ALGOS
@@ -71,7 +80,7 @@ def check_args(args: Args) -> None:
     """Raise ValueError when settings do not fit together."""
     low, high = trained_steps(args)
     check_scored(args, num_trained=max(1, high - low), needs_scorer=False)
-    most = args.num_inference_steps - (args.algo != "opd-ode")
+    most = args.sampling.num_inference_steps - (args.algo != "opd-ode")
     bounds = f"steps of the student (0 to {most} with {args.algo})"
     require(
         (low < high <= most, f"--train-low and --train-high must bound {bounds}, got {low} and {high}"),
@@ -79,14 +88,14 @@ def check_args(args: Args) -> None:
     )
     names = parse_teachers(args.teachers)
     with flag("--prompts: "):
-        for record in load_records(args, args.prompts):
+        for record in load_records(args.data, args.data.prompts):
             teacher = record.meta.get("teacher")
             require((teacher in (None, *names), f'"teacher" must be one of --teachers, got {teacher!r}'))
 
 
 def trained_steps(args: Args) -> tuple[int, int]:
     """Return the first step of the student that is trained, and one past the last."""
-    most = args.num_inference_steps - (args.algo != "opd-ode")
+    most = args.sampling.num_inference_steps - (args.algo != "opd-ode")
     return args.train_low, most if args.train_high is None else args.train_high
 
 
@@ -173,7 +182,7 @@ def main(args: Args, world: World) -> None:
     )
     read_teachers(args, world, inputs, teachers, partial(teacher_params, args))
     session = open_session(args, world, inputs)
-    if args.dry_run:
+    if args.run.dry_run:
         tell_plan(args, world, inputs, session)
     args, servers = start_servers(args, world)
     scorer = open_scorer(args, world, inputs, session, scored=False)
@@ -197,7 +206,7 @@ def student_params(args: Args, params: Params) -> Params:
     """Return the student's sampling parameters. The last step is not kept: the one before it ends where it starts."""
     rule, _ = ALGOS[args.algo]
     low, high = trained_steps(args)
-    last = args.num_inference_steps - 1
+    last = args.sampling.num_inference_steps - 1
     kept = tuple(range(min(low, last - 1), min(high, last)))
     return replace(params, rule=rule, noise_level=args.noise_level, sde_steps=kept)
 
@@ -238,7 +247,7 @@ def update(
     """
     args, dist, (_, loss_of) = run.args, run.dist, ALGOS[run.args.algo]
     points = [(batch, cond, i) for batch, cond in zip(batches, conds, strict=True) for i in range(*trained_steps(args))]
-    size = len(points) // args.num_minibatches
+    size = len(points) // args.data.num_minibatches
     seen, results = [], []
     for first in range(0, len(points), size):
         for batch, cond, i in points[first : first + size]:

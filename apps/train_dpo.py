@@ -28,17 +28,32 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated
 
-from omni_rl.settings.args import RolloutArgs, num_shares
+from omni_rl.settings import groups
+from omni_rl.settings.args import MediaArgs, num_shares
 from omni_rl.settings.cli import parse_cli
-from omni_rl.settings.fields import at_least, require
+from omni_rl.settings.eval_sets import MediaEval
+from omni_rl.settings.fields import Flat, at_least, between, require
 from omni_rl.settings.rules import check_scored
 
 # 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
 
 
 @dataclass(frozen=True)
-class Args(RolloutArgs):
+class Args(MediaArgs):
     """Settings of a run; --preset NAME and --config FILE.toml are read first. Offline, a group is a pair."""
+
+    run: Flat[groups.Run] = groups.Run()
+    policy: Flat[groups.MediaPolicy] = groups.MediaPolicy()
+    lora: groups.Lora = groups.Lora()
+    sharding: groups.RolloutSharding = groups.RolloutSharding()
+    memory: groups.MediaMemory = groups.MediaMemory()
+    data: Flat[groups.GroupData] = groups.GroupData()
+    eval: MediaEval = MediaEval()
+    sampling: Flat[groups.RolloutSampling] = groups.RolloutSampling()
+    scorer: groups.ScoredScorer = groups.ScoredScorer()
+    optim: groups.MediaOptim = groups.MediaOptim()
+    streams: groups.Streams = groups.Streams()
+    lr: Annotated[float | None, between(0, 1)] = None  # Learning rate of AdamW; none: 3e-4 with LoRA, 1e-5 without
 
     # Algorithm
     preferences: str = ""  # File of pairs, .jsonl, to train on offline, instead of --prompts and a scorer
@@ -49,35 +64,34 @@ class Args(RolloutArgs):
     def __post_init__(self) -> None:
         """Set `prompts` to the file of pairs, so that printed and saved settings have it."""
         super().__post_init__()
-        vars(self).update(prompts=self.preferences or self.prompts)
+        vars(self).update(data=replace(self.data, prompts=self.preferences or self.data.prompts))
 
 
 def check_args(args: Args) -> None:
     """Raise ValueError when settings do not fit together."""
     offline = bool(args.preferences)  # then a batch is of pairs of one size, however many samples it holds
-    samples, unit = args.prompts_per_step * args.group_size, max(args.batch_size, args.group_size)
+    data = args.data
+    samples, unit = data.prompts_per_step * data.group_size, max(data.batch_size, data.group_size)
     per_round = unit * num_shares(args)
     if offline:
         from omni_rl.media.preferences import check_preferences
 
-        shape = args.num_frames, args.height, args.width
-        how = {"media_root": args.media_root, "key": args.prompt_key}
-        check_preferences(args.preferences, shape, frame_rate=args.frame_rate, **how)
-    checked = replace(args, batch_size=2) if offline else args
+        check_preferences(args.preferences, data, args.sampling)
+    checked = replace(args, data=replace(data, batch_size=2)) if offline else args
     check_scored(checked, num_trained=None, needs_scorer=False)
     require(
-        (args.scorer.given or offline or args.dry_run,
+        (args.scorer.given or offline or args.run.dry_run,
          "--scorer must name a reward, --scorer.url a reward server, or --preferences a file of pairs"),
-        (not (offline and args.draw_ahead),
-         f"--draw-ahead must be 0 with --preferences, of which nothing is sampled, got {args.draw_ahead}"),
-        (args.batch_size % 2 == 0, f"--batch-size must be even, as a pair is two samples, got {args.batch_size}"),
-        (offline or unit % min(args.batch_size, args.group_size) == 0,
-         f"--batch-size and --group-size: one must divide the other, got {args.batch_size} and {args.group_size}"),
+        (not (offline and args.sampling.draw_ahead),
+         f"--draw-ahead must be 0 with --preferences, of which nothing is sampled, got {args.sampling.draw_ahead}"),
+        (data.batch_size % 2 == 0, f"--batch-size must be even, as a pair is two samples, got {data.batch_size}"),
+        (offline or unit % min(data.batch_size, data.group_size) == 0,
+         f"--batch-size and --group-size: one must divide the other, got {data.batch_size} and {data.group_size}"),
         (offline or samples % per_round == 0,
          f"all ranks must draw whole groups and batches: {per_round} must divide a step's samples ({samples})"),
-        (args.prompts_per_step % args.num_minibatches == 0,
-         f"--num-minibatches must divide --prompts-per-step ({args.prompts_per_step}), got {args.num_minibatches}"),
-        (not offline or args.group_size == 2, f"--preferences needs --group-size 2, got {args.group_size}"),
+        (data.prompts_per_step % data.num_minibatches == 0,
+         f"--num-minibatches must divide --prompts-per-step ({data.prompts_per_step}), got {data.num_minibatches}"),
+        (not offline or data.group_size == 2, f"--preferences needs --group-size 2, got {data.group_size}"),
     )  # fmt: skip
 
 
@@ -129,7 +143,7 @@ def main(args: Args, world: World) -> None:
     scored = not args.preferences
     inputs = read_media(args, world, beside=["reference"], scored=scored)
     session = open_session(args, world, inputs)
-    if args.dry_run:
+    if args.run.dry_run:
         tell_plan(args, world, inputs, session)
     args, servers = start_servers(args, world)
     scorer = open_scorer(args, world, inputs, session, scored=scored)
@@ -154,7 +168,7 @@ def roll_out(run: MediaRun[Args], step: Step) -> Rollout[Trajectory] | None:
     if run.args.preferences:
         return None
     with run.phase("rollout"):
-        return sample(run, prompts_of(run, step), run.base_params, unit=run.args.group_size)
+        return sample(run, prompts_of(run, step), run.base_params, unit=run.args.data.group_size)
 
 
 def pairs_of(run: MediaRun[Args], step: Step, rollout: Rollout[Trajectory]) -> list[Pairs]:
@@ -182,7 +196,7 @@ def read_pairs(run: MediaRun[Args], step: Step) -> list[Pairs]:
     """Return this rank's pairs of the step from the preference file, by size."""
     dist, model, parts, records = run.dist, run.model, run.engine.parts, run.prompts.at(step.number)
     places = range(dist.share, len(records), dist.num_shares)
-    prompts = expand_groups([records[i] for i in places] or records[:1], 1, seed=run.args.seed, step=step.number)
+    prompts = expand_groups([records[i] for i in places] or records[:1], 1, seed=run.args.run.seed, step=step.number)
     folder, pairs = run.prompts.folder, []
     with run.phase("read"):
         for same in by_shapes(prompts):
@@ -218,8 +232,9 @@ def noise_afresh(run: MediaRun[Args], step: Step, pairs: Pairs, own: Sequence[in
     One of two experts is chosen for each level of the step.
     """
     args = run.args
-    first, count = args.num_inference_steps, args.levels_per_pair  # the noise of the steps before is the rollout's
-    rows = [*own, *[0] * (args.batch_size // 2 - len(own))]
+    first = args.sampling.num_inference_steps  # the noise of the steps before is the rollout's
+    count = args.levels_per_pair
+    rows = [*own, *[0] * (args.data.batch_size // 2 - len(own))]
     seeds, onto = [pairs.seeds[i] for i in rows], partial(to_device, device=pairs.win.device)
     x0 = torch.cat([pick(pairs.win, rows), pick(pairs.lose, rows)])
     cond = {name: torch.cat([pick(tensor, rows)] * 2) for name, tensor in pairs.cond.items()}
@@ -249,20 +264,20 @@ def errors(run: MediaRun[Args], net: nn.Module, at: Noised) -> Tensor:
     return velocity_error(run.model.predict_velocity(net, x_t, at.sigma, at.cond, params), at.x0, at.noise)
 
 
-def minibatch(args: Args, pairs: Sequence[Pairs], number: int) -> list[tuple[Pairs, list[int]]]:
+def minibatch(data: groups.Data, pairs: Sequence[Pairs], number: int) -> list[tuple[Pairs, list[int]]]:
     """Return this rank's batches of one optimizer step: rows of pairs of one size."""
     batches = []
     for same in pairs:
-        numbers = [place * args.num_minibatches // args.prompts_per_step for place in same.places]
+        numbers = [place * data.num_minibatches // data.prompts_per_step for place in same.places]
         rows = [i for i, own in enumerate(numbers) if own == number]
-        batches += [(same, rows[i : i + args.batch_size // 2]) for i in range(0, len(rows), args.batch_size // 2)]
+        batches += [(same, rows[i : i + data.batch_size // 2]) for i in range(0, len(rows), data.batch_size // 2)]
     return batches
 
 
 def update(run: MediaRun[Args], step: Step, pairs: Sequence[Pairs]) -> dict[str, float]:
     """Take an optimizer step on each minibatch of pairs; metrics are means over all pairs and noise levels."""
-    args, dist, num_updates = run.args, run.dist, run.args.num_minibatches
-    own = [minibatch(args, pairs, number) for number in range(num_updates)]
+    args, dist, num_updates = run.args, run.dist, run.args.data.num_minibatches
+    own = [minibatch(args.data, pairs, number) for number in range(num_updates)]
     counts = gather_json(dist, [[sum(len(rows) for _, rows in batches), len(batches)] for batches in own])
     counts = counts[:: dist.context]  # of each share of ranks once
     num_pairs, most = torch.tensor(counts).sum(dim=0)[:, 0].tolist(), torch.tensor(counts).amax(dim=0)[:, 1].tolist()

@@ -23,10 +23,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Literal
 
-from omni_rl.settings.args import JudgedArgs, WindowArgs
+from omni_rl.settings import groups
+from omni_rl.settings.args import MediaArgs
 from omni_rl.settings.cli import parse_cli
-from omni_rl.settings.fields import at_least, require
-from omni_rl.settings.rules import check_judged, check_window
+from omni_rl.settings.eval_sets import MediaEval
+from omni_rl.settings.fields import Flat, at_least, between, require
+from omni_rl.settings.rules import check_scored, check_window
 
 # 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
 
@@ -55,8 +57,23 @@ class Correction:
 
 
 @dataclass(frozen=True)
-class Args(JudgedArgs, WindowArgs):
+class Args(MediaArgs):
     """Settings of a run; --preset NAME and --config FILE.toml are read first."""
+
+    run: Flat[groups.Run] = groups.Run()
+    policy: Flat[groups.MediaPolicy] = groups.MediaPolicy()
+    lora: groups.Lora = groups.Lora()
+    sharding: groups.RolloutSharding = groups.RolloutSharding()
+    memory: groups.MediaMemory = groups.MediaMemory()
+    data: Flat[groups.GroupData] = groups.GroupData()
+    eval: MediaEval = MediaEval()
+    sampling: Flat[groups.RolloutSampling] = groups.RolloutSampling()
+    scorer: groups.ScoredScorer = groups.ScoredScorer()
+    optim: groups.MediaOptim = groups.MediaOptim()
+    streams: groups.JudgedStreams = groups.JudgedStreams()
+    window: Flat[groups.Window] = groups.Window()
+    advantages: Flat[groups.JudgedAdvantages] = groups.JudgedAdvantages()
+    lr: Annotated[float | None, between(0, 1)] = None  # Learning rate of AdamW; none: 3e-4 with LoRA, 1e-5 without
 
     # Algorithm
     algo: Name = "flowgrpo"  # Algorithm, a row of the table ALGOS
@@ -90,39 +107,40 @@ class Args(JudgedArgs, WindowArgs):
     @property
     def is_off_policy(self) -> bool:
         """True if samples come from older weights, or from quantized ones."""
-        return bool(self.draw_ahead) or self.memory.rollout_dtype != "auto"
+        return bool(self.sampling.draw_ahead) or self.memory.rollout_dtype != "auto"
 
 
 def check_args(args: Args) -> None:
     """Raise ValueError when settings do not fit together."""
-    size = check_window(args)
-    num_trained = max(1, int(size * args.timestep_fraction))
+    size = check_window(args.window, args.sampling)
+    num_trained = max(1, int(size * args.window.timestep_fraction))
     corrects, is_off_policy = args.source == "correct", args.is_off_policy
     by_trajectory = corrects and args.correction.level == "trajectory"
-    check_judged(args, num_trained=1 if by_trajectory else num_trained)
-    by_rollout = args.source == "rollout" or (args.source == "auto" and args.has_trained_engine)
+    check_scored(args, num_trained=1 if by_trajectory else num_trained)
+    by_rollout = args.source == "rollout" or (args.source == "auto" and args.sampling.has_trained_engine)
     default = ", the default with --draw-ahead or --memory.rollout-dtype," if is_off_policy else ""
     correct = f"--old-log-prob correct{default}"
     require(
         (not (is_off_policy and args.source == "rollout"),
          "--old-log-prob rollout does not go with --draw-ahead or --memory.rollout-dtype: nearly all ratios would be "
          "clipped"),
-        (args.window_size or not args.algo.startswith(("dance", "mix")), f"--window-size must be set for {args.algo}"),
+        (args.window.window_size or not args.algo.startswith(("dance", "mix")),
+         f"--window-size must be set for {args.algo}"),
         (args.window_stride <= size, f"--window-stride must be <= --window-size ({size}), got {args.window_stride}"),
         (args.correction.low <= 1 - 1e-6, f"--correction.low must be <= 0.999999, got {args.correction.low}"),
-        (args.noise_level <= 1 or args.algo != "flowgrpo-cps", "--noise-level must be <= 1 for flowgrpo-cps"),
-        (args.best_worst_n % 2 == 0 and args.best_worst_n <= args.group_size,
-         f"--best-worst-n must be even and <= --group-size ({args.group_size}), got {args.best_worst_n}"),
+        (args.window.noise_level <= 1 or args.algo != "flowgrpo-cps", "--noise-level must be <= 1 for flowgrpo-cps"),
+        (args.best_worst_n % 2 == 0 and args.best_worst_n <= args.data.group_size,
+         f"--best-worst-n must be even and <= --group-size ({args.data.group_size}), got {args.best_worst_n}"),
         (not by_trajectory or not repacks(args),
          f"{correct} needs --correction.level step for --best-worst-n or --filter-groups"),
-        (not by_trajectory or args.timestep_fraction == 1,
-         f"{correct} needs --correction.level step for --timestep-fraction {args.timestep_fraction}"),
+        (not by_trajectory or args.window.timestep_fraction == 1,
+         f"{correct} needs --correction.level step for --timestep-fraction {args.window.timestep_fraction}"),
         (not corrects or args.algo != "flowgrpo-cps",
          f"{correct} does not go with flowgrpo-cps, whose log-prob is no density: give --old-log-prob recompute"),
         (not by_rollout or args.algo == "flow-dppo" or (args.ratio_tolerance or 0.0) <= args.clip_range / 3,
          f"--ratio-tolerance must be <= a third of --clip-range ({args.clip_range:g}) where the old log-probs are the "
          f"rollout's, or --old-log-prob be recompute, got {args.ratio_tolerance}"),
-        (not args.has_streams or (args.algo not in ("grpo-guard", "flow-dppo") and not corrects),
+        (not args.streams.are_judged or (args.algo not in ("grpo-guard", "flow-dppo") and not corrects),
          f"--streams.sound-weight and --streams.reward-media do not go with grpo-guard, flow-dppo or {correct}"),
         (not args.streams.reward_media or not repacks(args),
          "--streams.reward-media does not go with --best-worst-n or --filter-groups, which rank by one advantage"),
@@ -150,7 +168,7 @@ from omni_losses import (
     tempflow_weights,
 )
 from omni_rl.flow.sampling import evaluate_set, prompts_of, sample, show, window_params
-from omni_rl.flow.scoring import MediaRollout, TrainBatch, train_batches
+from omni_rl.flow.scoring import MediaRollout, TrainBatch, train_batches, with_some_steps
 from omni_rl.flow.streams import over_streams, shares_of
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
@@ -231,12 +249,12 @@ def main(args: Args, world: World) -> None:
         args,
         world,
         beside=["reference"] if args.kl_coef else [],
-        steps=args.window,
+        steps=args.window.steps(args.sampling),
         rule=ALGOS[args.algo].rule,
         routes=args.route_replay,
     )
     session = open_session(args, world, inputs)
-    if args.dry_run:
+    if args.run.dry_run:
         tell_plan(args, world, inputs, session)
     args, servers = start_servers(args, world)
     scorer = open_scorer(args, world, inputs, session)
@@ -253,10 +271,11 @@ def main(args: Args, world: World) -> None:
             batches = train_batches(
                 run,
                 step,
-                rollout,
+                with_some_steps(rollout, args.window.timestep_fraction),
+                args.advantages,
                 best_worst=args.best_worst_n,
                 drop_silent_groups=args.filter_groups,
-                num_minibatches=args.num_minibatches,
+                num_minibatches=args.data.num_minibatches,
             )
             with run.updating(step):
                 step.metrics |= update(run, step, batches)
@@ -273,9 +292,9 @@ def roll_out(run: MediaRun[Args], step: Step) -> MediaRollout:
 
 def unit_of(run: MediaRun[Args]) -> int:
     """Return how many samples in a row one rank takes: a group shares what precedes its window."""
-    args = run.args
-    has_groups = not args.group_size % args.batch_size and not args.prompts_per_step % run.dist.num_shares
-    return args.group_size if args.same_start_noise and has_groups else 1
+    data = run.args.data
+    has_groups = not data.group_size % data.batch_size and not data.prompts_per_step % run.dist.num_shares
+    return data.group_size if run.args.same_start_noise and has_groups else 1
 
 
 QUANTIZED = 2e-2  # largest |ratio - 1| that linear layers in 8 bits explain
@@ -297,7 +316,7 @@ def params_at(run: MediaRun[Args], step: Step) -> Params:
     """Return the sampling parameters of a training step; its window is the same on every rank."""
     args, algo = run.args, ALGOS[run.args.algo]
     moves = {"iters_per_window": args.iters_per_window, "stride": args.window_stride}
-    params = window_params(run, step, rule=algo.rule, strategy=algo.window, **moves)
+    params = window_params(run, step, args.window, rule=algo.rule, strategy=algo.window, **moves)
     return replace(params, keep_mean=algo.moments, solver=algo.solver, compress_ratio=algo.compress_ratio)
 
 
@@ -313,10 +332,10 @@ def update(run: MediaRun[Args], step: Step, batches: Sequence[TrainBatch]) -> di
     """Take an optimizer step on each minibatch of this rank's batches; metrics, as means."""
     args, dist, algo = run.args, run.dist, ALGOS[run.args.algo]
     source, tolerance = old_log_probs(run, batches)
-    size, num_kept = len(batches) // args.num_minibatches, batches[0].trajectory.num_kept
+    size, num_kept = len(batches) // args.data.num_minibatches, batches[0].trajectory.num_kept
     old, loss_of = old_policy(run, batches, source), algo.loss(args)
     if run.streams:
-        loss_of = over_streams(loss_of, shares_of(run))
+        loss_of = over_streams(loss_of, shares_of(run.streams.values(), args.streams.sound_weight))
     seen, results = [], []
     for number, minibatch in enumerate(run.minibatches(step, epochs=args.num_inner_epochs)):
         rows = slice(minibatch * size, (minibatch + 1) * size)
@@ -352,7 +371,7 @@ def old_policy(run: MediaRun[Args], batches: Sequence[TrainBatch], source: str) 
     if source == "rollout":
         return [[rollout_step(batch, k) for k in range(batch.trajectory.num_kept)] for batch in batches]
     waits = source == "recompute" or run.args.correction.level == "step"
-    skip = len(batches) // run.args.num_minibatches if waits else 0
+    skip = len(batches) // run.args.data.num_minibatches if waits else 0
     drawn = [batch.trajectory for batch in batches[skip:]]  # with gradients, for which a device may have other kernels
     known = [[as_old(algo, replay(run.model, run.policy.net, t, k)) for k in range(t.num_kept)] for t in drawn]
     return [[] for _ in batches[:skip]] + known

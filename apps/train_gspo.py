@@ -25,8 +25,10 @@ from functools import partial
 from itertools import chain
 from typing import Annotated, Literal
 
+from omni_rl.settings import groups
 from omni_rl.settings.cli import parse_cli
-from omni_rl.settings.fields import at_least, require
+from omni_rl.settings.eval_sets import TokenEval
+from omni_rl.settings.fields import Flat, at_least, between, require
 from omni_rl.settings.token_args import TokenArgs, check_tokens
 
 # 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
@@ -38,6 +40,20 @@ Correction = Literal["auto", "off", "token_truncate", "token_mask", "sequence_tr
 @dataclass(frozen=True)
 class Args(TokenArgs):
     """Settings of a run; --preset NAME and --config FILE.toml are read first."""
+
+    run: Flat[groups.Run] = groups.Run()
+    policy: Flat[groups.Policy] = groups.Policy()
+    lora: groups.TokenLora = groups.TokenLora()
+    sharding: groups.Sharding = groups.Sharding()
+    memory: groups.Memory = groups.Memory()
+    data: Flat[groups.TokenData] = groups.TokenData()
+    eval: TokenEval = TokenEval()
+    sampling: Flat[groups.TokenSampling] = groups.TokenSampling()
+    scorer: groups.TokenScorer = groups.TokenScorer()
+    optim: groups.Optim = groups.Optim()
+    tool: groups.ToolCalls = groups.ToolCalls()
+    reward: str = ""  # Rules that grade answers, as in 'math + 0.1*format=PATTERN'; empty: exact, or scorer
+    lr: Annotated[float | None, between(0, 1)] = None  # Learning rate of AdamW; none: 3e-6 with LoRA, 1e-6 without
 
     # Algorithm
     algo: Literal["gspo", "grpo", "dapo", "cispo", "dr-grpo"] = "gspo"  # Algorithm, a row of the table ALGOS
@@ -57,16 +73,16 @@ def check_args(args: Args) -> None:
     """Raise ValueError when settings do not fit together."""
     check_tokens(args)
     require(
-        ((args.overlong_tokens or 0) <= args.max_new_tokens,
-         f"--overlong-tokens must be <= --max-new-tokens ({args.max_new_tokens}), got {args.overlong_tokens}"),
-        (args.num_minibatches <= args.prompts_per_step * args.group_size,
-         f"--num-minibatches must be <= a step's samples, got {args.num_minibatches}"),
-        (args.engine == "vllm" or args.draw_ahead or args.rollout_correction in ("auto", "off"),
+        ((args.overlong_tokens or 0) <= args.sampling.max_new_tokens,
+         f"--overlong-tokens must be <= --max-new-tokens ({args.sampling.max_new_tokens}), got {args.overlong_tokens}"),
+        (args.data.num_minibatches <= args.data.prompts_per_step * args.data.group_size,
+         f"--num-minibatches must be <= a step's samples, got {args.data.num_minibatches}"),
+        (args.sampling.engine == "vllm" or args.sampling.draw_ahead or args.rollout_correction in ("auto", "off"),
          "--rollout-correction needs --engine vllm, as the other engine is exact, or --draw-ahead, got "
          f"{args.rollout_correction}"),
-        (not args.draw_ahead or args.algo != "dapo" or args.rounds == 1,
+        (not args.sampling.draw_ahead or args.algo != "dapo" or args.rounds == 1,
          f"--draw-ahead must be 0 with --rounds {args.rounds}, which waits for scores before it samples more, "
-         f"got {args.draw_ahead}"),
+         f"got {args.sampling.draw_ahead}"),
         (args.algo != "gspo" or not args.rollout_correction.startswith("token"),
          f"--rollout-correction must be of a sequence for gspo, got {args.rollout_correction}"),
     )  # fmt: skip
@@ -138,10 +154,10 @@ ALGOS = {
 def resolve_auto(args: Args) -> Args:
     """Return the settings with values in place of None and auto."""
     algo = ALGOS[args.algo]
-    overlong, is_exact = args.max_new_tokens // 5 * algo.overlong, args.engine == "transformers"
-    tolerance = torch.inf if args.dtype != "float32" else 1e-4 if is_exact else 1e-3
+    overlong, is_exact = args.sampling.max_new_tokens // 5 * algo.overlong, args.sampling.engine == "transformers"
+    tolerance = torch.inf if args.policy.dtype != "float32" else 1e-4 if is_exact else 1e-3
     weighed: Correction = "sequence_truncate" if args.algo == "gspo" else "token_truncate"
-    correction: Correction = "off" if is_exact and not args.draw_ahead else weighed
+    correction: Correction = "off" if is_exact and not args.sampling.draw_ahead else weighed
     return replace(
         args,
         clip_low=args.clip_low or algo.clip[0],
@@ -160,7 +176,7 @@ def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
     inputs = read_texts(args, world, beside=["reference"] if args.kl_coef else [])
     session = open_session(args, world, inputs)
-    if args.dry_run:
+    if args.run.dry_run:
         tell_plan(args, world, inputs, session)
     args, servers = start_servers(args, world)
     scorer = open_scorer(args, world, inputs, session)
@@ -189,14 +205,14 @@ def roll_out(run: TokenRun[Args], step: Step) -> Rollout[TokenTrajectory]:
         if graded(run, step, rollout, has_enough):
             break
         rollout = sample_round(run, number, rollout)
-    step.metrics["reward/rounds"] = len(rollout.prompts) / (run.args.prompts_per_step * run.args.group_size)
+    step.metrics["reward/rounds"] = len(rollout.prompts) / (run.args.data.prompts_per_step * run.args.data.group_size)
     return rollout
 
 
 def has_enough(run: TokenRun[Args], step: Step, rollout: Rollout[TokenTrajectory]) -> bool:
     """Return True if at least as many groups have different scores as a step has prompts."""
     rewards = gather_rewards(run.dist, rollout.batches, rollout.scores, rollout.groups)
-    return len(differing(rewards, rollout.groups)) >= run.args.prompts_per_step
+    return len(differing(rewards, rollout.groups)) >= run.args.data.prompts_per_step
 
 
 def differing(rewards: Tensor, groups: Tensor) -> Tensor:
@@ -216,11 +232,12 @@ def compare(run: TokenRun[Args], step: Step, rollout: Rollout[TokenTrajectory]) 
     scored = rewards = rewards_at(run, step, rollout)
     lengths, ended = lengths_of(run.dist, rollout.batches, len(groups))
     if args.overlong_tokens:
-        rewards = rewards + overlong_penalty(lengths, max_tokens=args.max_new_tokens, buffer=args.overlong_tokens)
+        longest = args.sampling.max_new_tokens
+        rewards = rewards + overlong_penalty(lengths, max_tokens=longest, buffer=args.overlong_tokens)
     advantages, whole = (group_advantages(rewards, groups, std=algo.std, eps=eps) for eps in (1e-4, 1e-30))
     keep = ~rewards.isnan()
     if algo.dynamic:  # of more groups than were asked for, the first
-        keep &= torch.isin(groups, differing(scored, groups)[: args.prompts_per_step])
+        keep &= torch.isin(groups, differing(scored, groups)[: args.data.prompts_per_step])
     if args.mask_truncated:
         keep &= ended.bool()
     keep &= bool(advantages[keep].any())
@@ -278,7 +295,7 @@ def update(run: TokenRun[Args], step: Step, minibatches: list[list[TokenBatch]])
 
 def correct(args: Args, batch: TokenBatch, old: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Return loss weights [B] or [B, T] of the batch, and metrics of the sampler's distance from `old` [B, T]."""
-    if args.engine == "transformers" and not args.draw_ahead:
+    if args.sampling.engine == "transformers" and not args.sampling.draw_ahead:
         return batch.weights, {}
     is_off, sampled = args.rollout_correction == "off", batch.trajectory.rollout_log_prob.to(old.device)
     mode = "token_truncate" if is_off else args.rollout_correction

@@ -27,10 +27,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Literal
 
-from omni_rl.settings.args import JudgedArgs
+from omni_rl.settings import groups
+from omni_rl.settings.args import MediaArgs
 from omni_rl.settings.cli import parse_cli
-from omni_rl.settings.fields import at_least, between, require
-from omni_rl.settings.rules import check_judged
+from omni_rl.settings.eval_sets import MediaEval
+from omni_rl.settings.fields import Flat, at_least, between, require
+from omni_rl.settings.rules import check_scored
 
 # 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
 
@@ -38,8 +40,22 @@ AdvMode = Literal["continuous", "positive_only", "negative_only", "one_only", "b
 
 
 @dataclass(frozen=True)
-class Args(JudgedArgs):
+class Args(MediaArgs):
     """Settings of a run; --preset NAME and --config FILE.toml are read first."""
+
+    run: Flat[groups.Run] = groups.Run()
+    policy: Flat[groups.MediaPolicy] = groups.MediaPolicy()
+    lora: groups.Lora = groups.Lora()
+    sharding: groups.RolloutSharding = groups.RolloutSharding()
+    memory: groups.MediaMemory = groups.MediaMemory()
+    data: Flat[groups.GroupData] = groups.GroupData()
+    eval: MediaEval = MediaEval()
+    sampling: Flat[groups.RolloutSampling] = groups.RolloutSampling()
+    scorer: groups.ScoredScorer = groups.ScoredScorer()
+    optim: groups.MediaOptim = groups.MediaOptim()
+    streams: groups.JudgedStreams = groups.JudgedStreams()
+    advantages: Flat[groups.JudgedAdvantages] = groups.JudgedAdvantages()
+    lr: Annotated[float | None, between(0, 1)] = None  # Learning rate of AdamW; none: 3e-4 with LoRA, 1e-5 without
 
     # Algorithm
     algo: Literal["nft", "awm", "dgpo"] = "nft"  # Algorithm, a row of the table ALGOS
@@ -67,19 +83,15 @@ class Args(JudgedArgs):
         """True if the policy before training is needed."""
         return bool(self.kl_coef) or (self.algo == "dgpo" and self.dgpo_reference == "reference")
 
-    @property
-    def batch_unit(self) -> int:
-        """The number of samples of which a batch has one or a multiple: DGPO's are whole groups."""
-        return self.group_size if self.algo == "dgpo" else 1
-
 
 def check_args(args: Args) -> None:
     """Raise ValueError when settings do not fit together."""
     low, high, count = trained_levels(args)
-    check_judged(args, num_trained=max(1, count))
+    unit = args.data.group_size if args.algo == "dgpo" else 1  # whole groups
+    check_scored(args, num_trained=max(1, count), unit=unit)
     require(
-        (low < high <= args.num_inference_steps,
-         f"--train-low and --train-high must bound steps of the rollout ({args.num_inference_steps}), "
+        (low < high <= args.sampling.num_inference_steps,
+         f"--train-low and --train-high must bound steps of the rollout ({args.sampling.num_inference_steps}), "
          f"got {low} and {high}"),
         (1 <= count <= high - low, f"--train-levels must be from 1 to the {high - low} trained steps, got {count}"),
     )  # fmt: skip
@@ -87,7 +99,7 @@ def check_args(args: Args) -> None:
 
 def trained_levels(args: Args) -> tuple[int, int, int]:
     """Return the first trained step of the rollout's schedule, one past the last, and the levels of a sample."""
-    high = args.num_inference_steps if args.train_high is None else args.train_high
+    high = args.sampling.num_inference_steps if args.train_high is None else args.train_high
     return args.train_low, high, high - args.train_low if args.train_levels is None else args.train_levels
 
 
@@ -207,7 +219,7 @@ def main(args: Args, world: World) -> None:
     beside = ["old", "reference"] if args.has_reference else ["old"]
     inputs = read_media(args, world, beside=beside, steps=trained_levels(args)[:2])
     session = open_session(args, world, inputs)
-    if args.dry_run:
+    if args.run.dry_run:
         tell_plan(args, world, inputs, session)
     args, servers = start_servers(args, world)
     scorer = open_scorer(args, world, inputs, session)
@@ -221,7 +233,7 @@ def main(args: Args, world: World) -> None:
         return
     with Loop(run) as steps:
         for step, rollout in sampled(run, steps, roll_out):
-            batches = train_batches(run, step, rollout, weighted=True)  # weight 0 for samples without a score
+            batches = train_batches(run, step, rollout, args.advantages, weighted=True)  # weight 0 without a score
             with run.updating(step):
                 step.metrics |= update(run, step, batches)
                 step.metrics["policy/old_decay"] = refresh_old(run, step)
@@ -246,7 +258,8 @@ def refresh_old(run: MediaRun[Args], step: Step) -> float:
     args, done = run.args, step.number + 1
     if done % args.old_every:
         return 1.0
-    num_updates = done * args.num_minibatches * args.num_inner_epochs  # the published schedules count optimizer steps
+    # The published schedules count optimizer steps.
+    num_updates = done * args.data.num_minibatches * args.num_inner_epochs
     decay = min(old_policy_decay(num_updates, schedule=args.old_schedule), args.old_decay_max)
     run.policy.move_old(decay)
     return decay
@@ -262,7 +275,7 @@ def noise_afresh(run: MediaRun[Args], step: Step, batch: TrainBatch) -> list[Noi
     first_of = {prompt.group: prompt.seed for prompt in reversed(batch.trajectory.prompts)}
     shares = ALGOS[args.algo].shares_noise
     seeds = [first_of[prompt.group] if shares else prompt.seed for prompt in batch.trajectory.prompts]
-    first = args.num_inference_steps  # the noise of the steps before is the rollout's
+    first = args.sampling.num_inference_steps  # the noise of the steps before is the rollout's
     uniform = torch.special.ndtr(step_noise(seeds, first + count, (count,)).double())
     if run.model.boundary:
         first_low = int((run.model.sigmas(batch.trajectory.params)[:-1] >= run.model.boundary).sum())
@@ -317,9 +330,11 @@ def update(run: MediaRun[Args], step: Step, batches: Sequence[TrainBatch]) -> di
     """Take an optimizer step on each minibatch; metrics are means over batches, noise levels and ranks."""
     args, dist, loss_of = run.args, run.dist, ALGOS[run.args.algo].loss
     if run.streams:
-        loss_of = loss_by_stream(list(run.streams.values()), shares_of(run), loss_of)
+        loss_of = loss_by_stream(
+            list(run.streams.values()), shares_of(run.streams.values(), args.streams.sound_weight), loss_of
+        )
     points = [at for batch in batches for at in noise_afresh(run, step, batch)]
-    size = len(points) // args.num_minibatches
+    size = len(points) // args.data.num_minibatches
     sampler, anchors = sampler_velocities(run, points, size), anchor_velocities(run, points)
     seen, results = [], []
     for number, minibatch in enumerate(run.minibatches(step, epochs=args.num_inner_epochs)):

@@ -27,23 +27,34 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from omni_rl.media.preferences import check_preferences
-from omni_rl.settings.args import ScoredArgs
+from omni_rl.settings import groups
+from omni_rl.settings.args import MediaArgs
 from omni_rl.settings.cli import parse_cli
-from omni_rl.settings.fields import between
+from omni_rl.settings.eval_sets import MediaEval
+from omni_rl.settings.fields import Flat, between
 from omni_rl.settings.rules import check_scored
 
 # 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
 
 
 @dataclass(frozen=True)
-class Args(ScoredArgs):
+class Args(MediaArgs):
     """Settings of a run; --preset NAME and --config FILE.toml are read first."""
 
     RATES = (1e-5, 1e-4)
 
+    run: Flat[groups.Run] = groups.Run()
+    policy: Flat[groups.MediaPolicy] = groups.MediaPolicy()
+    lora: groups.Lora = groups.Lora()
+    sharding: groups.MediaSharding = groups.MediaSharding()
+    memory: groups.MediaMemory = groups.MediaMemory()
+    data: Flat[groups.Data] = groups.Data(group_size=1)
+    eval: MediaEval = MediaEval()
+    sampling: Flat[groups.Sampling] = groups.Sampling(num_inference_steps=40)
+    scorer: groups.ScoredScorer = groups.ScoredScorer()
+    optim: groups.MediaOptim = groups.MediaOptim()
+    streams: groups.Streams = groups.Streams()
     lr: Annotated[float | None, between(0, 1)] = None  # Learning rate of AdamW; none: 1e-4 with LoRA, 1e-5 without
-    group_size: Annotated[int, between(1, 65_536)] = 1  # Noise levels per sample of a step
-    num_inference_steps: Annotated[int, between(2, 10_000)] = 40  # Steps of the schedule that noise levels interpolate
 
     # Algorithm
     levels: Literal["logit-normal", "uniform"] = "logit-normal"  # Distribution of noise levels, before the schedule
@@ -55,8 +66,7 @@ class Args(ScoredArgs):
 def check_args(args: Args) -> None:
     """Raise ValueError when settings do not fit together."""
     check_scored(args, needs_scorer=False)
-    shape, how = (args.num_frames, args.height, args.width), {"media_root": args.media_root, "key": args.prompt_key}
-    check_preferences(args.prompts, shape, ("sample",), name="--prompts", frame_rate=args.frame_rate, **how)
+    check_preferences(args.data.prompts, args.data, args.sampling, ("sample",), name="--prompts")
 
 
 if __name__ == "__main__":
@@ -89,7 +99,7 @@ def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
     inputs = read_media(args, world, scored=False)
     session = open_session(args, world, inputs)
-    if args.dry_run:
+    if args.run.dry_run:
         tell_plan(args, world, inputs, session)
     args, servers = start_servers(args, world)
     scorer = open_scorer(args, world, inputs, session, scored=False)
@@ -121,7 +131,7 @@ class Noised:
 def read_batches(run: MediaRun[Args], step: Step) -> list[Noised]:
     """Return this rank's batches of the step."""
     batches = []
-    for prompts in counted(deal(prompts_of(run, step), run.dist, run.args.batch_size)):
+    for prompts in counted(deal(prompts_of(run, step), run.dist, run.args.data.batch_size)):
         params = run.model.unguided(run.base_params.of_size(prompts[0].size))
         x0, seeds = read_samples(run, prompts, params), [prompt.seed for prompt in prompts]
         drawn = step_noise(seeds, 1, x0.shape[1:]), levels(run, step, seeds, params)
@@ -173,7 +183,7 @@ def level_at(args: Args, schedule: Tensor, quantiles: Tensor) -> Tensor:
 
 def update(run: MediaRun[Args], step: Step, batches: Sequence[Noised]) -> dict[str, float]:
     """Take an optimizer step on each minibatch of this rank's batches; metrics are means over samples and ranks."""
-    size, seen, results = len(batches) // run.args.num_minibatches, [], []
+    size, seen, results = len(batches) // run.args.data.num_minibatches, [], []
     for first in range(0, len(batches), size):
         for at in batches[first : first + size]:
             x_t = add_noise(at.x0, at.noise, at.sigma)

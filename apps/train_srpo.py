@@ -26,27 +26,48 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Annotated, Literal
 
+from omni_rl.settings import groups
 from omni_rl.settings.args import MediaArgs
 from omni_rl.settings.cli import parse_cli
-from omni_rl.settings.fields import REQUIRED, at_least, between, require
-from omni_rl.settings.groups import RewardGradientOptim
+from omni_rl.settings.eval_sets import MediaEval
+from omni_rl.settings.fields import REQUIRED, Flat, at_least, between, require
 from omni_rl.settings.rules import check_media
 
 # 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
 
 
 @dataclass(frozen=True)
+class GradientMemory(groups.MediaMemory):
+    """Ways to save memory where the update decodes images too."""
+
+    OFFLOAD = "encoder optimizer activations blocks"
+
+
+@dataclass(frozen=True)
+class GradientSampling(groups.Sampling):
+    """How images are sampled."""
+
+    engine: Literal["diffusers"] = "diffusers"  # Engine that samples, in the trainer's process
+
+
+@dataclass(frozen=True)
 class Args(MediaArgs):
     """Settings of a run; --preset NAME and --config FILE.toml are read first."""
 
-    OFFLOAD = "encoder optimizer activations blocks"  # its update decodes images
     RATES = (5e-6, 1e-5)
 
+    run: Flat[groups.Run] = groups.Run()
+    policy: Flat[groups.MediaPolicy] = groups.MediaPolicy()
+    lora: groups.Lora = groups.Lora()
+    sharding: groups.MediaSharding = groups.MediaSharding()
+    memory: GradientMemory = GradientMemory()
+    data: Flat[groups.Data] = groups.Data(group_size=1)
+    eval: MediaEval = MediaEval()
+    sampling: Flat[GradientSampling] = GradientSampling(num_inference_steps=25)
+    scorer: groups.MediaScorer = groups.MediaScorer()
+    optim: groups.MediaOptim = groups.MediaOptim(max_grad_norm=0.1)
+    streams: groups.Streams = groups.Streams()
     lr: Annotated[float | None, between(0, 1)] = None  # Learning rate of AdamW; none: 1e-5 with LoRA, 5e-6 without
-    engine: Literal["diffusers"] = "diffusers"  # Engine that samples, in the trainer's process
-    group_size: Annotated[int, between(1, 65_536)] = 1  # Samples of each prompt
-    num_inference_steps: Annotated[int, between(2, 10_000)] = 25  # Denoising steps of a rollout
-    optim: RewardGradientOptim = RewardGradientOptim()  # AdamW and its learning rate
 
     # Algorithm
     reward: Literal["sign-reader", "clip"] = "sign-reader"  # Reward, a row of REWARDS in omni_rl.flow.direct_rewards
@@ -66,6 +87,7 @@ class Args(MediaArgs):
 def check_args(args: Args) -> None:
     """Raise ValueError when settings do not fit together."""
     check_media(args)
+    height, width = args.sampling.height, args.sampling.width
     require(
         (args.level_low + 1e-3 <= args.level_high + 1e-9 and args.level_high <= 0.999,
          "--level-high must be at least 0.001 above --level-low, and <= 0.999, "
@@ -73,8 +95,8 @@ def check_args(args: Args) -> None:
         (args.level_step < 1, f"--level-step must be < 1, got {args.level_step}"),
         (words(args.positive_words), f"--positive-words must hold a word, got {args.positive_words!r}"),
         (words(args.negative_words), f"--negative-words must hold a word, got {args.negative_words!r}"),
-        (args.reward != "sign-reader" or (args.height, args.width) == (32, 96),
-         f"--reward sign-reader reads images of 32 x 96, got --height {args.height} and --width {args.width}"),
+        (args.reward != "sign-reader" or (height, width) == (32, 96),
+         f"--reward sign-reader reads images of 32 x 96, got --height {height} and --width {width}"),
     )  # fmt: skip
 
 
@@ -132,7 +154,7 @@ def main(args: Args, world: World) -> None:
     load_reward = cache(partial(REWARDS[args.reward], args.reward_model))
     inputs = read_media(args, world)
     session = open_session(args, world, inputs)
-    if args.dry_run:
+    if args.run.dry_run:
         tell_plan(args, world, inputs, session)
     args, servers = start_servers(args, world)
     scorer = open_scorer(args, world, inputs, session, own=partial(judge, load_reward))
@@ -172,7 +194,7 @@ def levels(run: MediaRun[Args], step: Step, batch: Trajectory, *, inversion: boo
     """
     args = run.args
     seeds = [prompt.seed for prompt in batch.prompts]
-    first = args.num_inference_steps  # the noise of the steps before is the rollout's
+    first = args.sampling.num_inference_steps  # the noise of the steps before is the rollout's
     u = torch.special.ndtr(step_noise(seeds, first, (1,))[:, 0])
     span, boundary = args.level_high - args.level_low, run.model.boundary
     if boundary:
@@ -200,7 +222,8 @@ def align(run: MediaRun[Args], step: Step, reward: Reward, batch: Trajectory, *,
     x, params = add_noise(batch.x0, noise, sigma), run.model.unguided(batch.params)
     velocity = run.model.predict_velocity(run.policy.net, x, sigma, batch.cond, params)
     x0 = direct_align(velocity, x, noise, sigma, sigma_next)
-    with deterministic("warn" if args.deterministic else "default"):  # torch takes padding whose gradients repeat
+    mode = "warn" if args.policy.deterministic else "default"  # torch takes padding whose gradients repeat
+    with deterministic(mode):
         media, _ = run.model.decode(run.engine.parts, x0, batch.cond, params)
     positive, negative = (
         rewards_of(reward, media[run.model.MEDIA[0]], [f"{own[step.number % len(own)]}. {p.text}" for p in prompts])
@@ -211,7 +234,7 @@ def align(run: MediaRun[Args], step: Step, reward: Reward, batch: Trajectory, *,
 
 def update(run: MediaRun[Args], step: Step, reward: Reward, batches: Sequence[Trajectory]) -> dict[str, float]:
     """Take an optimizer step on each minibatch; metrics are means over batches and ranks."""
-    dist, size = run.dist, len(batches) // run.args.num_minibatches
+    dist, size = run.dist, len(batches) // run.args.data.num_minibatches
     seen, results = [], []
     for first in range(0, len(batches), size):
         for batch in batches[first : first + size]:

@@ -24,10 +24,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated
 
+from omni_rl.settings import groups
 from omni_rl.settings.cli import parse_cli
-from omni_rl.settings.fields import at_least
+from omni_rl.settings.eval_sets import ThoughtEval
+from omni_rl.settings.fields import Flat, at_least, between
 from omni_rl.settings.token_args import ThinkingArgs, check_thinking
 
 # 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
@@ -37,12 +39,27 @@ from omni_rl.settings.token_args import ThinkingArgs, check_thinking
 class Args(ThinkingArgs):
     """Settings of a run; --preset NAME and --config FILE.toml are read first."""
 
+    run: Flat[groups.Run] = groups.Run()
+    policy: Flat[groups.MediaPolicy] = groups.MediaPolicy()
+    lora: groups.Lora = groups.Lora()
+    sharding: groups.RolloutSharding = groups.RolloutSharding()
+    memory: groups.MediaMemory = groups.MediaMemory()
+    data: Flat[groups.GroupData] = groups.GroupData()
+    eval: ThoughtEval = ThoughtEval()
+    sampling: Flat[groups.ThinkingSampling] = groups.ThinkingSampling()
+    scorer: groups.ScoredScorer = groups.ScoredScorer()
+    optim: groups.MediaOptim = groups.MediaOptim()
+    streams: groups.Streams = groups.Streams()
+    window: Flat[groups.Window] = groups.Window()
+    advantages: Flat[groups.Advantages] = groups.Advantages(adv_std="group")
+    thought_reward: str = ""  # Rules that grade thoughts, added to the image's score, as in '0.5*contains'
+    lr: Annotated[float | None, between(0, 1)] = None  # Learning rate of AdamW; none: 1e-4 with LoRA, 1e-5 without
+
     # Algorithm
     clip_range: Annotated[float, at_least(1e-6)] = 1e-4  # PPO clip half-width of a step's ratio
     thought_clip_low: Annotated[float, at_least(1e-6)] = 0.2  # Width of the clip range of a token's ratio below 1
     thought_clip_high: Annotated[float, at_least(1e-6)] = 0.2  # Width of the clip range of a token's ratio above 1
     thought_weight: Annotated[float, at_least(0)] = 1.0  # Weight of the thought's loss relative to the image's
-    adv_std: Literal["batch", "group", "none"] = "group"  # Samples whose standard deviation divides the advantages
     kl_coef: Annotated[float, at_least(0)] = 0.0  # Weight of the thoughts' KL to the policy before training
     velocity_coef: Annotated[float, at_least(0)] = 0.0  # Weight of the squared distance to the velocity before training
     ratio_tolerance: float | None = None  # Largest |ratio - 1| of sampled tokens; none: 1e-4 in float32, or any
@@ -69,7 +86,7 @@ from omni_losses import (
     token_rollout_weights,
 )
 from omni_rl.flow.sampling import evaluate_set, prompts_of, sample, show, window_params
-from omni_rl.flow.scoring import MediaRollout, TrainBatch, train_batches
+from omni_rl.flow.scoring import MediaRollout, TrainBatch, train_batches, with_some_steps
 from omni_rl.flow.tokens import lengths_of
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
@@ -93,7 +110,7 @@ def main(args: Args, world: World) -> None:
     beside = ["reference"] if args.kl_coef or args.velocity_coef else []
     inputs = read_thoughts(args, world, beside=beside)
     session = open_session(args, world, inputs)
-    if args.dry_run:
+    if args.run.dry_run:
         tell_plan(args, world, inputs, session)
     args, servers = start_servers(args, world)
     scorer = open_scorer(args, world, inputs, session)
@@ -106,7 +123,9 @@ def main(args: Args, world: World) -> None:
     )
     with Loop(run) as steps:
         for step, rollout in sampled(run, steps, roll_out):
-            batches = train_batches(run, step, rollout)  # tokens and steps share advantages
+            # Tokens and steps share advantages.
+            some = with_some_steps(rollout, args.window.timestep_fraction)
+            batches = train_batches(run, step, some, args.advantages)
             with run.updating(step):
                 step.metrics |= update(run, step, batches) | lengths(run, rollout)
             run.sync(step)
@@ -116,7 +135,7 @@ def main(args: Args, world: World) -> None:
 def roll_out(run: ThinkingRun[Args], step: Step) -> MediaRollout:
     """Return this rank's samples of a step, with pending scores."""
     with run.phase("rollout"):
-        return sample(run, prompts_of(run, step), window_params(run, step))
+        return sample(run, prompts_of(run, step), window_params(run, step, run.args.window))
 
 
 def lengths(run: ThinkingRun[Args], rollout: MediaRollout) -> dict[str, float]:
@@ -129,7 +148,7 @@ def lengths(run: ThinkingRun[Args], rollout: MediaRollout) -> dict[str, float]:
 def update(run: ThinkingRun[Args], step: Step, batches: Sequence[TrainBatch]) -> dict[str, float]:
     """Take an optimizer step on each minibatch of this rank's batches; metrics, as means."""
     args, dist = run.args, run.dist
-    size, num_kept = len(batches) // args.num_minibatches, batches[0].trajectory.num_kept
+    size, num_kept = len(batches) // args.data.num_minibatches, batches[0].trajectory.num_kept
     old = [old_scores(run, batch) for batch in batches]
     steps = [old_steps(run, step, batch, is_first=i < size) for i, batch in enumerate(batches)]
     gap = run.check_ratio(gaps(batches, old), torch.inf if step.staleness else tolerance(args), step) or 0.0
@@ -207,7 +226,7 @@ def step_loss(run: ThinkingRun[Args], batch: TrainBatch, k: int, old: list[Tenso
     velocity, now = retake(run, run.policy.net, drawn, k)
     if k == len(old):
         old.append(now.log_prob.detach())
-    weights, metrics = step_weights(old[k], drawn, k) if args.draw_ahead else (None, {})
+    weights, metrics = step_weights(old[k], drawn, k) if args.sampling.draw_ahead else (None, {})
     out = grpo_loss(now.log_prob, old[k], batch.advantages, clip_range=args.clip_range, weights=weights)
     out = replace(out, metrics=out.metrics | metrics)
     if not args.velocity_coef:
@@ -247,7 +266,7 @@ def thought_loss(run: ThinkingRun[Args], batch: TrainBatch, before: TokenScores)
     """Return the loss of the thoughts' tokens: GRPO's, and the KL to the policy before training."""
     args, now = run.args, score(run, run.policy.net, batch.trajectory).log_prob
     mask = thoughts_of(batch.trajectory).mask.to(now.device)
-    weights = thought_weights(before, batch.trajectory, mask) if args.draw_ahead else None
+    weights = thought_weights(before, batch.trajectory, mask) if args.sampling.draw_ahead else None
     clip = {"clip_low": args.thought_clip_low, "clip_high": args.thought_clip_high}
     out = token_grpo_loss(now, before.log_prob, batch.advantages, mask, weights=weights, **clip)
     metrics = out.metrics | {"entropy": before.entropy[mask].mean()}
@@ -292,7 +311,7 @@ def step_gaps(batches: Sequence[TrainBatch], old: Sequence[Sequence[Tensor]]) ->
 
 def tolerance(args: Args) -> float:
     """Return the largest allowed gap."""
-    return {"float32": 1e-4}.get(args.dtype, torch.inf) if args.ratio_tolerance is None else args.ratio_tolerance
+    return {"float32": 1e-4}.get(args.policy.dtype, torch.inf) if args.ratio_tolerance is None else args.ratio_tolerance
 
 
 if __name__ == "__main__":

@@ -109,24 +109,28 @@ def fields_of(name: str, sources: tuple[str, ...]) -> dict[str, Setting]:
             if not isinstance(node, ast.ClassDef) or node.name != name:
                 continue
             for base in node.bases:
-                found |= fields_of(ast.unparse(base), sources)
+                found |= fields_of(name_of(base), sources)
             lines = source.splitlines()
             for field in node.body:
                 if isinstance(field, ast.AnnAssign):
                     key, text = ast.unparse(field.target), lines[field.lineno - 1].partition("  # ")[2]
-                    titles = [
-                        line.strip("# ") for line in lines[node.lineno : field.lineno] if line.startswith("    # ")
-                    ]
-                    group = titles[-1] if titles else found[key].group if key in found else ""
-                    inner = fields_of(ast.unparse(unwrapped(field.annotation)), sources)
+                    inner = fields_of(name_of(unwrapped(field.annotation)), sources)
                     if inner:  # a group of settings
+                        prefix, given = "" if is_flat(field.annotation) else f"{key}.", defaults_of(field.value)
                         found |= {
-                            f"{key}.{name}": replace(own, name=f"{key}.{name}", group=key)
+                            f"{prefix}{name}": replace(
+                                own,
+                                name=f"{prefix}{name}",
+                                group=own.group or key,
+                                default=given.get(name, own.default),
+                            )
                             for name, own in inner.items()
                         }
                         continue
+                    if field.value is None:  # what trainers list, each with its own help
+                        continue
                     text += " (required)" * ("REQUIRED" in ast.unparse(field.annotation))
-                    found[key] = Setting(key, words_of(field.annotation, aliases), default_of(field.value), text, group)
+                    found[key] = Setting(key, words_of(field.annotation, aliases), default_of(field.value), text, "")
     return found
 
 
@@ -136,9 +140,19 @@ def parsed(source: str) -> ast.Module:
     return ast.parse(source)
 
 
+def name_of(expression: ast.expr) -> str:
+    """Return the name of a class without that of its module, as Run of groups.Run."""
+    return expression.attr if isinstance(expression, ast.Attribute) else ast.unparse(expression)
+
+
+def is_flat(annotation: ast.expr) -> bool:
+    """True if the annotation is of a group whose settings have no prefix."""
+    return isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Flat"
+
+
 def unwrapped(annotation: ast.expr) -> ast.expr:
-    """The type of an `Annotated`; another annotation as it is."""
-    if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Annotated":
+    """The type of an `Annotated` or a `Flat`; another annotation as it is."""
+    if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) in ("Annotated", "Flat"):
         return annotation.slice.elts[0] if isinstance(annotation.slice, ast.Tuple) else annotation.slice
     return annotation
 
@@ -151,6 +165,12 @@ def words_of(annotation: ast.expr, aliases: Mapping[str, ast.expr]) -> list[str]
         return []
     words = ast.literal_eval(annotation.slice)
     return [f"`{word}`" for word in ([words] if isinstance(words, str) else words)]
+
+
+def defaults_of(value: ast.expr | None) -> dict[str, str]:
+    """Return the defaults that a trainer gives to a group, as 1 of Data(group_size=1)."""
+    given = value.keywords if isinstance(value, ast.Call) else ()
+    return {each.arg: default_of(each.value) for each in given if each.arg}
 
 
 def default_of(value: ast.expr | None) -> str:

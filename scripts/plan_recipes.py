@@ -100,12 +100,12 @@ def plan_of(app: str, name: str, ranks: int) -> Figures:
     module = importlib.import_module(app)
     args = build(module.Args, from_toml(recipes(app)[name], module.Args, name))
     is_media = isinstance(args, MediaArgs)
-    least_images = open_model(released_models()[args.model]).IMAGES.start if is_media else 0
+    least_images = open_model(released_models()[args.policy.model]).IMAGES.start if is_media else 0
     count = max(least_images, '"images"' in recipes(app)[name])  # of an editor that also takes none
     os.environ["WORLD_SIZE"] = str(ranks)
     with TemporaryDirectory() as folder, chdir(folder):
         if is_media:
-            Image.new("RGB", (args.width, args.height)).save("reference.png")
+            Image.new("RGB", (args.sampling.width, args.sampling.height)).save("reference.png")
         row = {"prompt": f'{TEXT} "Rain"', "images": ["reference.png"] * count, "answer": "Rain"}
         Path("prompts.jsonl").write_text(f"{json.dumps(row)}\n" * NUM_PROMPTS)
         files = {"prompts": "prompts.jsonl", "eval_prompts": "prompts.jsonl"}

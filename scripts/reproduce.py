@@ -14,13 +14,14 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from omni_rl.report.data import points_of
 from omni_rl.report.folder import command_line
 from omni_rl.run.metrics import one_evaluation
-from omni_rl.settings.args import ScoredArgs, secret_flags
+from omni_rl.settings.args import secret_flags
 from omni_rl.settings.printing import Parser
 from omni_rl.settings.toml import recipes
 from omni_rl.tools.command import known, passed_on, trainers
@@ -119,7 +120,7 @@ def main(argv: list[str] | None = None) -> None:
         typed = shlex.join(["python", "scripts/reproduce.py", args.recipe, "--seed", str(args.seed), *words])
         if code := train([trainer, *words, *own], typed):
             sys.exit(code)
-        hidden = command_line(words, hide=secret_flags(ScoredArgs()))
+        hidden = command_line(words, hide=secret_flags(import_module(f"omni_rl.apps.train_{trainer}").Args))
         record = record_of(Path("runs", name), args.recipe, shlex.split(hidden))
         write_atomically(file := Path("runs", name, "record.json"), json.dumps(record, indent=1) + "\n")
         print(f"record in {file}")

@@ -135,12 +135,12 @@ def run_alone(
         launch(trainer.main, args)
 
     if trainer is not train_gspo:
-        import_parts(args.model)
+        import_parts(args.policy.model)
     with spared(report=False, flops=counts_flops):
         life = app_lives.start(folder, work, before=join, counts_flops=counts_flops)
     codes = life.wait(timeout_s=240)
     assert codes == [0], life.text()
-    return load_metrics(folder / "runs" / args.name / "metrics.jsonl"), life.text()
+    return load_metrics(folder / "runs" / args.run.name / "metrics.jsonl"), life.text()
 
 
 def exported(weights: Path, nets: Mapping[str, str]) -> dict[str, torch.Tensor]:

@@ -83,7 +83,7 @@ def train(app, args, *, report=False, flops=False):
     world = World.join(args)
     with spared(report=report, flops=flops), closing(world.display) if world.display else nullcontext():
         app.main(args, world)
-    return load_metrics(Path("runs") / args.name / "metrics.jsonl")
+    return load_metrics(Path("runs") / args.run.name / "metrics.jsonl")
 
 
 @cache
@@ -101,7 +101,7 @@ def train_on_ranks(app, args, *, ranks=2, report=False, flops=False):
         port = free.getsockname()[1]
     with spared(report=report, flops=flops):
         torch.multiprocessing.start_processes(_rank, args=(app, args, ranks, port), nprocs=ranks, start_method="fork")
-    return load_metrics(Path("runs") / args.name / "metrics.jsonl")
+    return load_metrics(Path("runs") / args.run.name / "metrics.jsonl")
 
 
 def _rank(rank, app, args, ranks, port):
@@ -189,12 +189,12 @@ class NobodyScores:
 
 def lone_run(args, *, rank=0, world_size=1):
     """A run that can sample and train, as one of `world_size` ranks, without the others, a scorer or a folder."""
-    world, model, params = World(place(rank, world_size)), open_model(args.model), params_of(args)
+    world, model, params = World(place(rank, world_size)), open_model(args.policy.model), params_of(args)
     parts = model.load(device="cpu", dtype=torch.float32)
     policy = Policy(parts.net.requires_grad_(True), build_adamw(parts.net, lr=1e-3), Ema([], decay=0.0))
-    prompts = PromptSampler(args.prompts, prompts_per_step=args.prompts_per_step, seed=args.seed)
+    prompts = PromptSampler(args.data.prompts, prompts_per_step=args.data.prompts_per_step, seed=args.run.seed)
     parts = DiffusersEngine(model, parts), NobodyScores(), Session(args, world.dist), prompts, params
-    return Run(args, world, model, policy, *parts, [HeldOut("", load_prompts(args.prompts)[:3], params)])
+    return Run(args, world, model, policy, *parts, [HeldOut("", load_prompts(args.data.prompts)[:3], params)])
 
 
 def scored(prompts, batches, scores):

@@ -66,7 +66,7 @@ class Case:
     def family(self) -> tuple[str, str, str, str]:
         """What makes a recipe unlike others: its trainer, family of models, dtype and sharding."""
         args = self.args
-        return self.app, family_of(args.model), args.dtype, args.sharding.mode
+        return self.app, family_of(args.policy.model), args.policy.dtype, args.sharding.mode
 
     def __lt__(self, other: "Case") -> bool:
         return str(self) < str(other)
@@ -106,10 +106,10 @@ def folder_of(model: str) -> Path:
 def small(case: Case) -> dict[str, object]:
     """What is replaced of a recipe's settings, by their names."""
     args, known = case.args, leaves(type(case.args))
-    minibatches = min(args.num_minibatches, 2)
+    minibatches = min(args.data.num_minibatches, 2)
     group = 4 if getattr(args, "best_worst_n", 0) or case.app == "train_gspo" else 2
     numbers: dict[str, object] = {
-        "model": str(folder_of(args.model)),
+        "model": str(folder_of(args.policy.model)),
         "prompts": "prompts.jsonl",
         "eval.prompts": "prompts.jsonl",
         "eval.num_prompts": 1,
@@ -123,8 +123,8 @@ def small(case: Case) -> dict[str, object]:
         "batch_size": 2 // case.ranks,
         "num_minibatches": minibatches,
         "best_worst_n": 2 if getattr(args, "best_worst_n", 0) else 0,
-        "height": SIDES.get(args.model, SIDE),
-        "width": SIDES.get(args.model, SIDE),
+        "height": SIDES.get(args.policy.model, SIDE),
+        "width": SIDES.get(args.policy.model, SIDE),
         "num_frames": min(getattr(args, "num_frames", 1), FRAMES),
         "scorer.name": "",
         "max_new_tokens": 4,
@@ -134,8 +134,12 @@ def small(case: Case) -> dict[str, object]:
         **few_steps(args),
     }
     if "guidance" in known:
-        options = {name: size for name, size in OPTIONS.items() if name in open_model(folder_of(args.model)).OPTIONS}
-        numbers["guidance"] = ",".join(f"{n}={v:g}" for n, v in (parse_numbers(args.guidance, "") | options).items())
+        options = {
+            name: size for name, size in OPTIONS.items() if name in open_model(folder_of(args.policy.model)).OPTIONS
+        }
+        numbers["guidance"] = ",".join(
+            f"{n}={v:g}" for n, v in (parse_numbers(args.sampling.guidance, "") | options).items()
+        )
     return {name: value for name, value in numbers.items() if name in known}
 
 
@@ -154,7 +158,7 @@ def few_steps(args: Any) -> dict[str, object]:
 
 def edits(case: Case) -> bool:
     """True if the prompts of a recipe have references."""
-    return any(word in case.args.prompts for word in ("edit", "sharegpt4o", "frames"))
+    return any(word in case.args.data.prompts for word in ("edit", "sharegpt4o", "frames"))
 
 
 def write_prompts(case: Case, folder: Path) -> None:
@@ -183,7 +187,7 @@ def scorer_of(kind: str) -> Scorer:
 
 def kind_of(case: Case) -> str:
     """The kind of media that the recipe's scorer grades: of sound and frames the sound, as CLAP does."""
-    return [*open_model(folder_of(case.args.model)).MEDIA][-1]
+    return [*open_model(folder_of(case.args.policy.model)).MEDIA][-1]
 
 
 def further(case: Case, folder: Path, urls: Mapping[str, str]) -> dict[str, object]:
@@ -201,7 +205,7 @@ def further(case: Case, folder: Path, urls: Mapping[str, str]) -> dict[str, obje
         teacher = Case("train_flowgrpo", "sd35-medium-cps-ocr")
         life = take_step(teacher, folder, urls)
         assert life.wait(300) == [0], life.text()
-        return {"teachers": f"ocr=runs/{teacher.args.name}/weights"}
+        return {"teachers": f"ocr=runs/{teacher.args.run.name}/weights"}
     return {}
 
 

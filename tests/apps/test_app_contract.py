@@ -93,7 +93,7 @@ def settings(row, url):
             Path(f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         places = {"prompts": "train.jsonl", "eval_prompts": "eval.jsonl"}
         model = build_tiny_models.tiny_checkpoint(kind, REPO / ".pytest_cache" / "tiny-models")
-        return app, change(app.Args(model=str(model)), **places, **({"train_steps": 2} | changes))
+        return app, change(app.Args(), model=str(model), **places, **({"train_steps": 2} | changes))
     return app, tiny(recipe(app, "tiny-signs"), **changes)
 
 
@@ -178,7 +178,7 @@ def test_one_and_two_ranks_train_on_the_same_numbers(here, bright_url, name):
     row, rel = RANKS[name]
     app, args = settings(row, bright_url)
     single = train(app, change(args, name="single"))
-    size = 1 if row.teacher else args.batch_size
+    size = 1 if row.teacher else args.data.batch_size
     double = train_on_ranks(app, change(args, name="double", sharding_mode=name.split()[-1], batch_size=size))
     assert double[0].get("eval/reward") == single[0].get("eval/reward")
     assert {key: double[1].get(key) for key in EXACT} == {key: single[1].get(key) for key in EXACT}

@@ -21,8 +21,7 @@ from omni_rl.run.alarms import Watch
 from omni_rl.run.run import Run, Step
 from omni_rl.settings.args import next_end
 from omni_rl.settings.early import check_unchanged
-from omni_rl.settings.eval_sets import ThoughtEval, TokenEval
-from omni_rl.settings.fields import change
+from omni_rl.settings.fields import build, change
 from omni_rollout import replay
 from records import record
 from trainer_runs import (
@@ -64,10 +63,11 @@ def small(name, url, **changes):
         kind = "qwen3" if name == "gspo" else "bagel"
         model = str(build_tiny_models.tiny_checkpoint(kind, REPO / ".pytest_cache" / "tiny-models"))
         if name == "gspo":
-            args = app.Args(model=model, **TEXT, eval=TokenEval("eval.jsonl"), max_new_tokens=5, reward="regex")
+            own = {"eval_prompts": "eval.jsonl", "max_new_tokens": 5, "reward": "regex"}
+            args = change(app.Args(), model=model, **TEXT, **own)
             return app, change(args, **(ends | changes))
-        args = app.Args(
-            model=model, **TEXT, eval=ThoughtEval("eval.jsonl", num_inference_steps=2), height=32, width=48,
+        args = change(
+            app.Args(), model=model, **TEXT, eval_prompts="eval.jsonl", eval_num_inference_steps=2, height=32, width=48,
             num_inference_steps=3, max_thought_tokens=4, thought_reward="0.5*regex",
         )  # fmt: skip
         return app, change(args, **(ends | {"scorer_url": url} | changes))
@@ -345,7 +345,7 @@ def test_images_after_thoughts_of_older_weights_are_weighed_step_by_step():
 )
 def test_answers_of_older_weights_are_weighed_as_those_of_another_engine(algo, ahead, expected):
     """By token, or for gspo by the product of an answer's tokens."""
-    args = train_gspo.resolve_auto(train_gspo.Args(algo=algo, draw_ahead=ahead))
+    args = train_gspo.resolve_auto(build(train_gspo.Args, {"algo": algo, "draw_ahead": ahead}))
     batch = SimpleNamespace(trajectory=SimpleNamespace(rollout_log_prob=SAMPLED), weights=torch.ones(1))
     weights, _ = train_gspo.correct(args, batch, NOW, MASK)
     assert (weights[MASK].tolist() if weights.ndim == 2 else weights.item()) == pytest.approx(expected)
@@ -424,7 +424,7 @@ def test_pairs_of_a_file_are_not_sampled_ahead(here):
 
 
 def test_importance_weights_are_of_steps_where_steps_are_sampled_ahead():
-    levels = [train_flowgrpo.Args(draw_ahead=ahead).correction.level for ahead in (0, 1)]
+    levels = [build(train_flowgrpo.Args, {"draw_ahead": ahead}).correction.level for ahead in (0, 1)]
     assert levels == ["trajectory", "step"]
 
 

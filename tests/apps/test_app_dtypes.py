@@ -8,7 +8,6 @@ import pytest
 import torch
 from helpers import sampled
 from model_rows import ROWS, built
-from omni_rl.settings.eval_sets import ThoughtEval, TokenEval
 from omni_rl.settings.fields import change
 from omni_rollout.models import open_model
 from omni_rollout.models.tokens import open_token_model
@@ -72,7 +71,7 @@ CHAT_STEP = ONE_STEP | BFLOAT16 | {"group_size": 8, "batch_size": 8, "max_new_to
 def test_every_language_model_and_algorithm_of_texts_takes_a_step_in_bfloat16(case, tmp_path):
     model, algorithm, kind = case
     write_chats(tmp_path)
-    args = train_gspo.Args(prompts=f"train{CHATS[model]}.jsonl", eval=TokenEval(f"eval{CHATS[model]}.jsonl"))
+    args = change(train_gspo.Args(), prompts=f"train{CHATS[model]}.jsonl", eval_prompts=f"eval{CHATS[model]}.jsonl")
     folder = built(model)()
     args = change(args, model=str(folder), algo=algorithm, prompts_per_step=4, **CHAT_STEP, **KINDS[kind])
     lines, text = run_alone("train_gspo", args, tmp_path)
@@ -92,7 +91,8 @@ def test_every_language_model_and_algorithm_of_texts_takes_a_step_in_bfloat16(ca
 @pytest.mark.parametrize("kind", sampled(KINDS, 1))
 def test_thoughts_and_pictures_take_a_step_in_bfloat16(kind, tmp_path, bright_url):
     write_chats(tmp_path)
-    args = train_unigrpo.Args(prompts="train.jsonl", eval=ThoughtEval("eval.jsonl", num_inference_steps=2))
+    places = {"prompts": "train.jsonl", "eval_prompts": "eval.jsonl", "eval_num_inference_steps": 2}
+    args = change(train_unigrpo.Args(), **places)
     sizes = {
         "height": 32,
         "width": 48,
@@ -109,6 +109,6 @@ def test_thoughts_and_pictures_take_a_step_in_bfloat16(kind, tmp_path, bright_ur
     if kind == "LoRA":
         assert all(tensor.any() for name, tensor in after.items() if ".lora_B." in name)
         return
-    before = load_file(open_model(args.model).weight_files()[0])
+    before = load_file(open_model(args.policy.model).weight_files()[0])
     moved = {name for name, weight in after.items() if not torch.equal(weight, before[name])}
     assert {"language_model.lm_head.weight", "llm2vae.weight"} <= moved

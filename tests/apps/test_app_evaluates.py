@@ -12,7 +12,7 @@ from omni_reward.serving import serving_here
 from omni_rl.report.data import charts, run_data
 from omni_rl.run.metrics import NUM_EVALS
 from omni_rl.run.world import World
-from omni_rl.settings.eval_sets import MediaEvalSet, TokenEval, TokenEvalSet
+from omni_rl.settings.eval_sets import MediaEvalSet, TokenEvalSet
 from omni_rl.settings.fields import change
 from omni_train.files import load_metrics, read_jsonl
 from trainer_runs import WORDS, recipe, spared, tiny, train
@@ -190,10 +190,11 @@ def test_token_policies_are_evaluated_on_sets_too(tmp_path, monkeypatch):
             TokenEvalSet("more", "a.jsonl", samples_per_prompt=4, temperature=1.5, top_p=1.0),
             TokenEvalSet("length", "own.jsonl", scorer_url=url),
         )
-        args = train_gspo.Args(
+        args = change(
+            train_gspo.Args(),
             model=str(build_tiny_models.tiny_checkpoint("qwen3", REPO / ".pytest_cache" / "tiny-models")),
             prompts="a.jsonl", prompts_per_step=2, group_size=4, batch_size=4, max_new_tokens=5, reward="regex",
-            eval=TokenEval("a.jsonl", only=True, pass_threshold=1.0, sets=sets),
+            eval_prompts="a.jsonl", eval_only=True, eval_pass_threshold=1.0, eval_sets=sets,
         )  # fmt: skip
         train_gspo.check_args(args)
         train_gspo.main(args, World.join(args))

@@ -135,15 +135,15 @@ def test_updates_of_one_expert_alone_are_resumed_bit_for_bit_and_open_in_the_sto
     args = settings(train_nft, bright_urls, **LORA, train_steps=3, eval_every=3, save_every=1, batch_size=2)
     args = change(args, sharding_mode="fsdp2", num_inference_steps=2, eval_num_inference_steps=4)
     unbroken = train_on_ranks(train_nft, args)
-    folder = shutil.copytree(here / "runs" / args.name / "weights", here / "unbroken")
-    lose_step(args.name, 3)
+    folder = shutil.copytree(here / "runs" / args.run.name / "weights", here / "unbroken")
+    lose_step(args.run.name, 3)
     again = train_on_ranks(train_nft, args)
     trained = [(line["policy/forwards_high"] > 0, line["policy/forwards_low"] > 0) for line in unbroken[1:]]
     assert {(True, False), (False, True)} == set(trained)
     for line, other in zip(unbroken, again, strict=True):
         for key in ("reward/mean", "policy/loss", "policy/grad_norm", "policy/forwards_high"):
             assert line.get(key) == other.get(key), (line["step"], key)
-    folders = [folder, here / "runs" / args.name / "weights"]
+    folders = [folder, here / "runs" / args.run.name / "weights"]
     files = [sorted(folder.rglob("*.safetensors")) for folder in folders]
     assert [file.parent.name for file in files[0]] == ["high", "low"]
     assert [a.read_bytes() for a in files[0]] == [b.read_bytes() for b in files[1]]
@@ -173,7 +173,7 @@ def test_experts_have_learning_rates_of_their_own(here, bright_urls):
     """The first step of Adam moves a weight by its learning rate."""
     args = settings(train_flowgrpo, bright_urls, train_steps=1, eval_every=1, optim_low_expert_lr=1e-4)
     assert [line["policy/forwards_high"] for line in train(train_flowgrpo, args)[1:]] == [2.0]
-    far = moved(here / "runs" / args.name / "weights", open_model(args.model))
+    far = moved(here / "runs" / args.run.name / "weights", open_model(args.policy.model))
     assert far == {"high": pytest.approx(1e-2, rel=0.01), "low": pytest.approx(1e-4, rel=0.01)}
 
 
@@ -189,7 +189,7 @@ def test_one_expert_alone_is_trained_and_exported_and_a_run_starts_from_it(here,
     other = "low" if expert == "high" else "high"
     assert line[f"policy/forwards_{expert}"] > 0
     assert line[f"policy/forwards_{other}"] == 0
-    weights, model = here / "runs" / args.name / "weights", open_model(args.model)
+    weights, model = here / "runs" / args.run.name / "weights", open_model(args.policy.model)
     assert [path.name for path in weights.iterdir()] == [expert]
     if not lora:
         assert [size > 0 for size in moved(weights, model).values()] == [name == expert for name in model.nets]

@@ -10,7 +10,6 @@ import pytest
 import torch
 from helpers import REPO, sampled
 from omni_rl.run.failures import advice
-from omni_rl.settings.eval_sets import ThoughtEval, TokenEval
 from omni_rl.settings.fields import change
 from omni_rollout.models import bagel_sequence
 from torch.nn import functional
@@ -23,14 +22,14 @@ import train_unigrpo
 
 ATTENTION = functional.scaled_dot_product_attention
 SMALL = {"prompts_per_step": 2, "group_size": 4, "batch_size": 2, "eval_every": 9, "eval_first": False, "lr": 1e-3}
-GSPO = train_gspo.Args(
-    prompts="train.jsonl", eval=TokenEval("eval.jsonl", every=2), prompts_per_step=2, group_size=4, batch_size=4,
-    max_new_tokens=5, train_steps=2, lr=1e-3, reward="regex", num_minibatches=2,
+GSPO = change(
+    train_gspo.Args(), prompts="train.jsonl", eval_prompts="eval.jsonl", eval_every=2, prompts_per_step=2,
+    group_size=4, batch_size=4, max_new_tokens=5, train_steps=2, lr=1e-3, reward="regex", num_minibatches=2,
 )  # fmt: skip
-UNIGRPO = train_unigrpo.Args(
-    prompts="train.jsonl", eval=ThoughtEval("eval.jsonl", every=2, num_inference_steps=2), prompts_per_step=2,
-    group_size=4, batch_size=2, height=32, width=48, num_inference_steps=3, max_thought_tokens=4, train_steps=2,
-    lr=1e-3, thought_reward="0.5*regex", num_minibatches=2,
+UNIGRPO = change(
+    train_unigrpo.Args(), prompts="train.jsonl", eval_prompts="eval.jsonl", eval_every=2, eval_num_inference_steps=2,
+    prompts_per_step=2, group_size=4, batch_size=2, height=32, width=48, num_inference_steps=3, max_thought_tokens=4,
+    train_steps=2, lr=1e-3, thought_reward="0.5*regex", num_minibatches=2,
 )  # fmt: skip
 TRAINERS = ["flowgrpo", "awm", "gspo", "unigrpo"]
 CASES = [f"{name} on {ranks}" for name in TRAINERS for ranks in (1, 2)]

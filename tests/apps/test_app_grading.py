@@ -135,7 +135,7 @@ def test_advantages_of_whole_groups_are_the_bits_of_those_over_all(std):
     expected = group_advantages(rewards, rollout.groups, std=std)
     args = replace(FLOW, adv_std=std, group_size=4, prompts_per_step=6)
     run = SimpleNamespace(args=args, dist=place(), phase=lambda name: nullcontext(), parts=())
-    chosen = train_batches(run, step, rollout, weighted=True)
+    chosen = train_batches(run, step, rollout, run.args.advantages, weighted=True)
     for first, batch in zip(range(0, 24, 3), chosen, strict=True):
         end = -(-(first + 3) // 4) * 4
         for i in range(0, end, 2):
@@ -156,7 +156,7 @@ def test_only_whole_groups_that_depend_on_no_other_come_early():
 
     def comes_early(args, num_ranks, unit=1):
         dist = SimpleNamespace(world_size=num_ranks, context=1)
-        return groups_are_local(args, dist, max(unit, args.batch_size))
+        return groups_are_local(args, args.advantages, dist, max(unit, args.data.batch_size))
 
     assert comes_early(args, 1)
     assert not comes_early(args, 2)  # half a group each

@@ -49,7 +49,7 @@ def test_a_small_model_learns_to_change_a_word_and_still_keeps_the_board(tmp_pat
     reward = load_scorer("0.5*ocr + 0.5*likeness", options=options)
     with serving_here(reward, name="edit") as url, serving_here(load_ocr(reading="line"), name="ocr") as ocr_url:
         args = change(recipe(train_nft, "tiny-signs-edit"), scorer_url=url, scorer_watch_url=ocr_url, **data)
-        lines = train(train_nft, change(args, model=str(REPO / args.model)))
+        lines = train(train_nft, change(args, model=str(REPO / args.policy.model)))
     rewards, ocr = ([line[name] for line in lines if name in line] for name in ("eval/reward", "eval/watch"))
     likeness = [(total - 0.5 * read) / 0.5 for total, read in zip(rewards, ocr, strict=True)]
     assert rewards[-1] - rewards[0] >= 0.1

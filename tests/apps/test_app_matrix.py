@@ -50,7 +50,7 @@ def test_an_algorithm_trains_a_model(cell, tmp_path, monkeypatch, bright_urls, r
         # the four errors otherwise, of which dpo_beta / 2 reaches the loss.
         assert lines[0]["policy/loss"] == pytest.approx(math.log(2), abs=args.dpo_beta / 2 * ulps(4, 2.0))
     nets = open_model(row.checkpoint()).nets
-    before, after = untrained(row.checkpoint()), exported(tmp_path / "runs" / args.name / "weights", nets)
+    before, after = untrained(row.checkpoint()), exported(tmp_path / "runs" / args.run.name / "weights", nets)
     idle = idle_experts(nets, lines)
     assert len(idle) < len(nets)
     idle += row.unseen if app is train_srpo else ()  # whose reward sees no more than the pictures

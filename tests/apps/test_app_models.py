@@ -58,7 +58,7 @@ def settings(app, model, urls, **changes):
     args = tiny(recipe(app, "tiny-signs"), **(SIZES | CHANGES[app] | scorer | {"num_frames": row.guided.num_frames}))
     guidance = ",".join(f"{name}={value}" for name, value in row.guided.guidance.items())
     scale = row.guided.guidance_scale
-    files = {"prompts": add_references(row, args.prompts), "eval_prompts": add_references(row, args.eval.prompts)}
+    files = {"prompts": add_references(row, args.data.prompts), "eval_prompts": add_references(row, args.eval.prompts)}
     return change(args, model=str(row.checkpoint()), guidance_scale=scale, guidance=guidance, **(files | changes))
 
 
@@ -154,10 +154,10 @@ def test_sharded_runs_that_were_stopped_end_bit_for_bit_where_others_do(here, br
     found = []
     for _ in range(2):
         lines = train_on_ranks(train_flowgrpo, args)
-        files = sorted((here / "runs" / args.name / "weights").rglob("*.safetensors"))
+        files = sorted((here / "runs" / args.run.name / "weights").rglob("*.safetensors"))
         told = [[line.get(key) for key in ("reward/mean", "policy/loss", "policy/grad_norm")] for line in lines]
         found.append((told, {file.parent.name: file.read_bytes() for file in files}))
-        lose_step(args.name, args.train_steps)
+        lose_step(args.run.name, args.run.train_steps)
     assert found[0] == found[1]
     assert found[0][1]
 
@@ -168,7 +168,7 @@ def test_the_stock_pipeline_opens_the_export_and_draws_our_image(here, bright_ur
     row, changes = ROWS[name], LORA if kind == "lora" else {}
     args = settings(train_flowgrpo, name, bright_urls, lr=1e-2, **changes)
     train(train_flowgrpo, args)
-    weights, model = here / "runs" / args.name / "weights", open_model(row.checkpoint())
+    weights, model = here / "runs" / args.run.name / "weights", open_model(row.checkpoint())
     prompt = Prompt('a blue sign that says "AB"', group=0, index=0, seed=5, images=row.references(0))
     noise = step_noise([prompt.seed], INITIAL_NOISE, model.latent_shape(row.unguided))
     pipe = row.stock_pipeline(model.folder, torch.float32)
@@ -203,7 +203,7 @@ def test_an_export_of_bagel_has_the_names_of_the_released_file_and_draws_our_ima
     args = settings(train_flowgrpo, name, bright_urls, lr=1e-2, save_every=1, **changes)
     args = change(args, model=str(folder), train_steps=1)
     train(train_flowgrpo, args)
-    weights = here / "runs" / args.name / "weights"
+    weights = here / "runs" / args.run.name / "weights"
     prompt = Prompt('a blue sign that says "AB"', 0, 0, seed=5, images=row.references(0))
 
     def draw(trained=None):

@@ -21,7 +21,6 @@ from omni_rl.flow.scorers import LocalScorer
 from omni_rl.run.failures import launch
 from omni_rl.run.run import Step
 from omni_rl.run.world import World
-from omni_rl.settings.args import MediaArgs
 from omni_rl.settings.fields import change, leaves
 from omni_rl.tools import plan
 from omni_rollout import Params
@@ -34,6 +33,8 @@ from PIL import Image
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from trainer_runs import lone_run, recipe, rollout, tiny, write_eval_prompts
+
+import train_sft
 
 SMALL = {
     "prompts_per_step": 4,
@@ -240,7 +241,7 @@ def test_a_plan_counts_the_tokens_of_videos():
 def test_rungs_come_by_what_they_cost():
     _, args = settings("adapters, two updates")
     args = change(args, prompts_per_step=16, group_size=8, batch_size=8)
-    found = [flags for _, _, flags in plan.ladder(args, 2, args.OFFLOAD.split(), ["decode", "update"])]
+    found = [flags for _, _, flags in plan.ladder(args, 2, args.memory.OFFLOAD.split(), ["decode", "update"])]
     recomputed = (
         "--memory.decode-batch-size 4 --memory.offload encoder,engine,optimizer --memory.gradient-checkpointing"
     )
@@ -284,7 +285,7 @@ def test_the_line_leads_to_what_all_batches_take(case, monkeypatch):
     app, args = settings(case)
     args = change(args, prompts_per_step=16, memory_text_cache_mb=1.0)
     by_line = plan.measure(app.main, args, 1)
-    monkeypatch.setattr(plan, "_prompt_counts", lambda args, ranks: [args.prompts_per_step])
+    monkeypatch.setattr(plan, "_prompt_counts", lambda args, ranks: [args.data.prompts_per_step])
     whole = plan.measure(app.main, args, 1)
     assert by_line.flops == whole.flops
     assert by_line.forwards == whole.forwards
@@ -310,7 +311,7 @@ def test_a_signal_ends_a_plan_at_once(number):
 def test_a_plan_keeps_the_encoder_on_the_host():
     _, args = settings("adapters, guidance, recomputation")
     with_it, without = (planned("adapters, guidance, recomputation", memory_offload=each) for each in ("encoder", ""))
-    folder = open_model(args.model).load(device="cpu", dtype=torch.float32).text_encoder
+    folder = open_model(args.policy.model).load(device="cpu", dtype=torch.float32).text_encoder
     freed = sum(tensor.nbytes for tensor in (*folder.parameters(), *folder.buffers()))
     for phase in ("load", "rollout", "update"):
         assert without.peaks[phase] - with_it.peaks[phase] == pytest.approx(freed, rel=0.01)
@@ -343,9 +344,9 @@ def test_another_engine_has_a_second_copy_of_what_lora_changes():
     how = {"engine": "vllm-omni", "dtype": "bfloat16", "memory_rollout_dtype": "fp8"}
     own = planned(case, dtype="bfloat16")
     half, whole = planned(case, **how), planned(case, **how | {"memory_rollout_dtype": "auto"})
-    parts = open_model(args.model).load(device="cpu", dtype=torch.bfloat16)
+    parts = open_model(args.policy.model).load(device="cpu", dtype=torch.bfloat16)
     others = sum(p.nbytes for part in (parts.text_encoder, parts.vae) for p in part.parameters())
-    adapted = sum(parts.net.get_parameter(name).nbytes for name in quantized_names(open_model(args.model)))
+    adapted = sum(parts.net.get_parameter(name).nbytes for name in quantized_names(open_model(args.policy.model)))
     tables = parts.net.pos_embed.pos_freqs.nbytes + parts.net.pos_embed.neg_freqs.nbytes
     assert whole.peaks["rollout"] - own.peaks["rollout"] == pytest.approx(adapted + tables, rel=0.01)
     assert whole.peaks["rollout"] - half.peaks["rollout"] == pytest.approx(adapted / 2, rel=0.01)
@@ -364,10 +365,10 @@ def test_a_plan_counts_what_waits_on_the_host():
     _, args = settings(case := "adapters, guidance, recomputation")
     bare, offloaded = (planned(case, memory_offload=each) for each in ("", "encoder,optimizer"))
     quantized = planned(case, memory_base_dtype="nf4")
-    parts = open_model(args.model).load(device="cpu", dtype=torch.float32)
+    parts = open_model(args.policy.model).load(device="cpu", dtype=torch.float32)
     encoder = sum(tensor.nbytes for tensor in (*parts.text_encoder.parameters(), *parts.text_encoder.buffers()))
     net = sum(p.nbytes for p in parts.net.parameters())
-    add_lora(parts.net, open_model(args.model).LORA_TARGETS, rank=8, alpha=16, seed=0)
+    add_lora(parts.net, open_model(args.policy.model).LORA_TARGETS, rank=8, alpha=16, seed=0)
     moments = 2 * sum(p.nbytes for p in parts.net.parameters() if p.requires_grad)
     assert offloaded.host - bare.host == pytest.approx(encoder + moments, rel=0.1)
     assert quantized.host - bare.host == pytest.approx(net, rel=0.05)
@@ -377,11 +378,11 @@ def test_a_plan_counts_what_waits_on_the_host():
 def test_a_plan_keeps_all_blocks_but_one_on_the_host():
     _, args = settings(case := "adapters, guidance, recomputation")
     streamed, there = (planned(case, memory_offload=each) for each in ("blocks", ""))
-    net = open_model(args.model).load(device="cpu", dtype=torch.float32).net
+    net = open_model(args.policy.model).load(device="cpu", dtype=torch.float32).net
     *others, _ = (sum(p.nbytes for p in block.parameters()) for block in net.transformer_blocks)
     for phase in ("rollout", "update"):
         assert there.peaks[phase] - streamed.peaks[phase] == pytest.approx(sum(others), rel=0.01)
-    add_lora(net, open_model(args.model).LORA_TARGETS, rank=8, alpha=16, seed=0)
+    add_lora(net, open_model(args.policy.model).LORA_TARGETS, rank=8, alpha=16, seed=0)
     loaded = sum(p.nbytes for p in net.parameters())
     assert streamed.host - there.host == pytest.approx(loaded, rel=0.02)
 
@@ -397,8 +398,8 @@ def test_a_plan_counts_the_scorer_that_the_run_starts(capsys):
     for phase in ("load", "rollout", "update", "save"):
         assert scored.peaks[phase] - bare.peaks[phase] == pytest.approx(scored.scorer.total(), rel=1e-3)
     for own in ("pickscore --option device=cpu", "jpeg"):
-        assert plan.scorer_bytes(change(args, scorer_name=own), 1).total() == 0
-    assert not plan.scorer_bytes(change(args, scorer_name="pickscore", scorer_url="http://a:1"), 1)
+        assert plan.scorer_bytes(change(args, scorer_name=own).scorer, 1).total() == 0
+    assert not plan.scorer_bytes(change(args, scorer_name="pickscore", scorer_url="http://a:1").scorer, 1)
 
 
 def test_a_plan_refuses_a_scorer_that_would_not_start():
@@ -413,13 +414,13 @@ def test_a_plan_reads_references_below_the_media_root(tmp_path):
     prompts = tmp_path / "prompts" / "a.jsonl"
     prompts.parent.mkdir()
     prompts.write_text(json.dumps({"prompt": "x", "images": str(tmp_path / "media" / "a.png")}))
-    args = MediaArgs(prompts=str(prompts), media_root=str(tmp_path / "media"), prompts_per_step=2)
+    args = change(train_sft.Args(), prompts=str(prompts), media_root=str(tmp_path / "media"), prompts_per_step=2)
     assert [len(record.images) for record in plan._Alike(args).at(0)] == [1, 1]
 
 
 def test_a_plan_needs_no_weights_and_leaves_nothing_behind(tmp_path):
     app, args = settings("all weights")
-    shutil.copytree(args.model, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(args.policy.model, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
     plan.measure(app.main, change(args, model=str(tmp_path / "model")), 1)
     assert {path.name for path in tmp_path.iterdir()} == {"eval.txt", "model"}
     assert torch.ones(2).device.index is None

@@ -14,7 +14,6 @@ from helpers import CHECKPOINT, REPO
 from omni_rl.report import data
 from omni_rl.run import start
 from omni_rl.run.run import Run
-from omni_rl.settings.eval_sets import TokenEval
 from omni_rl.settings.fields import change
 from omni_train import display, progress
 from omni_train.files import load_metrics
@@ -30,8 +29,9 @@ TINY = tiny(
     window_high=None, lora_rank=4, algo="flowgrpo", noise_level=0.7, optim_lr_scheduler_type="constant", width=32,
 )  # fmt: skip
 SFT = tiny(recipe(train_sft, "tiny-signs"), prompts="samples.jsonl", prompts_per_step=2, group_size=2, batch_size=2)
-TEXT = train_gspo.Args(
-    prompts="train.jsonl", eval=TokenEval("train.jsonl", every=1), prompts_per_step=2, group_size=4, batch_size=4,
+TEXT = change(
+    train_gspo.Args(), prompts="train.jsonl", eval_prompts="train.jsonl", eval_every=1, prompts_per_step=2,
+    group_size=4, batch_size=4,
     max_new_tokens=3, train_steps=1, lr=1e-3, reward="regex", num_minibatches=1,
 )  # fmt: skip
 

@@ -49,7 +49,7 @@ def test_a_recipe_takes_a_step(case, tmp_path, monkeypatch, urls):
     assert "switched off" not in text, "operations and memory are measured too"
     assert "failed: " not in text, "the report is written too"
     args = case.args
-    line = load_metrics(tmp_path / "runs" / args.name / "metrics.jsonl")[-1]
+    line = load_metrics(tmp_path / "runs" / args.run.name / "metrics.jsonl")[-1]
     assert line["step"] == 1
     assert (
         line["policy/first_ratio_max_dev"] == 0
@@ -59,7 +59,7 @@ def test_a_recipe_takes_a_step(case, tmp_path, monkeypatch, urls):
     assert line["policy/grad_norm"] > 0
     assert math.isfinite(line["policy/loss"])
     assert case.app == "train_gspo" or line["perf/update_tflops"] > 0  # texts have many shapes, and are not counted
-    files = [*(tmp_path / "runs" / args.name / "weights").rglob("*.safetensors")]
+    files = [*(tmp_path / "runs" / args.run.name / "weights").rglob("*.safetensors")]
     assert any(map(tensor_changes, files)), "the experts that a step reaches move"
 
 

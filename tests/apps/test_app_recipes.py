@@ -56,7 +56,7 @@ def test_a_released_language_model_has_the_size_that_is_said(name):
 def test_a_recipe_asks_of_its_model_what_it_has(case):
     """Sizes, knobs, references, and a schedule, of training and evaluation."""
     _, args = recipe_of(case)
-    model, release = open_model(released_models()[args.model]), RELEASES[args.model]
+    model, release = open_model(released_models()[args.policy.model]), RELEASES[args.policy.model]
     base = params_of(args)
     for params in (base, replace(base, num_inference_steps=args.eval.num_inference_steps)):
         model.check(params)
@@ -64,15 +64,15 @@ def test_a_recipe_asks_of_its_model_what_it_has(case):
         assert len(sigmas) == params.num_inference_steps + 1
         assert sigmas[0] == 1
         assert sigmas[-1] == 0
-    size = args.height // release.stride, args.width // release.stride
-    frames = [(args.num_frames - 1) // release.frames + 1] * ("video" in model.MEDIA)
+    size = args.sampling.height // release.stride, args.sampling.width // release.stride
+    frames = [(args.sampling.num_frames - 1) // release.frames + 1] * ("video" in model.MEDIA)
     shape = (release.channels, *frames, *size)
     if model.MEDIA == ("audio",):
         shape = release.channels, math.ceil(base.guidance["duration"] * 44_100 / release.stride)
     streams = model.streams(base)
     assert streams.get("video", math.prod(shape)) == math.prod(shape)
     assert model.latent_shape(base) == ((sum(streams.values()),) if streams else shape)
-    assert args.prompts.endswith(".jsonl") or not model.IMAGES.start, "references are columns of a .jsonl file"
+    assert args.data.prompts.endswith(".jsonl") or not model.IMAGES.start, "references are columns of a .jsonl file"
 
 
 def test_every_model_of_a_recipe_has_its_configuration_in_the_package():
@@ -84,10 +84,10 @@ def test_every_model_of_a_recipe_has_its_configuration_in_the_package():
 @pytest.mark.parametrize("case", PLANNED)
 def test_a_dry_run_plans_the_released_model(case, tmp_path, monkeypatch, capsys):
     module, args = recipe_of(case)
-    model, release = open_model(released_models()[args.model]), RELEASES[args.model]
+    model, release = open_model(released_models()[args.policy.model]), RELEASES[args.policy.model]
     Image.new("RGB", (64, 64)).save(tmp_path / "reference.png")
     references = ["reference.png"] * model.IMAGES.start
-    count = max(args.prompts_per_step, args.eval.num_prompts)
+    count = max(args.data.prompts_per_step, args.eval.num_prompts)
     lines = [json.dumps({"prompt": f"a sign, {i}", "images": references}) for i in range(count)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
     monkeypatch.chdir(tmp_path)
@@ -98,9 +98,9 @@ def test_a_dry_run_plans_the_released_model(case, tmp_path, monkeypatch, capsys)
         module.main(args, World.join(args))
     assert ended.value.code == 0
     plan = dict(re.findall(r"^plan: (.+?): (.+)$", capsys.readouterr().out, re.MULTILINE))
-    assert plan["configuration"].endswith(f"as {args.model} cannot be fetched: HF_HUB_OFFLINE is set")
-    assert plan["samples per step"].startswith(f"{args.prompts_per_step * args.group_size}, ")
-    assert re.fullmatch(rf"[\d.]+ TFLOP in {args.dtype}", plan["a forward of one sample"])
+    assert plan["configuration"].endswith(f"as {args.policy.model} cannot be fetched: HF_HUB_OFFLINE is set")
+    assert plan["samples per step"].startswith(f"{args.data.prompts_per_step * args.data.group_size}, ")
+    assert re.fullmatch(rf"[\d.]+ TFLOP in {args.policy.dtype}", plan["a forward of one sample"])
     assert plan["a step"].startswith("--memory.device-gb GB plans its memory, and the host's")
     weights, trained = map(float, re.findall(r"[\d.]+", plan["weights of the net"]))
     frozen_mb = float(plan["memory per rank"].partition(" MB frozen weights")[0])
@@ -119,7 +119,9 @@ def test_a_dry_run_plans_the_released_model(case, tmp_path, monkeypatch, capsys)
 
 def test_a_run_that_is_no_dry_run_takes_no_configuration_of_the_package():
     module, args = recipe_of(ALL[0])
-    with pytest.raises(ValueError, match=f"--model must be .* can be fetched, got {args.model}: HF_HUB_OFFLINE is set"):
+    with pytest.raises(
+        ValueError, match=f"--model must be .* can be fetched, got {args.policy.model}: HF_HUB_OFFLINE is set"
+    ):
         module.main(change(args, dry_run=False, sharding_mode="none"), World(place()))
 
 

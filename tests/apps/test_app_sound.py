@@ -63,7 +63,7 @@ def test_trainers_take_frames_and_sound_apart_and_nothing_of_a_frozen_sound_move
     assert line["eval/reward"] == pytest.approx(line["eval/bright"] + line["eval/loud"])
     if app is train_flowgrpo:
         assert line["policy/first_ratio_max_dev"] == 0
-    net, weights = model.load_net(device="cpu", dtype=torch.float32), here / "runs" / args.name / "weights"
+    net, weights = model.load_net(device="cpu", dtype=torch.float32), here / "runs" / args.run.name / "weights"
     if lora:
         found = {n: t for file in weights.glob("*.safetensors") for n, t in load_file(file).items() if "lora_B" in n}
         moved = {name for name, factor in found.items() if factor.any()}

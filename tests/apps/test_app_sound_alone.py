@@ -37,7 +37,7 @@ def test_a_scorer_gets_the_sound_and_its_rate_and_the_report_plays_it(here):
         lines = train(train_flowgrpo, args, report=True)
     assert set(seen[1:]) == {(800, 2, "float32", 800.0)}  # the first is the server's own, silence
     assert lines[1]["policy/first_ratio_max_dev"] == 0
-    folder = here / "runs" / args.name
+    folder = here / "runs" / args.run.name
     assert any((folder / "eval" / "000001").glob("*.flac"))
     assert (folder / "eval" / "000001.png").is_file()
     assert "data:audio/flac" in (folder / "report.html").read_text("utf-8")

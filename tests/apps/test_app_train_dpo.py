@@ -16,6 +16,7 @@ from omni_rl.media import preferences
 from omni_rl.run.run import Step
 from omni_rl.settings.early import check_unchanged
 from omni_rl.settings.fields import change
+from omni_rl.settings.groups import Data, Sampling
 from omni_rollout import Params, Prompt
 from omni_rollout.models import open_model
 from omni_sched import step_noise
@@ -90,7 +91,7 @@ def choose(args, values):
     """The pairs of one rollout whose samples score these values, None being no score."""
     run, step = lone_run(args), Step(0)
     run.policy.reference_net = copy.deepcopy(run.policy.net).requires_grad_(False)
-    batches, prompts = rollout(run, run.base_params, unit=args.group_size)
+    batches, prompts = rollout(run, run.base_params, unit=args.data.group_size)
     scores = [ABSTAINED if v is None else Score(v) for v in values]
     future = Future()
     future.set_result(scores)
@@ -132,10 +133,10 @@ def test_gradients_are_one_pass_over_all_pairs_and_levels():
             p.add_(0.01 * torch.randn_like(p))
     kept = keep_gradients(run)
     metrics = app.update(run, Step(0), [pairs])
-    normal = step_noise(pairs.seeds, args.num_inference_steps + 2, (2,))
+    normal = step_noise(pairs.seeds, args.sampling.num_inference_steps + 2, (2,))
 
     def errors(net, x0, k):
-        noise = step_noise(pairs.seeds, args.num_inference_steps + k, x0.shape[1:])
+        noise = step_noise(pairs.seeds, args.sampling.num_inference_steps + k, x0.shape[1:])
         sigma = torch.sigmoid(normal[:, k])
         x = torch.lerp(x0, noise, sigma.view(-1, 1, 1, 1))
         velocity = run.model.predict_velocity(net, x, sigma, pairs.cond, run.base_params)
@@ -223,8 +224,8 @@ def test_offline_training_lowers_the_loss_of_a_fixed_set(here, pairs_file, kind)
     # Without a scorer the pictures are drawn, and none is graded.
     assert lines[-1]["eval/abstained_ratio"] == 1.0
     assert "eval/reward" not in lines[-1]
-    assert (here / "runs" / args.name / "eval" / "000010.png").exists()
-    assert (here / "runs" / args.name / "weights").is_dir()
+    assert (here / "runs" / args.run.name / "eval" / "000010.png").exists()
+    assert (here / "runs" / args.run.name / "weights").is_dir()
 
 
 def test_a_run_on_pairs_continues_with_the_command_that_began_it(here, pairs_file):
@@ -241,9 +242,9 @@ def test_the_script_keeps_the_best_and_the_worst_of_each_prompt(pairs_file, tmp_
     assert len(records) == 6
     assert [r.text for r in records] == [r.text for r in load_prompts(REPO / "data" / "tiny-signs" / "train.txt")[:6]]
     assert all(r.meta["win_score"] > r.meta["lose_score"] for r in records)
-    preferences.check_preferences(pairs_file, (1, 32, 96), frame_rate=24.0)
+    preferences.check_preferences(pairs_file, Data(), Sampling(height=32, width=96))
     assert build(tmp_path / "images", bright_url, "--num-prompts", "2", "--save", "images") == (2, 2)
-    preferences.check_preferences(tmp_path / "images" / "pairs.jsonl", (1, 32, 96), frame_rate=24.0)
+    preferences.check_preferences(tmp_path / "images" / "pairs.jsonl", Data(), Sampling(height=32, width=96))
     model, params = open_model(CHECKPOINT), Params(3, 32, 96)
     parts = model.load(device="cpu", dtype=torch.float32)
     pictures = load_prompts(tmp_path / "images" / "pairs.jsonl")
@@ -315,4 +316,4 @@ def test_the_documented_line_is_one_that_is_accepted(here):
         (here / line[side]).parent.mkdir(exist_ok=True)
         save_file({"x0": torch.zeros(16, 4, 12)}, here / line[side])
     (here / "pairs.jsonl").write_text(json.dumps(line))
-    preferences.check_preferences(here / "pairs.jsonl", (1, 32, 96), frame_rate=24.0)
+    preferences.check_preferences(here / "pairs.jsonl", Data(), Sampling(height=32, width=96))

@@ -213,17 +213,17 @@ def samples_of(count, group_size):
 
 def grade(args, scores):
     """The batches that the trainer makes of the scores of one, and the step with its metrics."""
-    run, batch, step = lone_run(args), samples_of(len(scores), args.group_size), Step(0)
-    batches = train_batches(run, step, scored(batch.prompts, [batch], scores))
+    run, batch, step = lone_run(args), samples_of(len(scores), args.data.group_size), Step(0)
+    batches = train_batches(run, step, scored(batch.prompts, [batch], scores), args.advantages)
     step.settle()
     return batches, step
 
 
 def kept(args, scores):
     """The samples that are trained on where groups whose samples score alike are left out."""
-    batch = samples_of(len(scores), args.group_size)
+    batch = samples_of(len(scores), args.data.group_size)
     rollout = scored(batch.prompts, [batch], scores)
-    found = advantages_of(lone_run(args), Step(0), rollout)
+    found = advantages_of(lone_run(args), Step(0), rollout, args.advantages)
     return keep_samples(*found, rollout.groups, best_worst=0, drop_silent_groups=True).tolist()
 
 

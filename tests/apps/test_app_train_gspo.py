@@ -20,7 +20,7 @@ from omni_rl.run import start, texts
 from omni_rl.run.failures import launch
 from omni_rl.run.run import Step
 from omni_rl.run.world import World
-from omni_rl.settings.eval_sets import TokenEval, TokenEvalSet
+from omni_rl.settings.eval_sets import TokenEvalSet
 from omni_rl.settings.fields import change, values_of
 from omni_rl.tools import plan, plan_tokens
 from omni_rollout import Prompt
@@ -47,9 +47,9 @@ from trainer_runs import (
 
 import train_gspo as app
 
-TINY = app.Args(
-    prompts="train.jsonl", eval=TokenEval("eval.jsonl", every=2), prompts_per_step=2, group_size=4, batch_size=4,
-    max_new_tokens=5, train_steps=2, save_every=1, lr=1e-3, reward="regex", hang_timeout_s=60.0,
+TINY = change(
+    app.Args(), prompts="train.jsonl", eval_prompts="eval.jsonl", eval_every=2, prompts_per_step=2, group_size=4,
+    batch_size=4, max_new_tokens=5, train_steps=2, save_every=1, lr=1e-3, reward="regex", hang_timeout_s=60.0,
 )  # fmt: skip
 
 
@@ -253,7 +253,7 @@ def test_full_weights_open_in_transformers_as_the_thinker_and_as_the_whole_model
         assert not told["missing_keys"]
         assert not told["unexpected_keys"]
         found.append(getattr(net, "thinker", net).state_dict())
-    base = Qwen3OmniMoeThinkerForConditionalGeneration.from_pretrained(args.model).state_dict()
+    base = Qwen3OmniMoeThinkerForConditionalGeneration.from_pretrained(args.policy.model).state_dict()
     moved = {name for name in base if not torch.equal(found[0][name], base[name])}
     assert all(torch.equal(found[0][name], found[1][name]) for name in base)
     assert any("experts" in name for name in moved)
@@ -275,16 +275,16 @@ def test_an_adapter_opens_in_transformers_and_begins_another_run(here, use_dora)
     lines = train(app, args)
     other = train(app, change(args, name="next", init_weights="runs/run/weights", train_steps=0))
     assert other[0]["eval/reward"] == lines[-1]["eval/reward"]
-    base = Qwen3ForCausalLM.from_pretrained(args.model)
+    base = Qwen3ForCausalLM.from_pretrained(args.policy.model)
     ids = torch.arange(8)[None]
     plain = base(ids).logits
     tuned = PeftModel.from_pretrained(base, "runs/run/weights")(ids).logits
     assert (tuned - plain).abs().max() > 1e-4
-    loaded = Qwen3ForCausalLM.from_pretrained(args.model)
+    loaded = Qwen3ForCausalLM.from_pretrained(args.policy.model)
     loaded.load_adapter("runs/run/weights")
     torch.testing.assert_close(loaded(ids).logits, tuned)
-    net = open_token_model(args.model).load_net(device="cpu", dtype=torch.float32)
-    add_lora(net, open_token_model(args.model).LORA_TARGETS, rank=2, alpha=2, seed=0, use_dora=use_dora)
+    net = open_token_model(args.policy.model).load_net(device="cpu", dtype=torch.float32)
+    add_lora(net, open_token_model(args.policy.model).LORA_TARGETS, rank=2, alpha=2, seed=0, use_dora=use_dora)
     load_adapter(net, "runs/run/weights", part="")
     torch.testing.assert_close(net(ids).logits, tuned)
     assert "from transformers import AutoModel" in Path("runs/run/weights/README.md").read_text()
@@ -306,13 +306,13 @@ def test_adapters_of_experts_train_on_ranks_open_in_transformers_and_begin_anoth
         assert_same_weights("run", mode)
     other = train(app, change(args, name="next", init_weights="runs/run/weights", train_steps=0))
     assert other[0]["eval/reward"] == plain[-1]["eval/reward"]
-    base = Qwen3OmniMoeThinkerForConditionalGeneration.from_pretrained(args.model)
+    base = Qwen3OmniMoeThinkerForConditionalGeneration.from_pretrained(args.policy.model)
     ids = torch.arange(8)[None]
     before = base(ids).logits
     tuned = PeftModel.from_pretrained(base, "runs/run/weights")
     assert len([name for name, _ in tuned.named_parameters() if "experts" in name and ".lora_A" in name]) == 4
     assert (tuned(ids).logits - before).abs().max() > 1e-4
-    net = open_token_model(args.model).load_net(device="cpu", dtype=torch.float32)
+    net = open_token_model(args.policy.model).load_net(device="cpu", dtype=torch.float32)
     names = args.lora.target_parameters.split(",")
     add_lora(net, ["self_attn.q_proj"], parameters=names, rank=2, alpha=2, seed=0)
     load_adapter(net, "runs/run/weights", part="")

@@ -148,7 +148,7 @@ def test_samples_without_a_score_take_no_part(here):
         step = Step(0)
         future = Future()
         future.set_result(scores)
-        chosen = train_batches(run, step, Rollout(prompts, batches, [future], 2), weighted=True)
+        chosen = train_batches(run, step, Rollout(prompts, batches, [future], 2), run.args.advantages, weighted=True)
         step.settle()
         return chosen, step
 

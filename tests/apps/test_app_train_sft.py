@@ -155,7 +155,7 @@ def test_a_step_has_the_gradient_of_the_mean_over_samples_and_levels(samples, nu
         pixels = torch.full((1, 32, 96, 3), 255, dtype=torch.uint8)
         x0 = run.model.encode_media(run.engine.parts, {"image": pixels}, params)
         for i in range(2):
-            seed = sample_seed(args.seed, 0, record.index, i)
+            seed = sample_seed(args.run.seed, 0, record.index, i)
             place = torch.sigmoid(step_noise([seed], 0, (1,))[0, 0].double()) * 1000
             low, high = (2 * s / (1 + s) for s in (1 - math.floor(place) / 1000, 1 - math.ceil(place) / 1000))
             sigma = low + (place - math.floor(place)).item() * (high - low)

@@ -16,7 +16,6 @@ from omni_rl.flow.scorers import LocalScorer
 from omni_rl.flow.scoring import collect
 from omni_rl.flow.thinking import with_thoughts
 from omni_rl.run.run import Run
-from omni_rl.settings.eval_sets import ThoughtEval
 from omni_rl.settings.fields import change, values_of
 from omni_rollout.models import open_model
 from omni_rollout.models.bagel_think import ThinkingBagel
@@ -25,10 +24,10 @@ from trainer_runs import assert_same_weights, exported, place, recipe, train, tr
 
 import train_unigrpo as app
 
-TINY = app.Args(
-    prompts="train.jsonl", eval=ThoughtEval("eval.jsonl", every=2, num_inference_steps=2), prompts_per_step=2,
-    group_size=2, batch_size=2, height=32, width=48, num_inference_steps=3, max_thought_tokens=4, train_steps=2,
-    save_every=1, lr=1e-3, thought_reward="0.5*regex", hang_timeout_s=60.0,
+TINY = change(
+    app.Args(), prompts="train.jsonl", eval_prompts="eval.jsonl", eval_every=2, eval_num_inference_steps=2,
+    prompts_per_step=2, group_size=2, batch_size=2, height=32, width=48, num_inference_steps=3, max_thought_tokens=4,
+    train_steps=2, save_every=1, lr=1e-3, thought_reward="0.5*regex", hang_timeout_s=60.0,
 )  # fmt: skip
 
 

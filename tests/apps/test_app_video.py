@@ -32,7 +32,7 @@ def test_a_scorer_gets_the_frames_and_their_rate_and_the_report_shows_them(here)
         args = settings(url)
         train(train_flowgrpo, args, report=True)
     assert {(shape[1:], str(dtype), *rates) for shape, dtype, rates in seen} == {((9, 32, 96, 3), "uint8", 12.0)}
-    assert any((here / "runs" / args.name / "eval" / "000001").glob("*.webp"))
+    assert any((here / "runs" / args.run.name / "eval" / "000001").glob("*.webp"))
 
 
 def test_a_sheet_of_videos_has_their_frames_and_they_play_beside_it(here):

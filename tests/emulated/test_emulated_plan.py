@@ -10,7 +10,6 @@ from emulated import emulated_runs as runs
 from emulated.npu import build
 from helpers import sampled
 from omni_rl.settings import fields
-from omni_rl.settings.args import ScoredArgs
 from omni_rl.settings.groups import ScoredScorer
 from omni_rl.tools import plan
 from records import record
@@ -66,7 +65,7 @@ def test_a_plan_tells_the_peak_of_a_scorer(tmp_path, alone, scorer):
     names = ["pickscore.", "clip."] if "+" in scorer else [""]
     options = {f"{name}{key}": str(tmp_path / "clip") for name in names for key in ("model", "tokenizer")}
     asked = " --option ".join([scorer, *(f"{key}={value}" for key, value in options.items())])
-    planned = plan.scorer_bytes(ScoredArgs(scorer=ScoredScorer(name=asked)), 1)
+    planned = plan.scorer_bytes(ScoredScorer(name=asked), 1)
     assert planned.total() == pytest.approx(alone(runs.scorer_peak, scorer, options), rel=0.01)
 
 

@@ -20,10 +20,9 @@ from helpers import REPO, TRAINERS
 from omni_reward.errors import RewardConnectError, RewardHTTPError, RewardTimeoutError
 from omni_reward.transport import Transport
 from omni_rl.settings import cli
-from omni_rl.settings.args import RunArgs, ScoredArgs
 from omni_rl.settings.cli import hush, parse_cli, read_settings
 from omni_rl.settings.early import knock
-from omni_rl.settings.eval_sets import EvalSet
+from omni_rl.settings.eval_sets import MediaEvalSet
 from omni_rl.settings.fields import (
     MAY_CHANGE,
     REQUIRED,
@@ -39,8 +38,10 @@ from omni_rl.settings.fields import (
     marked,
     values_of,
 )
-from omni_rl.settings.token_args import TokenArgs
 from omni_rl.settings.toml import from_toml, plain, recipes, suggest, to_toml
+
+import train_dpo
+import train_gspo
 
 
 @dataclass(frozen=True)
@@ -93,14 +94,14 @@ def test_a_default_that_follows_from_another_setting_follows_from_that_of_the_co
     (tmp_path / "mine.toml").write_text("[lora]\nrank = 8\n")
     file = ["--config", str(tmp_path / "mine.toml")]
     for flags, rates in (([], (3e-4, 16)), (["--lora.rank", "4"], (3e-4, 8)), (["--lora.rank", "0"], (1e-5, 0))):
-        args = read_settings(RunArgs, [*file, *flags], {}, "")
+        args = read_settings(train_dpo.Args, [*file, *flags], {}, "")
         assert (args.lr, args.lora.alpha) == rates
 
 
 def test_sets_of_a_file_stay_beside_flags(tmp_path: Path):
     (tmp_path / "mine.toml").write_text('[[eval.sets]]\nname = "long"\nprompts = "a.txt"\n')
-    args = read_settings(RunArgs, ["--config", str(tmp_path / "mine.toml"), "--eval.every", "7"], {}, "")
-    assert (args.eval.every, args.eval.sets) == (7, (EvalSet("long", "a.txt"),))
+    args = read_settings(train_dpo.Args, ["--config", str(tmp_path / "mine.toml"), "--eval.every", "7"], {}, "")
+    assert (args.eval.every, args.eval.sets) == (7, (MediaEvalSet("long", "a.txt"),))
 
 
 def test_completion_of_the_shell_knows_the_settings(capsys):
@@ -445,7 +446,7 @@ def test_a_bare_command_prints_safe_settings(flags: str, rates: tuple, capsys):
 
 def test_help_into_a_closed_pipe_is_no_error():
     code = "import sys; from omni_rl.settings.cli import read_settings as r\n"
-    code += "from omni_rl.settings.args import RunArgs as R\n"
+    code += "from omni_rl.settings.groups import Run as R\n"
     code += "r(R, ['--help'], {'p' + str(i): 'seed = 1' for i in range(9999)}, '')"
     command = ["bash", "-c", 'set -o pipefail; "$0" -c "$1" | head -n 1', sys.executable, code]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
@@ -463,24 +464,29 @@ def test_a_list_into_a_closed_pipe_is_no_error(words):
     assert (done.stderr, done.returncode) == ("", 0)
 
 
-@pytest.mark.parametrize("name", [name for name, own in leaves(TokenArgs).items() if kind_of(own.type) is bool])
+@pytest.mark.parametrize("name", [name for name, own in leaves(train_gspo.Args).items() if kind_of(own.type) is bool])
 def test_a_switch_with_a_value_is_told_its_two_flags(name, tmp_path):
     on = f"--{name.replace('_', '-')}"
     *group, own = on[2:].split(".")
     off = f"--{'.'.join([*group, f'no-{own}'])}"
     with pytest.raises(ValueError, match=f"{on} takes no value, got 'false': give {on} or {off}$"):
-        read_settings(TokenArgs, [on, "false"], {}, "")
+        read_settings(train_gspo.Args, [on, "false"], {}, "")
     for flag in (on, off):
-        assert values_of(read_settings(TokenArgs, [flag], {}, ""))[name] is (flag == on)
+        assert values_of(read_settings(train_gspo.Args, [flag], {}, ""))[name] is (flag == on)
 
 
 def test_help_with_70_settings_imports_nothing_heavy(tmp_path: Path):
     own = "".join(f"    field_{i}: float = {i}.5  # Share number {i}\n" for i in range(30))
     (tmp_path / "program.py").write_text(
         "import sys\nfrom dataclasses import dataclass\n"
-        "from omni_rl.settings.args import ScoredArgs\n"
+        "from omni_rl.settings import groups, rules\n"
         "from omni_rl.settings.cli import parse_cli\n"
-        "@dataclass(frozen=True)\nclass Args(ScoredArgs):\n    # Algorithm\n"
+        "from omni_rl.settings.fields import Flat\n"
+        "@dataclass(frozen=True)\nclass Args:\n"
+        "    run: Flat[groups.Run] = groups.Run()\n"
+        "    sampling: Flat[groups.Sampling] = groups.Sampling()\n"
+        "    memory: groups.MediaMemory = groups.MediaMemory()\n"
+        "    lora: groups.Lora = groups.Lora()\n"
         f"{own}\nif __name__ == '__main__':\n    try:\n        parse_cli(Args, print, sys.argv[1:], app='program')\n"
         "    finally:\n        print('heavy', sorted({'torch', 'numpy', 'requests', 'rich'} & set(sys.modules)))\n"
     )
@@ -516,7 +522,7 @@ def test_ctrl_c_while_libraries_are_imported_ends_without_a_traceback(error, say
 def test_verbose_leaves_other_libraries_as_they_are(flags, monkeypatch):
     hushed = []
     monkeypatch.setattr("omni_rl.settings.cli.hush", lambda: hushed.append(True))
-    parse_cli(RunArgs, lambda args: None, flags, app="program")
+    parse_cli(train_dpo.Args, lambda args: None, flags, app="program")
     assert bool(hushed) != bool(flags)
 
 
@@ -526,7 +532,7 @@ def test_a_scorer_at_whose_address_nothing_listens_is_refused_before_torch(flags
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     with suppress(SystemExit):
-        parse_cli(ScoredArgs, lambda args: None, ["--scorer.url", url, *flags], app="program")
+        parse_cli(train_dpo.Args, lambda args: None, ["--scorer.url", url, *flags], app="program")
     is_refused = f"--scorer.url must be a reward server that answers: GET {url}/info: " in capsys.readouterr().err
     assert is_refused == (not flags)
 

@@ -20,14 +20,16 @@ from omni_rl.flow.evals import (
 )
 from omni_rl.report import Sample
 from omni_rl.run.metrics import one_evaluation
-from omni_rl.settings.args import MediaArgs, without_secrets
+from omni_rl.settings.args import without_secrets
 from omni_rl.settings.eval_sets import EvalSet, MediaEval, MediaEvalSet, TokenEvalSet, check_sets, loose_limits
 from omni_rl.settings.fields import build
-from omni_rl.settings.token_args import TokenArgs
 from omni_rl.settings.toml import from_toml, to_toml
 from omni_rollout import Params
 from omni_rollout.tokens import TokenParams
 from omni_train.prompts.files import PromptRecord, load_prompts
+
+import train_gspo
+import train_nft
 
 TEXT = """
 lr = 1e-4
@@ -46,13 +48,13 @@ scorer_url = "http://a:1"
 
 
 def test_sets_are_tables_that_come_back_from_toml():
-    args = build(MediaArgs, from_toml(TEXT, MediaArgs, "mine"))
+    args = build(train_nft.Args, from_toml(TEXT, train_nft.Args, "mine"))
     assert args.eval.sets[0] == MediaEvalSet("long", "a.txt", num_inference_steps=20, guidance_scale=2.0)
     assert args.eval.sets[1].scorer_url == "http://a:1"
-    assert build(MediaArgs, from_toml(to_toml(args), MediaArgs, "mine")) == args
+    assert build(train_nft.Args, from_toml(to_toml(args), train_nft.Args, "mine")) == args
     assert tomllib.loads(to_toml(args))["eval"]["sets"][0]["name"] == "long"
     assert [own.scorer_url for own in without_secrets(args).eval.sets] == ["", "..."]
-    assert to_toml(MediaArgs()).count("sets =") == 0
+    assert to_toml(train_nft.Args()).count("sets =") == 0
 
 
 @pytest.mark.parametrize(
@@ -69,9 +71,9 @@ def test_sets_are_tables_that_come_back_from_toml():
 )
 def test_a_mistake_in_a_table_names_its_number(text, words):
     with pytest.raises(ValueError, match=words):
-        from_toml(text, MediaArgs, "mine")
+        from_toml(text, train_nft.Args, "mine")
     if "top_p" in text:
-        assert from_toml(text, TokenArgs, "mine")["eval.sets"][0].top_p == 0.5
+        assert from_toml(text, train_gspo.Args, "mine")["eval.sets"][0].top_p == 0.5
 
 
 @pytest.mark.parametrize(

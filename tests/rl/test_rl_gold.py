@@ -12,13 +12,15 @@ from omni_rl.flow.gold import judge, rank_correlation
 from omni_rl.run.alarms import find_alarms
 from omni_rl.run.evaluation import best_of
 from omni_rl.run.metrics import GOLD_REWARD, MAX_DRIFT, MIN_CORRELATION, MIN_DIVERSITY, falls
-from omni_rl.settings.args import MediaArgs, without_secrets
+from omni_rl.settings.args import without_secrets
 from omni_rl.settings.early import GOLD_DIGEST, check_same
 from omni_rl.settings.eval_sets import EvalSet, MediaEval, check_gold
 from omni_rl.settings.fields import flat
 from omni_rollout import Params, Prompt
 from omni_train.checkpoint.index import Saved
 from trainer_runs import place
+
+import train_nft
 
 PARAMS = Params(num_inference_steps=4, height=32, width=96)
 
@@ -159,14 +161,14 @@ def test_a_gold_set_is_one_more_set_with_samples_to_compare():
     check_gold(own, ["train.txt", "jpeg", ""])
     assert [(each.name, each.samples_per_prompt) for each in own.all_sets] == [("b", None), ("gold", 2)]
     assert (own.stop_after, MediaEval().stop_after, MediaEval().all_sets) == (12, 0, ())
-    args = MediaArgs(eval=MediaEval(gold_prompts="a.txt", gold_scorer_url="http://key@a:1", samples_per_prompt=4))
+    args = train_nft.Args(eval=MediaEval(gold_prompts="a.txt", gold_scorer_url="http://key@a:1", samples_per_prompt=4))
     assert args.eval.all_sets[0].samples_per_prompt == 4
     assert without_secrets(args).eval.gold_scorer_url == ""
 
 
 def test_a_run_does_not_continue_on_gold_prompts_of_other_contents(tmp_path):
     (tmp_path / "gold.txt").write_text("a\nb\n")
-    args = MediaArgs(eval=MediaEval(gold_prompts=str(tmp_path / "gold.txt"), gold_scorer_url="http://127.0.0.1:7"))
+    args = train_nft.Args(eval=MediaEval(gold_prompts=str(tmp_path / "gold.txt"), gold_scorer_url="http://127.0.0.1:7"))
     now = flat(without_secrets(args)) | {GOLD_DIGEST: "0" * 64}
     check_same(args, Saved(3, now, {}, 1, {}, {}), now)
     with pytest.raises(ValueError, match=r"gold\.txt has other contents than at the start"):

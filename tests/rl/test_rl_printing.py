@@ -4,22 +4,23 @@ import logging
 import sys
 import warnings
 from contextlib import suppress
-from dataclasses import replace
 
 import pytest
 from omni_reward import cli as reward_cli
 from omni_rl.run import failures
 from omni_rl.run.failures import BrokenRunError, advice
 from omni_rl.run.notify import announce
-from omni_rl.settings.args import RunArgs
 from omni_rl.settings.cli import hush, refuse
+from omni_rl.settings.fields import change
 from omni_rl.settings.printing import Parser
 from omni_rl.tools import command
 from omni_train.breaker import Breaker, Guard
 from omni_train.terminal import printable
 
+import train_nft
+
 FOREIGN = "no\x1b[2J \x07\u202ego\udc80: https://me:secret@host/a and s3://me:secret@b\nnext"
-ARGS = RunArgs()
+ARGS = train_nft.Args()
 
 
 def of_mistake(error):
@@ -104,7 +105,7 @@ def test_the_log_of_the_reward_server_shows_no_control_characters():
 @pytest.mark.parametrize("fault", [OSError, PermissionError, RuntimeError])
 def test_a_store_that_fails_is_told_as_such_without_a_traceback(fault, monkeypatch, capfd):
     monkeypatch.setattr(sys, "argv", ["train_nft.py"])
-    args, error = replace(ARGS, checkpoint_url="s3://bucket/run/"), fault("s3://bucket/run/lock: Permission denied")
+    args, error = change(ARGS, checkpoint_url="s3://bucket/run/"), fault("s3://bucket/run/lock: Permission denied")
     failures.say_failure(BrokenRunError("save", error), args)
     told = capfd.readouterr().err.splitlines()
     assert told[0] == f"train_nft.py: rank 0, phase save: {fault.__name__}: s3://bucket/run/lock: Permission denied"

@@ -49,12 +49,12 @@ def values_of(app: str, name: str) -> dict[str, object]:
     values = FIXED | flat(args if app != "train_gspo" else module.resolve_auto(args))
     optim = args.optim
     values["adam_betas"] = f"{optim.adam_beta1} {optim.adam_beta2}"
-    values["max_sequence_length"] = next((n for word, n in TEXT_TOKENS.items() if word in args.model), None)
+    values["max_sequence_length"] = next((n for word, n in TEXT_TOKENS.items() if word in args.policy.model), None)
     values |= parse_numbers(values.get("guidance", ""), "guidance")
     sampling = ("height", "width", "num_frames", "guidance_scale", "guidance_scale_2")  # the same in evaluations
     values |= {f"eval_{key}": values.get(key) for key in sampling}
     if "true_cfg_scale" in recipes(app)[name]:
-        values["eval_guidance_scale"] = args.true_cfg_scale
+        values["eval_guidance_scale"] = args.sampling.true_cfg_scale
     found = re.search(r"published for (\d+) accelerators?", head_of(app, name))
     return values | {"accelerators": int(found[1]) if found else None}
 
@@ -149,7 +149,7 @@ def test_no_two_recipes_of_a_trainer_write_to_one_folder():
 
 def sample_of(args, folder: Path) -> str:
     """An image of the size of a run, in a folder."""
-    Image.new("RGB", (args.width, args.height)).save(folder / "sample.png")
+    Image.new("RGB", (args.sampling.width, args.sampling.height)).save(folder / "sample.png")
     return "sample.png"
 
 

@@ -1,7 +1,6 @@
 """URLs of reward servers that each machine has of its own."""
 
 import socket
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from omni_rl.settings.groups import ScoredScorer, Scorer
 from omni_train.dist import Dist
 from omni_train.prompts.files import PromptRecord
 
-ARGS = SimpleNamespace(scorer=Scorer())  # what `connect` reads
+ASKS = Scorer()
 
 
 def rank(number, per_machine, num_ranks, monkeypatch):
@@ -46,7 +45,7 @@ def test_each_server_scores_canaries_once_whatever_the_number_of_ranks(servers, 
     for number in range(2 * per_machine):
         dist = rank(number, per_machine, 2 * per_machine, monkeypatch)
         monkeypatch.setenv("GROUP_RANK", ports[number // per_machine])
-        client, version = connect("http://127.0.0.1:{node}", ARGS, dist, record, ["image"])
+        client, version = connect("http://127.0.0.1:{node}", ASKS, dist, record, ["image"])
         assert (client.urls, version) == ((urls[number // per_machine],), "half")
         client.close()
     assert texts == (["a sign"] * 2, ["a sign"] * 2)
@@ -55,17 +54,17 @@ def test_each_server_scores_canaries_once_whatever_the_number_of_ranks(servers, 
 def test_a_server_of_all_ranks_scores_canaries_once(servers, monkeypatch):
     texts, urls = servers
     for number in range(3):
-        connect(",".join(urls), ARGS, rank(number, 3, 3, monkeypatch), PromptRecord(0, "a"), ["image"])[0].close()
+        connect(",".join(urls), ASKS, rank(number, 3, 3, monkeypatch), PromptRecord(0, "a"), ["image"])[0].close()
     assert texts == (["a"] * 2, ["a"] * 2)
 
 
 @pytest.mark.parametrize(("name", "flag"), [("", "--scorer.url"), ("python:mine.py:one", "--scorer")])
 def test_a_number_for_all_samples_is_told_at_the_start_by_the_flag_that_was_given(monkeypatch, name, flag):
     """Of two samples, so that a list of one number does not pass."""
-    args = SimpleNamespace(scorer=ScoredScorer(name=name))
+    asks = ScoredScorer(name=name)
     said = rf"^{flag} must score the first prompt: .* scorer_failed"
     with serving_here(lambda media, prompts, meta: [0.5]) as url, pytest.raises(ValueError, match=said):
-        connect(url, args, rank(0, 1, 1, monkeypatch), PromptRecord(0, "a"), ["image"])
+        connect(url, asks, rank(0, 1, 1, monkeypatch), PromptRecord(0, "a"), ["image"])
 
 
 def test_places_in_urls_are_those_of_the_machine(monkeypatch):

@@ -12,7 +12,7 @@ from omni_reward import Score
 from omni_rl.flow.scoring import Rollout, TrainBatch, part_advantages
 from omni_rl.flow.streams import over_streams, shares_of
 from omni_rl.settings.fields import change, check_bounds
-from omni_rl.settings.rules import check_judged
+from omni_rl.settings.rules import check_scored
 from omni_rollout import Prompt
 from omni_sched import StreamStep, sde_step
 from trainer_runs import place
@@ -70,7 +70,7 @@ def at(advantages, x0=None):
 
 def test_nft_moves_a_stream_by_its_own_advantage_and_weighs_both_losses(monkeypatch):
     monkeypatch.setattr(train_nft, "replace", lambda thing, **new: type(thing)(**(vars(thing) | new)))
-    args, old = train_nft.Args(nft_beta=0.5), latents(6)
+    args, old = change(train_nft.Args(), nft_beta=0.5), latents(6)
     advantages = torch.tensor([[0.0, 1.0], [0.0, -1.0], [0.0, 2.0], [0.0, 0.0]])
     velocity = old.clone().requires_grad_()
     out = train_nft.loss_by_stream(SIZES, (0.75, 0.25), train_nft.nft_loss)(
@@ -110,17 +110,17 @@ def test_a_reward_of_one_medium_enters_its_advantage_alone_and_one_of_both_enter
     prompts = [Prompt("", i // 2, i, i) for i in range(4)]
     rollout = Rollout(prompts, [SimpleNamespace(prompts=prompts)], [future])
     parts = {"reward_parts": "a=1,b=2,c=0.5"}
-    apart = part_advantages(run(**parts, streams_reward_media="a=video,b=audio").args, place(), rollout, rewards)
+    apart = part_advantages(run(**parts).args.advantages, "a=video,b=audio", place(), rollout, rewards)
     for column, weights in zip(apart.unbind(dim=1), ([1, 0, 0.5], [0, 2, 0.5]), strict=True):
         torch.testing.assert_close(column, multi_reward_advantages(values, groups, weights, std="batch"))
-    whole = part_advantages(run(**parts).args, place(), rollout, rewards)
+    whole = part_advantages(run(**parts).args.advantages, "", place(), rollout, rewards)
     assert torch.equal(whole, multi_reward_advantages(values, groups, [1, 2, 0.5], std="batch"))
 
 
 def test_the_share_of_the_sound_is_that_of_its_elements_unless_it_is_set():
-    assert shares_of(run(reward_parts="a=1", streams_reward_media="a=audio")) == (0.75, 0.25)
-    assert shares_of(run(streams_sound_weight=0.5)) == (0.5, 0.5)
-    assert not run().args.has_streams
+    assert shares_of([6, 2], None) == (0.75, 0.25)
+    assert shares_of([6, 2], 0.5) == (0.5, 0.5)
+    assert not run().args.streams.are_judged
 
 
 @pytest.mark.parametrize(
@@ -142,6 +142,6 @@ def test_the_share_of_the_sound_is_that_of_its_elements_unless_it_is_set():
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings, said):
-    check = check_bounds if "streams_sound_weight" in settings else check_judged
+    check = check_bounds if "streams_sound_weight" in settings else check_scored
     with pytest.raises(ValueError, match=said):
         check(change(train_nft.Args(), **settings))

@@ -1,6 +1,7 @@
 """Video files: their frames, and pairs of them, whole and alike, or an error before anything is loaded."""
 
 import json
+from dataclasses import replace
 
 import av
 import numpy as np
@@ -12,12 +13,13 @@ from omni_rl.media.preferences import check_preferences, read_latent
 from omni_rl.media.prompts import read_sound
 from omni_rl.media.videos import ANIMATIONS, read_video, video_facts
 from omni_rl.media.write import encode_video
+from omni_rl.settings.groups import Data, Sampling
 from omni_rollout import Params
 from omni_rollout.models import open_model
 from PIL import Image
 
 KINDS = [*ANIMATIONS, *videos.CONTAINERS]
-SHAPE = 5, 32, 64
+VIDEO = Sampling(num_frames=5, height=32, width=64, frame_rate=12.5)
 
 
 def film(num_frames=5, height=32, width=64):
@@ -56,7 +58,7 @@ def test_a_video_that_is_torn_or_something_else_is_refused(tmp_path, kind):
     with pytest.raises(
         ValueError, match=f'pair 1, "win": .*a{kind} (is no whole|is no WEBP|must be a video of 5 frames)'
     ):
-        check_preferences(tmp_path / "pairs.jsonl", SHAPE, frame_rate=12.5)
+        check_preferences(tmp_path / "pairs.jsonl", Data(), VIDEO)
     path.write_text("no video")
     with pytest.raises(ValueError, match=f"a{kind} is no whole {kind} file"):
         video_facts(path)
@@ -112,7 +114,7 @@ def test_a_video_of_another_length_size_or_speed_is_named(tmp_path, changes, rul
     write(tmp_path / "b.webp", **({"frames": film()} | changes))
     pair(tmp_path, "a.mp4", "b.webp")
     with pytest.raises(ValueError, match=f'pair 1, "lose": .*b.webp {rule}'):
-        check_preferences(tmp_path / "pairs.jsonl", SHAPE, frame_rate=12.5)
+        check_preferences(tmp_path / "pairs.jsonl", Data(), VIDEO)
 
 
 def test_a_picture_is_no_video_and_a_video_no_picture(tmp_path):
@@ -120,9 +122,9 @@ def test_a_picture_is_no_video_and_a_video_no_picture(tmp_path):
     write(tmp_path / "b.gif", film())
     pair(tmp_path, "a.png", "b.gif")
     with pytest.raises(ValueError, match=r"a\.png must be a video of 5 frames .*, got an image of 64 x 32 pixels"):
-        check_preferences(tmp_path / "pairs.jsonl", SHAPE, frame_rate=12.5)
+        check_preferences(tmp_path / "pairs.jsonl", Data(), VIDEO)
     with pytest.raises(ValueError, match=r"b\.gif must be an image of 64 x 32 pixels, got a video of 5 frames"):
-        check_preferences(tmp_path / "pairs.jsonl", (1, 32, 64), frame_rate=12.5)
+        check_preferences(tmp_path / "pairs.jsonl", Data(), replace(VIDEO, num_frames=1))
 
 
 @pytest.mark.parametrize("kind", KINDS)

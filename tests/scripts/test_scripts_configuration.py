@@ -5,7 +5,7 @@ import importlib
 import configuration
 import pytest
 from helpers import REPO
-from omni_rl.settings.fields import leaves
+from omni_rl.settings.fields import leaves, unsettled, values_of
 
 TRAINERS = sorted(path.stem for path in (REPO / "apps").glob("train_*.py"))
 
@@ -20,8 +20,8 @@ def test_settings_are_those_of_the_dataclass(trainer):
     read = configuration.settings((REPO / "apps" / f"{trainer}.py").read_text())
     assert sorted(setting.name for setting in read) == sorted(leaves(args))
     for setting in read:
-        field = leaves(args)[setting.name]
+        default = values_of(unsettled(args, {}))[setting.name]
         words = {True: "on", False: "off", "None": "none", "": "", (): ""}
-        told = str(field.default).removeprefix(f"{REPO}/")
-        assert setting.default in (words.get(field.default), words.get(told), f"`{told}`"), setting
+        told = str(default).removeprefix(f"{REPO}/")
+        assert setting.default in (words.get(default), words.get(told), f"`{told}`"), setting
         assert len(setting.meaning) > 3, setting

@@ -14,6 +14,9 @@ from omni_rl.tools import hub as program
 from omni_train import hub
 from omni_train.prompts.files import load_prompts
 
+import train_dpo
+import train_gspo
+
 ADDRESS = "hf://datasets/owner/name@v1/some/prompts.txt"
 
 
@@ -38,14 +41,12 @@ def test_prompts_are_fetched_once_at_their_revision(download):
 
 
 def test_settings_come_from_a_model_on_the_hub(download):
-    from omni_rl.settings.args import MediaArgs
-
     path = hub.local_file("hf://owner/name/recipe.toml")
     path.write_text("lr = 0.5\n")
-    assert read_settings(MediaArgs, ["--config", "hf://owner/name/recipe.toml"], {}, "").lr == 0.5
+    assert read_settings(train_dpo.Args, ["--config", "hf://owner/name/recipe.toml"], {}, "").lr == 0.5
     download.assert_called_once_with("owner/name", "recipe.toml", repo_type="model", revision=None)
-    path.write_text(to_toml(MediaArgs(lr=0.25)))  # as a run is pushed, with all settings and no secrets
-    assert read_settings(MediaArgs, ["--config", "hf://owner/name/recipe.toml"], {}, "").lr == 0.25
+    path.write_text(to_toml(train_dpo.Args(lr=0.25)))  # as a run is pushed, with all settings and no secrets
+    assert read_settings(train_dpo.Args, ["--config", "hf://owner/name/recipe.toml"], {}, "").lr == 0.25
 
 
 @pytest.mark.parametrize(
@@ -60,11 +61,9 @@ def test_settings_come_from_a_model_on_the_hub(download):
     ],
 )
 def test_settings_from_the_hub_do_not_choose_who_gets_samples_and_token(text, name, download):
-    from omni_rl.settings.args import ScoredArgs
-
     hub.local_file("hf://owner/name/recipe.toml").write_text(text)
     with pytest.raises(ValueError, match=rf"recipe\.toml must not name (a )?{name}: give the flag, or .*, got '"):
-        read_settings(ScoredArgs, ["--config", "hf://owner/name/recipe.toml"], {}, "")
+        read_settings(train_dpo.Args, ["--config", "hf://owner/name/recipe.toml"], {}, "")
 
 
 @pytest.mark.parametrize(
@@ -79,18 +78,16 @@ def test_settings_from_the_hub_do_not_choose_who_gets_samples_and_token(text, na
 )
 @pytest.mark.parametrize("is_path", [False, True])
 def test_settings_from_the_hub_name_no_python_whatever_the_key(text, key, is_path, download):
-    from omni_rl.settings.token_args import TokenArgs
-
     address = "hf://owner/name/recipe.toml"
     file = hub.local_file(address)
     beside = file.with_name("recipe.toml")
     file.write_text(text)
     beside.write_text(text)
     with pytest.raises(ValueError, match=f"must not name python: in {key}: give the flag, or a copy of the file that"):
-        read_settings(TokenArgs, ["--config", str(beside) if is_path else address], {}, "")
+        read_settings(train_gspo.Args, ["--config", str(beside) if is_path else address], {}, "")
     copy = file.parents[5] / "copy.toml"
     copy.write_text(text)
-    read_settings(TokenArgs, ["--config", str(copy)], {}, "")
+    read_settings(train_gspo.Args, ["--config", str(copy)], {}, "")
 
 
 @pytest.mark.parametrize("read", [load_prompts, lambda path: read_settings(object, ["--config", path], {}, "")])
@@ -110,8 +107,6 @@ def test_another_address_is_refused(wrong, download):
 
 
 def test_without_a_network_the_command_that_fetches_the_file_is_told(download):
-    from omni_rl.settings.args import MediaArgs
-
     download.side_effect = LocalEntryNotFoundError("no connection")
     told = r"no connection. Fetch it .* `hf download owner/name some/prompts.txt --repo-type dataset --revision v1`"
     with pytest.raises(ValueError, match=told):
@@ -119,7 +114,7 @@ def test_without_a_network_the_command_that_fetches_the_file_is_told(download):
     with pytest.raises(
         ValueError, match=r"^--config: path must be .* `hf download owner/name a.toml --repo-type model`"
     ):
-        read_settings(MediaArgs, ["--config", "hf://owner/name/a.toml"], {}, "")
+        read_settings(train_dpo.Args, ["--config", "hf://owner/name/a.toml"], {}, "")
 
 
 def test_weights_are_pushed_with_card_and_settings_in_one_commit(tmp_path, monkeypatch, capsys):

@@ -120,7 +120,7 @@ def test_the_trainer_takes_the_settings_of_a_script(here, monkeypatch, name):
     monkeypatch.setenv("RANK", "0")
     app = importlib.import_module("train_flowgrpo")
     args = parse_cli(app.Args, app.check_args, words[script + 1 :], app=app.__name__)
-    assert args.checkpoint_url == "s3://my-bucket/runs/ocr"
+    assert args.run.checkpoint_url == "s3://my-bucket/runs/ocr"
     assert args.sharding.size == ranks
 
 

@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from omni_rl.settings.eval_sets import TokenEval
-from omni_rl.settings.token_args import TokenLora
+from omni_rl.settings.fields import build
 from trainer_runs import train, undocumented
 from vllm_models import build_qwen3
 
@@ -19,12 +18,13 @@ def test_a_trainer_samples_with_vllm_and_logs_the_gap(algo, correction, tmp_path
     monkeypatch.chdir(tmp_path)
     line = json.dumps({"prompt": "say", "pattern": "[a-zA-Z]"}) + "\n"
     Path("train.jsonl").write_text(line * 4)
-    args = app.Args(
-        model=str(tmp_path / "model"), prompts="train.jsonl", eval=TokenEval("train.jsonl", every=3),
-        prompts_per_step=2, group_size=4, batch_size=4, max_prompt_tokens=48, max_new_tokens=8, train_steps=3,
-        lr=1e-2, reward="regex", lora=TokenLora(2), engine="vllm", gpu_memory_utilization=0.1, algo=algo,
-        rollout_correction=correction,
-    )  # fmt: skip
+    settings = {
+        "model": str(tmp_path / "model"), "prompts": "train.jsonl", "eval.prompts": "train.jsonl", "eval.every": 3,
+        "prompts_per_step": 2, "group_size": 4, "batch_size": 4, "max_prompt_tokens": 48, "max_new_tokens": 8,
+        "train_steps": 3, "lr": 1e-2, "reward": "regex", "lora.rank": 2, "engine": "vllm",
+        "gpu_memory_utilization": 0.1, "algo": algo, "rollout_correction": correction,
+    }  # fmt: skip
+    args = build(app.Args, settings)
     app.check_args(args)
     lines = train(app, args)[1:]
     assert len(lines) == 3

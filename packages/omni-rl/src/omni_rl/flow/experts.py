@@ -22,10 +22,12 @@ def on_one_side(run: MediaRun[MediaArgs], step: Step, places: Tensor, cut: float
     """
     before = "high" in run.trained
     if len(run.trained) > 1:
-        seed = sample_seed(run.args.seed, step.number, NO_PROMPT, number)
+        seed = sample_seed(run.args.run.seed, step.number, NO_PROMPT, number)
         before = bool(torch.special.ndtr(step_noise([seed], INITIAL_NOISE, (1,)).double()) < cut)
     if cut <= 0 if before else cut >= 1:
-        raise ValueError(f"--train-experts {run.args.train_experts} takes none of the noise levels that are trained at")
+        raise ValueError(
+            f"--train-experts {run.args.policy.train_experts} takes none of the noise levels that are trained at"
+        )
     cut = min(max(cut, 0.0), 1.0)
     return places * cut if before else cut + places * (1 - cut)
 

@@ -27,8 +27,9 @@ from omni_rl.flow.scoring import Rollout, collect, gather_parts, gather_rewards,
 from omni_rl.media.images import read_image
 from omni_rl.report import Sample
 from omni_rl.run.run import MediaRun, Step
-from omni_rl.settings.args import MediaArgs, WindowArgs
+from omni_rl.settings.args import MediaArgs
 from omni_rl.settings.eval_sets import GOLD
+from omni_rl.settings.groups import Window
 
 
 def expand_groups(
@@ -71,13 +72,14 @@ def counted(batches: Sequence[Sequence[Prompt]]) -> Iterator[Sequence[Prompt]]:
 
 def prompts_of(run: MediaRun[MediaArgs], step: Step, *, same_start_noise: bool = False) -> list[Prompt]:
     """Return the N prompts of a training step's samples, the same on every rank."""
-    args, records = run.args, run.prompts.at(step.number)
-    return expand_groups(records, args.group_size, seed=args.seed, step=step.number, same_start_noise=same_start_noise)
+    records, size, seed = run.prompts.at(step.number), run.args.data.group_size, run.args.run.seed
+    return expand_groups(records, size, seed=seed, step=step.number, same_start_noise=same_start_noise)
 
 
 def window_params(
-    run: MediaRun[WindowArgs],
+    run: MediaRun[MediaArgs],
     step: Step,
+    window: Window,
     *,
     rule: Callable[..., Transition] = sde_step,
     strategy: Strategy = "random",
@@ -88,14 +90,14 @@ def window_params(
 
     rule: of a step; frames and sound have separate log-probs where the run has streams. The others are `sde_window`'s.
     """
-    args = run.args
-    window = sde_window(
-        args.num_inference_steps, args.window_size, low=args.window_low, high=args.window_high, strategy=strategy,
-        iteration=step.number, seed=args.seed, iters_per_window=iters_per_window, stride=stride,
+    sde_steps = sde_window(
+        run.args.sampling.num_inference_steps, window.window_size, low=window.window_low, high=window.window_high,
+        strategy=strategy, iteration=step.number, seed=run.args.run.seed, iters_per_window=iters_per_window,
+        stride=stride,
     )  # fmt: skip
     if run.streams:
         rule = StreamStep(rule, tuple(run.streams.values()))
-    return replace(run.base_params, rule=rule, noise_level=args.noise_level, sde_steps=window)
+    return replace(run.base_params, rule=rule, noise_level=window.noise_level, sde_steps=sde_steps)
 
 
 def sample(
@@ -107,8 +109,8 @@ def sample(
     """
     if run.samplers is None:
         return sample_here(run, prompts, params, unit=unit, scorer=scorer)
-    in_a_row = max(run.args.batch_size, unit, group_of(prompts, scorer or run.scorer))
-    own = deal(prompts, run.dist, run.args.batch_size, unit=in_a_row)
+    in_a_row = max(run.args.data.batch_size, unit, group_of(prompts, scorer or run.scorer))
+    own = deal(prompts, run.dist, run.args.data.batch_size, unit=in_a_row)
     run.counts["drawn"] += sum(map(len, own))
     return Rollout(prompts, *run.samplers.take(own, params, in_a_row, run.counts), in_a_row)
 
@@ -133,7 +135,7 @@ def sample_here(
         RuntimeError: the engine samples with other weights than those of the last sync.
     """
     batches, scored, pending, scorer = [], list[Trajectory](), list[Pending](), scorer or run.scorer
-    dist, batch_size = run.dist, run.args.batch_size
+    dist, batch_size = run.dist, run.args.data.batch_size
     group = group_of(prompts, scorer)
     unit = max(unit, group)
     dealt = deal(prompts, dist, batch_size, unit=unit)
@@ -183,7 +185,7 @@ def evaluate_set(run: MediaRun[MediaArgs], held: HeldOut[Params, Scorer]) -> tup
     # So does a scorer of groups, which may span batches.
     asked = [held.scorer or run.scorer, *([second] if second else [])]
     group = held.samples if any(scorer.takes_groups for scorer in asked) else 1
-    filled = fill_batches(prompts, run.args.batch_size, run.dist.num_shares, group=group)
+    filled = fill_batches(prompts, run.args.data.batch_size, run.dist.num_shares, group=group)
     with gathered(run.policy.net) if "rollout" in run.policy.unshard else nullcontext():
         rollout = sample_here(run, filled, held.params, unit=group, scorer=held.scorer)
     batches = rollout.scored

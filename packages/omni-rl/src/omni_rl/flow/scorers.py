@@ -24,12 +24,11 @@ from omni_train.prompts.files import PromptRecord
 from omni_train.terminal import one_line
 
 from omni_rl.media.images import read_image
-from omni_rl.settings.args import RunArgs, scorer_flag
+from omni_rl.settings import groups
+from omni_rl.settings.args import RunArgs
 from omni_rl.settings.early import split_options
 from omni_rl.settings.eval_sets import OF_A_MACHINE, on_this_machine
 from omni_rl.settings.fields import change, flag, flag_of, require
-from omni_rl.settings.groups import ScoredScorer
-from omni_rl.settings.token_args import TokenScorer
 
 ArgsT = TypeVar("ArgsT", bound=RunArgs)
 T = TypeVar("T")
@@ -198,14 +197,12 @@ def abstaining(reason: str = "there is no scorer") -> LocalScorer:
     return LocalScorer(lambda media, texts: [Score(None, abstained=reason)] * len(texts), ())
 
 
-def scorer_to_start(args: RunArgs) -> tuple[str, list[str]]:
+def scorer_to_start(asks: groups.Scorer) -> tuple[str, list[str]]:
     """Return the scorer of which the run starts a server, and its options; "" if it starts none."""
-    asks = args.scorer
-    text = asks.name if isinstance(asks, ScoredScorer | TokenScorer) and not asks.url else ""
-    return split_options(text)
+    return split_options("" if asks.url else asks.name)
 
 
-def check_gradable(args: RunArgs, prompts: Mapping[str, Sequence[PromptRecord]], *, prints: bool) -> None:
+def check_gradable(asks: groups.Scorer, prompts: Mapping[str, Sequence[PromptRecord]], *, prints: bool) -> None:
     """Check that the scorer that the run starts can give scores to prompts, by their texts and lines.
 
     prompts: those that it grades, by the setting that names them. prints: True if this rank prints a line where some
@@ -215,7 +212,7 @@ def check_gradable(args: RunArgs, prompts: Mapping[str, Sequence[PromptRecord]],
         ValueError: more than half of the training prompts, with which steps without a score are likely, or all prompts
             of an evaluation get no score.
     """
-    name, options = scorer_to_start(args)
+    name, options = scorer_to_start(asks)
     if not name:
         return
     fault = find_fault(name, read_options(options))
@@ -238,9 +235,9 @@ def with_server(args: ArgsT, dist: Dist, open_servers: ExitStack) -> ArgsT:
     collective.
     """
     gold = split_options("" if args.eval.gold_scorer_url else args.eval.gold_scorer)
-    named = {"scorer.url": scorer_to_start(args), "eval.gold_scorer_url": gold}
+    named = {"scorer.url": scorer_to_start(args.scorer), "eval.gold_scorer_url": gold}
     starts = {name: start for name, start in named.items() if start[0]}
-    if not starts or args.dry_run:
+    if not starts or args.run.dry_run:
         return args
     own, token_file = dict[str, str](), args.scorer.token_file
     with same_error(dist):
@@ -257,7 +254,7 @@ def with_server(args: ArgsT, dist: Dist, open_servers: ExitStack) -> ArgsT:
 
 def connect(
     urls: str,
-    args: RunArgs,
+    asks: groups.Scorer,
     dist: Dist,
     canary: PromptRecord,
     kinds: Sequence[str],
@@ -280,7 +277,7 @@ def connect(
             where the prompt has none.
     """
     with flag("--scorer.token-file: "):
-        token = read_token(args.scorer.token_file)
+        token = read_token(asks.token_file)
     is_first, num_ranks = dist.is_main, dist.world_size
     if OF_A_MACHINE.search(urls):
         is_first, num_ranks = not dist.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", dist.world_size))
@@ -288,12 +285,12 @@ def connect(
         RewardClient,
         on_this_machine(urls).split(","),
         token=token,
-        timeout_s=args.scorer.timeout_s,
-        on_failure=args.scorer.on_failure,
-        proxy=args.scorer.proxy,
+        timeout_s=asks.timeout_s,
+        on_failure=asks.on_failure,
+        proxy=asks.proxy,
     )
-    sleeps = isinstance(args.scorer, ScoredScorer) and args.scorer.sleep and not name
-    name = name or scorer_flag(args)
+    sleeps = asks.sleep and not name
+    name = name or asks.flag
     with flag(f"{name}: "):
         client = open_client()
     rule, replies = "be a reward server that answers", list[list[Score]]()

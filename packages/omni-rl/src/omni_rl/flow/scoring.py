@@ -35,7 +35,8 @@ from torch import Tensor
 
 from omni_rl.flow.scorers import Pending, Scorer
 from omni_rl.run.run import AnyRun, MediaRun, Step
-from omni_rl.settings.args import STREAMS, GroupArgs, JudgedArgs, WindowArgs, parse_judges, parse_numbers
+from omni_rl.settings.args import STREAMS, MediaArgs, parse_judges, parse_numbers
+from omni_rl.settings.groups import Advantages
 
 BatchT = TypeVar("BatchT", bound=Samples, covariant=True)
 RolloutT = TypeVar("RolloutT", bound="Rollout[Any]")
@@ -214,33 +215,33 @@ def log_advantages(step: Step, advantages: Tensor, whole: Tensor) -> None:
     step.metrics["advantage/eps_share"] = max(0.0, 1 - sizes[0] / sizes[1]) if sizes[1] else 0.0
 
 
-def advantages_of(run: MediaRun[GroupArgs], step: Step, rollout: Rollout[Trajectory]) -> tuple[Tensor, Tensor]:
+def advantages_of(
+    run: MediaRun[MediaArgs], step: Step, rollout: Rollout[Trajectory], how: Advantages
+) -> tuple[Tensor, Tensor]:
     """Return advantages [N], or [N, M] of M streams, and rewards [N] of all ranks' samples; the step logs both.
 
     Raises:
         RuntimeError: as `rewards_at`.
     """
-    args, rewards = run.args, rewards_at(run, step, rollout)
-    compare = partial(group_advantages, rewards, rollout.groups, std=args.adv_std, correction=args.adv_correction)
-    if isinstance(args, JudgedArgs) and args.reward_parts:
-        compare = partial(part_advantages, args, run.dist, rollout, rewards)
+    rewards = rewards_at(run, step, rollout)
+    compare = partial(group_advantages, rewards, rollout.groups, std=how.adv_std, correction=how.adv_correction)
+    if how.reward_parts:
+        compare = partial(part_advantages, how, run.args.streams.reward_media, run.dist, rollout, rewards)
     advantages = compare()
     log_advantages(step, advantages, compare(eps=1e-30))
     return advantages, rewards
 
 
 def part_advantages(
-    args: JudgedArgs, dist: Dist, rollout: Rollout[Trajectory], rewards: Tensor, *, eps: float = 1e-4
+    how: Advantages, reward_media: str, dist: Dist, rollout: Rollout[Trajectory], rewards: Tensor, *, eps: float = 1e-4
 ) -> Tensor:
     """Return advantages [N] of --reward-parts, each normalized by itself; [N, M] with --streams.reward-media.
 
     rewards: [N]. eps: as in `multi_reward_advantages`.
     """
-    weights, judges = parse_numbers(args.reward_parts, ""), parse_judges(args.streams.reward_media, args.reward_parts)
+    weights, judges = parse_numbers(how.reward_parts, ""), parse_judges(reward_media, how.reward_parts)
     columns, groups = gather_parts(dist, rollout.scored, rollout.scores, list(weights), rewards), rollout.groups
-    compare = partial(
-        multi_reward_advantages, columns, groups, std=args.adv_std, eps=eps, correction=args.adv_correction
-    )
+    compare = partial(multi_reward_advantages, columns, groups, std=how.adv_std, eps=eps, correction=how.adv_correction)
 
     def added(medium: str | None) -> Tensor:
         return compare([weight * (judges.get(name, medium) == medium) for name, weight in weights.items()])
@@ -295,16 +296,17 @@ def graded(run: RunT, step: Step, rollout: RolloutT, grade: Callable[[RunT, Step
 
 
 def train_batches(
-    run: MediaRun[GroupArgs],
+    run: MediaRun[MediaArgs],
     step: Step,
     rollout: Rollout[Trajectory],
+    how: Advantages,
     *,
     weighted: bool = False,
     best_worst: int = 0,
     drop_silent_groups: bool = False,
     num_minibatches: int = 1,
 ) -> list[TrainBatch]:
-    """Return this rank's batches to train on, with their grades; where --timestep-fraction is below 1, `some_steps`.
+    """Return this rank's batches to train on, with their grades.
 
     A batch as it was sampled waits only for the scores of its own groups, when its grades are read. All wait for all
     scores where samples may be left out, a rank samples parts of groups, or others' scores enter an advantage.
@@ -313,6 +315,7 @@ def train_batches(
         run: the run.
         step: its step, which logs rewards and advantages.
         rollout: of the step.
+        how: how samples are compared.
         weighted: True if a sample without a score has weight 0.
         best_worst, drop_silent_groups: as `keep_samples`.
         num_minibatches: as `select`.
@@ -321,11 +324,9 @@ def train_batches(
         RewardError: the scorer failed for some rank; on every rank, at the latest before the first optimizer step.
     """
     leaves_out = bool(best_worst) or drop_silent_groups
-    if isinstance(run.args, WindowArgs) and run.args.timestep_fraction < 1:
-        rollout = replace(rollout, batches=[some_steps(batch, run.args.timestep_fraction) for batch in rollout.batches])
 
-    def grade(run: MediaRun[GroupArgs], step: Step, rollout: Rollout[Trajectory]) -> list[TrainBatch]:
-        advantages, rewards = advantages_of(run, step, rollout)
+    def grade(run: MediaRun[MediaArgs], step: Step, rollout: Rollout[Trajectory]) -> list[TrainBatch]:
+        advantages, rewards = advantages_of(run, step, rollout, how)
         weights, keep = (~rewards.isnan()).float() if weighted else None, None
         if leaves_out:
             keep = keep_samples(
@@ -335,10 +336,15 @@ def train_batches(
         return select(run.dist, rollout.batches, advantages, keep, weights, num_minibatches=num_minibatches)
 
     is_as_sampled = not leaves_out and len(rollout.batches) % num_minibatches == 0
-    if not is_as_sampled or not groups_are_local(run.args, run.dist, rollout.in_a_row):
+    if not is_as_sampled or not groups_are_local(run.args, how, run.dist, rollout.in_a_row):
         return graded(run, step, rollout, grade)
     step.grade = partial(graded, run, step, rollout, grade)
-    return [TrainBatch(b, cache(partial(_own_grades, run, b, rollout, weighted))) for b in rollout.batches]
+    return [TrainBatch(b, cache(partial(_own_grades, run, b, rollout, how, weighted))) for b in rollout.batches]
+
+
+def with_some_steps(rollout: Rollout[Trajectory], fraction: float) -> Rollout[Trajectory]:
+    """Return the rollout with `some_steps` of each batch; with all of them where the share is 1."""
+    return replace(rollout, batches=[some_steps(b, fraction) for b in rollout.batches]) if fraction < 1 else rollout
 
 
 def some_steps(batch: Trajectory, fraction: float) -> Trajectory:
@@ -352,15 +358,16 @@ def some_steps(batch: Trajectory, fraction: float) -> Trajectory:
     return batch.take_steps(to_device(chosen, batch.x.device))
 
 
-def groups_are_local(args: GroupArgs, dist: Dist, in_a_row: int) -> bool:
+def groups_are_local(args: MediaArgs, how: Advantages, dist: Dist, in_a_row: int) -> bool:
     """True if the advantages of a rank's samples depend only on scores that it waits for, which come one by one."""
-    is_whole = dist.world_size == 1 or in_a_row % args.group_size == 0
-    judged = isinstance(args, JudgedArgs) and args.reward_parts
-    waits = dist.context > 1 or args.draw_ahead or args.scorer.sleep or judged
-    return is_whole and args.adv_std != "batch" and not waits
+    is_whole = dist.world_size == 1 or in_a_row % args.data.group_size == 0
+    waits = dist.context > 1 or args.sampling.draw_ahead or args.scorer.sleep or how.reward_parts
+    return is_whole and how.adv_std != "batch" and not waits
 
 
-def _own_grades(run: MediaRun[GroupArgs], batch: Trajectory, rollout: Rollout[Trajectory], weighted: bool) -> Grades:
+def _own_grades(
+    run: MediaRun[MediaArgs], batch: Trajectory, rollout: Rollout[Trajectory], how: Advantages, weighted: bool
+) -> Grades:
     """Return a batch's grades as soon as the scores up to the end of its last group have arrived.
 
     Those of a scorer that failed are 0, as ranks go through a sharded net together; the first optimizer step then
@@ -377,7 +384,7 @@ def _own_grades(run: MediaRun[GroupArgs], batch: Trajectory, rollout: Rollout[Tr
             scores += request.result()
     groups = groups_of(prompts[: len(scores)])
     rewards = rewards_of(torch.tensor(values_of(scores), dtype=torch.float64), groups)
-    advantages = group_advantages(rewards, groups, std=run.args.adv_std, correction=run.args.adv_correction)
+    advantages = group_advantages(rewards, groups, std=how.adv_std, correction=how.adv_correction)
     is_own = torch.isin(torch.tensor([p.index for p in prompts[: len(scores)]]), batch.indices)
     weights = (~rewards[is_own].isnan()).float() if weighted else None
     return _graded(run.dist, batch, advantages[is_own], weights).grades()

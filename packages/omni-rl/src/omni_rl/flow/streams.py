@@ -10,19 +10,18 @@ OmniNFT, arXiv 2605.12480).
 Letters: N samples of a step over all ranks, B of a batch; M streams, in the order of STREAMS.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from omni_losses import LossOutput
 from torch import Tensor
 
-from omni_rl.run.run import MediaRun
-from omni_rl.settings.args import JudgedArgs
 
+def shares_of(sizes: Collection[int], sound_weight: float | None) -> tuple[float, ...]:
+    """Return the share of each stream in the loss: that of its elements, unless --streams.sound-weight is given.
 
-def shares_of(run: MediaRun[JudgedArgs]) -> tuple[float, ...]:
-    """Return the share of each stream in the loss: that of its elements, unless --streams.sound-weight is given."""
-    sizes, sound_weight = run.streams.values(), run.args.streams.sound_weight
+    sizes: elements of each stream, as in `run.streams`.
+    """
     return tuple(size / sum(sizes) for size in sizes) if sound_weight is None else (1 - sound_weight, sound_weight)
 
 

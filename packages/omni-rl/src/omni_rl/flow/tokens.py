@@ -104,7 +104,7 @@ class RuleScorer:
 def evaluate_set(run: TokenRun[TokenArgs], held: HeldOut[TokenParams, TextScorer]) -> tuple[dict[str, float], Shown]:
     """Return metrics of a set's answers, and this rank's answers for the report."""
     prompts = prompts_of(held.records, held.samples, seed=held.seed, step=-1)  # the same for every run
-    unit = run.args.batch_size * run.dist.world_size
+    unit = run.args.data.batch_size * run.dist.world_size
     places = range(-(-len(prompts) // unit) * unit)  # sharded ranks run equally many batches
     filled = [replace(prompts[i % len(prompts)], index=i, group=i) for i in places]
     with gathered(run.policy.net) if "rollout" in run.policy.unshard else nullcontext():
@@ -125,9 +125,9 @@ def sample_round(
 ) -> Rollout[TokenTrajectory]:
     """Sample answers to the `number`-th prompts of the run, and return them after those before."""
     args = run.args
-    fresh = prompts_of(run.prompts.at(number), args.group_size, seed=args.seed, step=number)
+    fresh = prompts_of(run.prompts.at(number), args.data.group_size, seed=args.run.seed, step=number)
     count = len(before.prompts) if before else 0
-    own = [replace(p, index=p.index + count, group=p.group + count // args.group_size) for p in fresh]
+    own = [replace(p, index=p.index + count, group=p.group + count // args.data.group_size) for p in fresh]
     with run.phase("rollout"):
         more = sample_answers(run, own, run.base_params)
     if before is None:
@@ -147,14 +147,14 @@ def sample_answers(
     """
     batches: list[TokenTrajectory] = []
     pending: list[Pending] = []
-    dealt = deal(prompts, run.dist, run.args.batch_size)
+    dealt = deal(prompts, run.dist, run.args.data.batch_size)
     for own, batch in zip(counted(dealt), _generate(run.engine, dealt, params), strict=True):
         if batch.weight_version != run.version:
             raise RuntimeError(f"the engine samples with weights {batch.weight_version}, the trainer has {run.version}")
         batches.append(batch)
         run.counts["drawn"] += len(batch)
         pending += (scorer or run.scorer).submit(batch.answers, own)
-    return Rollout(prompts, batches, pending, run.args.batch_size)
+    return Rollout(prompts, batches, pending, run.args.data.batch_size)
 
 
 def lengths_of(dist: Dist, batches: Sequence[TokenTrajectory], total: int) -> tuple[Tensor, Tensor]:
@@ -234,17 +234,17 @@ def pack(
     trained = drawn.sampled.sum(dim=1)
     lengths = gather_by_index(dist, drawn.indices, trained.float(), len(keep))
     sizes = [(len(e["input_ids"]), n) for e, n in zip(drawn.encoded, drawn.lengths.tolist(), strict=True)]
-    shares, own = keep.nonzero()[:, 0].tensor_split(args.num_minibatches), []
+    shares, own = keep.nonzero()[:, 0].tensor_split(args.data.num_minibatches), []
     for share in shares:
         rows = torch.isin(drawn.indices, share).nonzero()[:, 0].tolist()
-        own.append(_cut(rows, sizes, args.batch_size, args.tokens_per_batch))
+        own.append(_cut(rows, sizes, args.data.batch_size, args.data.tokens_per_batch))
     counts = torch.tensor(gather_json(dist, [len(cuts) for cuts in own])).amax(dim=0)
     chosen: list[list[TokenBatch]] = []
     forwards = sum(max(1, count) for count in counts.tolist()) * dist.world_size
     mean_answers, mean_tokens = int(keep.sum()) / forwards, lengths[keep].sum().item() / forwards
     for share, cuts, count in zip(shares, own, counts.tolist(), strict=True):
         weights = torch.zeros(len(keep))
-        weights[share] = token_weights(lengths[share], mean=mean, max_tokens=args.max_new_tokens)
+        weights[share] = token_weights(lengths[share], mean=mean, max_tokens=args.sampling.max_new_tokens)
         chosen.append([])
         for rows in [*cuts, *[[0]] * (max(1, count) - len(cuts))]:
             batch = drawn.select(rows).trim()

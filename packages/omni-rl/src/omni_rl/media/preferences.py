@@ -5,14 +5,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omni_train.hub import real_roots
-from omni_train.prompts.files import PromptRecord, load_prompts
+from omni_train.prompts.files import PromptRecord
 from omni_train.prompts.splits import data_files
 from safetensors import SafetensorError, safe_open
 
 from omni_rl.media import images
 from omni_rl.media.images import image_size, read_image
 from omni_rl.media.videos import VIDEOS, read_video, video_facts
+from omni_rl.settings.args import load_records
 from omni_rl.settings.fields import flag
+from omni_rl.settings.groups import Data, Sampling
 
 if TYPE_CHECKING:  # the check runs before torch is imported
     from omni_rollout import Model, Params
@@ -31,31 +33,28 @@ def named_file(meta: Mapping[str, object], side: str) -> object:
 
 def check_preferences(
     path: str | Path,
-    shape: tuple[int, int, int],
+    data: Data,
+    sampling: Sampling,
     sides: Sequence[str] = SIDES,
     *,
     name: str = "--preferences",
-    frame_rate: float,
-    media_root: str = "",
-    key: str = "",
 ) -> None:
     """Check that every line names complete files in the preference file's folder, of the line's or the run's size.
 
-    At most a first frame is decoded, so a large file is checked in seconds. shape: frames, height and width, of which a
-    line may set the last two. sides: the keys of files. name: of the flag. frame_rate: of videos. media_root: for
-    references, as in `load_prompts`, and `key`.
+    At most a first frame is decoded, so a large file is checked in seconds. sampling: its frames, and the height and
+    the width that a line may set otherwise. sides: the keys of files. name: of the flag.
 
     Raises:
         ValueError: a name, a path or a file breaks a rule; the message names the pair or sample and the file.
     """
     what = "pair" if sides == SIDES else "sample"
     with flag(f"{name}: "):
-        records, folder = load_prompts(path, media_root=media_root, key=key), data_files(path)[0].parent
+        records, folder = load_records(data, path), data_files(path)[0].parent
     for record in records:
         for side in sides:
             try:
-                file, size = _file_of(record, side, folder), record.size or shape[1:]
-                _check_file(file, (shape[0], *size), frame_rate)
+                file, size = _file_of(record, side, folder), record.size or (sampling.height, sampling.width)
+                _check_file(file, (sampling.num_frames, *size), sampling.frame_rate)
             except ValueError as exc:
                 raise ValueError(f'{name}: {path}, {what} {record.index + 1}, "{side}": {exc}') from exc
 

@@ -13,7 +13,7 @@ from torch import nn
 from omni_rl.run.inputs import Inputs
 from omni_rl.run.session import Session
 from omni_rl.settings.args import MediaArgs, RunArgs, num_samplers, num_trainers, sharding
-from omni_rl.settings.fields import flag, values_of
+from omni_rl.settings.fields import flag
 from omni_rl.settings.token_args import ThinkingArgs
 
 SHIPPED = "omni-rollout's, with a token for each word of a prompt, as {} cannot be fetched: {}"
@@ -28,7 +28,7 @@ def plan_of(args: RunArgs, dist: Dist, inputs: Inputs[Any, Any], session: Sessio
     num_trained = sum(p.numel() for p in net.parameters() if p.requires_grad)
     num_nets = 0 if lora_rank else ("reference" in inputs.beside) + len(inputs.teachers)
     num_frozen = num_weights - num_trained + num_weights * num_nets
-    copies = 4 + bool(args.ema_decay) + ("old" in inputs.beside)  # float32: weight, gradient, moments, averages
+    copies = 4 + bool(args.policy.ema_decay) + ("old" in inputs.beside)  # float32: weight, gradient, moments, averages
     share = args.sharding.size or num_ranks if mode == "fsdp2" else 1
     num_initial = num_trained if args.lora.init == "pissa" else 0  # float32
     frozen_mb, trained_mb = (
@@ -38,23 +38,26 @@ def plan_of(args: RunArgs, dist: Dist, inputs: Inputs[Any, Any], session: Sessio
             num_trained * 4 * copies,
         )
     )
-    samples = args.prompts_per_step * args.group_size
-    is_shipped = inputs.model.folder == released_models().get(args.model)
-    given = values_of(args)
-    can_plan = not (args.eval.only or isinstance(args, ThinkingArgs) or given.get("engine") == "vllm")
+    samples = args.data.prompts_per_step * args.data.group_size
+    is_shipped = inputs.model.folder == released_models().get(args.policy.model)
+    can_plan = not (args.eval.only or isinstance(args, ThinkingArgs) or args.sampling.engine == "vllm")
     has_step = bool(args.memory.device_gb)
-    url = "that of --scorer.url, which no file keeps" if given.get("scorer.url") else ""
+    url = "that of --scorer.url, which no file keeps" if args.scorer.url else ""
     who = "rank" if dist.context == 1 else f"{dist.context} ranks, each with a part of every sample's tokens"
     lines = {
         "model": inputs.about,
-        **({"configuration": SHIPPED.format(args.model, hub_fault() or "the hub refuses it")} if is_shipped else {}),
+        **(
+            {"configuration": SHIPPED.format(args.policy.model, hub_fault() or "the hub refuses it")}
+            if is_shipped
+            else {}
+        ),
         "ranks": f"{num_ranks}, weights {mode}"
         + ", experts on a rank each" * args.sharding.experts
         + (f"; {samplers} more only sample" if samplers else ""),
-        "samples per step": f"{samples}, {samples // dist.num_shares} per {who}, {args.batch_size} per forward",
-        "optimizer steps per training step": str(args.num_minibatches),
+        "samples per step": f"{samples}, {samples // dist.num_shares} per {who}, {args.data.batch_size} per forward",
+        "optimizer steps per training step": str(args.data.num_minibatches),
         "evaluations": _evaluations(args, inputs),
-        "scorer": url or given.get("scorer.name") or "none",
+        "scorer": url or args.scorer.name or "none",
         "learning rate": f"{args.lr:g}"
         + (f", LoRA of rank {lora_rank} with alpha {args.lora.alpha}" * bool(lora_rank)),
         "weights of the net": f"{num_weights / 1e6:.1f} M, trained {num_trained / 1e6:.1f} M",
@@ -80,9 +83,9 @@ def _forward(args: MediaArgs, inputs: Inputs[Any, Any], net: nn.Module) -> dict[
     dtype = inputs.how.dtype
     for param in net.parameters() if sharding(args, num_trainers(args)) == "fsdp2" else ():
         param.data = param.data.to(dtype)  # as they are gathered
-    with flag(f"--dtype {args.dtype}: "):
+    with flag(f"--dtype {args.policy.dtype}: "):
         flops = count_forward(inputs.model, net, dtype, inputs.base_params, inputs.prompts.at(0)[0])
-    return {"a forward of one sample": f"{flops / 1e12:.4g} TFLOP in {args.dtype}"}
+    return {"a forward of one sample": f"{flops / 1e12:.4g} TFLOP in {args.policy.dtype}"}
 
 
 def _evaluations(args: RunArgs, inputs: Inputs[Any, Any]) -> str:
@@ -91,8 +94,8 @@ def _evaluations(args: RunArgs, inputs: Inputs[Any, Any]) -> str:
     def forwards(samples: int, params: Params | TokenParams) -> int:
         return samples * (params.num_inference_steps if isinstance(params, Params) else 1)
 
-    count = args.eval.first + math.ceil(args.train_steps / args.eval.every)
+    count = args.eval.first + math.ceil(args.run.train_steps / args.eval.every)
     samples = [len(held.records) * held.samples for held in inputs.held_out]
     one = sum(forwards(number, held.params) for number, held in zip(samples, inputs.held_out, strict=True))
-    share = one / forwards(args.prompts_per_step * args.group_size, inputs.base_params)
+    share = one / forwards(args.data.prompts_per_step * args.data.group_size, inputs.base_params)
     return f"{count}, each of {sum(samples)} samples, which takes as long as {share:.2g} rollouts"

@@ -6,7 +6,7 @@ Imports no torch, as the settings are checked with it.
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from omni_train.dist import Dist
     from torch import nn
 
-    from omni_rl.settings.groups import RolloutDtype
+RolloutDtype = Literal["auto", "int8", "fp8"]
 
 
 class EngineRow(NamedTuple):

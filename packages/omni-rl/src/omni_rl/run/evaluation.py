@@ -22,13 +22,13 @@ from omni_rl.run.metrics import GOLD_REWARD, SETTINGS_SINCE, error_of, falls
 from omni_rl.run.run import AnyRun
 from omni_rl.settings.args import secret_flags, without_secrets
 from omni_rl.settings.early import EVALS
-from omni_rl.settings.fields import change, flat
+from omni_rl.settings.fields import build, change, flat
 
 
 def is_due(run: AnyRun, done: int) -> bool:
     """Return True if an evaluation is due after so many steps."""
     args = run.args
-    return bool(done or args.eval.first) and (done % args.eval.every == 0 or done == args.train_steps)
+    return bool(done or args.eval.first) and (done % args.eval.every == 0 or done == args.run.train_steps)
 
 
 def is_judged(line: Line) -> bool:
@@ -55,7 +55,7 @@ def hold_out(run: AnyRun, done: int, before: Sequence[Line]) -> dict[str, float]
         if report := run.session.report:
             run.breakers.pictures(lambda: report.show_eval(done, *mixed(shown)))
         if done and not run.args.eval.only:
-            if run.args.checkpoint_url:
+            if run.args.run.checkpoint_url:
                 run.session.checkpoints.wait()  # a save in progress sends the weights before
             has_card = run.dist.is_main and "eval/reward" in metrics
             lines = [*before, {"step": done} | metrics]
@@ -65,7 +65,7 @@ def hold_out(run: AnyRun, done: int, before: Sequence[Line]) -> dict[str, float]
 
 
 def _evaluate_set(run: AnyRun, held: HeldOut[Any, Any]) -> tuple[dict[str, float], Shown]:
-    size = held.batch_size(run.args.batch_size, run.dist.num_shares)
+    size = held.batch_size(run.args.data.batch_size, run.dist.num_shares)
     return run.evaluate_set(replace(run, args=change(run.args, batch_size=size)), held)
 
 
@@ -94,9 +94,9 @@ def card_facts(run: AnyRun, evals: Sequence[Line]) -> dict[str, object]:
         for h in run.held_out[1:]
         if h.metric("reward") in evals[-1]
     }
-    plain, settings = flat(type(run.args)()), flat(without_secrets(run.args))
+    plain, settings = flat(build(type(run.args), {})), flat(without_secrets(run.args))
     path = run.session.folder / "versions.jsonl"  # which is missing where its record failed
-    now = {"command": command_line(sys.argv, hide=secret_flags(run.args))}
+    now = {"command": command_line(sys.argv, hide=secret_flags(type(run.args)))}
     starts = dict.fromkeys(str(start["command"]) for start in (read_jsonl(path) if path.exists() else [now]))
     facts: dict[str, object] = {
         "base": run.base,

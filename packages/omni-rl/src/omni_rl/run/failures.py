@@ -47,7 +47,7 @@ def launch(main: Callable[[ArgsT, World], None], args: ArgsT) -> None:
         say_mistake(exc)
     except KeyboardInterrupt:
         code = 130
-        if os.environ.get("RANK", "0") == "0" and not args.dry_run:
+        if os.environ.get("RANK", "0") == "0" and not args.run.dry_run:
             print(f"\ninterrupted; this continues from the newest checkpoint:\n{resume_command()}", file=sys.stderr)
     except Exception as exc:
         code = 1
@@ -102,7 +102,7 @@ def say_failure(failure: BrokenRunError, args: RunArgs) -> None:
     where = f" in phase {failure.phase}" if is_echo else ""
     text = f"{Path(sys.argv[0]).name}: {message}{where}\n{advice(failure.cause, args)}"
     more = "\nCheckpoints that were complete stay; this continues from the newest:\n" + resume_command()
-    announce(text, args, sys.stderr, more="" if args.dry_run else more)
+    announce(text, args, sys.stderr, more="" if args.run.dry_run else more)
 
 
 def describe(reports: Mapping[int, str], num_ranks: int) -> str:
@@ -130,7 +130,7 @@ def is_of_disk(error: BaseException) -> bool:
 
 def is_of_store(error: BaseException, args: RunArgs) -> bool:
     """True if the store of --checkpoint-url failed, whose errors name its URL."""
-    return bool(args.checkpoint_url) and args.checkpoint_url.rstrip("/") in str(error)
+    return bool(args.run.checkpoint_url) and args.run.checkpoint_url.rstrip("/") in str(error)
 
 
 def advice(error: BaseException, args: RunArgs) -> str:
@@ -143,7 +143,7 @@ def advice(error: BaseException, args: RunArgs) -> str:
             "--batch-size. For images and videos --dry-run --memory.device-gb 80 plans what fits 80 GB."
         )
     if is_of_scorer(error):
-        if own := scorer_to_start(args)[0]:
+        if own := scorer_to_start(args.scorer)[0]:
             return f"The run started this scorer: mend {own}, as the messages say. The same command starts it again."
         return "The scorer failed: look at its log, and start it again."
     if is_lost_rank(error):
@@ -164,7 +164,7 @@ def advice(error: BaseException, args: RunArgs) -> str:
     if "ratio must be 1" in text:
         return advice_on_ratio(args)
     if isinstance(error, FloatingPointError) or "finite" in text:
-        ways = [f"lower --lr, now {args.lr:g}", *["try --dtype float32"] * (args.dtype != "float32")]
+        ways = [f"lower --lr, now {args.lr:g}", *["try --dtype float32"] * (args.policy.dtype != "float32")]
         return f"In a run of another --name {', or '.join(ways)}. The metrics of the steps before show where it began."
     return "This is not a mistake in the settings: the traceback above tells where it happened."
 
@@ -174,7 +174,7 @@ def advice_on_ratio(args: RunArgs) -> str:
     given, device = values_of(args), torch.accelerator.current_accelerator(check_available=True)
     own = "--old-log-prob recompute with " if "old_log_prob" in given else ""
     ways = {
-        "--attention math": args.attention != "math" and not has_own_attention(device or torch.device("cpu")),
+        "--attention math": args.policy.attention != "math" and not has_own_attention(device or torch.device("cpu")),
         "--no-compile": given.get("compile"),
         f"{own}--ratio-tolerance, above what it is off by, in a run of another --name": "ratio_tolerance" in given,
     }

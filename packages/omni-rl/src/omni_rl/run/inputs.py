@@ -24,7 +24,6 @@ from omni_rl.run.run import ModelT, ParamsT
 from omni_rl.settings.args import RunArgs, load_records, num_ranks, offloaded
 from omni_rl.settings.eval_sets import GOLD, setting_of
 from omni_rl.settings.fields import as_flags, flag, flags_by_name, require
-from omni_rl.settings.token_args import TokenLora
 
 InputsT = TypeVar("InputsT", bound="Inputs[Any, Any]")
 AnyParamsT = TypeVar("AnyParamsT", bound=Params | TokenParams)
@@ -69,13 +68,13 @@ class Inputs(Generic[ModelT, ParamsT]):
 
 def model_place(args: RunArgs) -> str | Path:
     """Return --model; for a dry run that cannot fetch it, the folder in omni-rollout with its configuration, if any."""
-    folder = released_models().get(args.model)
-    if folder and args.dry_run:
+    folder = released_models().get(args.policy.model)
+    if folder and args.run.dry_run:
         try:
-            local_folder(args.model)
+            local_folder(args.policy.model)
         except ValueError:
             return folder
-    return args.model
+    return args.policy.model
 
 
 def preparation(
@@ -92,19 +91,19 @@ def preparation(
         own.rank,
         own.alpha,
         own.init,
-        args.seed,
+        args.run.seed,
         exclude=own.exclude.split(",") if own.exclude else (),
-        parameters=own.target_parameters.split(",") if isinstance(own, TokenLora) and own.target_parameters else (),
+        parameters=own.target_parameters.split(",") if own.target_parameters else (),
         use_rslora=own.use_rslora,
         use_dora=own.use_dora,
         in_float32=own.dtype == "float32",
     )
-    on_host = "activations" in offloaded(args)
+    on_host = "activations" in offloaded(args.memory)
     recompute = Recompute(args.memory.keep_products_gb * 1e9, compiled=compiles, on_host=on_host)
-    dtype: torch.dtype = getattr(torch, args.dtype)
+    dtype: torch.dtype = getattr(torch, args.policy.dtype)
     with as_flags(flags_by_name(type(args))):
-        check_attention(args.attention, device, dtype)
-        if args.dtype == "float16" and not args.dry_run:
+        check_attention(args.policy.attention, device, dtype)
+        if args.policy.dtype == "float16" and not args.run.dry_run:
             check_float16(device)
         if args.memory.base_dtype == "fp8":
             check_float8(device)
@@ -125,7 +124,7 @@ def preparation(
         lora=adapters if own.rank else None,
         is_frozen=is_frozen,
         base_dtype=args.memory.base_dtype,
-        attention=args.attention,
+        attention=args.policy.attention,
         compile=compiles,
         recompute=recompute if args.memory.gradient_checkpointing else None,
         expert_names=experts,
@@ -166,7 +165,7 @@ def read_sets(
     for number, own in enumerate(args.eval.all_sets, start=1):
         is_graded = own.name == GOLD or not own.scorer_url
         with flag(f"{setting_of(own, number, 'prompts')}: "):
-            found = load_records(args, own.prompts, check_graded if is_graded else check)
+            found = load_records(args.data, own.prompts, check_graded if is_graded else check)
         few = own.name == GOLD and len(found) < 2  # for an error bar
         require((not few, f"--eval.gold-prompts must have at least 2 prompts, got {len(found)}"))
         with flag(f"eval.sets[{number}]: "):

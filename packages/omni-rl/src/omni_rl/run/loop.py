@@ -114,7 +114,7 @@ class Loop:
             step = Step(self._done - 1)
             step.metrics = {name: value for name, value in self._unjudged.items() if not is_added(name)}
             stops = self._finish(step)
-        for number in range(max(self._done, 0), args.train_steps):
+        for number in range(max(self._done, 0), args.run.train_steps):
             if stops:
                 return
             step = Step(number)
@@ -128,7 +128,7 @@ class Loop:
             if not step.has_signal and run.dist.is_main:
                 say(f"step {number + 1}: no sample has a signal, so no optimizer step was taken")
             stops = self._finish(step)
-        if self._done == args.train_steps:
+        if self._done == args.run.train_steps:
             self._conclude("report, weights and metrics")
 
     def _evaluate_alone(self) -> None:
@@ -164,12 +164,12 @@ class Loop:
         fell = count > 0 and has_fallen(self._evals, count)
         self.is_asked = self._stop.requested(run.dist) or fell
         stops = self.is_asked and done >= self.begun
-        best, is_last = best_of(self._evals), stops or done == args.train_steps
-        self._save_when_due(is_last=is_last, now=is_last or done % args.save_every == 0 or done == best)
+        best, is_last = best_of(self._evals), stops or done == args.run.train_steps
+        self._save_when_due(is_last=is_last, now=is_last or done % args.run.save_every == 0 or done == best)
         if fell and is_main:
             where = f", whose weights are in {run.session.folder / 'best'}" if best else ", the model as it was given"
             announce(f"--eval.stop-on {args.eval.stop_on}: the gold score has fallen since step {best}{where}", args)
-        if stops and done < args.train_steps and is_main:
+        if stops and done < args.run.train_steps and is_main:
             announce(f"stopped after step {done}", args, more=f"; this continues:\n{resume_command()}")
         return stops
 
@@ -209,7 +209,7 @@ class Loop:
         if self._saved == self._done:
             return
         scale = {LOSS_SCALE: run.policy.scaler.state_dict()} if run.policy.scaler else {}
-        save = checkpoints.async_save if run.args.async_save else checkpoints.save
+        save = checkpoints.async_save if run.args.run.async_save else checkpoints.save
         state = run.policy.net, run.policy.optimizer, run.policy.averages
         save(self._done, *state, config=run.session.config | scale)
         self._saved = self._done

@@ -45,10 +45,7 @@ from omni_rl.run.session import Session
 from omni_rl.run.world import World
 from omni_rl.settings.args import (
     STREAMS,
-    JudgedArgs,
     MediaArgs,
-    ScoredArgs,
-    WindowArgs,
     load_records,
     offloaded,
     parse_numbers,
@@ -64,15 +61,15 @@ ParamsT = TypeVar("ParamsT", bound=Params)
 
 def params_of(args: MediaArgs) -> Params:
     """Return what training samples with, without any stochastic step."""
-    true_cfg = {"true_cfg_scale": args.true_cfg_scale} if args.true_cfg_scale != 1 else {}
+    true_cfg = {"true_cfg_scale": args.sampling.true_cfg_scale} if args.sampling.true_cfg_scale != 1 else {}
     return Params(
-        num_inference_steps=args.num_inference_steps,
-        height=args.height,
-        width=args.width,
-        num_frames=args.num_frames,
-        frame_rate=args.frame_rate,
-        guidance_scale=args.guidance_scale,
-        guidance=parse_numbers(args.guidance, "--guidance") | true_cfg,
+        num_inference_steps=args.sampling.num_inference_steps,
+        height=args.sampling.height,
+        width=args.sampling.width,
+        num_frames=args.sampling.num_frames,
+        frame_rate=args.sampling.frame_rate,
+        guidance_scale=args.sampling.guidance_scale,
+        guidance=parse_numbers(args.sampling.guidance, "--guidance") | true_cfg,
     )
 
 
@@ -125,13 +122,13 @@ def read_all(
     check: called with each prompt, too. check_graded: with each that the run's own scorer grades. scored: as in
     `read_media`.
     """
-    trained = {name: part for name, part in model.nets.items() if args.train_experts in ("both", name)}
+    trained = {name: part for name, part in model.nets.items() if args.policy.train_experts in ("both", name)}
     check_model(args, world, model, trained, params, eval_params)
     sizes = set[tuple[int, int]]()
 
     def check_record(record: PromptRecord) -> None:
         check_images(model, reference_sizes(record))
-        size = record.size or (args.height, args.width)
+        size = record.size or (args.sampling.height, args.sampling.width)
         if size not in sizes:
             model.check(params.of_size(size))
             sizes.add(size)
@@ -147,11 +144,13 @@ def read_all(
         pieces = name.split(".")
         return not (trained.keys() & {"", pieces[0]}) or not still.isdisjoint(pieces)
 
-    how = replace(preparation(args, world.dist.device, model, is_frozen, compiles=args.compile), share=model.share)
+    how = replace(
+        preparation(args, world.dist.device, model, is_frozen, compiles=args.policy.compile), share=model.share
+    )
     prompts, records = read_prompts(args, check_whole, check_whole)
     sets = read_sets(args, records, eval_params, check_record, check_whole, model.check)
     files, adapters = read_start(args, model, how)
-    has_streams = isinstance(args, JudgedArgs) and args.has_streams
+    has_streams = args.streams.are_judged
     streams = model.streams(params) if has_streams else {}
     require(
         (not has_streams or streams,
@@ -159,8 +158,8 @@ def read_all(
         (not has_streams or len(sizes) == 1,
          "--streams.sound-weight and --streams.reward-media need prompts of one size"),
     )  # fmt: skip
-    training = load_records(args, args.prompts)
-    check_gradable(args, graded_by_run(args, training if scored else (), sets), prints=world.dist.is_main)
+    training = load_records(args.data, args.data.prompts)
+    check_gradable(args.scorer, graded_by_run(args, training if scored else (), sets), prints=world.dist.is_main)
     images = sorted({image for record in training for image in record.images})
     config: dict[str, object] = {"images_digest": probe_digest(images, num_blocks=1)} if images else {}
     latents = [model.latent_shape(params.of_size(size)) for size in sorted(sizes)]
@@ -170,7 +169,7 @@ def read_all(
         params,
         prompts,
         sets,
-        canary_of(args.frame_rate, [*records, *training]),
+        canary_of(args.sampling.frame_rate, [*records, *training]),
         how,
         f"{model.__class__.__name__}, latents {' and '.join(map(str, latents))}",
         trained,
@@ -194,7 +193,7 @@ def check_model(
     with as_flags(context):
         model.check_context()
     require(
-        (trained, f"--train-experts must be {only} for this model, got {args.train_experts}"),
+        (trained, f"--train-experts must be {only} for this model, got {args.policy.train_experts}"),
         (args.optim.low_expert_lr is None or (len(trained) == 2 and args.lr),
          "--optim.low-expert-lr needs two experts that are trained, and --lr > 0"),
         (not args.memory.decode_tile or "audio" not in model.MEDIA,
@@ -202,7 +201,7 @@ def check_model(
         (not args.streams.freeze_audio or "audio" in model.BRANCHES,
          "--streams.freeze-audio needs a model that draws video with sound"),
     )  # fmt: skip
-    model.host_encoders = "encoder" in offloaded(args)
+    model.host_encoders = "encoder" in offloaded(args.memory)
     kind = model.config["_class_name"]
     require((model.encoders or not model.host_encoders, f"--memory.offload encoder: a {kind} has no text encoder"))
     for each, group in ((params, ""), (eval_params, "eval")):
@@ -236,10 +235,10 @@ def check_steps(
     high = (model.sigmas(params)[:-1] >= model.boundary).tolist()
     least, most = 0 if "high" in trained else sum(high), len(high) if "low" in trained else sum(high)
     require(
-        (not isinstance(args, WindowArgs) or args.timestep_fraction == 1,
+        (values_of(args).get("timestep_fraction", 1) == 1,
          "--timestep-fraction must be 1 for a model with two experts, as a batch is of one")
     )  # fmt: skip
-    which, last = args.train_experts, steps[1] - 1
+    which, last = args.policy.train_experts, steps[1] - 1
     rule = f"--train-experts {which} takes steps {least} to {most - 1} of {len(high)}, got trained steps"
     require((least <= steps[0] and last < most, f"{rule} {steps[0]} to {last}"))
 
@@ -272,18 +271,18 @@ def check_noise(args: MediaArgs, rule: Callable[..., Transition], sigmas: Tensor
 
 def read_start(args: MediaArgs, model: Model, how: Preparation) -> tuple[dict[str, Sequence[Path]], dict[str, Path]]:
     """Check the weights to start from: full ones by expert, or folders of adapters; of either expert, or of both."""
-    if not args.init_weights:
+    if not args.policy.init_weights:
         return {}, {}
     with flag("--init-weights: "):
-        net, found = model.empty_net(), homes(args.init_weights, model.nets)
+        net, found = model.empty_net(), homes(args.policy.init_weights, model.nets)
         for name, home in found.items():
             check_weights(net.get_submodule(name), home)
         full: dict[str, Sequence[Path]] = {name: files for name, home in found.items() if (files := saved_files(home))}
         if len(full) == len(found):
             return full, {}
         require(
-            (args.lora.rank, f"{args.init_weights} holds a LoRA adapter, which needs --lora.rank > 0"),
-            (not full, f"{args.init_weights} must hold full weights or adapters, got both"),
+            (args.lora.rank, f"{args.policy.init_weights} holds a LoRA adapter, which needs --lora.rank > 0"),
+            (not full, f"{args.policy.init_weights} must hold full weights or adapters, got both"),
         )
         trial = adapt(net, how)  # without weights: layers and rank must fit
         for name, home in found.items():
@@ -376,25 +375,25 @@ def connect_scorers(
     """Return what `open_scorer` returns, and its name and version."""
     kinds = inputs.model.MEDIA
     image = np.full((1, *max(inputs.sizes, key=math.prod), 3), 127, np.uint8)
-    grey = {"image": image, "video": np.repeat(image[:, None], args.num_frames, axis=1)}
-    ask = partial(world.connect, args=args, kinds=kinds, samples=grey)
+    grey = {"image": image, "video": np.repeat(image[:, None], args.sampling.num_frames, axis=1)}
+    ask = partial(world.connect, asks=args.scorer, kinds=kinds, samples=grey)
     canary = _with(meta, inputs.canary)
     if args.scorer.watch_url:
         inputs.watch, _ = ask(args.scorer.watch_url, canary=canary, name="--scorer.watch-url")
     scorer: Scorer = abstaining()
-    version, url = "", args.scorer.url if isinstance(args, ScoredArgs) else ""
-    graded = parse_numbers(args.reward_parts, "--reward-parts") if isinstance(args, JudgedArgs) else ()
+    version, url = "", args.scorer.url
+    graded = parse_numbers(values_of(args).get("reward_parts", ""), "--reward-parts")
     parts = dict.fromkeys(graded, "--reward-parts")
     if own:
         scorer = own(world.dist, kinds)
-    elif url or args.dry_run:  # of a plan
+    elif url or args.run.dry_run:  # of a plan
         scorer, version = ask(url, canary=canary, parts=parts)
 
     def connect(url: str, name: str, records: Sequence[PromptRecord]) -> tuple[Scorer, str]:
-        return ask(url, canary=_with(meta, canary_of(args.frame_rate, records)), name=name)
+        return ask(url, canary=_with(meta, canary_of(args.sampling.frame_rate, records)), name=name)
 
     open_set_scorers(args, inputs.held_out, connect)
-    whole = {"--group-size": args.group_size} if scorer.takes_groups and scored else {}
+    whole = {"--group-size": args.data.group_size} if scorer.takes_groups and scored else {}
     for number, held in enumerate(inputs.held_out):
         name = f"eval.sets[{number}].samples_per_prompt" if number else "--eval.samples-per-prompt"
         asked = held.scorer or scorer, *([inputs.watch] if inputs.watch else [])
@@ -409,7 +408,7 @@ def check_groups(args: MediaArgs, ranks: int, whole: Mapping[str, int]) -> None:
     Raises:
         ValueError: they do not divide the samples of a step, or are divided by its batches.
     """
-    samples, per_batch = args.prompts_per_step * args.group_size, args.batch_size
+    samples, per_batch = args.data.prompts_per_step * args.data.group_size, args.data.batch_size
     for name, size in whole.items():
         what, unit = f"where a scorer compares the {size} samples of a prompt", max(size, per_batch)
         require(
@@ -433,7 +432,7 @@ def open_engine(
     model = decoding(args, inputs, world.watched(inputs.model))
     texts = TextCache(args.memory.text_cache_mb, args.memory.text_cache)
     how = inputs.how.dtype, args.memory.rollout_dtype, texts
-    engine: Engine = world.open_engine(args.engine, model, net, world.dist, *how)
+    engine: Engine = world.open_engine(args.sampling.engine, model, net, world.dist, *how)
     if routes and (routing := routing_of(engine.net)):
         return replay_routes(model, engine, routing)
     return model, engine
@@ -449,7 +448,7 @@ def decoding(args: MediaArgs, inputs: Inputs[Any, Any], model: ModelT) -> ModelT
     if tile:
         model = wrap(model, decode=in_tiles(model.decode, tile, partial(divide, mesh["ulysses"]) if mesh else map))
     at_once = min(num_decoded(args.memory.decode_batch_size, *size, tile) for size in inputs.sizes)
-    return wrap(model, decode=in_slices(model.decode, at_once)) if args.batch_size > at_once else model
+    return wrap(model, decode=in_slices(model.decode, at_once)) if args.data.batch_size > at_once else model
 
 
 def encode_one(

@@ -26,13 +26,13 @@ def announce(text: str, args: RunArgs, file: TextIO | None = None, *, more: str 
         more: printed after the text, and not given to the command: what continues the run may hold tokens.
     """
     say((text := printable(text)) + more, file)
-    if not args.tracking.notify or args.dry_run:
+    if not args.run.tracking.notify or args.run.dry_run:
         return
-    words = shlex.split(args.tracking.notify)
+    words = shlex.split(args.run.tracking.notify)
     try:
         subprocess.run(
             words,
-            input=f"{args.name}: {text}\n".encode(errors="replace"),
+            input=f"{args.run.name}: {text}\n".encode(errors="replace"),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             timeout=WAIT_S,

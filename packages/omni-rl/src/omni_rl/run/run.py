@@ -126,7 +126,7 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
     @property
     def rounding(self) -> float:
         """The largest |ratio - 1| that rounding by other kernels or batches explains."""
-        return ROUNDING[self.args.dtype]
+        return ROUNDING[self.args.policy.dtype]
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -149,7 +149,9 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
         """
         step.settle()
         args, policy, optim = self.args, self.policy, self.args.optim
-        lr = scheduled_lr(step.number, args.train_steps, args.lr or 0.0, optim.lr_scheduler_type, optim.warmup_steps)
+        lr = scheduled_lr(
+            step.number, args.run.train_steps, args.lr or 0.0, optim.lr_scheduler_type, optim.warmup_steps
+        )
         step.metrics["policy/lr"] = lr
         if not (step.has_signal and has_signal):
             policy.optimizer.zero_grad(set_to_none=True)
@@ -165,8 +167,8 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
 
         The order depends only on the seed, the step and the epoch: any number of ranks has the same.
         """
-        numbers = range(self.args.num_minibatches)
-        keys = [[sample_seed(self.args.seed, step.number, -1 - e, i) for i in numbers] for e in range(1, epochs)]
+        numbers = range(self.args.data.num_minibatches)
+        keys = [[sample_seed(self.args.run.seed, step.number, -1 - e, i) for i in numbers] for e in range(1, epochs)]
         order = [*numbers, *(i for own in keys for i in sorted(numbers, key=own.__getitem__))]
         self.num_updates = len(order)
         return order
@@ -175,13 +177,13 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
     def updating(self, step: "Step") -> Iterator[None]:
         """Let the engine sleep in the block, then update the moving average of the weights."""
         step.metrics |= self.memory("rollout_")
-        self.num_updates = self.args.num_minibatches
+        self.num_updates = self.args.data.num_minibatches
         with self.phase("update"):
             if self.sleeps:
                 self.engine.sleep()
             step.metrics |= self.memory("asleep_")
             yield
-            if self.args.ema_decay:
+            if self.args.policy.ema_decay:
                 self.policy.ema.update(step.number)
             if self.sleeps:
                 self.engine.wake()

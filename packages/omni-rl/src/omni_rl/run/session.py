@@ -26,9 +26,9 @@ from omni_rl.report.process import ReportProcess
 from omni_rl.run.metrics import COLUMNS
 from omni_rl.run.notify import say
 from omni_rl.run.world import World
-from omni_rl.settings.args import RunArgs, num_samplers, scorer_flag, secret_flags, without_secrets
+from omni_rl.settings.args import RunArgs, num_samplers, secret_flags, without_secrets
 from omni_rl.settings.early import WRITTEN, check_same
-from omni_rl.settings.fields import flat
+from omni_rl.settings.fields import build, flat
 from omni_rl.settings.toml import to_toml
 
 BESIDE = ("config.toml", "metrics.jsonl", "versions.jsonl", "weights")  # what a checkpoint at a URL has of the folder
@@ -43,25 +43,25 @@ class Session:
     """
 
     def __init__(self, args: RunArgs, dist: Dist) -> None:
-        self.folder = Path("runs") / args.name
+        self.folder = Path("runs") / args.run.name
         self.lock: RunLock | None = None
         self.report: ReportProcess | None = None
         self._report_breaker = Breaker("the report")
         self.checkpoints = Checkpoint(
             self.folder / "checkpoints",
             dist,
-            keep=args.keep_checkpoints,
+            keep=args.run.keep_checkpoints,
             wait_for=self._await_samples,
-            url=args.checkpoint_url,
+            url=args.run.checkpoint_url,
             beside=[self.folder / name for name in BESIDE],
         )
-        if args.checkpoint_url and not (args.dry_run or args.eval.only or dist.first):
-            self.lock = RunLock(self.folder, dist, url=args.checkpoint_url)
+        if args.run.checkpoint_url and not (args.run.dry_run or args.eval.only or dist.first):
+            self.lock = RunLock(self.folder, dist, url=args.run.checkpoint_url)
         self.saved = None if dist.first else self.checkpoints.latest()  # ranks that only sample get the weights
         self.first_step = self.saved.step + 1 if self.saved else 0
         self.config: dict[str, object] = {}
         self._is_fetched = False  # whether another machine has trained on
-        self.log = RunLog("", is_main=False, total_steps=args.train_steps)
+        self.log = RunLog("", is_main=False, total_steps=args.run.train_steps)
         if args.eval.only:
             self.folder /= f"eval-{max(self.first_step - 1, 0):06}"
 
@@ -89,8 +89,8 @@ class Session:
         """
         self.config["scorer"] = version
         was = self.saved.config.get("scorer", "") if self.saved else version
-        if was != version and not (args.eval.only or args.dry_run):
-            raise ValueError(f"{scorer_flag(args)} must be the scorer that the run began with, {was}, got {version}")
+        if was != version and not (args.eval.only or args.run.dry_run):
+            raise ValueError(f"{args.scorer.flag} must be the scorer that the run began with, {was}, got {version}")
 
     def take(self, args: RunArgs, world: World, mode: str) -> None:
         """Make this the one run that writes into the folder, open its report, and print the first line."""
@@ -105,7 +105,7 @@ class Session:
                 for name in REPLACED if dist.is_main else ():
                     check_replaceable(self.folder / name)
                 self.fetch(dist)
-        claim_folder(dist, self.folder, has_checkpoint=self.saved is not None, way=self.way_on(args.checkpoint_url))
+        claim_folder(dist, self.folder, has_checkpoint=self.saved is not None, way=self.way_on(args.run.checkpoint_url))
         if dist.is_main:
             self.open_report(args, world)
             start = self.begins if self.saved else "begins"
@@ -113,7 +113,7 @@ class Session:
             ranks = f"{dist.world_size} {'rank' if dist.world_size == 1 else 'ranks'} on {dist.device.type}"
             ranks += f", {dist.context} of them for each sample" if dist.context > 1 else ""
             ranks += f", {count} more only sample" if (count := num_samplers(args)) else ""
-            place = f"report in {self.folder}/report.html; loading {args.model}"
+            place = f"report in {self.folder}/report.html; loading {args.policy.model}"
             say(f"{self.folder} {start}: {ranks}, weights {mode}; {place}")
 
     def way_on(self, url: str) -> str:
@@ -171,10 +171,10 @@ class Session:
         with suppress(Exception):  # of which its process says why, as it writes both again
             write_now(folder, progress.describe())
             write_report(folder)
-        self.report = self._report_breaker(ReportProcess, folder, args.tracking.to, args.tracking.project)
+        self.report = self._report_breaker(ReportProcess, folder, args.run.tracking.to, args.run.tracking.project)
         error = self.report.tracker_error if self.report else ""
         if error and not self.saved:  # nothing is lost yet
-            raise ValueError(f"--tracking.to must be a tracker that opens, got {args.tracking.to}: {error}")
+            raise ValueError(f"--tracking.to must be a tracker that opens, got {args.run.tracking.to}: {error}")
         if error:
             Breaker("a tracker").switch_off(error)
         if self.report and world.display:
@@ -192,10 +192,10 @@ class Session:
         if dist.is_main:
             Breaker("the record of versions")(self._note_start, args, world, unshard)
         self.log = world.open_log(
-            partial(ProfiledLog, step=args.profile, nets=set(nets)) if args.profile else RunLog,
+            partial(ProfiledLog, step=args.run.profile, nets=set(nets)) if args.run.profile else RunLog,
             folder=folder,
             is_main=dist.is_main,
-            total_steps=args.train_steps,
+            total_steps=args.run.train_steps,
             eval_every=args.eval.every,
             columns=[*COLUMNS[:2], *rewards, *COLUMNS[2:]],
             resume_step=-1 if args.eval.only else self.first_step - 1,
@@ -206,13 +206,13 @@ class Session:
         """Add this start to the folder's versions.jsonl."""
         ranks, device = world.whole.world_size, str(world.dist.device)
         facts: dict[str, object] = {"ranks": ranks, "device": device, "threads": torch.get_num_threads()}
-        facts["attention"] = ", ".join(backend.name for backend in BACKENDS[args.attention])
+        facts["attention"] = ", ".join(backend.name for backend in BACKENDS[args.policy.attention])
         facts |= {"device_name": name} if (name := device_name(world.dist.device)) else {}
         facts |= {"gathered": "once in " + " and ".join(unshard)} if unshard else {}
         facts |= {"hub": ", ".join(pinned(place, files[0]) for place, files in FETCHED.items())} if FETCHED else {}
-        plain = flat(type(args)())
+        plain = flat(build(type(args), {}))
         changed = [name for name, value in flat(args).items() if value != plain[name]]
-        write_versions(self.folder, hide=secret_flags(args), changed=changed, facts=facts)
+        write_versions(self.folder, hide=secret_flags(type(args)), changed=changed, facts=facts)
 
     def _await_samples(self) -> None:
         """Wait until the samples of evaluations are on the disk: after a checkpoint they are not generated again.

@@ -50,7 +50,7 @@ def begun(run: AnyRun, steps: Loop, begin: Callable[[Step], T]) -> Iterator[tupl
     """
     early = deque[tuple[Step, T]]()
     for step in steps:
-        ahead, end = run.args.draw_ahead, next_end(run.args, step.number)
+        ahead, end = run.args.sampling.draw_ahead, next_end(run.args, step.number)
         while not early or (len(early) <= ahead and steps.begun < end and not steps.is_asked):
             new = Step(steps.begun, version=step.number) if early else step
             early.append((new, begin(new)))

@@ -2,7 +2,7 @@
 
     inputs = read_media(args, world)  # of `omni_rl.run.media`, `texts` or `thoughts`, as are the scorer and the engine
     session = open_session(args, world, inputs)
-    if args.dry_run:
+    if args.run.dry_run:
         tell_plan(args, world, inputs, session)
     args, servers = start_servers(args, world)
     scorer = open_scorer(args, world, inputs, session)
@@ -53,7 +53,7 @@ from omni_rl.run.world import World
 from omni_rl.settings.args import RunArgs, offloaded, sharding, without_secrets
 from omni_rl.settings.early import LOSS_SCALE, files_of
 from omni_rl.settings.eval_sets import loose_limits
-from omni_rl.settings.fields import change, flag, flat, require, values_of
+from omni_rl.settings.fields import change, flag, flat, require
 from omni_rl.settings.toml import to_toml
 
 MAX_GATHERED = 1e9  # bytes of weights that sharded ranks may gather for every token
@@ -93,7 +93,7 @@ def open_session(args: RunArgs, world: World, inputs: Inputs[Any, Any]) -> Sessi
 
 def check_gathered(args: RunArgs, inputs: Inputs[Any, Any], net: nn.Module) -> None:
     """Raise ValueError if sharded ranks would gather too much for each token that they sample."""
-    given = values_of(args)["engine"]
+    given = args.sampling.engine
     size = gathered_bytes(args, net) if given == inputs.token_engine else 0
     rule = (
         f"--sharding.mode fsdp2 would gather {size / 1e9:.1f} GB of weights for every token that "
@@ -105,7 +105,7 @@ def check_gathered(args: RunArgs, inputs: Inputs[Any, Any], net: nn.Module) -> N
 
 def gathered_bytes(args: RunArgs, net: nn.Module) -> int:
     """Return the size of the weights that sharded ranks would gather."""
-    return num_gathered(net) * int(getattr(torch, args.dtype).itemsize)
+    return num_gathered(net) * int(getattr(torch, args.policy.dtype).itemsize)
 
 
 def tell_plan(args: RunArgs, world: World, inputs: Inputs[Any, Any], session: Session) -> None:
@@ -149,7 +149,7 @@ def open_net(args: RunArgs, world: World, inputs: Inputs[Any, Any], session: Ses
 def load_net(args: RunArgs, world: World, inputs: Inputs[Any, Any]) -> nn.Module:
     """Return the net. Where nothing speaks against it, it has the checkpoint's weights as they are."""
     how, model, host = inputs.how, inputs.model, torch.device("cpu")
-    streams = "blocks" in offloaded(args)
+    streams = "blocks" in offloaded(args.memory)
 
     def begin(net: nn.Module) -> None:
         with flag("--init-weights: "):
@@ -164,7 +164,7 @@ def load_net(args: RunArgs, world: World, inputs: Inputs[Any, Any]) -> nn.Module
         net, files = unfilled(inputs, how, inputs.files)
         net = prepare(net, replace(how, device=host, run_on=how.device) if streams else how, files, begin=begin)
     else:
-        waits = world.has_numbers and not args.has_trained_engine  # until the engine adopts what it has
+        waits = world.has_numbers and not args.sampling.has_trained_engine  # until the engine adopts what it has
         device = host if streams or waits else how.device
         net = prepare(model.load_net(device=device, dtype=how.dtype), replace(how, device=device), begin=begin)
     if streams:
@@ -240,8 +240,8 @@ def open_policy(
     if policy.scaler:
         policy.backward = scaled_backward(policy.backward, policy.scaler)
     if dist.context > 1:  # whose attention is computed again in the backward pass
-        policy.backward = sdpa_kernel(BACKENDS[args.attention])(policy.backward)
-    if args.deterministic:
+        policy.backward = sdpa_kernel(BACKENDS[args.policy.attention])(policy.backward)
+    if args.policy.deterministic:
         policy.backward = deterministic()(policy.backward)
     with same_error(world.whole):
         if not world.only_samples:
@@ -258,16 +258,16 @@ def load_policy(args: RunArgs, inputs: Inputs[Any, Any], net: nn.Module, session
         betas=(optim.adam_beta1, optim.adam_beta2),
         weight_decay=optim.weight_decay,
         eps=optim.adam_epsilon,
-        on_host="optimizer" in offloaded(args),
+        on_host="optimizer" in offloaded(args.memory),
         foreach=True if inputs.how.lora and inputs.how.mesh else None,  # of sharded adapters, many and small
     )
     for expert, scale in inputs.lr_scales.items():
         own, group = set(net.get_submodule(expert).parameters()), optimizer.param_groups[0]
         group["params"] = [p for p in trained if p not in own]
         optimizer.add_param_group({"params": [p for p in trained if p in own], "lr_scale": scale})
-    policy = Policy(net, optimizer, Ema(trained, decay=args.ema_decay))
+    policy = Policy(net, optimizer, Ema(trained, decay=args.policy.ema_decay))
     policy.adapters = inputs.how.lora.others if inputs.how.lora else ()
-    if args.dtype == "float16":
+    if args.policy.dtype == "float16":
         policy.scaler = GradScaler(inputs.how.device.type)
         if LOSS_SCALE in session.config:
             policy.scaler.load_state_dict(session.config[LOSS_SCALE])  # type: ignore[arg-type]  # as it was saved
@@ -337,10 +337,10 @@ def open_run(  # noqa: PLR0913 - a run has that many parts
         trained=inputs.trained,
         streams=inputs.streams,
         algorithm=algorithm,
-        base=args.init_weights if args.lora.rank and inputs.files else args.model,
+        base=args.policy.init_weights if args.lora.rank and inputs.files else args.policy.model,
         parts=inputs.parts,
         open_servers=servers,
-        sleeps="engine" in offloaded(args) or (args.memory.engine_sleep and not engine.shares_weights),
+        sleeps="engine" in offloaded(args.memory) or (args.memory.engine_sleep and not engine.shares_weights),
         samplers=Samplers(world.roles, policy) if world.roles and not world.only_samples else None,
     )
     run.count_calls(seen)

@@ -60,7 +60,7 @@ def read_all(args: TokenArgs, world: World) -> Inputs[TokenModel, TokenParams]:
     dist = world.dist
     with flag("--model: "):
         model = open_token_model(model_place(args))
-        model.dtype = getattr(torch, args.dtype)
+        model.dtype = getattr(torch, args.policy.dtype)
         world.check_files(model)
 
     def check(record: PromptRecord) -> None:
@@ -75,18 +75,18 @@ def read_all(args: TokenArgs, world: World) -> Inputs[TokenModel, TokenParams]:
     still = () if args.lora.rank else model.FROZEN
     how = preparation(args, dist.device, model, lambda name: f"{name}.".startswith(tuple(f"{each}." for each in still)))
     prompts, records = read_prompts(args, check_graded, check_graded)
-    params = TokenParams(args.max_new_tokens, args.temperature)
-    eval_params = TokenParams(args.max_new_tokens, args.eval.temperature, args.eval.top_p)
+    params = TokenParams(args.sampling.max_new_tokens, args.sampling.temperature)
+    eval_params = TokenParams(args.sampling.max_new_tokens, args.eval.temperature, args.eval.top_p)
     part = model.prefix.rstrip(".")
-    adapters = {"": Path(args.init_weights)} if args.init_weights else {}
+    adapters = {"": Path(args.policy.init_weights)} if args.policy.init_weights else {}
     with flag("--init-weights: "):
         for folder in adapters.values():
             rule = "must be the folder of an adapter, with --lora.rank > 0; full weights are a --model"
             require((args.lora.rank and find_adapter(folder), f"{rule}, got {folder}"))
             check_adapter(adapt(model.empty_net(), how), folder, part=part)
-    training = load_records(args, args.prompts)
+    training = load_records(args.data, args.data.prompts)
     sets = read_sets(args, records, eval_params, check, check_graded)
-    check_gradable(args, graded_by_run(args, training, sets), prints=dist.is_main)
+    check_gradable(args.scorer, graded_by_run(args, training, sets), prints=dist.is_main)
     media = sorted({file for record in training for file in media_files(record)})
     config: dict[str, object] = {"media_digest": probe_digest(media, num_blocks=1)} if media else {}
     config |= {"tool.function_digest": file_digest(args.tool.file)} if args.tool.function else {}
@@ -97,7 +97,7 @@ def read_all(args: TokenArgs, world: World) -> Inputs[TokenModel, TokenParams]:
         sets,
         canary_of([*records, *training]),
         how,
-        f"{type(model).__name__}, answers of at most {args.max_new_tokens} tokens",
+        f"{type(model).__name__}, answers of at most {args.sampling.max_new_tokens} tokens",
         model.nets,
         config | {"rules": version_of(args.rules)},
         adapters=adapters,
@@ -109,11 +109,11 @@ def read_all(args: TokenArgs, world: World) -> Inputs[TokenModel, TokenParams]:
 
 def check_record(args: TokenArgs, model: TokenModel, record: PromptRecord) -> None:
     """Raise ValueError for a prompt with media that are missing, or too long."""
-    most = args.max_prompt_tokens
+    most = args.sampling.max_prompt_tokens
     if most or model.MEDIA or media_files(record) or "messages" in record.meta:
         (prompt,) = prompts_of([record], 1, seed=0, step=0)
         encoded = model.encode(prompt)
-        if args.engine == "vllm":
+        if args.sampling.engine == "vllm":
             from omni_rollout.engines.vllm import media_of
 
             media_of(encoded, model.config)  # refuses what vLLM would not answer
@@ -141,7 +141,7 @@ def open_scorer(args: TokenArgs, world: World, inputs: Inputs[Any, Any], session
 
 def connect_scorers(args: TokenArgs, world: World, inputs: Inputs[Any, Any]) -> tuple[TextScorer, str]:
     """Return what `open_scorer` returns, and the server's name and version."""
-    ask, version, client = partial(world.connect, args=args, kinds=(TEXT_KIND,)), "", None
+    ask, version, client = partial(world.connect, asks=args.scorer, kinds=(TEXT_KIND,)), "", None
     if args.scorer.url:
         client, version = ask(args.scorer.url, canary=inputs.canary)
     plain = open_rules(SCORER, remote=True)
@@ -159,15 +159,15 @@ def open_engine(
 ) -> tuple[TokenModel, TokenEngine]:
     """Return the model as updates call it, and the engine."""
     model, dist = world.watched(inputs.model), world.dist
-    if args.engine == "vllm":
+    if args.sampling.engine == "vllm":
         from omni_rollout.engines.vllm import VllmEngine
 
-        answer = max([args.max_new_tokens, *(held.max_new_tokens or 0 for held in args.eval.sets)])
-        most = args.max_prompt_tokens and args.max_prompt_tokens + answer
-        dtype, share = getattr(torch, args.dtype), args.gpu_memory_utilization
+        answer = max([args.sampling.max_new_tokens, *(held.max_new_tokens or 0 for held in args.eval.sets)])
+        most = args.sampling.max_prompt_tokens and args.sampling.max_prompt_tokens + answer
+        dtype, share = getattr(torch, args.policy.dtype), args.sampling.gpu_memory_utilization
         return model, VllmEngine(model, device=dist.device, dtype=dtype, memory_share=share, max_tokens=most)
     tool = None
-    if args.tool.function and not args.dry_run:
+    if args.tool.function and not args.run.dry_run:
         tool = Tool(load_user(args.tool.function, "text"), args.tool.texts)
     return model, TransformersEngine(model, net, synced=sharding(args, dist.world_size) == "fsdp2", tool=tool)
 

@@ -53,7 +53,7 @@ def read_thinking(args: ThinkingArgs, world: World) -> Inputs[ThinkingModel, Thi
         rule = 'must not have the key "thought", under which scorers get the model\'s own'
         require(("thought" not in record.meta, rule))
 
-    rules, thought = args.rules, TokenParams(args.max_thought_tokens, args.temperature)
+    rules, thought = args.rules, TokenParams(args.sampling.max_thought_tokens, args.sampling.temperature)
     params = ThinkingParams(**vars(params_of(args)), thought=thought)
     eval_thought = replace(thought, temperature=args.eval.temperature, top_p=args.eval.top_p)
     eval_params = replace(params, num_inference_steps=args.eval.num_inference_steps, thought=eval_thought)
@@ -63,7 +63,7 @@ def read_thinking(args: ThinkingArgs, world: World) -> Inputs[ThinkingModel, Thi
             check_meta(rules, record.meta, flag=FLAG)
 
     inputs = read_all(args, world, model, params, eval_params, check, check_graded)
-    check_trained(args, inputs, args.window, sde_step)
+    check_trained(args, inputs, args.window.steps(args.sampling), sde_step)
     about = f"{inputs.about}, thoughts of at most {thought.max_new_tokens} tokens"
     config = inputs.config | {"rules": version_of(rules) if rules else ""}
     parts = ("image", "thought") if rules else ()

@@ -17,6 +17,7 @@ from omni_train.signals import STOP_SIGNALS
 from omni_rl.flow.scorers import connect
 from omni_rl.run.engines import ENGINES
 from omni_rl.settings.args import RunArgs, num_samplers, num_shares, num_trainers
+from omni_rl.settings.groups import Scorer
 
 ModelT = TypeVar("ModelT")
 
@@ -46,14 +47,14 @@ class World:
     @classmethod
     def join(cls, args: RunArgs) -> "World":
         """Join the ranks of a run, with as many threads as fit it; for a dry run be the first, without the others."""
-        if args.dry_run:
+        if args.run.dry_run:
             size = num_trainers(args)
             one = Dist(rank=0, world_size=size, local_rank=0, device=local_device(), mesh=None)
             return cls(replace(one, context=size // num_shares(args, size)))
-        dist = init_distributed(timeout_s=args.hang_timeout_s, expandable_segments=args.has_trained_engine)
+        dist = init_distributed(timeout_s=args.run.hang_timeout_s, expandable_segments=args.sampling.has_trained_engine)
         if dist.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)  # fast beside a scorer, and the same bits on any number of cores
-        count, limit = num_samplers(args), args.hang_timeout_s
+        count, limit = num_samplers(args), args.run.hang_timeout_s
         roles = split(dist, count, timeout_s=limit) if count and dist.mesh else None
         own = roles.dist if roles else dist
         display = Display() if own.is_main else None
@@ -89,10 +90,10 @@ class World:
         sys.exit(0)
 
     def connect(
-        self, urls: str, args: RunArgs, canary: PromptRecord, kinds: Sequence[str], **how: Any
+        self, urls: str, asks: Scorer, canary: PromptRecord, kinds: Sequence[str], **how: Any
     ) -> tuple[Any, str]:
         """Return the scorer at a URL, and its name and version, as `omni_rl.flow.scorers.connect` does."""
-        return connect(urls, args, self.dist, canary, kinds, **how)
+        return connect(urls, asks, self.dist, canary, kinds, **how)
 
     def watched(self, model: ModelT) -> ModelT:
         """Return the model as engine and updates call it."""

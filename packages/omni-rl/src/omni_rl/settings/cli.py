@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -22,16 +22,33 @@ from typing import Annotated, Any, Generic, NoReturn, TypeVar, get_args
 
 import tyro
 from omni_train.terminal import one_line, printable
-from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+from tyro.constructors import (
+    ConstructorRegistry,
+    PrimitiveConstructorSpec,
+    PrimitiveTypeInfo,
+    StructConstructorSpec,
+    StructFieldSpec,
+    StructTypeInfo,
+)
 
 from omni_rl.settings.args import MediaArgs, RunArgs, num_ranks
 from omni_rl.settings.early import check_model, check_reward, check_sides, check_unchanged, knock
-from omni_rl.settings.fields import change, flag_of, kind_of, leaves, require, takes_none, unsettled, values_of
+from omni_rl.settings.fields import (
+    change,
+    comments_of,
+    flag_of,
+    kind_of,
+    leaves,
+    require,
+    takes_none,
+    unsettled,
+    values_of,
+)
 from omni_rl.settings.printing import print_mistake, until_closed
 from omni_rl.settings.toml import KINDS, from_files, recipes, suggest, to_toml
 
 ConfigT = TypeVar("ConfigT")
-NUMBERS = ConstructorRegistry()
+RULES = ConstructorRegistry()
 
 
 @dataclass(frozen=True)
@@ -52,7 +69,20 @@ class Command(Generic[ConfigT]):
     settings: Annotated[ConfigT, tyro.conf.arg(name="")]
 
 
-@NUMBERS.primitive_rule
+@RULES.struct_rule
+def dataclass_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
+    """Read the fields of a dataclass with their comments as help, in a tenth of the time that tyro takes."""
+    if not is_dataclass(info.type) or info.type is Command:
+        return None
+    own: list[tuple[str, Any, Any]] = [
+        (each.name, each.type, getattr(info.default, each.name, each.default)) for each in fields(info.type)
+    ]
+    helps = {name: inspect.getdoc(kind_of(kind)) for name, kind, _ in own if is_dataclass(kind_of(kind))}
+    helps |= comments_of(info.type)
+    return StructConstructorSpec(info.type, tuple(StructFieldSpec(*each, helps.get(each[0], "")) for each in own))
+
+
+@RULES.primitive_rule
 def number(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[float | None] | None:
     """Read a number; one that may be None is so by the word none."""
     read, *others = get_args(info.type) or (info.type,)
@@ -88,22 +118,23 @@ def parse_cli(
     presets = recipes(app)
     try:
         config = read_settings(cls, argv, presets, description or "")
-        if getattr(config, "dry_run", False) and os.environ.get("RANK", "0") != "0":
+        values = values_of(config)
+        if values.get("dry_run") and os.environ.get("RANK", "0") != "0":
             sys.exit(0)  # the first rank plans without the others
         if "--check" in argv:
             print(to_toml(config), end="", flush=True)
-        if not getattr(config, "verbose", False):
+        if not values.get("verbose"):
             hush()
         check(config)
-        if isinstance(config, RunArgs) and config.model:
-            check_model(config.model, reads_texts=not config.dry_run)
+        if isinstance(config, RunArgs) and config.policy.model:
+            check_model(config.policy.model, reads_texts=not config.run.dry_run)
             if isinstance(config, MediaArgs):
-                check_sides(config.model, config.height, config.width)
-            check_reward(values_of(config).get("scorer.name", ""))
+                check_sides(config.policy.model, config.sampling.height, config.sampling.width)
+            check_reward(config.scorer.name)
             check_reward(config.eval.gold_scorer, "eval.gold_scorer")
             check_unchanged(config)
-        if "--check" not in argv and not getattr(config, "dry_run", False):
-            knock(values_of(config))
+        if "--check" not in argv and not values.get("dry_run"):
+            knock(values)
     except ValueError as exc:
         fault, text = str(exc), "".join(presets.get(word, "") for word in argv)  # of the preset: what it goes with
         prompts = re.search(r"^# Prompts: ((?:write (?:data/)?|omni-rl prompts )(\w+).*)", text, re.MULTILINE)
@@ -123,8 +154,7 @@ def parse_cli(
     if "--check" in argv:
         sys.exit(0)
     if os.environ.get("RANK", "0") == "0":
-        model = values_of(config).get("model", "")
-        print(f"{Path(sys.argv[0]).name}: the settings are checked; loading torch, then {model}", flush=True)
+        print(f"{Path(sys.argv[0]).name}: the settings are checked; loading torch, then {values['model']}", flush=True)
     return config
 
 
@@ -157,7 +187,7 @@ def read_settings(cls: type[ConfigT], argv: Sequence[str], presets: Mapping[str,
         prog=Path(sys.argv[0]).name,
         description=inspect.cleandoc(description),
         default=Command(Program(), unsettled(cls, values)),
-        registry=NUMBERS,
+        registry=RULES,
     )
     if not {"-h", "--help"}.isdisjoint(argv):
         with until_closed():

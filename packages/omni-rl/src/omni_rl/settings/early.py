@@ -102,7 +102,7 @@ def split_options(text: str) -> tuple[str, list[str]]:
 
 def check_unchanged(args: RunArgs) -> None:
     """Raise ValueError where settings or files differ from those of the checkpoint from which the run continues."""
-    folder, model = Path("runs") / args.name / "checkpoints", Path(args.model)
+    folder, model = Path("runs") / args.run.name / "checkpoints", Path(args.policy.model)
     for step in saved_steps(folder)[-1:]:
         try:
             saved = read_index(step_folder(folder, step))
@@ -114,24 +114,24 @@ def check_unchanged(args: RunArgs) -> None:
 
 def check_same(args: RunArgs, saved: Saved, now: Config, *, ignore: Collection[str] = ()) -> None:
     """Raise ValueError if a run resumes with other settings or files, except those that may change."""
-    then, falls = saved.config.get("train_steps", args.train_steps), args.optim.lr_scheduler_type != "constant"
+    then, falls = saved.config.get("train_steps", args.run.train_steps), args.optim.lr_scheduler_type != "constant"
     kind = f"--optim.lr-scheduler-type {args.optim.lr_scheduler_type}"
     rule = f"--train-steps must be {then}, as {kind} ends with the last step: to train longer, give the run another "
-    rule += f"--name and its weights as --init-weights runs/{args.name}/weights, got {args.train_steps}"
-    require((not falls or then == args.train_steps, rule))
+    rule += f"--name and its weights as --init-weights runs/{args.run.name}/weights, got {args.run.train_steps}"
+    require((not falls or then == args.run.train_steps, rule))
     may = {*marked(type(args), MAY_CHANGE, SECRET)}
-    if args.draw_ahead:  # samples wait neither where a run is saved nor where it is evaluated
+    if args.sampling.draw_ahead:  # samples wait neither where a run is saved nor where it is evaluated
         may -= {"save_every", "eval.every"}
     check_config(saved, now, ignore=(*may, *ignore, "train_steps", "scorer", *WRITTEN))
 
 
 def files_of(args: RunArgs, model: Path | None) -> dict[str, str]:
     """Return what identifies the files of prompts and weights. model: its folder, None for one that is not fetched."""
-    files = data_files(args.prompts)
-    prompts = {"prompts": pinned(args.prompts, files[0]), "prompts_digest": files_digest(files)}
+    files = data_files(args.data.prompts)
+    prompts = {"prompts": pinned(args.data.prompts, files[0]), "prompts_digest": files_digest(files)}
     if args.eval.gold_prompts:
         prompts[GOLD_DIGEST] = files_digest(data_files(args.eval.gold_prompts))
-    start = sorted(Path(args.init_weights).rglob("*.safetensors")) if args.init_weights else []
+    start = sorted(Path(args.policy.init_weights).rglob("*.safetensors")) if args.policy.init_weights else []
     weights = {"weights_digest": probe_digest([*sorted(model.rglob("*.safetensors")), *start])} if model else {}
     return prompts | weights
 

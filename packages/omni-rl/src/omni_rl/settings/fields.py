@@ -3,11 +3,13 @@
 A setting is one line: `lr: Annotated[float, between(0, 1)] = 3e-4  # Learning rate of AdamW`.
 """
 
+import inspect
 import math
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import Field, asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import Field, asdict, dataclass, fields, is_dataclass
 from enum import Enum, auto
 from functools import cache
 from typing import Annotated, Any, TypeVar, cast, get_args, get_origin
@@ -15,6 +17,7 @@ from typing import Annotated, Any, TypeVar, cast, get_args, get_origin
 import tyro
 
 ConfigT = TypeVar("ConfigT")
+GroupT = TypeVar("GroupT")
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 FLOAT32_MAX = 3.4028234663852886e38
@@ -33,6 +36,8 @@ MAY_CHANGE = Mark.MAY_CHANGE  # a run may continue with another value than its c
 SECRET = Mark.SECRET  # kept out of files that others may read
 NO_FLAG = tyro.conf.Suppress  # a table of a TOML file, which has no flag
 SCORER_FLAG = tyro.conf.arg(name="scorer", prefix_name=False)  # the flag of scorer.name is --scorer
+FLAT = tyro.conf.arg(name="")
+Flat = Annotated[GroupT, FLAT]  # a group whose settings have no prefix
 
 
 @dataclass(frozen=True)
@@ -68,21 +73,29 @@ def cached(function: FunctionT) -> FunctionT:
     return cast("FunctionT", cache(function))
 
 
+def place_of(own: Field[Any], prefix: str) -> str:
+    """Return the prefix of the settings in a group of this field, such as "lora."; a flat one adds none."""
+    return prefix if FLAT in notes_of(own.type) else f"{prefix}{own.name}."
+
+
 @cached
 def leaves(cls: Any, prefix: str = "") -> dict[str, Field[Any]]:
     """Return the settings of a dataclass by name, such as lr, or correction.low in a group."""
     found: dict[str, Field[Any]] = {}
     for own in fields(cls):
         group = kind_of(own.type)
-        found |= leaves(group, f"{own.name}.") if is_dataclass(group) else {f"{prefix}{own.name}": own}
+        inner = leaves(group, place_of(own, prefix)) if is_dataclass(group) else {f"{prefix}{own.name}": own}
+        found |= inner
     return found
 
 
 def values_of(config: Any, prefix: str = "") -> dict[str, Any]:
     """Return the values of a dataclass by the names of `leaves`."""
     found: dict[str, Any] = {}
-    for name, value in vars(config).items():
-        found |= values_of(value, f"{name}.") if is_dataclass(value) else {f"{prefix}{name}": value}
+    for own in fields(config):
+        value = getattr(config, own.name)
+        inner = values_of(value, place_of(own, prefix)) if is_dataclass(value) else {f"{prefix}{own.name}": value}
+        found |= inner
     return found
 
 
@@ -92,13 +105,29 @@ def build(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
 
 
 def unsettled(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
-    """Return the dataclass of `build`, whose defaults do not follow from other values yet, as in `__post_init__`."""
+    """Return the dataclass of `build`, whose defaults do not follow from other values yet, as in `__post_init__`.
+
+    Raises:
+        TypeError: there is no setting of such a name.
+    """
     shape: Any = cls
-    config, own = object.__new__(cls), dict[str, Any]({each.name: each.default for each in fields(shape)})
-    for name, value in values.items():
-        group, _, rest = name.rpartition(".")
-        own |= {group: replace(own[group], **{rest: value})} if group else {name: value}
-    vars(config).update(own)
+    if unknown := values.keys() - leaves(cls):
+        raise TypeError(f"{cls.__name__} has no {', '.join(sorted(unknown))}")
+    return with_values(cls, {own.name: own.default for own in fields(shape)}, values)
+
+
+def with_values(
+    cls: type[ConfigT], defaults: Mapping[str, Any], values: Mapping[str, Any], prefix: str = ""
+) -> ConfigT:
+    """Return the dataclass with its defaults by field, and with values by the names of `leaves` in their place."""
+    shape: Any = cls
+    config = object.__new__(cls)
+    for own in fields(shape):
+        value = defaults[own.name]
+        if is_dataclass(value):
+            vars(config)[own.name] = with_values(type(value), vars(value), values, place_of(own, prefix))
+        else:
+            vars(config)[own.name] = values.get(f"{prefix}{own.name}", value)
     return config
 
 
@@ -111,6 +140,17 @@ def change(config: ConfigT, **values: Any) -> ConfigT:
 def flat(config: Any) -> dict[str, object]:
     """Return the values of a dataclass as checkpoints hold them, by the names of `leaves`."""
     return {name: [*map(asdict, own)] if isinstance(own, tuple) else own for name, own in values_of(config).items()}
+
+
+@cached
+def comments_of(cls: Any) -> dict[str, str]:
+    """Return the comments beside the fields of a dataclass and its bases, by name; each module is read once."""
+    found, bases = dict[str, str](), list[Any](filter(is_dataclass, reversed(cls.__mro__)))
+    for base in bases:
+        source = inspect.getsource(sys.modules[base.__module__])
+        body = re.search(rf"^( *)class {base.__name__}\b.*\n((?:(?:\1 .*)?\n)*)", source, re.MULTILINE)
+        found |= re.findall(r"^ +(\w+): .*?  # (.*)$", body[2] if body else "", re.MULTILINE)
+    return found
 
 
 def marked(cls: Any, *marks: Mark) -> tuple[str, ...]:

@@ -1,15 +1,22 @@
-"""Groups of settings that trainers share, each a table of a TOML file. Imports no torch."""
+"""Groups of settings that trainers list. Imports no torch.
+
+A group is a prefix of flags and a table of a TOML file, unless a trainer lists it as `Flat`. The comment beside a field
+is its help. A value without a type is no setting: it is what holds where a trainer lists no class that has the setting.
+"""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
-from omni_rl.settings.fields import MAY_CHANGE, SCORER_FLAG, SECRET, at_least, between
+from omni_rl.run.engines import ENGINES, RolloutDtype
+from omni_rl.settings.fields import MAY_CHANGE, REQUIRED, SCORER_FLAG, SECRET, at_least, between
 
+Attention = Literal["auto", "cudnn", "flash", "efficient", "math"]
+Dtype = Literal["float32", "bfloat16", "float16"]
 Shard = Literal["auto", "none", "ddp", "fsdp2"]
 Unshard = Literal["auto", "none", "rollout", "all"]
 OnFailure = Literal["raise", "mask", "mask_group"]
 BaseDtype = Literal["auto", "int8", "fp8", "nf4"]
-RolloutDtype = Literal["auto", "int8", "fp8"]
 Schedule = Literal["constant", "linear", "cosine"]
 
 
@@ -23,8 +30,162 @@ class Tracking:
 
 
 @dataclass(frozen=True)
+class Run:
+    """The run: its name, its length, its files."""
+
+    name: Annotated[str, MAY_CHANGE] = "run"  # Name of the run; the same command resumes runs/NAME
+    seed: Annotated[int, between(0, 2**63 - 1)] = 0  # Seed of all random numbers
+    train_steps: Annotated[int, at_least(0)] = 300  # Training steps; each is one rollout and its updates
+    save_every: Annotated[int, at_least(1), MAY_CHANGE] = 10  # Training steps between two checkpoints
+    keep_checkpoints: Annotated[int, at_least(1), MAY_CHANGE] = 2  # Number of newest checkpoints to keep
+    checkpoint_url: Annotated[str, MAY_CHANGE] = ""  # URL for checkpoints, for machines without a shared disk
+    async_save: Annotated[bool, MAY_CHANGE] = True  # Write checkpoints in the background, from a copy on the host
+    tracking: Tracking = Tracking()  # Trackers that get metrics and images too
+    profile: Annotated[int, at_least(0), MAY_CHANGE] = 0  # Step to trace, phase by phase, from 1; 0 is none
+    hang_timeout_s: Annotated[float, between(1, 1e6), MAY_CHANGE] = 1800.0  # Timeout for a silent rank in seconds
+    verbose: Annotated[bool, MAY_CHANGE] = False  # Also show warnings and progress bars of other libraries
+    dry_run: Annotated[bool, MAY_CHANGE] = False  # Print the settings and the plan of a step, and stop
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The model, and how it computes."""
+
+    model: Annotated[str, REQUIRED] = ""  # Folder or hub id of a diffusers pipeline
+    dtype: Dtype = "float32"  # Data type of the frozen weights; trained ones are float32
+    init_weights: str = ""  # Folder with trained weights to start from, a LoRA adapter or full weights
+    ema_decay: Annotated[float, between(0, 0.99999)] = 0.0  # Share that an average of the weights keeps; 0 is off
+    attention: Annotated[Attention, MAY_CHANGE] = "auto"  # Attention kernels, by torch's names
+    deterministic: Annotated[bool, MAY_CHANGE] = True  # Use deterministic algorithms in backward passes
+
+
+@dataclass(frozen=True)
+class MediaPolicy(Policy):
+    """The model of images, videos or sound, and how it computes."""
+
+    train_experts: Literal["both", "high", "low"] = "both"  # Experts to train, if the model has two
+    compile: Annotated[bool, MAY_CHANGE] = False  # Compile the blocks of the denoiser, for rollout and update
+
+
+@dataclass(frozen=True)
+class Data:
+    """Prompts, and how many samples a step and a forward take."""
+
+    prompts: Annotated[str, REQUIRED] = ""  # Training prompts: a file, a folder or a data set on the hub
+    prompt_key: str = ""  # Key or column of the prompt; empty: prompt or messages
+    media_root: Annotated[str, MAY_CHANGE] = ""  # Additional folder for media files, besides that of the prompts
+    prompts_per_step: Annotated[int, at_least(1)] = 32  # Prompts in a training step, over all ranks
+    group_size: Annotated[int, between(1, 65_536)] = 16  # Samples of each prompt
+    batch_size: Annotated[int, between(1, 65_536)] = 16  # Samples per forward of a rank, in rollout and update
+    num_minibatches: Annotated[int, at_least(1)] = 1  # Optimizer steps per rollout
+
+
+@dataclass(frozen=True)
+class GroupData(Data):
+    """Prompts whose samples are compared with each other."""
+
+    group_size: Annotated[int, between(2, 65_536)] = 16  # Samples of each prompt
+
+
+@dataclass(frozen=True)
+class TokenData(Data):
+    """Prompts whose answers are compared with each other, and packed."""
+
+    group_size: Annotated[int, between(2, 65_536)] = 16  # Samples of each prompt
+    tokens_per_batch: Annotated[int, at_least(0)] = 0  # Padded tokens per forward of the update, at most; 0 is any
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How images, videos or sound are sampled."""
+
+    draw_ahead = 0
+
+    height: Annotated[int, between(1, 2**14)] = 512  # Height in pixels
+    width: Annotated[int, between(1, 2**14)] = 512  # Width in pixels
+    num_frames: Annotated[int, between(1, 2**14)] = 1  # Frames of a video; 1 for images
+    frame_rate: Annotated[float, between(1e-3, 1e3)] = 24.0  # Frames per second of a video
+    num_inference_steps: Annotated[int, between(2, 10_000)] = 10  # Denoising steps of a rollout
+    guidance_scale: Annotated[float, between(0, 1e3)] = 1.0  # Guidance scale, if the pipeline has it; for most 1 is off
+    true_cfg_scale: Annotated[float, between(1, 1e3)] = 1.0  # True CFG scale, if the pipeline has it; 1 is off
+    guidance: str = ""  # Other guidance settings of the model's pipeline, as name=value,name=value
+    engine: str = "diffusers"  # Engine that samples, diffusers or vllm-omni, both in the trainer's process
+
+    @property
+    def has_trained_engine(self) -> bool:
+        """True if the engine samples with the net that is trained."""
+        return not ENGINES[self.engine].library
+
+
+@dataclass(frozen=True)
+class RolloutSampling(Sampling):
+    """How images, videos or sound are sampled to train on."""
+
+    draw_ahead: Annotated[int, at_least(0)] = 0  # Updates by which a step is sampled in advance
+
+
+@dataclass(frozen=True)
+class ThinkingSampling(RolloutSampling):
+    """How thoughts and images are sampled to train on."""
+
+    max_thought_tokens: Annotated[int, between(1, 65_536)] = 512  # Tokens of a thought, at most
+    temperature: Annotated[float, between(1e-3, 100)] = 1.0  # Temperature of a rollout's thoughts
+
+
+@dataclass(frozen=True)
+class TokenSampling:
+    """How answers are sampled."""
+
+    max_prompt_tokens: Annotated[int, at_least(0)] = 0  # Tokens of a prompt and its media, at most; 0 is any
+    max_new_tokens: Annotated[int, between(1, 2**20)] = 1024  # Tokens of an answer, at most
+    temperature: Annotated[float, between(1e-3, 100)] = 1.0  # Temperature of the rollout and of trained log-probs
+    draw_ahead: Annotated[int, at_least(0)] = 0  # Updates by which a step is sampled in advance
+    engine: Literal["transformers", "vllm"] = "transformers"  # Engine that samples, in the trainer's process
+    gpu_memory_utilization: Annotated[float, between(1e-3, 1)] = 0.3  # Share of the device's memory for vllm
+
+    @property
+    def has_trained_engine(self) -> bool:
+        """True if the engine samples with the net that is trained."""
+        return self.engine != "vllm"
+
+
+@dataclass(frozen=True)
+class Window:
+    """The stochastic steps of a rollout."""
+
+    noise_level: Annotated[float, at_least(1e-6)] = 0.7  # Strength of the noise, as the step rule defines it
+    window_size: int | None = None  # Number of stochastic steps in a rollout; none: all but the last
+    window_low: Annotated[int, at_least(0)] = 0  # First step that may be stochastic
+    window_high: int | None = None  # One past the last step that may be stochastic; none: the last step
+    timestep_fraction: Annotated[float, between(1e-6, 1)] = 1.0  # Share of the stochastic steps that a sample trains on
+
+    def steps(self, sampling: Sampling) -> tuple[int, int]:
+        """Return the first step that may be stochastic, and one past the last."""
+        return self.window_low, sampling.num_inference_steps - 1 if self.window_high is None else self.window_high
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """How the samples of a group are compared."""
+
+    reward_parts = ""
+
+    adv_std: Literal["batch", "group", "none"] = "batch"  # Samples whose standard deviation divides the advantages
+    adv_correction: Literal[0, 1] = 1  # Variance uses n - correction (0: population, 1: sample)
+
+
+@dataclass(frozen=True)
+class JudgedAdvantages(Advantages):
+    """How the samples of a group are compared, by one reward or by several."""
+
+    reward_parts: str = ""  # Parts of the score to normalize separately and add, as ocr=0.7,jpeg=0.3
+
+
+@dataclass(frozen=True)
 class Sharding:
     """Spread of the weights over ranks."""
+
+    context_parallel, rollout_ranks = 1, 0
 
     mode: Annotated[Shard, MAY_CHANGE] = "auto"  # Replicas (ddp) or shards; auto: ddp for LoRA, else fsdp2
     size: Annotated[int, at_least(0), MAY_CHANGE] = 0  # Ranks that share a copy in fsdp2; 0 is all
@@ -49,6 +210,8 @@ class RolloutSharding(MediaSharding):
 @dataclass(frozen=True)
 class Lora:
     """LoRA adapters."""
+
+    target_parameters = ""
 
     rank: Annotated[int, between(0, 65_536)] = 0  # Rank of the adapters; 0 trains all weights of the denoiser
     alpha: Annotated[int, at_least(0)] = 0  # The scale is alpha / rank; 0 gives a scale of about 2
@@ -81,15 +244,10 @@ class MediaOptim(Optim):
 
 
 @dataclass(frozen=True)
-class RewardGradientOptim(MediaOptim):
-    """AdamW and its learning rate in a run on the gradient of a reward."""
-
-    max_grad_norm: Annotated[float, at_least(1e-12)] = 0.1  # Gradient norm above which gradients are scaled down
-
-
-@dataclass(frozen=True)
 class Memory:
-    """Ways to save memory."""
+    """Ways to save memory. OFFLOAD: the parts that `offload` may name, in ascending order of their copies' time."""
+
+    OFFLOAD = "optimizer activations"
 
     gradient_checkpointing: bool = False  # Recompute activations in the backward pass
     keep_products_gb: Annotated[float, at_least(0), MAY_CHANGE] = 0.0  # GB for matrix products that are kept
@@ -103,6 +261,8 @@ class Memory:
 class MediaMemory(Memory):
     """Ways to save memory in a run on images, videos or sound."""
 
+    OFFLOAD = "encoder engine optimizer activations blocks"
+
     decode_batch_size: Annotated[int, at_least(0), MAY_CHANGE] = 0  # Samples decoded at a time; 0: 4 megapixels
     rollout_dtype: RolloutDtype = "auto"  # Format of the engine's own linear layers; auto is --dtype
     decode_tile: Annotated[int, at_least(0)] = 0  # Longest side of a decoded tile, in pixels; 0: whole
@@ -114,11 +274,24 @@ class MediaMemory(Memory):
 class Scorer:
     """Requests to reward servers."""
 
+    name = url = watch_url = ""
+    sleep = False
+
     token_file: Annotated[str, SECRET] = ""  # File with the token of the reward servers
     timeout_s: Annotated[float, between(1e-3, 1e6), MAY_CHANGE] = 120.0  # Timeout for scores, in seconds
     batch_size: Annotated[int, at_least(0), MAY_CHANGE] = 0  # Samples per request, at most; 0: any
     proxy: Annotated[Literal["none", "env"], MAY_CHANGE] = "none"  # Proxy for other hosts; env: HTTP_PROXY
     on_failure: Annotated[OnFailure, MAY_CHANGE] = "raise"  # End the run, or drop the samples or groups
+
+    @property
+    def given(self) -> bool:
+        """True if there is a scorer."""
+        return bool(self.name or self.url)
+
+    @property
+    def flag(self) -> str:
+        """The flag of the scorer: --scorer if the run starts its server, else --scorer.url."""
+        return "--scorer" if self.name else "--scorer.url"
 
 
 @dataclass(frozen=True)
@@ -136,17 +309,19 @@ class ScoredScorer(MediaScorer):
     url: Annotated[str, SECRET] = ""  # URL of a running reward server to use instead, or several with commas
     sleep: Annotated[bool, MAY_CHANGE] = False  # Keep the scorer's weights on the host except while it scores
 
-    @property
-    def given(self) -> bool:
-        """True if there is a scorer."""
-        return bool(self.name or self.url)
-
 
 @dataclass(frozen=True)
 class Streams:
     """Video and sound that a model samples as one latent."""
 
+    reward_media = ""
+
     freeze_audio: bool = False  # Freeze weights that act only on the sound
+
+    @property
+    def are_judged(self) -> bool:
+        """True if frames and sound have separate losses."""
+        return False
 
 
 @dataclass(frozen=True)
@@ -155,3 +330,49 @@ class JudgedStreams(Streams):
 
     reward_media: str = ""  # Parts that grade only one medium, as clap=audio,hpsv3=video
     sound_weight: Annotated[float | None, between(0, 1)] = None  # Share of the sound in the loss; none: by size
+
+    @property
+    def are_judged(self) -> bool:
+        """True if frames and sound have separate losses."""
+        return bool(self.reward_media) or self.sound_weight is not None
+
+
+@dataclass(frozen=True)
+class TokenLora(Lora):
+    """LoRA adapters of a language model."""
+
+    target_parameters: str = ""  # Parameters of experts that get adapters too, as mlp.experts.down_proj, with commas
+
+
+@dataclass(frozen=True)
+class ToolCalls:
+    """A function that answers can call; they continue after its result."""
+
+    function: str = ""  # Function of a text, as python:FILE.py:FUNCTION; the update masks its results
+    marks: str = "<tool> </tool> <result> </result>"  # Texts around a call, and around its result
+
+    @property
+    def texts(self) -> tuple[str, str, str, str]:
+        """The texts of the marks.
+
+        Raises:
+            ValueError: they are not four, or the last ends as the second.
+        """
+        found = self.marks.split()
+        if len(found) != 4 or found[3].endswith(found[1]):
+            rule = "--tool.marks must be four texts, of which the last does not end as the second"
+            raise ValueError(f"{rule}, got {self.marks!r}")
+        return found[0], found[1], found[2], found[3]
+
+    @property
+    def file(self) -> Path:
+        """The file of the function."""
+        return Path(self.function.partition(":")[2].rpartition(":")[0])
+
+
+@dataclass(frozen=True)
+class TokenScorer(Scorer):
+    """Requests of a run on text."""
+
+    name: Annotated[str, SCORER_FLAG, MAY_CHANGE] = ""  # Scorer to start, the term scorer of --reward
+    url: Annotated[str, SECRET] = ""  # URL of a running server to use instead, or several with commas

@@ -13,11 +13,8 @@ from omni_rl.media.images import AllOrNone, reference_sizes
 from omni_rl.run.engines import ENGINES
 from omni_rl.run.sinks import check_tracker
 from omni_rl.settings.args import (
-    JudgedArgs,
     MediaArgs,
     RunArgs,
-    ScoredArgs,
-    WindowArgs,
     load_records,
     num_batches,
     num_ranks,
@@ -31,6 +28,7 @@ from omni_rl.settings.args import (
 )
 from omni_rl.settings.eval_sets import check_gold, check_sets, check_urls
 from omni_rl.settings.fields import REQUIRED, check_bounds, flag, flag_of, marked, require, values_of
+from omni_rl.settings.groups import Sampling, Window
 
 
 def check_run(args: RunArgs) -> None:
@@ -40,29 +38,29 @@ def check_run(args: RunArgs) -> None:
         ValueError: a setting is out of bounds, does not fit another one or the number of ranks, or names no such file.
     """
     check_bounds(args)
-    check_tracker(args.tracking.to, args.tracking.project)
-    check_notify(args.tracking.notify)
-    if args.checkpoint_url:
+    check_tracker(args.run.tracking.to, args.run.tracking.project)
+    check_notify(args.run.tracking.notify)
+    if args.run.checkpoint_url:
         with flag("--checkpoint-url: "):
-            check_url(args.checkpoint_url)
+            check_url(args.run.checkpoint_url)
     lora, memory, shards = args.lora, args.memory, args.sharding
     world_size = num_trainers(args)
-    name, mode = PurePath(args.name), sharding(args, world_size)
+    name, mode = PurePath(args.run.name), sharding(args, world_size)
+    check_urls(args.scorer.url, "--scorer.url")
+    check_urls(args.scorer.watch_url, "--scorer.watch-url")
+    check_gold(args.eval, [args.data.prompts, args.scorer.name, args.scorer.url])
     values = values_of(args)
-    for setting in ("scorer.url", "scorer.watch_url"):
-        check_urls(values.get(setting, ""), flag_of(setting))
-    check_gold(args.eval, [args.prompts, values.get("scorer.name", ""), values.get("scorer.url", "")])
     missing = next((flag_of(name) for name in marked(type(args), REQUIRED) if not values[name]), "")
-    offload, plain = offloaded(args), type(lora)()
+    offload, plain = offloaded(memory), type(lora)()
     unused = next((key for key, value in vars(lora).items() if key != "alpha" and value != vars(plain)[key]), "")
     require(
         (not missing, f"{missing} must be given, or come from --preset NAME or --config FILE.toml"),
-        (name.parts and not name.is_absolute() and ".." not in name.parts and args.name.isprintable(),
-         f"--name must name a folder below runs/, got {args.name!r:.100}"),
-        (max(map(_num_bytes, ("", *name.parts))) <= 255 and _num_bytes(args.name) <= 1000,
-         f"--name must have at most 255 bytes between slashes and 1,000 in all, got {_num_bytes(args.name)}"),
+        (name.parts and not name.is_absolute() and ".." not in name.parts and args.run.name.isprintable(),
+         f"--name must name a folder below runs/, got {args.run.name!r:.100}"),
+        (max(map(_num_bytes, ("", *name.parts))) <= 255 and _num_bytes(args.run.name) <= 1000,
+         f"--name must have at most 255 bytes between slashes and 1,000 in all, got {_num_bytes(args.run.name)}"),
         (world_size == 1 or mode != "none", f"--sharding.mode none does not fit {world_size} ranks"),
-        (shards.mode != "fsdp2" or "RANK" in os.environ or (args.dry_run and "WORLD_SIZE" in os.environ)
+        (shards.mode != "fsdp2" or "RANK" in os.environ or (args.run.dry_run and "WORLD_SIZE" in os.environ)
          or memory.device_gb, "--sharding.mode fsdp2 needs ranks: omni-rl train NAME --nproc-per-node N, or torchrun"),
         (not shards.size or (mode == "fsdp2" and world_size % shards.size == 0),
          f"--sharding.size must divide the {world_size} ranks of --sharding.mode fsdp2, got {shards.size}"),
@@ -70,25 +68,25 @@ def check_run(args: RunArgs) -> None:
          f"--sharding.unshard {shards.unshard} needs --sharding.mode fsdp2"),
         (not shards.experts or (mode == "fsdp2" and shards.size in (0, world_size)),
          "--sharding.experts needs --sharding.mode fsdp2, and --sharding.size 0"),
-        (lora.rank or args.dtype == "float32" or mode == "fsdp2",
-         f"--dtype {args.dtype} needs --lora.rank > 0 or --sharding.mode fsdp2, which trains float32 weights"),
-        (args.draw_ahead < min(args.save_every, args.eval.every),
+        (lora.rank or args.policy.dtype == "float32" or mode == "fsdp2",
+         f"--dtype {args.policy.dtype} needs --lora.rank > 0 or --sharding.mode fsdp2, which trains float32 weights"),
+        (args.sampling.draw_ahead < min(args.run.save_every, args.eval.every),
          "--draw-ahead must be < --save-every and --eval.every, as no samples wait where a run is saved or evaluated, "
-         f"got {args.draw_ahead}"),
-        (args.dry_run or not memory.device_gb, "--memory.device-gb needs --dry-run"),
+         f"got {args.sampling.draw_ahead}"),
+        (args.run.dry_run or not memory.device_gb, "--memory.device-gb needs --dry-run"),
         (not args.eval.only or not memory.device_gb,
          "--memory.device-gb plans a training step, and --eval.only takes none"),
-        (not args.eval.only or not args.profile, "--profile traces a training step, and --eval.only takes none"),
-        (args.profile <= args.train_steps,
-         f"--profile must be <= --train-steps ({args.train_steps}), got {args.profile}"),
+        (not args.eval.only or not args.run.profile, "--profile traces a training step, and --eval.only takes none"),
+        (args.run.profile <= args.run.train_steps,
+         f"--profile must be <= --train-steps ({args.run.train_steps}), got {args.run.profile}"),
         (lora.rank or not unused, f"--lora.{unused.replace('_', '-')} needs --lora.rank > 0"),
-        (lora.init != "pissa" or (mode != "fsdp2" and not args.init_weights and not num_samplers(args)),
+        (lora.init != "pissa" or (mode != "fsdp2" and not args.policy.init_weights and not num_samplers(args)),
          "--lora.init pissa needs whole weights, not fsdp2's, and does not go with --init-weights or "
          "--sharding.rollout-ranks"),
         (lora.init != "pissa" or not lora.use_dora, "--lora.use-dora does not go with --lora.init pissa"),
-        (mode != "fsdp2" or args.dtype == "float32" or not (lora.use_dora or lora.dtype == "float32"),
+        (mode != "fsdp2" or args.policy.dtype == "float32" or not (lora.use_dora or lora.dtype == "float32"),
          "--lora.use-dora and --lora.dtype float32 need --dtype float32 or weights not fsdp2, which rounds adapters, "
-         f"got --dtype {args.dtype}"),
+         f"got --dtype {args.policy.dtype}"),
         (lora.init != "pissa" or "blocks" not in offload or not memory.device_gb,
          "--memory.device-gb plans no --lora.init pissa with --memory.offload blocks, as a plan's host has no weights"),
         (memory.gradient_checkpointing or not memory.keep_products_gb,
@@ -100,10 +98,10 @@ def check_run(args: RunArgs) -> None:
          "--memory.offload activations needs --memory.gradient-checkpointing"),
         ("blocks" not in offload or (lora.rank and memory.gradient_checkpointing and mode != "fsdp2"),
          "--memory.offload blocks needs --lora.rank > 0, --memory.gradient-checkpointing, and weights not fsdp2"),
-        (not args.init_weights or Path(args.init_weights).is_dir(),
-         f"--init-weights must be a folder, got {args.init_weights}"),
-        (not args.media_root or Path(args.media_root).is_dir(),
-         f"--media-root must be a folder, got {args.media_root}"),
+        (not args.policy.init_weights or Path(args.policy.init_weights).is_dir(),
+         f"--init-weights must be a folder, got {args.policy.init_weights}"),
+        (not args.data.media_root or Path(args.data.media_root).is_dir(),
+         f"--media-root must be a folder, got {args.data.media_root}"),
         (not args.scorer.token_file or Path(args.scorer.token_file).is_file(),
          f"--scorer.token-file must be a file, got {args.scorer.token_file}"),
     )  # fmt: skip
@@ -113,10 +111,10 @@ def _num_bytes(text: str) -> int:
     return len(text.encode(errors="replace"))
 
 
-def check_media(args: MediaArgs, *, num_trained: int | None = 1) -> None:
+def check_media(args: MediaArgs, *, num_trained: int | None = 1, unit: int = 1) -> None:
     """Check what `check_run` does, the settings of trainers on media, and the files that they name.
 
-    num_trained: as in `num_batches`; None leaves out its rules.
+    num_trained, unit: as in `num_batches`; None leaves out its rules.
 
     Raises:
         ValueError: as `check_run` and `num_batches`.
@@ -124,38 +122,40 @@ def check_media(args: MediaArgs, *, num_trained: int | None = 1) -> None:
     memory, context, world_size = args.memory, args.sharding.context_parallel, num_trainers(args)
     check_samplers(args)
     check_run(args)
-    engine = ENGINES.get(args.engine)
+    engine = ENGINES.get(args.sampling.engine)
     beside = f"--sharding.context-parallel {context} does not go with"
     require(
         (world_size % context == 0,
          f"--sharding.context-parallel must divide the {world_size} ranks, got {context}"),
-        (context == 1 or not (engine and engine.library), f"{beside} --engine {args.engine}"),
-        (context == 1 or not args.compile, f"{beside} --compile"),
-        (not args.sharding.experts or not args.compile, "--sharding.experts does not go with --compile"),
-        (context == 1 or not values_of(args).get("scorer.sleep"), f"{beside} --scorer.sleep"),
-        (not (args.compile and engine and engine.library), f"--compile needs --engine diffusers, got {args.engine}"),
-        (engine, f"--engine must be one of {', '.join(ENGINES)}, got {args.engine!r}"),
-        (args.dtype != "float16" or not (engine and engine.library),
-         f"--dtype float16 needs --engine diffusers, got {args.engine}"),
+        (context == 1 or not (engine and engine.library), f"{beside} --engine {args.sampling.engine}"),
+        (context == 1 or not args.policy.compile, f"{beside} --compile"),
+        (not args.sharding.experts or not args.policy.compile, "--sharding.experts does not go with --compile"),
+        (context == 1 or not args.scorer.sleep, f"{beside} --scorer.sleep"),
+        (not (args.policy.compile and engine and engine.library),
+         f"--compile needs --engine diffusers, got {args.sampling.engine}"),
+        (engine, f"--engine must be one of {', '.join(ENGINES)}, got {args.sampling.engine!r}"),
+        (args.policy.dtype != "float16" or not (engine and engine.library),
+         f"--dtype float16 needs --engine diffusers, got {args.sampling.engine}"),
         (engine and (not engine.library or memory.device_gb or find_spec(engine.library)),
-         f"--engine {args.engine} must be installed: {engine and engine.install}"),
-        (not (engine and engine.library and ({"encoder", "blocks"} & offloaded(args) or memory.base_dtype != "auto")),
+         f"--engine {args.sampling.engine} must be installed: {engine and engine.install}"),
+        (not (engine and engine.library and ({"encoder", "blocks"} & offloaded(memory) or memory.base_dtype != "auto")),
          "--memory.offload encoder or blocks and --memory.base-dtype fit the embedded engine alone, got --engine "
-         f"{args.engine}"),
-        (memory.rollout_dtype == "auto" or (engine and engine.library and args.dtype == "bfloat16"),
+         f"{args.sampling.engine}"),
+        (memory.rollout_dtype == "auto" or (engine and engine.library and args.policy.dtype == "bfloat16"),
          f"--memory.rollout-dtype {memory.rollout_dtype} needs --engine vllm-omni and --dtype bfloat16, got --engine "
-         f"{args.engine} and --dtype {args.dtype}"),
-        (not (args.compile and "blocks" in offloaded(args)), "--memory.offload blocks does not go with --compile"),
+         f"{args.sampling.engine} and --dtype {args.policy.dtype}"),
+        (not (args.policy.compile and "blocks" in offloaded(memory)),
+         "--memory.offload blocks does not go with --compile"),
         (not memory.decode_tile or memory.decode_tile >= 64,
          f"--memory.decode-tile must be 0, or at least 64 pixels, got {memory.decode_tile}"),
         (not memory.text_cache or not Path(memory.text_cache).exists() or Path(memory.text_cache).is_dir(),
          f"--memory.text-cache must be a folder, got {memory.text_cache}"),
     )  # fmt: skip
-    parse_numbers(args.guidance, "--guidance")
+    parse_numbers(args.sampling.guidance, "--guidance")
     read_prompts(args, check_shapes(args), AllOrNone())
-    check_sets(args.eval.all_sets, lambda place: load_records(args, place, AllOrNone()))
+    check_sets(args.eval.all_sets, lambda place: load_records(args.data, place, AllOrNone()))
     if num_trained is not None:
-        num_batches(args, num_trained=num_trained)
+        num_batches(args, num_trained=num_trained, unit=unit)
 
 
 def check_samplers(args: MediaArgs) -> None:
@@ -164,7 +164,10 @@ def check_samplers(args: MediaArgs) -> None:
     if not count:
         return
     beside = f"--sharding.rollout-ranks {count} does not go with"
-    samples, per_round = args.prompts_per_step * args.group_size, max(args.batch_size, args.group_size) * count
+    samples, per_round = (
+        args.data.prompts_per_step * args.data.group_size,
+        max(args.data.batch_size, args.data.group_size) * count,
+    )
     shares_noise = given.get("same_start_noise", False)
     others = {"sharding.context_parallel": 1, "sharding.size": 0, "engine": "diffusers", "memory.device_gb": 0}
     others |= {"scorer.sleep": False, "preferences": "", "sharding.experts": False}
@@ -175,9 +178,9 @@ def check_samplers(args: MediaArgs) -> None:
         (samples % per_round == 0,
          f"all ranks that sample must sample whole groups and batches, {per_round} samples or a multiple: "
          f"--prompts-per-step and --group-size make {samples}"),
-        (not shares_noise or args.prompts_per_step % trainers == 0,
+        (not shares_noise or args.data.prompts_per_step % trainers == 0,
          f"--prompts-per-step must be a multiple of the {trainers} ranks that train with --same-start-noise, "
-         f"got {args.prompts_per_step}"),
+         f"got {args.data.prompts_per_step}"),
     )  # fmt: skip
 
 
@@ -193,56 +196,48 @@ def check_shapes(args: MediaArgs) -> RecordCheck:
     def check(record: PromptRecord) -> None:
         check_references(record)
         shapes = {
-            '"height" and "width"': record.size or (args.height, args.width),
+            '"height" and "width"': record.size or (args.sampling.height, args.sampling.width),
             '(height, width) of "images"': reference_sizes(record),
         }
         for name, shape in shapes.items():
             rule = f"{name} must be those of the first prompt, {first.setdefault(name, shape)}, unless --batch-size"
-            rule += f" ({args.batch_size}) divides --group-size ({args.group_size}), got {shape}"
-            require((first[name] == shape or args.group_size % args.batch_size == 0, rule))
+            rule += f" ({args.data.batch_size}) divides --group-size ({args.data.group_size}), got {shape}"
+            require((first[name] == shape or args.data.group_size % args.data.batch_size == 0, rule))
 
     return check
 
 
-def check_scored(args: ScoredArgs, *, num_trained: int | None = 1, needs_scorer: bool = True) -> None:
-    """Check what `check_media` does, and that there is a scorer.
+def check_scored(args: MediaArgs, *, num_trained: int | None = 1, unit: int = 1, needs_scorer: bool = True) -> None:
+    """Check what `check_media` does, that there is a scorer, and the media that parts of its score judge.
 
     Raises:
-        ValueError: as `check_media`, or for the URL.
+        ValueError: as `check_media`, or for these.
     """
-    check_media(args, num_trained=num_trained)
+    parse_judges(args.streams.reward_media, values_of(args).get("reward_parts", ""))
+    check_media(args, num_trained=num_trained, unit=unit)
     scorer, rule = args.scorer, "--scorer must name a reward, as ocr, or --scorer.url a reward server"
     require(
-        (scorer.given or args.dry_run or not needs_scorer, rule),
-        (scorer.given or args.dry_run or not scorer.sleep, f"--scorer.sleep: {rule}"),
-        (not (scorer.sleep and args.draw_ahead),
-         f"--draw-ahead must be 0 with --scorer.sleep, which scores while no rank samples, got {args.draw_ahead}"),
+        (scorer.given or args.run.dry_run or not needs_scorer, rule),
+        (scorer.given or args.run.dry_run or not scorer.sleep, f"--scorer.sleep: {rule}"),
+        (not (scorer.sleep and args.sampling.draw_ahead),
+         "--draw-ahead must be 0 with --scorer.sleep, which scores while no rank samples, got "
+         f"{args.sampling.draw_ahead}"),
         (not (scorer.sleep and scorer.url) or scorer.token_file,
          "--scorer.sleep needs --scorer.token-file beside --scorer.url, as only its clients with a token move weights"),
     )  # fmt: skip
 
 
-def check_judged(args: JudgedArgs, *, num_trained: int = 1) -> None:
-    """Check what `check_scored` does, and the settings of several rewards and several media.
-
-    Raises:
-        ValueError: as `check_scored`, or for these settings.
-    """
-    parse_judges(args.streams.reward_media, args.reward_parts)
-    check_scored(args, num_trained=num_trained)
-
-
-def check_window(args: WindowArgs) -> int:
+def check_window(window: Window, sampling: Sampling) -> int:
     """Return the number of stochastic steps in a rollout.
 
     Raises:
         ValueError: the schedule has no such window.
     """
-    low, high = args.window
-    size = high - low if args.window_size is None else args.window_size
+    low, high = window.steps(sampling)
+    size = high - low if window.window_size is None else window.window_size
     require(
-        (low < high < args.num_inference_steps,
-         f"--window-low must be < --window-high, and that < --num-inference-steps ({args.num_inference_steps}), "
+        (low < high < sampling.num_inference_steps,
+         f"--window-low must be < --window-high, and that < --num-inference-steps ({sampling.num_inference_steps}), "
          f"got {low} and {high}"),
         (1 <= size <= high - low, f"--window-size must be from 1 to the window's {high - low} steps, got {size}"),
     )  # fmt: skip

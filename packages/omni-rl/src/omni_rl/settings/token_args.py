@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING
 
-from omni_rl.settings.args import RunArgs, WindowArgs, load_records, num_ranks, num_samplers, read_prompts
+from omni_rl.settings.args import MediaArgs, RunArgs, load_records, num_ranks, num_samplers, read_prompts
 from omni_rl.settings.eval_sets import ThoughtEval, TokenEval, check_sets
-from omni_rl.settings.fields import MAY_CHANGE, SCORER_FLAG, SECRET, at_least, between, flag, require
-from omni_rl.settings.groups import Lora, Scorer
+from omni_rl.settings.fields import Flat, flag, require
+from omni_rl.settings.groups import ThinkingSampling, TokenData, TokenLora, TokenSampling, ToolCalls, Window
 from omni_rl.settings.rules import check_run, check_scored, check_window
 
 if TYPE_CHECKING:
@@ -16,89 +15,17 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class TokenLora(Lora):
-    """LoRA adapters of a language model."""
-
-    target_parameters: str = ""  # Parameters of experts that get adapters too, as mlp.experts.down_proj, with commas
-
-
-@dataclass(frozen=True)
-class ToolCalls:
-    """A function that answers can call; they continue after its result."""
-
-    function: str = ""  # Function of a text, as python:FILE.py:FUNCTION; the update masks its results
-    marks: str = "<tool> </tool> <result> </result>"  # Texts around a call, and around its result
-
-    @property
-    def texts(self) -> tuple[str, str, str, str]:
-        """The texts of the marks.
-
-        Raises:
-            ValueError: they are not four, or the last ends as the second.
-        """
-        found = self.marks.split()
-        if len(found) != 4 or found[3].endswith(found[1]):
-            rule = "--tool.marks must be four texts, of which the last does not end as the second"
-            raise ValueError(f"{rule}, got {self.marks!r}")
-        return found[0], found[1], found[2], found[3]
-
-    @property
-    def file(self) -> Path:
-        """The file of the function."""
-        return Path(self.function.partition(":")[2].rpartition(":")[0])
-
-
-@dataclass(frozen=True)
-class TokenScorer(Scorer):
-    """Requests of a run on text."""
-
-    name: Annotated[str, SCORER_FLAG, MAY_CHANGE] = ""  # Scorer to start, the term scorer of --reward
-    url: Annotated[str, SECRET] = ""  # URL of a running server to use instead, or several with commas
-
-    @property
-    def given(self) -> bool:
-        """True if there is a scorer."""
-        return bool(self.name or self.url)
-
-
-@dataclass(frozen=True)
 class TokenArgs(RunArgs):
-    """Settings of a run on text."""
+    """What every trainer on text lists."""
 
-    OFFLOAD = "optimizer activations"
     RATES = (1e-6, 3e-6)
 
-    # Model
-    lora: TokenLora = TokenLora()  # Adapters
-
-    # Sampling
-    max_prompt_tokens: Annotated[int, at_least(0)] = 0  # Tokens of a prompt and its media, at most; 0 is any
-    max_new_tokens: Annotated[int, between(1, 2**20)] = 1024  # Tokens of an answer, at most
-    temperature: Annotated[float, between(1e-3, 100)] = 1.0  # Temperature of the rollout and of trained log-probs
-    draw_ahead: Annotated[int, at_least(0)] = 0  # Updates by which a step is sampled in advance
-
-    tool: ToolCalls = ToolCalls()  # A function that answers may call
-
-    # Data
-    group_size: Annotated[int, between(2, 65_536)] = 16  # Samples of each prompt
-    eval: TokenEval = TokenEval()  # Held-out prompts, and what is done with them
-
-    # Engine
-    engine: Literal["transformers", "vllm"] = "transformers"  # Engine that samples, in the trainer's process
-    gpu_memory_utilization: Annotated[float, between(1e-3, 1)] = 0.3  # Share of the device's memory for vllm
-
-    # Scorer
-    reward: str = ""  # Rules that grade answers, as in 'math + 0.1*format=PATTERN'; empty: exact, or scorer
-    scorer: TokenScorer = TokenScorer()  # The reward server
-
-    # Optimizer
-    lr: Annotated[float | None, between(0, 1)] = None  # Learning rate of AdamW; none: 3e-6 with LoRA, 1e-6 without
-    tokens_per_batch: Annotated[int, at_least(0)] = 0  # Padded tokens per forward of the update, at most; 0 is any
-
-    @property
-    def has_trained_engine(self) -> bool:
-        """True if the engine samples with the net that is trained."""
-        return self.engine != "vllm"
+    lora: TokenLora
+    data: Flat[TokenData]
+    eval: TokenEval
+    sampling: Flat[TokenSampling]
+    tool: ToolCalls
+    reward: str
 
     @property
     def rules(self) -> "Rules":
@@ -117,11 +44,11 @@ def check_tokens(args: TokenArgs) -> None:
     from omni_reward.rules import SCORER
 
     check_run(args)
-    samples, unit = args.prompts_per_step * args.group_size, args.batch_size * num_ranks()
+    samples, unit = args.data.prompts_per_step * args.data.group_size, args.data.batch_size * num_ranks()
     rule = f"--batch-size times ranks ({unit}) must divide a step's samples ({samples}), prompts times --group-size"
-    require((samples % unit == 0, f"{rule}, got {args.batch_size}"))
+    require((samples % unit == 0, f"{rule}, got {args.data.batch_size}"))
     own = [held.temperature for held in args.eval.sets if held.temperature is not None]
-    temperatures = [args.temperature, args.eval.temperature, *own]  # vLLM would draw with 0.01 for any below
+    temperatures = [args.sampling.temperature, args.eval.temperature, *own]  # vLLM would draw with 0.01 for any below
     require(
         (not args.lora.target_parameters or not args.sharding.experts,
          "--lora.target-parameters does not go with --sharding.experts"),
@@ -129,18 +56,18 @@ def check_tokens(args: TokenArgs) -> None:
          "--lora.target-parameters does not go with --lora.init pissa, which is of linear layers"),
         (not args.lora.target_parameters or not (args.lora.use_dora or args.lora.dtype == "float32"),
          "--lora.target-parameters does not go with --lora.use-dora or --lora.dtype, which are of linear layers"),
-        (args.engine != "vllm" or not args.tool.function,
+        (args.sampling.engine != "vllm" or not args.tool.function,
          "--tool.function needs --engine transformers, got --engine vllm"),
-        (args.engine != "vllm" or find_spec("vllm"),
+        (args.sampling.engine != "vllm" or find_spec("vllm"),
          "--engine vllm must be installed: pip install 'omni-rollout[vllm]', or for a CPU make install-vllm"),
-        (args.engine != "vllm" or all(0.01 <= value <= 2 for value in temperatures),
+        (args.sampling.engine != "vllm" or all(0.01 <= value <= 2 for value in temperatures),
          f"--temperature, --eval.temperature and those of eval must be from 0.01 to 2 for vllm, got {temperatures}"),
-        (args.engine != "vllm" or args.dtype != "float16",
+        (args.sampling.engine != "vllm" or args.policy.dtype != "float16",
          "--dtype float16 needs --engine transformers, got --engine vllm"),
-        (args.engine != "vllm" or not args.memory.device_gb,
+        (args.sampling.engine != "vllm" or not args.memory.device_gb,
          "--memory.device-gb plans the embedded engine only, got --engine vllm"),
-        (args.engine != "vllm" or args.memory.base_dtype == "auto",
-         f"--memory.base-dtype {args.memory.base_dtype} needs the embedded engine, got --engine {args.engine}"),
+        (args.sampling.engine != "vllm" or args.memory.base_dtype == "auto",
+         f"--memory.base-dtype {args.memory.base_dtype} needs the embedded engine, got --engine vllm"),
     )  # fmt: skip
     tool, _ = args.tool.function, args.tool.texts
     if tool:
@@ -158,27 +85,19 @@ def check_tokens(args: TokenArgs) -> None:
         (args.scorer.given or not asks, f"--scorer or --scorer.url must be given for {SCORER} in --reward"),
     )
     read_prompts(args)
-    check_sets(args.eval.all_sets, lambda place: load_records(args, place))
+    check_sets(args.eval.all_sets, lambda place: load_records(args.data, place))
 
 
 @dataclass(frozen=True)
-class ThinkingArgs(WindowArgs):
-    """Settings of a run that writes a thought before each image."""
+class ThinkingArgs(MediaArgs):
+    """What a trainer lists that writes a thought before each image."""
 
     RATES = (1e-5, 1e-4)
 
-    # Optimizer
-    lr: Annotated[float | None, between(0, 1)] = None  # Learning rate of AdamW; none: 1e-4 with LoRA, 1e-5 without
-
-    # Sampling
-    max_thought_tokens: Annotated[int, between(1, 65_536)] = 512  # Tokens of a thought, at most
-    temperature: Annotated[float, between(1e-3, 100)] = 1.0  # Temperature of a rollout's thoughts
-
-    # Data
-    eval: ThoughtEval = ThoughtEval()  # Held-out prompts, and what is done with them
-
-    # Scorer
-    thought_reward: str = ""  # Rules that grade thoughts, added to the image's score, as in '0.5*contains'
+    eval: ThoughtEval
+    sampling: Flat[ThinkingSampling]
+    window: Flat[Window]
+    thought_reward: str
 
     @property
     def rules(self) -> "Rules | None":
@@ -194,13 +113,16 @@ def check_thinking(args: ThinkingArgs) -> None:
     Raises:
         ValueError: as `check_scored`, or for these settings.
     """
-    check_window(args)
+    check_window(args.window, args.sampling)
     check_scored(args)
     with flag("--thought-reward: "):
         _ = args.rules
     require(
         (not num_samplers(args), "--sharding.rollout-ranks samples no thoughts"),
-        (args.has_trained_engine, f"--engine must be diffusers, which alone writes thoughts, got {args.engine}"),
+        (
+            args.sampling.has_trained_engine,
+            f"--engine must be diffusers, which alone writes thoughts, got {args.sampling.engine}",
+        ),
         (not args.memory.device_gb, "--memory.device-gb does not plan thoughts, whose lengths nobody knows"),
-        (not args.compile, "--compile does not go with thoughts, whose lengths differ from token to token"),
+        (not args.policy.compile, "--compile does not go with thoughts, whose lengths differ from token to token"),
     )

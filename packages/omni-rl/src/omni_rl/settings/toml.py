@@ -3,7 +3,6 @@
 import json
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import is_dataclass
 from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from omni_train.hub import check_named, is_from_hub, local_file
 
-from omni_rl.settings.fields import flag, flag_of, kind_of, leaves, require
+from omni_rl.settings.fields import flag, flag_of, kind_of, leaves, require, values_of
 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 ELSEWHERE = {  # what takes the place of names that other projects have
@@ -139,17 +138,17 @@ def read_tables(wanted: Any, value: object, place: str) -> tuple[object, ...]:
     )
 
 
-def to_toml(config: Any, prefix: str = "") -> str:
-    """Return the dataclass as TOML, one key a line, without keys that are None. prefix: of the names of its tables."""
-    groups = {key: value for key, value in vars(config).items() if is_dataclass(value)}
-    tables = {key: value for key, value in vars(config).items() if isinstance(value, tuple)}
-    others = {key: value for key, value in vars(config).items() if key not in {**groups, **tables}}
-    values = {key: value for key, value in others.items() if value is not None}
-    text = "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in values.items())
-    text += "".join(f"\n[{name}]\n{to_toml(group, f'{name}.')}" for name, group in groups.items())
-    for name, rows in tables.items():
-        text += "".join(f"\n[[{prefix}{name}]]\n{to_toml(row)}" for row in rows)
-    return text.replace("\x7f", "\\u007f")  # JSON escapes what TOML does, but for DEL
+def to_toml(config: Any) -> str:
+    """Return the dataclass as TOML, one key a line, without keys that are None."""
+    tables, rows = {"": ""}, ""
+    for name, value in values_of(config).items():
+        group, _, key = name.rpartition(".")
+        if isinstance(value, tuple):
+            rows += "".join(f"\n[[{name}]]\n{to_toml(row)}" for row in value)
+        elif value is not None:
+            head = f"\n[{group}]\n" * bool(group)
+            tables[group] = f"{tables.get(group, head)}{key} = {json.dumps(value, ensure_ascii=False)}\n"
+    return ("".join(tables.values()) + rows).replace("\x7f", "\\u007f")  # JSON escapes what TOML does, but for DEL
 
 
 def check_foreign(values: Mapping[str, Any], path: str) -> None:

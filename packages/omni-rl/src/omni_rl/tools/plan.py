@@ -67,7 +67,7 @@ from omni_rl.settings.args import (
     sharding,
 )
 from omni_rl.settings.fields import change, flag, flag_of, values_of
-from omni_rl.settings.groups import ScoredScorer
+from omni_rl.settings.groups import Scorer
 from omni_rl.tools.plan_engine import PlannedVllmOmni
 from omni_rl.tools.plan_tokens import differing, sample_ends
 
@@ -103,7 +103,7 @@ def fit(main: Callable[[ArgsT, World], None], args: ArgsT) -> int:
     rest = f"beside {LEFT * args.memory.device_gb:.3g} GB for context, NCCL and fragmentation"
     libraries = memory(torch.device("cpu")).current_mb * 2**20  # this program imports what a run imports
     plan = measure(main, args, ranks, tells=True)
-    print("\n".join([plan.describe(), plan.describe_host(libraries, copies=args.async_save)]), flush=True)
+    print("\n".join([plan.describe(), plan.describe_host(libraries, copies=args.run.async_save)]), flush=True)
     if plan.peak <= limit:
         left = (limit - plan.peak) / GB
         print(f"plan: fits --memory.device-gb {args.memory.device_gb:g}, with {left:.3g} GB left {rest}")
@@ -135,13 +135,13 @@ def ladder(args: ArgsT, ranks: int, offloads: Sequence[str], over: Collection[st
     gather: dict[str, object] = {"sharding.unshard": "rollout" if is_text else "none"}  # no text samples without it
     adapters = bool(args.lora.rank) and args.lora.init != "pissa"  # which needs the weights' values
     streams = adapters and mode != "fsdp2" and not values_of(args).get("compile") and "blocks" in offloads
-    parts = [part for part in offloads if part != "blocks" or part in offloaded(args)]
+    parts = [part for part in offloads if part != "blocks" or part in offloaded(args.memory)]
     still = [part for part in parts if part != "activations"]
     decode: dict[str, object] = {}
     if "decode" in over and isinstance(args, MediaArgs):  # the only ones that decode
         memory = args.memory
-        at_once = num_decoded(memory.decode_batch_size, args.height, args.width, memory.decode_tile)
-        at_once = min(args.batch_size, at_once)
+        at_once = num_decoded(memory.decode_batch_size, args.sampling.height, args.sampling.width, memory.decode_tile)
+        at_once = min(args.data.batch_size, at_once)
         decode = {"memory.decode_batch_size": DECODED} if at_once > DECODED else {}
     rungs: list[dict[str, object]] = [
         gather if mode == "fsdp2" else {},
@@ -149,16 +149,16 @@ def ladder(args: ArgsT, ranks: int, offloads: Sequence[str], over: Collection[st
         decode | {"memory.offload": ",".join(still)},
         {"memory.gradient_checkpointing": True},
         {"memory.offload": ",".join(parts)},
-        {"batch_size": min(args.batch_size, max(2, args.batch_size // 2))},
-        {"batch_size": min(args.batch_size, max(2, args.batch_size // 4))},
+        {"batch_size": min(args.data.batch_size, max(2, args.data.batch_size // 2))},
+        {"batch_size": min(args.data.batch_size, max(2, args.data.batch_size // 4))},
         {"memory.offload": ",".join(offloads)} if streams else {},
-        {"memory.base_dtype": "nf4"} if args.lora.rank and mode != "fsdp2" and args.has_trained_engine else {},
+        {"memory.base_dtype": "nf4"} if args.lora.rank and mode != "fsdp2" and args.sampling.has_trained_engine else {},
         {"memory.base_dtype": "auto", "sharding.mode": "fsdp2", "sharding.size": 0}
         | ({"lora.init": "default"} if args.lora.init == "pissa" else {})
         | {"memory.offload": ",".join(part for part in parts if part != "blocks")}
         | (gather if is_text else {}),
     ]
-    is_rounded = args.dtype != "float32" and (args.lora.use_dora or args.lora.dtype == "float32")  # by fsdp2
+    is_rounded = args.policy.dtype != "float32" and (args.lora.use_dora or args.lora.dtype == "float32")  # by fsdp2
     for changes in rungs[:-1] if is_rounded else rungs:
         is_last = changes is rungs[-1]
         changed = change(args, **changes)
@@ -187,9 +187,9 @@ def measure(
     counts = _prompt_counts(args, shares)
     plain = {"memory.text_cache": "", "memory.text_cache_mb": 0.0, "attention": "auto", "compile": False}
     bare = change(args, **{name: value for name, value in plain.items() if name in values_of(args)})
-    scorer = scorer_bytes(args, ranks)
+    scorer = scorer_bytes(args.scorer, ranks)
     with planned_ranks(ranks) as dist, PlannedDevice() as device:
-        sleeps = isinstance(args.scorer, ScoredScorer) and args.scorer.sleep
+        sleeps = args.scorer.sleep
         device.add(0 if sleeps else scorer.total())
         plan = PlannedWorld(replace(dist, context=ranks // shares), args, device, counts, tells, remembers)
         try:
@@ -199,7 +199,7 @@ def measure(
             plan.forget()
             gc.collect()
     few, more = plan.found[0], plan.found[-1]
-    times = (args.prompts_per_step - counts[0]) / max(1, counts[-1] - counts[0])
+    times = (args.data.prompts_per_step - counts[0]) / max(1, counts[-1] - counts[0])
 
     def line(least: Counter[str], most: Counter[str]) -> Counter[str]:
         return Counter({key: round(least[key] + (most[key] - least[key]) * times) for key in most})
@@ -218,7 +218,7 @@ def measure(
     )
 
 
-def scorer_bytes(args: RunArgs, ranks: int) -> Counter[str]:
+def scorer_bytes(asks: Scorer, ranks: int) -> Counter[str]:
     """Return what the scorer that a run starts takes of the first rank's device, in bytes, by what they are for.
 
     Its architecture is the published one, or that of its files, and its batch is as large as its largest.
@@ -226,7 +226,7 @@ def scorer_bytes(args: RunArgs, ranks: int) -> Counter[str]:
     Raises:
         ValueError: the run could not start the scorer.
     """
-    name, options = scorer_to_start(args)
+    name, options = scorer_to_start(asks)
     if not name:
         return Counter()
     with flag("--scorer: "), PlannedDevice() as device, torch.no_grad():
@@ -244,14 +244,14 @@ def _prompt_counts(args: RunArgs, ranks: int) -> list[int]:
 
     A rank has at least two batches, and ranks, groups and minibatches divide alike.
     """
-    group, minibatches, turn = args.group_size, args.num_minibatches, ranks * args.batch_size
-    pairs = ranks * minibatches * args.batch_size if "levels_per_pair" in vars(args) else 1  # which fill batches
+    group, minibatches, turn = args.data.group_size, args.data.num_minibatches, ranks * args.data.batch_size
+    pairs = ranks * minibatches * args.data.batch_size if "levels_per_pair" in vars(args) else 1  # which fill batches
 
     def shape(count: int) -> object:
         rests = count * group % turn, count % ranks, count % minibatches
         return math.gcd(count * group // turn, minibatches), [bool(rest) for rest in rests], 2 * count % pairs
 
-    whole = args.prompts_per_step
+    whole = args.data.prompts_per_step
     counts = [n for n in range(1, whole) if n * group >= 2 * turn and shape(n) == shape(whole)][:2]
     return counts if len(counts) == 2 else [whole]
 
@@ -349,7 +349,7 @@ class PlannedWorld(World):
             print(f"{lines}\nplan: a step without weights runs now, for a minute or more", flush=True)
 
     def connect(
-        self, urls: str, args: RunArgs, canary: PromptRecord, kinds: Sequence[str], **how: Any
+        self, urls: str, asks: Scorer, canary: PromptRecord, kinds: Sequence[str], **how: Any
     ) -> tuple[Any, str]:
         """Return a scorer whose scores differ, so that there is something to learn."""
         return LocalScorer(_grader(how.get("parts", ())), kinds), ""
@@ -401,7 +401,7 @@ class PlannedWorld(World):
 
         With --draw-ahead as many more.
         """
-        device, kept = self.device, set() if run.args.has_trained_engine else {"encoder", "blocks"}
+        device, kept = self.device, set() if run.args.sampling.has_trained_engine else {"encoder", "blocks"}
         parts = [part for part in run.args.OFFLOAD.split() if part not in kept]
         offloads = [part for part in parts if part != "encoder" or run.model.encoders]
         run.prompts, loaded = _Alike(run.args), Counter(device.peaks)
@@ -410,9 +410,9 @@ class PlannedWorld(World):
         self._trained[:] = run.policy.params
         _fuse(run.policy.optimizer)
         _repeat_steps(run.policy.optimizer, device)
-        ahead = min(run.args.draw_ahead, next_end(run.args, 0) - 1)
+        ahead = min(run.args.sampling.draw_ahead, next_end(run.args, 0) - 1)
         num_steps = 2 + ahead  # after so many rollouts a run has held the most that it holds
-        if run.args.draw_ahead:
+        if run.args.sampling.draw_ahead:
             run.args = change(
                 run.args, draw_ahead=ahead, train_steps=num_steps, save_every=num_steps, eval_every=num_steps
             )
@@ -707,16 +707,16 @@ class _Alike(PromptSampler):
     """Draws the largest prompt of the file again and again, as so many different ones."""
 
     def __init__(self, args: RunArgs) -> None:
-        whole = (args.height, args.width) if isinstance(args, MediaArgs) else (0, 0)
+        whole = (args.sampling.height, args.sampling.width) if isinstance(args, MediaArgs) else (0, 0)
 
         def size(record: PromptRecord) -> tuple[int, ...]:
             references = sum(math.prod(size) for size in reference_sizes(record))
             others = sum(file.stat().st_size for file in (record.audio, record.video) if file)
             return math.prod(record.size or whole), references, others, len(record.text + record.negative)
 
-        records = load_records(args, args.prompts)
+        records = load_records(args.data, args.data.prompts)
         self.num_known, self._largest = len(records), max(records, key=size)
-        self.prompts_per_step, self.folder = args.prompts_per_step, data_files(args.prompts)[0].parent
+        self.prompts_per_step, self.folder = args.data.prompts_per_step, data_files(args.data.prompts)[0].parent
 
     def at(self, step: int) -> list[PromptRecord]:
         """The prompts of any step."""
