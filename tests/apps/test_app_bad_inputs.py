@@ -109,7 +109,7 @@ DIFFERENT = {"lr": 2e-3, "seed": 1, "prompts": "other.txt"}
 
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_ranks_with_different_settings(folder, bright_url, name):
-    shutil.copy(lives.TINY.prompts, "other.txt")
+    shutil.copy(lives.TINY.data.prompts, "other.txt")
     args = change(lives.TINY, scorer_url=bright_url)
 
     def work():

@@ -51,7 +51,7 @@ def test_both_ratios_are_one_before_the_first_update_and_both_parts_move(tiny):
     assert lines[1]["reward/mean"] == pytest.approx(lines[1]["reward/image"] + lines[1]["reward/thought"])
     assert lines[2]["eval/reward"] == pytest.approx(lines[2]["eval/image"] + lines[2]["eval/thought"])
     assert undocumented(lines) == set()
-    before, after = open_model(tiny().model).weight_files()[0], exported("run")
+    before, after = open_model(tiny().policy.model).weight_files()[0], exported("run")
     moved = {name for name, weight in after.items() if not torch.equal(weight, load_file(before)[name])}
     assert {"language_model.lm_head.weight", "llm2vae.weight"} <= moved
     rows = json.loads(Path("runs/run/eval/000002/rows.json").read_text())

@@ -36,7 +36,7 @@ def test_a_scorer_gets_the_frames_and_their_rate_and_the_report_shows_them(here)
 
 
 def test_a_sheet_of_videos_has_their_frames_and_they_play_beside_it(here):
-    model = settings("").model
+    model = settings("").policy.model
     args = sample.Args(model=model, num_images=2, num_frames=9, height=32, width=96, num_inference_steps=2)
     sample.check_args(args)
     sample.main(args)

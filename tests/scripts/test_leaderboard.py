@@ -171,8 +171,8 @@ def test_the_larger_budget_has_its_steps_and_rate_and_judges_what_a_gradient_tra
         job = Job(entry, 1, LONG, 2.0)
         script, *flags = leaderboard.train_command(job, SERVER)
         recipe, own = settings_of(entry), read_settings(trainer(entry).Args, flags, recipes(Path(script).stem), "")
-        samples = own.train_steps * own.prompts_per_step * own.group_size
-        assert (samples, own.train_steps // own.eval.every, own.lr) == (20_480, 4, 2 * recipe.lr)
+        samples = own.run.train_steps * own.data.prompts_per_step * own.data.group_size
+        assert (samples, own.run.train_steps // own.eval.every, own.lr) == (20_480, 4, 2 * recipe.lr)
         assert own.name == f"leaderboard/20480/{entry.name}-1-x2"
         (judged,) = own.eval.sets or [None]
         assert (judged is None) == (entry is not SRPO)
