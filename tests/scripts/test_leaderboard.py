@@ -173,7 +173,7 @@ def test_the_larger_budget_has_its_steps_and_rate_and_judges_what_a_gradient_tra
         recipe, own = settings_of(entry), read_settings(trainer(entry).Args, flags, recipes(Path(script).stem), "")
         samples = own.run.train_steps * own.data.prompts_per_step * own.data.group_size
         assert (samples, own.run.train_steps // own.eval.every, own.lr) == (20_480, 4, 2 * recipe.lr)
-        assert own.name == f"leaderboard/20480/{entry.name}-1-x2"
+        assert own.run.name == f"leaderboard/20480/{entry.name}-1-x2"
         (judged,) = own.eval.sets or [None]
         assert (judged is None) == (entry is not SRPO)
     assert (judged.name, judged.prompts, judged.scorer_url) == ("test", "data/tiny-signs/test.txt", SERVER.url)
