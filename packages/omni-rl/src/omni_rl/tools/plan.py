@@ -402,7 +402,7 @@ class PlannedWorld(World):
         With --draw-ahead as many more.
         """
         device, kept = self.device, set() if run.args.sampling.has_trained_engine else {"encoder", "blocks"}
-        parts = [part for part in run.args.OFFLOAD.split() if part not in kept]
+        parts = [part for part in run.args.memory.OFFLOAD.split() if part not in kept]
         offloads = [part for part in parts if part != "encoder" or run.model.encoders]
         run.prompts, loaded = _Alike(run.args), Counter(device.peaks)
         if not isinstance(run.args, MediaArgs):
@@ -417,7 +417,7 @@ class PlannedWorld(World):
                 run.args, draw_ahead=ahead, train_steps=num_steps, save_every=num_steps, eval_every=num_steps
             )
         for run.prompts.prompts_per_step in self.counts:
-            run.args = replace(run.args, prompts_per_step=run.prompts.prompts_per_step)
+            run.args = change(run.args, prompts_per_step=run.prompts.prompts_per_step)
             for counted in (device.peaks, device.flops, self._forwards, self._tokens):
                 counted.clear()
             with device.phase(""):
