@@ -3,20 +3,25 @@
 Left to itself torch chooses attention kernels at every call, and may sample with other ones than it takes gradients
 through. Where they round differently, the ratio before the first update is not 1.
 
-A compiled block is one graph without gradients, while sampling, and another with them. Rounding stays where it is
-without a compiler, and all sizes are dynamic from the start: which graph runs never depends on earlier calls. Text
-lengths, image sizes and batch sizes need no further graph.
+A compiled block is one graph. A net with compiled blocks samples with gradients enabled, so that each tensor needs
+gradients where it does in training and each block runs the same code; what the block saves is dropped at its end.
+The bits are then equal whatever the compiler fuses. All sizes are dynamic from the start: which graph runs never
+depends on earlier calls. Text lengths, image sizes and batch sizes need no further graph.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
+from contextvars import ContextVar
+from functools import partial
 from inspect import signature
+from typing import Any
 
 import torch
 import torch.fx.experimental._config as symbols
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._pytree import tree_map_only
 
 from omni_train.dist import deterministic
 
@@ -28,11 +33,11 @@ BACKENDS = {
     "efficient": [SDPBackend.EFFICIENT_ATTENTION],
     "math": [SDPBackend.MATH],
 }
-# Graphs with and without gradients keep different tensors. The first rounds as without a compiler, and fuses no product
-# with a sum; by the second no benchmark and no count of registers chooses an order of sums; by the third no product is
-# padded, which a heuristic may choose even so.
+# The first rounds as without a compiler, and fuses no product with a sum; by the second no benchmark and no count of
+# registers chooses an order of sums; by the third no product is padded, which a heuristic may choose even so.
 EXACT = {"emulate_precision_casts": True, "deterministic": True, "shape_padding": False}
-MAX_GRAPHS = 64  # of a class of blocks: by gradients, adapters, masks, inputs that are views, sizes of 1
+MAX_GRAPHS = 64  # of a class of blocks: by inputs with gradients, adapters, masks, inputs that are views, sizes of 1
+_DROPS = ContextVar("drops", default=False)  # True while a net with compiled blocks samples
 
 
 def check_attention(name: str, device: torch.device, dtype: torch.dtype) -> None:
@@ -110,7 +115,33 @@ def compile_blocks(module: nn.Module, block_names: Collection[str], *, attention
             block.forward, fullgraph=True, dynamic=True, recompile_limit=MAX_GRAPHS, options=EXACT
         )
         # torch refuses to run a graph's backward pass by deterministic algorithms unless it was captured among them
-        block.forward = deterministic("warn")(compiled)
+        block.forward = partial(_cut, deterministic("warn")(compiled))
+    module.forward = partial(_sampled, module.forward)
+
+
+def is_sampling() -> bool:
+    """True in a forward pass without gradients of a net with compiled blocks, although gradients are enabled there."""
+    return _DROPS.get()
+
+
+def _sampled(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a net's forward pass; where gradients are disabled, as in training, except that each block drops its own."""
+    if torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    before = _DROPS.set(True)
+    try:
+        with torch.enable_grad():
+            return tree_map_only(Tensor, Tensor.detach, forward(*args, **kwargs))
+    finally:
+        _DROPS.reset(before)
+
+
+def _cut(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a block; in sampling its outputs have no history, and need gradients as in training."""
+    out = forward(*args, **kwargs)
+    if not is_sampling():
+        return out
+    return tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), out)
 
 
 def choose_attention(module: nn.Module, name: str, block_names: Collection[str]) -> None:

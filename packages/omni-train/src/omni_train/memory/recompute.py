@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, checkpoint
 
 from omni_train.dist import deterministic
+from omni_train.kernels import is_sampling
 from omni_train.memory.offload import saved_on_host
 
 PRODUCTS = (
@@ -49,6 +50,8 @@ class Recompute:
 
     def __call__(self, block: nn.Module, *args: Any) -> Any:
         """Return the block's output, of which the backward pass keeps or computes again what it needs."""
+        if is_sampling():
+            return block(*args)
         kind = (type(block), *(arg.shape for arg in tree_leaves(args) if isinstance(arg, Tensor)))
         keeps = self.sizes.get(kind, self.room + 1) <= self.room
         as_now = deterministic(torch.get_deterministic_debug_mode())  # and in the backward pass likewise
