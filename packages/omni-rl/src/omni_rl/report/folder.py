@@ -30,8 +30,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache
-from importlib.metadata import distributions
-from itertools import pairwise
+from importlib.metadata import version
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -173,9 +173,10 @@ def write_versions(
 
 @cache
 def _packages() -> dict[str, str]:
-    """Return the versions of LIBRARIES; the metadata of all distributions is slow to read."""
-    found = {dist.name.lower().replace("_", "-"): dist.version for dist in distributions() if dist.name}
-    return {name: found[name] for name in sorted(found) if name.startswith(LIBRARIES)}
+    """Return the versions of LIBRARIES; the metadata of all distributions is slow to read, so names are of folders."""
+    folders = chain.from_iterable(Path(place).glob("*.dist-info") for place in sys.path)
+    names = {folder.name.partition("-")[0].lower().replace("_", "-") for folder in folders}
+    return {name: version(name) for name in sorted(names) if name.startswith(LIBRARIES)}
 
 
 def command_line(argv: Sequence[str], hide: Iterable[str] = ()) -> str:
