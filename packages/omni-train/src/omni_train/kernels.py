@@ -110,7 +110,7 @@ def compile_blocks(module: nn.Module, block_names: Collection[str], *, attention
     """
     torch.compiler.config.cache_key_tag = attention
     symbols.use_duck_shape = False  # sizes that happen to be equal need not stay so
-    torch._C._dynamo.eval_frame._set_lru_cache(False)  # of several graphs that fit, the first, whichever ran last
+    torch._C._dynamo.eval_frame._set_lru_cache(False)  # type: ignore[attr-defined]  # of graphs that fit, the first
     for block in _blocks(module, block_names):
         compiled = torch.compile(  # type: ignore[call-overload]  # whose types lack the limit
             block.forward, fullgraph=True, dynamic=True, recompile_limit=MAX_GRAPHS, options=EXACT
