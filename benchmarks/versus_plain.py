@@ -107,13 +107,13 @@ class Plain:
 
     def step(self, prompts: Sequence[Prompt], params: Params, *, again: bool = False, autocast: bool = True) -> Result:
         """Sample, score, and train once on all stochastic steps of all samples."""
-        is_low = autocast and self.args.dtype != "float32"
+        is_low = autocast and self.args.policy.dtype != "float32"
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=is_low):
             return self._step(prompts, params, again)
 
     def _step(self, prompts: Sequence[Prompt], params: Params, again: bool) -> Result:
         args, scale, start = self.args, params.guidance["true_cfg_scale"], runner.now(self.device)
-        sigmas, shape, size = self.model.sigmas(params), self.model.latent_shape(params), args.batch_size
+        sigmas, shape, size = self.model.sigmas(params), self.model.latent_shape(params), args.data.batch_size
         levels = sigmas.tolist()
 
         def predict(x: Tensor, k: int, cond: Cond) -> Tensor:
@@ -130,7 +130,7 @@ class Plain:
             for batch in (prompts[i : i + size] for i in range(0, len(prompts), size)):
                 seeds, cond, kept = [p.seed for p in batch], self.encode(batch), []
                 x = step_noise(seeds, INITIAL_NOISE, shape).to(self.device)
-                for k in range(args.num_inference_steps):
+                for k in range(args.sampling.num_inference_steps):
                     velocity = predict(x, k, cond)
                     if k not in params.sde_steps:
                         x = euler_step(velocity, x, sigmas[k], sigmas[k + 1])
@@ -187,7 +187,7 @@ def measure(args: Args) -> dict[str, list[Result]]:
             norm, loss = metrics["policy/grad_norm"], metrics["policy/loss"]
             found[OURS].append(Result(seconds, norm, loss, torch.cat(drawn)))
             for name, options in ARMS.items():
-                if options.get("autocast", True) or run.args.dtype != "float32":
+                if options.get("autocast", True) or run.args.policy.dtype != "float32":
                     prompts, params = prompts_of(run, step), app.params_at(run, step)
                     found.setdefault(name, []).append(plain.step(prompts, params, **options))
 

@@ -258,7 +258,7 @@ def sleep(visit: Visit) -> Iterator[Row]:
     latents: list[Tensor] = []
 
     def look(run: MediaRun[app.Args]) -> None:
-        prompts, params = prompts_of(run, Step(0))[: run.args.batch_size], app.params_at(run, Step(0))
+        prompts, params = prompts_of(run, Step(0))[: run.args.data.batch_size], app.params_at(run, Step(0))
         for _ in range(2):
             latents.append(run.engine.generate(prompts, params).x0)
             run.engine.sleep()

@@ -142,7 +142,7 @@ def check_trainer(words, place):
         for name, number in (("WORLD_SIZE", ranks), ("RANK", 0)) if ranks > 1 else ():
             patch.setenv(name, str(number))
         args = parse_cli(app.Args, app.check_args, [*flags, "--dry-run"], app=app.__name__)
-    if not args.model.startswith("checkpoints/") or args.engine != "diffusers":
+    if not args.policy.model.startswith("checkpoints/") or args.sampling.engine != "diffusers":
         return
     if ranks > 1:
         with pytest.raises(FileNotFoundError, match=r"metrics\.jsonl"):  # a dry run leaves nothing

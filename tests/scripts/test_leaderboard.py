@@ -185,7 +185,7 @@ def test_a_run_has_the_settings_of_its_recipe(entry):
     script, *flags = leaderboard.train_command(job, SERVER)
     args = read_settings(trainer(entry).Args, flags, recipes(Path(script).stem), "")
     assert {name for name, value in job.settings().items() if values_of(args)[name] != value} == set()
-    assert (args.name, args.seed, args.sharding.mode) == (f"leaderboard/3840/{entry.name}-1", 1, "none")
+    assert (args.run.name, args.run.seed, args.sharding.mode) == (f"leaderboard/3840/{entry.name}-1", 1, "none")
     assert (REPO / args.eval.prompts).is_file()
     asked = args.scorer.watch_url if entry is SRPO else args.scorer.url
     assert (asked, args.scorer.token_file) == (SERVER.url, "token")

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import FlopCounterMode
 
 from omni_train.breaker import Breaker
 
@@ -28,25 +27,6 @@ def peak_tflops(device: torch.device) -> float | None:
 def device_name(device: torch.device) -> str:
     """Return the name of a device by its maker; "" for a CPU."""
     return str(getattr(torch.get_device_module(device), "get_device_name", lambda _: "")(device))
-
-
-class FlopCounter(TorchDispatchMode):
-    """The operations of what runs in the `with` block, by torch's formulas, in `flops`.
-
-    torch's own mode also counts by module and decomposes each operator, which takes thrice the time on the meta device.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.flops = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Run an operator, and count it."""
-        out = func(*args, **(kwargs or {}))
-        count = flop_registry.get(func.overloadpacket)
-        if count:
-            self.flops += count(*args, **(kwargs or {}), out_val=out)
-        return out
 
 
 class FlopTable:
@@ -89,12 +69,12 @@ class FlopTable:
             return
         self._hook.remove()
         given, named = tree_map_only(Tensor, lambda t: torch.empty_like(t, device="meta"), (args, kwargs))
-        with FlopCounter() as counter:
+        with FlopCounterMode(display=False) as counter:
             out = self.make()(*given, **named)
-            forward = counter.flops
+            forward = counter.get_total_flops()
             trained = [t.sum() for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
             torch.autograd.backward(trained)
         if not trained:  # a frozen expert; the next call may be another one's
             self.watch()
             return
-        self.known[first[0].shape] = forward / len(first), counter.flops / len(first)
+        self.known[first[0].shape] = forward / len(first), counter.get_total_flops() / len(first)
