@@ -69,7 +69,8 @@ def moved(folder, model):
 
 def draws(trained, cut):
     """Places on one side of the cut in many steps: a row each."""
-    run = SimpleNamespace(args=SimpleNamespace(seed=0, train_experts="one"), trained=dict.fromkeys(trained))
+    own = SimpleNamespace(run=SimpleNamespace(seed=0), policy=SimpleNamespace(train_experts="one"))
+    run = SimpleNamespace(args=own, trained=dict.fromkeys(trained))
     places = (torch.arange(100).double() + 0.5) / 100
     return torch.stack([on_one_side(run, Step(number), places, cut, 0) for number in range(2000)])
 

@@ -37,7 +37,7 @@ def test_overflows_of_float16_are_no_skipped_updates_until_no_factor_is_left():
     param = nn.Parameter(torch.zeros(1))
     policy = SimpleNamespace(params=[param], optimizer=build_adamw([param], lr=0.1), scaler=GradScaler("cpu"))
     optim = SimpleNamespace(lr_scheduler_type="constant", warmup_steps=0, max_grad_norm=1.0)
-    args, results = SimpleNamespace(optim=optim, train_steps=9, lr=0.1), []
+    args, results = SimpleNamespace(optim=optim, run=SimpleNamespace(train_steps=9), lr=0.1), []
     run, step = SimpleNamespace(dist=ALONE, policy=policy, args=args), Step(0)
     while policy.scaler.get_scale() > 1:
         policy.scaler.scale(param.sum() * math.inf).backward()
