@@ -20,7 +20,7 @@ from omni_reward import Scorer
 from omni_reward.scorers.likeness import load_likeness
 from omni_reward.serving import serving_here
 from omni_rl.run.failures import launch
-from omni_rl.settings.fields import change
+from omni_rl.settings.fields import change, values_of
 from PIL import Image
 
 SETTINGS = {
@@ -121,7 +121,7 @@ def test_ranks_with_different_settings(folder, bright_url, name):
     assert life.wait() == [2, 2]
     text = life.text().strip()
     assert len(text.splitlines()) == 1, text
-    there, here = re.escape(repr(DIFFERENT[name])), re.escape(repr(getattr(args, name)))
+    there, here = re.escape(repr(DIFFERENT[name])), re.escape(repr(values_of(args)[name]))
     assert re.search(f"all ranks must have the same settings, but rank 1 has {name} = {there} .rank 0: {here}", text)
 
 

@@ -320,7 +320,7 @@ def test_a_plan_keeps_the_encoder_on_the_host():
 
 def test_float16_takes_as_much_as_bfloat16_and_half_of_the_vae_more():
     half, other = (planned("adapters, two updates", dtype=dtype) for dtype in ("float16", "bfloat16"))
-    parts = open_model(settings("adapters, two updates")[1].model).load(device="cpu", dtype=torch.float16)
+    parts = open_model(settings("adapters, two updates")[1].policy.model).load(device="cpu", dtype=torch.float16)
     vae = sum(tensor.nbytes for tensor in (*parts.vae.parameters(), *parts.vae.buffers()))
     assert half.peaks["rollout"] - other.peaks["rollout"] == pytest.approx(vae / 2, rel=0.01)
     assert half.peaks["decode"] - other.peaks["decode"] > vae / 2  # in float32
