@@ -21,7 +21,7 @@ from apps import app_lives
 from helpers import REPO
 from omni_reward import Score, Scorer
 from omni_rl.settings.args import parse_numbers
-from omni_rl.settings.fields import leaves
+from omni_rl.settings.fields import leaves, values_of
 from omni_rl.settings.toml import recipes
 from omni_rollout.models import open_model
 from omni_rollout.models.hub import released_models
@@ -105,7 +105,7 @@ def folder_of(model: str) -> Path:
 
 def small(case: Case) -> dict[str, object]:
     """What is replaced of a recipe's settings, by their names."""
-    args, known = case.args, leaves(type(case.args))
+    args, known = case.args, values_of(case.args)
     minibatches = min(args.data.num_minibatches, 2)
     group = 4 if getattr(args, "best_worst_n", 0) or case.app == "train_gspo" else 2
     numbers: dict[str, object] = {
@@ -125,7 +125,7 @@ def small(case: Case) -> dict[str, object]:
         "best_worst_n": 2 if getattr(args, "best_worst_n", 0) else 0,
         "height": SIDES.get(args.policy.model, SIDE),
         "width": SIDES.get(args.policy.model, SIDE),
-        "num_frames": min(getattr(args, "num_frames", 1), FRAMES),
+        "num_frames": min(known.get("num_frames", 1), FRAMES),
         "scorer.name": "",
         "max_new_tokens": 4,
         **({"reward": "regex"} if case.app == "train_gspo" else {}),  # random texts match at times
@@ -145,12 +145,12 @@ def small(case: Case) -> dict[str, object]:
 
 def few_steps(args: Any) -> dict[str, object]:
     """FEW denoising steps, and of these the share that a recipe makes stochastic or trains on."""
+    known = values_of(args)
     given = {
-        name: getattr(args, name, None)
-        for name in (*SPANS, "window_size", "window_stride", "train_levels", "levels_per_pair")
+        name: known.get(name) for name in (*SPANS, "window_size", "window_stride", "train_levels", "levels_per_pair")
     }
     few = {name: min(value, FEW_TRAINED) for name, value in given.items() if value is not None}
-    if steps := getattr(args, "num_inference_steps", 0):
+    if steps := known.get("num_inference_steps", 0):
         few |= {"num_inference_steps": FEW}
         few |= {name: max(least, given[name] * FEW // steps) for name, least in SPANS.items() if name in few}
     return few

@@ -82,10 +82,10 @@ def test_four_ranks_that_share_samples_by_two_train_as_two_ranks(name, here):
         grades = {} if app is train_srpo else {"scorer_url": url}
         model = {"model": str(ROWS[own["model"]].checkpoint())} if "model" in own else {}
         args = tiny(recipe(app, "tiny-signs"), **(SIZES | grades | own | model))
-        wanted = train_on_ranks(app, replace(args, name="two"))
+        wanted = train_on_ranks(app, change(args, name="two"))
         count = len(seen)
         seen.clear()
-        args = replace(args, name="shared", sharding=replace(args.sharding, context_parallel=2))
+        args = change(args, name="shared", sharding_context_parallel=2)
         found = train_on_ranks(app, args, ranks=4)
         assert len(seen) == count  # each sample once
         for line, other in zip(unclocked(found), unclocked(wanted), strict=True):

@@ -171,7 +171,7 @@ def test_the_advice_on_a_ratio_names_only_flags_of_the_trainer_that_are_not_set(
     compiled = change(args, attention="math", **({"compile": True} if "compile" in leaves(type(args)) else {}))
     named = advice(RuntimeError("the ratio must be 1"), compiled)
     assert "--attention" not in named
-    assert ("--no-compile" in named) == "compile" in leaves(type(args))
+    assert ("--no-compile" in named) == ("compile" in leaves(type(args)))
 
 
 def test_a_run_that_goes_on_keeps_its_class(settings, monkeypatch):

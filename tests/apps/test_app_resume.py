@@ -173,7 +173,7 @@ def small(name, url):
         tiny_signs.write_samples(Path("signs"), REPO / "data" / "tiny-signs" / "eval.txt")
         places["prompts"] = "signs/samples.jsonl"
     places |= {"reward_model": str(REPO / args.reward_model)} if hasattr(args, "reward_model") else {}
-    own = {"group_size": 2} if hasattr(args, "group_size") else {}
+    own = {"group_size": 2}
     own |= {"scorer_url": url} if "scorer.url" in values_of(args) and "beeps" not in preset else {}
     size = {"prompts_per_step": 2, "batch_size": 2, "train_steps": 2, "eval_every": 2, "save_every": 1}
     return trainer, change(args, name="run", **(places | size | own | {"sharding_mode": "auto"} | changes)), ranks

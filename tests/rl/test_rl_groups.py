@@ -1,7 +1,6 @@
 """Scorers that compare the samples of a prompt: a group is whole wherever it is drawn, and its scores are the same."""
 
 from concurrent.futures import Future
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from omni_rl.flow.scorers import abstaining, connect
 from omni_rl.flow.scoring import collect, submit_groups
 from omni_rl.run.media import check_groups
 from omni_rl.run.run import Step
+from omni_rl.settings.fields import change
 from omni_rollout import Prompt, Samples
 from omni_train.dist import deal
 from omni_train.prompts.files import PromptRecord
@@ -132,7 +132,7 @@ def test_one_rank_and_two_give_each_sample_the_same_score(tmp_path, monkeypatch,
 def test_training_on_two_ranks_logs_the_rewards_of_one(tmp_path, monkeypatch, url):
     args = settings(tmp_path, monkeypatch, batch_size=2, scorer_url=url, train_steps=1, eval_every=1, window_high=2)
     one = unclocked(train(train_flowgrpo, args))
-    two = unclocked(train_on_ranks(train_flowgrpo, replace(args, name="two")))
+    two = unclocked(train_on_ranks(train_flowgrpo, change(args, name="two")))
     for own, when in (("eval/", 0), ("reward/", 1)):  # of one policy, before the update
         scores = {name: value for name, value in one[when].items() if name.startswith(own)}
         assert scores == {name: two[when][name] for name in scores}

@@ -1,7 +1,6 @@
 """Scorers asleep beside the trainer: awake only while no rank samples or updates, with the same scores and weights."""
 
 import multiprocessing
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from omni_reward.serving import serving_here
 from omni_rl.flow.scorers import SleepingScorer, connect
 from omni_rl.flow.scoring import collect
 from omni_rl.run.run import Run
+from omni_rl.settings.fields import change
 from omni_rl.tools import plan
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_train.prompts.files import PromptRecord
@@ -96,7 +96,7 @@ def test_no_rank_samples_while_the_scorer_of_another_is_awake(tmp_path, monkeypa
     lines = train_on_ranks(train_flowgrpo, args)
     assert scorer.wakes >= 3
     assert scorer.is_asleep.value
-    one = train(train_flowgrpo, replace(args, name="one"))
+    one = train(train_flowgrpo, change(args, name="one"))
     assert lines[1]["reward/mean"] == one[1]["reward/mean"]
 
 
