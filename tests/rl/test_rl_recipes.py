@@ -16,7 +16,7 @@ from omni_reward.terms import parse
 from omni_rl.settings import fields
 from omni_rl.settings.args import parse_numbers
 from omni_rl.settings.cli import parse_cli
-from omni_rl.settings.fields import build, change, flat, values_of
+from omni_rl.settings.fields import build, change, flat
 from omni_rl.settings.toml import from_files, from_toml, plain
 from omni_rl.tools.plan import LEFT
 from omni_rl.tools.prompts import prompt_sets
@@ -246,7 +246,7 @@ def test_a_recipe_of_a_real_model_says_the_command_of_its_scorer(app: str, name:
         own = {spec.removeprefix("frames:") for spec in reward.specs.values()}
         assert {spec for spec in own if not spec.startswith("python:")} <= set(SCORERS)
         assert {key.partition(".")[0] for key in read_options(options.option) if "." in key} <= set(reward.specs)
-        parts = set(parse_numbers(values_of(args).get("reward_parts", ""), ""))
+        parts = set(parse_numbers(fields.values_of(args).get("reward_parts", ""), ""))
         assert parts <= ({"VQ", "MQ", "TA"} if own == {"videoalign"} else set(reward.specs))
 
 
