@@ -179,7 +179,7 @@ def test_a_second_scorer_of_evaluations_may_compare_too(tmp_path, monkeypatch, u
 
 def test_two_canaries_are_compared_before_the_start(tmp_path, monkeypatch, url):
     args = settings(tmp_path, monkeypatch)
-    client, version = connect(url, args, place(), PromptRecord(text="a", index=0), ("image",))
+    client, version = connect(url, args.scorer, place(), PromptRecord(text="a", index=0), ("image",))
     assert client.takes_groups
     assert version == "test"
     assert client.scorer == {"scorer": "test", "scorer_version": ""}  # which its replies must name
@@ -187,7 +187,7 @@ def test_two_canaries_are_compared_before_the_start(tmp_path, monkeypatch, url):
     message = "--scorer.url must be a scorer of single answers, this one compares those of a group"
     lone = Scorer(lambda media, prompts, meta: [0.0] * len(prompts), media=("text",), groups=True)
     with serving_here(lone) as texts, pytest.raises(ValueError, match=message):
-        connect(texts, args, place(), PromptRecord(text="a", index=0), ("text",))
+        connect(texts, args.scorer, place(), PromptRecord(text="a", index=0), ("text",))
 
 
 @pytest.mark.parametrize(

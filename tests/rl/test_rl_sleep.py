@@ -103,7 +103,7 @@ def test_no_rank_samples_while_the_scorer_of_another_is_awake(tmp_path, monkeypa
 def test_scores_are_asked_for_when_one_is_read_and_failures_are_no_scores(tmp_path, monkeypatch, napping, capsys):
     scorer, flags = napping
     args = settings(tmp_path, monkeypatch, **flags)
-    sleeping, _ = connect(args.scorer.url, args, place(), PromptRecord(text="a", index=0), ("image",))
+    sleeping, _ = connect(args.scorer.url, args.scorer, place(), PromptRecord(text="a", index=0), ("image",))
     assert isinstance(sleeping, SleepingScorer)
     assert scorer.is_asleep.value  # after the canary
     media = {"image": torch.full((2, 4, 4, 3), 7, dtype=torch.uint8).numpy()}
@@ -134,8 +134,10 @@ def test_a_scorer_that_cannot_sleep_and_settings_that_do_not_fit_are_refused_by_
         with pytest.raises(
             ValueError, match=r"--scorer\.sleep needs a scorer whose weights can move to the host, test"
         ):
-            connect(url, args, place(), PromptRecord(text="a", index=0), ("image",))
-        client, _ = connect(url, args, place(), PromptRecord(text="a", index=0), ("image",), name="--scorer.watch-url")
+            connect(url, args.scorer, place(), PromptRecord(text="a", index=0), ("image",))
+        client, _ = connect(
+            url, args.scorer, place(), PromptRecord(text="a", index=0), ("image",), name="--scorer.watch-url"
+        )
         client.close()  # only the run's own scorer sleeps
     with pytest.raises(ValueError, match=r"--scorer\.sleep needs --scorer\.token-file beside --scorer\.url"):
         train_flowgrpo.check_args(settings(tmp_path, monkeypatch, scorer_url="http://a:1", scorer_sleep=True))
