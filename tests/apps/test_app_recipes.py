@@ -76,7 +76,7 @@ def test_a_recipe_asks_of_its_model_what_it_has(case):
 
 
 def test_every_model_of_a_recipe_has_its_configuration_in_the_package():
-    assert {recipe_of(case)[1].policy.model for case in ALL} == set(RELEASES)
+    assert {recipe_of(case)[1].policy.model for case in ALL} <= set(RELEASES)
     assert {recipe_of(case)[1].policy.model for case in GSPO} == set(TOKENS)
     assert released_models().keys() == RELEASES.keys() | TOKENS.keys()
 

@@ -28,7 +28,7 @@ from omni_rollout.models.tokens import open_token_model
 from omni_rollout.tokens import TokenParams, TokenTrajectory, score_tokens
 from omni_train.files import load_metrics
 from omni_train.lora import add_lora
-from omni_train.prompts.files import PromptRecord
+from omni_train.prompts.files import PromptRecord, load_prompts
 from omni_train.weights.adapters import load_adapter
 from PIL import Image
 from row_runs import write_chats
@@ -641,6 +641,14 @@ def test_vllm_has_room_for_the_longest_answers_of_all_evaluation_sets(monkeypatc
         args = tiny(engine="vllm", max_prompt_tokens=most, max_new_tokens=8, eval_sets=sets)
         inputs = SimpleNamespace(model=None)
         assert texts.open_engine(args, World(place()), inputs, torch.nn.Linear(2, 2))[1]["max_tokens"] == wanted
+
+
+def test_the_page_shows_a_line_of_the_shipped_prompts_and_a_chat(tmp_path):
+    line, chat = re.findall(r"```json\n(.*?)\n```", (REPO / "docs/tokens.md").read_text(), re.DOTALL)
+    assert line == (REPO / "data/tiny-beeps/train.jsonl").read_text().splitlines()[0]
+    (tmp_path / "a.jsonl").write_text(chat.replace("\n", ""))
+    [record] = load_prompts(tmp_path / "a.jsonl")
+    assert (record.images, record.text) == ((tmp_path / "cat.png",), "Is this(A) a cat or (B) a dog?")
 
 
 @pytest.mark.slow
