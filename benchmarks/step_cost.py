@@ -37,8 +37,6 @@ from omni_rl.run.policy import Policy
 from omni_rl.run.run import MediaRun, Step
 from omni_rl.run.session import Session
 from omni_rl.run.world import World
-from omni_rl.settings.args import MediaArgs
-from omni_rl.settings.eval_sets import MediaEval
 from omni_rl.settings.fields import at_least, change, require
 from omni_rl.settings.toml import from_toml, recipes
 from omni_rollout import Params, Prompt, Samples, Trajectory, replay
@@ -352,14 +350,15 @@ class Engine:
         """Nothing to free."""
 
 
-def open_run(args: Beside) -> MediaRun[MediaArgs]:
+def open_run(args: Beside) -> MediaRun[app.Args]:
     """Return a run without a model, in a folder of its own, which has logged `start` steps."""
-    settings = MediaArgs(
+    settings = change(
+        app.Args(),
         name="fixed-cost",
         train_steps=args.start + args.steps,
         batch_size=args.images,
         save_every=args.save_every,
-        eval=MediaEval(every=args.eval_every),
+        eval_every=args.eval_every,
         ema_decay=0.9,
         height=args.side,
         width=args.side,
