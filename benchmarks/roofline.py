@@ -154,11 +154,16 @@ def extent(tensor: Tensor) -> int:
 
 def count(args: app.Args) -> dict[str, Counter[Kernel]]:
     """The kernels of a step by phase."""
-    model, dtype = open_model(args.model), getattr(torch, args.dtype)
+    model, dtype = open_model(args.policy.model), getattr(torch, args.policy.dtype)
     assert isinstance(model, DiffusersModel)
     model.reads_weights = False
-    params = Params(args.num_inference_steps, args.height, args.width, guidance={"true_cfg_scale": args.true_cfg_scale})
-    batches = args.prompts_per_step * args.group_size // args.batch_size
+    params = Params(
+        args.sampling.num_inference_steps,
+        args.sampling.height,
+        args.sampling.width,
+        guidance={"true_cfg_scale": args.sampling.true_cfg_scale},
+    )
+    batches = args.data.prompts_per_step * args.data.group_size // args.data.batch_size
     tokenizer: Any = model._load("tokenizer", "cpu", dtype)
     lengths = {"": len(tokenizer(trainer.TEXTS[0]).input_ids), "negative_": len(tokenizer(" ").input_ids)}
     width = model.config["transformer"]["joint_attention_dim"]
@@ -167,7 +172,7 @@ def count(args: app.Args) -> dict[str, Counter[Kernel]]:
         add_lora(parts.net, model.LORA_TARGETS, rank=args.lora.rank, alpha=args.lora.alpha, seed=0)
         if args.memory.gradient_checkpointing:
             parts.net.enable_gradient_checkpointing(Recompute(args.memory.keep_products_gb * 1e9))  # type: ignore[operator]
-        x = torch.zeros(args.batch_size, *model.latent_shape(params)).to(PLANNED)
+        x = torch.zeros(args.data.batch_size, *model.latent_shape(params)).to(PLANNED)
         cond = {}
         for side, length in lengths.items():
             cond[f"{side}embeds"] = torch.zeros(len(x), length, width, dtype=dtype).to(PLANNED)
@@ -186,9 +191,9 @@ def count(args: app.Args) -> dict[str, Counter[Kernel]]:
         with device.phase("update"):
             predict().sum().backward()
     times = {
-        "rollout": args.num_inference_steps * batches,
+        "rollout": args.sampling.num_inference_steps * batches,
         "decode": batches,
-        "update": (args.window_size or 1) * batches,
+        "update": (args.window.window_size or 1) * batches,
     }
     return {name: Counter({kernel: n * times[name] for kernel, n in device.kernels[name].items()}) for name in PHASES}
 

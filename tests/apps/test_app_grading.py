@@ -53,7 +53,7 @@ def waiting(app, args, monkeypatch, train=train):
 @pytest.mark.parametrize("name", sampled(["flowgrpo", "nft"], 1))
 def test_a_batch_is_trained_on_while_later_ones_are_scored_and_no_bit_changes(name, monkeypatch, bright_url):
     """Only the first group is scored before the update; each backward pass lets the scores of one batch more come."""
-    app, args = (train_flowgrpo, replace(FLOW, num_minibatches=2)) if name == "flowgrpo" else (train_nft, NFT)
+    app, args = (train_flowgrpo, change(FLOW, num_minibatches=2)) if name == "flowgrpo" else (train_nft, NFT)
     args = change(args, scorer_url=bright_url)
 
     def held(run, *others, **options):
@@ -133,7 +133,7 @@ def test_advantages_of_whole_groups_are_the_bits_of_those_over_all(std):
     rollout = Rollout(prompts, batches, pending, in_a_row=4)
     rewards = gather_rewards(place(), batches, scores, rollout.groups)
     expected = group_advantages(rewards, rollout.groups, std=std)
-    args = replace(FLOW, adv_std=std, group_size=4, prompts_per_step=6)
+    args = change(FLOW, adv_std=std, group_size=4, prompts_per_step=6)
     run = SimpleNamespace(args=args, dist=place(), phase=lambda name: nullcontext(), parts=())
     chosen = train_batches(run, step, rollout, run.args.advantages, weighted=True)
     for first, batch in zip(range(0, 24, 3), chosen, strict=True):
@@ -152,7 +152,7 @@ def test_advantages_of_whole_groups_are_the_bits_of_those_over_all(std):
 
 
 def test_only_whole_groups_that_depend_on_no_other_come_early():
-    args = replace(FLOW, group_size=4, batch_size=2)
+    args = change(FLOW, group_size=4, batch_size=2)
 
     def comes_early(args, num_ranks, unit=1):
         dist = SimpleNamespace(world_size=num_ranks, context=1)

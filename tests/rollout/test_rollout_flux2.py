@@ -7,7 +7,7 @@ from model_rows import ROWS
 from omni_rollout import Params
 from omni_rollout.models import open_model
 from omni_rollout.models.diffusers_model import pixels
-from omni_rollout.models.flux2 import _fit
+from omni_rollout.models.flux2 import fit
 from omni_rollout.sampler import check_images
 from PIL import Image
 
@@ -42,7 +42,7 @@ def test_references_are_reduced_and_cut_as_in_the_stock_pipeline(size):
     picture = stock._resize_if_exceeds_area(picture)
     width, height = (side // 16 * 16 for side in picture.size)
     theirs = stock.preprocess(picture, height=height, width=width, resize_mode="crop")
-    torch.testing.assert_close(pixels(_fit(image)[None]), theirs, rtol=0, atol=1e-6)
+    torch.testing.assert_close(pixels(fit(image)[None]), theirs, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("size", [(63, 64), (64, 513)])
