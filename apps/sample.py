@@ -40,6 +40,8 @@ from omni_rl.settings.fields import (
 from omni_rl.settings.toml import fitting, plain
 from omni_train.prompts.files import PromptRecord, RecordCheck, load_prompts
 
+# 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
+
 SAMPLES = "samples.jsonl"  # in --out-dir, the prompt and the seed of each file
 
 
@@ -151,6 +153,37 @@ def read_prompts(args: Args, check: RecordCheck) -> list[PromptRecord]:
     return [replace(r, images=images or r.images, negative=r.negative or args.negative_prompt) for r in records]
 
 
+if __name__ == "__main__":
+    ARGS = parse_cli(Args, check_args, sys.argv[1:], app="sample", description=__doc__)
+
+# 2. Samples
+
+import numpy as np
+import torch
+from omni_reward import RewardError
+from omni_rl.flow.sampling import by_shapes, expand_groups
+from omni_rl.flow.scorers import Scorer, abstaining, connect
+from omni_rl.flow.scoring import collect, submit
+from omni_rl.media.write import contact_sheet, readable, score_label, still, whole_files
+from omni_rollout import Model, Params, Prompt
+from omni_rollout.engines.diffusers import DiffusersEngine
+from omni_rollout.models import open_model
+from omni_rollout.sampler import check_images
+from omni_train.dist import Dist, init_distributed
+from omni_train.weights.full import check_weights, homes, load_weights, saved_files
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sample as it is shown: a picture [H, W, 3], its score as a text, its line of samples.jsonl, and its media."""
+
+    picture: np.ndarray
+    label: str
+    row: dict[str, Any]
+    kinds: tuple[str, ...]
+
+
 def main(args: Args) -> None:
     """Sample in batches, score the samples if there is a scorer, and write the files.
 
@@ -158,26 +191,40 @@ def main(args: Args) -> None:
         ValueError, OSError: the model, the weights, the prompts or the scorer cannot be used; before any weight is
             loaded, but for a scorer that fails later.
     """
-    import numpy as np
-    import torch
-    from omni_reward import RewardError
-    from omni_rl.flow.sampling import by_shapes, expand_groups
-    from omni_rl.flow.scorers import Scorer, abstaining, connect
-    from omni_rl.flow.scoring import collect, submit
-    from omni_rl.media.write import contact_sheet, readable, score_label, still, whole_files
-    from omni_rollout import Params
-    from omni_rollout.engines.diffusers import DiffusersEngine
-    from omni_rollout.models import open_model
-    from omni_rollout.sampler import check_images
-    from omni_train.dist import init_distributed
-    from omni_train.weights.full import check_weights, homes, load_weights, saved_files
-    from torch import Tensor
-
     args, dist = settle(args), init_distributed()
+    params = params_of(args)
+    model = open_checked(args, params)
+    records = read_prompts(args, lambda record: model.check(params.of_size(record.size)))
+    with flag("--images: "):
+        for record in records:
+            check_images(model, reference_sizes(record))
+    weights = find_weights(args, model)
+    scorer = open_scorer(args, dist, model, records[0], params)
+    for place in (Path(args.out).parent, Path(args.out_dir)):
+        place.mkdir(parents=True, exist_ok=True)
+    parts = model.load(device=dist.device, dtype=getattr(torch, args.dtype))
+    for name, home in weights:
+        load_weights(parts.net.get_submodule(name), home)
+    engine = DiffusersEngine(model, parts)
+    chosen = [replace(records[i % len(records)], index=i) for i in range(args.num_images)]
+    prompts = expand_groups(chosen, 1, seed=args.seed, step=0)
+    samples = dict[int, Sample]()
+    for same in by_shapes(prompts):
+        for batch in (same[i : i + args.batch_size] for i in range(0, len(same), args.batch_size)):
+            samples |= sample(args, dist, engine, scorer, batch, params)
+    write(args, prompts, [samples[i] for i in range(len(prompts))])
+
+
+def params_of(args: Args) -> Params:
+    """Return the sampling parameters of settled settings."""
     settings = {name: value for name, value in vars(args).items() if name in DEFAULTS}
     true_cfg = {"true_cfg_scale": scale} if (scale := settings.pop("true_cfg_scale")) != 1 else {}
     guidance = {**parse_numbers(settings.pop("guidance"), "--guidance"), **true_cfg}
-    params = Params(**settings, guidance=guidance)
+    return Params(**settings, guidance=guidance)
+
+
+def open_checked(args: Args, params: Params) -> Model:
+    """Return the model, whose files are whole, and which takes the parameters; it has no weights yet."""
     with flag("--model: "):
         model = open_model(args.model)
         model.check_files()
@@ -185,10 +232,11 @@ def main(args: Args) -> None:
         model.check(params)
     with flag("--model: "):
         model.sigmas(params)
-    records = read_prompts(args, lambda record: model.check(params.of_size(record.size)))
-    with flag("--images: "):
-        for record in records:
-            check_images(model, reference_sizes(record))
+    return model
+
+
+def find_weights(args: Args, model: Model) -> list[tuple[str, Path]]:
+    """Return the folders of --weights, each with the net of the model that takes it, in the order of loading."""
     folders = listed(args.weights)
     with flag("--weights: "):
         found = [(name, home) for folder in folders for name, home in homes(folder, model.nets).items()]
@@ -197,60 +245,62 @@ def main(args: Args) -> None:
         are_full = [any(map(saved_files, homes(folder, model.nets).values())) for folder in folders]
         rule = f"must be full weights, an adapter, or full weights and then an adapter, got {args.weights}"
         require((len(folders) < 2 or are_full == [True, False], rule))
-    scorer: Scorer = abstaining()
-    if args.scorer.url:
-        canary = replace(records[0], meta={**records[0].meta, "fps": params.frame_rate})
-        scorer, _ = connect(
-            args.scorer.url, groups.Scorer(token_file=args.scorer.token_file), dist, canary, model.MEDIA
-        )
-        rule = "--scorer.url must be a scorer of single samples, this one compares those of a group"
-        require((not scorer.takes_groups, rule))
-    for place in (Path(args.out).parent, Path(args.out_dir)):
-        place.mkdir(parents=True, exist_ok=True)
-    parts = model.load(device=dist.device, dtype=getattr(torch, args.dtype))
-    for name, home in found:
-        load_weights(parts.net.get_submodule(name), home)
-    engine = DiffusersEngine(model, parts)
-    drawn = [replace(records[i % len(records)], index=i) for i in range(args.num_images)]
-    prompts = expand_groups(drawn, 1, seed=args.seed, step=0)
-    pictures: dict[int, np.ndarray] = {}
-    labels: dict[int, str] = {}
-    rows: dict[int, dict[str, Any]] = {}
-    folder = Path(args.out_dir) if args.out_dir else Path(args.out).with_suffix("")
-    for same in by_shapes(prompts):
-        for batch in (same[i : i + args.batch_size] for i in range(0, len(same), args.batch_size)):
-            samples = engine.generate(batch, params.of_size(batch[0].size)).to("cpu")
-            media = samples.media
-            each = [dict(zip(media, own, strict=True)) for own in zip(*map(Tensor.numpy, media.values()), strict=True)]
-            try:
-                scores = collect(dist, [submit(scorer, samples)])
-            except RewardError as exc:
-                raise ValueError(f"--scorer.url: {exc}") from exc
-            for prompt, own, score in zip(batch, each, scores, strict=True):
-                at = prompt.index
-                pictures[at], labels[at] = still(own), f"{score_label(score.value, {})}  " * bool(args.scorer.url)
-                plays = whole_files(own, samples.rates) if args.out_dir or "image" not in own else {}
-                files = {f"{at}{suffix}": data for suffix, data in plays.items()}
-                for name, data in files.items():
-                    folder.mkdir(exist_ok=True)
-                    (folder / name).write_bytes(data)
-                rows[at] = {"files": list(files), "prompt": prompt.text, "seed": prompt.seed}
-                rows[at] |= {"score": score.value, "parts": score.parts, "abstained": score.abstained}
+    return found
+
+
+def open_scorer(args: Args, dist: Dist, model: Model, record: PromptRecord, params: Params) -> Scorer:
+    """Return the scorer of --scorer.url, which has graded one prompt, or one that abstains."""
+    if not args.scorer.url:
+        return abstaining()
+    canary = replace(record, meta={**record.meta, "fps": params.frame_rate})
+    settings = groups.Scorer(token_file=args.scorer.token_file)
+    scorer, _ = connect(args.scorer.url, settings, dist, canary, model.MEDIA)
+    rule = "--scorer.url must be a scorer of single samples, this one compares those of a group"
+    require((not scorer.takes_groups, rule))
+    return scorer
+
+
+def sample(
+    args: Args, dist: Dist, engine: DiffusersEngine, scorer: Scorer, batch: list[Prompt], params: Params
+) -> dict[int, Sample]:
+    """Return the samples of a batch by their index; their files are written."""
+    samples = engine.generate(batch, params.of_size(batch[0].size)).to("cpu")
+    try:
+        scores = collect(dist, [submit(scorer, samples)])
+    except RewardError as exc:
+        raise ValueError(f"--scorer.url: {exc}") from exc
+    media = samples.media
+    each = [dict(zip(media, own, strict=True)) for own in zip(*map(Tensor.numpy, media.values()), strict=True)]
+    folder, found = Path(args.out_dir) if args.out_dir else Path(args.out).with_suffix(""), dict[int, Sample]()
+    for prompt, own, score in zip(batch, each, scores, strict=True):
+        plays = whole_files(own, samples.rates) if args.out_dir or "image" not in own else {}
+        files = {f"{prompt.index}{suffix}": data for suffix, data in plays.items()}
+        for name, data in files.items():
+            folder.mkdir(exist_ok=True)
+            (folder / name).write_bytes(data)
+        row = {"files": list(files), "prompt": prompt.text, "seed": prompt.seed}
+        row |= {"score": score.value, "parts": score.parts, "abstained": score.abstained}
+        label = f"{score_label(score.value, {})}  " * bool(args.scorer.url)
+        found[prompt.index] = Sample(still(own), label, row, tuple(media))
+    return found
+
+
+def write(args: Args, prompts: list[Prompt], samples: list[Sample]) -> None:
+    """Write samples.jsonl and the contact sheet, and print where they are."""
     if args.out_dir:
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for _, row in sorted(rows.items())]
-        (folder / SAMPLES).write_text("".join(lines), "utf-8")
+        lines = [json.dumps(each.row, ensure_ascii=False) + "\n" for each in samples]
+        (Path(args.out_dir) / SAMPLES).write_text("".join(lines), "utf-8")
     if args.out:
-        texts = [labels[prompt.index] + prompt.text for prompt in prompts]
-        columns = 1 if "video" in media else 8
-        contact_sheet([pictures[i] for i in range(len(prompts))], texts, columns=columns).save(args.out)
-    graded = [row["score"] for row in rows.values() if row["score"] is not None]
+        texts = [each.label + prompt.text for each, prompt in zip(samples, prompts, strict=True)]
+        columns = 1 if "video" in samples[0].kinds else 8
+        contact_sheet([each.picture for each in samples], texts, columns=columns).save(args.out)
+    graded = [each.row["score"] for each in samples if each.row["score"] is not None]
     mean = f", mean score {readable(float(np.mean(graded)), 3)} of {len(graded)}" if graded else ""
     places = " and ".join(filter(None, (args.out_dir, args.out)))
-    print(f"{len(rows)} sample{'s' * (len(rows) > 1)} in {places}{mean}")
+    print(f"{len(samples)} sample{'s' * (len(samples) > 1)} in {places}{mean}")
 
 
 if __name__ == "__main__":
-    ARGS = parse_cli(Args, check_args, sys.argv[1:], app="sample", description=__doc__)
     try:
         main(ARGS)
     except (OSError, ValueError) as exc:

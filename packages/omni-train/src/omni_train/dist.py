@@ -257,7 +257,7 @@ def local_device(local_rank: int = 0) -> torch.device:
 def _settle(kind: str) -> None:
     """Set an Ascend NPU, detected by its settings, to plain formats, full float32 and deterministic sums.
 
-    torch_npu takes the order from its first operator on, for the whole process.
+    Its plugin takes these settings with its first operator, for the whole process.
     """
     module = torch.get_device_module(kind)
     if not hasattr(module, "set_compile_mode"):
