@@ -150,9 +150,14 @@ def params_of(args: Parity, step: str, scale: float) -> Params:
     """Return parameters with which all steps but the last are kept."""
     rule, noise_level = STEPS[step]
     return Params(
-        args.num_inference_steps, args.height, args.width, guidance={"true_cfg_scale": scale}, rule=rule,
-        noise_level=noise_level, sde_steps=tuple(range(args.num_inference_steps - 1)),
-    )  # fmt: skip
+        args.num_inference_steps,
+        args.height,
+        args.width,
+        guidance={"true_cfg_scale": scale},
+        rule=rule,
+        noise_level=noise_level,
+        sde_steps=tuple(range(args.num_inference_steps - 1)),
+    )
 
 
 Sample = Callable[[], list[Trajectory]]

@@ -262,8 +262,23 @@ def video(
     """A video model by its published shape: 2 FLOP a weight and token, attention of all tokens, guidance."""
     forward = 2 * (2 * weights * tokens + 4 * layers * tokens**2 * width)
     costs = {"rollout": 10 * forward, "update": 2 * 4 * forward, "forward": forward}  # 2 of 10 trained, recomputed
-    return Job(name, weights, 300e6, samples, **costs, kernels=2500, batch=1, denoising=10, passes=2, updates=1,
-               score_s=1.0, decode=decode, tiled=tiled, evaluation=64 * 20 * forward, eval_every=50)  # fmt: skip
+    return Job(
+        name,
+        weights,
+        300e6,
+        samples,
+        **costs,
+        kernels=2500,
+        batch=1,
+        denoising=10,
+        passes=2,
+        updates=1,
+        score_s=1.0,
+        decode=decode,
+        tiled=tiled,
+        evaluation=64 * 20 * forward,
+        eval_every=50,
+    )
 
 
 # Planned TFLOP of docs/evidence/performance.md over its images: 39,570 and 24,570 for 128; 10,010 and 8,058 for 64.

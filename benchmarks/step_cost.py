@@ -127,13 +127,22 @@ def steps_of(args: Framework) -> list[dict[str, float]]:
 
     with trainer.model(args) as model:
         settings = from_toml(recipes("train_flowgrpo")["tiny-signs"], app.Args, "tiny-signs") | {
-            "model": str(Path(model).resolve()), "scorer_url": "http://127.0.0.1:1",
-            "prompts": str(REPO / "data/tiny-signs/train.txt"), "eval_prompts": "eval.txt",
-            "train_steps": args.steps + 2, "eval_every": 1000, "save_every": 1000, "height": args.height,
-            "width": args.width, "prompts_per_step": args.prompts_per_step, "group_size": args.group_size,
-            "batch_size": args.batch_size, "num_inference_steps": args.num_inference_steps, "sharding_mode": "auto",
+            "model": str(Path(model).resolve()),
+            "scorer_url": "http://127.0.0.1:1",
+            "prompts": str(REPO / "data/tiny-signs/train.txt"),
+            "eval_prompts": "eval.txt",
+            "train_steps": args.steps + 2,
+            "eval_every": 1000,
+            "save_every": 1000,
+            "height": args.height,
+            "width": args.width,
+            "prompts_per_step": args.prompts_per_step,
+            "group_size": args.group_size,
+            "batch_size": args.batch_size,
+            "num_inference_steps": args.num_inference_steps,
+            "sharding_mode": "auto",
             "compile": args.compile,
-        }  # fmt: skip
+        }
         dtype = str(default_compute_dtype(device)).removeprefix("torch.")
         settings |= LORA | {"dtype": dtype} if args.random else {}
         watched = {runner.config(model, "transformer")["_class_name"]: "forward", "QwenImageDecoder3d": "decode"}
@@ -409,9 +418,11 @@ def open_run(args: Beside) -> MediaRun[app.Args]:
 def metrics(step: int) -> dict[str, float]:
     """Return numbers under as many names as a step of FlowGRPO has."""
     return {name: (step * 37 % 1000 + i) / 1000 for i, name in enumerate(NAMES)} | {
-        "reward/mean": step % 100 / 100, "reward/abstained_ratio": 0.0, "policy/clip_fraction": 0.1,
+        "reward/mean": step % 100 / 100,
+        "reward/abstained_ratio": 0.0,
+        "policy/clip_fraction": 0.1,
         "policy/skipped_updates": 0.0,
-    }  # fmt: skip
+    }
 
 
 def beside_s(args: Beside) -> Iterator[tuple[int, dict[str, float]]]:

@@ -130,8 +130,12 @@ def model(args: ModelArgs) -> Iterator[str]:
         )
         for part in ("vae", "text_encoder"):
             (Path(folder) / part).symlink_to(Path(args.model).resolve() / part)
-        shape = {"num_layers": args.random, "num_attention_heads": args.random_heads,
-                 "attention_head_dim": runner.HEAD_SIZE, "axes_dims_rope": runner.ROPE_AXES}  # fmt: skip
+        shape = {
+            "num_layers": args.random,
+            "num_attention_heads": args.random_heads,
+            "attention_head_dim": runner.HEAD_SIZE,
+            "axes_dims_rope": runner.ROPE_AXES,
+        }
         config = runner.config(folder, "transformer") | shape
         (Path(folder) / "transformer" / "config.json").write_text(json.dumps(config))
         QwenImage.check_files, QwenImage.load_net = lambda self: None, load_net  # type: ignore[method-assign, assignment]

@@ -125,13 +125,25 @@ def ours(args: Args, model: str) -> Result:
             found.append(Seconds(runner.now(device) - start - update, update))
 
     settings = from_toml(recipes("train_flowgrpo")[RECIPE], app.Args, RECIPE) | {
-        "name": "run", "model": model, "prompts": "prompts.txt", "eval.prompts": "prompts.txt",
-        "scorer.url": "http://127.0.0.1:1", "dtype": dtype_of(args), "kl_coef": 0.0, "ema_decay": 0.0,
-        "height": args.side, "width": args.side, "num_inference_steps": args.num_inference_steps,
-        "prompts_per_step": 2, "group_size": args.batch_size, "batch_size": args.batch_size,
-        "num_minibatches": NUM_UPDATES, "lora.rank": 32, "lora.alpha": 64,
+        "name": "run",
+        "model": model,
+        "prompts": "prompts.txt",
+        "eval.prompts": "prompts.txt",
+        "scorer.url": "http://127.0.0.1:1",
+        "dtype": dtype_of(args),
+        "kl_coef": 0.0,
+        "ema_decay": 0.0,
+        "height": args.side,
+        "width": args.side,
+        "num_inference_steps": args.num_inference_steps,
+        "prompts_per_step": 2,
+        "group_size": args.batch_size,
+        "batch_size": args.batch_size,
+        "num_minibatches": NUM_UPDATES,
+        "lora.rank": 32,
+        "lora.alpha": 64,
         "compile": args.compile,
-    }  # fmt: skip
+    }
     trainer.train(change(app.Args(), **settings), steps)
     return Result(found[1:], memory(device).peak_mb)
 

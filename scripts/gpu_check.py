@@ -55,9 +55,12 @@ GAPS = {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}
 def gates(attention: str, texts: Sequence[str] = tuple(MASKS)) -> dict[str, Entry]:
     """Return a row of the gate for each way to run blocks, with masks or without."""
     return {
-        f"gate: {attention}, {variant}, {text}": Entry(partial(ask.gate, attention=attention, variant=variant, masked=MASKS[text]), 0.5 if variant == "nf4" else 0.1)  # noqa: E501
+        f"gate: {attention}, {variant}, {text}": Entry(
+            partial(ask.gate, attention=attention, variant=variant, masked=MASKS[text]),
+            0.5 if variant == "nf4" else 0.1,
+        )
         for text, variant in product(texts, BLOCKS)
-    }  # fmt: skip
+    }
 
 
 def compiled(*names: str, environment: Mapping[str, str] = {}) -> dict[str, Entry]:

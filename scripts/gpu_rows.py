@@ -167,9 +167,16 @@ def learn(visit: Visit) -> Iterator[Row]:
     size, rewards = visit.size, list[float]()
     args = trainer.Args(prompts_per_step=size.samples // 2, group_size=size.samples, batch_size=size.samples)
     own: dict[str, Any] = {
-        "lora_rank": 0, "true_cfg_scale": 1.0, "noise_level": 0.7, "window_high": 9, "window_size": 3,
-        "clip_range": 1e-3, "lr": 3e-4, "optim_weight_decay": 0.0, "dtype": "float32",
-    }  # fmt: skip
+        "lora_rank": 0,
+        "true_cfg_scale": 1.0,
+        "noise_level": 0.7,
+        "window_high": 9,
+        "window_size": 3,
+        "clip_range": 1e-3,
+        "lr": 3e-4,
+        "optim_weight_decay": 0.0,
+        "dtype": "float32",
+    }
 
     def steps(run: MediaRun[app.Args]) -> Iterator[Step]:
         for number in range(size.steps):
@@ -272,10 +279,19 @@ def second_life(visit: Visit) -> Iterator[Row]:
     """Yield whether a run that was killed and goes on ends with the bits of one that was not."""
     steps, signs = visit.size.steps, REPO / "data" / "tiny-signs"
     flags = {
-        "preset": "tiny-signs", "model": trainer.Args().model, "prompts": signs / "train.txt", "scorer": "jpeg",
-        "eval.prompts": signs / "eval.txt", "eval.every": steps, "save-every": 1, "train-steps": steps,
-        "prompts-per-step": 2, "group-size": 4, "batch-size": 4, "eval.num-prompts": 2,
-    }  # fmt: skip
+        "preset": "tiny-signs",
+        "model": trainer.Args().model,
+        "prompts": signs / "train.txt",
+        "scorer": "jpeg",
+        "eval.prompts": signs / "eval.txt",
+        "eval.every": steps,
+        "save-every": 1,
+        "train-steps": steps,
+        "prompts-per-step": 2,
+        "group-size": 4,
+        "batch-size": 4,
+        "eval.num-prompts": 2,
+    }
     with tempfile.TemporaryDirectory() as place:
         for name, kills in (("one", 0), ("two", steps // 2)):
             for after in (kills, 0)[not kills :]:
@@ -356,10 +372,21 @@ def tokens(visit: Visit) -> Iterator[Row]:
         texts = Path(place) / "texts.jsonl"
         texts.write_text('{"prompt": "a sign", "pattern": "[a-m]"}\n{"prompt": "red", "pattern": "[A-Z]"}\n')
         flags = {
-            "model": model, "prompts": texts, "eval.prompts": texts, "eval.every": 2, "train-steps": 2, "name": "one",
-            "prompts-per-step": 2, "group-size": 8, "batch-size": 8, "max-new-tokens": visit.size.answer,
-            "reward": "regex", "lr": 1e-6, "lora.rank": visit.size.rank, "save-every": 2,
-        }  # fmt: skip
+            "model": model,
+            "prompts": texts,
+            "eval.prompts": texts,
+            "eval.every": 2,
+            "train-steps": 2,
+            "name": "one",
+            "prompts-per-step": 2,
+            "group-size": 8,
+            "batch-size": 8,
+            "max-new-tokens": visit.size.answer,
+            "reward": "regex",
+            "lr": 1e-6,
+            "lora.rank": visit.size.rank,
+            "save-every": 2,
+        }
         run_app("train_gspo", flags, Path(place))
         lines = (Path(place) / "runs" / "one" / "metrics.jsonl").read_text().splitlines()
     steps = [line for line in map(json.loads, lines) if "policy/first_ratio_max_dev" in line]
@@ -510,9 +537,15 @@ def tax(visit: Visit) -> Iterator[Row]:
     """Yield what the framework costs: around the model, beside it, and in noise."""
     size = visit.size
     own = step_cost.Framework(
-        random=size.random, random_heads=size.random_heads, height=size.side, width=size.side, batch_size=1,
-        group_size=2, prompts_per_step=1, steps=1,
-    )  # fmt: skip
+        random=size.random,
+        random_heads=size.random_heads,
+        height=size.side,
+        width=size.side,
+        batch_size=1,
+        group_size=2,
+        prompts_per_step=1,
+        steps=1,
+    )
     (found,) = step_cost.steps_of(own)
     yield goal("step / (forward + backward)", found["step"] / (found["forward"] + found["backward"]), 1.03)
     with runner.quiet():

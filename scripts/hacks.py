@@ -125,9 +125,18 @@ def measure(name: str, seed: int, steps: int, **others: Any) -> Row:
         else:
             url = servers.enter_context(serving_here(hacked(HACKS[name][1], run), name=name))
         recipe = build(train_nft.Args, from_toml(recipes("train_nft")["tiny-signs"], train_nft.Args, "tiny-signs"))
-        changes = {"name": f"hacks/{name}-{seed}", "seed": seed, "train_steps": steps, "scorer.name": "",
-                   "scorer.url": url, "eval.gold_prompts": str(prompts), "eval.gold_scorer_url": gold,
-                   "eval.every": EVERY, "eval.num_prompts": GOLD_PROMPTS, "save_every": steps}  # fmt: skip
+        changes = {
+            "name": f"hacks/{name}-{seed}",
+            "seed": seed,
+            "train_steps": steps,
+            "scorer.name": "",
+            "scorer.url": url,
+            "eval.gold_prompts": str(prompts),
+            "eval.gold_scorer_url": gold,
+            "eval.every": EVERY,
+            "eval.num_prompts": GOLD_PROMPTS,
+            "save_every": steps,
+        }
         args = change(recipe, **SMALLER | changes | others)
         train_nft.check_args(args)
         train_nft.main(args, World.join(args))
@@ -169,11 +178,18 @@ def summary(name: str, seed: int, lines: Sequence[Mapping[str, float]]) -> Row:
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     return {
-        "name": name, "seed": seed, "commit": commit.stdout.strip(), "date": f"{datetime.now(UTC):%Y-%m-%d}",
-        "steps": int(lines[-1]["step"]), "alarms": began,
-        "evaluations": [{"step": line["step"]} | {n: round(line[n], 4) for n in names if n in line}
-                        for line in lines if "eval/gold/reward" in line],
-    }  # fmt: skip
+        "name": name,
+        "seed": seed,
+        "commit": commit.stdout.strip(),
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "steps": int(lines[-1]["step"]),
+        "alarms": began,
+        "evaluations": [
+            {"step": line["step"]} | {n: round(line[n], 4) for n in names if n in line}
+            for line in lines
+            if "eval/gold/reward" in line
+        ],
+    }
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -182,8 +198,10 @@ def table(rows: Sequence[Row]) -> str:
     lines = [f"|{titles}|", "|---" * (titles.count("|") + 1) + "|"]
     for row in rows:
         ends = row["evaluations"][0], row["evaluations"][-1]
-        cells = [", ".join(f"{end[name]:.3g}" if name in end else "none" for end in ends)
-                 for name in ("eval/reward", "eval/gold/reward", "eval/gold/rank_correlation")]  # fmt: skip
+        cells = [
+            ", ".join(f"{end[name]:.3g}" if name in end else "none" for end in ends)
+            for name in ("eval/reward", "eval/gold/reward", "eval/gold/rank_correlation")
+        ]
         fooled = HACKS[row["name"]][0] if row["name"] in HACKS else "not planted: an OCR"
         began = sorted((step, title) for title, step in row["alarms"].items())
         alarms = "; ".join(f"{step}: {title}" for step, title in began) or "none"

@@ -137,8 +137,9 @@ class Job:
 
     def is_in(self, rows: Sequence[Row]) -> bool:
         """True if the data has this run, with the settings of now."""
-        return any(key(row) == (self.entry.name, self.seed, self.rate) and row["settings"] == self.settings()
-                   for row in rows)  # fmt: skip
+        return any(
+            key(row) == (self.entry.name, self.seed, self.rate) and row["settings"] == self.settings() for row in rows
+        )
 
 
 # 1. Running
@@ -344,8 +345,7 @@ def stale(docs: Path) -> list[str]:
     of_short = ["leaderboard.svg", *(f"algorithms/{entry.name}.svg" for entry in by_algorithm(short))]
     made = dict.fromkeys(of_short, short) | ({"leaderboard_20480.svg": long} if long else {})
     images = {docs / "images" / name: own for name, own in made.items()}
-    old = [path.name for path, own in images.items()
-           if not path.exists() or digest(own) not in path.read_text("utf-8")]  # fmt: skip
+    old = [path.name for path, own in images.items() if not path.exists() or digest(own) not in path.read_text("utf-8")]
     return old + (["leaderboard.md"] if fill(page, blocks(*rows.values())) != page else [])
 
 

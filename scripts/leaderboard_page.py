@@ -164,25 +164,34 @@ def larger(groups: Mapping[Entry, Sequence[Row]], tuning: Sequence[Row]) -> str:
     if not groups:
         return told + "\n"
     names = (
-        "algorithm", "seeds", "learning rate", "words before", "words after: mean [range]", "colors before, after",
-        "forwards", "backward passes", "CPU seconds",
-    )  # fmt: skip
+        "algorithm",
+        "seeds",
+        "learning rate",
+        "words before",
+        "words after: mean [range]",
+        "colors before, after",
+        "forwards",
+        "backward passes",
+        "CPU seconds",
+    )
     lines: list[Sequence[str]] = [names, ("---", *["---:"] * (len(names) - 1))]
     for entry, group in ranked(groups):
         after, colors = scores(group, -1), [mean(scores(group, at, "color")) for at in (0, -1)]
         tuned = tuned_rate(tuning, entry)
         rates = {f"{row['rate']:g}x{'' if row['rate'] == tuned else ', not tuned'}" for row in group}
-        lines.append((
-            f"[{entry.title}](../algorithms/{entry.page})",
-            f"{len(group)}",
-            ", ".join(sorted(rates)),
-            f"{mean(scores(group, 0)):.3f}",
-            f"**{mean(after):.3f}** [{min(after):.3f}, {max(after):.3f}]",
-            f"{colors[0]:.3f}, {colors[1]:.3f}",
-            f"{mean(row['forwards'] for row in group):,.0f}",
-            f"{mean(row['backwards'] for row in group):,.0f}",
-            f"{mean(row['cpu_s'] for row in group):,.0f}",
-        ))  # fmt: skip
+        lines.append(
+            (
+                f"[{entry.title}](../algorithms/{entry.page})",
+                f"{len(group)}",
+                ", ".join(sorted(rates)),
+                f"{mean(scores(group, 0)):.3f}",
+                f"**{mean(after):.3f}** [{min(after):.3f}, {max(after):.3f}]",
+                f"{colors[0]:.3f}, {colors[1]:.3f}",
+                f"{mean(row['forwards'] for row in group):,.0f}",
+                f"{mean(row['backwards'] for row in group):,.0f}",
+                f"{mean(row['cpu_s'] for row in group):,.0f}",
+            )
+        )
     rows = [row for group in groups.values() for row in group]
     image = "![Held-out words against transformer forwards, 20,480 images a row](../images/leaderboard_20480.svg)"
     return f"{told} {measured(rows)}\n\n{markdown(lines)}\n{image}\n"
@@ -208,23 +217,31 @@ def tried(tuning: Sequence[Row]) -> str:
 def results(groups: Mapping[Entry, Sequence[Row]]) -> str:
     """Return a line per algorithm, best first: means over seeds, the median of times, the largest of the rest."""
     names = (
-        "algorithm", "before", "after: mean [range]", "rises in", "forwards", "peak memory, MB", "wall time, min",
+        "algorithm",
+        "before",
+        "after: mean [range]",
+        "rises in",
+        "forwards",
+        "peak memory, MB",
+        "wall time, min",
         "ratio deviation",
-    )  # fmt: skip
+    )
     lines: list[Sequence[str]] = [names, ("---", *["---:"] * (len(names) - 1))]
     for entry, group in ranked(groups):
         after = scores(group, -1)
         deviations = [row["ratio_deviation"] for row in group if row["ratio_deviation"] is not None]
-        lines.append((
-            f"[{entry.title}](../algorithms/{entry.page})",
-            f"{mean(scores(group, 0)):.3f}",
-            f"**{mean(after):.3f}** [{min(after):.3f}, {max(after):.3f}]",
-            f"{rising(group)} of {len(group)}",
-            f"{mean(row['forwards'] for row in group):,.0f}",
-            f"{max(row['peak_memory_mb'] for row in group):,.0f}",
-            f"{median(row['wall_s'] for row in group) / 60:.1f}",
-            f"{max(deviations):.2g}" if deviations else "",
-        ))  # fmt: skip
+        lines.append(
+            (
+                f"[{entry.title}](../algorithms/{entry.page})",
+                f"{mean(scores(group, 0)):.3f}",
+                f"**{mean(after):.3f}** [{min(after):.3f}, {max(after):.3f}]",
+                f"{rising(group)} of {len(group)}",
+                f"{mean(row['forwards'] for row in group):,.0f}",
+                f"{max(row['peak_memory_mb'] for row in group):,.0f}",
+                f"{median(row['wall_s'] for row in group) / 60:.1f}",
+                f"{max(deviations):.2g}" if deviations else "",
+            )
+        )
     return markdown(lines)
 
 

@@ -41,14 +41,17 @@ def table(records: Records, published: Mapping[str, Mapping[str, Any]]) -> str:
         own = [(name, record) for name, record in records.items() if record["recipe"] == recipe]
         lines += [
             (
-                f"`{recipe}`", known, f"[{name}](records/{name}.json)",
-                " to ".join(f"{curve_of(record, told)[i][1]:.3f}" for i in (0, -1)), f"{record['hours']:.2f}",
+                f"`{recipe}`",
+                known,
+                f"[{name}](records/{name}.json)",
+                " to ".join(f"{curve_of(record, told)[i][1]:.3f}" for i in (0, -1)),
+                f"{record['hours']:.2f}",
                 f"{record['memory_mb']['perf/peak_memory_mb']:,.0f}",
                 f"{record['ranks']} x {record['device_name'] or record['device']}",
                 re.sub(r"(?<=^.{12})[^+]*", "", record["commit"]),
             )
             for name, record in own
-        ] or [(f"`{recipe}`", known, "none yet", *[""] * 5)]  # fmt: skip
+        ] or [(f"`{recipe}`", known, "none yet", *[""] * 5)]
     shown = dict.fromkeys(record["recipe"] for record in records.values())
     return markdown(lines) + "".join(f"\n![Records of {name}](images/records/{picture(name)})\n" for name in shown)
 

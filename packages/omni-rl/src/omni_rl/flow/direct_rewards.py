@@ -32,11 +32,15 @@ class SignReader(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Conv2d(3, 24, 5, stride=2, padding=2), nn.ReLU(),
-            nn.Conv2d(24, 48, 3, stride=2, padding=1), nn.ReLU(),
-            nn.Conv2d(48, 64, 3, stride=2, padding=1), nn.ReLU(),
-            nn.Flatten(), nn.Linear(64 * 4 * 4, SMUDGED + 1),
-        )  # fmt: skip
+            nn.Conv2d(3, 24, 5, stride=2, padding=2),
+            nn.ReLU(),
+            nn.Conv2d(24, 48, 3, stride=2, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(48, 64, 3, stride=2, padding=1),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(64 * 4 * 4, SMUDGED + 1),
+        )
 
     def forward(self, crops: Tensor) -> Tensor:
         """Return the logits."""

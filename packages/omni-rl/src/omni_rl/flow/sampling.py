@@ -91,10 +91,16 @@ def window_params(
     rule: of a step; frames and sound have separate log-probs where the run has streams. The others are `sde_window`'s.
     """
     sde_steps = sde_window(
-        run.args.sampling.num_inference_steps, window.window_size, low=window.window_low, high=window.window_high,
-        strategy=strategy, iteration=step.number, seed=run.args.run.seed, iters_per_window=iters_per_window,
+        run.args.sampling.num_inference_steps,
+        window.window_size,
+        low=window.window_low,
+        high=window.window_high,
+        strategy=strategy,
+        iteration=step.number,
+        seed=run.args.run.seed,
+        iters_per_window=iters_per_window,
         stride=stride,
-    )  # fmt: skip
+    )
     if run.streams:
         rule = StreamStep(rule, tuple(run.streams.values()))
     return replace(run.base_params, rule=rule, noise_level=window.noise_level, sde_steps=sde_steps)

@@ -180,8 +180,10 @@ def graded_by_run(
     args: RunArgs, training: Sequence[PromptRecord], sets: Sequence[HeldOut[Any, Any]]
 ) -> dict[str, Sequence[PromptRecord]]:
     """Return the prompts that the run's own scorer grades, by the settings that name them."""
-    names = [(setting_of(own, i, "prompts"), own.name == GOLD or not own.scorer_url)
-             for i, own in enumerate(args.eval.all_sets, start=1)]  # fmt: skip
+    names = [
+        (setting_of(own, i, "prompts"), own.name == GOLD or not own.scorer_url)
+        for i, own in enumerate(args.eval.all_sets, start=1)
+    ]
     held = {name: own.records for (name, is_graded), own in zip(names, sets[1:], strict=True) if is_graded}
     return {**({"--prompts": training} if training else {}), "--eval.prompts": sets[0].records, **held}
 

@@ -72,8 +72,11 @@ class Qwen25VL(TransformersModel):
     FROZEN: ClassVar[tuple[str, ...]] = ("model.visual",)
     MEDIA: ClassVar[tuple[str, ...]] = ("image", "video")
     PLACES: ClassVar[tuple[str, ...]] = (
-        "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id",
-    )  # fmt: skip
+        "image_token_id",
+        "video_token_id",
+        "vision_start_token_id",
+        "vision_end_token_id",
+    )
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)

@@ -32,9 +32,14 @@ class Qwen3Omni(TransformersModel):
     FROZEN: ClassVar[tuple[str, ...]] = ("visual", "audio_tower")
     MEDIA: ClassVar[tuple[str, ...]] = ("image", "video", "audio")
     PLACES: ClassVar[tuple[str, ...]] = (
-        "image_token_id", "video_token_id", "audio_token_id", "vision_start_token_id", "vision_end_token_id",
-        "audio_start_token_id", "audio_end_token_id",
-    )  # fmt: skip
+        "image_token_id",
+        "video_token_id",
+        "audio_token_id",
+        "vision_start_token_id",
+        "vision_end_token_id",
+        "audio_start_token_id",
+        "audio_end_token_id",
+    )
     GROWS: ClassVar[tuple[str, ...]] = FEATURES
 
     def __init__(self, path: str | Path) -> None:
