@@ -39,6 +39,7 @@ from omni_rl.settings.fields import (
     values_of,
 )
 from omni_rl.settings.toml import from_toml, plain, recipes, suggest, to_toml
+from tyro.constructors import ConstructorRegistry
 
 import train_dpo
 import train_gspo
@@ -343,6 +344,20 @@ def shown(capsys, *words: str) -> str:
     with pytest.raises(SystemExit, match=r"^0$"):
         read(*words)
     return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("app", ["train_flowgrpo", "train_gspo", "train_unigrpo"])
+def test_help_is_that_of_tyro_s_own_reading_of_comments(app: str, capsys, monkeypatch):
+    module, texts = importlib.import_module(app), []
+    own = ConstructorRegistry()
+    own.primitive_rule(cli.number)  # and no rule of ours for dataclasses
+    for rules in (cli.RULES, own):
+        monkeypatch.setattr(cli, "RULES", rules)
+        with pytest.raises(SystemExit):
+            read_settings(module.Args, ["--help"], {}, "A trainer.")
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert len(texts[0].splitlines()) > len(leaves(module.Args))
 
 
 def test_help_shows_settings_with_presets_and_examples(capsys):
