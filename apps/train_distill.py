@@ -33,17 +33,17 @@ from omni_rl.settings import groups
 from omni_rl.settings.args import MediaArgs, load_records
 from omni_rl.settings.cli import parse_cli
 from omni_rl.settings.eval_sets import MediaEval
-from omni_rl.settings.fields import MAY_CHANGE, Flat, at_least, between, flag, require
+from omni_rl.settings.fields import Flat, at_least, between, flag, require
 from omni_rl.settings.rules import check_scored
 
 # 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
 
 
 @dataclass(frozen=True)
-class FewStepEval(MediaEval):
-    """Evaluations of the student."""
+class StudentSampling(groups.Sampling):
+    """How the student samples."""
 
-    num_inference_steps: Annotated[int, between(2, 10_000), MAY_CHANGE] = 4  # Denoising steps in an evaluation
+    num_inference_steps: Annotated[int, between(2, 10_000)] = 4  # Denoising steps of the student
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Args(MediaArgs):
     memory: groups.MediaMemory = groups.MediaMemory()
     data: Flat[groups.Data] = groups.Data(group_size=1)
     eval: MediaEval = MediaEval(num_inference_steps=4)
-    sampling: Flat[groups.Sampling] = groups.Sampling(num_inference_steps=4)
+    sampling: Flat[StudentSampling] = StudentSampling()
     scorer: groups.ScoredScorer = groups.ScoredScorer()
     optim: groups.MediaOptim = groups.MediaOptim()
     streams: groups.Streams = groups.Streams()

@@ -38,6 +38,20 @@ from omni_rl.settings.rules import check_scored
 
 
 @dataclass(frozen=True)
+class LevelData(groups.Data):
+    """Samples to imitate, each at several noise levels."""
+
+    group_size: Annotated[int, between(1, 65_536)] = 1  # Noise levels per sample of a step
+
+
+@dataclass(frozen=True)
+class LevelSampling(groups.Sampling):
+    """Sizes, guidance, and the schedule of the noise levels."""
+
+    num_inference_steps: Annotated[int, between(2, 10_000)] = 40  # Steps of the schedule that noise levels interpolate
+
+
+@dataclass(frozen=True)
 class Args(MediaArgs):
     """Settings of a run; --preset NAME and --config FILE.toml are read first."""
 
@@ -48,9 +62,9 @@ class Args(MediaArgs):
     lora: groups.Lora = groups.Lora()
     sharding: groups.MediaSharding = groups.MediaSharding()
     memory: groups.MediaMemory = groups.MediaMemory()
-    data: Flat[groups.Data] = groups.Data(group_size=1)
+    data: Flat[LevelData] = LevelData()
     eval: MediaEval = MediaEval()
-    sampling: Flat[groups.Sampling] = groups.Sampling(num_inference_steps=40)
+    sampling: Flat[LevelSampling] = LevelSampling()
     scorer: groups.ScoredScorer = groups.ScoredScorer()
     optim: groups.MediaOptim = groups.MediaOptim()
     streams: groups.Streams = groups.Streams()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from omni_rl.run import engines
 from omni_rl.settings import args, eval_sets, groups, token_args
 
 ROOT = Path(__file__).parents[1]
@@ -42,7 +43,7 @@ This prints all settings as TOML, and the plan of a training step. Each run writ
 
 If a setting must be one of several words, the column *default* lists the default first and then the others.
 """
-SHARED = tuple(inspect.getsource(module) for module in (args, token_args, eval_sets, groups))
+SHARED = tuple(inspect.getsource(module) for module in (engines, args, token_args, eval_sets, groups))
 CLASSES = {
     "RunArgs": "All trainers",
     "MediaArgs": "All trainers on images, videos and sound",
