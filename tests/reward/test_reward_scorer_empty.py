@@ -1,11 +1,14 @@
 """Networks of scorers without values: their sizes are the published ones, and those of the files that loaders read."""
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from build_tiny_scorers import write_all
+from helpers import REPO, sampled
 from omni_reward.scorers import empty_networks, load_scorer, neural
+from omni_train.planned import PLANNED, PlannedDevice
 
 META = "meta"
 MILLIONS = {  # weights, as their papers and pages say; Qwen2-VL's without the head of words, which is not loaded
@@ -98,3 +101,13 @@ def test_fewer_bits_and_several_scorers_add_up() -> None:
 def test_what_no_server_would_take_is_refused(name: str, options: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         empty_networks(name, META, options)
+
+
+@pytest.mark.parametrize("name", sampled(MILLIONS, 1))
+def test_the_page_says_what_a_scorer_takes(name: str) -> None:
+    with PlannedDevice() as device, torch.no_grad():
+        [network] = empty_networks(name, str(PLANNED), {}).values()
+        network.call()
+    page = (REPO / "docs" / "scorers.md").read_text("utf-8")
+    [told] = re.findall(rf"`{name}` (\d+\.\d)[ ,;.]", page)
+    assert float(told) == round(max(device.peaks.values()) / 1e9, 1)

@@ -288,6 +288,17 @@ def test_a_recipe_claims_the_level_that_its_evidence_has(app: str, name: str):
         assert level == ("curve published" if recipe in records else "trained")
 
 
+def test_the_recipes_that_the_page_of_npus_names_set_nothing_that_is_refused_or_unproven_there():
+    page = (REPO / "docs" / "ascend.md").read_text("utf-8")
+    names = re.findall(r"`([\w.-]+-\d+x64gb-[\w.-]+)`", page)
+    assert {line.cards for line in map(read_line, (recipes("train_flowgrpo")[name] for name in names))} == {1, 8}
+    for name in names:
+        values = values_of("train_flowgrpo", name)
+        assert values["lora.rank"]
+        assert not values["compile"]
+        assert {values[key] for key in ("memory.base_dtype", "sharding.mode", "attention")} == {"auto"}
+
+
 def test_who_gives_no_scorer_is_told_which_one_the_recipe_goes_with(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(REPO)
     monkeypatch.setenv("RANK", "0")  # as under torchrun
