@@ -205,6 +205,15 @@ class StockFlux3:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.modular, name)
 
+    @property
+    def transformer(self) -> Any:
+        """The net that it samples with."""
+        return self.modular.transformer
+
+    @transformer.setter
+    def transformer(self, net: Any) -> None:
+        self.modular.update_components(transformer=net)
+
     def __call__(self, prompt: list[str], guidance_scale: float, negative_prompt: list[str], **others: Any) -> Any:
         """The pipeline's images."""
         guider = diffusers.ClassifierFreeGuidance(guidance_scale=guidance_scale)
