@@ -13,14 +13,17 @@ from helpers import recipe_texts as recipes
 from omni_reward.cli import build_parser, read_options
 from omni_reward.scorers import SCORERS, load_scorer
 from omni_reward.terms import parse
+from omni_rl.media.images import AllOrNone
 from omni_rl.settings import fields
 from omni_rl.settings.args import parse_numbers
 from omni_rl.settings.cli import parse_cli
 from omni_rl.settings.fields import build, change, flat
 from omni_rl.settings.toml import from_files, from_toml, plain
 from omni_rl.tools.plan import LEFT
+from omni_rl.tools.prompts import main as write_prompts
 from omni_rl.tools.prompts import prompt_sets
 from omni_rollout.models import flux2, ltx2, qwen_image, sd3, wan, z_image
+from omni_train.prompts.files import load_prompts
 from PIL import Image
 from plan_recipes import CARDS, level_of, read_line
 
@@ -173,7 +176,8 @@ def test_a_trainer_accepts_its_recipe(app: str, name: str, tmp_path: Path, monke
     [
         ("qwen-image-ocr-lora", [], "; fetch them: omni-rl prompts ocr"),
         ("qwen-image-ocr-lora", ["--prompts", "x.txt"], ""),
-        ("qwen-image-edit-2511-pickscore", [], "; write data/edit/train.jsonl and test.jsonl, lines with .*"),
+        ("qwen-image-edit-2511-pickscore", [], "; make them: omni-rl prompts edit --images FOLDER"),
+        ("flux-kontext-nft", [], "; make them: omni-rl prompts edit --images x/.* --to data/sharegpt4o"),
         ("qwen3-omni-lora", [], "; write prompts/train.jsonl and eval.jsonl, lines with .*"),
         ("tiny-moving-flowgrpo", [], "; the clone of omni-rl has what this recipe names: start in its folder"),
         ("tiny-beeps", [], "; the clone of omni-rl has what this recipe names: start in its folder"),
@@ -196,6 +200,36 @@ def test_the_command_for_the_prompts_of_a_recipe_writes_the_files_that_it_names(
     named = [files.get(path) for path in (values["prompts"], values["eval"]["prompts"])]
     commands = re.findall(r"^# Prompts: omni-rl prompts (\w+)$", recipes(app)[name], re.MULTILINE)
     assert named == (commands * 2 or [None, None])
+
+
+EDITS = [(app, name) for app, name in REAL if "omni-rl prompts edit" in recipes(app)[name]]
+
+
+def test_every_recipe_with_references_says_how_to_make_its_prompts():
+    wanted = [(app, name) for app, name in REAL if re.search(r"data/(\w*edit|sharegpt4o|frames)/", recipes(app)[name])]
+    wanted += [(app, name) for app, name in REAL if re.search("edit|i2v|kontext", name)]
+    assert len(EDITS) >= 18
+    assert {*wanted} == {*EDITS}
+
+
+@pytest.mark.parametrize(("app", "name"), EDITS)
+def test_the_command_for_the_edits_of_a_recipe_writes_the_files_that_it_names(app, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = recipes(app)[name]
+    [words] = re.findall(r"^# Prompts: omni-rl prompts (edit .*)$", text, re.MULTILINE)
+    Path("FOLDER").mkdir()
+    Path("x/images").mkdir(parents=True)
+    for i in range(3):
+        for folder in ("FOLDER", "x/images"):
+            Image.new("RGB", (640, 512), (i, 0, 0)).save(f"{folder}/{i}.png")
+        Path(f"FOLDER/{i}.txt").write_text("make it night\n")
+    for file in ("train", "test", "train_metadata", "test_metadata"):
+        line = {"prompt": "make it night", "image": "0.png" if "train" in file else "1.png"}
+        Path(f"x/{file}.jsonl").write_text(json.dumps(line | {"tag": "counting", "include": []}) + "\n")
+    write_prompts(shlex.split(words))
+    values = tomllib.loads(text)
+    for file in (values["prompts"], values["eval"]["prompts"]):
+        assert all(record.images for record in load_prompts(file, check=AllOrNone()))
 
 
 @pytest.mark.parametrize(("app", "name"), [case for case in REAL if "data/pickscore" in recipes(case[0])[case[1]]])

@@ -28,7 +28,7 @@ from omni_rl.settings.args import MediaArgs
 from omni_rl.settings.cli import parse_cli
 from omni_rl.settings.fields import change
 from omni_rl.settings.toml import from_toml, recipes
-from omni_rl.tools import lora, score
+from omni_rl.tools import lora, prompts, score
 from omni_rl.tools.command import python_words
 from omni_rl.tools.prompts import prompt_sets
 from omni_rollout.models import open_model
@@ -193,8 +193,17 @@ def check_loop(words, place):
 
 
 def check_prompts(words, place):
-    """The sets are there; tests/rl/test_rl_prompt_sets.py fetches some, from a server of its own."""
-    assert {*words[2:]} <= {*prompt_sets()}
+    """The sets are there; tests/rl/test_rl_prompt_sets.py fetches some, from a server of its own. Edits are written."""
+    if "edit" not in words:
+        assert {*words[2:]} <= {*prompt_sets()}
+        return
+    folder = Path(words[words.index("--images") + 1])
+    folder.mkdir()
+    for name in ("street", "house"):
+        Image.new("RGB", (96, 64), "red" if name == "house" else "blue").save(folder / f"{name}.jpg")
+        (folder / f"{name}.txt").write_text("make it night\n")
+    prompts.main(words[2:])
+    assert Path("data/edit/test.jsonl").is_file()
 
 
 def check_lora(words, place):

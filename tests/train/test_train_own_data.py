@@ -35,9 +35,12 @@ class Rows:
         )
         group = SimpleNamespace(num_columns=1, column=lambda i: column)
         self.metadata = SimpleNamespace(num_rows=len(self.rows), num_row_groups=1, row_group=lambda i: group)
+        kinds = {key: "binary" if "b'" in repr(value) else "string" for key, value in self.rows[0].items()}
+        self.schema_arrow = [SimpleNamespace(name=key, type=kind) for key, kind in kinds.items()]
 
-    def iter_batches(self, batch_size):
-        yield SimpleNamespace(to_pylist=partial(list, self.rows), columns=[])
+    def iter_batches(self, batch_size, columns=None):
+        rows = [{key: row[key] for key in (row if columns is None else columns)} for row in self.rows]
+        yield SimpleNamespace(to_pylist=partial(list, rows), columns=[])
 
 
 @pytest.fixture(autouse=True)

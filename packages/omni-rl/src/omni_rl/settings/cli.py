@@ -137,9 +137,11 @@ def parse_cli(
             knock(values)
     except ValueError as exc:
         fault, text = str(exc), "".join(presets.get(word, "") for word in argv)  # of the preset: what it goes with
-        prompts = re.search(r"^# Prompts: ((?:write (?:data/)?|omni-rl prompts )(\w+).*)", text, re.MULTILINE)
+        ways = r"write (?:data/)?|omni-rl prompts (?:edit .*--to data/)?"  # each before the name of the folder
+        prompts = re.search(rf"^# Prompts: ((?:{ways})(\w+).*)", text, re.MULTILINE)
         if prompts and re.search(rf"got (data/)?{prompts[2]}/", fault):
-            fault += f"; {prompts[1].replace('omni-rl', 'fetch them: omni-rl')}"
+            verb = "make" if " --images " in prompts[1] else "fetch"
+            fault += f"; {prompts[1].replace('omni-rl', f'{verb} them: omni-rl')}"
         if text and re.search(r"(got|at) (data|checkpoints)/tiny-", fault):
             fault += "; the clone of omni-rl has what this recipe names: start in its folder"
         scorer = re.search(r"^# Scorer: (.*)", text, re.MULTILINE)

@@ -2,6 +2,7 @@
 
 Each file is pinned by its commit and its hash. One that is there is not fetched again, a download that stopped goes on
 where it stopped, and no file of other content is replaced. The proxy is that of the environment, as HTTPS_PROXY.
+`omni-rl prompts edit --images FOLDER` writes data/edit/ from images of your own, for models that edit.
 """
 
 import hashlib
@@ -18,10 +19,12 @@ from omni_train.files import open_regular, read_regular
 from omni_train.prompts.files import load_prompts
 
 from omni_rl.settings.printing import Parser, until_closed
+from omni_rl.tools import edits
 from omni_rl.tools.command import known
 
 TABLE = Path(__file__).with_name("prompts.toml")
 WAIT_S, LIMIT_S = 30.0, 600.0  # for a server's next packet, and for a file, from the first request on
+EDIT = "edit"  # the set that is made of a user's images
 MAX_BYTES = 64 * 2**20  # of a file
 
 
@@ -118,18 +121,24 @@ def check_hash(path: Path, wanted: str, remedy: str) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Run the command line. Any failure ends it with one line and exit code 2."""
     parser = Parser(prog="omni-rl prompts", description=__doc__)
-    parser.add_argument("name", nargs="?", metavar="NAME", help="of the set")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="of the set, or edit")
     parser.add_argument("--to", type=Path, metavar="FOLDER", help="where to write it, data/NAME by default")
+    edits.add_flags(parser)
     args = parser.parse_args(argv)
     if args.name is None:
         with until_closed():
             for name, row in prompt_sets().items():
                 files = ", ".join(f"{key} {file.get('prompts', '')}".rstrip() for key, file in row["files"].items())
                 print(f"{name:<15}{row['about']}\n{'':<15}{files}; license: {row['license']}")
+            print(f"{EDIT:<15}instructions and images of your own: omni-rl prompts edit --images FOLDER")
         return
     try:
-        wanted = prompt_sets()[known(args.name, prompt_sets(), "NAME")]
         folder = args.to or Path("data", args.name)
+        if args.name == EDIT:
+            for path in edits.write_edits(args, folder):
+                print(f"{path}  {len(load_prompts(path)):,} prompts with images of {args.images}")
+            return
+        wanted = prompt_sets()[known(args.name, [*prompt_sets(), EDIT], "NAME")]
         fetch_set(wanted, folder)
         for name, file in wanted["files"].items():
             print(f"{folder / name}  {len(load_prompts(folder / name)):,} prompts of {file['url']}")

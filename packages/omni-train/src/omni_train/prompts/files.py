@@ -4,7 +4,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -93,10 +93,29 @@ def read_lines(
     return kept, parse
 
 
-def _lines_of(path: Path) -> Iterator[str]:
+def read_rows(path: Path, media_keys: Collection[str]) -> Iterator[tuple[str, dict[str, object]]]:
+    """Yield the rows of a table with any columns, each after its file and number.
+
+    media_keys: columns of a parquet file that may hold files as bytes, which are replaced by paths in `media_folder`;
+    other columns with bytes are left out.
+
+    Raises:
+        ValueError: as `load_prompts`, but for keys of other names.
+    """
+    for number, line in enumerate(_lines_of(path, media_keys), start=1):
+        place = f"{path}, {'line' if path.suffix in TEXTS else 'row'} {number}"
+        if line:
+            try:
+                yield place, _take_object(line)
+            except ValueError as exc:
+                raise ValueError(f"{place}: {exc}") from exc
+
+
+def _lines_of(path: Path, media_keys: Collection[str] = ()) -> Iterator[str]:
     """Yield the lines of a file, or the rows of a table as lines of JSON; a line without a prompt is empty."""
     if path.suffix == ".parquet":
-        return table_lines(path, (*FILES.values(), "messages"))
+        own = media_keys or (*FILES.values(), "messages")
+        return table_lines(path, own, leaves_out=bool(media_keys))
     text = _text_of(path)
     if path.suffix in TEXTS:
         return map(str.strip, text.replace("\r\n", "\n").replace("\r", "\n").split("\n"))
@@ -125,15 +144,7 @@ def _file_in(roots: Sequence[Path], folder: Path, key: str, name: str) -> Path:
 
 def _parse_json(place_of: Callable[[str, str], Path], key: str, index: int, line: str) -> PromptRecord:
     """Return the prompt of a line of JSON. key: that holds it; "" is "prompt" or "messages"."""
-    try:
-        entry, end = _DECODER.raw_decode(line)
-        check_depth(entry, line)
-    except (ValueError, RecursionError) as exc:
-        raise ValueError(f"not valid JSON: {getattr(exc, 'msg', exc)}") from exc
-    if end < len(line):
-        raise ValueError(f"not valid JSON: more than one value, the second at character {end + 1}")
-    if type(entry) is not dict:
-        raise ValueError(f"must be a JSON object, got {type(entry).__name__}")
+    entry = _take_object(line)
     check_media(entry)
     text, negative = _take_prompt(entry, key), only_text(entry.pop("negative_prompt", None), "negative_prompt")
     images = entry.get("images")
@@ -149,6 +160,20 @@ def _parse_json(place_of: Callable[[str, str], Path], key: str, index: int, line
     references = tuple(place_of("images", name) for name in names)
     audio, video = (_path(entry, key, place_of) for key in ("audio", "video"))
     return PromptRecord(index, text, negative, entry, references, _size(entry), audio, video)
+
+
+def _take_object(line: str) -> dict[str, object]:
+    """Return the only value of a line of JSON, an object."""
+    try:
+        entry, end = _DECODER.raw_decode(line)
+        check_depth(entry, line)
+    except (ValueError, RecursionError) as exc:
+        raise ValueError(f"not valid JSON: {getattr(exc, 'msg', exc)}") from exc
+    if end < len(line):
+        raise ValueError(f"not valid JSON: more than one value, the second at character {end + 1}")
+    if type(entry) is not dict:
+        raise ValueError(f"must be a JSON object, got {type(entry).__name__}")
+    return entry
 
 
 def _take_prompt(entry: dict[str, object], key: str) -> str:

@@ -25,10 +25,11 @@ SIGNS = {  # the first bytes of a file -> its suffix
 }  # fmt: skip
 
 
-def table_lines(path: Path, media_keys: Collection[str]) -> Iterator[str]:
+def table_lines(path: Path, media_keys: Collection[str], *, leaves_out: bool = False) -> Iterator[str]:
     """Yield the rows of a parquet file as lines of JSON, without null values, as each row has the keys of all.
 
-    media_keys: columns that may hold files as bytes.
+    media_keys: columns that may hold files as bytes. leaves_out: True leaves out other columns with bytes, which are an
+    error else.
     """
     try:
         from pyarrow import ArrowException, parquet
@@ -39,7 +40,11 @@ def table_lines(path: Path, media_keys: Collection[str]) -> Iterator[str]:
         most = max(MIN_BYTES, MOST_UNPACKED * path.stat().st_size)
         texts = _check_table(parquet.ParquetFile(path).metadata, path, most)
         # Texts stay indices into a dictionary, and so are measured before a small file takes much memory.
-        for batch in parquet.ParquetFile(path, read_dictionary=texts).iter_batches(batch_size=16):
+        file, columns = parquet.ParquetFile(path, read_dictionary=texts), None
+        if leaves_out:
+            schema = file.schema_arrow
+            columns = [each.name for each in schema if each.name in media_keys or "binary" not in str(each.type)]
+        for batch in file.iter_batches(batch_size=16, columns=columns):
             if (size := sum(map(_num_bytes, batch.columns))) > most:
                 rule = f"must have at most {most} bytes with the 15 rows after it"
                 raise ValueError(f"{path}, row {count + 1}: {rule}, got {size}")

@@ -1,0 +1,199 @@
+"""Write prompts of models that edit from a user's images: `omni-rl prompts edit --images FOLDER` writes data/edit/.
+
+The images are a folder's, each with its instruction in a text file of the same name beside it, or with each line of
+`--instructions`; or they and their instructions are columns of a table, as data sets of edits have them: a .jsonl,
+.csv, .tsv or .parquet file, a folder of these, or a data set on the hub. Images are copied.
+"""
+
+import hashlib
+import json
+import shutil
+from argparse import Namespace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from omni_train.files import write_atomically
+from omni_train.prompts.files import load_prompts, read_rows
+from omni_train.prompts.splits import TABLES, data_files
+from PIL import Image, ImageOps
+
+from omni_rl.media.images import SUFFIXES, AllOrNone, image_size, read_pixels
+from omni_rl.settings.fields import require
+from omni_rl.settings.printing import Parser
+
+IMAGE_KEYS = (  # of columns, in the order in which they are looked for
+    *("images", "image", "file_name", "input_image", "source_image", "original_image", "source_img", "src_img"),
+    "input_image_raw",
+)
+PROMPT_KEYS = ("prompt", "instruction", "edit_prompt", "edit", "input_prompt", "caption", "text")
+OWN_KEYS = ("prompt", "messages", "images", "audio", "video", "height", "width")  # of lines, which columns may not set
+MOST_TEST, TEST_SHARE = 64, 10  # images that are held out: one of so many, and no more
+
+
+@dataclass(frozen=True)
+class Edit:
+    """An instruction with the images that it is about, and what else the line has, for scorers."""
+
+    prompt: str
+    images: tuple[Path, ...]
+    meta: dict[str, object] = field(default_factory=dict)
+
+
+def add_flags(parser: Parser) -> None:
+    """Add the flags of `omni-rl prompts edit`."""
+    group = parser.add_argument_group("edit", "prompts with references from images of your own; they start here")
+    add = group.add_argument
+    add("--images", metavar="PLACE", help="folder of images, or a table or data set with a column of images")
+    add("--test-images", metavar="PLACE", help="the same for test.jsonl; by default some of --images are held out")
+    add("--instructions", type=Path, metavar="FILE.txt", help="lines, each of which is given to each image of a folder")
+    add("--num-test", type=int, metavar="N", help=f"images to hold out; default: a tenth, at most {MOST_TEST}")
+    add("--image-key", default="", metavar="KEY", help=f"column of the images; default: the first of {IMAGE_KEYS}")
+    add("--prompt-key", default="", metavar="KEY", help=f"column of the instructions; default: of {PROMPT_KEYS}")
+    add("--height", type=int, metavar="PIXELS", help="of each image, which is cropped in the middle; default: its own")
+    add("--width", type=int, metavar="PIXELS", help="the same")
+
+
+def write_edits(asked: Namespace, folder: Path) -> list[Path]:
+    """Write train.jsonl, test.jsonl and images/ to a folder; return both files.
+
+    Raises:
+        ValueError: a flag breaks its rule, a file is there already, or an image or a line cannot be used.
+        OSError: a file cannot be written.
+    """
+    files = [folder / "train.jsonl", folder / "test.jsonl"]
+    sides = (asked.height, asked.width)
+    require(
+        (asked.images, f"--images must be a folder, a table or a data set with images to edit, got {asked.images!r}"),
+        (sides == (None, None) or all(side and side > 0 for side in sides),
+         f"--height and --width must both be pixels or neither be given, got {asked.height} and {asked.width}"),
+        (not (asked.test_images and asked.num_test is not None), "--num-test must be left out beside --test-images"),
+        *((not file.exists(), f"{file} must not exist yet: move it away, or give another --to") for file in files),
+    )  # fmt: skip
+    train = read_edits(asked.images, asked)
+    test = read_edits(asked.test_images, asked) if asked.test_images else []
+    if not test:
+        train, test = split_edits(train, asked.num_test)
+    size = None if asked.height is None else (asked.height, asked.width)
+    for file, edits in zip(files, (train, test), strict=True):
+        lines = [line_of(edit, folder, size) for edit in edits]
+        write_atomically(file, "".join(f"{line}\n" for line in lines).encode())
+        load_prompts(file, check=AllOrNone())
+    return files
+
+
+def read_edits(place: str, asked: Namespace) -> list[Edit]:
+    """Return the edits of a folder of images, or of the rows of tables. Raises ValueError as `write_edits`."""
+    folder = Path(place)
+    names = sorted(folder.iterdir()) if folder.is_dir() else []
+    images = [path for path in names if path.suffix.lower() in SUFFIXES]
+    if images and not any(path.suffix in TABLES for path in names):
+        return [*folder_edits(images, asked.instructions)]
+    require((asked.instructions is None, f"--instructions must be left out for tables, as {place} has its own"))
+    files = data_files(place)
+    require((files[0].suffix in TABLES, f"--images must be a folder of images or a table with columns, got {place}"))
+    return [edit for path in files for edit in table_edits(path, asked.image_key, asked.prompt_key)]
+
+
+def folder_edits(images: Sequence[Path], instructions: Path | None) -> Iterator[Edit]:
+    """Yield the edits of images by the lines of one file, or by the text beside each."""
+    common = text_lines(instructions) if instructions else []
+    for image in images:
+        check_image(image, str(image))
+        own = image.with_suffix(".txt")
+        if not common and not own.is_file():
+            raise ValueError(f"{image} must have its instruction in {own.name}, or --instructions must name a file")
+        yield from (Edit(line, (image,)) for line in common or text_lines(own))
+
+
+def table_edits(path: Path, image_key: str, prompt_key: str) -> Iterator[Edit]:
+    """Yield the edits of a table's rows; paths are relative to its folder, or to images/ there."""
+    for place, row in read_rows(path, {image_key} if image_key else {*IMAGE_KEYS}):
+        found_image, found_prompt = (
+            pick_key(row, wanted, names, place, flag)
+            for wanted, names, flag in (
+                (image_key, IMAGE_KEYS, "--image-key"), (prompt_key, PROMPT_KEYS, "--prompt-key"),
+            )
+        )  # fmt: skip
+        prompt, value = row.pop(found_prompt), row.pop(found_image)
+        given = value if isinstance(value, list) else [value]
+        names = [name for name in given if isinstance(name, str)]
+        if not isinstance(prompt, str) or not prompt.strip():
+            raise ValueError(f'{place}: "{found_prompt}" must be a text, got {prompt!r:.80}')
+        if not names or names != given:
+            raise ValueError(f'{place}: "{found_image}" must be a path, a list of paths or bytes, got {value!r:.80}')
+        images = tuple(find_image(path.parent, name) for name in names)
+        for image in images:
+            check_image(image, place)
+        yield Edit(prompt, images, {key: own for key, own in row.items() if key not in OWN_KEYS})
+
+
+def pick_key(row: dict[str, object], wanted: str, names: Collection[str], place: str, flag: str) -> str:
+    """Return the wanted key of a row, or the first of these names that it has."""
+    for name in (wanted,) if wanted else names:
+        if name in row:
+            return name
+    rule = (
+        f"must have the key {wanted!r}, as {flag} says" if wanted else f"must have one of the keys {', '.join(names)}"
+    )
+    raise ValueError(f"{place}: {rule}, got the keys {sorted(row)}: {flag} names another one")
+
+
+def find_image(folder: Path, name: str) -> Path:
+    """Return the file of an image that a row of a table in this folder names."""
+    return next((path for path in (folder / name, folder / "images" / name) if path.is_file()), folder / name)
+
+
+def check_image(path: Path, place: str) -> None:
+    """Raise ValueError for a file that is no whole image."""
+    try:
+        image_size(path)
+    except ValueError as exc:
+        raise ValueError(f"{place}: {exc}") from exc
+
+
+def text_lines(path: Path) -> list[str]:
+    """Return the lines of a text, of which there must be one."""
+    return [record.text for record in load_prompts(path)]
+
+
+def split_edits(edits: Sequence[Edit], num_test: int | None) -> tuple[list[Edit], list[Edit]]:
+    """Return the edits to train on and those to test on, which share no image. Evenly spaced images are held out.
+
+    Raises:
+        ValueError: there are too few images.
+    """
+    order = [*dict.fromkeys(image for edit in edits for image in edit.images)]
+    num = min(MOST_TEST, max(1, len(order) // TEST_SHARE)) if num_test is None else num_test
+    if not 1 <= num < len(order):
+        raise ValueError(f"--num-test must be 1 to {len(order) - 1}, fewer than the {len(order)} images, got {num}")
+    held = {order[i * len(order) // num] for i in range(num)}
+    test = [edit for edit in edits if not held.isdisjoint(edit.images)]
+    seen = {image for edit in test for image in edit.images}
+    train = [edit for edit in edits if seen.isdisjoint(edit.images)]
+    if not train:
+        raise ValueError("--images must have images that no other line shares, so that some can be held out")
+    return train, test
+
+
+def line_of(edit: Edit, folder: Path, size: tuple[int, int] | None) -> str:
+    """Return the line of an edit, whose images are copied to the folder, or cropped and resized to (height, width)."""
+    names = [copy_image(image, folder / "images", size).relative_to(folder).as_posix() for image in edit.images]
+    return json.dumps({"prompt": edit.prompt, "images": names} | edit.meta, ensure_ascii=False)
+
+
+def copy_image(image: Path, folder: Path, size: tuple[int, int] | None) -> Path:
+    """Return the copy of an image, which is named after its content and its size."""
+    digest = hashlib.sha256(image.read_bytes()).hexdigest()[:16]
+    ending = image.suffix.lower() if size is None else f"-{size[0]}x{size[1]}.png"
+    copy = folder / f"{digest}{ending}"
+    if not copy.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        part = copy.with_name(f".{copy.name}.part")
+        if size is None:
+            shutil.copyfile(image, part)
+        else:
+            fitted = ImageOps.fit(Image.fromarray(read_pixels(image)), size[::-1], Image.Resampling.BICUBIC)
+            fitted.save(part, format="PNG")
+        part.replace(copy)
+    return copy
