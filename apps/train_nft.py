@@ -36,8 +36,6 @@ from omni_rl.settings.rules import check_scored
 
 # 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
 
-AdvMode = Literal["continuous", "positive_only", "negative_only", "one_only", "binary"]
-
 
 @dataclass(frozen=True)
 class Args(MediaArgs):
@@ -69,7 +67,6 @@ class Args(MediaArgs):
     train_low: Annotated[int, at_least(0)] = 0  # First step of the rollout's schedule with a trained level
     train_high: int | None = None  # One past the last such step; none: all steps
     nft_beta: Annotated[float, at_least(1e-12)] = 1.0  # DiffusionNFT: distance of both policies from the old one
-    adv_mode: AdvMode = "continuous"  # DiffusionNFT: map from advantages to probabilities
     weighting: Literal["uniform", "t", "t2", "huber", "ghuber"] = "ghuber"  # AWM: weighting of a sample's error
     dgpo_beta: Annotated[float, at_least(1e-12)] = 100.0  # DGPO: sharpness of a group's weight
     dgpo_reference: Literal["reference", "sampler"] = "reference"  # DGPO: policy before training, or the sampling one
@@ -159,7 +156,7 @@ def nft_loss(args: Args, velocity: Tensor, others: Velocities, at: Noised) -> Lo
         at.batch.trajectory.x0,
         at.x_t,
         at.sigma,
-        reward_probability(at.batch.advantages, adv_clip_max=args.adv_clip_max, mode=args.adv_mode),
+        reward_probability(at.batch.advantages, adv_clip_max=args.adv_clip_max),
         nft_beta=args.nft_beta,
         adv_clip_max=args.adv_clip_max,
         weights=at.batch.weights,

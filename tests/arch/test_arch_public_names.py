@@ -40,7 +40,7 @@ SIGNATURES = {
     "rescale=False",
     "omni_losses.filter_groups": "rewards, groups",
     "omni_losses.best_worst_n": "rewards, groups, n",
-    "omni_losses.reward_probability": "advantages, *, adv_clip_max=5.0, mode='continuous'",
+    "omni_losses.reward_probability": "advantages, *, adv_clip_max=5.0",
     "omni_losses.old_policy_decay": "step, *, schedule",
     "omni_losses.best_worst_pairs": "rewards, groups",
     "omni_losses.grpo_guard_loss": "log_prob, old_log_prob, advantages, *, mean, old_mean, std, sqrt_dt=None, "
@@ -174,7 +174,6 @@ SIGNATURES = {
 CHOICES = {  # of a parameter that takes one of several words
     "omni_sched.sde_window.strategy": {"all", "fixed", "random", "sliding"},
     "omni_losses.group_advantages.std": {"batch", "group", "none"},
-    "omni_losses.reward_probability.mode": {"continuous", "positive_only", "negative_only", "one_only", "binary"},
     "omni_losses.old_policy_decay.schedule": {"copy", "linear", "delayed_linear"},
     "omni_losses.awm_log_prob.weighting": {"uniform", "t", "t2", "huber", "ghuber"},
     "omni_losses.rollout_weights.level": {"trajectory", "step"},

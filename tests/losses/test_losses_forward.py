@@ -168,39 +168,21 @@ def test_order_does_not_matter():
     torch.testing.assert_close(nft({k: v[order] for k, v in arguments.items()}).loss, nft(arguments).loss)
 
 
-@pytest.mark.parametrize(
-    ("mode", "expected"),
-    [
-        ("continuous", [0.0, 0.0, 0.3, 0.5, 0.7, 1.0, 1.0]),
-        ("positive_only", [0.5, 0.5, 0.5, 0.5, 0.7, 1.0, 1.0]),
-        ("negative_only", [0.0, 0.0, 0.3, 0.5, 0.5, 0.5, 0.5]),
-        ("one_only", [0.5, 0.5, 0.5, 0.5, 0.6, 0.6, 0.6]),
-        ("binary", [0.4, 0.4, 0.4, 0.5, 0.6, 0.6, 0.6]),
-    ],
-)
-def test_reward_probability(mode, expected):
+def test_reward_probability():
     advantages = torch.tensor([-9.0, -5.0, -2.0, 0.0, 2.0, 5.0, 9.0])
-    assert reward_probability(advantages, mode=mode).tolist() == pytest.approx(expected)
-    assert not reward_probability(advantages.requires_grad_(), mode=mode).requires_grad
-
-
-def test_a_clip_of_one_makes_binary_advantages_certain():
-    advantages = torch.tensor([-0.3, 0.0, 0.3])
-    assert reward_probability(advantages, adv_clip_max=1.0, mode="binary").tolist() == [0.0, 0.5, 1.0]
-    assert reward_probability(advantages, adv_clip_max=1.0, mode="one_only").tolist() == [0.5, 0.5, 1.0]
+    assert reward_probability(advantages).tolist() == pytest.approx([0.0, 0.0, 0.3, 0.5, 0.7, 1.0, 1.0])
+    assert not reward_probability(advantages.requires_grad_()).requires_grad
+    assert reward_probability(advantages.sign(), adv_clip_max=1.0).tolist() == [0.0, 0.0, 0.0, 0.5, 1.0, 1.0, 1.0]
 
 
 @settings(deadline=None)
 @given(st.lists(st.floats(-20, 20, width=32), min_size=1, max_size=9), st.floats(0.1, 10))
 def test_probabilities_are_monotone_and_symmetric(values, adv_clip_max):
     advantages = torch.tensor(sorted(values))
-    for mode in ("continuous", "positive_only", "negative_only", "one_only", "binary"):
-        prob = reward_probability(advantages, adv_clip_max=adv_clip_max, mode=mode)
-        assert ((prob >= 0) & (prob <= 1)).all()
-        assert (prob.diff() >= 0).all()
-    for mode in ("continuous", "binary"):
-        one, other = (reward_probability(sign * advantages, adv_clip_max=adv_clip_max, mode=mode) for sign in (1, -1))
-        torch.testing.assert_close(one + other, torch.ones_like(one))
+    prob, other = (reward_probability(sign * advantages, adv_clip_max=adv_clip_max) for sign in (1, -1))
+    assert ((prob >= 0) & (prob <= 1)).all()
+    assert (prob.diff() >= 0).all()
+    torch.testing.assert_close(prob + other, torch.ones_like(prob))
 
 
 @pytest.mark.parametrize(
@@ -243,8 +225,6 @@ def test_errors_name_the_argument():
     for name in ("nft_beta", "adv_clip_max", "min_weight"):
         with pytest.raises(ValueError, match=f"{name} must be > 0, got nan"):
             nft(arguments, **{name: math.nan})
-    with pytest.raises(ValueError, match=r"mode must be one of .* got 'all'"):
-        reward_probability(torch.zeros(1), mode="all")
     with pytest.raises(ValueError, match="adv_clip_max must be > 0"):
         reward_probability(torch.zeros(1), adv_clip_max=0.0)
     with pytest.raises(ValueError, match=r"schedule must be one of .* got 'cosine'"):

@@ -115,7 +115,7 @@ CASES = {
     "grpo-resume-lora-fsdp2": grpo(resumes=True, ranks=2, sharding_mode="fsdp2", **LORA),
     "nft-full": nft(),
     "nft-lora-kl": nft(**LORA, kl_coef=0.1, old_schedule="linear", old_kl_coef=0.1, train_levels=2),
-    "nft-policy": nft(sample_with="policy", adv_mode="binary", num_minibatches=2),
+    "nft-policy": nft(sample_with="policy", num_minibatches=2),
     "nft-full-ddp": nft(ranks=2, sharding_mode="ddp"),
     "nft-full-fsdp2": nft(ranks=2, sharding_mode="fsdp2", old_schedule="linear"),
     "nft-lora-ddp": nft(ranks=2, sharding_mode="ddp", **LORA, kl_coef=0.1),

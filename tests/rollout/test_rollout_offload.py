@@ -13,7 +13,7 @@ from omni_rollout.decoding import in_slices, num_decoded
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.engines.vllm import VllmEngine
 from omni_rollout.models import open_model
-from omni_rollout.models.diffusers_model import visit
+from omni_rollout.offload import visit
 from omni_rollout.tokens import TokenParams
 from safetensors.torch import load_file, save_file
 from torch import nn

@@ -30,7 +30,6 @@ from omni_losses.output import (
 )
 from omni_losses.policy import ClipRange, _clip_bounds, grpo_loss
 
-ProbabilityMode = Literal["continuous", "positive_only", "negative_only", "one_only", "binary"]
 DecaySchedule = Literal["copy", "linear", "delayed_linear"]
 AwmWeighting = Literal["uniform", "t", "t2", "huber", "ghuber"]
 
@@ -58,17 +57,10 @@ def velocity_error(velocity: Tensor, x0: Tensor, noise: Tensor) -> Tensor:
     return element_mean((velocity.float() - target).square())
 
 
-def reward_probability(
-    advantages: Tensor, *, adv_clip_max: float = 5.0, mode: ProbabilityMode = "continuous"
-) -> Tensor:
+def reward_probability(advantages: Tensor, *, adv_clip_max: float = 5.0) -> Tensor:
     """Return the probability that each sample is good, in [0, 1], float32: 1/2 + A / (2 adv_clip_max), clipped.
 
-    A is the advantage; mode replaces it first:
-        continuous: A itself; adv_clip_max and more give 1, 0 gives 1/2, -adv_clip_max and less give 0;
-        positive_only: max(A, 0);  negative_only: min(A, 0);
-        one_only: 1 where A > 0, else 0;  binary: the sign of A.
-    The last two give 1/2 + 1 / (2 adv_clip_max) to a good sample, 0.6 by default: it weighs like one of advantage 1.
-    With adv_clip_max 1 they give 1.
+    A is the advantage: adv_clip_max and more give 1, 0 gives 1/2, -adv_clip_max and less give 0.
 
     A sample of advantage 0, such as one without a score, gets 1/2, which in `diffusion_nft_loss` pulls towards the old
     policy; give it weight 0 there to leave it out.
@@ -76,26 +68,14 @@ def reward_probability(
     Args:
         advantages: any shape, dimensionless.
         adv_clip_max: advantage that makes a sample certainly good, > 0; the same as given to `diffusion_nft_loss`.
-        mode: as above.
 
     Raises:
-        ValueError: unknown mode, or adv_clip_max is not positive.
+        ValueError: adv_clip_max is not positive.
 
-    Source: the optimality probability of DiffusionNFT (arXiv 2509.16117); modes as in its released code.
+    Source: the optimality probability of DiffusionNFT (arXiv 2509.16117).
     """
     require_positive(adv_clip_max=adv_clip_max)
-    if mode not in get_args(ProbabilityMode):
-        raise ValueError(f"mode must be one of {get_args(ProbabilityMode)}, got {mode!r}")
-    adv = advantages.detach().float()
-    if mode == "positive_only":
-        adv = adv.clamp(min=0)
-    elif mode == "negative_only":
-        adv = adv.clamp(max=0)
-    elif mode == "one_only":
-        adv = (adv > 0).float()
-    elif mode == "binary":
-        adv = adv.sign()
-    return (0.5 + adv / (2 * adv_clip_max)).clamp(0, 1)
+    return (0.5 + advantages.detach().float() / (2 * adv_clip_max)).clamp(0, 1)
 
 
 def old_policy_decay(step: int, *, schedule: DecaySchedule) -> float:

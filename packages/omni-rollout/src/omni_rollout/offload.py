@@ -1,11 +1,14 @@
 """Offload of frozen modules while they are idle."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from omni_rollout.types import to_device
 
 Place = tuple[dict[str, Any], str, Tensor]  # a module's dict of tensors, a name in it, and that tensor
 
@@ -56,6 +59,37 @@ def bring(unit: nn.Module, places: list[Place], device: torch.device) -> None:
             tensor.data = tensor.data.pin_memory()
     unit.register_forward_pre_hook(lambda *_: arrive(places, device))
     unit.register_forward_hook(lambda *_: leave(places), always_call=True)
+
+
+def visit(module: nn.Module, device: torch.device) -> None:
+    """Make a frozen module on the host run on `device`, with its inputs; its outputs stay there. Call it once.
+
+    A text encoder runs for a few texts per step. Its weights are copied each time, without a wait of the host, and the
+    device holds those of one block at a time.
+    """
+    module.register_forward_pre_hook(partial(_bring_inputs, device), with_kwargs=True)
+    for unit, inside in _units(module):
+        bring(unit, places_of(inside), device)
+
+
+def _units(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
+    """Yield each block, an entry of a list, with its modules; and each other module with tensors, on its own."""
+    if any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
+        yield module, [module]
+    for child in module.children():
+        if isinstance(module, nn.ModuleList):
+            yield child, list(child.modules())
+        else:
+            yield from _units(child)
+
+
+def _bring_inputs(
+    device: torch.device, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def brought(value: Any) -> Any:
+        return to_device(value, device) if isinstance(value, Tensor) else value
+
+    return tuple(map(brought, args)), {name: brought(value) for name, value in kwargs.items()}
 
 
 def bring_blocks(net: nn.Module, block_names: Collection[str], device: torch.device) -> None:

@@ -138,9 +138,8 @@ def check_media(args: MediaArgs, *, num_trained: int | None = 1, unit: int = 1) 
          f"--dtype float16 needs --engine diffusers, got {args.sampling.engine}"),
         (engine and (not engine.library or memory.device_gb or find_spec(engine.library)),
          f"--engine {args.sampling.engine} must be installed: {engine and engine.install}"),
-        (not (engine and engine.library and ({"encoder", "blocks"} & offloaded(memory) or memory.base_dtype != "auto")),
-         "--memory.offload encoder or blocks and --memory.base-dtype fit the embedded engine alone, got --engine "
-         f"{args.sampling.engine}"),
+        (not (engine and engine.library and ("blocks" in offloaded(memory) or memory.base_dtype != "auto")),
+         f"--memory.offload blocks and --memory.base-dtype need --engine diffusers, got {args.sampling.engine}"),
         (memory.rollout_dtype == "auto" or (engine and engine.library and args.policy.dtype == "bfloat16"),
          f"--memory.rollout-dtype {memory.rollout_dtype} needs --engine vllm-omni and --dtype bfloat16, got --engine "
          f"{args.sampling.engine} and --dtype {args.policy.dtype}"),

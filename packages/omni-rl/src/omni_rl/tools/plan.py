@@ -401,7 +401,7 @@ class PlannedWorld(World):
 
         With --draw-ahead as many more.
         """
-        device, kept = self.device, set() if run.args.sampling.has_trained_engine else {"encoder", "blocks"}
+        device, kept = self.device, set() if run.args.sampling.has_trained_engine else {"blocks"}
         parts = [part for part in run.args.memory.OFFLOAD.split() if part not in kept]
         offloads = [part for part in parts if part != "encoder" or run.model.encoders]
         run.prompts, loaded = _Alike(run.args), Counter(device.peaks)

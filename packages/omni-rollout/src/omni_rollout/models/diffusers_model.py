@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from omni_rollout.files import check_counts, read_json, safetensors_files, safetensors_shapes, size_of
 from omni_rollout.models.hub import local_folder
 from omni_rollout.models.parts import RELEASED, made_of, open_processor, open_tokenizer
-from omni_rollout.offload import bring, places_of
+from omni_rollout.offload import visit
 from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates, to_device
 
 if TYPE_CHECKING:
@@ -538,37 +538,6 @@ def _without(cls: type[nn.Module], unused: Collection[str]) -> type[nn.Module]:
     for name in ("__name__", "__qualname__", "__module__"):  # transformers finds the older names of weights by them
         setattr(Part, name, getattr(cls, name))
     return Part
-
-
-def visit(module: nn.Module, device: torch.device) -> None:
-    """Make a frozen module on the host run on `device`, with its inputs; its outputs stay there. Call it once.
-
-    A text encoder runs for a few texts per step. Its weights are copied each time, without a wait of the host, and the
-    device holds those of one block at a time.
-    """
-    module.register_forward_pre_hook(partial(_bring_inputs, device), with_kwargs=True)
-    for unit, inside in _units(module):
-        bring(unit, places_of(inside), device)
-
-
-def _units(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
-    """Yield each block, an entry of a list, with its modules; and each other module with tensors, on its own."""
-    if any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
-        yield module, [module]
-    for child in module.children():
-        if isinstance(module, nn.ModuleList):
-            yield child, list(child.modules())
-        else:
-            yield from _units(child)
-
-
-def _bring_inputs(
-    device: torch.device, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    def brought(value: Any) -> Any:
-        return to_device(value, device) if isinstance(value, Tensor) else value
-
-    return tuple(map(brought, args)), {name: brought(value) for name, value in kwargs.items()}
 
 
 def check_size(params: Params, unit: int, *, most: int | None = None) -> None:

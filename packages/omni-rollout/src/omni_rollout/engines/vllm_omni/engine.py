@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from omni_rollout.conditioning import TEXT_CACHE, TextCache
 from omni_rollout.engines.vllm_omni.worker import start_worker, stop_worker
 from omni_rollout.model import Model
-from omni_rollout.offload import on_host
+from omni_rollout.offload import on_host, visit
 from omni_rollout.sampler import Sampler
 from omni_rollout.types import Cond, Params, Parts, Prompt, Trajectory
 
@@ -75,6 +75,10 @@ class VllmOmniEngine:
         self._worker = start_worker(PIPELINES[kind], model.path, local_rank=local_rank, **how)
         self.pipeline: Any = self._worker.model_runner.pipeline
         self.pipeline.sampler = Sampler(model, self.pipeline.parts(model, dtype), texts)
+        hosted: list[nn.Module] = [getattr(self.parts, name) for name in model.encoders] if model.host_encoders else []
+        for encoder in hosted:
+            visit(encoder.to("cpu"), device)
+        self._hosted = {id(t) for encoder in hosted for t in [*encoder.parameters(), *encoder.buffers()]}
         self._layers = {name: QuantizedLayer(part) for name, part in self.net.named_modules() if is_quantized(part)}
         if quantization and not self._layers:
             stop_worker(self._worker)
@@ -214,7 +218,7 @@ class VllmOmniEngine:
         self.moved_bytes, self.weight_version, self._dropped = moved, version, False
 
     def sleep(self) -> None:
-        """Free every tensor that the trainer has not adopted; do nothing on a CPU.
+        """Free every tensor on the device that the trainer has not adopted; do nothing on a CPU.
 
         The net's weights are dropped, as the next sync has them all; other tensors never change and are copied to the
         host once. vLLM's memory pool is not used: it would free adopted weights too, and torch's statistics do not
@@ -240,7 +244,7 @@ class VllmOmniEngine:
         synced = {id(param) for param in self.net.parameters()}
         adopted = {param.untyped_storage().data_ptr() for param in self._adopted.values()}
         for tensor in [*self.pipeline.parameters(), *self.pipeline.buffers()]:
-            if tensor.untyped_storage().data_ptr() in adopted:
+            if id(tensor) in self._hosted or tensor.untyped_storage().data_ptr() in adopted:
                 continue
             if id(tensor) not in self._kept:
                 self._kept[id(tensor)] = tensor.data.to("meta") if id(tensor) in synced else on_host(tensor.data)
