@@ -27,6 +27,7 @@ SIGNATURES = {
     "omni_sched.dance_step": STEP,
     "omni_sched.gaussian_log_prob": "x_next, mean, std",
     "omni_sched.add_noise": "x0, noise, sigma",
+    "omni_sched.renoise": "x, noise, sigma, sigma_to",
     "omni_sched.sde_window": "num_steps, size=None, *, low=0, high=None, strategy='random', iteration=0, seed=0, "
     "iters_per_window=1, stride=1",
     "omni_sched.step_noise": "seeds, step, shape",
@@ -63,6 +64,8 @@ SIGNATURES = {
     "omni_losses.k3_kl": "log_prob, ref_log_prob",
     "omni_losses.distill_kl_loss": "mean, teacher_mean, std, *, weights=None",
     "omni_losses.distill_velocity_loss": "velocity, teacher_velocity, *, weights=None",
+    "omni_losses.distribution_matching_loss": "x0, fake_x0, teacher_x0, *, min_scale=1e-5, weights=None",
+    "omni_losses.added_noise_error": "velocity, x, noise, sigma, std",
     "omni_losses.rollout_weights": "old_log_prob, rollout_log_prob, *, level='trajectory', mode='truncate', low, high",
     "omni_rollout.Prompt": "text, group, index, seed, negative='', images=(), audio=None, meta=..., "
     "initial_seed=None, size=None, video=None, rates=...",

@@ -37,6 +37,8 @@ LOSSES: Losses = {
     "k3_kl": lambda x, p, s: omni_losses.k3_kl(p[0], p[1]),
     "distill_kl_loss": lambda x, p, s: omni_losses.distill_kl_loss(x[0], x[1], s, weights=s),
     "distill_velocity_loss": lambda x, p, s: omni_losses.distill_velocity_loss(x[0], x[1], weights=s),
+    "distribution_matching_loss": lambda x, p, s: omni_losses.distribution_matching_loss(x[0], x[1], x[2], weights=s),
+    "added_noise_error": lambda x, p, s: omni_losses.added_noise_error(x[0], x[1], x[2], s, s),
     "rollout_weights": lambda x, p, s: omni_losses.rollout_weights(x[0], x[1], low=0.5, high=2.0)[0],
 }
 

@@ -28,6 +28,8 @@ from omni_losses.forward import diffusion_nft_loss as diffusion_nft_loss
 from omni_losses.forward import old_policy_decay as old_policy_decay
 from omni_losses.forward import reward_probability as reward_probability
 from omni_losses.forward import velocity_error as velocity_error
+from omni_losses.matching import added_noise_error as added_noise_error
+from omni_losses.matching import distribution_matching_loss as distribution_matching_loss
 from omni_losses.output import LossOutput as LossOutput
 from omni_losses.policy import flow_dppo_loss as flow_dppo_loss
 from omni_losses.policy import grpo_guard_loss as grpo_guard_loss

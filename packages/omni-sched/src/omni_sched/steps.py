@@ -329,6 +329,39 @@ def add_noise(x0: Tensor, noise: Tensor, sigma: Level) -> Tensor:
     return (1 - level) * x0.float() + level * noise.float()
 
 
+def renoise(x: Tensor, noise: Tensor, sigma: Level, sigma_to: Level) -> tuple[Tensor, Tensor]:
+    """Noise a latent further, from level sigma to sigma_to, by fresh noise.
+
+        a = (1 - sigma_to) / (1 - sigma),   std^2 = sigma_to^2 - a^2 sigma^2,   x_to = a x + std noise
+
+    x_to has the distribution of `add_noise` at sigma_to if x has that at sigma. From sigma 0 it is `add_noise`.
+
+    Args:
+        x: [B, ...], latent units, at level sigma.
+        noise: [B, ...], standard normal, independent of x.
+        sigma: scalar or [B], noise level of x, in [0, 1).
+        sigma_to: scalar or [B], in (sigma, 1].
+
+    Returns:
+        x_to [B, ...], float32, differentiable in x, and std [B].
+
+    Raises:
+        ValueError: shapes differ, or not 0 <= sigma < sigma_to <= 1.
+
+    The transition of the forward process between two levels, by which TDM (arXiv 2503.06674) noises its trajectories.
+    """
+    check_shapes(x, noise=noise)
+    if on_host(sigma) and on_host(sigma_to):
+        now, to = on_cpu(sigma), on_cpu(sigma_to)
+        if not ((now >= 0) & (now < to) & (to <= 1)).all():
+            rule = "sigma and sigma_to must satisfy 0 <= sigma < sigma_to <= 1"
+            raise ValueError(f"{rule}, got sigma={now.tolist()}, sigma_to={to.tolist()}")
+    lower, upper = per_sample(x, "sigma", sigma), per_sample(x, "sigma_to", sigma_to)
+    share = (1 - upper) / (1 - lower)
+    std = ((upper - lower) / (1 - lower) * (upper + share * lower)).sqrt()  # the same, without a small difference
+    return over(share, x) * x.float() + over(std, x) * noise.float(), std
+
+
 def _inputs(
     velocity: Tensor,
     x: Tensor,

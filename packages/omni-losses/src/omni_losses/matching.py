@@ -1,0 +1,90 @@
+"""Losses of few-step students whose samples are to have the distribution of a teacher's.
+
+Letters: B samples, one noise level of each. A sample is noised to x at level sigma, and a velocity there predicts its
+clean form, `x - sigma * velocity`, and its noise, `x + (1 - sigma) * velocity`. The teacher's prediction is for the data
+that it was trained on. That of the fake net, which is trained beside the student, is for the student's own samples. The
+difference of the two is that of the scores of the two distributions:
+
+    fake_x0 - teacher_x0 = sigma^2 / (1 - sigma) (score of the student's samples - score of the teacher's)
+"""
+
+from torch import Tensor
+
+from omni_losses.output import (
+    LossOutput,
+    element_mean,
+    over,
+    require_latents,
+    require_per_sample,
+    require_positive,
+    weighted_mean,
+)
+
+
+def distribution_matching_loss(
+    x0: Tensor, fake_x0: Tensor, teacher_x0: Tensor, *, min_scale: float = 1e-5, weights: Tensor | None = None
+) -> LossOutput:
+    """Compute the loss whose gradient moves the student's samples from their distribution to the teacher's.
+
+        g_i = (fake_x0_i - teacher_x0_i) / max(min_scale, mean over elements of |x0_i - teacher_x0_i|),   a constant
+        L   = 1/B sum_i w_i mean over elements of 1/2 ((x0_i - target_i)^2),   target_i = x0_i - g_i, a constant
+
+    The gradient of L with respect to an element of x0_i is w_i g_i / (B elements): but for its scale the gradient of
+    KL(student || teacher) at that noise level. It is 0 where fake and teacher agree. TDM-R1 maximizes a learned reward
+    by the same loss: with the net before training in place of the fake one, and the one that learned in place of the
+    teacher.
+
+    Args:
+        x0: [B, ...], latent units, clean samples that the student predicts; gradients flow here only.
+        fake_x0: [B, ...], latent units, that the fake net predicts from x0 noised.
+        teacher_x0: [B, ...], latent units, that the teacher predicts from the same.
+        min_scale: floor of the divisor, latent units, > 0.
+        weights: [B] or None; factor of each sample's loss, 0 for a masked one; the divisor stays B.
+
+    Returns:
+        The loss and `matching_error`, the unweighted mean of |fake_x0 - teacher_x0|, latent units.
+
+    Raises:
+        ValueError: shapes do not fit, or min_scale is not positive.
+
+    Source: DMD (arXiv 2311.18828), eq. 7 and 8, as in DMD2 (arXiv 2405.14867) without its regression; TDM (arXiv
+    2503.06674) for samples of a trajectory; the reward's term of TDM-R1 (arXiv 2603.07700). The released code of TDM
+    can take a pseudo-Huber loss in place of the square.
+    """
+    require_latents("x0", x0, fake_x0=fake_x0, teacher_x0=teacher_x0)
+    require_per_sample(x0, weights=weights)
+    require_positive(min_scale=min_scale)
+    now, fake, teacher = (tensor.detach().float() for tensor in (x0, fake_x0, teacher_x0))
+    scale = element_mean((now - teacher).abs()).clamp(min=min_scale)
+    target = now - (fake - teacher) / over(scale, now)
+    losses = element_mean((x0.float() - target).square()) / 2
+    return LossOutput(weighted_mean(losses, weights), {"matching_error": (fake - teacher).abs().mean()})
+
+
+def added_noise_error(velocity: Tensor, x: Tensor, noise: Tensor, sigma: Tensor, std: Tensor) -> Tensor:
+    """Compute the error of a velocity as a prediction of the noise that took a latent to x, [B].
+
+        E = mean over elements of (noise - std / sigma (x + (1 - sigma) velocity))^2
+
+    with x = a y + std noise from `omni_sched.renoise`, y at a lower level. The velocity with the least expected error is
+    that of the distribution of x, whatever that of y: E is denoising score matching. For clean y, std = sigma, and E is
+    (1 - sigma)^2 times `velocity_error`. Its decrease estimates, but for a factor, how much more likely y has become.
+
+    Args:
+        velocity: [B, ...], latent units, predicted at x.
+        x: [B, ...], latent units, at level sigma.
+        noise: [B, ...], standard normal, that x was made with.
+        sigma: [B], noise level of x, in (0, 1).
+        std: [B], latent units, > 0: amplitude of the noise in x.
+
+    Raises:
+        ValueError: shapes do not fit.
+
+    Source: denoising score matching (P. Vincent, 2011) of the segments of TDM (arXiv 2503.06674). Released code
+    predicts the student's clean sample instead, and corrects by a clipped ratio of densities.
+    """
+    require_latents("velocity", velocity, x=x, noise=noise)
+    require_per_sample(velocity, sigma=sigma, std=std)
+    level, amplitude, latent = sigma.detach().float(), std.detach().float(), x.detach().float()
+    predicted = over(amplitude / level, latent) * (latent + over(1 - level, latent) * velocity.float())
+    return element_mean((noise.detach().float() - predicted).square())
