@@ -134,14 +134,8 @@ from omni_rl.run.start import open_net, open_policy, open_run, open_session, sta
 from omni_rl.run.world import World
 from omni_rollout import Params, Trajectory
 from omni_rollout.types import Cond, to_device
-from omni_sched import Transition, cps_step, euler_step, sde_step
+from omni_sched import Transition, cps_step, euler_step, ode_step, sde_step
 from torch import Tensor
-
-
-def ode_step(velocity: Tensor, x: Tensor, sigma: Tensor, sigma_next: Tensor, **_: object) -> Transition:
-    """Take an Euler step, without a density, as a step of a trajectory that keeps its latents."""
-    end, none = euler_step(velocity, x, sigma, sigma_next), torch.zeros(len(x), device=x.device)
-    return Transition(end.detach(), end, none, none)
 
 
 def velocity_loss(velocity: Tensor, wanted: Tensor, at: "Latents", weights: Tensor) -> LossOutput:

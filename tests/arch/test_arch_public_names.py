@@ -22,6 +22,7 @@ SIGNATURES = {
     "omni_sched.resolution_mu": "num_tokens, *, base_tokens=256, max_tokens=4096, base_mu=0.5, max_mu=1.15",
     "omni_sched.Transition": "x_next, mean, std, log_prob",
     "omni_sched.euler_step": "velocity, x, sigma, sigma_next",
+    "omni_sched.ode_step": "velocity, x, sigma, sigma_next, *, noise_level=0.0, noise=None, x_next=None",
     "omni_sched.sde_step": f"{STEP}, sigma_max=None",
     "omni_sched.cps_step": STEP,
     "omni_sched.dance_step": STEP,

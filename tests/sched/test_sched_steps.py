@@ -18,6 +18,7 @@ from omni_sched import (
     euler_step,
     exponential_shift_sigmas,
     linear_sigmas,
+    ode_step,
     sde_step,
     shift_sigmas,
 )
@@ -403,3 +404,15 @@ def test_a_step_of_streams_is_the_step_itself_and_its_log_prob_that_of_each_stre
         errors = whole.x_next[:, 7:], whole.mean[:, 7:], whole.std[:, None]
         theirs = torch.distributions.Normal(errors[1], errors[2]).log_prob(errors[0]).mean(1)
         torch.testing.assert_close(apart.log_prob[:, 1], theirs)
+
+
+def test_a_deterministic_step_as_a_transition_has_no_density() -> None:
+    velocity, x, noise = tensors(3)
+    velocity.requires_grad_()
+    out = ode_step(velocity, x, 0.5, 0.25, noise_level=1.0, noise=noise)
+    assert torch.equal(out.x_next, euler_step(velocity, x, 0.5, 0.25))
+    assert torch.equal(out.mean, out.x_next)
+    assert out.mean.requires_grad
+    assert not out.x_next.requires_grad
+    assert not out.std.any()
+    assert out.log_prob.isnan().all()

@@ -1,9 +1,9 @@
 """Losses of few-step students whose samples are to have the distribution of a teacher's.
 
-Letters: B samples, one noise level of each. A sample is noised to x at level sigma, and a velocity there predicts its
-clean form, `x - sigma * velocity`, and its noise, `x + (1 - sigma) * velocity`. The teacher's prediction is for the data
-that it was trained on. That of the fake net, which is trained beside the student, is for the student's own samples. The
-difference of the two is that of the scores of the two distributions:
+Letters: B samples, one noise level of each. A sample is noised to x at level sigma, and a velocity there predicts the
+clean sample `x - sigma * velocity` and the noise `x + (1 - sigma) * velocity`. The teacher predicts for the data of its
+training, and the fake net, which is trained beside the student, for the student's samples. The difference of the two
+predictions is that of the scores of the two distributions:
 
     fake_x0 - teacher_x0 = sigma^2 / (1 - sigma) (score of the student's samples - score of the teacher's)
 """
@@ -66,9 +66,9 @@ def added_noise_error(velocity: Tensor, x: Tensor, noise: Tensor, sigma: Tensor,
 
         E = mean over elements of (noise - std / sigma (x + (1 - sigma) velocity))^2
 
-    with x = a y + std noise from `omni_sched.renoise`, y at a lower level. The velocity with the least expected error is
-    that of the distribution of x, whatever that of y: E is denoising score matching. For clean y, std = sigma, and E is
-    (1 - sigma)^2 times `velocity_error`. Its decrease estimates, but for a factor, how much more likely y has become.
+    with x = a y + std noise from `omni_sched.renoise`, y at a lower level. The velocity with the least expected error
+    is that of the distribution of x, whatever that of y: E is denoising score matching. For clean y, std = sigma, and E
+    is (1 - sigma)^2 times `velocity_error`. Between two nets, E is lower for the one to which y is more likely.
 
     Args:
         velocity: [B, ...], latent units, predicted at x.

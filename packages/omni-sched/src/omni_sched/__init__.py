@@ -20,6 +20,7 @@ from omni_sched.steps import cps_step as cps_step
 from omni_sched.steps import dance_step as dance_step
 from omni_sched.steps import euler_step as euler_step
 from omni_sched.steps import gaussian_log_prob as gaussian_log_prob
+from omni_sched.steps import ode_step as ode_step
 from omni_sched.steps import renoise as renoise
 from omni_sched.steps import sde_step as sde_step
 from omni_sched.steps import step_noise as step_noise

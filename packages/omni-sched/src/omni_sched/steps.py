@@ -84,6 +84,32 @@ def euler_step(velocity: Tensor, x: Tensor, sigma: Level, sigma_next: Level) -> 
     return x.float() + over(sigma_next - sigma, x) * velocity.float()
 
 
+def ode_step(
+    velocity: Tensor,
+    x: Tensor,
+    sigma: Level,
+    sigma_next: Level,
+    *,
+    noise_level: float = 0.0,
+    noise: Tensor | None = None,
+    x_next: Tensor | None = None,
+) -> Transition:
+    """Take one Euler step as a transition, for trajectories that keep the latents of deterministic steps.
+
+    Args:
+        velocity, x, sigma, sigma_next: as for `euler_step`.
+        noise_level, noise, x_next: ignored; a rule is called with them.
+
+    Returns:
+        x_next, its value with the gradient as mean, std 0, and log_prob NaN, as there is no density.
+
+    Raises:
+        ValueError: as `euler_step`.
+    """
+    end = euler_step(velocity, x, sigma, sigma_next)
+    return Transition(end.detach(), end, end.new_zeros(len(end)), end.new_full((len(end),), math.nan))
+
+
 def sde_step(
     velocity: Tensor,
     x: Tensor,
