@@ -129,15 +129,15 @@ with same_error(dist):  # one rank's mistake ends all of them
     if "image" not in model.MEDIA:
         raise ValueError(f"--model must make images, {args.model} makes {' and '.join(model.MEDIA)}")
     check_images(model, [])  # it must sample from text only
-    # The student's steps: to its clean sample, and back to the next level by fresh noise, which is `cps_step` at 1.
+    # A step of the student: to its clean sample, and by fresh noise to the next level, which is `cps_step` at 1.
     params = Params(
         args.num_inference_steps, args.height, args.width, guidance_scale=args.guidance_scale,
         rule=cps_step, noise_level=1.0, sde_steps=tuple(range(args.num_inference_steps - 1)),
     )  # fmt: skip
     cfg = {"true_cfg_scale": args.teacher_true_cfg_scale} if args.teacher_true_cfg_scale != 1 else {}
     guided = replace(params, guidance_scale=args.teacher_guidance_scale, guidance=cfg)
-    model.check(params)
-    model.check(guided)
+    for each in (params, guided):
+        model.check(each)
     model.check_files()
     scorer = RewardClient(args.scorer_url, timeout_s=120)
     scorer.check()
@@ -264,7 +264,7 @@ with log, catch_stop() as stop:
                     error = velocity_error(velocity, x0, noise).mean()
                     backward(error * share, of=len(points))
                     fake_errors.append(error.detach())
-                fake_result = optimizer_step(optimizer, fake_weights, lr=args.fake_lr, max_grad_norm=1.0, dist=dist)
+                learned = optimizer_step(optimizer, fake_weights, lr=args.fake_lr, max_grad_norm=1.0, dist=dist)
 
         # The student moves its samples from where the fake net denoises them to where the teacher does.
         with log.phase("update"):
@@ -282,9 +282,9 @@ with log, catch_stop() as stop:
 
         # Evaluate, log, save, stop.
         is_asked, is_last = stop.requested(dist), step + 1 == args.train_steps
-        metrics = {"policy/grad_norm": result.grad_norm, "fake/grad_norm": fake_result.grad_norm}
+        metrics = {"policy/grad_norm": result.grad_norm, "fake/grad_norm": learned.grad_norm}
         means = {"policy/matching_error": matching_errors, "fake/error": fake_errors}
-        metrics |= mean_metrics(dist, {name: torch.stack(values).mean() for name, values in means.items()})
+        metrics |= mean_metrics(dist, {name: torch.stack(each).mean() for name, each in means.items()})
         if is_last or (step + 1) % args.eval_every == 0:
             with log.phase("eval"):
                 metrics["eval/reward"] = evaluate()

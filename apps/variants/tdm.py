@@ -131,8 +131,8 @@ with same_error(dist):  # one rank's mistake ends all of them
     )  # fmt: skip
     cfg = {"true_cfg_scale": args.teacher_true_cfg_scale} if args.teacher_true_cfg_scale != 1 else {}
     guided = replace(params, guidance_scale=args.teacher_guidance_scale, guidance=cfg)
-    model.check(params)
-    model.check(guided)
+    for each in (params, guided):
+        model.check(each)
     model.check_files()
     scorer = RewardClient(args.scorer_url, timeout_s=120)
     scorer.check()
@@ -263,7 +263,7 @@ with log, catch_stop() as stop:
                     error = added_noise_error(velocity, x, noise, levels, std).mean()
                     backward(error * share, of=len(segments))
                     fake_errors.append(error.detach())
-                fake_result = optimizer_step(optimizer, fake_weights, lr=args.fake_lr, max_grad_norm=1.0, dist=dist)
+                learned = optimizer_step(optimizer, fake_weights, lr=args.fake_lr, max_grad_norm=1.0, dist=dist)
 
         # The student moves its samples from where the fake net denoises its latents to where the teacher does.
         with log.phase("update"):
@@ -282,9 +282,9 @@ with log, catch_stop() as stop:
 
         # Evaluate, log, save, stop.
         is_asked, is_last = stop.requested(dist), step + 1 == args.train_steps
-        metrics = {"policy/grad_norm": result.grad_norm, "fake/grad_norm": fake_result.grad_norm}
+        metrics = {"policy/grad_norm": result.grad_norm, "fake/grad_norm": learned.grad_norm}
         means = {"policy/matching_error": matching_errors, "fake/error": fake_errors}
-        metrics |= mean_metrics(dist, {name: torch.stack(values).mean() for name, values in means.items()})
+        metrics |= mean_metrics(dist, {name: torch.stack(each).mean() for name, each in means.items()})
         if is_last or (step + 1) % args.eval_every == 0:
             with log.phase("eval"):
                 metrics["eval/reward"] = evaluate()

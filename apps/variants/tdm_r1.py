@@ -139,8 +139,8 @@ with same_error(dist):  # one rank's mistake ends all of them
     )  # fmt: skip
     cfg = {"true_cfg_scale": args.teacher_true_cfg_scale} if args.teacher_true_cfg_scale != 1 else {}
     guided = replace(params, guidance_scale=args.teacher_guidance_scale, guidance=cfg)
-    model.check(params)
-    model.check(guided)
+    for each in (params, guided):
+        model.check(each)
     model.check_files()
     scorer = RewardClient(args.scorer_url, timeout_s=120)
     scorer.check()

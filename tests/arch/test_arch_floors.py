@@ -64,7 +64,7 @@ MAY_IMPORT = {  # places -> libraries and siblings, whichever way a line names t
     "apps/train_*": {"torch", "numpy", *SIBLINGS},
     "apps/sample.py": {"torch", "numpy", *SIBLINGS},
     "apps/flowgrpo_by_hand.py": {"torch", "tyro", *SIBLINGS} - {"omni_rl"},
-    "apps/variants/gardo.py": {"torch", "tyro", *SIBLINGS} - {"omni_rl"},
+    "apps/variants/*": {"torch", "tyro", *SIBLINGS} - {"omni_rl"},
 }
 MAY_IMPORT_LAZILY = {  # inside a function
     "omni_reward/rules.py": {"math_verify"},
