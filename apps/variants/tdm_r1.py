@@ -44,7 +44,7 @@ class Args:
     height: int = 32  # Pixels
     width: int = 96  # Pixels
     num_inference_steps: int = 4  # Steps of the student
-    guidance_scale: float = 1.0  # Guidance of student and fake net, for nets that take it as an input
+    guidance_scale: float = 1.0  # Guidance of all nets but the teacher, for nets that take it as an input
     teacher_guidance_scale: float = 1.0  # Guidance of the teacher, by the pipeline's guidance_scale
     teacher_true_cfg_scale: float = 1.0  # Guidance of the teacher, by the pipeline's true_cfg_scale
 
@@ -163,8 +163,9 @@ if args.lora_rank:  # all nets in one: adapters, and the net without them
     weights = {role: adapter_params(student, "default" if role == "student" else role) for role in ROLES}
     nn.ParameterList(p for own in weights.values() for p in own).requires_grad_(True)
 else:
-    trained, base = nn.ModuleDict({role: read_net(how) for role in ROLES}), read_net(how.frozen())
-    student, weights = trained["student"], {role: list(trained[role].parameters()) for role in ROLES}
+    nets, base = {role: read_net(how) for role in ROLES}, read_net(how.frozen())
+    trained, student = nn.ModuleDict(nets), nets["student"]
+    weights = {role: list(net.parameters()) for role, net in nets.items()}
 if mode == "ddp":
     shard(trained, dist.mesh, mode=mode)
 
@@ -173,7 +174,7 @@ if mode == "ddp":
 def net_of(role: str) -> Iterator[nn.Module]:
     """Yield the net of a role, as it is in the block."""
     if not args.lora_rank:
-        yield trained[role] if role in ROLES else base
+        yield nets[role] if role in ROLES else base
     else:
         with adapter(student, "default" if role == "student" else role) if role in ROLES else reference(student):
             yield student

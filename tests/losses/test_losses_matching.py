@@ -82,10 +82,7 @@ def forward(x: Tensor, noise: Tensor, sigma: float, sigma_to: float) -> tuple[Te
 
 @pytest.mark.parametrize(("sigma", "sigma_to"), [(0.0, 0.5), (0.2, 0.4), (0.6, 0.65), (0.6, 0.99)])
 def test_the_best_velocity_is_the_true_one_also_of_samples_that_are_no_noised_data(sigma, sigma_to):
-    """Latents at level sigma are Normal(1, 0.5^2): the score of x is then known, and so the velocity that belongs to it.
-
-    No other line has a lower expected error.
-    """
+    """Latents at level sigma are Normal(1, 0.5^2), so the score of x is known, and the best velocity."""
     z, noise, shares = quadrature()
     x, std = forward((1 + 0.5 * z)[:, None], noise[:, None], sigma, sigma_to)
     share = (1 - sigma_to) / (1 - sigma)
