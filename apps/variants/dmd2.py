@@ -5,10 +5,9 @@
         --prompts data/tiny-signs/train.txt --eval-prompts data/tiny-signs/eval.txt \
         --scorer-url http://127.0.0.1:8100 --teacher-true-cfg-scale 4
 
-The student predicts clean samples and noises them again for its next step (arXiv 2405.14867). The teacher is the net
-before training, maybe guided. The fake net learns to denoise the student's samples: the difference of the two gives the
-direction from the student's samples to the teacher's. Only evaluations are scored. Differences from the paper: no GAN,
-which needs data; every step of the student is trained; the fake net's updates share the samples of a training step.
+The student predicts clean samples and noises them again for its next step (arXiv 2405.14867). The fake net learns to
+denoise them. Where it and the teacher, the net before training, differ, they give the direction from the student's
+samples to the teacher's. Only evaluations are scored. The paper's GAN, which needs data, is left out.
 """
 
 import math

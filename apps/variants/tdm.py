@@ -5,10 +5,9 @@
         --prompts data/tiny-signs/train.txt --eval-prompts data/tiny-signs/eval.txt \
         --scorer-url http://127.0.0.1:8100 --teacher-true-cfg-scale 4
 
-The student takes Euler steps (arXiv 2503.06674). At the end of each, its latents are noised to a level inside it, and
-compared there with the teacher's. The teacher is the net before training, maybe guided; the fake net learns to denoise
-the student's latents. Only evaluations are scored. Differences from the paper: the number of steps is fixed; the fake
-net learns the added noise, which needs no ratio of densities; squares instead of pseudo-Huber losses.
+The student takes Euler steps (arXiv 2503.06674). The fake net learns to denoise the latents where each step ends,
+noised to a level inside the step. Where it and the teacher, the net before training, differ, they give the direction
+from the student's trajectory to the teacher's. Only evaluations are scored. The number of steps is fixed.
 """
 
 import math

@@ -7,8 +7,7 @@
 The student takes Euler steps, so that each of its latents leads to one image, whose score is the latent's reward (arXiv
 2603.07700). A surrogate learns to make the latents of each prompt's better samples more likely than those of the worse
 ones. The student follows the difference of the surrogate and the net before training, beside the loss of TDM, which
-keeps it near the teacher. Differences from the released code: the surrogate's weight falls as it learns, as DGPO's
-does, in place of bounds on its ratio; the guidance of the teacher is no reward of its own.
+keeps it near the teacher.
 """
 
 import math
