@@ -18,7 +18,9 @@ FLAGS: dict[str, list[object]] = {}  # of any trainer -> its types
 for app in APPS:
     for name, field in leaves(app.Args).items():
         FLAGS.setdefault(flag_of(name), []).append(kind_of(field.type))
-OTHERS = {"--preset", "--config", "--nproc-per-node"} | {w for a in build_parser()._actions for w in a.option_strings}
+VARIANTS = "".join(path.read_text("utf-8") for path in (REPO / "apps" / "variants").glob("*.py"))
+OTHERS = {flag_of(name) for name in re.findall(r"^    (\w+): .+  # ", VARIANTS, re.MULTILINE)}  # settings of pages
+OTHERS |= {"--preset", "--config", "--nproc-per-node"} | {w for a in build_parser()._actions for w in a.option_strings}
 
 
 def tables(text):

@@ -290,7 +290,7 @@ RULES = {  # how a command begins -> what runs it
     r"(python|\S+/bin/python|torchrun .*) apps/train_\w+\.py": check_trainer,
     r"python apps/sample\.py": check_sample,
     r"python -m omni_rl\.report ": check_report,
-    r"(python|\S+/bin/python|uv run( --with \S+)?) (scripts|benchmarks|tests/emulated)/\S+\.py": check_script,
+    r"(python|\S+/bin/python|uv run( --with \S+)?) (scripts|benchmarks|tests/emulated|apps/variants)/\S+\.py": check_script,
     r"scripts/env pytest ": check_pytest,
     r"docker (build|run) ": check_docker,
     r"(sbatch|kubectl apply -f|HEAD_NODE=\S+ .*) scripts/cluster/": check_cluster,
