@@ -47,9 +47,9 @@ def distribution_matching_loss(
     Raises:
         ValueError: shapes do not fit, or min_scale is not positive.
 
-    Source: DMD (arXiv 2311.18828), eq. 7 and 8, as in DMD2 (arXiv 2405.14867) without its regression; TDM (arXiv
-    2503.06674) for samples of a trajectory; the reward's term of TDM-R1 (arXiv 2603.07700). The released code of TDM
-    can take a pseudo-Huber loss in place of the square.
+    Source: gradient and divisor of DMD (arXiv 2311.18828), as in DMD2 (arXiv 2405.14867), without its regression; TDM
+    (arXiv 2503.06674) for samples of a trajectory; the reward's term of TDM-R1 (arXiv 2603.07700). The released code of
+    TDM can take a pseudo-Huber loss in place of the square.
     """
     require_latents("x0", x0, fake_x0=fake_x0, teacher_x0=teacher_x0)
     require_per_sample(x0, weights=weights)
