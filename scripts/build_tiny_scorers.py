@@ -4,7 +4,7 @@
 
 They show that loading and scoring work, here and in an environment of your own; their scores mean nothing. Folders and
 files: `clap`, `clip` (for clip, pickscore, aesthetic, geneval, and beneath hpsv2), `mask2former`, `aesthetic.pth`,
-`hpsv2`, `imagereward`, `bert`, `hpsv3`, `videoalign`, `qwen2-vl`, `instruction.txt` and
+`hpsv2`, `imagereward`, `bert`, `hpsv3`, `videoalign`, `qwen2-vl`, `editreward`, `qwen2.5-vl`, `instruction.txt` and
 `instruction-of-videoalign.txt`.
 """
 
@@ -30,6 +30,8 @@ from transformers import (
     CLIPTokenizer,
     Mask2FormerConfig,
     Mask2FormerModel,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLModel,
     Qwen2Tokenizer,
     Qwen2VLConfig,
     Qwen2VLModel,
@@ -57,6 +59,7 @@ def write_all(folder: Path) -> None:
     write_bert_tokenizer(folder / "bert")
     write_hpsv3(folder / "hpsv3", folder / "qwen2-vl")
     write_videoalign(folder / "videoalign", folder / "qwen2-vl")
+    write_editreward(folder / "editreward", folder / "qwen2.5-vl")
     marks = "\n".join(f"<|{part}_reward|>" for part in ("VQ", "MQ", "TA"))
     (folder / "instruction-of-videoalign.txt").write_text(f"Grade this: {{text_prompt}}\n{marks}\n")
     (folder / "instruction.txt").write_text(f"How good is this? {{text_prompt}}\nRating: {REWARD_TOKEN}\n")
@@ -150,8 +153,8 @@ def write_bert_tokenizer(folder: Path) -> None:
     BertTokenizer(vocab={word: i for i, word in enumerate(words)}).save_pretrained(folder)
 
 
-def write_qwen2_vl(folder: Path) -> tuple[Any, Any]:
-    """Write the tokenizer and the settings of a Qwen2-VL."""
+def write_qwen2_vl(folder: Path, kind: Any = Qwen2VLConfig) -> tuple[Any, Any]:
+    """Write the tokenizer and the settings of a Qwen2-VL, or of a Qwen2.5-VL by the class of its settings."""
     words = {byte: i for i, byte in enumerate(BYTES)}
     tokenizer: Any = Qwen2Tokenizer(vocab=words, merges=[])
     tokenizer.add_special_tokens({"additional_special_tokens": CHAT_TOKENS})
@@ -160,11 +163,13 @@ def write_qwen2_vl(folder: Path) -> tuple[Any, Any]:
     text: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "rope_parameters": rope}
     text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": len(words) + 20}
     text |= {"bos_token_id": None, "eos_token_id": None}
-    vision = {"depth": 2, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "mlp_ratio": 2}
+    vision: dict[str, Any] = {"depth": 2, "hidden_size": 16, "num_heads": 2}
+    if kind is Qwen2VLConfig:
+        vision |= {"embed_dim": 16, "mlp_ratio": 2}
+    else:
+        vision |= {"intermediate_size": 32, "out_hidden_size": 16, "fullatt_block_indexes": [1]}
     image_id, video_id = tokenizer.convert_tokens_to_ids(["<|image_pad|>", "<|video_pad|>"])
-    config: Any = Qwen2VLConfig(
-        text_config=text, vision_config=vision, image_token_id=image_id, video_token_id=video_id
-    )
+    config: Any = kind(text_config=text, vision_config=vision, image_token_id=image_id, video_token_id=video_id)
     config.save_pretrained(folder)
     return tokenizer, config
 
@@ -182,6 +187,22 @@ def write_hpsv3(folder: Path, base: Path) -> None:
     weights |= random_weights({f"rm_head.{i}.bias": (n_out,) for i, _, n_out in sizes})
     folder.mkdir(exist_ok=True)
     save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / "HPSv3.safetensors")
+
+
+def write_editreward(folder: Path, base: Path) -> None:
+    """Write model.safetensors under its published names, and the settings and tokenizer of its Qwen2.5-VL."""
+    tokenizer, config = write_qwen2_vl(base, Qwen2_5_VLConfig)
+    config.text_config.vocab_size = len(tokenizer) + 1
+    model = Qwen2_5_VLModel(config)
+    spread(model)
+    weights = {f"model.{name}": weight for name, weight in model.state_dict().items()}
+    weights["lm_head.weight"] = torch.zeros(config.text_config.vocab_size, 16)
+    sizes = [(0, 16, 10), (3, 10, 6), (5, 6, 2)]
+    for head in ("rm_heads.head_0", "rm_heads.head_1"):
+        weights |= random_weights({f"{head}.{i}.weight": (n_out, n_in) for i, n_in, n_out in sizes})
+        weights |= random_weights({f"{head}.{i}.bias": (n_out,) for i, _, n_out in sizes})
+    folder.mkdir(exist_ok=True)
+    save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / "model.safetensors")
 
 
 def write_videoalign(folder: Path, base: Path) -> None:

@@ -5,25 +5,27 @@
     python scripts/scorers/instruction.py VideoAlign/prompt_template.py instruction.txt \\
         DETAILED_PROMPT_WITH_SPECIAL_TOKEN
 
-The names are those of texts in the source, which are joined to the model's instruction. The source, of
-github.com/MizzenAI/HPSv3 or github.com/KwaiVGI/VideoAlign, is read and not run.
+The names are those of texts in one source or several, which are joined to the model's instruction. The sources, of
+github.com/MizzenAI/HPSv3, github.com/KwaiVGI/VideoAlign or github.com/TIGER-AI-Lab/EditReward, are read and not run.
 """
 
 import ast
 import sys
+from itertools import takewhile
 from pathlib import Path
 
 
 def main(argv: list[str]) -> None:
-    """Read the source that the first argument names and write the file that the second one names."""
-    source, target, names = Path(argv[0]), Path(argv[1]), argv[2:]
+    """Read the sources that the first arguments name, each a .py, and write the file that the next one names."""
+    sources = [Path(word) for word in takewhile(lambda word: word.endswith(".py"), argv)]
+    target, *names = argv[len(sources) :]
     texts: dict[str, str] = {}
-    for node in ast.parse(source.read_text(encoding="utf-8")).body:
+    for node in (node for source in sources for node in ast.parse(source.read_text(encoding="utf-8")).body):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             texts |= {name.id: node.value.value for name in node.targets if isinstance(name, ast.Name)}
     if not set(names) <= texts.keys():
-        raise SystemExit(f"{source.name} must set {' and '.join(names)} to texts")
-    target.write_text("".join(texts[name] for name in names), encoding="utf-8")
+        raise SystemExit(f"{' and '.join(s.name for s in sources)} must set {' and '.join(names)} to texts")
+    Path(target).write_text("".join(texts[name] for name in names), encoding="utf-8")
 
 
 if __name__ == "__main__":

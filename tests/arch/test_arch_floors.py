@@ -34,6 +34,7 @@ MAY_IMPORT = {  # places -> libraries and siblings, whichever way a line names t
     "omni_reward/scorers/hpsv2.py": {"ftfy", "torch", "transformers"},
     "omni_reward/scorers/imagereward.py": {"torch", "transformers"},
     "omni_reward/scorers/hpsv3.py": {"torch"},
+    "omni_reward/scorers/editreward.py": {"torch"},
     "omni_reward/scorers/videoalign.py": {"torch"},
     "omni_reward/scorers/qwen2_vl.py": {"torch", "transformers"},
     "omni_reward/scorers/clap.py": {"torch", "transformers"},

@@ -1,10 +1,13 @@
 """Short runs of the trainers on the CPU and on the emulated accelerator."""
 
 import gc
+import importlib
 import json
+import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,8 +19,11 @@ import torch
 from build_tiny_models import tiny_checkpoint
 from emulated.npu import Event, load, load_strict, watch
 from model_rows import ROWS
+from omni_reward import RewardClient
 from omni_reward.combine import score_in_batches
 from omni_reward.scorers import load_scorer, neural
+from omni_rl.flow.scorers import with_server
+from omni_rl.settings.fields import change
 from omni_rl.tools import plan_tokens
 from omni_rollout import Prompt
 from omni_rollout.engines.transformers import TransformersEngine
@@ -26,6 +32,7 @@ from omni_rollout.models.hunyuan_image_moe import Mixture
 from omni_rollout.models.tokens import open_token_model
 from omni_rollout.sampler import Sampler
 from omni_rollout.tokens import TokenParams
+from omni_train.dist import Dist
 from omni_train.optim import StepResult
 from omni_train.planned import PLANNED, PlannedDevice
 from records import record
@@ -305,3 +312,26 @@ def scorer_naps(name: str, options: dict[str, str], kind: str) -> tuple[list[int
         sizes.append(int(library.emulated_bytes()))
         scores.append(score() if not asleep else scores[0])
     return sizes, scores[0], all(each == scores[0] for each in scores)
+
+
+def start_scorers(folder: Path, scorer: str, num_ranks: int) -> tuple[list[str], list[list[float | None]]]:
+    """Start a scorer as the first of a machine's ranks does: the device of each server's command, and its scores.
+
+    folder: with sitecustomize.py, by which servers know the accelerator too.
+    """
+    load()
+    os.environ |= {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path]), "LOCAL_WORLD_SIZE": str(num_ranks)}
+    args = change(importlib.import_module("train_flowgrpo").Args(), scorer_name=scorer)
+    dist = Dist(0, 1, 0, torch.device("npu", 0), None)
+    image = np.random.default_rng(0).integers(0, 256, (2, 32, 32, 3), np.uint8)
+    with ExitStack() as servers:
+        args = with_server(args, dist, servers)
+        threads = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+        children = [pid for own in threads for pid in own.read_text().split()]
+        words = [word for pid in children for word in Path(f"/proc/{pid}/cmdline").read_text().split("\0")]
+        devices = sorted(word.partition("device=")[2] for word in words if "device=" in word)
+        token, scores = Path(args.scorer.token_file).read_text(), list[list[float | None]]()
+        for url in args.scorer.url.split(","):
+            with RewardClient(url, token=token) as client:
+                scores.append([score.value for score in client.submit({"image": image}, ["a", "b"], [{}, {}]).result()])
+    return devices, scores

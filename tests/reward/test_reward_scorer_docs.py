@@ -16,6 +16,7 @@ from omni_reward.scorers import SCORERS
 from omni_reward.scorers.aesthetic import load_aesthetic
 from omni_reward.scorers.clap import load_clap
 from omni_reward.scorers.clip import load_clip, load_pickscore
+from omni_reward.scorers.editreward import load_editreward
 from omni_reward.scorers.geneval import load_geneval
 from omni_reward.scorers.hpsv2 import load_hpsv2
 from omni_reward.scorers.hpsv3 import load_hpsv3
@@ -30,6 +31,7 @@ NETWORKS: dict[str, Callable[..., Scorer]] = {
     "aesthetic": load_aesthetic,
     "clap": load_clap,
     "clip": load_clip,
+    "editreward": load_editreward,
     "geneval": load_geneval,
     "hpsv2": load_hpsv2,
     "hpsv3": load_hpsv3,

@@ -12,8 +12,8 @@ from omni_train.planned import PLANNED, PlannedDevice
 
 META = "meta"
 MILLIONS = {  # weights, as their papers and pages say; Qwen2-VL's without the head of words, which is not loaded
-    "aesthetic": 428, "clap": 154, "clip": 428, "geneval": 428 + 69, "hpsv2": 986, "hpsv3": 8291 - 545,
-    "imagereward": 446, "pickscore": 986, "videoalign": 2209,
+    "aesthetic": 428, "clap": 154, "clip": 428, "editreward": 8292 - 545, "geneval": 428 + 69, "hpsv2": 986,
+    "hpsv3": 8291 - 545, "imagereward": 446, "pickscore": 986, "videoalign": 2209,
 }  # fmt: skip
 
 
@@ -28,7 +28,7 @@ def test_a_scorer_is_as_large_as_published(name: str) -> None:
     assert size(name) / 1e6 == pytest.approx(MILLIONS[name], rel=0.005)
 
 
-@pytest.mark.parametrize("name", ["clap", "clip", "hpsv2", "hpsv3", "pickscore", "videoalign"])
+@pytest.mark.parametrize("name", ["clap", "clip", "editreward", "hpsv2", "hpsv3", "pickscore", "videoalign"])
 def test_a_folder_s_configuration_makes_the_network_of_its_weights(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -47,6 +47,9 @@ def test_a_folder_s_configuration_makes_the_network_of_its_weights(
     if name in ("hpsv3", "videoalign"):
         text = {"hpsv3": "instruction.txt", "videoalign": "instruction-of-videoalign.txt"}[name]
         options |= {"base": str(tmp_path / "qwen2-vl"), "instruction": str(tmp_path / text)}
+    elif name == "editreward":
+        text = str(tmp_path / "instruction.txt")
+        options |= {"base": str(tmp_path / "qwen2.5-vl"), "following": text, "quality": text}
     elif name == "hpsv2":
         options["base"] = str(tmp_path / "clip")
     elif name != "clap":

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from omni_reward.scorers.neural import Empty
 
 SCORERS = (
-    "aesthetic", "clap", "clip", "color", "flow", "geneval", "hpsv2", "hpsv3", "imagebind", "imagereward", "jpeg",
-    "likeness", "ocr", "pickscore", "pitch", "sync", "video", "videoalign", "vlm",
+    "aesthetic", "clap", "clip", "color", "editreward", "flow", "geneval", "hpsv2", "hpsv3", "imagebind", "imagereward",
+    "jpeg", "likeness", "ocr", "pickscore", "pitch", "sync", "video", "videoalign", "vlm",
 )  # fmt: skip
 
 
@@ -42,6 +42,8 @@ def find_loader(name: str) -> Callable[..., ScoreFn]:
             from omni_reward.scorers.clip import load_clip as load
         case "color":
             from omni_reward.scorers.color import load_color as load
+        case "editreward":
+            from omni_reward.scorers.editreward import load_editreward as load
         case "flow":
             from omni_reward.scorers.flow import load_flow as load
         case "geneval":
@@ -124,6 +126,8 @@ def find_empty(name: str) -> "Callable[..., Empty] | None":
             from omni_reward.scorers.clap import empty_clap as empty
         case "clip":
             from omni_reward.scorers.clip import empty_clip as empty
+        case "editreward":
+            from omni_reward.scorers.editreward import empty_editreward as empty
         case "geneval":
             from omni_reward.scorers.geneval import empty_geneval as empty
         case "hpsv2":
@@ -165,6 +169,31 @@ def empty_networks(name: str, device: str, options: Mapping[str, str], num_devic
             known = inspect.getfullargspec(empty).kwonlyargs
             found[key] = empty(device, **{option: text for option, text in own[key].items() if option in known})
     return found
+
+
+def device_options(name: str, options: Mapping[str, str]) -> list[str]:
+    """Return the options that place the networks of a reward on a device, such as "device" or "clip.device".
+
+    Left out are those that are given. None is returned if one of these is no CPU: then its owner has placed them.
+
+    name, options: as in `load_scorer`.
+
+    Raises:
+        ValueError, ImportError: as `load_scorer`.
+    """
+    if name.startswith(RULES):
+        return []
+    reward = parse(name)
+    own = _own_options(reward, options)
+    loaders = {key: spec.removeprefix(FRAMES) for key, spec in reward.specs.items()}
+    keys = [
+        key
+        for key, spec in loaders.items()
+        if not spec.startswith(PREFIX) and "device" in inspect.signature(find_loader(spec)).parameters
+    ]
+    if any(not own[key].get("device", "cpu").startswith("cpu") for key in keys):
+        return []
+    return ["device" if reward.is_plain else f"{key}.device" for key in keys if "device" not in own[key]]
 
 
 def _own_options(reward: Reward, options: Mapping[str, str]) -> dict[str, dict[str, str]]:

@@ -63,7 +63,7 @@ def load_hpsv3(
 
     def rate(images: np.ndarray, prompts: list[str]) -> Tensor:
         size = fit_size(*images.shape[1:3], least=NUM_PIXELS, most=NUM_PIXELS)
-        stills = list(images[:, None].repeat(FRAMES, axis=1))
-        return head(judge.read(stills, size, prompts)[:, 0])[:, 0]
+        stills = [[(still, size)] for still in images[:, None].repeat(FRAMES, axis=1)]
+        return head(judge.read(stills, prompts)[:, 0])[:, 0]
 
     return neural.image_scorer(rate, f"{neural.short_name(model)} {dtype}", judge.decline, [judge.network])

@@ -1,21 +1,21 @@
-"""Reward models of Qwen2-VL with a reward head: HPSv3 and VideoAlign.
+"""Reward models of Qwen2-VL and Qwen2.5-VL with a reward head: HPSv3, VideoAlign and EditReward.
 
-The model reads a chat of the sample, an instruction that contains the prompt, and marks, the tokens whose last hidden
-states are graded. Scores are only meaningful with the instruction of the training, which is not part of this package;
-scripts/scorers/instruction.py extracts it from the source code of the reward model. As in both models, positions of
-tokens are one-dimensional, while Qwen2-VL has time, row and column for tokens of an image.
+The model reads a chat of one or several clips, an instruction that contains the prompt, and marks, the tokens whose
+last hidden states are graded. Scores are only meaningful with the instruction of the training, which is not part of
+this package; scripts/scorers/instruction.py extracts it from the source code of the reward model. As in these models,
+positions of tokens are one-dimensional, while Qwen2-VL has time, row and column for tokens of an image.
 
 Letters: N samples, F frames, H height, W width, T tokens, R marks, P patches, D width of a state.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, Qwen2VLConfig, Qwen2VLModel
+from transformers import AutoTokenizer, Qwen2_5_VLConfig, Qwen2_5_VLModel, Qwen2VLConfig, Qwen2VLModel
 
 from omni_reward.files import read_file
 from omni_reward.scorers import neural
@@ -40,12 +40,26 @@ PUBLISHED: dict[str, dict[str, Any]] = {  # without their heads of words 2.2 and
         "vision_config": {"hidden_size": text["hidden_size"]},
     }
     for size, text in (("2B", TEXT_2B), ("7B", TEXT_7B))
+} | {
+    "Qwen/Qwen2.5-VL-7B-Instruct": {
+        "text_config": TEXT_7B | {"rope_parameters": ROPE},
+        "vision_config": {"hidden_size": 1280, "out_hidden_size": TEXT_7B["hidden_size"]},
+    }
+}
+NEXT_CLIP = "<|vision_end|><|vision_start|>"  # between two clips of a chat
+Clips = Sequence[tuple[np.ndarray, tuple[int, int]]]  # frames [F, H, W, 3], uint8, and the height and width they get
+
+
+Kind = Literal["Qwen2-VL", "Qwen2.5-VL"]
+KINDS: dict[Kind, tuple[Any, Any]] = {
+    "Qwen2-VL": (Qwen2VLConfig, Qwen2VLModel),
+    "Qwen2.5-VL": (Qwen2_5_VLConfig, Qwen2_5_VLModel),
 }
 
 
 @dataclass(frozen=True)
 class Judge:
-    """A Qwen2-VL that reads samples with an instruction.
+    """A Qwen2-VL or Qwen2.5-VL that reads samples with an instruction.
 
     network, tokenizer: of transformers. instruction: with the placeholder of the prompt and the marks. marks: their
     tokens. pad: the placeholder token of the sample.
@@ -64,12 +78,14 @@ class Judge:
         marks = [token for token in self.tokenizer.get_added_vocab() if token in prompt]
         return f"the prompt contains {marks[0]}, a control token of the model" if marks else None
 
-    def read(self, clips: Sequence[np.ndarray], size: tuple[int, int], prompts: Sequence[str]) -> Tensor:
-        """Return the last hidden states [N, R, D], float32, at the marks, of resized clips [F, H, W, 3], uint8."""
-        device, (height, width) = self.network.device, size
-        patches = torch.from_numpy(np.concatenate([to_patches(clip, height, width) for clip in clips]))
-        grid = torch.tensor([[len(clip) // FRAMES, height // PATCH, width // PATCH] for clip in clips])
-        pads = [self.pad * (int(each.prod()) // MERGE**2) for each in grid]
+    def read(self, samples: Sequence[Clips], prompts: Sequence[str]) -> Tensor:
+        """Return the last hidden states [N, R, D], float32, at the marks, for the resized clips of each sample."""
+        device = self.network.device
+        clips = [clip for sample in samples for clip in sample]
+        patches = torch.from_numpy(np.concatenate([to_patches(clip, *size) for clip, size in clips]))
+        grid = torch.tensor([[len(clip) // FRAMES, *(side // PATCH for side in size)] for clip, size in clips])
+        own = iter([self.pad * (int(each.prod()) // MERGE**2) for each in grid])
+        pads = [NEXT_CLIP.join(next(own) for _ in sample) for sample in samples]
         asked = [self.instruction.replace(PLACE, prompt) for prompt in prompts]
         texts = [CHAT.format(sample=sample, text=text) for sample, text in zip(pads, asked, strict=True)]
         tokens = self.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt").to(device)
@@ -80,19 +96,21 @@ class Judge:
         words = words.masked_scatter(is_sample[..., None], seen.to(words.dtype))
         states = self.network.language_model(inputs_embeds=words, attention_mask=tokens.attention_mask)
         is_mark = torch.isin(ids, torch.tensor(self.marks, device=device))
-        return states.last_hidden_state[is_mark].float().view(len(clips), len(self.marks), -1)
+        return states.last_hidden_state[is_mark].float().view(len(samples), len(self.marks), -1)
 
 
-def empty_judge(device: str, base: str, dtype: str, grid: tuple[int, int, int]) -> neural.Empty:
+def empty_judge(
+    device: str, base: str, dtype: str, grid: tuple[int, int, int], kind: Kind = "Qwen2-VL"
+) -> neural.Empty:
     """Return the network of `load_judge` without values.
 
-    grid: patches of a sample along time, height and width.
+    grid: patches of a sample along time, height and width; of several images, time counts them.
 
     Raises:
         ValueError: an argument breaks its rule, or the configuration of `base` cannot be read.
     """
-    config = neural.load_config(Qwen2VLConfig, base, PUBLISHED)
-    network = neural.empty_model(Qwen2VLModel, config, dtype, device)
+    config = neural.load_config(KINDS[kind][0], base, PUBLISHED)
+    network = neural.empty_model(KINDS[kind][1], config, dtype, device)
     count, area = neural.BATCH_SIZE, grid[1] * grid[2]
 
     def call() -> None:
@@ -106,36 +124,54 @@ def empty_judge(device: str, base: str, dtype: str, grid: tuple[int, int, int]) 
 
 
 def load_judge(
-    instruction: str, weights: neural.Weights, base: str, marks: Sequence[str], pad: str, to: tuple[torch.device, Any]
+    instruction: str,
+    weights: neural.Weights,
+    base: str,
+    marks: Sequence[str],
+    pad: str,
+    to: tuple[torch.device, Any],
+    kind: Kind = "Qwen2-VL",
 ) -> Judge:
     """Load the reward model of these weights.
 
     Args:
         instruction: path of the text, with `{text_prompt}` and the marks in their order.
         weights: of the model, under old or current names of transformers.
-        base: name of the base Qwen2-VL, for its configuration and tokenizer.
+        base: name of the base model, for its configuration and tokenizer.
         marks: the added tokens, in their order.
         pad: the placeholder token of the sample.
         to: device and dtype.
+        kind: of the base model.
 
     Raises:
         ValueError: an argument breaks its rule, or the weights do not fit.
         OSError: the instruction cannot be read.
     """
-    text = read_file(instruction, MAX_INSTRUCTION_BYTES).decode()
-    if any(text.count(part) != 1 for part in (PLACE, *marks)):
-        raise ValueError(f"instruction must be a file with {PLACE} and {' '.join(marks)} once each, got {instruction}")
+    text = read_instruction(instruction, marks)
     tokenizer = neural.load_part(AutoTokenizer, base)
     tokenizer.add_tokens(list(marks), special_tokens=True)
     ids = tokenizer.convert_tokens_to_ids([*marks, pad])
-    config = neural.load_part(Qwen2VLConfig, base)
+    config = neural.load_part(KINDS[kind][0], base)
     own = {_rename(name): weight for name, weight in weights.items() if name.startswith(("model.", "visual."))}
     words = own.get("language_model.embed_tokens.weight")
     if words is None or len(words) <= max(ids):
         raise ValueError(f"the model must hold an embedding of each token of {base} and of {' '.join(marks)}")
     config.text_config.vocab_size = len(words)
-    network = neural.load_model(Qwen2VLModel, base, to[1], to[0], config=config, weights=own)
+    network = neural.load_model(KINDS[kind][1], base, to[1], to[0], config=config, weights=own)
     return Judge(network, tokenizer, text, ids[:-1], pad)
+
+
+def read_instruction(path: str, marks: Sequence[str], name: str = "instruction") -> str:
+    """Return the text of an instruction. name: of the option that holds the path.
+
+    Raises:
+        ValueError: it lacks a mark or the place of the prompt, or has one twice.
+        OSError: it cannot be read.
+    """
+    text = read_file(path, MAX_INSTRUCTION_BYTES).decode()
+    if any(text.count(part) != 1 for part in (PLACE, *marks)):
+        raise ValueError(f"{name} must be a file with {PLACE} and {' '.join(marks)} once each, got {path}")
+    return text
 
 
 def _rename(name: str) -> str:

@@ -75,8 +75,8 @@ def load_videoalign(
     def rate(clips: np.ndarray, prompts: list[str], meta: Meta) -> Tensor:
         size = fit_size(*clips.shape[2:4], least=LEAST_PIXELS, most=most)
         rates: list[Any] = [sample["fps"] for sample in meta]
-        frames = [pick_frames(clip, fps, wanted) for clip, fps in zip(clips, rates, strict=True)]
-        return ((judge.read(frames, size, prompts) * head).sum(dim=-1) - mean) / std
+        frames = [[(pick_frames(clip, fps, wanted), size)] for clip, fps in zip(clips, rates, strict=True)]
+        return ((judge.read(frames, prompts) * head).sum(dim=-1) - mean) / std
 
     return neural.network_scorer(
         "video", rate, f"{neural.short_name(model)} {dtype}", judge.decline, PARTS, [judge.network]

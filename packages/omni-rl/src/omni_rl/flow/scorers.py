@@ -5,17 +5,19 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from functools import partial
 from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 import numpy as np
+import torch
 from omni_reward import RewardClient, RewardError, Score
 from omni_reward.cli import read_options
 from omni_reward.files import read_token
 from omni_reward.media import TEXT
+from omni_reward.scorers import device_options
 from omni_reward.scorers.gradable import find_fault
 from omni_reward.serving import serving
 from omni_rollout import Prompt
@@ -232,7 +234,7 @@ def with_server(args: ArgsT, dist: Dist, open_servers: ExitStack) -> ArgsT:
     """Return the settings with the URLs of servers of the scorers that they name, where they have none of their own.
 
     The first rank of each machine starts them, with one token; they end with `open_servers`, or with the process. A
-    collective.
+    scorer with networks has a server on each accelerator of the machine's ranks, others have one. A collective.
     """
     gold = split_options("" if args.eval.gold_scorer_url else args.eval.gold_scorer)
     named = {"scorer.url": scorer_to_start(args.scorer), "eval.gold_scorer_url": gold}
@@ -245,11 +247,34 @@ def with_server(args: ArgsT, dist: Dist, open_servers: ExitStack) -> ArgsT:
             with flag("--scorer.token-file: "):
                 token = read_token(token_file) or secrets.token_urlsafe(32)
             for name, (scorer, options) in starts.items():
-                with flag(f"{flag_of(name.removesuffix('url').rstrip('._'))}: "):
-                    flags = [f"--option={option}" for option in options]
-                    server = open_servers.enter_context(serving(scorer, *flags, token=token))
-                own |= {name: server.url, "scorer.token_file": str(server.token_file)}
+                with flag(f"{flag_of(name.removesuffix('url').rstrip('._'))}: "), ThreadPoolExecutor() as threads:
+                    placed = options_of_servers(scorer, options, dist)
+                    starting = [
+                        serving(scorer, *(f"--option={each}" for each in given), token=token) for given in placed
+                    ]
+                    servers = [*threads.map(open_servers.enter_context, starting)]
+                urls = ",".join(server.url for server in servers)
+                own |= {name: urls, "scorer.token_file": str(servers[0].token_file)}
     return change(args, **[each for each in gather_json(dist, own)[: dist.rank + 1] if each][-1])
+
+
+def options_of_servers(scorer: str, options: list[str], dist: Dist) -> list[list[str]]:
+    """Return the options of each server of a scorer on this machine, one for each accelerator that its ranks have.
+
+    There is one server where ranks have no accelerator, or the scorer has no network that is free to be on any.
+
+    Raises:
+        ValueError: an option or the scorer does not exist.
+    """
+    count = min(int(os.environ.get("LOCAL_WORLD_SIZE", dist.world_size)), torch.accelerator.device_count())
+    if dist.device.type == "cpu" or count < 2:
+        return [options]
+    try:
+        names = device_options(scorer, read_options(options))
+    except ImportError:  # which the server reports
+        return [options]
+    places = [f"{dist.device.type}:{i}" for i in range(count if names else 1)]
+    return [[*options, *(f"{name}={place}" for name in names)] for place in places]
 
 
 def connect(

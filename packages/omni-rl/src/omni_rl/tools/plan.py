@@ -219,7 +219,7 @@ def measure(
 
 
 def scorer_bytes(asks: Scorer, ranks: int) -> Counter[str]:
-    """Return what the scorer that a run starts takes of the first rank's device, in bytes, by what they are for.
+    """Return what the scorer that a run starts takes of a rank's device, in bytes, by what they are for.
 
     Its architecture is the published one, or that of its files, and its batch is as large as its largest.
 
