@@ -179,6 +179,14 @@ def mend_flux2(pipe: Any) -> None:
     pipe.encode_prompt = lambda prompt, **others: encode([text or NEGATIVE for text in prompt], **others)
 
 
+def reduced_for_flux2(images: Sequence[Image.Image]) -> dict[str, Any]:
+    """What FLUX.2's stock pipeline gets: references that its own processor has reduced to the rows' area."""
+    from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
+
+    area = int(FLUX2_REFERENCES["image_area"])
+    return {"image": [Flux2ImageProcessor._resize_if_exceeds_area(image, area) for image in images]}
+
+
 def mend_flux2_dev(pipe: Any) -> None:
     """Give dev's stock pipeline the half of its processor that reads texts; without torchvision there is no other."""
     pipe.tokenizer = build_qwen_tokenizer()
@@ -340,6 +348,7 @@ TWO_SCALES = {"guidance": {"flow_shift": 5.0, "guidance_scale_2": 3.0}}
 WAN = Params(6, 32, 64, num_frames=5, frame_rate=16.0, guidance={"flow_shift": 5.0})
 LTX2 = Params(4, 32, 64, num_frames=9, frame_rate=24.0)
 FLUX2 = Params(6, 48, 80)
+FLUX2_REFERENCES = {"image_area": 64.0 * 96}  # less than the rows' have, each side of which stays 64 or more
 NEGATIVE = "bad and blurry"
 SHORT_TEXTS = tuple(
     ({"guidance": {"max_sequence_length": length}}, f"max_sequence_length must be .* from 1 to 512, got {length:g}$")
@@ -492,21 +501,23 @@ ROWS = {
     **{
         f"flux2-{name}": Row(
             checkpoint=built(f"flux2-{name}"),
-            unguided=FLUX2,
-            guided=replace(FLUX2, guidance_scale=scale),
+            unguided=replace(FLUX2, guidance=FLUX2_REFERENCES if images else {}),
+            guided=replace(FLUX2, guidance_scale=scale, guidance=FLUX2_REFERENCES if images else {}),
             stock=lambda params, negative: {"guidance_scale": params.guidance_scale},
             without_gradient=frozenset(),
             lora_layers=2 * 12 + 2,
             nearest=(({"height": 56}, 64),),
-            refused=refused,
+            refused=(*refused, ({"guidance": {"image_area": 100.0}}, "image_area must be >= 256 pixels, got 100")),
             images=images,
+            idle=frozenset() if images else frozenset(["image_area"]),
+            given=reduced_for_flux2,
             pipe=mend_flux2_dev if name == "dev" else mend_flux2,
             never_guided=name != "klein-base",
         )
         for name, scale, images, refused in (
             ("klein", 1.0, (), (({"guidance_scale": 4.0}, "guidance_scale must be 1 for a distilled .*, got 4"),)),
             ("klein-base", 4.0, ((80, 100), (70, 64)), ()),
-            ("dev", 2.5, ((64, 96),), ()),
+            ("dev", 2.5, ((80, 120),), ()),
         )
     },
     **{

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 from model_rows import ROWS
-from omni_rollout import Params
+from omni_rollout import Params, Prompt
 from omni_rollout.models import open_model
 from omni_rollout.models.diffusers_model import pixels
-from omni_rollout.models.flux2 import fit
+from omni_rollout.models.flux2 import AREA, fit
 from omni_rollout.sampler import check_images
 from PIL import Image
 
@@ -31,18 +31,29 @@ def test_the_schedule_is_the_stock_pipeline_s(model, size, steps):
     torch.testing.assert_close(model.sigmas(Params(steps, height, width)), scheduler.sigmas, rtol=0, atol=2e-7)
 
 
+@pytest.mark.parametrize("area", [AREA, 384 * 384, 64 * 64])
 @pytest.mark.parametrize("size", [(64, 64), (75, 130), (64, 512), (900, 1100), (1300, 2000)])
-def test_references_are_reduced_and_cut_as_in_the_stock_pipeline(size):
-    """Those of more than 1024 x 1024 pixels are reduced to that, and all lose what is beyond whole tokens."""
+def test_references_are_reduced_and_cut_as_in_the_stock_pipeline(size, area):
+    """Those of more pixels than the area, 1024 x 1024 by default, are reduced to it, and all cut to whole tokens."""
     from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
 
     image = torch.randint(0, 256, (*size, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     stock, picture = Flux2ImageProcessor(vae_scale_factor=16), Image.fromarray(image.numpy())
     stock.check_image_input(picture)
-    picture = stock._resize_if_exceeds_area(picture)
+    picture = stock._resize_if_exceeds_area(picture, area)
     width, height = (side // 16 * 16 for side in picture.size)
     theirs = stock.preprocess(picture, height=height, width=width, resize_mode="crop")
-    torch.testing.assert_close(pixels(fit(image)[None]), theirs, rtol=0, atol=1e-6)
+    torch.testing.assert_close(pixels(fit(image, area)[None]), theirs, rtol=0, atol=1e-6)
+
+
+def test_a_reference_has_about_the_area_that_is_asked_for(model):
+    parts = model.load(device="cpu", dtype=torch.float32)
+    images = tuple(torch.zeros(*size, 3, dtype=torch.uint8) for size in ((200, 300), (64, 512), (80, 70)))
+    for area, tokens in ((16 * 16, [1, 2, 1]), (64 * 64, [12, 11, 12]), (AREA, [12 * 18, 4 * 32, 20])):
+        params = Params(1, 64, 64, guidance={"image_area": area})
+        model.check(params)
+        cond = model.condition(parts, Prompt("a sign", 0, 0, seed=0, images=images), params)
+        assert [latents[0].numel() for latents in cond.values()] == tokens
 
 
 @pytest.mark.parametrize("size", [(63, 64), (64, 513)])

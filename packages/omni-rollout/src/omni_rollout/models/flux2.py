@@ -24,7 +24,7 @@ from omni_rollout.models.diffusers_model import (
 from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates
 
 TEXT_TOKENS = 512
-MOST_PIXELS = 1024 * 1024  # of a reference; a larger one is reduced to it
+AREA = 1024 * 1024  # most pixels of a reference by default; a larger one is reduced to it
 LEAST_SIDE, MOST_RATIO = 64, 8  # of a reference
 SYSTEM = (  # the system prompt that dev was trained with
     "You are an AI that reasons about image descriptions. You give structured responses focusing on object "
@@ -36,6 +36,7 @@ class Flux2Klein(DiffusersModel):
     """FLUX.2 klein or klein-base for one checkpoint.
 
     The guidance of klein-base is `guidance_scale`, on above 1; klein, which is distilled, has none.
+    The option image_area is the most pixels of a reference's latents, 4,096 tokens by default.
     """
 
     PIPELINE = "Flux2KleinPipeline"
@@ -47,6 +48,7 @@ class Flux2Klein(DiffusersModel):
         "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
     }
     UNUSED: ClassVar[Mapping[str, tuple[str, ...]]] = {"text_encoder": ("lm_head", "model.layers.28:")}
+    OPTIONS: ClassVar[Mapping[str, float]] = {"image_area": AREA}
     IMAGES = range(11)
     CONTEXT_PARALLEL = True
     BLOCK_NAMES: ClassVar[tuple[str, ...]] = ("Flux2TransformerBlock", "Flux2SingleTransformerBlock")
@@ -82,6 +84,14 @@ class Flux2Klein(DiffusersModel):
         if self.config.get("is_distilled") and params.guidance_scale != 1:
             raise ValueError(f"guidance_scale must be 1 for a distilled {self.PIPELINE}, got {params.guidance_scale}")
         self._check_tokens(params, PIXELS_PER_TOKEN)
+        if "image_area" in self.OPTIONS:
+            self._check_area(self.option(params, "image_area"))
+
+    def _check_area(self, area: float) -> None:
+        if not area >= PIXELS_PER_TOKEN**2:
+            raise ValueError(f"image_area must be >= {PIXELS_PER_TOKEN**2} pixels, got {area}")
+        if self.context > 1 and area != AREA:  # check_image counts a reference's tokens without it
+            raise ValueError(f"image_area must be {AREA} if {self.context} ranks compute a forward, got {area}")
 
     def check_image(self, height: int, width: int) -> None:
         """Raise ValueError for a reference that is too small, too long, or has tokens that ranks cannot share."""
@@ -136,8 +146,9 @@ class Flux2Klein(DiffusersModel):
 
     def condition(self, parts: Parts, prompt: Prompt, params: Params) -> Cond:
         """Return the latents of the references, `reference_0` [C, h', w'] and so on."""
+        area = self.option(params, "image_area")
         return {
-            f"reference_{i}": self.encode_media(parts, {"image": fit(image)[None]}, params)[0]
+            f"reference_{i}": self.encode_media(parts, {"image": fit(image, area)[None]}, params)[0]
             for i, image in enumerate(prompt.images)
         }
 
@@ -223,18 +234,20 @@ class Flux2(Flux2Klein):
         return AutoTokenizer
 
 
-def fit(image: Tensor) -> Tensor:
-    """Return a reference, uint8 [H, W, 3], downscaled if it is too large, and center-cropped to whole tokens."""
-    size = _reduced(*image.shape[:2])
+def fit(image: Tensor, area: float = AREA) -> Tensor:
+    """Return a reference, uint8 [H, W, 3], reduced to about `area` pixels and center-cropped to whole tokens."""
+    size = _reduced(image.shape[0], image.shape[1], area)
     image = image if size == image.shape[:2] else resized(image, *size)
     top, left, rows, columns = _crop(*size)
     return image[top : top + rows, left : left + columns]
 
 
-def _reduced(height: int, width: int) -> tuple[int, int]:
-    """Return the size to which a reference is reduced, if it is too large."""
-    scale = math.sqrt(MOST_PIXELS / (width * height))
-    return (int(height * scale), int(width * scale)) if height * width > MOST_PIXELS else (height, width)
+def _reduced(height: int, width: int, area: float = AREA) -> tuple[int, int]:
+    """Return the size to which a reference is reduced, if it has more than `area` pixels; sides are a token or more."""
+    if height * width <= area:
+        return height, width
+    scale = math.sqrt(area / (width * height))
+    return max(PIXELS_PER_TOKEN, int(height * scale)), max(PIXELS_PER_TOKEN, int(width * scale))
 
 
 def _crop(height: int, width: int) -> tuple[int, int, int, int]:

@@ -38,6 +38,7 @@ class Flux3Klein(Flux2Klein):
     UNUSED: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "text_encoder": ("lm_head", "model.visual", "model.language_model.layers.33:")
     }
+    OPTIONS: ClassVar[Mapping[str, float]] = {}
     CONTEXT_PARALLEL = False
     BLOCK_NAMES: ClassVar[tuple[str, ...]] = ("Flux3ModeTransformerBlock", "Flux3SingleTransformerBlock")
     LORA_TARGETS: ClassVar[tuple[str, ...]] = (
