@@ -4,7 +4,7 @@ import inspect
 import os
 import random
 import re
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -54,6 +54,26 @@ def load_newest(checkpoints, *parts):
     """What `Checkpoint.latest` finds, loaded into the parts."""
     checkpoints.load(saved := checkpoints.latest(), *parts)
     return saved
+
+
+def capture_graphs(monkeypatch):
+    """Compile nothing; return the graphs that are captured, and the numbers of those that have run."""
+    import torch
+
+    graphs, ran = [], []
+
+    def keep(graph, inputs, **options):
+        number = len(graphs)
+        graphs.append(graph)
+
+        def run_graph(*args):
+            ran.append(number)
+            return graph.forward(*args)
+
+        return run_graph
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=keep))
+    return graphs, ran
 
 
 @cache

@@ -3,12 +3,11 @@
 import importlib
 import inspect
 from collections import Counter
-from functools import partial
 
 import pytest
 import torch
 import torch.fx.experimental._config as symbols
-from helpers import sampled
+from helpers import capture_graphs, sampled
 from omni_train.dist import Dist
 from omni_train.kernels import EXACT, MAX_GRAPHS, check_compiler, choose_attention, compile_blocks
 from omni_train.lora import adapter, adapter_params, add_lora
@@ -64,24 +63,6 @@ def test_no_product_is_padded_on_a_card(monkeypatch):
     for options, may_pad in ((EXACT, False), (EXACT | {"shape_padding": True}, True)):
         with config.patch(options):
             assert pad_mm.can_pad(x, weight, torch.ops.aten.mm) is may_pad
-
-
-def capture_graphs(monkeypatch):
-    """Compile nothing; return the graphs that are captured, and the numbers of those that have run."""
-    graphs, ran = [], []
-
-    def keep(graph, inputs, **options):
-        number = len(graphs)
-        graphs.append(graph)
-
-        def run_graph(*args):
-            ran.append(number)
-            return graph.forward(*args)
-
-        return run_graph
-
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=keep))
-    return graphs, ran
 
 
 def build(tiny_qwen, dtype=torch.float32, rank=4, compiled=True, num_blocks=1):
