@@ -3,6 +3,7 @@
 python benchmarks/step_cost.py framework
 python benchmarks/step_cost.py framework --random 6 --random-heads 4 --height 256 --width 256 --group-size 2 \
     --batch-size 2
+python benchmarks/step_cost.py sampling --random 4 --random-heads 4 --height 256 --width 256 --batch-size 4
 python benchmarks/step_cost.py redundancy
 python benchmarks/step_cost.py beside
 python benchmarks/step_cost.py checkpoint --gb 5
@@ -13,11 +14,12 @@ import json
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import accumulate, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal
@@ -28,7 +30,7 @@ import torch
 import trainer
 from omni_reward import Score
 from omni_rl.flow.evals import HeldOut
-from omni_rl.flow.sampling import evaluate_set, show
+from omni_rl.flow.sampling import evaluate_set, prompts_of, show
 from omni_rl.flow.scorers import LocalScorer
 from omni_rl.flow.scoring import Rollout, TrainBatch
 from omni_rl.run.loop import Loop
@@ -167,6 +169,65 @@ def steps_of(args: Framework) -> list[dict[str, float]]:
     return [
         {name: value - before.get(name, 0.0) for name, value in after.items()} for before, after in pairwise(counted)
     ]
+
+
+# A rollout of compiled blocks by the graphs that are trained, over one by graphs without gradients
+
+
+@dataclass(frozen=True)
+class Sampling(runner.ModelArgs):
+    """Settings of the rollouts."""
+
+    rounds: Annotated[int, at_least(1)] = 5  # Rollouts of each
+
+
+def sampling(args: Sampling) -> None:
+    """Compare seconds and memory of a rollout by the graphs that are trained, as the trainer's, and by others.
+
+    The others are compiled graphs without gradients, whose ratio need not be 1, and blocks that are not compiled. The
+    memory is what is allocated at most during the rollout beyond what is there before it.
+    """
+    device, found = local_device(), dict[str, tuple[list[float], int]]()
+
+    def steps(run: MediaRun[app.Args]) -> Iterator[Step]:
+        prompts, params = prompts_of(run, Step(0))[: args.batch_size], app.params_at(run, Step(0))
+        net = run.policy.net
+        forwards = {"graphs that are trained": net.forward, WITHOUT: net.forward.args[0]}  # type: ignore[attr-defined]
+
+        def draw(forward: Any) -> None:
+            net.forward = forward
+            run.engine.generate(prompts, params)
+
+        calls = {name: partial(draw, forward) for name, forward in forwards.items() if run.args.policy.compile}
+        calls = calls or {"not compiled": partial(draw, net.forward)}
+        times = runner.take_turns(calls, args.rounds, lambda: runner.now(device))
+        found.update({name: (times[name], peak_of(call)) for name, call in calls.items()})
+        yield from ()
+
+    with trainer.model(args) as path:
+        given = {key: value for key, value in asdict(args).items() if key != "rounds"}
+        own = trainer.Args(group_size=args.batch_size, prompts_per_step=1, **given)
+        for compiles in (True, False):
+            trainer.train(trainer.settings(own, path, compile=compiles), steps, texts=trainer.TEXTS[:1])
+    times, peak = found[WITHOUT]
+    rows = [
+        (name, runner.spread(each), runner.ratio(each, times), f"{most / 1e6:.4g}", f"{most / peak:.3f}")
+        for name, (each, most) in found.items()
+    ]
+    print(runner.stamp(args))
+    print(runner.table(("rollout by", "s", "ratio", "memory, MB", "ratio"), rows))
+
+
+WITHOUT = "graphs without gradients"
+
+
+def peak_of(call: Callable[[], object]) -> int:
+    """Return the bytes of the device that a call allocates at most beyond what is there before it."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        call()
+    kineto = profile.profiler.kineto_results  # type: ignore[union-attr]
+    changes = [(each.start_ns(), each.nbytes()) for each in kineto.events() if each.name() == "[memory]"]
+    return max(accumulate(size for _, size in sorted(changes)))
 
 
 # The operations that a step computes, over those that it needs
@@ -558,4 +619,4 @@ def noise_s(rounds: int) -> dict[str, list[float]]:
 
 
 if __name__ == "__main__":
-    runner.run(__doc__, framework, redundancy, beside, checkpoint, noise)
+    runner.run(__doc__, framework, sampling, redundancy, beside, checkpoint, noise)

@@ -96,7 +96,7 @@ TIMETABLE: dict[str, Entry] = {
     "step: compiled": Entry(partial(ask.step, variant="compiled"), 2.0),
     "beside plain loops": Entry(ask.versus, 4.0),
     # 4. What else may change bits
-    **compiled("one graph", "not deterministic"),
+    **compiled("not deterministic"),
     **{
         f"bits: {name}": Entry(partial(ask.same_bits, variant=name), 0.3)
         for name in ("offloaded", "blocks offloaded", "products kept")
@@ -114,7 +114,7 @@ TIMETABLE: dict[str, Entry] = {
     "around the model": Entry(ask.tax, 1.5),
     "step: as it is": Entry(partial(ask.step, variant="as it is"), 1.0),
     "dequantization: int8": Entry(partial(ask.dequantization, bits="int8"), 0.1),
-    **compiled("no padding", "fused products and sums", "one graph, not deterministic"),
+    **compiled("no padding", "fused products and sums"),
     **compiled("as it is", environment=NO_FMA),
     "step: recomputed, segments that do not grow": Entry(partial(ask.step, variant="recomputed"), 0.9, GAPS),
 }  # fmt: skip

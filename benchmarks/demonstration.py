@@ -1,0 +1,132 @@
+"""Where the seconds of a step of the demonstration go, beside the net's forwards and backwards.
+
+python benchmarks/demonstration.py
+
+The recipe `tiny-signs-demo` on one rank and one thread; a function in this process takes the place of the scorer, which
+is another process in `make demo`. Each millisecond of this process's work counts for what Python runs then, which a
+profile with its hooks on each call would change.
+"""
+
+import signal
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import runner
+import torch
+from omni_rl.flow.scorers import LocalScorer
+from omni_rl.run.world import World
+from omni_rl.settings.fields import at_least, change
+from omni_rl.settings.toml import from_toml, recipes
+from omni_train.log import RunLog
+from step_cost import grade  # which finds apps/
+
+import train_nft
+
+EVERY_S = 0.001
+OURS = "ours"
+PARTS = {  # by the end of a file's name; the outermost frame of these tells what a moment counts for
+    "transformers/transformer_qwenimage.py": "the net's forwards",
+    "torch/autograd/graph.py": "the net's backwards",
+    "autoencoders/autoencoder_kl_qwenimage.py": "decoding",
+    "omni_rollout/models/qwen_image_vae.py": "decoding",
+    "models/qwen2_5_vl/modeling_qwen2_5_vl.py": "text encoder",
+    "torch/optim/optimizer.py": "AdamW",
+    "torch/optim/adamw.py": "AdamW",
+}
+
+
+@dataclass(frozen=True)
+class Args:
+    """Settings of the steps."""
+
+    steps: Annotated[int, at_least(1)] = 8  # Steps that count, after two that do not
+    functions: Annotated[int, at_least(0)] = 12  # Functions of ours that are listed, the longest first
+
+
+class Moments:
+    """Seconds of this process's work by part, and those of ours by function, while it is on."""
+
+    def __init__(self) -> None:
+        self.parts, self.functions, self.last = Counter[str](), Counter[str](), 0.0
+
+    def start(self) -> None:
+        """Begin to count."""
+        signal.signal(signal.SIGPROF, self.count)
+        signal.setitimer(signal.ITIMER_PROF, EVERY_S, EVERY_S)
+        self.last = time.process_time()
+
+    def stop(self) -> None:
+        """Count no longer."""
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+
+    def count(self, number: int, frame: FrameType | None) -> None:
+        """Add the seconds since the last moment to the part that runs; an operator that takes longer counts whole."""
+        seconds = time.process_time() - self.last
+        part, function = OURS, ""
+        while frame:
+            file = frame.f_code.co_filename
+            part = next((name for end, name in PARTS.items() if file.endswith(end)), part)
+            if not function and ("/omni_" in file or "/apps/" in file):
+                function = f"{Path(file).stem}.{frame.f_code.co_qualname}"
+            frame = frame.f_back
+        self.parts[part] += seconds
+        if part == OURS:
+            self.functions[function] += seconds
+        self.last = time.process_time()
+
+
+def demonstration(args: Args) -> None:
+    """Print the shares of a step's work by part, and the functions of ours that take the longest."""
+    moments = moments_of(args.steps)
+    whole = sum(moments.parts.values())
+    print(runner.stamp(args))
+    for head, found in (("part", moments.parts), ("function of ours", moments.functions)):
+        rows = [
+            (name, f"{1000 * seconds / args.steps:.1f}", f"{100 * seconds / whole:.1f}")
+            for name, seconds in found.most_common(args.functions)
+        ]
+        print(runner.table((head, "ms of a step", "% of a step"), rows))
+
+
+def moments_of(steps: int) -> Moments:
+    """Return what the steps of a run took."""
+    moments, logged, connect, calls = Moments(), RunLog.log, World.connect, [0]
+
+    def log(self: RunLog, *arguments: Any, **options: Any) -> None:
+        logged(self, *arguments, **options)
+        calls[0] += 1
+        if calls[0] == 3:  # line 0, and two steps
+            moments.start()
+        elif calls[0] == 3 + steps:
+            moments.stop()
+
+    torch.set_num_threads(1)
+    data = runner.REPO / "data" / "tiny-signs"
+    settings = from_toml(recipes("train_nft")["tiny-signs-demo"], train_nft.Args, "tiny-signs-demo") | {
+        "model": str(runner.REPO / "checkpoints" / "tiny-signs-qwen-image"),
+        "prompts": str(data / "train.txt"),
+        "eval_prompts": str(data / "eval.txt"),
+        "eval_num_prompts": 2,
+        "scorer_url": "http://127.0.0.1:1",
+        "scorer_name": "",
+        "train_steps": steps + 3,
+        "sharding_mode": "none",
+    }
+    RunLog.log = log  # type: ignore[method-assign, assignment]
+    World.connect = lambda *_, **__: (LocalScorer(grade), "none")  # type: ignore[assignment, return-value]
+    try:
+        with runner.quiet():
+            own = change(train_nft.Args(), **settings)
+            train_nft.main(own, World.join(own))
+    finally:
+        moments.stop()
+        RunLog.log, World.connect = logged, connect  # type: ignore[method-assign]
+    return moments
+
+
+if __name__ == "__main__":
+    runner.run(__doc__, demonstration)
