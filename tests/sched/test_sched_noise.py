@@ -13,11 +13,16 @@ from omni_sched import INITIAL_NOISE, step_noise
 SEEDS = [0, 1, -1, 2, 2**31, 2**32, 2**32 + 1, 2**63, 2**64, 2**64 + 1, -(2**64)]
 
 
-def test_rows_do_not_depend_on_batch_or_order() -> None:
-    together = step_noise(SEEDS, 3, (4, 5))
+@pytest.mark.parametrize("shape", [(4, 5), (7,), (4001,), (9, 1000), (70_001,)], ids=str)
+def test_rows_do_not_depend_on_batch_or_order(shape: tuple[int, ...]) -> None:
+    """In one piece, in some, and each alone."""
+    together = step_noise(SEEDS, 3, shape)
     for seed, row in zip(SEEDS, together, strict=True):
-        assert torch.equal(step_noise([seed], 3, (4, 5))[0], row)
-    assert torch.equal(step_noise(SEEDS[::-1], 3, (4, 5)), together.flip(0))
+        assert torch.equal(step_noise([seed], 3, shape)[0], row)
+    assert torch.equal(step_noise(SEEDS[::-1], 3, shape), together.flip(0))
+
+
+def test_equal_seeds_give_equal_rows() -> None:
     assert torch.equal(step_noise([7, 7], 0, (3,))[0], step_noise([7, 7], 0, (3,))[1])
 
 

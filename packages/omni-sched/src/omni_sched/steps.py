@@ -42,6 +42,7 @@ from torch import Tensor
 Level = float | Tensor
 
 INITIAL_NOISE = -1  # the step of the noise at sigma = 1, before step 0
+AT_ONCE = 2**16  # numbers of noise that are made together, so that small samples do not each wait for 16 operators
 
 # UniPC schedules for flow models start at 0.99999899, where sqrt(sigma / (1 - sigma)) is 993: a test for exactly 1
 # would let that through and turn the first step into pure noise.
@@ -328,8 +329,11 @@ def step_noise(seeds: Sequence[int], step: int, shape: Sequence[int]) -> Tensor:
         raise ValueError(f"step must be >= {INITIAL_NOISE} (the initial noise), got {step}")
     if min(shape, default=0) < 0:
         raise ValueError(f"shape must hold sizes >= 0, got {tuple(shape)}")
-    rows = [_normal(f"step_noise {operator.index(seed)} {operator.index(step)}", math.prod(shape)) for seed in seeds]
-    return torch.stack(rows).view(len(rows), *shape)
+    keys = [f"step_noise {operator.index(seed)} {operator.index(step)}" for seed in seeds]
+    count = math.prod(shape)
+    at_once = max(1, AT_ONCE // max(count, 1))
+    rows = [_normal(keys[i : i + at_once], count) for i in range(0, len(keys), at_once)]
+    return torch.cat(rows).view(len(keys), *shape)
 
 
 def add_noise(x0: Tensor, noise: Tensor, sigma: Level) -> Tensor:
@@ -417,15 +421,15 @@ def _drawn_or_given(mean: Tensor, std: Tensor, noise: Tensor | None, x_next: Ten
     raise ValueError(f"exactly one of noise and x_next must be given, got {'neither' if noise is None else 'both'}")
 
 
-def _normal(key: str, count: int) -> Tensor:
-    """Return [count] standard normals, float32, from the bits of key."""
-    num_pairs = (count + 1) // 2
-    bits = bytearray(hashlib.shake_128(key.encode()).digest(8 * max(num_pairs, 1)))
+def _normal(keys: Sequence[str], count: int) -> Tensor:
+    """Return [keys, count] standard normals, float32, each row from the bits of its key."""
+    num_pairs = max((count + 1) // 2, 1)
+    bits = bytearray(b"".join(hashlib.shake_128(key.encode()).digest(8 * num_pairs) for key in keys))
     words = torch.frombuffer(bits, dtype=torch.int32).double()
     uniform = (words + (2**31 + 0.5)) / 2**32  # inside (0, 1), so the logarithm is finite and |normal| < 6.8
-    first, second = uniform.view(-1, 2).unbind(1)
+    first, second = uniform.view(len(keys), num_pairs, 2).unbind(2)
     radius, angle = (-2 * first.log()).sqrt(), 2 * math.pi * second
-    return torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1).flatten()[:count].float()
+    return torch.stack([radius * angle.cos(), radius * angle.sin()], dim=2).flatten(1)[:, :count].float()
 
 
 def levels(x: Tensor, sigma: Level, sigma_next: Level) -> tuple[Tensor, Tensor]:
