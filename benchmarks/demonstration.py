@@ -92,8 +92,8 @@ def demonstration(args: Args) -> None:
         print(runner.table((head, "ms of a step", "% of a step"), rows))
 
 
-def moments_of(steps: int) -> Moments:
-    """Return what the steps of a run took."""
+def moments_of(steps: int, **changes: Any) -> Moments:
+    """Return what the steps of a run took. changes: of the recipe's settings."""
     moments, logged, connect, calls = Moments(), RunLog.log, World.connect, [0]
 
     def log(self: RunLog, *arguments: Any, **options: Any) -> None:
@@ -115,6 +115,7 @@ def moments_of(steps: int) -> Moments:
         "scorer_name": "",
         "train_steps": steps + 3,
         "sharding_mode": "none",
+        **changes,
     }
     RunLog.log = log  # type: ignore[method-assign, assignment]
     World.connect = lambda *_, **__: (LocalScorer(grade), "none")  # type: ignore[assignment, return-value]

@@ -192,14 +192,15 @@ def sampling(args: Sampling) -> None:
     def steps(run: MediaRun[app.Args]) -> Iterator[Step]:
         prompts, params = prompts_of(run, Step(0))[: args.batch_size], app.params_at(run, Step(0))
         net = run.policy.net
-        forwards = {"graphs that are trained": net.forward, WITHOUT: net.forward.args[0]}  # type: ignore[attr-defined]
+        forwards: dict[str, Any] = {"not compiled": net.forward}
+        if run.args.policy.compile:
+            forwards = {"graphs that are trained": net.forward, WITHOUT: net.forward.args[0]}  # type: ignore[attr-defined]
 
         def draw(forward: Any) -> None:
             net.forward = forward
             run.engine.generate(prompts, params)
 
-        calls = {name: partial(draw, forward) for name, forward in forwards.items() if run.args.policy.compile}
-        calls = calls or {"not compiled": partial(draw, net.forward)}
+        calls = {name: partial(draw, forward) for name, forward in forwards.items()}
         times = runner.take_turns(calls, args.rounds, lambda: runner.now(device))
         found.update({name: (times[name], peak_of(call)) for name, call in calls.items()})
         yield from ()

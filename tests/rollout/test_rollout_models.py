@@ -258,7 +258,8 @@ def gaps_of(case, engine, params, batches, between=lambda: None):
     return gaps
 
 
-@compiled_kinds(2)
+@pytest.mark.timeout(900)
+@compiled_kinds(1)
 def test_compiled_blocks_sample_by_the_graphs_that_are_trained_from_the_first_rollout_on(case, kind, monkeypatch):
     """Captured, without code of the compiler: guided, of one text and of two, which are padded where the model pads."""
     graphs, ran = capture_graphs(monkeypatch)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from diffusers import AutoencoderKLWan
-from helpers import REPO, sampled
+from helpers import REPO, capture_graphs, sampled
 from torch.utils.flop_counter import FlopCounterMode
 
 
@@ -49,6 +49,29 @@ def test_the_frameworks_cost_is_a_step_over_the_model_in_it(capfd, monkeypatch):
     assert float(step) > float(forward) + float(backward) > float(backward) > 0
     assert float(decode) > 0
     assert float(tax) > float(without) > 1
+
+
+def test_a_step_of_the_demonstration_is_shared_out_among_its_parts():
+    import demonstration
+
+    moments = demonstration.moments_of(2, prompts_per_step=1, group_size=4, batch_size=4)
+    assert {"the net's forwards", "the net's backwards", "decoding", "ours"} <= moments.parts.keys()
+    assert max(moments.parts, key=moments.parts.get) == "the net's forwards"
+    assert sum(moments.functions.values()) == pytest.approx(moments.parts["ours"])
+
+
+@pytest.mark.slow  # four graphs, whose compiler's part tests/train/test_train_compiled.py has
+def test_a_rollout_by_the_graphs_that_are_trained_is_compared_with_one_without_gradients(capfd, monkeypatch):
+    """As captured, without code of the compiler."""
+    import step_cost
+
+    graphs, _ = capture_graphs(monkeypatch)
+    step_cost.sampling(step_cost.Sampling(**{k: v for k, v in TINY.items() if k != "prompts_per_step"}, rounds=1))
+    rows = table(capfd.readouterr().out)
+    assert [row[0] for row in rows] == ["graphs that are trained", step_cost.WITHOUT, "not compiled"]
+    assert [float(row[2]) for row in rows][1] == float(rows[1][4]) == 1
+    assert float(rows[0][4]) > 1  # what a block saves
+    assert len(graphs) > 1
 
 
 TINY = {"random": 1, "random_heads": 1, "height": 32, "width": 32, "num_inference_steps": 6, "prompts_per_step": 1,
