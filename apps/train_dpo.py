@@ -108,11 +108,11 @@ from omni_rl.flow.scoring import Rollout, by_size, graded, rewards_at
 from omni_rl.media.preferences import read_latent
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
-from omni_rl.run.media import export, open_engine, open_scorer, read_media
+from omni_rl.run.media import export, open_engine, open_scorers, read_media
 from omni_rl.run.run import MediaRun, Step
 from omni_rl.run.serve import serve
 from omni_rl.run.sources import sampled
-from omni_rl.run.start import open_net, open_policy, open_run, open_session, start_servers, tell_plan
+from omni_rl.run.start import open_net, open_policy, open_run, open_session, print_plan, start_servers
 from omni_rl.run.world import World
 from omni_rollout import Trajectory
 from omni_rollout.types import pick, to_device
@@ -141,17 +141,19 @@ class Pairs:
 def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
     scored = not args.preferences
-    inputs = read_media(args, world, beside=["reference"], scored=scored)
+    inputs = read_media(args, world, policies=["reference"], scored=scored)
     session = open_session(args, world, inputs)
-    if args.run.dry_run:
-        tell_plan(args, world, inputs, session)
-    args, servers = start_servers(args, world)
-    scorer = open_scorer(args, world, inputs, session, scored=scored)
+    if args.run.dry_run and print_plan(args, world, inputs, session):
+        return
+    args = start_servers(args, world, session)
+    scorer, held_out = open_scorers(args, world, inputs, session, scored=scored)
     net = open_net(args, world, inputs, session)
     model, engine = open_engine(args, world, inputs, net)
     policy = open_policy(args, world, inputs, session, net, engine)
-    parts = session, scorer, policy, model, engine, servers
-    run = open_run(args, world, inputs, *parts, algorithm="dpo", evaluate_set=evaluate_set, export=export)
+    run = open_run(
+        args, world, inputs, session, model, policy, engine, scorer, held_out,
+        algorithm="dpo", evaluate_set=evaluate_set, export=export,
+    )  # fmt: skip
     if world.only_samples:
         serve(run, roll_out)  # type: ignore[arg-type]  # which has samples, as the settings say
         return

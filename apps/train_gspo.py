@@ -113,8 +113,8 @@ from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
 from omni_rl.run.run import Step, TokenRun
 from omni_rl.run.sources import sampled
-from omni_rl.run.start import open_net, open_policy, open_run, open_session, start_servers, tell_plan
-from omni_rl.run.texts import export, open_engine, open_scorer, read_texts, seen
+from omni_rl.run.start import open_net, open_policy, open_run, open_session, print_plan, start_servers
+from omni_rl.run.texts import count_samples, export, open_engine, open_scorers, read_texts
 from omni_rl.run.world import World
 from omni_rollout.tokens import TokenScores, TokenTrajectory, score_tokens
 from torch import Tensor
@@ -174,19 +174,19 @@ def resolve_auto(args: Args) -> Args:
 
 def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
-    inputs = read_texts(args, world, beside=["reference"] if args.kl_coef else [])
+    inputs = read_texts(args, world, policies=["reference"] if args.kl_coef else [])
     session = open_session(args, world, inputs)
-    if args.run.dry_run:
-        tell_plan(args, world, inputs, session)
-    args, servers = start_servers(args, world)
-    scorer = open_scorer(args, world, inputs, session)
+    if args.run.dry_run and print_plan(args, world, inputs, session):
+        return
+    args = start_servers(args, world, session)
+    scorer, held_out = open_scorers(args, world, inputs, session)
     net = open_net(args, world, inputs, session)
     model, engine = open_engine(args, world, inputs, net)
     policy = open_policy(args, world, inputs, session, net, engine)
-    parts = session, scorer, policy, model, engine, servers
     run = open_run(
-        args, world, inputs, *parts, algorithm=args.algo, evaluate_set=evaluate_set, export=export, seen=seen
-    )
+        args, world, inputs, session, model, policy, engine, scorer, held_out,
+        algorithm=args.algo, evaluate_set=evaluate_set, export=export, count_samples=count_samples,
+    )  # fmt: skip
     with Loop(run) as steps:
         for step, rollout in sampled(run, steps, roll_out):
             minibatches = graded(run, step, rollout, grade)

@@ -123,11 +123,11 @@ from omni_rl.flow.scoring import MediaRollout, TrainBatch, train_batches
 from omni_rl.flow.streams import add_up, of_stream, shares_of
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
-from omni_rl.run.media import export, open_engine, open_scorer, read_media
+from omni_rl.run.media import export, open_engine, open_scorers, read_media
 from omni_rl.run.run import MediaRun, Step
 from omni_rl.run.serve import serve
 from omni_rl.run.sources import sampled
-from omni_rl.run.start import open_net, open_policy, open_run, open_session, start_servers, tell_plan
+from omni_rl.run.start import open_net, open_policy, open_run, open_session, print_plan, start_servers
 from omni_rl.run.world import World
 from omni_rollout.types import to_device
 from omni_sched import add_noise, step_noise
@@ -213,18 +213,20 @@ ALGOS = {"nft": Algo(nft_loss), "awm": Algo(matching_loss), "dgpo": Algo(group_l
 
 def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
-    beside = ["old", "reference"] if args.has_reference else ["old"]
-    inputs = read_media(args, world, beside=beside, steps=trained_levels(args)[:2])
+    policies = ["old", "reference"] if args.has_reference else ["old"]
+    inputs = read_media(args, world, policies=policies, steps=trained_levels(args)[:2])
     session = open_session(args, world, inputs)
-    if args.run.dry_run:
-        tell_plan(args, world, inputs, session)
-    args, servers = start_servers(args, world)
-    scorer = open_scorer(args, world, inputs, session)
+    if args.run.dry_run and print_plan(args, world, inputs, session):
+        return
+    args = start_servers(args, world, session)
+    scorer, held_out = open_scorers(args, world, inputs, session)
     net = open_net(args, world, inputs, session)
     model, engine = open_engine(args, world, inputs, net)
     policy = open_policy(args, world, inputs, session, net, engine)
-    parts = session, scorer, policy, model, engine, servers
-    run = open_run(args, world, inputs, *parts, algorithm=args.algo, evaluate_set=evaluate_set, export=export)
+    run = open_run(
+        args, world, inputs, session, model, policy, engine, scorer, held_out,
+        algorithm=args.algo, evaluate_set=evaluate_set, export=export,
+    )  # fmt: skip
     if world.only_samples:
         serve(run, roll_out)
         return

@@ -95,9 +95,9 @@ from omni_rl.flow.sampling import counted, evaluate_set, prompts_of
 from omni_rl.media.preferences import named_file, read_latent
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
-from omni_rl.run.media import export, open_engine, open_scorer, read_media
+from omni_rl.run.media import export, open_engine, open_scorers, read_media
 from omni_rl.run.run import MediaRun, Step
-from omni_rl.run.start import open_net, open_policy, open_run, open_session, start_servers, tell_plan
+from omni_rl.run.start import open_net, open_policy, open_run, open_session, print_plan, start_servers
 from omni_rl.run.world import World
 from omni_rollout import Params, Prompt
 from omni_rollout.types import Cond, to_device
@@ -113,15 +113,17 @@ def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
     inputs = read_media(args, world, scored=False)
     session = open_session(args, world, inputs)
-    if args.run.dry_run:
-        tell_plan(args, world, inputs, session)
-    args, servers = start_servers(args, world)
-    scorer = open_scorer(args, world, inputs, session, scored=False)
+    if args.run.dry_run and print_plan(args, world, inputs, session):
+        return
+    args = start_servers(args, world, session)
+    scorer, held_out = open_scorers(args, world, inputs, session, scored=False)
     net = open_net(args, world, inputs, session)
     model, engine = open_engine(args, world, inputs, net)
     policy = open_policy(args, world, inputs, session, net, engine)
-    parts = session, scorer, policy, model, engine, servers
-    run = open_run(args, world, inputs, *parts, algorithm="sft", evaluate_set=evaluate_set, export=export)
+    run = open_run(
+        args, world, inputs, session, model, policy, engine, scorer, held_out,
+        algorithm="sft", evaluate_set=evaluate_set, export=export,
+    )  # fmt: skip
     with Loop(run) as steps:
         for step in steps:
             with run.phase("read"):

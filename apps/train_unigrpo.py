@@ -93,8 +93,8 @@ from omni_rl.run.loop import Loop
 from omni_rl.run.media import export
 from omni_rl.run.run import Step, ThinkingRun
 from omni_rl.run.sources import sampled
-from omni_rl.run.start import open_net, open_policy, open_run, open_session, start_servers, tell_plan
-from omni_rl.run.thoughts import open_engine, open_scorer, read_thoughts, seen
+from omni_rl.run.start import open_net, open_policy, open_run, open_session, print_plan, start_servers
+from omni_rl.run.thoughts import count_samples, open_engine, open_scorers, read_thoughts
 from omni_rl.run.world import World
 from omni_rollout import Samples, Trajectory
 from omni_rollout.thoughts import ThoughtTrajectory
@@ -107,20 +107,21 @@ STEP_BOUNDS, TOKEN_CAP = (0.99, 1.01), 2.0  # of importance weights with --draw-
 
 def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
-    beside = ["reference"] if args.kl_coef or args.velocity_coef else []
-    inputs = read_thoughts(args, world, beside=beside)
+    policies = ["reference"] if args.kl_coef or args.velocity_coef else []
+    inputs = read_thoughts(args, world, policies=policies)
     session = open_session(args, world, inputs)
-    if args.run.dry_run:
-        tell_plan(args, world, inputs, session)
-    args, servers = start_servers(args, world)
-    scorer = open_scorer(args, world, inputs, session)
+    if args.run.dry_run and print_plan(args, world, inputs, session):
+        return
+    args = start_servers(args, world, session)
+    scorer, held_out = open_scorers(args, world, inputs, session)
     net = open_net(args, world, inputs, session)
     model, engine = open_engine(args, world, inputs, net)
     policy = open_policy(args, world, inputs, session, net, engine)
-    parts = session, scorer, policy, model, engine, servers
     run = open_run(
-        args, world, inputs, *parts, algorithm="unigrpo", evaluate_set=evaluate_set, export=export, seen=seen
-    )
+        args, world, inputs, session, model, policy, engine, scorer, held_out,
+        algorithm="unigrpo", evaluate_set=evaluate_set, export=export, count_samples=count_samples,
+        score_parts=["image", "thought"] if args.rules else [],
+    )  # fmt: skip
     with Loop(run) as steps:
         for step, rollout in sampled(run, steps, roll_out):
             # Tokens and steps share advantages.

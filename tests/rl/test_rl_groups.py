@@ -171,8 +171,8 @@ def test_an_evaluation_of_few_prompts_cuts_no_group(num_prompts, samples, num_ra
 def test_a_second_scorer_of_evaluations_may_compare_too(tmp_path, monkeypatch, url):
     run = lone_run(settings(tmp_path, monkeypatch, batch_size=2))
     run.scorer = abstaining()
-    held = HeldOut("", run.held_out[0].records, run.base_params, samples=4)
-    with RewardClient(url) as run.watch:
+    with RewardClient(url) as watch:
+        held = HeldOut("", run.held_out[0].records, run.base_params, samples=4, watch=watch)
         metrics, _ = evaluate_set(run, held)
     assert metrics["eval/watch"] == pytest.approx(0.5)
 

@@ -31,7 +31,7 @@ class HeldOut(Generic[ParamsT, ScorerT]):
     """A set of evaluation prompts: `samples` of each, generated with `params`.
 
     name: empty for --eval.prompts. threshold: score from which on a sample passes. scorer: of this set,
-    if not the run's, and version: its name and version.
+    if not the run's, and version: its name and version. watch: a second scorer.
     """
 
     name: str
@@ -42,6 +42,7 @@ class HeldOut(Generic[ParamsT, ScorerT]):
     threshold: float | None = None
     scorer: ScorerT | None = None
     version: str = ""
+    watch: ScorerT | None = None
 
     @property
     def digest(self) -> str:

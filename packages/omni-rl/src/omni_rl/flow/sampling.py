@@ -185,7 +185,7 @@ def show(run: MediaRun[MediaArgs], step: Step, rollout: Rollout[Trajectory]) -> 
 def evaluate_set(run: MediaRun[MediaArgs], held: HeldOut[Params, Scorer]) -> tuple[dict[str, float], Shown]:
     """Return metrics of a set's samples, and this rank's samples for the report."""
     is_gold = held.name == GOLD
-    second = run.scorer if is_gold else run.watch
+    second = run.scorer if is_gold else held.watch
     prompts = expand_groups(held.records, held.samples, seed=held.seed, step=-1)  # the same for every run
     # Every rank runs the same number of full batches, as sharded weights demand; what fills them up is not counted.
     # So does a scorer of groups, which may span batches.

@@ -198,9 +198,9 @@ def rewards_at(run: AnyRun, step: Step, rollout: Rollout[Any], groups: Tensor | 
         step.metrics["reward/abstained_ratio"] = 1.0
         return rewards
     step.metrics |= {f"reward/{name}": value.item() for name, value in reward_metrics(rewards, groups).items()}
-    if run.parts:
-        parts = gather_parts(run.dist, rollout.scored, scores, run.parts, rewards).nanmean(dim=0).tolist()
-        step.metrics |= {f"reward/{name}": part for name, part in zip(run.parts, parts, strict=True)}
+    if run.score_parts:
+        parts = gather_parts(run.dist, rollout.scored, scores, run.score_parts, rewards).nanmean(dim=0).tolist()
+        step.metrics |= {f"reward/{name}": part for name, part in zip(run.score_parts, parts, strict=True)}
     return rewards
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from omni_rollout import Params
 from omni_rollout.models.hub import hub_fault, released_models
+from omni_rollout.thoughts import ThinkingParams
 from omni_rollout.tokens import TokenParams
 from omni_train.dist import Dist
 from omni_train.memory.quantized import BYTES
@@ -26,9 +27,10 @@ def plan_of(args: RunArgs, dist: Dist, inputs: Inputs[Any, Any], session: Sessio
     lora_rank = args.lora.rank
     num_weights = sum(p.numel() for p in net.parameters())
     num_trained = sum(p.numel() for p in net.parameters() if p.requires_grad)
-    num_nets = 0 if lora_rank else ("reference" in inputs.beside) + len(inputs.teachers)
+    num_nets = 0 if lora_rank else ("reference" in inputs.policies) + len(inputs.teachers)
     num_frozen = num_weights - num_trained + num_weights * num_nets
-    copies = 4 + bool(args.policy.ema_decay) + ("old" in inputs.beside)  # float32: weight, gradient, moments, averages
+    # In float32: the weight, its gradient, moments and averages.
+    copies = 4 + bool(args.policy.ema_decay) + ("old" in inputs.policies)
     share = args.sharding.size or num_ranks if mode == "fsdp2" else 1
     num_initial = num_trained if args.lora.init == "pissa" else 0  # float32
     frozen_mb, trained_mb = (
@@ -45,7 +47,7 @@ def plan_of(args: RunArgs, dist: Dist, inputs: Inputs[Any, Any], session: Sessio
     url = "that of --scorer.url, which no file keeps" if args.scorer.url else ""
     who = "rank" if dist.context == 1 else f"{dist.context} ranks, each with a part of every sample's tokens"
     lines = {
-        "model": inputs.about,
+        "model": describe_model(inputs),
         **(
             {"configuration": SHIPPED.format(args.policy.model, hub_fault() or "the hub refuses it")}
             if is_shipped
@@ -70,6 +72,17 @@ def plan_of(args: RunArgs, dist: Dist, inputs: Inputs[Any, Any], session: Sessio
     return [f"plan: {name}: {value}" for name, value in lines.items()]
 
 
+def describe_model(inputs: Inputs[Any, Any]) -> str:
+    """Return the class of the model, with the shapes of its latents and the length of its texts."""
+    model, params = inputs.model, inputs.params
+    name = model.__class__.__name__
+    if isinstance(params, TokenParams):
+        return f"{name}, answers of at most {params.max_new_tokens} tokens"
+    latents = [str(model.latent_shape(params.of_size(size))) for size in sorted(inputs.sizes)]
+    thoughts = params.thought.max_new_tokens if isinstance(params, ThinkingParams) else 0
+    return f"{name}, latents {' and '.join(latents)}" + f", thoughts of at most {thoughts} tokens" * bool(thoughts)
+
+
 def _forward(args: MediaArgs, inputs: Inputs[Any, Any], net: nn.Module) -> dict[str, str]:
     """Return what a forward takes, by running one without values; of thoughts, whose lengths are not known, nothing.
 
@@ -84,7 +97,7 @@ def _forward(args: MediaArgs, inputs: Inputs[Any, Any], net: nn.Module) -> dict[
     for param in net.parameters() if sharding(args, num_trainers(args)) == "fsdp2" else ():
         param.data = param.data.to(dtype)  # as they are gathered
     with flag(f"--dtype {args.policy.dtype}: "):
-        flops = count_forward(inputs.model, net, dtype, inputs.base_params, inputs.prompts.at(0)[0])
+        flops = count_forward(inputs.model, net, dtype, inputs.params, inputs.prompts.at(0)[0])
     return {"a forward of one sample": f"{flops / 1e12:.4g} TFLOP in {args.policy.dtype}"}
 
 
@@ -97,5 +110,5 @@ def _evaluations(args: RunArgs, inputs: Inputs[Any, Any]) -> str:
     count = args.eval.first + math.ceil(args.run.train_steps / args.eval.every)
     samples = [len(held.records) * held.samples for held in inputs.held_out]
     one = sum(forwards(number, held.params) for number, held in zip(samples, inputs.held_out, strict=True))
-    share = one / forwards(args.data.prompts_per_step * args.data.group_size, inputs.base_params)
+    share = one / forwards(args.data.prompts_per_step * args.data.group_size, inputs.params)
     return f"{count}, each of {sum(samples)} samples, which takes as long as {share:.2g} rollouts"

@@ -11,6 +11,7 @@ from omni_rollout import Params
 from omni_rollout.models.hub import local_folder, released_models
 from omni_rollout.tokens import TokenParams
 from omni_train import lora
+from omni_train.dist import Dist, context_mesh, shard_mesh
 from omni_train.experts import find_experts
 from omni_train.kernels import check_attention, check_compiler, check_float8, check_float16
 from omni_train.memory.recompute import Recompute
@@ -19,9 +20,8 @@ from omni_train.prompts.files import PromptRecord, RecordCheck
 from omni_train.prompts.sampler import PromptSampler
 
 from omni_rl.flow.evals import HeldOut, params_of
-from omni_rl.flow.scorers import Scorer
 from omni_rl.run.run import ModelT, ParamsT
-from omni_rl.settings.args import RunArgs, load_records, num_ranks, offloaded
+from omni_rl.settings.args import RunArgs, load_records, num_ranks, offloaded, sharding
 from omni_rl.settings.eval_sets import GOLD, setting_of
 from omni_rl.settings.fields import as_flags, flag, flags_by_name, require
 
@@ -29,41 +29,33 @@ InputsT = TypeVar("InputsT", bound="Inputs[Any, Any]")
 AnyParamsT = TypeVar("AnyParamsT", bound=Params | TokenParams)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Inputs(Generic[ModelT, ParamsT]):
-    """Inputs of a run that are read before any weight.
+    """What a run reads before any weight: the result of `read_media`, `read_texts` or `read_thoughts`.
 
-    about: the model in a few words. trained: its experts that are trained, as `Model.nets` has them. canary: the prompt
-    with which scorers are tried. sizes: (height, width) of all prompts. how: what is done to the net. config: what else
-    must be the same when the run goes on. files: full weights to start from, by expert; adapters: folders of adapters
-    instead, and `part` the prefix of names in their files. beside: the policies beside the trained one, of "old", for
-    `Policy.as_old`, and "reference". teachers: folders of weights, by name and expert. lr_scales: of experts with
-    another learning rate. parts: of scores, which steps log. streams: as `Run`. watch: a second scorer of evaluations,
-    once it is open. token_engine: the engine for each of whose tokens sharded ranks would gather the weights, if any.
-    reads_files: True if the net is filled from files, False if the model loads it.
+    model: without weights. params: what training samples with, without stochastic steps. held_out: the evaluation sets,
+    without their scorers. canary: the prompt with which scorers are tried. sizes: (height, width) of all prompts.
+    streams: as `Run`. how: what is done to the net. trained: the experts that are trained, as in `Model.nets`.
+    policies: those beside the trained one: "old", for `Policy.as_old`, and "reference". teachers: folders of weights,
+    by name and expert. files: full weights to start from, by expert; adapters: folders of adapters instead, in whose
+    files names begin with `adapter_prefix`. digests: of files, and versions, which a resumed run must have too.
     """
 
     model: ModelT
-    base_params: ParamsT
+    params: ParamsT
     prompts: PromptSampler
-    held_out: list[HeldOut[Any, Any]]
+    held_out: Sequence[HeldOut[ParamsT, Any]]
     canary: PromptRecord
     how: Preparation
-    about: str
     trained: Mapping[str, str]
-    config: dict[str, object] = field(default_factory=dict)
+    digests: Mapping[str, object] = field(default_factory=dict)
     files: Mapping[str, Sequence[Path]] = field(default_factory=dict)
     adapters: Mapping[str, Path] = field(default_factory=dict)
-    part: str = "transformer"
-    beside: Collection[str] = ()
+    adapter_prefix: str = "transformer"
+    policies: Collection[str] = ()
     teachers: Mapping[str, Mapping[str, Path]] = field(default_factory=dict)
-    lr_scales: Mapping[str, float] = field(default_factory=dict)
-    parts: Sequence[str] = ()
-    streams: Mapping[str, int] = field(default_factory=dict)
     sizes: Collection[tuple[int, int]] = ()
-    watch: Scorer | None = None
-    token_engine: str = ""
-    reads_files: bool = True
+    streams: Mapping[str, int] = field(default_factory=dict)
 
 
 def model_place(args: RunArgs) -> str | Path:
@@ -132,20 +124,26 @@ def preparation(
 
 
 def with_policies(
-    inputs: InputsT, beside: Collection[str], teachers: Mapping[str, Mapping[str, Path]] = MappingProxyType({})
+    inputs: InputsT, policies: Collection[str], teachers: Mapping[str, Mapping[str, Path]] = MappingProxyType({})
 ) -> InputsT:
-    """Note the policies beside the trained one in the inputs, and return these; with LoRA they are adapters too.
+    """Return the inputs of a run with policies beside the trained one; with LoRA they are adapters too.
 
-    Without adapters to start from the reference is the net without adapters.
+    Without adapters to start from, the reference is the net without adapters.
     """
-    inputs.beside, inputs.teachers = beside, teachers
     how, adapters = inputs.how, inputs.adapters
     if how.lora:
         require((not teachers or how.lora.init != "pissa", "--lora.init pissa does not go with teachers"))
-        kept = [name for name in ("old", "reference") if name in beside and (name == "old" or adapters)]
+        kept = [name for name in ("old", "reference") if name in policies and (name == "old" or adapters)]
         others = (*kept, *(f"teacher_{name}" for name in teachers))
-        inputs.how = replace(how, lora=replace(how.lora, others=others))
-    return inputs
+        how = replace(how, lora=replace(how.lora, others=others))
+    return replace(inputs, how=how, policies=policies, teachers=teachers)
+
+
+def with_meshes(args: RunArgs, dist: Dist, inputs: InputsT) -> InputsT:
+    """Return the inputs with the meshes over which weights are sharded and a forward is split. Every rank calls it."""
+    mesh = shard_mesh(dist, args.sharding.size) if sharding(args, dist.world_size) == "fsdp2" else None
+    split = context_mesh(dist) if dist.mesh and dist.context > 1 else None
+    return replace(inputs, how=replace(inputs.how, mesh=mesh, context_mesh=split))
 
 
 def read_sets(
@@ -188,14 +186,18 @@ def graded_by_run(
     return {**({"--prompts": training} if training else {}), "--eval.prompts": sets[0].records, **held}
 
 
-def open_set_scorers(args: RunArgs, sets: list[HeldOut[Any, Any]], connect: Callable[[str, str, Any], Any]) -> None:
-    """Open the scorers of evaluation sets.
+def open_set_scorers(
+    args: RunArgs, sets: Sequence[HeldOut[AnyParamsT, Any]], connect: Callable[[str, str, Any], Any]
+) -> list[HeldOut[AnyParamsT, Any]]:
+    """Return the evaluation sets with their scorers.
 
     connect: takes a URL, the setting's name and the set's prompts; returns a scorer, and its name and version.
     """
+    found = [*sets]
     for place, own in enumerate(args.eval.all_sets, start=1):
         if own.scorer_url:
             is_started = own.name == GOLD and args.eval.gold_scorer
             name = "--eval.gold-scorer" if is_started else setting_of(own, place, "scorer_url")
             scorer, version = connect(own.scorer_url, name, sets[place].records)
-            sets[place] = replace(sets[place], scorer=scorer, version=version)
+            found[place] = replace(sets[place], scorer=scorer, version=version)
+    return found

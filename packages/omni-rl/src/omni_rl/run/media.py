@@ -29,6 +29,7 @@ from omni_train.weights.adapters import check_adapter, find_adapter
 from omni_train.weights.full import check_weights, homes, save_weights, saved_files
 from torch import Tensor, nn
 
+from omni_rl.flow.evals import HeldOut
 from omni_rl.flow.scorers import Scorer, abstaining, check_gradable
 from omni_rl.media.images import reference_sizes
 from omni_rl.run.inputs import (
@@ -38,6 +39,7 @@ from omni_rl.run.inputs import (
     open_set_scorers,
     preparation,
     read_sets,
+    with_meshes,
     with_policies,
 )
 from omni_rl.run.run import MediaRun
@@ -77,7 +79,7 @@ def read_media(
     args: MediaArgs,
     world: World,
     *,
-    beside: Collection[str] = (),
+    policies: Collection[str] = (),
     steps: tuple[int, int] | None = None,
     rule: Callable[..., Transition] | None = None,
     routes: bool = False,
@@ -85,7 +87,7 @@ def read_media(
 ) -> Inputs[Model, Params]:
     """Read what a run of media starts from.
 
-    beside: policies beside the trained one, as in `Inputs`. steps: the first of the schedule that is trained at, and
+    policies: those beside the trained one, as in `Inputs`. steps: the first of the schedule that is trained at, and
     one past the last. rule: of stochastic steps, as in `window_params`. routes: True if the routes of a mixture of
     experts are replayed. scored: False if only evaluations ask the scorer.
 
@@ -104,7 +106,8 @@ def read_media(
         require(
             (not routes or routing_of(model.empty_net()), "--route-replay needs a model that is a mixture of experts")
         )
-        return with_policies(inputs, beside)
+        inputs = with_policies(inputs, policies)
+    return with_meshes(args, world.dist, inputs)
 
 
 def read_all(
@@ -161,9 +164,7 @@ def read_all(
     training = load_records(args.data, args.data.prompts)
     check_gradable(args.scorer, graded_by_run(args, training if scored else (), sets), prints=world.dist.is_main)
     images = sorted({image for record in training for image in record.images})
-    config: dict[str, object] = {"images_digest": probe_digest(images, num_blocks=1)} if images else {}
-    latents = [model.latent_shape(params.of_size(size)) for size in sorted(sizes)]
-    low_lr = args.optim.low_expert_lr
+    digests = {"images_digest": probe_digest(images, num_blocks=1)} if images else {}
     return Inputs(
         model,
         params,
@@ -171,14 +172,12 @@ def read_all(
         sets,
         canary_of(args.sampling.frame_rate, [*records, *training]),
         how,
-        f"{model.__class__.__name__}, latents {' and '.join(map(str, latents))}",
         trained,
-        config,
+        digests,
         files,
         adapters,
-        lr_scales={} if low_lr is None else {"low": low_lr / (args.lr or 1.0)},
-        streams={medium: streams[medium] for medium in STREAMS} if streams else {},
         sizes=sizes,
+        streams={medium: streams[medium] for medium in STREAMS} if streams else {},
     )
 
 
@@ -219,7 +218,7 @@ def check_trained(
     rule: Callable[..., Transition] | None,
 ) -> None:
     """Raise ValueError for trained steps at which another expert runs, or whose noise is lost; as in `read_media`."""
-    model, params = inputs.model, inputs.base_params
+    model, params = inputs.model, inputs.params
     check_steps(args, model, params, steps, inputs.trained)
     if rule and steps:
         for size in sorted(inputs.sizes):
@@ -296,11 +295,11 @@ def read_teachers(
     inputs: Inputs[Model, Params],
     folders: Mapping[str, str],
     teaching: Callable[[Params], Params],
-) -> None:
-    """Check the weights of the teachers, which have the form of what is trained, and note them in the inputs.
+) -> Inputs[Model, Params]:
+    """Return the inputs with the teachers, whose weights have the form of what is trained.
 
-    folders: of weights by name, for `Policy.teacher`. teaching: what teachers sample with, of what the run samples
-    with.
+    folders: of weights by name, for `Policy.teacher`. teaching: returns what teachers sample with, from what the run
+    samples with.
 
     Raises:
         ValueError: weights are missing or do not fit; the same on every rank.
@@ -308,11 +307,11 @@ def read_teachers(
     with same_error(world.whole):
         teachers = teachers_of(args, inputs, folders)
         with as_flags({name: flag_of(f"teacher_{name}") for name in ("guidance_scale", "true_cfg_scale")}):
-            inputs.model.check(teaching(inputs.base_params))
+            inputs.model.check(teaching(inputs.params))
         homes_of = [home for found in teachers.values() for home in found.values()]
         weights = [file for home in homes_of for file in saved_files(home) or filter(None, [find_adapter(home)])]
-        inputs.config |= {"teachers_digest": probe_digest(weights)} if teachers else {}
-        with_policies(inputs, inputs.beside, teachers)
+        digests = {"teachers_digest": probe_digest(weights)} if teachers else {}
+        return with_policies(replace(inputs, digests={**inputs.digests, **digests}), inputs.policies, teachers)
 
 
 def teachers_of(
@@ -339,17 +338,17 @@ def canary_of(frame_rate: float, records: Sequence[PromptRecord]) -> PromptRecor
     return replace(least, meta={**least.meta, "fps": frame_rate})
 
 
-def open_scorer(
+def open_scorers(
     args: MediaArgs,
     world: World,
-    inputs: Inputs[Any, Any],
+    inputs: Inputs[Any, ParamsT],
     session: Session,
     *,
     own: Callable[[Dist, Sequence[str]], Scorer] | None = None,
     scored: bool = True,
     meta: Mapping[str, object] = MappingProxyType({}),
-) -> Scorer:
-    """Return what scores samples; open what else evaluations ask, and note it in the inputs.
+) -> tuple[Scorer, list[HeldOut[ParamsT, Scorer]]]:
+    """Return what scores samples, and the evaluation sets with their scorers.
 
     own: opens another scorer than --scorer.url, of media of these kinds. scored: as in `read_media`. meta: that all
     samples have beside their prompts'.
@@ -358,48 +357,47 @@ def open_scorer(
         ValueError: a scorer does not answer, does not fit, or is not the one that the run began with.
     """
     with same_error(world.whole):
-        scorer, version = connect_scorers(args, world, inputs, own, scored, meta)
+        scorer, version, held_out = connect_scorers(args, world, inputs, own, meta)
+        sizes = {"--group-size": args.data.group_size} if scorer.takes_groups and scored else {}
+        for number, held in enumerate(held_out):
+            name = f"eval.sets[{number}].samples_per_prompt" if number else "--eval.samples-per-prompt"
+            scorers = [each for each in (held.scorer or scorer, held.watch) if each]
+            sizes |= {name: held.samples} if any(each.takes_groups for each in scorers) else {}
+        check_groups(args, world.dist.num_shares, sizes)
         session.name_scorer(args, version)
     world.check_alike({"scorer": version})  # each machine may have a server of its own
-    return scorer
+    return scorer, held_out
 
 
 def connect_scorers(
     args: MediaArgs,
     world: World,
-    inputs: Inputs[Any, Any],
+    inputs: Inputs[Any, ParamsT],
     own: Callable[[Dist, Sequence[str]], Scorer] | None,
-    scored: bool,
     meta: Mapping[str, object],
-) -> tuple[Scorer, str]:
-    """Return what `open_scorer` returns, and its name and version."""
+) -> tuple[Scorer, str, list[HeldOut[ParamsT, Scorer]]]:
+    """Return the run's scorer, its name and version, and the evaluation sets with their scorers."""
     kinds = inputs.model.MEDIA
     image = np.full((1, *max(inputs.sizes, key=math.prod), 3), 127, np.uint8)
     grey = {"image": image, "video": np.repeat(image[:, None], args.sampling.num_frames, axis=1)}
     ask = partial(world.connect, asks=args.scorer, kinds=kinds, samples=grey)
     canary = _with(meta, inputs.canary)
+    watch: Scorer | None = None
     if args.scorer.watch_url:
-        inputs.watch, _ = ask(args.scorer.watch_url, canary=canary, name="--scorer.watch-url")
+        watch, _ = ask(args.scorer.watch_url, canary=canary, name="--scorer.watch-url")
     scorer: Scorer = abstaining()
     version, url = "", args.scorer.url
     graded = parse_numbers(values_of(args).get("reward_parts", ""), "--reward-parts")
-    parts = dict.fromkeys(graded, "--reward-parts")
     if own:
         scorer = own(world.dist, kinds)
     elif url or args.run.dry_run:  # of a plan
-        scorer, version = ask(url, canary=canary, parts=parts)
+        scorer, version = ask(url, canary=canary, parts=dict.fromkeys(graded, "--reward-parts"))
 
     def connect(url: str, name: str, records: Sequence[PromptRecord]) -> tuple[Scorer, str]:
         return ask(url, canary=_with(meta, canary_of(args.sampling.frame_rate, records)), name=name)
 
-    open_set_scorers(args, inputs.held_out, connect)
-    whole = {"--group-size": args.data.group_size} if scorer.takes_groups and scored else {}
-    for number, held in enumerate(inputs.held_out):
-        name = f"eval.sets[{number}].samples_per_prompt" if number else "--eval.samples-per-prompt"
-        asked = held.scorer or scorer, *([inputs.watch] if inputs.watch else [])
-        whole |= {name: held.samples} if any(one.takes_groups for one in asked) else {}
-    check_groups(args, world.dist.num_shares, whole)
-    return scorer, version
+    held_out = open_set_scorers(args, inputs.held_out, connect)
+    return scorer, version, [replace(held, watch=watch) for held in held_out]
 
 
 def check_groups(args: MediaArgs, ranks: int, whole: Mapping[str, int]) -> None:

@@ -6,7 +6,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -44,7 +44,7 @@ ParamsT = TypeVar("ParamsT", bound=Params | TokenParams, covariant=True)
 ScorerT = TypeVar("ScorerT", bound=AnyScorer, covariant=True)
 
 
-Seen = Callable[[Mapping[str, Tensor], tuple[Tensor, ...]], tuple[int, torch.Size] | None]
+CountSamples = Callable[[Mapping[str, Tensor], tuple[Tensor, ...]], tuple[int, torch.Size] | None]
 Gate = Literal["exact", "by-gradients", "noisy", "wrong"]
 REPEATS = 4  # of a forward, to see whether it repeats itself: rounding may hide noise once
 SHOWN = {"eval": "evaluating", "reward_wait": "", "save": "saving", "sync": "sending weights", "read": "reading"}
@@ -72,15 +72,14 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
     """One rank of a run.
 
     base_params: what training samples with, without any stochastic step. held_out: the sets of an evaluation; that of
-    --eval.prompts is the first. watch: a second scorer of evaluations. evaluate_set: `(run, held) -> metrics, samples
+    --eval.prompts is the first. evaluate_set: `(run, held) -> metrics, samples
     for the report`, without injected noise. export: `(run, card)` writes what was trained to runs/NAME/weights.
     trained: the experts that are trained, as in `Model.nets`. streams: latent elements of each medium, where frames and
-    sound have separate losses. algorithm and base: for the model card. parts: of scores, which steps log. sleeps: True
+    sound have separate losses. algorithm and base: for the model card. score_parts: those that steps log. sleeps: True
     if the engine sleeps during updates. version: of the weights that the engine has. counts: samples that were `drawn`.
     calls: those that have passed the nets. flops: operations of the net, and peak_tflops: those of the
     device, on the first rank. load: of the experts of a mixture of experts in the engine, else None.
-    open_servers: the reward server that this run has started, if any. samplers: the ranks that only sample, if any and
-    this one trains. num_updates: optimizer steps of a training step.
+    samplers: the ranks that only sample, if any and this one trains. num_updates: optimizer steps of a training step.
     """
 
     args: ArgsT
@@ -93,14 +92,13 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
     prompts: PromptSampler
     base_params: ParamsT
     held_out: Sequence[HeldOut[Any, Any]] = ()
-    watch: Scorer | None = None
     evaluate_set: Callable[[Any, HeldOut[Any, Any]], tuple[dict[str, float], Shown]] = _no_samples
     export: Callable[[Any, Mapping[str, object] | None], None] = lambda run, card: None
     trained: Mapping[str, str] = field(default_factory=dict)
     streams: Mapping[str, int] = field(default_factory=dict)
     algorithm: str = ""
     base: str = ""
-    parts: Sequence[str] = ()
+    score_parts: Sequence[str] = ()
     sleeps: bool = False
     version: int = 0
     counts: Counter[str] = field(default_factory=Counter)
@@ -108,7 +106,6 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
     load: ExpertLoad | None = None
     flops: FlopTable | None = None
     peak_tflops: float | None = None
-    open_servers: ExitStack = field(default_factory=ExitStack)
     samplers: Samplers | None = None
     num_updates: int = 1
     breakers: Breakers = field(default_factory=Breakers)
@@ -290,12 +287,12 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
             named["eps_share"] = sum(shares) / len(shares)
         return {f"policy/{name}": value for name, value in named.items()}
 
-    def count_calls(self, seen: Seen) -> None:
+    def count_calls(self, count_samples: CountSamples) -> None:
         """Count the samples that pass the nets from here on, and those that reach an expert."""
 
         def note(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
             beat()
-            if found := seen(kwargs, args):
+            if found := count_samples(kwargs, args):
                 samples, shape = found
                 self.calls[self.session.log.last_phase, torch.is_grad_enabled(), shape] += samples
 
@@ -324,12 +321,12 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
 
     def close(self) -> None:
         """Close the engine and the scorers, and release the folder."""
-        for scorer in (self.scorer, self.watch, *(held.scorer for held in self.held_out)):
-            if scorer:
-                scorer.close()
+        scorers = self.scorer, *(each for held in self.held_out for each in (held.scorer, held.watch) if each)
+        for scorer in {id(each): each for each in scorers}.values():
+            scorer.close()
         if self.samplers:
             self.samplers.close()
-        self.open_servers.close()
+        self.session.servers.close()
         self.engine.close()
         if self.session.lock:
             self.session.lock.release()

@@ -2,7 +2,7 @@
 
 import tomllib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
@@ -39,13 +39,15 @@ class Session:
     """The folder of a run, and what writes into it.
 
     saved: the checkpoint from which the run goes on, if there is one. first_step: finished steps with which the loop
-    begins. config: what must be the same when it goes on. report: what rank 0 shows its samples to.
+    begins. config: what must be the same when it goes on. report: what rank 0 shows its samples to. servers: the reward
+    servers that this run has started.
     """
 
     def __init__(self, args: RunArgs, dist: Dist) -> None:
         self.folder = Path("runs") / args.run.name
         self.lock: RunLock | None = None
         self.report: ReportProcess | None = None
+        self.servers = ExitStack()
         self._report_breaker = Breaker("the report")
         self.checkpoints = Checkpoint(
             self.folder / "checkpoints",

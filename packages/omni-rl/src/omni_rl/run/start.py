@@ -1,21 +1,21 @@
 """The functions that make a run, in the order in which the `main` of a trainer calls them.
 
-    inputs = read_media(args, world)  # of `omni_rl.run.media`, `texts` or `thoughts`, as are the scorer and the engine
+    inputs = read_media(args, world)  # of `omni_rl.run.media`, `texts` or `thoughts`, as are scorers and the engine
     session = open_session(args, world, inputs)
-    if args.run.dry_run:
-        tell_plan(args, world, inputs, session)
-    args, servers = start_servers(args, world)
-    scorer = open_scorer(args, world, inputs, session)
+    if args.run.dry_run and print_plan(args, world, inputs, session):
+        return
+    args = start_servers(args, world, session)
+    scorer, held_out = open_scorers(args, world, inputs, session)
     net = open_net(args, world, inputs, session)
     model, engine = open_engine(args, world, inputs, net)
     policy = open_policy(args, world, inputs, session, net, engine)
-    run = open_run(args, world, inputs, session, scorer, policy, model, engine, servers, ...)
+    run = open_run(args, world, inputs, session, model, policy, engine, scorer, held_out, ...)
 
 A mistake in the settings raises ValueError or OSError on every rank, before any weight is loaded.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ from omni_rollout.offload import bring_blocks
 from omni_rollout.tokens import TokenModel
 from omni_rollout.types import WeightedEngine
 from omni_train import lora, progress
-from omni_train.dist import context_mesh, deterministic, gather_json, same_error, shard_mesh
+from omni_train.dist import deterministic, gather_json, same_error
 from omni_train.experts import num_gathered
 from omni_train.flops import FlopTable, device_name, peak_tflops
 from omni_train.kernels import BACKENDS
@@ -46,14 +46,15 @@ from omni_rl.flow.scorers import AnyScorer, with_server
 from omni_rl.run.dry_run import plan_of
 from omni_rl.run.inputs import Inputs
 from omni_rl.run.policy import Policy
-from omni_rl.run.run import ParamsT, Run, Seen, first_input
+from omni_rl.run.run import CountSamples, ParamsT, Run, first_input
 from omni_rl.run.samplers import Samplers
 from omni_rl.run.session import Session
 from omni_rl.run.world import World
-from omni_rl.settings.args import RunArgs, offloaded, sharding, without_secrets
+from omni_rl.settings.args import MediaArgs, RunArgs, offloaded, sharding, without_secrets
 from omni_rl.settings.early import LOSS_SCALE, files_of
 from omni_rl.settings.eval_sets import loose_limits
 from omni_rl.settings.fields import change, flag, flat, require
+from omni_rl.settings.token_args import ThinkingArgs, TokenArgs
 from omni_rl.settings.toml import to_toml
 
 MAX_GATHERED = 1e9  # bytes of weights that sharded ranks may gather for every token
@@ -75,14 +76,14 @@ def open_session(args: RunArgs, world: World, inputs: Inputs[Any, Any]) -> Sessi
     """Return the session of a new run, or of the one that runs/NAME holds, to go on where it stopped.
 
     Raises:
-        ValueError: ranks have other settings, or the checkpoint is damaged or of other ones.
+        ValueError: ranks have other files, or the checkpoint is damaged or of other settings.
     """
     dist, whole, model = world.dist, world.whole, inputs.model
     with same_error(whole):
         if sharding(args, dist.world_size) == "fsdp2" and args.sharding.unshard == "none" and not args.sharding.experts:
-            check_gathered(args, inputs, model.empty_net())
-        config = flat(without_secrets(args)) | files_of(args, model.folder) | inputs.config
-    world.check_alike(flat(args) | config)
+            check_gathered(args, model.empty_net())
+        config = flat(without_secrets(args)) | files_of(args, model.folder) | dict(inputs.digests)
+    world.check_alike(config)
     for line in loose_limits(args.eval, [len(held.records) for held in inputs.held_out]) if whole.is_main else ():
         print(line, flush=True)
     session = Session(args, dist)
@@ -91,13 +92,13 @@ def open_session(args: RunArgs, world: World, inputs: Inputs[Any, Any]) -> Sessi
     return session
 
 
-def check_gathered(args: RunArgs, inputs: Inputs[Any, Any], net: nn.Module) -> None:
+def check_gathered(args: RunArgs, net: nn.Module) -> None:
     """Raise ValueError if sharded ranks would gather too much for each token that they sample."""
-    given = args.sampling.engine
-    size = gathered_bytes(args, net) if given == inputs.token_engine else 0
+    samples_tokens = isinstance(args, TokenArgs | ThinkingArgs) and args.sampling.has_trained_engine
+    size = gathered_bytes(args, net) if samples_tokens else 0
     rule = (
         f"--sharding.mode fsdp2 would gather {size / 1e9:.1f} GB of weights for every token that "
-        f"--engine {given} samples: give --sharding.unshard rollout, which gathers them once a step, or "
+        f"--engine {args.sampling.engine} samples: give --sharding.unshard rollout, which gathers them once a step, or "
         "--sharding.mode ddp with --lora.rank > 0"
     )
     require((size <= MAX_GATHERED, rule))
@@ -108,23 +109,24 @@ def gathered_bytes(args: RunArgs, net: nn.Module) -> int:
     return num_gathered(net) * int(getattr(torch, args.policy.dtype).itemsize)
 
 
-def tell_plan(args: RunArgs, world: World, inputs: Inputs[Any, Any], session: Session) -> None:
-    """Print the settings and the plan of a run, and end the program; on planned ranks go on to plan a step."""
+def print_plan(args: RunArgs, world: World, inputs: Inputs[Any, Any], session: Session) -> bool:
+    """Print the settings and the plan of a run; return False if `world` plans a training step too."""
     model, how = inputs.model, inputs.how
     model.reads_weights, own = False, replace(how, lora=how.lora and replace(how.lora, others=()))
     net = adapt(model.load_net(device="meta", dtype=how.weight_dtype), own)
-    world.tell("\n".join([to_toml(without_secrets(args)), *plan_of(args, world.dist, inputs, session, net)]))
+    return world.print_plan(
+        "\n".join([to_toml(without_secrets(args)), *plan_of(args, world.dist, inputs, session, net)])
+    )
 
 
-def start_servers(args: OwnArgsT, world: World) -> tuple[OwnArgsT, ExitStack]:
-    """Start the scorers that the settings name; return the settings with their URLs, and what ends them.
+def start_servers(args: OwnArgsT, world: World, session: Session) -> OwnArgsT:
+    """Start the scorers that the settings name, until the session ends; return the settings with their URLs.
 
     Raises:
         ValueError: a server could not be started.
     """
     progress.begin("opening the scorer")
-    servers = ExitStack()
-    return with_server(args, world.whole, servers), servers
+    return with_server(args, world.whole, session.servers)
 
 
 def open_net(args: RunArgs, world: World, inputs: Inputs[Any, Any], session: Session) -> nn.Module:
@@ -133,15 +135,9 @@ def open_net(args: RunArgs, world: World, inputs: Inputs[Any, Any], session: Ses
     Raises:
         ValueError, OSError: another run has the folder, or the weights could not be read.
     """
-    dist, mode = world.dist, sharding(args, world.dist.world_size)
     progress.begin("loading", inputs.model.weight_bytes(), "bytes")
-    session.take(args, world, mode)
+    session.take(args, world, sharding(args, world.dist.world_size))
     inputs.model.reading = reading
-    inputs.how = replace(
-        inputs.how,
-        mesh=shard_mesh(dist, args.sharding.size) if mode == "fsdp2" else None,
-        context_mesh=context_mesh(dist) if dist.context > 1 else None,
-    )
     with same_error(world.whole):
         return load_net(args, world, inputs)
 
@@ -155,7 +151,7 @@ def load_net(args: RunArgs, world: World, inputs: Inputs[Any, Any]) -> nn.Module
         with flag("--init-weights: "):
             for expert, home in inputs.adapters.items():
                 for adapter in how.lora.names if how.lora else ():
-                    load_adapter(net.get_submodule(expert), home, adapter=adapter, part=inputs.part)
+                    load_adapter(net.get_submodule(expert), home, adapter=adapter, part=inputs.adapter_prefix)
         for teacher, found in inputs.teachers.items() if how.lora else ():
             for expert, home in found.items():
                 load_adapter(net.get_submodule(expert), home, adapter=f"teacher_{teacher}")
@@ -182,7 +178,7 @@ def unfilled(
     model = inputs.model
     if not model.reads_weights:
         return model.empty_net(buffers=True), None
-    if not inputs.reads_files:
+    if not hasattr(model, "weight_files"):
         return model.load_net(device="cpu", dtype=how.weight_dtype), None
     own = {name: files.get(name) or model.weight_files(part) for name, part in model.nets.items()}
     return model.empty_net(buffers=True), own
@@ -228,7 +224,7 @@ def open_policy(
     if mode == "fsdp2":
         unshard = phases_unsharded(args, world, net, engine)
         if "rollout" not in unshard:
-            check_gathered(args, inputs, net)
+            check_gathered(args, net)
     else:
         share_weights(engine, net, dist.device, is_started=bool(inputs.files))
         if args.lora.rank:
@@ -261,9 +257,10 @@ def load_policy(args: RunArgs, inputs: Inputs[Any, Any], net: nn.Module, session
         on_host="optimizer" in offloaded(args.memory),
         foreach=True if inputs.how.lora and inputs.how.mesh else None,  # of sharded adapters, many and small
     )
-    for expert, scale in inputs.lr_scales.items():
-        own, group = set(net.get_submodule(expert).parameters()), optimizer.param_groups[0]
+    if isinstance(args, MediaArgs) and args.optim.low_expert_lr is not None:
+        own, group = set(net.get_submodule("low").parameters()), optimizer.param_groups[0]
         group["params"] = [p for p in trained if p not in own]
+        scale = args.optim.low_expert_lr / (args.lr or 1.0)
         optimizer.add_param_group({"params": [p for p in trained if p in own], "lr_scale": scale})
     policy = Policy(net, optimizer, Ema(trained, decay=args.policy.ema_decay))
     policy.adapters = inputs.how.lora.others if inputs.how.lora else ()
@@ -271,7 +268,7 @@ def load_policy(args: RunArgs, inputs: Inputs[Any, Any], net: nn.Module, session
         policy.scaler = GradScaler(inputs.how.device.type)
         if LOSS_SCALE in session.config:
             policy.scaler.load_state_dict(session.config[LOSS_SCALE])  # type: ignore[arg-type]  # as it was saved
-    if "old" in inputs.beside and not args.lora.rank:
+    if "old" in inputs.policies and not args.lora.rank:
         policy.old = Snapshot(trained, name="copy")
     if session.saved:
         with lora.same_initial_weights(net):
@@ -291,7 +288,7 @@ def open_frozen(inputs: Inputs[Any, Any], policy: Policy) -> None:
         net, found = unfilled(inputs, how, files)
         return prepare(net, how, found)
 
-    policy.reference_net = filled(inputs.files) if "reference" in inputs.beside else None
+    policy.reference_net = filled(inputs.files) if "reference" in inputs.policies else None
     policy.teachers = {
         name: filled({expert: saved_files(home) for expert, home in found.items()})
         for name, found in inputs.teachers.items()
@@ -303,21 +300,22 @@ def open_run(  # noqa: PLR0913 - a run has that many parts
     world: World,
     inputs: Inputs[OwnModelT, ParamsT],
     session: Session,
-    scorer: OwnScorerT,
-    policy: Policy,
     model: OwnModelT,
+    policy: Policy,
     engine: OwnEngineT,
-    servers: ExitStack,
+    scorer: OwnScorerT,
+    held_out: Sequence[HeldOut[Any, Any]],
     *,
     algorithm: str,
     evaluate_set: Callable[[Any, HeldOut[Any, Any]], tuple[dict[str, float], Shown]],
     export: Callable[[Any, Mapping[str, object] | None], None],
-    seen: Seen = first_input,
+    score_parts: Sequence[str] = (),
+    count_samples: CountSamples = first_input,
 ) -> Run[OwnArgsT, OwnModelT, OwnEngineT, ParamsT, OwnScorerT]:
     """Return the run, whose log is open and whose engine has the weights.
 
-    algorithm, evaluate_set, export: as in `Run`. seen: of a forward's inputs the number of samples and the shape of
-    one, or None.
+    algorithm, evaluate_set, export, score_parts: as in `Run`. count_samples: returns the number of samples in the
+    inputs of a forward and the shape of one, or None.
     """
     dist, net = world.dist, policy.net
     run = Run(
@@ -329,24 +327,22 @@ def open_run(  # noqa: PLR0913 - a run has that many parts
         scorer,
         session,
         inputs.prompts,
-        inputs.base_params,
-        held_out=inputs.held_out,
-        watch=inputs.watch,
+        inputs.params,
+        held_out,
         evaluate_set=evaluate_set,
         export=export,
         trained=inputs.trained,
         streams=inputs.streams,
         algorithm=algorithm,
         base=args.policy.init_weights if args.lora.rank and inputs.files else args.policy.model,
-        parts=inputs.parts,
-        open_servers=servers,
+        score_parts=score_parts,
         sleeps="engine" in offloaded(args.memory) or (args.memory.engine_sleep and not engine.shares_weights),
         samplers=Samplers(world.roles, policy) if world.roles and not world.only_samples else None,
     )
-    run.count_calls(seen)
+    run.count_calls(count_samples)
     run.count_backwards()
     nets = [each for each in {engine.net, net} if each is not None]
-    session.open_log(args, world, nets, [held.metric("reward") for held in inputs.held_out[1:]], policy.unshard)
+    session.open_log(args, world, nets, [held.metric("reward") for held in held_out[1:]], policy.unshard)
     if dist.is_main:
         run.peak_tflops = run.breakers.peak(peak_tflops, dist.device)
         run.flops = FlopTable(lambda: adapt_like(inputs.model.empty_net(), inputs.how, net), net)

@@ -23,6 +23,7 @@ from omni_train.weights.card import CARD_FILE, model_card
 from omni_train.weights.full import named_weights, save_peft
 from torch import Tensor, nn
 
+from omni_rl.flow.evals import HeldOut
 from omni_rl.flow.scorers import TextScorer, check_gradable
 from omni_rl.flow.tokens import RuleScorer, prompts_of
 from omni_rl.media.prompts import media_files
@@ -33,6 +34,7 @@ from omni_rl.run.inputs import (
     open_set_scorers,
     preparation,
     read_sets,
+    with_meshes,
     with_policies,
 )
 from omni_rl.run.run import TokenRun
@@ -43,8 +45,8 @@ from omni_rl.settings.fields import flag, require
 from omni_rl.settings.token_args import TokenArgs
 
 
-def read_texts(args: TokenArgs, world: World, *, beside: Collection[str] = ()) -> Inputs[TokenModel, TokenParams]:
-    """Read what a run of text starts from. beside: policies beside the trained one, as in `Inputs`.
+def read_texts(args: TokenArgs, world: World, *, policies: Collection[str] = ()) -> Inputs[TokenModel, TokenParams]:
+    """Read what a run of text starts from. policies: those beside the trained one, as in `Inputs`.
 
     Raises:
         ValueError: some file is missing, incomplete or malformed; the message begins with the flag; the same on every
@@ -52,7 +54,8 @@ def read_texts(args: TokenArgs, world: World, *, beside: Collection[str] = ()) -
     """
     progress.begin("reading the model and the prompts")
     with same_error(world.whole):
-        return with_policies(read_all(args, world), beside)
+        inputs = with_policies(read_all(args, world), policies)
+    return with_meshes(args, world.dist, inputs)
 
 
 def read_all(args: TokenArgs, world: World) -> Inputs[TokenModel, TokenParams]:
@@ -77,19 +80,19 @@ def read_all(args: TokenArgs, world: World) -> Inputs[TokenModel, TokenParams]:
     prompts, records = read_prompts(args, check_graded, check_graded)
     params = TokenParams(args.sampling.max_new_tokens, args.sampling.temperature)
     eval_params = TokenParams(args.sampling.max_new_tokens, args.eval.temperature, args.eval.top_p)
-    part = model.prefix.rstrip(".")
+    prefix = model.prefix.rstrip(".")
     adapters = {"": Path(args.policy.init_weights)} if args.policy.init_weights else {}
     with flag("--init-weights: "):
         for folder in adapters.values():
             rule = "must be the folder of an adapter, with --lora.rank > 0; full weights are a --model"
             require((args.lora.rank and find_adapter(folder), f"{rule}, got {folder}"))
-            check_adapter(adapt(model.empty_net(), how), folder, part=part)
+            check_adapter(adapt(model.empty_net(), how), folder, part=prefix)
     training = load_records(args.data, args.data.prompts)
     sets = read_sets(args, records, eval_params, check, check_graded)
     check_gradable(args.scorer, graded_by_run(args, training, sets), prints=dist.is_main)
     media = sorted({file for record in training for file in media_files(record)})
-    config: dict[str, object] = {"media_digest": probe_digest(media, num_blocks=1)} if media else {}
-    config |= {"tool.function_digest": file_digest(args.tool.file)} if args.tool.function else {}
+    digests = {"media_digest": probe_digest(media, num_blocks=1)} if media else {}
+    digests |= {"tool.function_digest": file_digest(args.tool.file)} if args.tool.function else {}
     return Inputs(
         model,
         params,
@@ -97,13 +100,10 @@ def read_all(args: TokenArgs, world: World) -> Inputs[TokenModel, TokenParams]:
         sets,
         canary_of([*records, *training]),
         how,
-        f"{type(model).__name__}, answers of at most {args.sampling.max_new_tokens} tokens",
         model.nets,
-        config | {"rules": version_of(args.rules)},
+        digests | {"rules": version_of(args.rules)},
         adapters=adapters,
-        part=part,
-        token_engine="transformers",
-        reads_files=False,
+        adapter_prefix=prefix,
     )
 
 
@@ -126,32 +126,28 @@ def canary_of(records: Sequence[PromptRecord]) -> PromptRecord:
     return max(records, key=lambda record: len(record.images))
 
 
-def open_scorer(args: TokenArgs, world: World, inputs: Inputs[Any, Any], session: Session) -> TextScorer:
-    """Return the rules, with the server that they name; open what evaluation sets ask, and note it in the inputs.
+def open_scorers(
+    args: TokenArgs, world: World, inputs: Inputs[Any, TokenParams], session: Session
+) -> tuple[TextScorer, list[HeldOut[TokenParams, TextScorer]]]:
+    """Return the rules, with the server that they name, and the evaluation sets with their scorers.
 
     Raises:
         ValueError: a scorer does not answer, does not fit, or is not the one that the run began with.
     """
     with same_error(world.whole):
-        scorer, version = connect_scorers(args, world, inputs)
+        ask, version, client = partial(world.connect, asks=args.scorer, kinds=(TEXT_KIND,)), "", None
+        if args.scorer.url:
+            client, version = ask(args.scorer.url, canary=inputs.canary)
+        plain = open_rules(SCORER, remote=True)
+
+        def connect(url: str, name: str, records: Sequence[PromptRecord]) -> tuple[TextScorer, str]:
+            own, version = ask(url, canary=canary_of(records), name=name)
+            return RuleScorer(plain, own, args.scorer.batch_size), version
+
+        held_out = open_set_scorers(args, inputs.held_out, connect)
         session.name_scorer(args, version)
     world.check_alike({"scorer": version})  # each machine may have a server of its own
-    return scorer
-
-
-def connect_scorers(args: TokenArgs, world: World, inputs: Inputs[Any, Any]) -> tuple[TextScorer, str]:
-    """Return what `open_scorer` returns, and the server's name and version."""
-    ask, version, client = partial(world.connect, asks=args.scorer, kinds=(TEXT_KIND,)), "", None
-    if args.scorer.url:
-        client, version = ask(args.scorer.url, canary=inputs.canary)
-    plain = open_rules(SCORER, remote=True)
-
-    def connect(url: str, name: str, records: Sequence[PromptRecord]) -> tuple[TextScorer, str]:
-        own, version = ask(url, canary=canary_of(records), name=name)
-        return RuleScorer(plain, own, args.scorer.batch_size), version
-
-    open_set_scorers(args, inputs.held_out, connect)
-    return RuleScorer(args.rules, client, args.scorer.batch_size), version
+    return RuleScorer(args.rules, client, args.scorer.batch_size), held_out
 
 
 def open_engine(
@@ -190,6 +186,6 @@ def export(run: TokenRun[TokenArgs], card: Mapping[str, object] | None) -> None:
             write_folder_atomically(folder, write)
 
 
-def seen(kwargs: Mapping[str, Tensor], args: tuple[Tensor, ...]) -> tuple[int, torch.Size]:
+def count_samples(kwargs: Mapping[str, Tensor], args: tuple[Tensor, ...]) -> tuple[int, torch.Size]:
     """Return the number of sequences in a forward, whose lengths do not count."""
     return len(kwargs["input_ids"]), torch.Size()

@@ -18,10 +18,11 @@ from omni_train.dist import gather_json, same_error
 from omni_train.prompts.files import PromptRecord
 from torch import Tensor, nn
 
+from omni_rl.flow.evals import HeldOut
 from omni_rl.flow.scorers import Scorer
 from omni_rl.flow.thinking import FLAG, with_thoughts
 from omni_rl.run import media
-from omni_rl.run.inputs import Inputs, model_place, with_policies
+from omni_rl.run.inputs import Inputs, model_place, with_meshes, with_policies
 from omni_rl.run.media import check_trained, decoding, params_of, read_all
 from omni_rl.run.run import first_input
 from omni_rl.run.session import Session
@@ -32,16 +33,17 @@ from omni_rl.settings.token_args import ThinkingArgs
 
 
 def read_thoughts(
-    args: ThinkingArgs, world: World, *, beside: Collection[str] = ()
+    args: ThinkingArgs, world: World, *, policies: Collection[str] = ()
 ) -> Inputs[ThinkingModel, ThinkingParams]:
-    """Read what a run that thinks starts from. beside: policies beside the trained one, as in `Inputs`.
+    """Read what a run that thinks starts from. policies: those beside the trained one, as in `Inputs`.
 
     Raises:
         ValueError: as `omni_rl.run.media.read_media`.
     """
     progress.begin("reading the model and the prompts")
     with same_error(world.whole):
-        return with_policies(read_thinking(args, world), beside)
+        inputs = with_policies(read_thinking(args, world), policies)
+    return with_meshes(args, world.dist, inputs)
 
 
 def read_thinking(args: ThinkingArgs, world: World) -> Inputs[ThinkingModel, ThinkingParams]:
@@ -64,16 +66,15 @@ def read_thinking(args: ThinkingArgs, world: World) -> Inputs[ThinkingModel, Thi
 
     inputs = read_all(args, world, model, params, eval_params, check, check_graded)
     check_trained(args, inputs, args.window.steps(args.sampling), sde_step)
-    about = f"{inputs.about}, thoughts of at most {thought.max_new_tokens} tokens"
-    config = inputs.config | {"rules": version_of(rules) if rules else ""}
-    parts = ("image", "thought") if rules else ()
-    return replace(inputs, about=about, config=config, parts=parts, token_engine="diffusers")
+    return replace(inputs, digests={**inputs.digests, "rules": version_of(rules) if rules else ""})
 
 
-def open_scorer(args: ThinkingArgs, world: World, inputs: Inputs[Any, Any], session: Session) -> Scorer:
-    """Return what scores images and thoughts, as `omni_rl.run.media.open_scorer` does."""
-    scorer = media.open_scorer(args, world, inputs, session, meta={"thought": ""})  # as every sample's
-    return with_thoughts(scorer, args.rules) if args.rules else scorer
+def open_scorers(
+    args: ThinkingArgs, world: World, inputs: Inputs[Any, ThinkingParams], session: Session
+) -> tuple[Scorer, list[HeldOut[ThinkingParams, Scorer]]]:
+    """Return what scores images and thoughts, and the evaluation sets, as `omni_rl.run.media.open_scorers` does."""
+    scorer, held_out = media.open_scorers(args, world, inputs, session, meta={"thought": ""})  # as every sample's
+    return with_thoughts(scorer, args.rules) if args.rules else scorer, held_out
 
 
 def open_engine(
@@ -88,7 +89,7 @@ def open_engine(
     return model, ThinkingEngine(model, parts, texts=texts, together=together)
 
 
-def seen(kwargs: Mapping[str, Tensor], args: tuple[Tensor, ...]) -> tuple[int, torch.Size] | None:
+def count_samples(kwargs: Mapping[str, Tensor], args: tuple[Tensor, ...]) -> tuple[int, torch.Size] | None:
     """Count the samples that pass through the net for images, without the text, whose lengths differ."""
     first = next(iter((*args, *kwargs.values())))
     return first_input(kwargs, args) if torch.is_floating_point(first) else None

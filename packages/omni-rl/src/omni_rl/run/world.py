@@ -1,7 +1,6 @@
 """The environment of a run: its ranks, their device, and what opens everything else."""
 
 import os
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -17,6 +16,7 @@ from omni_train.signals import STOP_SIGNALS
 from omni_rl.flow.scorers import connect
 from omni_rl.run.engines import ENGINES
 from omni_rl.settings.args import RunArgs, num_samplers, num_shares, num_trainers
+from omni_rl.settings.fields import flat
 from omni_rl.settings.groups import Scorer
 
 ModelT = TypeVar("ModelT")
@@ -46,7 +46,11 @@ class World:
 
     @classmethod
     def join(cls, args: RunArgs) -> "World":
-        """Join the ranks of a run, with as many threads as fit it; for a dry run be the first, without the others."""
+        """Join the ranks of a run, with as many threads as fit it; for a dry run be the first, without the others.
+
+        Raises:
+            ValueError: ranks have other settings.
+        """
         if args.run.dry_run:
             size = num_trainers(args)
             one = Dist(rank=0, world_size=size, local_rank=0, device=local_device(), mesh=None)
@@ -57,9 +61,9 @@ class World:
         count, limit = num_samplers(args), args.run.hang_timeout_s
         roles = split(dist, count, timeout_s=limit) if count and dist.mesh else None
         own = roles.dist if roles else dist
-        display = Display() if own.is_main else None
-        own = replace(own, context=own.world_size // num_shares(args, own.world_size))
-        return cls(own, roles=roles, display=display)
+        world = cls(replace(own, context=own.world_size // num_shares(args, own.world_size)), roles=roles)
+        world.check_alike(flat(args))
+        return replace(world, display=Display()) if own.is_main else world
 
     @property
     def whole(self) -> Dist:
@@ -83,11 +87,10 @@ class World:
         """Raise ValueError unless all files of a model are there."""
         model.check_files()
 
-    def tell(self, lines: str) -> None:
-        """Print the lines of a dry run, and end the program."""
-        if self.dist.is_main:
-            print(lines, flush=True)
-        sys.exit(0)
+    def print_plan(self, lines: str) -> bool:
+        """Print the lines of a dry run; return True if the program ends with them."""
+        print(lines, flush=True)
+        return True
 
     def connect(
         self, urls: str, asks: Scorer, canary: PromptRecord, kinds: Sequence[str], **how: Any

@@ -343,10 +343,11 @@ class PlannedWorld(World):
         if self.tells:
             model.check_files()
 
-    def tell(self, lines: str) -> None:
-        """Print the settings and the plan of a step."""
+    def print_plan(self, lines: str) -> bool:
+        """Print the lines of a dry run; return False, as a step is planned too."""
         if self.tells:
             print(f"{lines}\nplan: a step without weights runs now, for a minute or more", flush=True)
+        return False
 
     def connect(
         self, urls: str, asks: Scorer, canary: PromptRecord, kinds: Sequence[str], **how: Any
