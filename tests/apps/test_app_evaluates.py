@@ -38,8 +38,8 @@ def test_an_evaluation_may_take_fewer_prompts_and_leave_out_the_first(here, brig
     assert len(run_data(Path("runs/run"))["prompts"]) == 2
     capfd.readouterr()
     for most, used in ((2, 2), (4, 3)):  # of the file's 3: the setting is a limit
-        with pytest.raises(SystemExit):
-            train(app, change(args, eval_num_prompts=most, dry_run=True, name="plan"))
+        planned = change(args, eval_num_prompts=most, dry_run=True, name="plan")
+        app.main(planned, World.join(planned))
         told = capfd.readouterr().out
         assert f"evaluations: 2, each of {used} samples, which takes" in told
         line = "--eval.num-prompts 4 is more than the prompts of eval.txt: all 3 are evaluated\n"

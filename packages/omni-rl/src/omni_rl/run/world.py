@@ -89,7 +89,8 @@ class World:
 
     def print_plan(self, lines: str) -> bool:
         """Print the lines of a dry run; return True if the program ends with them."""
-        print(lines, flush=True)
+        if self.dist.is_main:
+            print(lines, flush=True)
         return True
 
     def connect(
