@@ -63,7 +63,8 @@ class Args:
 MAY_CHANGE = ("name", "scorer_url", "shard", "train_steps", "eval_every", "save_every")  # when a run continues
 args = tyro.cli(Args, description=__doc__)  # before torch is imported, so that --help answers at once
 for name, value in vars(args).items():
-    if type(value) is int and value < (least := int(name not in ("lora_rank", "window_low", "seed"))):
+    least = 0 if name in ("lora_rank", "window_low", "seed") else 1
+    if type(value) is int and value < least:
         raise SystemExit(f"--{name.replace('_', '-')} must be >= {least}, got {value}")
 folder = Path("runs", args.name)
 if ".." in folder.parts or folder.parent.parts[:1] != ("runs",):
@@ -118,14 +119,14 @@ def expand(records: Sequence[PromptRecord], num_samples: int, step: int) -> list
 
 
 with same_error(dist):  # one rank's mistake ends all of them
-    num_prompts, unit = args.prompts_per_step, dist.world_size * args.batch_size  # full batches on all ranks
+    num_prompts, per_round = args.prompts_per_step, dist.world_size * args.batch_size  # one batch on each rank
     train_prompts = PromptSampler(args.prompts, prompts_per_step=num_prompts, seed=args.seed, check=check_prompt)
     eval_prompts = expand(load_prompts(args.eval_prompts, check=check_prompt), 1, -1)
-    samples = num_prompts * args.group_size
-    if samples % (unit * args.num_minibatches):
-        raise ValueError(f"a step must have a multiple of {unit * args.num_minibatches} samples, got {samples}")
-    if len(eval_prompts) % unit:
-        raise ValueError(f"--eval-prompts must have a multiple of {unit} lines, got {len(eval_prompts)}")
+    num_samples, multiple = num_prompts * args.group_size, per_round * args.num_minibatches
+    if num_samples % multiple:
+        raise ValueError(f"a step must have a multiple of {multiple} samples, got {num_samples}")
+    if len(eval_prompts) % per_round:
+        raise ValueError(f"--eval-prompts must have a multiple of {per_round} lines, got {len(eval_prompts)}")
     model = open_model(args.model)
     if "image" not in model.MEDIA:
         raise ValueError(f"--model must make images, {args.model} makes {' and '.join(model.MEDIA)}")
@@ -139,11 +140,11 @@ with same_error(dist):  # one rank's mistake ends all of them
 # 3. The policy, the engine that samples from it, and what a run leaves behind
 
 lora = Lora(model.LORA_TARGETS, args.lora_rank, args.lora_alpha, "default", args.seed) if args.lora_rank else None
-how = Preparation(dist.device, model.BLOCK_NAMES, dtype, lora, mesh=dist.mesh if mode == "fsdp2" else None)
+preparation = Preparation(dist.device, model.BLOCK_NAMES, dtype, lora, mesh=dist.mesh if mode == "fsdp2" else None)
 files = {name: model.weight_files(part) for name, part in model.nets.items()}
-net = prepare(model.empty_net(buffers=True), how, files)  # adapters, weights, shards
+net = prepare(model.empty_net(buffers=True), preparation, files)  # adapters, weights, shards
 if mode == "ddp":
-    shard(net, dist.mesh, mode=mode)
+    shard(net, dist.mesh, mode=mode)  # copies rank 0's trained weights; `prepare` has sharded those of fsdp2
 
 if args.vllm_omni:
     from omni_rollout.engines.vllm_omni.engine import VllmOmniEngine
@@ -174,10 +175,10 @@ def sample(prompts: Sequence[Prompt], params: Params) -> tuple[list[Trajectory],
     A batch is scored while the next one is sampled. A request that fails ends the run.
     """
     batches, pending = [], []
-    for own in deal(prompts, dist, args.batch_size):
-        batches.append(engine.generate(own, params))
+    for own_prompts in deal(prompts, dist, args.batch_size):
+        batches.append(engine.generate(own_prompts, params))
         images = {"image": batches[-1].media["image"].cpu().numpy()}
-        pending.append(scorer.submit(images, [p.text for p in own], [p.meta for p in own]))
+        pending.append(scorer.submit(images, [p.text for p in own_prompts], [p.meta for p in own_prompts]))
     with same_error(dist):
         scores = [score for request in pending for score in request.result()]
     values = torch.tensor([math.nan if score.value is None else score.value for score in scores], dtype=torch.float64)
@@ -203,8 +204,7 @@ with log, catch_stop() as stop:
             batches, rewards = sample(prompts, noisy)
 
         # Advantages: each sample beside the others of its prompt.
-        groups = torch.tensor([prompt.group for prompt in prompts])
-        advantages = group_advantages(rewards, groups, std="batch").to(dist.device)
+        advantages = group_advantages(rewards, torch.tensor([p.group for p in prompts]), std="batch").to(dist.device)
 
         # Update: the noisy steps again, and the ratio of their probability to that before the update.
         losses = []
@@ -213,16 +213,16 @@ with log, catch_stop() as stop:
             if not engine.is_exact:  # its arithmetic is close to the trainer's, and not equal
                 with torch.no_grad():
                     old = [[replay(model, net, b, k).log_prob for k in range(b.num_kept)] for b in batches]
-            size = len(batches) // args.num_minibatches
-            for first in range(0, len(batches), size):
-                for batch, before in zip(batches[first : first + size], old[first : first + size], strict=True):
-                    own = advantages[batch.indices]
+            num_batches = len(batches) // args.num_minibatches
+            for first in range(0, len(batches), num_batches):
+                for batch, old_log_prob in [*zip(batches, old, strict=True)][first : first + num_batches]:
+                    own_advantages = advantages[batch.indices]
                     for k in range(batch.num_kept):
                         now = replay(model, net, batch, k)
-                        out = grpo_loss(now.log_prob, before[k], own, clip_range=args.clip_range, adv_clip_max=5.0)
-                        if not first and out.metrics["ratio_max_dev"] != 0:
+                        out = grpo_loss(now.log_prob, old_log_prob[k], own_advantages, clip_range=args.clip_range)
+                        if first == 0 and out.metrics["ratio_max_dev"] != 0:
                             raise RuntimeError(f"the ratio must be 1 before an update, got {out.metrics}")
-                        num_parts = size * batch.num_kept
+                        num_parts = num_batches * batch.num_kept
                         backward(out.loss / (num_parts * dist.world_size), of=num_parts)
                         losses.append(out.loss.detach())
                 result = optimizer_step(optimizer, weights, lr=args.lr, max_grad_norm=1.0, dist=dist)
@@ -230,7 +230,7 @@ with log, catch_stop() as stop:
             engine.load_weights(() if engine.shares_weights else named_weights(net), version=step + 1)
 
         # Evaluate, log, save, stop.
-        is_asked, is_last = stop.requested(dist), step + 1 == args.train_steps
+        must_stop, is_last = stop.requested(dist), step + 1 == args.train_steps
         metrics = {"reward/mean": rewards.nanmean().item(), "policy/grad_norm": result.grad_norm}
         metrics |= mean_metrics(dist, {"policy/loss": torch.stack(losses).mean()})
         if is_last or (step + 1) % args.eval_every == 0:
@@ -238,9 +238,9 @@ with log, catch_stop() as stop:
                 metrics["eval/reward"] = sample(eval_prompts, params)[1].nanmean().item()
         log.log(step + 1, metrics)
         checkpoints.poll()
-        if is_last or is_asked or (step + 1) % args.save_every == 0:
+        if is_last or must_stop or (step + 1) % args.save_every == 0:
             checkpoints.async_save(step + 1, net, optimizer, config=vars(args))
-        if is_asked:
+        if must_stop:
             break
     checkpoints.wait()
 

@@ -225,13 +225,19 @@ class Latents:
     params: Params
 
 
-def latents_at(drawn: Trajectory, i: int) -> Latents:
+def latents_at(trajectory: Trajectory, i: int) -> Latents:
     """Return those of the i-th step of the schedule, which is kept or the last one."""
-    k = i - drawn.params.sde_steps[0]
-    if k < drawn.num_kept:
-        return Latents(drawn.x[:, k], drawn.x_next[:, k], drawn.sigma(k), drawn.sigma_next(k), drawn.params)
-    sigma, sigma_next = (level.expand(len(drawn)) for level in drawn.sigmas[i : i + 2])
-    return Latents(drawn.x_next[:, -1], drawn.x0, sigma, sigma_next, drawn.params)
+    k = i - trajectory.params.sde_steps[0]
+    if k < trajectory.num_kept:
+        return Latents(
+            trajectory.x[:, k],
+            trajectory.x_next[:, k],
+            trajectory.sigma(k),
+            trajectory.sigma_next(k),
+            trajectory.params,
+        )
+    sigma, sigma_next = (level.expand(len(trajectory)) for level in trajectory.sigmas[i : i + 2])
+    return Latents(trajectory.x_next[:, -1], trajectory.x0, sigma, sigma_next, trajectory.params)
 
 
 def update(
@@ -244,7 +250,7 @@ def update(
     args, dist, (_, loss_of) = run.args, run.dist, ALGOS[run.args.algo]
     points = [(batch, cond, i) for batch, cond in zip(batches, conds, strict=True) for i in range(*trained_steps(args))]
     size = len(points) // args.data.num_minibatches
-    seen, results = [], []
+    forwards, results = [], []
     for first in range(0, len(points), size):
         for batch, cond, i in points[first : first + size]:
             at = latents_at(batch, i)
@@ -255,11 +261,11 @@ def update(
                 outs.append(loss_of(velocity, teacher_velocity(run, name, cond, at), at, weights))
             loss = torch.stack([out.loss for out in outs]).sum()
             # Gradients are summed over batches, steps and ranks; this makes the sum a mean.
-            run.policy.backward(loss / (size * dist.num_shares), of=size)
+            run.policy.backward(loss / (size * dist.dp_size), of=size)
             means = {name: torch.stack([out.metrics[name] for out in outs]).mean() for name in outs[0].metrics}
-            seen.append(means | {"loss": loss.detach()})
+            forwards.append(means | {"loss": loss.detach()})
         results.append(run.optimizer_step(step))
-    return run.policy_metrics(seen, results)
+    return run.policy_metrics(forwards, results)
 
 
 def shares(batch: Trajectory, teacher: str, count: int) -> Tensor:

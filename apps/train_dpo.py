@@ -29,7 +29,7 @@ from functools import partial
 from typing import Annotated
 
 from omni_rl.settings import groups
-from omni_rl.settings.args import MediaArgs, num_shares
+from omni_rl.settings.args import MediaArgs, dp_size
 from omni_rl.settings.cli import parse_cli
 from omni_rl.settings.eval_sets import MediaEval
 from omni_rl.settings.fields import Flat, at_least, between, require
@@ -72,7 +72,7 @@ def check_args(args: Args) -> None:
     offline = bool(args.preferences)  # then a batch is of pairs of one size, however many samples it holds
     data = args.data
     samples, unit = data.prompts_per_step * data.group_size, max(data.batch_size, data.group_size)
-    per_round = unit * num_shares(args)
+    per_round = unit * dp_size(args)
     if offline:
         from omni_rl.media.preferences import check_preferences
 
@@ -170,7 +170,7 @@ def roll_out(run: MediaRun[Args], step: Step) -> Rollout[Trajectory] | None:
     if run.args.preferences:
         return None
     with run.phase("rollout"):
-        return sample(run, prompts_of(run, step), run.base_params, unit=run.args.data.group_size)
+        return sample(run, prompts_of(run, step), run.base_params, in_a_row=run.args.data.group_size)
 
 
 def pairs_of(run: MediaRun[Args], step: Step, rollout: Rollout[Trajectory]) -> list[Pairs]:
@@ -184,10 +184,10 @@ def choose(run: MediaRun[Args], step: Step, rollout: Rollout[Trajectory]) -> lis
     """Return the best and the worst of each of this rank's groups, by size."""
     rewards, chosen = rewards_at(run, step, rollout), []
     for same in by_size(rollout.batches):
-        drawn = Trajectory.cat(same)
-        place_of = {index: place for place, index in enumerate(drawn.indices.tolist())}
+        trajectory = Trajectory.cat(same)
+        place_of = {index: place for place, index in enumerate(trajectory.indices.tolist())}
         pairs = [pair for pair in best_worst_pairs(rewards, rollout.groups) if pair[0] in place_of]
-        win, lose = (drawn.select([place_of[pair[side]] for pair in pairs] or [0]) for side in range(2))
+        win, lose = (trajectory.select([place_of[pair[side]] for pair in pairs] or [0]) for side in range(2))
         seeds, places = [prompt.seed for prompt in win.prompts], [prompt.group for prompt in win.prompts[: len(pairs)]]
         chosen.append(Pairs(win.x0, lose.x0, win.cond, win.prompts[0].size, seeds, places))
     return chosen
@@ -197,7 +197,7 @@ def choose(run: MediaRun[Args], step: Step, rollout: Rollout[Trajectory]) -> lis
 def read_pairs(run: MediaRun[Args], step: Step) -> list[Pairs]:
     """Return this rank's pairs of the step from the preference file, by size."""
     dist, model, parts, records = run.dist, run.model, run.engine.parts, run.prompts.at(step.number)
-    places = range(dist.share, len(records), dist.num_shares)
+    places = range(dist.dp_rank, len(records), dist.dp_size)
     prompts = expand_groups([records[i] for i in places] or records[:1], 1, seed=run.args.run.seed, step=step.number)
     folder, pairs = run.prompts.folder, []
     with run.phase("read"):
@@ -288,7 +288,7 @@ def update(run: MediaRun[Args], step: Step, pairs: Sequence[Pairs]) -> dict[str,
     points = [[at for same, rows in batches for at in noise_afresh(run, step, same, rows)] for batches in filled]
     with torch.no_grad(), run.policy.reference() as net:
         references = [[errors(run, net, at) for at in batches] for batches in points]
-    seen, results = [], []
+    forwards, results = [], []
     for number in range(num_updates):
         for at, old in zip(points[number], references[number], strict=True) if num_pairs[number] else ():
             real = at.count or 1  # without any, the first row keeps this rank in step, with weight 0
@@ -297,14 +297,14 @@ def update(run: MediaRun[Args], step: Step, pairs: Sequence[Pairs]) -> dict[str,
             # Gradients are summed over pairs, noise levels and ranks; this makes the sum a mean.
             loss = out.loss * at.count / (num_pairs[number] * args.levels_per_pair)
             run.policy.backward(loss, of=len(points[number]))
-            seen.append({name: v * at.count for name, v in (out.metrics | {"loss": out.loss.detach()}).items()})
+            forwards.append({name: v * at.count for name, v in (out.metrics | {"loss": out.loss.detach()}).items()})
         results.append(run.optimizer_step(step, has_signal=num_pairs[number] > 0))
     step.metrics["policy/pairs"] = float(sum(num_pairs))
-    if not seen:
+    if not forwards:
         step.has_signal = False
         return {"policy/skipped_updates": float(num_updates)}
-    share = dist.num_shares / (sum(num_pairs) * args.levels_per_pair)
-    sums = {name: torch.stack([m[name] for m in seen]).sum() * share for name in seen[0]}
+    share = dist.dp_size / (sum(num_pairs) * args.levels_per_pair)
+    sums = {name: torch.stack([m[name] for m in forwards]).sum() * share for name in forwards[0]}
     return run.policy_metrics([sums], results)
 
 

@@ -169,7 +169,7 @@ from omni_losses import (
 )
 from omni_rl.flow.sampling import evaluate_set, prompts_of, sample, show, window_params
 from omni_rl.flow.scoring import MediaRollout, TrainBatch, train_batches, with_some_steps
-from omni_rl.flow.streams import over_streams, shares_of
+from omni_rl.flow.streams import over_streams, stream_weights
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
 from omni_rl.run.media import export, open_engine, open_scorers, read_media
@@ -289,20 +289,20 @@ def roll_out(run: MediaRun[Args], step: Step) -> MediaRollout:
     """Return this rank's samples of a step, with pending scores."""
     prompts = prompts_of(run, step, same_start_noise=run.args.same_start_noise)
     with run.phase("rollout"):
-        return sample(run, prompts, params_at(run, step), unit=unit_of(run))
+        return sample(run, prompts, params_at(run, step), in_a_row=num_in_a_row(run))
 
 
-def unit_of(run: MediaRun[Args]) -> int:
-    """Return how many samples in a row one rank takes: a group shares what precedes its window."""
+def num_in_a_row(run: MediaRun[Args]) -> int:
+    """Return how many consecutive samples one rank takes: a group, if it shares the steps before its window."""
     data = run.args.data
-    has_groups = not data.group_size % data.batch_size and not data.prompts_per_step % run.dist.num_shares
+    has_groups = not data.group_size % data.batch_size and not data.prompts_per_step % run.dist.dp_size
     return data.group_size if run.args.same_start_noise and has_groups else 1
 
 
-QUANTIZED = 2e-2  # largest |ratio - 1| that linear layers in 8 bits explain
+QUANTIZED_TOLERANCE = 2e-2  # largest |ratio - 1| that linear layers in 8 bits explain
 
 
-def old_log_probs(run: MediaRun[Args], batches: Sequence[TrainBatch]) -> tuple[str, float]:
+def source_and_tolerance(run: MediaRun[Args], batches: Sequence[TrainBatch]) -> tuple[str, float]:
     """Return the source of the old log-probs, and the largest |ratio - 1| that it allows before the first update."""
     args = run.args  # exact: the same arithmetic on both sides
     is_exact = run.engine.is_exact and batches[0].is_as_sampled and run.gate == "exact"
@@ -310,7 +310,7 @@ def old_log_probs(run: MediaRun[Args], batches: Sequence[TrainBatch]) -> tuple[s
     if source == "auto":
         source = "rollout" if is_exact else "recompute"
     if tolerance is None:
-        tolerance = 0.0 if is_exact else run.rounding if args.memory.rollout_dtype == "auto" else QUANTIZED
+        tolerance = 0.0 if is_exact else run.rounding if args.memory.rollout_dtype == "auto" else QUANTIZED_TOLERANCE
     return source, tolerance
 
 
@@ -333,12 +333,12 @@ class OldStep:
 def update(run: MediaRun[Args], step: Step, batches: Sequence[TrainBatch]) -> dict[str, float]:
     """Take an optimizer step on each minibatch of this rank's batches; metrics, as means."""
     args, dist, algo = run.args, run.dist, ALGOS[run.args.algo]
-    source, tolerance = old_log_probs(run, batches)
+    source, tolerance = source_and_tolerance(run, batches)
     size, num_kept = len(batches) // args.data.num_minibatches, batches[0].trajectory.num_kept
     old, loss_of = old_policy(run, batches, source), algo.loss(args)
     if run.streams:
-        loss_of = over_streams(loss_of, shares_of(run.streams.values(), args.streams.sound_weight))
-    seen, results = [], []
+        loss_of = over_streams(loss_of, stream_weights(run.streams.values(), args.streams.sound_weight))
+    forwards, results = [], []
     for number, minibatch in enumerate(run.minibatches(step, epochs=args.num_inner_epochs)):
         rows = slice(minibatch * size, (minibatch + 1) * size)
         for batch, before in zip(batches[rows], old[rows], strict=True):
@@ -346,37 +346,39 @@ def update(run: MediaRun[Args], step: Step, batches: Sequence[TrainBatch]) -> di
                 now = replay(run.model, run.policy.net, batch.trajectory, k)
                 if k == len(before):  # before the first update
                     before.append(as_old(algo, now))
-                correction, metrics = correct(args, before, batch, k) if source == "correct" else (None, {})
+                correction, metrics = correction_weights(args, before, batch, k) if source == "correct" else (None, {})
                 moments = {"mean": now.mean, "old_mean": before[k].mean, "std": now.std} if algo.moments else {}
                 weights = step_weights(args, batch, k, now.std, correction)
                 out = loss_of(now.log_prob, before[k].log_prob, batch.advantages, weights=weights, **moments)
                 kl = kl_to_reference(run, batch, k, now) if args.kl_coef else torch.zeros_like(out.loss)
                 loss = out.loss + args.kl_coef * kl
                 # Gradients are summed over batches, kept steps and ranks; this makes the sum a mean.
-                run.policy.backward(loss / (size * num_kept * dist.num_shares), of=size * num_kept)
+                run.policy.backward(loss / (size * num_kept * dist.dp_size), of=size * num_kept)
                 gap = gap_to_rollout(batch, k, now).abs().max().expm1()
-                seen.append(metrics | out.metrics | {"loss": loss.detach(), "kl": kl.detach(), "rollout_gap": gap})
+                forwards.append(metrics | out.metrics | {"loss": loss.detach(), "kl": kl.detach(), "rollout_gap": gap})
         if number == 0 and not step.staleness:
-            is_set = args.ratio_tolerance == 0 or args.source == "rollout"
-            gaps, gap_of = [m["rollout_gap"] for m in seen], None if is_set else partial(replayed_gap, run, batches)
+            is_fixed = args.ratio_tolerance == 0 or args.source == "rollout"
+            gaps = [metrics["rollout_gap"] for metrics in forwards]
+            gap_of = None if is_fixed else partial(replayed_gap, run, batches)
             deviation = run.check_ratio(gaps, tolerance, step, gap_of=gap_of, limit=run.rounding)
             if deviation is None:
                 return update(run, step, batches)
             step.metrics["policy/first_ratio_max_dev"] = deviation
         results.append(run.optimizer_step(step))
-    return run.policy_metrics(seen, results)
+    return run.policy_metrics(forwards, results)
 
 
 def old_policy(run: MediaRun[Args], batches: Sequence[TrainBatch], source: str) -> list[list[OldStep]]:
-    """Return each batch's steps under the policy before the update; empty where the first update adds them."""
-    algo = ALGOS[run.args.algo]
+    """Return each batch's steps under the policy before the update; [] for a batch whose own forwards add them."""
+    algo, num_kept = ALGOS[run.args.algo], batches[0].trajectory.num_kept
     if source == "rollout":
-        return [[rollout_step(batch, k) for k in range(batch.trajectory.num_kept)] for batch in batches]
-    waits = source == "recompute" or run.args.correction.level == "step"
-    skip = len(batches) // run.args.data.num_minibatches if waits else 0
-    drawn = [batch.trajectory for batch in batches[skip:]]  # with gradients, for which a device may have other kernels
-    known = [[as_old(algo, replay(run.model, run.policy.net, t, k)) for k in range(t.num_kept)] for t in drawn]
-    return [[] for _ in batches[:skip]] + known
+        return [[rollout_step(batch, k) for k in range(num_kept)] for batch in batches]
+    # Before the first update a forward's log-prob is the old one; weights of trajectories need all steps at once.
+    adds_own = source == "recompute" or run.args.correction.level == "step"
+    num_first = len(batches) // run.args.data.num_minibatches if adds_own else 0
+    later = [batch.trajectory for batch in batches[num_first:]]  # with gradients, as kernels may differ without
+    old = [[as_old(algo, replay(run.model, run.policy.net, t, k)) for k in range(num_kept)] for t in later]
+    return [[] for _ in range(num_first)] + old
 
 
 def gap_to_rollout(batch: TrainBatch, k: int, now: Transition) -> Tensor:
@@ -385,7 +387,7 @@ def gap_to_rollout(batch: TrainBatch, k: int, now: Transition) -> Tensor:
 
 
 def replayed_gap(run: MediaRun[Args], batches: Sequence[TrainBatch], forward: int) -> Tensor:
-    """Return that of a forward of the update, computed again."""
+    """Return `gap_to_rollout` of a forward of the update, which are counted batch by batch, recomputed."""
     batch, k = batches[forward // batches[0].trajectory.num_kept], forward % batches[0].trajectory.num_kept
     return gap_to_rollout(batch, k, replay(run.model, run.policy.net, batch.trajectory, k))
 
@@ -401,7 +403,7 @@ def as_old(algo: Algo, step: Transition) -> OldStep:
     return OldStep(step.log_prob.detach(), step.mean.detach() if algo.moments else None)
 
 
-def correct(args: Args, old: list[OldStep], batch: TrainBatch, k: int) -> tuple[Tensor, dict[str, Tensor]]:
+def correction_weights(args: Args, old: list[OldStep], batch: TrainBatch, k: int) -> tuple[Tensor, dict[str, Tensor]]:
     """Return importance weights [B] of the k-th kept step, and metrics: of this step, or of the whole trajectories."""
     rows = slice(k, k + 1) if args.correction.level == "step" else slice(None)
     log_prob = torch.stack([step.log_prob for step in old[rows]], dim=1)

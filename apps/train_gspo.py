@@ -264,7 +264,7 @@ def update(run: TokenRun[Args], step: Step, minibatches: list[list[TokenBatch]])
     scored = zip(chain(*minibatches), chain(*old), strict=True)
     gaps = [farthest(batch, before.log_prob, batch.trajectory.rollout_log_prob) for batch, before in scored]
     gap = run.check_ratio(gaps, torch.inf if step.staleness else args.ratio_tolerance or 0.0, step) or 0.0
-    seen: list[dict[str, Tensor]] = []
+    forwards: list[dict[str, Tensor]] = []
     moves: list[Tensor] = []
     results = []
     scale = sum(map(len, minibatches)) * dist.world_size / len(minibatches)  # a sum over forwards and ranks is logged
@@ -279,8 +279,8 @@ def update(run: TokenRun[Args], step: Step, minibatches: list[list[TokenBatch]])
             # Gradients are summed over batches and ranks; the weights make the sum a mean.
             run.policy.backward(loss, of=len(batches))
             own = from_sampler | {"kl": kl.detach().sum() / mask.sum(), "entropy": before.entropy[mask].mean()}
-            seen.append(batch.weigh(out.metrics, of_answers=args.algo == "gspo") | batch.weigh(own))
-            seen[-1]["loss"] = loss.detach() * scale
+            forwards.append(batch.weigh(out.metrics, of_answers=args.algo == "gspo") | batch.weigh(own))
+            forwards[-1]["loss"] = loss.detach() * scale
             moves.append(farthest(batch, now.detach(), before.log_prob))
         if number == 0:
             limit, gap_of = args.ratio_tolerance or 0.0, partial(repeated_gap, run, batches, befores)
@@ -290,7 +290,7 @@ def update(run: TokenRun[Args], step: Step, minibatches: list[list[TokenBatch]])
                 return update(run, step, minibatches)
             step.metrics["policy/first_ratio_max_dev"] = deviation
         results.append(run.optimizer_step(step))
-    return run.policy_metrics(seen, results) | {"policy/rollout_gap": gap}
+    return run.policy_metrics(forwards, results) | {"policy/rollout_gap": gap}
 
 
 def correct(args: Args, batch: TokenBatch, old: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

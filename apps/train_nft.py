@@ -120,7 +120,7 @@ from omni_losses import (
 from omni_rl.flow.experts import on_one_side
 from omni_rl.flow.sampling import evaluate_set, prompts_of, sample, show
 from omni_rl.flow.scoring import MediaRollout, TrainBatch, train_batches
-from omni_rl.flow.streams import add_up, of_stream, shares_of
+from omni_rl.flow.streams import add_up, of_stream, stream_weights
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
 from omni_rl.run.media import export, open_engine, open_scorers, read_media
@@ -189,8 +189,8 @@ def loss_by_stream(sizes: list[int], shares: Sequence[float], loss_of: Loss) -> 
         streams = zip(*(each.split(sizes, dim=1) for each in latents), strict=True)
         losses = []
         for m, (now, x0, noise, x_t, *own_others) in enumerate(streams):
-            drawn, own = replace(at.batch.trajectory, x0=x0), of_stream(at.batch.advantages, m)
-            batch = TrainBatch.of(drawn, own, at.batch.weights)
+            trajectory, own = replace(at.batch.trajectory, x0=x0), of_stream(at.batch.advantages, m)
+            batch = TrainBatch.of(trajectory, own, at.batch.weights)
             found = dict(zip(others, own_others, strict=True))
             losses.append(loss_of(args, now, found, Noised(batch, noise, at.sigma, x_t)))
         return add_up(losses, shares)
@@ -290,8 +290,8 @@ def noise_afresh(run: MediaRun[Args], step: Step, batch: TrainBatch) -> list[Noi
 
 def predict(run: MediaRun[Args], net: torch.nn.Module, at: Noised) -> Tensor:
     """Return the velocity [B, ...] at the noised samples."""
-    drawn = at.batch.trajectory
-    return run.model.predict_velocity(net, at.x_t, at.sigma, drawn.cond, drawn.params)
+    trajectory = at.batch.trajectory
+    return run.model.predict_velocity(net, at.x_t, at.sigma, trajectory.cond, trajectory.params)
 
 
 def sampler_velocities(run: MediaRun[Args], points: list[Noised], num_first: int) -> list[Tensor | None]:
@@ -330,12 +330,12 @@ def update(run: MediaRun[Args], step: Step, batches: Sequence[TrainBatch]) -> di
     args, dist, loss_of = run.args, run.dist, ALGOS[run.args.algo].loss
     if run.streams:
         loss_of = loss_by_stream(
-            list(run.streams.values()), shares_of(run.streams.values(), args.streams.sound_weight), loss_of
+            list(run.streams.values()), stream_weights(run.streams.values(), args.streams.sound_weight), loss_of
         )
     points = [at for batch in batches for at in noise_afresh(run, step, batch)]
     size = len(points) // args.data.num_minibatches
     sampler, anchors = sampler_velocities(run, points, size), anchor_velocities(run, points)
-    seen, results = [], []
+    forwards, results = [], []
     for number, minibatch in enumerate(run.minibatches(step, epochs=args.num_inner_epochs)):
         for i in range(minibatch * size, (minibatch + 1) * size):
             velocity, old = predict(run, run.policy.net, points[i]), sampler[i]
@@ -348,15 +348,15 @@ def update(run: MediaRun[Args], step: Step, batches: Sequence[TrainBatch]) -> di
                     distance = velocity_kl(velocity, anchors[policy][i]).mean()
                     loss, metrics[f"{policy}_velocity_kl"] = loss + coef * distance, distance.detach()
             # Gradients are summed over batches, noise levels and ranks; this makes the sum a mean.
-            run.policy.backward(loss / (size * dist.num_shares), of=size)
-            seen.append(metrics | {"loss": loss.detach()})
-        if number == 0 and "ratio_max_dev" in seen[0] and starts_as_old(args, step):
-            gaps, gap_of = [m["ratio_max_dev"] for m in seen], partial(repeated_gap, run, points, sampler)
+            run.policy.backward(loss / (size * dist.dp_size), of=size)
+            forwards.append(metrics | {"loss": loss.detach()})
+        if number == 0 and "ratio_max_dev" in forwards[0] and starts_as_old(args, step):
+            gaps, gap_of = [m["ratio_max_dev"] for m in forwards], partial(repeated_gap, run, points, sampler)
             limit = 0.0 if run.gate == "exact" else run.rounding
             if run.check_ratio(gaps, limit, step, gap_of=gap_of, limit=run.rounding) is None:
                 return update(run, step, batches)
         results.append(run.optimizer_step(step))
-    return run.policy_metrics(seen, results)
+    return run.policy_metrics(forwards, results)
 
 
 if __name__ == "__main__":

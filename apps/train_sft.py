@@ -150,8 +150,8 @@ def read_batches(run: MediaRun[Args], step: Step) -> list[Noised]:
     for prompts in counted(deal(prompts_of(run, step), run.dist, run.args.data.batch_size)):
         params = run.model.unguided(run.base_params.of_size(prompts[0].size))
         x0, seeds = read_samples(run, prompts, params), [prompt.seed for prompt in prompts]
-        drawn = step_noise(seeds, 1, x0.shape[1:]), levels(run, step, seeds, params)
-        noise, sigma = (to_device(each, run.dist.device) for each in drawn)
+        sampled = step_noise(seeds, 1, x0.shape[1:]), levels(run, step, seeds, params)
+        noise, sigma = (to_device(each, run.dist.device) for each in sampled)
         batches.append(Noised(x0, noise, sigma, run.engine.condition(prompts, params), params))
     return batches
 
@@ -199,17 +199,17 @@ def level_at(args: Args, schedule: Tensor, quantiles: Tensor) -> Tensor:
 
 def update(run: MediaRun[Args], step: Step, batches: Sequence[Noised]) -> dict[str, float]:
     """Take an optimizer step on each minibatch of this rank's batches; metrics are means over samples and ranks."""
-    size, seen, results = len(batches) // run.args.data.num_minibatches, [], []
+    size, forwards, results = len(batches) // run.args.data.num_minibatches, [], []
     for first in range(0, len(batches), size):
         for at in batches[first : first + size]:
             x_t = add_noise(at.x0, at.noise, at.sigma)
             velocity = run.model.predict_velocity(run.policy.net, x_t, at.sigma, at.cond, at.params)
             loss = velocity_error(velocity, at.x0, at.noise).mean()
             # Gradients are summed over batches and ranks; this makes the sum a mean.
-            run.policy.backward(loss / (size * run.dist.num_shares), of=size)
-            seen.append({"loss": loss.detach()})
+            run.policy.backward(loss / (size * run.dist.dp_size), of=size)
+            forwards.append({"loss": loss.detach()})
         results.append(run.optimizer_step(step))
-    return run.policy_metrics(seen, results)
+    return run.policy_metrics(forwards, results)
 
 
 if __name__ == "__main__":

@@ -237,19 +237,19 @@ def align(run: MediaRun[Args], step: Step, reward: Reward, batch: Trajectory, *,
 def update(run: MediaRun[Args], step: Step, reward: Reward, batches: Sequence[Trajectory]) -> dict[str, float]:
     """Take an optimizer step on each minibatch; metrics are means over batches and ranks."""
     dist, size = run.dist, len(batches) // run.args.data.num_minibatches
-    seen, results = [], []
+    forwards, results = [], []
     for first in range(0, len(batches), size):
         for batch in batches[first : first + size]:
             metrics = {"loss": torch.zeros((), device=dist.device)}
             for kind in ("inversion", "denoising"):
                 out = align(run, step, reward, batch, inversion=kind == "inversion")
                 # Gradients are summed over batches, kinds of step and ranks; this makes the sum a mean.
-                run.policy.backward(out.loss / (2 * size * dist.num_shares), of=2 * size)
+                run.policy.backward(out.loss / (2 * size * dist.dp_size), of=2 * size)
                 metrics |= {f"{kind}_{name}": value for name, value in out.metrics.items()}
                 metrics["loss"] += out.loss.detach() / 2
-            seen.append(metrics)
+            forwards.append(metrics)
         results.append(run.optimizer_step(step))
-    return run.policy_metrics(seen, results)
+    return run.policy_metrics(forwards, results)
 
 
 if __name__ == "__main__":

@@ -155,13 +155,13 @@ def update(run: ThinkingRun[Args], step: Step, batches: Sequence[TrainBatch]) ->
     gap = run.check_ratio(gaps(batches, old), torch.inf if step.staleness else tolerance(args), step) or 0.0
     if run.gate != "exact" and not step.staleness:
         run.check_ratio(step_gaps(batches, steps), run.rounding, step)
-    seen, results = list[dict[str, Tensor]](), []
+    forwards, results = list[dict[str, Tensor]](), []
     moves = list[Tensor]()
     for first in range(0, len(batches), size):
         for i in range(first, first + size):
             batch, before = batches[i], old[i]
             # Gradients are summed over batches, kept steps and ranks; the divisors make the sum a mean.
-            total, parts = size * dist.num_shares, []
+            total, parts = size * dist.dp_size, []
             for k in range(num_kept):
                 parts.append(step_loss(run, batch, k, steps[i]))
                 run.policy.backward(parts[-1].loss / (total * num_kept), of=size * (num_kept + 1))
@@ -169,8 +169,8 @@ def update(run: ThinkingRun[Args], step: Step, batches: Sequence[TrainBatch]) ->
             run.policy.backward(args.thought_weight * thought.loss / total, of=size * (num_kept + 1))
             image = torch.stack([part.loss.detach() for part in parts]).mean()
             loss = image + args.thought_weight * thought.loss.detach()
-            seen += [part.metrics for part in parts]
-            seen.append({f"thought_{name}": value for name, value in thought.metrics.items()} | {"loss": loss})
+            forwards += [part.metrics for part in parts]
+            forwards.append({f"thought_{name}": value for name, value in thought.metrics.items()} | {"loss": loss})
             moves += [part.metrics["ratio_max_dev"] for part in (*parts, thought)]
         if first == 0:
             gap_of = partial(repeated_gap, run, batches, old)
@@ -180,7 +180,7 @@ def update(run: ThinkingRun[Args], step: Step, batches: Sequence[TrainBatch]) ->
                 return update(run, step, batches)
             step.metrics["policy/first_ratio_max_dev"] = deviation
         results.append(run.optimizer_step(step))
-    return run.policy_metrics(seen, results) | {"policy/thought_rollout_gap": gap}
+    return run.policy_metrics(forwards, results) | {"policy/thought_rollout_gap": gap}
 
 
 def old_scores(run: ThinkingRun[Args], batch: TrainBatch) -> TokenScores:
@@ -197,12 +197,12 @@ def old_steps(run: ThinkingRun[Args], step: Step, batch: TrainBatch, *, is_first
 
     is_first: True for the first minibatch, to whose older samples the update itself adds them.
     """
-    drawn = batch.trajectory
+    trajectory = batch.trajectory
     if run.gate == "exact" and not step.staleness:
-        return [*drawn.rollout_log_prob.unbind(dim=1)]
+        return [*trajectory.rollout_log_prob.unbind(dim=1)]
     if run.gate == "exact" and is_first:
         return []
-    return [retake(run, run.policy.net, drawn, k)[1].log_prob.detach() for k in range(drawn.num_kept)]
+    return [retake(run, run.policy.net, trajectory, k)[1].log_prob.detach() for k in range(trajectory.num_kept)]
 
 
 def repeated_gap(
@@ -211,11 +211,11 @@ def repeated_gap(
     """Return the recomputed log-probs of a forward of the update minus the old ones: of a step, or of tokens."""
     num_kept = batches[0].trajectory.num_kept
     i, k = divmod(forward, num_kept + 1)
-    drawn = batches[i].trajectory
+    trajectory = batches[i].trajectory
     if k < num_kept:
-        return retake(run, run.policy.net, drawn, k)[1].log_prob - drawn.rollout_log_prob[:, k]
-    off = score(run, run.policy.net, drawn).log_prob - old[i].log_prob
-    return off[thoughts_of(drawn).mask.to(off.device)]
+        return retake(run, run.policy.net, trajectory, k)[1].log_prob - trajectory.rollout_log_prob[:, k]
+    off = score(run, run.policy.net, trajectory).log_prob - old[i].log_prob
+    return off[thoughts_of(trajectory).mask.to(off.device)]
 
 
 def step_loss(run: ThinkingRun[Args], batch: TrainBatch, k: int, old: list[Tensor]) -> LossOutput:
@@ -223,43 +223,48 @@ def step_loss(run: ThinkingRun[Args], batch: TrainBatch, k: int, old: list[Tenso
 
     old: log-probs [B] before the update, to which this step's is added if it is the next.
     """
-    args, drawn = run.args, batch.trajectory
-    velocity, now = retake(run, run.policy.net, drawn, k)
+    args, trajectory = run.args, batch.trajectory
+    velocity, now = retake(run, run.policy.net, trajectory, k)
     if k == len(old):
         old.append(now.log_prob.detach())
-    weights, metrics = step_weights(old[k], drawn, k) if args.sampling.draw_ahead else (None, {})
+    weights, metrics = step_weights(old[k], trajectory, k) if args.sampling.draw_ahead else (None, {})
     out = grpo_loss(now.log_prob, old[k], batch.advantages, clip_range=args.clip_range, weights=weights)
     out = replace(out, metrics=out.metrics | metrics)
     if not args.velocity_coef:
         return out
     with torch.no_grad(), run.policy.reference() as net:
-        before, _ = retake(run, net, drawn, k)
+        before, _ = retake(run, net, trajectory, k)
     drift = distill_velocity_loss(velocity, before)
     return LossOutput(out.loss + args.velocity_coef * drift.loss, out.metrics | {"velocity_drift": drift.loss.detach()})
 
 
-def step_weights(old: Tensor, drawn: Trajectory, k: int) -> tuple[Tensor, dict[str, Tensor]]:
+def step_weights(old: Tensor, trajectory: Trajectory, k: int) -> tuple[Tensor, dict[str, Tensor]]:
     """Return importance weights [B] of the k-th kept step, which older weights sampled, and metrics. old: [B]."""
     low, high = STEP_BOUNDS
-    sampled = drawn.rollout_log_prob[:, k : k + 1]
+    sampled = trajectory.rollout_log_prob[:, k : k + 1]
     weights, metrics = rollout_weights(old[:, None], sampled, level="step", low=low, high=high)
     named = {f"correction_{name}": value for name, value in metrics.items()}
     return weights[:, 0], named | {"rollout_gap": metrics["abs_diff_max"].expm1()}
 
 
-def thought_weights(old: TokenScores, drawn: Trajectory, mask: Tensor) -> Tensor:
+def thought_weights(old: TokenScores, trajectory: Trajectory, mask: Tensor) -> Tensor:
     """Return those of each token [B, T], in the mean over thoughts of the mean over their tokens."""
-    sampled = thoughts_of(drawn).rollout_log_prob.to(mask.device)
+    sampled = thoughts_of(trajectory).rollout_log_prob.to(mask.device)
     weights, _ = token_rollout_weights(old.log_prob, sampled, mask, cap=TOKEN_CAP)
     return weights / (len(mask) * mask.sum(dim=1, keepdim=True).clamp(min=1))
 
 
-def retake(run: ThinkingRun[Args], net: nn.Module, drawn: Trajectory, k: int) -> tuple[Tensor, Transition]:
+def retake(run: ThinkingRun[Args], net: nn.Module, trajectory: Trajectory, k: int) -> tuple[Tensor, Transition]:
     """Return the velocity under `net` at the k-th kept step, and the step: bit for bit as sampled, if `net` sampled."""
-    x, params = drawn.x[:, k], drawn.params
-    velocity = run.model.predict_velocity(net, x, drawn.sigma(k), drawn.cond, params)
+    x, params = trajectory.x[:, k], trajectory.params
+    velocity = run.model.predict_velocity(net, x, trajectory.sigma(k), trajectory.cond, params)
     return velocity, params.rule(
-        velocity, x, drawn.sigma(k), drawn.sigma_next(k), noise_level=params.noise_level, x_next=drawn.x_next[:, k]
+        velocity,
+        x,
+        trajectory.sigma(k),
+        trajectory.sigma_next(k),
+        noise_level=params.noise_level,
+        x_next=trajectory.x_next[:, k],
     )
 
 
@@ -280,15 +285,15 @@ def thought_loss(run: ThinkingRun[Args], batch: TrainBatch, before: TokenScores)
     return LossOutput(out.loss + args.kl_coef * mean, metrics | {"kl": mean.detach()})
 
 
-def score(run: ThinkingRun[Args], net: nn.Module, drawn: Trajectory) -> TokenScores:
+def score(run: ThinkingRun[Args], net: nn.Module, trajectory: Trajectory) -> TokenScores:
     """Return the log-probs of the thoughts' tokens under `net`."""
-    return score_tokens(run.model, net, thoughts_of(drawn))
+    return score_tokens(run.model, net, thoughts_of(trajectory))
 
 
-def thoughts_of(drawn: Samples) -> TokenTrajectory:
+def thoughts_of(trajectory: Samples) -> TokenTrajectory:
     """Return the thoughts before these samples."""
-    assert isinstance(drawn, ThoughtTrajectory)
-    return drawn.thoughts
+    assert isinstance(trajectory, ThoughtTrajectory)
+    return trajectory.thoughts
 
 
 def gaps(batches: Sequence[TrainBatch], old: Sequence[TokenScores]) -> list[Tensor]:

@@ -204,10 +204,10 @@ def scored(prompts, batches, scores):
     return Rollout(prompts, batches, [future])
 
 
-def rollout(run, params, *, number=0, unit=1, **options):
+def rollout(run, params, *, number=0, in_a_row=1, **options):
     """This rank's batches of a training step, and the prompts of all ranks."""
     prompts = prompts_of(run, Step(number), **options)
-    return sample(run, prompts, params, unit=unit).batches, prompts
+    return sample(run, prompts, params, in_a_row=in_a_row).batches, prompts
 
 
 def keep_gradients(run):

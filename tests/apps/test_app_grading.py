@@ -144,23 +144,23 @@ def test_advantages_of_whole_groups_are_the_bits_of_those_over_all(std):
         assert torch.equal(batch.advantages, expected[first : first + 3])
         assert torch.equal(batch.weights, 1.0 - rewards[first : first + 3].isnan().float())
     assert not step.metrics
-    step.settle()
+    step.finish_grading()
     assert step.metrics["reward/mean"] == pytest.approx(rewards.nanmean().item())
     step.metrics.clear()
-    step.settle()
+    step.finish_grading()
     assert not step.metrics  # once
 
 
 def test_only_whole_groups_that_depend_on_no_other_come_early():
     args = change(FLOW, group_size=4, batch_size=2)
 
-    def comes_early(args, num_ranks, unit=1):
+    def comes_early(args, num_ranks, in_a_row=1):
         dist = SimpleNamespace(world_size=num_ranks, context=1)
-        return groups_are_local(args, args.advantages, dist, max(unit, args.data.batch_size))
+        return groups_are_local(args, args.advantages, dist, max(in_a_row, args.data.batch_size))
 
     assert comes_early(args, 1)
     assert not comes_early(args, 2)  # half a group each
-    assert comes_early(args, 2, unit=4)
+    assert comes_early(args, 2, in_a_row=4)
     assert comes_early(change(args, batch_size=8), 2)
     assert not comes_early(change(args, batch_size=6), 2)
     assert not comes_early(change(args, adv_std="batch"), 1)

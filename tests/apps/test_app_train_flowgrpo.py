@@ -215,7 +215,7 @@ def grade(args, scores):
     """The batches that the trainer makes of the scores of one, and the step with its metrics."""
     run, batch, step = lone_run(args), samples_of(len(scores), args.data.group_size), Step(0)
     batches = train_batches(run, step, scored(batch.prompts, [batch], scores), args.advantages)
-    step.settle()
+    step.finish_grading()
     return batches, step
 
 

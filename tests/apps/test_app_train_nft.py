@@ -149,7 +149,7 @@ def test_samples_without_a_score_take_no_part(here):
         future = Future()
         future.set_result(scores)
         chosen = train_batches(run, step, Rollout(prompts, batches, [future], 2), run.args.advantages, weighted=True)
-        step.settle()
+        step.finish_grading()
         return chosen, step
 
     (batch,), step = grade([*scores[:2], Score(None, abstained="unreadable"), scores[3]])

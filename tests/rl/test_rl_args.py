@@ -14,7 +14,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import torch
 from helpers import REPO
-from omni_rl.run.media import decoding
+from omni_rl.run.media import with_sliced_decoding
 from omni_rl.settings.args import RunArgs, num_batches, sharding, without_secrets
 from omni_rl.settings.fields import (
     Bound,
@@ -237,7 +237,7 @@ def test_large_images_are_decoded_a_few_at_a_time(sizes, changes, counts):
         return {"image": x0}, {}
 
     args = change(train_sft.Args(data=Data(batch_size=16)), **changes)
-    model = decoding(
+    model = with_sliced_decoding(
         args,
         SimpleNamespace(sizes=sizes, how=SimpleNamespace(context_mesh=None)),
         SimpleNamespace(decode=decode, encode=None),

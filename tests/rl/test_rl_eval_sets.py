@@ -14,7 +14,7 @@ from omni_rl.flow.evals import (
     date_evaluations,
     describe,
     mixed,
-    params_of,
+    params_of_set,
     pass_at_k,
     starts_of,
 )
@@ -109,9 +109,9 @@ def test_a_number_of_prompts_is_a_limit_and_one_that_limits_nothing_is_told():
 def test_a_set_changes_what_it_names_and_no_more():
     run = Params(num_inference_steps=10, height=64, width=32, guidance={"true_cfg_scale": 4.0, "audio": 2.0})
     own = MediaEvalSet(num_inference_steps=20, height=32, true_cfg_scale=1.0, guidance="audio=3")
-    assert params_of(own, run) == replace(run, num_inference_steps=20, height=32, guidance={"audio": 3.0})
-    assert params_of(MediaEvalSet(), run) == run
-    assert params_of(TokenEvalSet(top_p=0.5), TokenParams(8, 0.9)) == TokenParams(8, 0.9, 0.5)
+    assert params_of_set(own, run) == replace(run, num_inference_steps=20, height=32, guidance={"audio": 3.0})
+    assert params_of_set(MediaEvalSet(), run) == run
+    assert params_of_set(TokenEvalSet(top_p=0.5), TokenParams(8, 0.9)) == TokenParams(8, 0.9, 0.5)
 
 
 def test_pass_at_k_is_the_share_of_subsets_in_which_one_passes():

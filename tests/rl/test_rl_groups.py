@@ -150,7 +150,7 @@ def test_an_evaluation_fills_up_with_whole_groups(batch_size, samples, num_ranks
     assert [p for p in filled if p.index < len(prompts)] == prompts
     assert sorted(p.index for p in filled) == list(range(len(filled)))
     for rank in range(num_ranks):
-        own = [p for batch in deal(filled, place(rank, num_ranks), batch_size, unit=samples) for p in batch]
+        own = [p for batch in deal(filled, place(rank, num_ranks), batch_size, in_a_row=samples) for p in batch]
         groups = [own[i : i + samples] for i in range(0, len(own), samples)]
         assert len(own) * num_ranks == len(filled)
         assert all(len({(p.group, p.text) for p in group}) == 1 for group in groups)
@@ -163,7 +163,7 @@ def test_an_evaluation_of_few_prompts_cuts_no_group(num_prompts, samples, num_ra
     size = HeldOut("", records, None, samples=samples).batch_size(8, num_ranks)
     filled = fill_batches(expand_groups(records, samples, seed=0, step=-1), size, num_ranks, group=samples)
     for rank in range(num_ranks):
-        own = [p.group for batch in deal(filled, place(rank, num_ranks), size, unit=samples) for p in batch]
+        own = [p.group for batch in deal(filled, place(rank, num_ranks), size, in_a_row=samples) for p in batch]
         assert len(own) * num_ranks == len(filled)
         assert own == [group for group in own[::samples] for _ in range(samples)]
 

@@ -59,15 +59,15 @@ def test_a_machine_that_comes_back_has_the_lines_and_weights_of_the_run_and_not_
 def test_a_run_whose_checkpoints_are_elsewhere_is_told_where(tmp_path):
     run = object.__new__(Session)
     run.folder = tmp_path / "run"
-    assert run.way_on("s3://b/new") == run.way_on("") == ""  # of a new run
+    assert run.resume_hint("s3://b/new") == run.resume_hint("") == ""  # of a new run
     (run.folder / "checkpoints").mkdir(parents=True)
     (run.folder / "config.toml").write_text('checkpoint_url = "s3://b/old"\n')
     for url in ("", "s3://b/new"):
-        assert run.way_on(url).startswith("it goes on with --checkpoint-url s3://b/old, where its checkpoints are")
-    assert run.way_on("s3://b/old") == ""
+        assert run.resume_hint(url).startswith("it goes on with --checkpoint-url s3://b/old, where its checkpoints are")
+    assert run.resume_hint("s3://b/old") == ""
     (run.folder / "config.toml").write_text('checkpoint_url = ""\n')
-    assert run.way_on("s3://b/new") == ""
+    assert run.resume_hint("s3://b/new") == ""
     Checkpoint(run.folder / "checkpoints", init_distributed()).save(3, nn.Linear(2, 2), config={})
     place = run.folder / "checkpoints/step-00000003"
-    assert run.way_on("s3://b/new").startswith(f"it goes on from {place} without --checkpoint-url, or ")
-    assert run.way_on("") == ""
+    assert run.resume_hint("s3://b/new").startswith(f"it goes on from {place} without --checkpoint-url, or ")
+    assert run.resume_hint("") == ""

@@ -10,7 +10,7 @@ import torch
 from omni_losses import diffusion_nft_loss, grpo_loss, multi_reward_advantages, reward_probability
 from omni_reward import Score
 from omni_rl.flow.scoring import Rollout, TrainBatch, part_advantages
-from omni_rl.flow.streams import over_streams, shares_of
+from omni_rl.flow.streams import over_streams, stream_weights
 from omni_rl.settings.fields import change, check_bounds
 from omni_rl.settings.rules import check_scored
 from omni_rollout import Prompt
@@ -118,8 +118,8 @@ def test_a_reward_of_one_medium_enters_its_advantage_alone_and_one_of_both_enter
 
 
 def test_the_share_of_the_sound_is_that_of_its_elements_unless_it_is_set():
-    assert shares_of([6, 2], None) == (0.75, 0.25)
-    assert shares_of([6, 2], 0.5) == (0.5, 0.5)
+    assert stream_weights([6, 2], None) == (0.75, 0.25)
+    assert stream_weights([6, 2], 0.5) == (0.5, 0.5)
     assert not run().args.streams.are_judged
 
 

@@ -71,7 +71,7 @@ def compared(model, net, cond, params, dist, context, case):
         drawn = model.predict_velocity(found, x, sigma, cond, params)
     mode = "fsdp2" if "fsdp2" in case else "ddp"
     mesh = shard_mesh(dist, 2) if "size" in case else dist.mesh
-    velocity, gradients = run(found, SummedBackward(found, mesh, mode=mode), 1 / dist.num_shares)
+    velocity, gradients = run(found, SummedBackward(found, mesh, mode=mode), 1 / dist.dp_size)
     model.context = 1
     alone, wanted = run(prepared(model, net, None, case), lambda loss, of: loss.backward(), 1.0)
     every = [torch.empty_like(velocity) for _ in range(dist.world_size)]

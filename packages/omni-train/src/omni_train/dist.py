@@ -54,7 +54,7 @@ class Dist:
     is_planned: True if the other ranks do not exist (`omni_train.planned`); they are taken to send what this one does.
     machines: groups for messages by machine: this rank and those of its number in the other machines, and the ranks of
         its machine. None if messages go in one ring of all ranks.
-    context: number of ranks in a row, a share, that compute each forward together. They hold the same samples.
+    context: number of consecutive ranks that compute each forward together, on the same samples.
     first: number of ranks of another role before these, which only sample then; see `omni_train.roles`.
     """
 
@@ -69,13 +69,13 @@ class Dist:
     first: int = 0
 
     @property
-    def share(self) -> int:
-        """The number of this rank's share."""
+    def dp_rank(self) -> int:
+        """The number of this rank's group of `context` ranks, which is its rank in data parallelism."""
         return self.rank // self.context
 
     @property
-    def num_shares(self) -> int:
-        """The number of shares; that of ranks, where a share is one rank."""
+    def dp_size(self) -> int:
+        """The number of groups of `context` ranks, each with samples of its own."""
         return self.world_size // self.context
 
     @property
@@ -187,11 +187,11 @@ def shard_mesh(dist: Dist, size: int = 0) -> DeviceMesh | None:
 
 
 def context_mesh(dist: Dist) -> DeviceMesh:
-    """Return the mesh of shares and the ranks of each, with the axes that diffusers' context parallelism names.
+    """Return the mesh of data and context parallelism, with the axes that diffusers' context parallelism names.
 
-    They are "data" with `num_shares`, "ring" with 1 and "ulysses" with `context` ranks. Every rank calls it.
+    They are "data" with `dp_size`, "ring" with 1 and "ulysses" with `context` ranks. Every rank calls it.
     """
-    shape = dist.num_shares, 1, dist.context
+    shape = dist.dp_size, 1, dist.context
     mesh = init_device_mesh(dist.device.type, shape, mesh_dim_names=("data", "ring", "ulysses"))
     mesh._device_type = dist.mesh.device_type if dist.mesh else dist.device.type  # may be that of a planned device
     return mesh
@@ -359,15 +359,15 @@ def shutdown() -> None:
         torch_dist.destroy_process_group()
 
 
-def deal(items: Sequence[T], dist: Dist, batch_size: int, *, unit: int = 1) -> list[Sequence[T]]:
-    """Return this rank's batches: `batch_size` consecutive items, or `unit` if that is more, go to the ranks in turn.
+def deal(items: Sequence[T], dist: Dist, batch_size: int, *, in_a_row: int = 1) -> list[Sequence[T]]:
+    """Return this rank's batches: `batch_size` consecutive items, or `in_a_row` if that is more, go to ranks in turn.
 
-    They go to shares of ranks, where these compute each forward together.
+    Ranks that compute each forward together have the same batches.
 
-    unit: number of consecutive items that one rank takes, such as a group.
+    in_a_row: number of consecutive items that one rank takes, such as a group.
     """
-    per_turn = max(batch_size, unit)
-    starts = range(dist.share * per_turn, len(items), dist.num_shares * per_turn)
+    per_turn = max(batch_size, in_a_row)
+    starts = range(dist.dp_rank * per_turn, len(items), dist.dp_size * per_turn)
     firsts = [first for start in starts for first in range(start, start + per_turn, batch_size)]
     return [items[first : first + batch_size] for first in firsts]
 

@@ -72,7 +72,7 @@ def _plain(value: object) -> object:
     return getattr(value, "name", None) or getattr(value, "__name__", None) or str(value)
 
 
-def params_of(own: EvalSet, params: ParamsT) -> ParamsT:
+def params_of_set(own: EvalSet, params: ParamsT) -> ParamsT:
     """Return the sampling parameters of a set: the run's, with those that the set gives."""
     names = {field.name for field in fields(params)} - {"guidance"}
     given = {name: value for name, value in vars(own).items() if name in names and value is not None}

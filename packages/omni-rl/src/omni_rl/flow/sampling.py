@@ -107,17 +107,22 @@ def window_params(
 
 
 def sample(
-    run: MediaRun[MediaArgs], prompts: Sequence[Prompt], params: Params, *, unit: int = 1, scorer: Scorer | None = None
+    run: MediaRun[MediaArgs],
+    prompts: Sequence[Prompt],
+    params: Params,
+    *,
+    in_a_row: int = 1,
+    scorer: Scorer | None = None,
 ) -> Rollout[Trajectory]:
     """Return this rank's batches of `prompts`, which other ranks sample if some only do that.
 
     The arguments are those of `sample_here`.
     """
     if run.samplers is None:
-        return sample_here(run, prompts, params, unit=unit, scorer=scorer)
-    in_a_row = max(run.args.data.batch_size, unit, group_of(prompts, scorer or run.scorer))
-    own = deal(prompts, run.dist, run.args.data.batch_size, unit=in_a_row)
-    run.counts["drawn"] += sum(map(len, own))
+        return sample_here(run, prompts, params, in_a_row=in_a_row, scorer=scorer)
+    in_a_row = max(run.args.data.batch_size, in_a_row, group_of(prompts, scorer or run.scorer))
+    own = deal(prompts, run.dist, run.args.data.batch_size, in_a_row=in_a_row)
+    run.counts["sampled"] += sum(map(len, own))
     return Rollout(prompts, *run.samplers.take(own, params, in_a_row, run.counts), in_a_row)
 
 
@@ -127,7 +132,12 @@ def group_of(prompts: Sequence[Prompt], scorer: Scorer) -> int:
 
 
 def sample_here(
-    run: MediaRun[MediaArgs], prompts: Sequence[Prompt], params: Params, *, unit: int = 1, scorer: Scorer | None = None
+    run: MediaRun[MediaArgs],
+    prompts: Sequence[Prompt],
+    params: Params,
+    *,
+    in_a_row: int = 1,
+    scorer: Scorer | None = None,
 ) -> Rollout[Trajectory]:
     """Return this rank's batches of `prompts`; one is scored while the next one is sampled.
 
@@ -135,7 +145,7 @@ def sample_here(
     forward together have the same batches, without media; they decode batches in turn, or tiles together, and score
     batches in turn.
 
-    unit: as in `deal`. scorer: instead of the run's.
+    in_a_row: as in `deal`. scorer: instead of the run's.
 
     Raises:
         RuntimeError: the engine samples with other weights than those of the last sync.
@@ -143,11 +153,11 @@ def sample_here(
     batches, scored, pending, scorer = [], list[Trajectory](), list[Pending](), scorer or run.scorer
     dist, batch_size = run.dist, run.args.data.batch_size
     group = group_of(prompts, scorer)
-    unit = max(unit, group)
-    dealt = deal(prompts, dist, batch_size, unit=unit)
+    in_a_row = max(batch_size, in_a_row, group)
+    dealt = deal(prompts, dist, batch_size, in_a_row=in_a_row)
     for number, own in enumerate(counted(dealt)):
         following = dealt[number + 1] if number + 1 < len(dealt) else ()
-        is_scored = number // max(1, unit // batch_size) % dist.context == dist.rank % dist.context
+        is_scored = number // (in_a_row // batch_size) % dist.context == dist.rank % dist.context
         sized = params.of_size(own[0].size)
         in_tiles = 0 < run.args.memory.decode_tile < max(sized.height, sized.width)
         batch = run.engine.generate(own, replace(sized, decode=is_scored or in_tiles))
@@ -158,7 +168,7 @@ def sample_here(
         # Scorers and the report look at the media on the host; one copy, which is all that waits for the batch.
         batch = replace(batch, media={kind: tensor.cpu() for kind, tensor in batch.media.items() if is_scored})
         batches.append(batch if dist.context == 1 else _undecoded(batch))
-        run.counts["drawn"] += len(batch)
+        run.counts["sampled"] += len(batch)
         if not is_scored:
             continue
         scored.append(batch)
@@ -167,11 +177,11 @@ def sample_here(
             continue
         size = run.args.scorer.batch_size or len(batch)
         pending += [submit(scorer, scored[-1], slice(i, i + size)) for i in range(0, len(batch), size)]
-    return Rollout(prompts, batches, pending, max(batch_size, unit), scored)
+    return Rollout(prompts, batches, pending, in_a_row, scored)
 
 
 def _undecoded(batch: Trajectory) -> Trajectory:
-    """Return the samples as all ranks of a share have them."""
+    """Return the samples as all ranks that compute them together have them."""
     return replace(batch, media={}, rates={}, params=replace(batch.params, decode=True))
 
 
@@ -191,9 +201,9 @@ def evaluate_set(run: MediaRun[MediaArgs], held: HeldOut[Params, Scorer]) -> tup
     # So does a scorer of groups, which may span batches.
     asked = [held.scorer or run.scorer, *([second] if second else [])]
     group = held.samples if any(scorer.takes_groups for scorer in asked) else 1
-    filled = fill_batches(prompts, run.args.data.batch_size, run.dist.num_shares, group=group)
+    filled = fill_batches(prompts, run.args.data.batch_size, run.dist.dp_size, group=group)
     with gathered(run.policy.net) if "rollout" in run.policy.unshard else nullcontext():
-        rollout = sample_here(run, filled, held.params, unit=group, scorer=held.scorer)
+        rollout = sample_here(run, filled, held.params, in_a_row=group, scorer=held.scorer)
     batches = rollout.scored
     parts = [batches[: end + 1] for end in range(len(batches))] if second else []
     watched = [future for own in parts for future in submit_groups(asked[-1], own, group, run.args.scorer.batch_size)]
@@ -244,13 +254,13 @@ def _thoughts(batch: Samples) -> Sequence[str | None]:
 
 def _shown(batches: Sequence[Samples], scores: Sequence[Score]) -> Shown:
     """Return the media of each of this rank's samples, by kind, and the report's rows of them."""
-    drawn = [
+    samples = [
         (prompt, batch.rates, thought)
         for batch in batches
         for prompt, thought in zip(batch.prompts, _thoughts(batch), strict=True)
     ]
     rows = [
         Sample(p.text, s.value, p.group, p.seed, s.details, s.abstained, p.images, rates, answer=thought)
-        for (p, rates, thought), s in zip(drawn, scores, strict=True)
+        for (p, rates, thought), s in zip(samples, scores, strict=True)
     ]
     return [dict(zip(b.media, own, strict=True)) for b in batches for own in zip(*b.media.values(), strict=True)], rows

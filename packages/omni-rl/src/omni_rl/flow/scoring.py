@@ -116,7 +116,7 @@ class Rollout(Generic[BatchT]):
 
     @property
     def scored(self) -> Sequence[BatchT]:
-        """The batches that this rank has scored; others of its share have the rest."""
+        """The batches that this rank has scored; ranks with the same samples have scored the rest."""
         return self.batches if self.decoded is None else self.decoded
 
     @property
@@ -338,7 +338,7 @@ def train_batches(
     is_as_sampled = not leaves_out and len(rollout.batches) % num_minibatches == 0
     if not is_as_sampled or not groups_are_local(run.args, how, run.dist, rollout.in_a_row):
         return graded(run, step, rollout, grade)
-    step.grade = partial(graded, run, step, rollout, grade)
+    step.grade_all = partial(graded, run, step, rollout, grade)
     return [TrainBatch(b, cache(partial(_own_grades, run, b, rollout, how, weighted))) for b in rollout.batches]
 
 
@@ -416,18 +416,20 @@ def select(
 ) -> list[TrainBatch]:
     """Return this rank's batches to train on, minibatch by minibatch, with their grades on the device.
 
-    They are as they were sampled if all samples are kept, else repacked. A minibatch is a consecutive share of them, or
-    where they are too few for that, of their kept steps too.
+    They are as they were sampled if all samples are kept, else repacked. A minibatch is a consecutive chunk of them, or
+    if they are too few for that, a part of the kept steps of a chunk.
 
     advantages: [N]. keep: [N], or None to keep all. weights: [N], of samples that are all kept.
     """
-    shares = math.gcd(len(batches), num_minibatches)
+    num_chunks = math.gcd(len(batches), num_minibatches)
     if keep is None or keep.all():
         own_weights = [None if weights is None else weights[batch.indices] for batch in batches]
         chosen = [_graded(dist, b, advantages[b.indices], own) for b, own in zip(batches, own_weights, strict=True)]
     else:
-        chosen = repack(dist, batches, advantages, keep, num_minibatches=shares)
-    return chosen if shares == num_minibatches else split_steps(chosen, shares, num_minibatches // shares)
+        chosen = repack(dist, batches, advantages, keep, num_minibatches=num_chunks)
+    if num_chunks == num_minibatches:
+        return chosen
+    return split_steps(chosen, num_chunks, num_minibatches // num_chunks)
 
 
 def _graded(dist: Dist, batch: Trajectory, advantages: Tensor, weights: Tensor | None) -> TrainBatch:
@@ -436,9 +438,9 @@ def _graded(dist: Dist, batch: Trajectory, advantages: Tensor, weights: Tensor |
     )
 
 
-def split_steps(batches: Sequence[TrainBatch], shares: int, parts: int) -> list[TrainBatch]:
-    """Return each share of the batches `parts` times, first with the first of their kept steps, and so on."""
-    size, length = len(batches) // shares, batches[0].trajectory.num_kept // parts
+def split_steps(batches: Sequence[TrainBatch], num_chunks: int, parts: int) -> list[TrainBatch]:
+    """Return each chunk of the batches `parts` times, first with the first of their kept steps, and so on."""
+    size, length = len(batches) // num_chunks, batches[0].trajectory.num_kept // parts
     return [
         replace(batch, trajectory=batch.trajectory.take_steps(slice(start, start + length)))
         for first in range(0, len(batches), size)
@@ -461,9 +463,9 @@ def repack(
     counts = [[int(keep[torch.cat([b.indices for b in same])].sum()) for same in part] for part in parts]
     least = [[math.ceil(count / size) for count in own] for own in counts]
     by_rank = gather_json(dist, [[sum(own) for own in counts], [sum(own) for own in least]])
-    kept, rounds = torch.tensor(by_rank[:: dist.context]).unbind(dim=1)  # [shares, minibatches]
+    kept, rounds = torch.tensor(by_rank[:: dist.context]).unbind(dim=1)  # [dp_size, minibatches]
     most = max(1, int(rounds.max()))
-    scale = most * size * dist.num_shares / kept.sum(dim=0).clamp(min=1)
+    scale = most * size * dist.dp_size / kept.sum(dim=0).clamp(min=1)
     chosen = []
     for part, own, factor in zip(parts, least, scale, strict=True):
         for same, num in zip(part, _filled(own, [len(same) for same in part], most), strict=True):

@@ -17,7 +17,7 @@ from omni_losses import LossOutput
 from torch import Tensor
 
 
-def shares_of(sizes: Collection[int], sound_weight: float | None) -> tuple[float, ...]:
+def stream_weights(sizes: Collection[int], sound_weight: float | None) -> tuple[float, ...]:
     """Return the share of each stream in the loss: that of its elements, unless --streams.sound-weight is given.
 
     sizes: elements of each stream, as in `run.streams`.

@@ -152,7 +152,7 @@ def sample_answers(
         if batch.weight_version != run.version:
             raise RuntimeError(f"the engine samples with weights {batch.weight_version}, the trainer has {run.version}")
         batches.append(batch)
-        run.counts["drawn"] += len(batch)
+        run.counts["sampled"] += len(batch)
         pending += (scorer or run.scorer).submit(batch.answers, own)
     return Rollout(prompts, batches, pending, run.args.data.batch_size)
 
@@ -185,8 +185,8 @@ def show_answers(run: TokenRun[TokenArgs], step: Step, rollout: Rollout[TokenTra
 def _shown(batches: Sequence[TokenTrajectory], scores: Sequence[Score]) -> Shown:
     """Return the media of each of this rank's prompts, by kind, and the report's rows of the answers."""
     media, rows = [], []
-    drawn = [(p, answer) for batch in batches for p, answer in zip(batch.prompts, batch.answers, strict=True)]
-    for (p, answer), score in zip(drawn, scores, strict=True):
+    answered = [(p, answer) for batch in batches for p, answer in zip(batch.prompts, batch.answers, strict=True)]
+    for (p, answer), score in zip(answered, scores, strict=True):
         own = {"image": p.images[0] if p.images else None, "video": p.video, "audio": p.audio}
         media.append({kind: tensor for kind, tensor in own.items() if tensor is not None})
         facts = (score.value, p.group, p.seed, score.details, score.abstained, p.images[1:], p.rates)
@@ -230,13 +230,13 @@ def pack(
 
     advantages, keep: [N], of all ranks' samples in order.
     """
-    args, dist, drawn = run.args, run.dist, TokenTrajectory.cat(batches)
-    trained = drawn.sampled.sum(dim=1)
-    lengths = gather_by_index(dist, drawn.indices, trained.float(), len(keep))
-    sizes = [(len(e["input_ids"]), n) for e, n in zip(drawn.encoded, drawn.lengths.tolist(), strict=True)]
+    args, dist, whole = run.args, run.dist, TokenTrajectory.cat(batches)
+    trained = whole.sampled.sum(dim=1)
+    lengths = gather_by_index(dist, whole.indices, trained.float(), len(keep))
+    sizes = [(len(e["input_ids"]), n) for e, n in zip(whole.encoded, whole.lengths.tolist(), strict=True)]
     shares, own = keep.nonzero()[:, 0].tensor_split(args.data.num_minibatches), []
     for share in shares:
-        rows = torch.isin(drawn.indices, share).nonzero()[:, 0].tolist()
+        rows = torch.isin(whole.indices, share).nonzero()[:, 0].tolist()
         own.append(_cut(rows, sizes, args.data.batch_size, args.data.tokens_per_batch))
     counts = torch.tensor(gather_json(dist, [len(cuts) for cuts in own])).amax(dim=0)
     chosen: list[list[TokenBatch]] = []
@@ -247,7 +247,7 @@ def pack(
         weights[share] = token_weights(lengths[share], mean=mean, max_tokens=args.sampling.max_new_tokens)
         chosen.append([])
         for rows in [*cuts, *[[0]] * (max(1, count) - len(cuts))]:
-            batch = drawn.select(rows).trim()
+            batch = whole.select(rows).trim()
             is_real = len(chosen[-1]) < len(cuts)
             own_weights, own_advantages = weights[batch.indices] * is_real, advantages[batch.indices]
             by = len(batch) * is_real / mean_answers, batch.sampled.sum().item() * is_real / mean_tokens

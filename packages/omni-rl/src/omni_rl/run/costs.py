@@ -56,7 +56,7 @@ def work_of(run: AnyRun) -> Work:
     """Return what this rank has done since its counts were cleared."""
     counted = run.flops.total(run.calls) if run.flops and not run.breakers.calls.has_failed else {}
     return Work(
-        num_samples=run.counts["drawn"] / run.dist.context,
+        num_samples=run.counts["sampled"] / run.dist.context,
         flops={name: n / run.dist.context for name, n in counted.items()},
         peak_tflops=run.peak_tflops,
     )

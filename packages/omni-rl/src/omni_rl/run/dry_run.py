@@ -56,7 +56,7 @@ def plan_of(args: RunArgs, dist: Dist, inputs: Inputs[Any, Any], session: Sessio
         "ranks": f"{num_ranks}, weights {mode}"
         + ", experts on a rank each" * args.sharding.experts
         + (f"; {samplers} more only sample" if samplers else ""),
-        "samples per step": f"{samples}, {samples // dist.num_shares} per {who}, {args.data.batch_size} per forward",
+        "samples per step": f"{samples}, {samples // dist.dp_size} per {who}, {args.data.batch_size} per forward",
         "optimizer steps per training step": str(args.data.num_minibatches),
         "evaluations": _evaluations(args, inputs),
         "scorer": url or args.scorer.name or "none",

@@ -65,7 +65,7 @@ def hold_out(run: AnyRun, done: int, before: Sequence[Line]) -> dict[str, float]
 
 
 def _evaluate_set(run: AnyRun, held: HeldOut[Any, Any]) -> tuple[dict[str, float], Shown]:
-    size = held.batch_size(run.args.data.batch_size, run.dist.num_shares)
+    size = held.batch_size(run.args.data.batch_size, run.dist.dp_size)
     return run.evaluate_set(replace(run, args=change(run.args, batch_size=size)), held)
 
 

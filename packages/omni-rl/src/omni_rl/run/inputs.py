@@ -19,7 +19,7 @@ from omni_train.prepare import Lora, Preparation
 from omni_train.prompts.files import PromptRecord, RecordCheck
 from omni_train.prompts.sampler import PromptSampler
 
-from omni_rl.flow.evals import HeldOut, params_of
+from omni_rl.flow.evals import HeldOut, params_of_set
 from omni_rl.run.run import ModelT, ParamsT
 from omni_rl.settings.args import RunArgs, load_records, num_ranks, offloaded, sharding
 from omni_rl.settings.eval_sets import GOLD, setting_of
@@ -167,7 +167,7 @@ def read_sets(
         few = own.name == GOLD and len(found) < 2  # for an error bar
         require((not few, f"--eval.gold-prompts must have at least 2 prompts, got {len(found)}"))
         with flag(f"eval.sets[{number}]: "):
-            check_params(own_params := params_of(own, params))
+            check_params(own_params := params_of_set(own, params))
         limit = threshold if own.pass_threshold is None else own.pass_threshold
         own_samples = own.samples_per_prompt or samples
         sets.append(HeldOut(own.name, found[: own.num_prompts or None], own_params, own.seed, own_samples, limit))

@@ -8,7 +8,7 @@ Between steps it evaluates, logs, raises alarms, saves, and stops where the prog
 saves what there is and says what broke.
 
 `omni_rl.run.sources` yields the steps with their samples. It may sample some before their step: none once the run
-`is_asked` to stop, and the run stops after the last that has `begun`.
+`is_asked` to stop, and the run stops after the last step that has samples.
 """
 
 import sys
@@ -47,12 +47,12 @@ from omni_rl.settings.early import LOSS_SCALE
 class Loop:
     """The remaining training steps of a run; the `with` block closes its log, and after success the run.
 
-    is_asked: True if the run is to stop. begun: one past the last step that has samples, as what takes them says.
+    is_asked: True if the run is to stop. next_to_sample: one past the last step that has samples; set by `sources`.
     """
 
     def __init__(self, run: AnyRun) -> None:
         self.run = run
-        self.is_asked, self.begun = False, 0
+        self.is_asked, self.next_to_sample = False, 0
         self._done = run.session.first_step - 1  # finished steps; line n of the log speaks of n of them
         self._saved = self._done  # finished steps of the newest checkpoint, which may be under way
         self._in_step = False  # whether the trainer's own lines run
@@ -122,7 +122,7 @@ class Loop:
             with measured(run, step):
                 self._in_step = True
                 yield step
-                step.settle()  # where no optimizer step was tried
+                step.finish_grading()  # where no optimizer step was tried
                 self._in_step = False
             begin("")
             if not step.has_signal and run.dist.is_main:
@@ -163,7 +163,7 @@ class Loop:
         count = args.eval.stop_after if GOLD_REWARD in step.metrics else 0
         fell = count > 0 and has_fallen(self._evals, count)
         self.is_asked = self._stop.requested(run.dist) or fell
-        stops = self.is_asked and done >= self.begun
+        stops = self.is_asked and done >= self.next_to_sample
         best, is_last = best_of(self._evals), stops or done == args.run.train_steps
         self._save_when_due(is_last=is_last, now=is_last or done % args.run.save_every == 0 or done == best)
         if fell and is_main:

@@ -363,7 +363,7 @@ def open_scorers(
             name = f"eval.sets[{number}].samples_per_prompt" if number else "--eval.samples-per-prompt"
             scorers = [each for each in (held.scorer or scorer, held.watch) if each]
             sizes |= {name: held.samples} if any(each.takes_groups for each in scorers) else {}
-        check_groups(args, world.dist.num_shares, sizes)
+        check_groups(args, world.dist.dp_size, sizes)
         session.name_scorer(args, version)
     world.check_alike({"scorer": version})  # each machine may have a server of its own
     return scorer, held_out
@@ -427,7 +427,7 @@ def open_engine(
     args: MediaArgs, world: World, inputs: Inputs[Any, Any], net: nn.Module, *, routes: bool = False
 ) -> tuple[Model, Engine]:
     """Return the model as updates call it, and the engine. routes: as in `read_media`."""
-    model = decoding(args, inputs, world.watched(inputs.model))
+    model = with_sliced_decoding(args, inputs, world.instrumented(inputs.model))
     texts = TextCache(args.memory.text_cache_mb, args.memory.text_cache)
     how = inputs.how.dtype, args.memory.rollout_dtype, texts
     engine: Engine = world.open_engine(args.sampling.engine, model, net, world.dist, *how)
@@ -436,7 +436,7 @@ def open_engine(
     return model, engine
 
 
-def decoding(args: MediaArgs, inputs: Inputs[Any, Any], model: ModelT) -> ModelT:
+def with_sliced_decoding(args: MediaArgs, inputs: Inputs[Any, Any], model: ModelT) -> ModelT:
     """Return the model, which decodes as many samples at a time as the settings say, of the largest size.
 
     The prompts that it encodes count as work.

@@ -76,9 +76,9 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
     for the report`, without injected noise. export: `(run, card)` writes what was trained to runs/NAME/weights.
     trained: the experts that are trained, as in `Model.nets`. streams: latent elements of each medium, where frames and
     sound have separate losses. algorithm and base: for the model card. score_parts: those that steps log. sleeps: True
-    if the engine sleeps during updates. version: of the weights that the engine has. counts: samples that were `drawn`.
-    calls: those that have passed the nets. flops: operations of the net, and peak_tflops: those of the
-    device, on the first rank. load: of the experts of a mixture of experts in the engine, else None.
+    if the engine sleeps during updates. version: of the weights that the engine has. counts: `sampled` is
+    the number of samples. calls: samples that have passed the nets. flops: operations of the net, and peak_tflops:
+    those of the device, on the first rank. load: of the experts of a mixture of experts in the engine, else None.
     samplers: the ranks that only sample, if any and this one trains. num_updates: optimizer steps of a training step.
     """
 
@@ -127,7 +127,10 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time the block as `time/<name>_s`, and report errors in it under this phase."""
+        """Time the block as `time/<name>_s`, and report errors in it under this phase.
+
+        Sharded weights are gathered in the block if `Policy.unshard` has the phase.
+        """
         is_gathered = name in self.policy.unshard and not (name == "rollout" and self.samplers)
         gathering = gathered(self.policy.net) if is_gathered else nullcontext()
         with doing(SHOWN.get(name, name)), self.session.log.phase(name), gathering:
@@ -141,10 +144,10 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
         has_signal: False if this minibatch of a step has none.
 
         Raises:
-            RewardError: of `step.settle`, on every rank, before the weights are touched.
+            RewardError: of `step.finish_grading`, on every rank, before the weights are touched.
             FloatingPointError: gradients in float16 are infinite or NaN times any factor; raised on every rank.
         """
-        step.settle()
+        step.finish_grading()
         args, policy, optim = self.args, self.policy, self.args.optim
         lr = scheduled_lr(
             step.number, args.run.train_steps, args.lr or 0.0, optim.lr_scheduler_type, optim.warmup_steps
@@ -263,16 +266,18 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
         self.policy.optimizer.zero_grad(set_to_none=True)
         return True
 
-    def policy_metrics(self, seen: Sequence[Mapping[str, Tensor]], results: Sequence[StepResult]) -> dict[str, float]:
+    def policy_metrics(
+        self, forwards: Sequence[Mapping[str, Tensor]], results: Sequence[StepResult]
+    ) -> dict[str, float]:
         """Return metrics `policy/...` of an update: means or extremes over forwards and ranks, and optimizer steps.
 
-        seen: 0-d tensors of each forward of this rank.
+        forwards: the metrics of each forward of this rank, 0-d tensors.
 
         Raises:
             FloatingPointError: the loss is not finite; raised on every rank.
         """
         values: dict[str, list[Tensor]] = {}
-        for name, value in chain.from_iterable(each.items() for each in seen):
+        for name, value in chain.from_iterable(each.items() for each in forwards):
             values.setdefault(name, []).append(value)
         merged = [merge_metric(torch.stack(own), EXTREMES.get(name, "mean")) for name, own in values.items()]
         own = dict(zip(values, torch.stack(merged).tolist(), strict=True))
@@ -367,8 +372,8 @@ class Step:
     """One training step: its `number`, counted from 0, and the `metrics` to log of it.
 
     version: of the weights that sample it, which is the number of steps that are finished then; by default all before
-    it. has_signal: True if any sample of any rank has an advantage; set by trainers that know it. grade: grades the
-    samples of all ranks, on every rank, where the update began before all scores were there; see `flow.scoring`.
+    it. has_signal: True if any sample of any rank has an advantage; set by trainers that know it. grade_all: grades the
+    samples of all ranks, on every rank, if the update begins before all scores have arrived; see `flow.scoring`.
     """
 
     def __init__(self, number: int, version: int | None = None) -> None:
@@ -376,14 +381,14 @@ class Step:
         self.version = number if version is None else version
         self.metrics: dict[str, float] = {}
         self.has_signal = True
-        self.grade: Callable[[], object] = lambda: None
+        self.grade_all: Callable[[], object] = lambda: None
 
     @property
     def staleness(self) -> int:
         """The number of updates between the weights that sampled a step and the trained ones; 0 for a repeated step."""
         return max(0, self.number - self.version)
 
-    def settle(self) -> None:
-        """Grade the samples of all ranks, once: what grades them holds this step's samples."""
-        grade, self.grade = self.grade, lambda: None
-        grade()
+    def finish_grading(self) -> None:
+        """Call `grade_all` and drop it, as it holds the samples; later calls do nothing."""
+        grade_all, self.grade_all = self.grade_all, lambda: None
+        grade_all()

@@ -94,7 +94,7 @@ class Session:
         if was != version and not (args.eval.only or args.run.dry_run):
             raise ValueError(f"{args.scorer.flag} must be the scorer that the run began with, {was}, got {version}")
 
-    def take(self, args: RunArgs, world: World, mode: str) -> None:
+    def claim(self, args: RunArgs, world: World, mode: str) -> None:
         """Make this the one run that writes into the folder, open its report, and print the first line."""
         dist = world.dist
         if dist.first:
@@ -107,7 +107,9 @@ class Session:
                 for name in REPLACED if dist.is_main else ():
                     check_replaceable(self.folder / name)
                 self.fetch(dist)
-        claim_folder(dist, self.folder, has_checkpoint=self.saved is not None, way=self.way_on(args.run.checkpoint_url))
+        claim_folder(
+            dist, self.folder, has_checkpoint=self.saved is not None, way=self.resume_hint(args.run.checkpoint_url)
+        )
         if dist.is_main:
             self.open_report(args, world)
             start = self.begins if self.saved else "begins"
@@ -118,7 +120,7 @@ class Session:
             place = f"report in {self.folder}/report.html; loading {args.policy.model}"
             say(f"{self.folder} {start}: {ranks}, weights {mode}; {place}")
 
-    def way_on(self, url: str) -> str:
+    def resume_hint(self, url: str) -> str:
         """Return how to resume the folder's run if its checkpoints are not at --checkpoint-url; else ""."""
         path, before = self.folder / "config.toml", ""
         with suppress(OSError, ValueError):  # of a folder without settings

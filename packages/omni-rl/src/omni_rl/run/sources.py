@@ -30,7 +30,7 @@ def sampled(run: RunT, steps: Loop, roll_out: Callable[[RunT, Step], T]) -> Iter
         RuntimeError: samples of a step are too old, as the engine lacks weights.
     """
     if samplers := run.samplers:
-        for step, _ in begun(run, steps, lambda early: samplers.order(early.number, early.version)):
+        for step, _ in prefetched(run, steps, lambda ahead: samplers.order(ahead.number, ahead.version)):
             yield step, roll_out(run, step)
         return
 
@@ -39,24 +39,24 @@ def sampled(run: RunT, steps: Loop, roll_out: Callable[[RunT, Step], T]) -> Iter
         step.version = run.version
         return rollout
 
-    yield from begun(run, steps, sample)
+    yield from prefetched(run, steps, sample)
 
 
-def begun(run: AnyRun, steps: Loop, begin: Callable[[Step], T]) -> Iterator[tuple[Step, T]]:
-    """Yield each remaining step with what `begin` has returned for it, at most `--draw-ahead` updates before.
+def prefetched(run: AnyRun, steps: Loop, fetch: Callable[[Step], T]) -> Iterator[tuple[Step, T]]:
+    """Yield each remaining step with the result of `fetch`, called at most `--draw-ahead` updates before.
 
     Raises:
         RuntimeError: the weights that `step.version` names are older.
     """
-    early = deque[tuple[Step, T]]()
+    queue = deque[tuple[Step, T]]()
     for step in steps:
         ahead, end = run.args.sampling.draw_ahead, next_end(run.args, step.number)
-        while not early or (len(early) <= ahead and steps.begun < end and not steps.is_asked):
-            new = Step(steps.begun, version=step.number) if early else step
-            early.append((new, begin(new)))
-            steps.begun = new.number + 1
-        first, found = early.popleft()
-        vars(step).update(vars(first))
+        while not queue or (len(queue) <= ahead and steps.next_to_sample < end and not steps.is_asked):
+            new = Step(steps.next_to_sample, version=step.number) if queue else step
+            queue.append((new, fetch(new)))
+            steps.next_to_sample = new.number + 1
+        sampled_as, found = queue.popleft()
+        step.version, step.metrics = sampled_as.version, sampled_as.metrics
         if step.staleness > ahead:
             rule = f"samples must be at most {ahead} updates old, as --draw-ahead says"
             raise RuntimeError(f"step {step.number + 1}: {rule}, got {step.staleness}: a sync is missing")

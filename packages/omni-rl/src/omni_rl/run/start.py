@@ -136,7 +136,7 @@ def open_net(args: RunArgs, world: World, inputs: Inputs[Any, Any], session: Ses
         ValueError, OSError: another run has the folder, or the weights could not be read.
     """
     progress.begin("loading", inputs.model.weight_bytes(), "bytes")
-    session.take(args, world, sharding(args, world.dist.world_size))
+    session.claim(args, world, sharding(args, world.dist.world_size))
     inputs.model.reading = reading
     with same_error(world.whole):
         return load_net(args, world, inputs)

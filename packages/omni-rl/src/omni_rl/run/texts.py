@@ -154,7 +154,7 @@ def open_engine(
     args: TokenArgs, world: World, inputs: Inputs[TokenModel, TokenParams], net: nn.Module
 ) -> tuple[TokenModel, TokenEngine]:
     """Return the model as updates call it, and the engine."""
-    model, dist = world.watched(inputs.model), world.dist
+    model, dist = world.instrumented(inputs.model), world.dist
     if args.sampling.engine == "vllm":
         from omni_rollout.engines.vllm import VllmEngine
 

@@ -23,7 +23,7 @@ from omni_rl.flow.scorers import Scorer
 from omni_rl.flow.thinking import FLAG, with_thoughts
 from omni_rl.run import media
 from omni_rl.run.inputs import Inputs, model_place, with_meshes, with_policies
-from omni_rl.run.media import check_trained, decoding, params_of, read_all
+from omni_rl.run.media import check_trained, params_of, read_all, with_sliced_decoding
 from omni_rl.run.run import first_input
 from omni_rl.run.session import Session
 from omni_rl.run.world import World
@@ -81,7 +81,7 @@ def open_engine(
     args: ThinkingArgs, world: World, inputs: Inputs[ThinkingModel, ThinkingParams], net: nn.Module
 ) -> tuple[ThinkingModel, Engine]:
     """Return the model as updates call it, and the engine."""
-    dist, model = world.dist, decoding(args, inputs, inputs.model)
+    dist, model = world.dist, with_sliced_decoding(args, inputs, inputs.model)
     parts = model.load(device=dist.device, dtype=inputs.how.dtype, net=net)
     is_sharded = sharding(args, dist.world_size) == "fsdp2"
     together = (lambda ended: all(gather_json(dist, ended))) if is_sharded else bool

@@ -15,7 +15,7 @@ from omni_train.signals import STOP_SIGNALS
 
 from omni_rl.flow.scorers import connect
 from omni_rl.run.engines import ENGINES
-from omni_rl.settings.args import RunArgs, num_samplers, num_shares, num_trainers
+from omni_rl.settings.args import RunArgs, dp_size, num_samplers, num_trainers
 from omni_rl.settings.fields import flat
 from omni_rl.settings.groups import Scorer
 
@@ -54,14 +54,14 @@ class World:
         if args.run.dry_run:
             size = num_trainers(args)
             one = Dist(rank=0, world_size=size, local_rank=0, device=local_device(), mesh=None)
-            return cls(replace(one, context=size // num_shares(args, size)))
+            return cls(replace(one, context=size // dp_size(args, size)))
         dist = init_distributed(timeout_s=args.run.hang_timeout_s, expandable_segments=args.sampling.has_trained_engine)
         if dist.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)  # fast beside a scorer, and the same bits on any number of cores
         count, limit = num_samplers(args), args.run.hang_timeout_s
         roles = split(dist, count, timeout_s=limit) if count and dist.mesh else None
         own = roles.dist if roles else dist
-        world = cls(replace(own, context=own.world_size // num_shares(args, own.world_size)), roles=roles)
+        world = cls(replace(own, context=own.world_size // dp_size(args, own.world_size)), roles=roles)
         world.check_alike(flat(args))
         return replace(world, display=Display()) if own.is_main else world
 
@@ -99,7 +99,7 @@ class World:
         """Return the scorer at a URL, and its name and version, as `omni_rl.flow.scorers.connect` does."""
         return connect(urls, asks, self.dist, canary, kinds, **how)
 
-    def watched(self, model: ModelT) -> ModelT:
+    def instrumented(self, model: ModelT) -> ModelT:
         """Return the model as engine and updates call it."""
         return model
 

@@ -118,8 +118,8 @@ def num_trainers(args: RunArgs) -> int:
     return num_ranks() - num_samplers(args)
 
 
-def num_shares(args: RunArgs, world_size: int = 0) -> int:
-    """Return the number of shares of ranks, each of which samples and trains on batches of its own.
+def dp_size(args: RunArgs, world_size: int = 0) -> int:
+    """Return the size of data parallelism: the ranks, or groups of ranks, with batches of their own.
 
     world_size: number of ranks; 0 is those that torchrun started.
     """
@@ -133,7 +133,7 @@ def sharding(args: RunArgs, world_size: int) -> Mode:
 
 
 def num_batches(args: RunArgs, world_size: int = 0, *, num_trained: int = 1, unit: int = 1) -> int:
-    """Return the number of batches that each rank samples in a training step; those of a share have the same.
+    """Return the number of batches that each rank samples in a training step; ranks of a group have the same.
 
     world_size: number of ranks; 0 is those that torchrun started. num_trained: parts of a batch that one minibatch
     after the other may take, such as its stochastic steps. unit: samples of which a batch has one or a multiple.
@@ -142,16 +142,16 @@ def num_batches(args: RunArgs, world_size: int = 0, *, num_trained: int = 1, uni
         ValueError: the step's samples cannot be split into them, or they into the step's minibatches. The message names
             the nearest number that fits.
     """
-    shares = num_shares(args, world_size)
-    who = "ranks" if shares == (world_size or num_trainers(args)) else "ranks by --sharding.context-parallel"
-    samples, per_round = args.data.prompts_per_step * args.data.group_size, args.data.batch_size * shares
+    size = dp_size(args, world_size)
+    who = "ranks" if size == (world_size or num_trainers(args)) else "ranks by --sharding.context-parallel"
+    samples, per_round = args.data.prompts_per_step * args.data.group_size, args.data.batch_size * size
     rounds = samples // per_round
-    sizes = [n for n in range(unit, samples + 1, unit) if samples % (n * shares) == 0]
+    sizes = [n for n in range(unit, samples + 1, unit) if samples % (n * size) == 0]
     whole = f" and hold whole groups of --group-size ({args.data.group_size})" if unit > 1 else ""
     counts = [n for n in range(1, rounds * num_trained + 1) if rounds * num_trained % n == 0]
     require(
         (sizes,
-         f"the {who} ({shares}) must divide a step's samples ({samples}){whole}, prompts times --group-size"),
+         f"the {who} ({size}) must divide a step's samples ({samples}){whole}, prompts times --group-size"),
         (args.data.batch_size in sizes,
          f"--batch-size times {who} ({per_round}) must divide a step's samples ({samples}){whole}, "
          f"got {args.data.batch_size}; nearest: {_nearest(args.data.batch_size, sizes)}"),

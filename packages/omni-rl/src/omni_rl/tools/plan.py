@@ -58,11 +58,11 @@ from omni_rl.run.world import World
 from omni_rl.settings.args import (
     MediaArgs,
     RunArgs,
+    dp_size,
     load_records,
     next_end,
     num_batches,
     num_ranks,
-    num_shares,
     offloaded,
     sharding,
 )
@@ -162,7 +162,7 @@ def ladder(args: ArgsT, ranks: int, offloads: Sequence[str], over: Collection[st
     for changes in rungs[:-1] if is_rounded else rungs:
         is_last = changes is rungs[-1]
         changed = change(args, **changes)
-        together = ranks // num_shares(args, ranks)
+        together = ranks // dp_size(args, ranks)
         world_size = -(-max(MORE_RANKS, 2 * ranks) // together) * together if is_last else ranks
         if (changed == args and not is_last) or not _is_divisible(changed, world_size):
             continue
@@ -183,7 +183,7 @@ def measure(
 
     tells: print the settings too, and check the model's files. remembers: run one forward of a shape, not all.
     """
-    shares = num_shares(args, ranks)
+    shares = dp_size(args, ranks)
     counts = _prompt_counts(args, shares)
     plain = {"memory.text_cache": "", "memory.text_cache_mb": 0.0, "attention": "auto", "compile": False}
     bare = change(args, **{name: value for name, value in plain.items() if name in values_of(args)})
@@ -355,7 +355,7 @@ class PlannedWorld(World):
         """Return a scorer whose scores differ, so that there is something to learn."""
         return LocalScorer(_grader(how.get("parts", ())), kinds), ""
 
-    def watched(self, model: Any) -> Any:
+    def instrumented(self, model: Any) -> Any:
         """Return a model whose forwards are counted, and run once for a shape."""
         if not isinstance(self.args, MediaArgs):
             return wrap(model, predict=self._remembered_scores(model)) if self.remembers else model
