@@ -437,9 +437,9 @@ def open_run(args: Beside) -> MediaRun[app.Args]:
     world = World(init_distributed())
     session = Session(settings, world.dist)
     session.folder.mkdir(parents=True)
-    session.first_step = args.start + 1 if args.start else 0
+    session.num_done = args.start or -1
     with (session.folder / "metrics.jsonl").open("w") as file:
-        for step in range(session.first_step):
+        for step in range(session.num_done + 1):
             file.write(json.dumps({"step": step} | metrics(step)) + "\n")
     session.open_report(settings, world)
     session.open_log(settings, world, [], [], [])

@@ -134,7 +134,7 @@ def test_advantages_of_whole_groups_are_the_bits_of_those_over_all(std):
     rewards = gather_rewards(place(), batches, scores, rollout.groups)
     expected = group_advantages(rewards, rollout.groups, std=std)
     args = change(FLOW, adv_std=std, group_size=4, prompts_per_step=6)
-    run = SimpleNamespace(args=args, dist=place(), phase=lambda name: nullcontext(), parts=())
+    run = SimpleNamespace(args=args, dist=place(), phase=lambda name: nullcontext(), score_parts=())
     chosen = train_batches(run, step, rollout, run.args.advantages, weighted=True)
     for first, batch in zip(range(0, 24, 3), chosen, strict=True):
         end = -(-(first + 3) // 4) * 4

@@ -71,7 +71,7 @@ def tiny(kind="qwen3", /, **changes):
 
 def alone(args):
     """What the steps of a run look at that has no net."""
-    return SimpleNamespace(args=args, dist=place(), phase=lambda name: nullcontext(), parts=())
+    return SimpleNamespace(args=args, dist=place(), phase=lambda name: nullcontext(), score_parts=())
 
 
 @pytest.mark.parametrize("algo", sampled(app.ALGOS, 2))

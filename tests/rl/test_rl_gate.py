@@ -14,7 +14,7 @@ from torch.amp import GradScaler
 
 ALONE = Dist(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"), mesh=None)
 HERE = SimpleNamespace(
-    dist=ALONE, world=World(ALONE), session=SimpleNamespace(first_step=0), policy=SimpleNamespace(scaler=None)
+    dist=ALONE, world=World(ALONE), session=SimpleNamespace(num_done=-1), policy=SimpleNamespace(scaler=None)
 )
 
 

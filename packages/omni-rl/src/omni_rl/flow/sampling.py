@@ -65,7 +65,7 @@ def by_shapes(prompts: Sequence[Prompt]) -> list[list[Prompt]]:
 
 
 def counted(batches: Sequence[Sequence[Prompt]]) -> Iterator[Sequence[Prompt]]:
-    """Yield the batches, each of which counts as done when the next one is taken; texts that are encoded count too."""
+    """Yield the batches and report progress: of the samples, and of the texts to encode."""
     expect("encoding", len({prompt.text for batch in batches for prompt in batch}), "prompts")
     return over(batches, "samples")
 
@@ -88,7 +88,7 @@ def window_params(
 ) -> Params:
     """Return the sampling parameters of a training step; its window of stochastic steps is the same on every rank.
 
-    rule: of a step; frames and sound have separate log-probs where the run has streams. The others are `sde_window`'s.
+    rule: a step of omni_sched; with streams, frames and sound have separate log-probs. Others: as in `sde_window`.
     """
     sde_steps = sde_window(
         run.args.sampling.num_inference_steps,
@@ -114,10 +114,7 @@ def sample(
     in_a_row: int = 1,
     scorer: Scorer | None = None,
 ) -> Rollout[Trajectory]:
-    """Return this rank's batches of `prompts`, which other ranks sample if some only do that.
-
-    The arguments are those of `sample_here`.
-    """
+    """Return this rank's batches of `prompts`, as `sample_here` does, or from the ranks that only sample."""
     if run.samplers is None:
         return sample_here(run, prompts, params, in_a_row=in_a_row, scorer=scorer)
     in_a_row = max(run.args.data.batch_size, in_a_row, group_of(prompts, scorer or run.scorer))
@@ -228,9 +225,9 @@ def evaluate_set(run: MediaRun[MediaArgs], held: HeldOut[Params, Scorer]) -> tup
 
 
 def fill_batches(prompts: Sequence[Prompt], batch_size: int, num_ranks: int, *, group: int = 1) -> list[Prompt]:
-    """Fill up batches of one size each, equally many for every rank, with copies of prompts under further indices.
+    """Add copies of prompts, under new indices, until every rank has the same number of full batches, each of one size.
 
-    group: number of consecutive prompts that stay together, as many on every rank too; a copy is another group.
+    group: number of consecutive prompts that stay on one rank; a copy belongs to another group.
     """
     unit, copies, seen = max(batch_size, group), count(len(prompts)), set[int]()
     full = [prompt for same in by_shapes(prompts) for prompt in _repeated(same, unit)]

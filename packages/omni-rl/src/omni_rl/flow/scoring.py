@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 def submit(scorer: Scorer, samples: Samples, rows: slice = slice(None)) -> Pending:
-    """Return the future scores of a batch, or of these samples of it."""
+    """Request the scores of a batch, or of some rows of it; return a future."""
     media = {kind: samples.media[kind][rows].cpu().numpy() for kind in scorer.kinds}
     prompts = samples.prompts[rows]
     references = [[image.numpy() for image in p.images] for p in prompts] if scorer.takes_references else None
@@ -55,7 +55,7 @@ def submit(scorer: Scorer, samples: Samples, rows: slice = slice(None)) -> Pendi
 
 
 def submit_groups(scorer: Scorer, batches: Sequence[Samples], group: int, size: int) -> list[Pending]:
-    """Return the future scores of the groups that the last of a rank's batches completes.
+    """Request the scores of the groups that the last of a rank's batches completes; return futures.
 
     group: samples of a group, which a batch divides or is divided by. size: most samples in a request, which holds at
     least a group; 0 is any.
@@ -182,7 +182,7 @@ def gather_parts(
 
 
 def rewards_at(run: AnyRun, step: Step, rollout: Rollout[Any], groups: Tensor | None = None) -> Tensor:
-    """Return the rewards [N] of all ranks' samples, which the step logs.
+    """Return the rewards [N] of all ranks' samples, and log them.
 
     groups: [N], instead of the rollout's.
 
@@ -207,7 +207,7 @@ def rewards_at(run: AnyRun, step: Step, rollout: Rollout[Any], groups: Tensor | 
 def log_advantages(step: Step, advantages: Tensor, whole: Tensor) -> None:
     """Log the extremes of a step's advantages, the effect of eps on them, and whether any is not 0.
 
-    whole: the same with an eps that takes nothing.
+    whole: the advantages with an eps of almost 0.
     """
     step.has_signal = bool(advantages.any())
     step.metrics |= {"advantage/min": advantages.min().item(), "advantage/max": advantages.max().item()}
@@ -218,7 +218,7 @@ def log_advantages(step: Step, advantages: Tensor, whole: Tensor) -> None:
 def advantages_of(
     run: MediaRun[MediaArgs], step: Step, rollout: Rollout[Trajectory], how: Advantages
 ) -> tuple[Tensor, Tensor]:
-    """Return advantages [N], or [N, M] of M streams, and rewards [N] of all ranks' samples; the step logs both.
+    """Return advantages [N], or [N, M] of M streams, and rewards [N] of all ranks' samples; log both.
 
     Raises:
         RuntimeError: as `rewards_at`.
@@ -258,9 +258,9 @@ class Grades(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """Samples of one forward of an update, whose grades are waited for when they are read.
+    """A batch of an update. Reading `advantages` or `weights` waits for the scores of its groups.
 
-    grades: returns them. is_as_sampled: the rollout had the same batch, so that an exact engine's log-probs are the
+    grades: returns both. is_as_sampled: the rollout had the same batch, so that an exact engine's log-probs are the
     update's to the last bit.
     """
 
@@ -285,7 +285,7 @@ class TrainBatch:
 
 
 def graded(run: RunT, step: Step, rollout: RolloutT, grade: Callable[[RunT, Step, RolloutT], T]) -> T:
-    """Return what `grade` makes of the samples, once the scores of all ranks have arrived.
+    """Wait for the scores of all ranks, and return the result of `grade`.
 
     Raises:
         RewardError: the scorer failed for some rank; on every rank.
@@ -359,7 +359,7 @@ def some_steps(batch: Trajectory, fraction: float) -> Trajectory:
 
 
 def groups_are_local(args: MediaArgs, how: Advantages, dist: Dist, in_a_row: int) -> bool:
-    """True if the advantages of a rank's samples depend only on scores that it waits for, which come one by one."""
+    """Return True if the advantages of a rank's samples need only its own scores, which arrive batch by batch."""
     is_whole = dist.world_size == 1 or in_a_row % args.data.group_size == 0
     waits = dist.context > 1 or args.sampling.draw_ahead or args.scorer.sleep or how.reward_parts
     return is_whole and how.adv_std != "batch" and not waits

@@ -4,8 +4,8 @@
         for step in steps:
             ...
 
-Between steps it evaluates, logs, raises alarms, saves, and stops where the program is asked to. When a step breaks, it
-saves what there is and says what broke.
+Between steps it evaluates, logs, raises alarms, saves, and stops on request. When a step fails, it saves the finished
+steps and reports the error.
 
 `omni_rl.run.sources` yields the steps with their samples. It may sample some before their step: none once the run
 `is_asked` to stop, and the run stops after the last step that has samples.
@@ -53,7 +53,7 @@ class Loop:
     def __init__(self, run: AnyRun) -> None:
         self.run = run
         self.is_asked, self.next_to_sample = False, 0
-        self._done = run.session.first_step - 1  # finished steps; line n of the log speaks of n of them
+        self._done = run.session.num_done  # finished steps; line n of the log is about n of them
         self._saved = self._done  # finished steps of the newest checkpoint, which may be under way
         self._in_step = False  # whether the trainer's own lines run
         self._watch, self._alarms = Watch(), Breaker("the alarms")
@@ -69,7 +69,7 @@ class Loop:
 
     @contextmanager
     def _opened(self) -> Iterator[Self]:
-        """Read what an earlier life has logged; when the block breaks, save what there is."""
+        """Read what the run has logged before it resumed; when the block fails, save the finished steps."""
         self._read_lines()
         begin("")
         run, checkpoints = self.run, self.run.session.checkpoints
@@ -90,7 +90,7 @@ class Loop:
                 raise
 
     def _read_lines(self) -> None:
-        """Read the evaluations of an earlier life, and its last line if that one's is due still."""
+        """Read the evaluations before the run resumed, and its last line if that one's evaluation is due still."""
         run, done = self.run, self._done
         lines = load_metrics(run.session.folder / "metrics.jsonl") if run.dist.is_main else []
         if lines and done == lines[-1]["step"] > 0 and is_due(run, done) and not is_judged(lines[-1]):
@@ -109,7 +109,7 @@ class Loop:
         run, args = self.run, self.run.args
         if args.eval.only:
             return self._evaluate_alone()
-        stops = run.session.first_step == 0 and self._finish(Step(-1))  # line 0: the model as it was given
+        stops = run.session.num_done < 0 and self._finish(Step(-1))  # line 0: the model as it was given
         if self._unjudged:  # as its scorer failed
             step = Step(self._done - 1)
             step.metrics = {name: value for name, value in self._unjudged.items() if not is_added(name)}

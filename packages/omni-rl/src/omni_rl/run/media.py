@@ -62,7 +62,7 @@ ParamsT = TypeVar("ParamsT", bound=Params)
 
 
 def params_of(args: MediaArgs) -> Params:
-    """Return what training samples with, without any stochastic step."""
+    """Return the sampling parameters of training, without stochastic steps."""
     true_cfg = {"true_cfg_scale": args.sampling.true_cfg_scale} if args.sampling.true_cfg_scale != 1 else {}
     return Params(
         num_inference_steps=args.sampling.num_inference_steps,
@@ -85,7 +85,7 @@ def read_media(
     routes: bool = False,
     scored: bool = True,
 ) -> Inputs[Model, Params]:
-    """Read what a run of media starts from.
+    """Read and check the model's configuration, the prompts and the weights to start from; load no weight.
 
     policies: those beside the trained one, as in `Inputs`. steps: the first of the schedule that is trained at, and
     one past the last. rule: of stochastic steps, as in `window_params`. routes: True if the routes of a mixture of
@@ -333,7 +333,7 @@ def teachers_of(
 
 
 def canary_of(frame_rate: float, records: Sequence[PromptRecord]) -> PromptRecord:
-    """Return the one of these prompts with which what scores them is tried."""
+    """Return the prompt with which scorers are tried: one with the fewest images."""
     least = min(records, key=lambda record: len(record.images))
     return replace(least, meta={**least.meta, "fps": frame_rate})
 
@@ -426,7 +426,7 @@ def _with(meta: Mapping[str, object], record: PromptRecord) -> PromptRecord:
 def open_engine(
     args: MediaArgs, world: World, inputs: Inputs[Any, Any], net: nn.Module, *, routes: bool = False
 ) -> tuple[Model, Engine]:
-    """Return the model as updates call it, and the engine. routes: as in `read_media`."""
+    """Return the model, with the wrappers of the run, and the engine. routes: as in `read_media`."""
     model = with_sliced_decoding(args, inputs, world.instrumented(inputs.model))
     texts = TextCache(args.memory.text_cache_mb, args.memory.text_cache)
     how = inputs.how.dtype, args.memory.rollout_dtype, texts
@@ -437,10 +437,7 @@ def open_engine(
 
 
 def with_sliced_decoding(args: MediaArgs, inputs: Inputs[Any, Any], model: ModelT) -> ModelT:
-    """Return the model, which decodes as many samples at a time as the settings say, of the largest size.
-
-    The prompts that it encodes count as work.
-    """
+    """Return the model with `decode` in slices or tiles, as the settings say, and with progress in `encode`."""
     model = wrap(model, encode=partial(encode_one, model.encode))
     tile, mesh = args.memory.decode_tile, inputs.how.context_mesh
     if tile:
@@ -452,7 +449,7 @@ def with_sliced_decoding(args: MediaArgs, inputs: Inputs[Any, Any], model: Model
 def encode_one(
     encode: Callable[..., Cond], parts: Parts, prompt: Prompt, *, negative: bool = False, **options: float
 ) -> Cond:
-    """Encode the text of a prompt, or its negative one, as `Model.encode` does, and count it as work."""
+    """Encode the text of a prompt, or its negative one, as `Model.encode` does, and report progress."""
     with doing("encoding", unit="prompts"):
         cond = encode(parts, prompt, negative=negative, **options)
         advance(not negative)

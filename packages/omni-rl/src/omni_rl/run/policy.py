@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 class Policy:
     """A net that is trained, and the policies beside it.
 
-    ema: the moving average of what is trained, for evaluations. old: the old policy, where it is no adapter; reference
-    and teachers: frozen nets, where these policies are no adapters. adapters: the frozen ones. unshard: the phases in
-    which sharded weights are gathered once. backward: adds the gradient of a loss, `of` of which come before each
-    optimizer step. scaler: that of losses in float16. params: what is trained.
+    ema: the moving average of the trained parameters, for evaluations. old: a copy of them, unless the old policy is an
+    adapter. reference_net, teachers: frozen nets, unless these policies are adapters. adapters: the names of frozen
+    adapters. unshard: the phases in which sharded weights are gathered once. backward: `backward(loss, of=n)` adds the
+    gradient of one of the n losses of an optimizer step. scaler: of losses in float16. params: the trained parameters.
     """
 
     net: nn.Module

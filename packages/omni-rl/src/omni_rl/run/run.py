@@ -1,4 +1,4 @@
-"""A run, as its steps see it: its settings, its world, its policy and its session, and what samples and scores.
+"""A run: its settings, ranks, policy, session, engine and scorer, and what every training step does with them.
 
 `omni_rl.run.start.open_run` makes one of settings; a test makes one by hand.
 """
@@ -117,7 +117,7 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
 
     @property
     def gate(self) -> Gate:
-        """The class in which `reclassify` has found the run, in this life or an earlier one."""
+        """The class that `reclassify` has given the run, since this start or before it."""
         return self.session.config.get("gate", "exact")  # type: ignore[return-value]  # what `reclassify` wrote
 
     @property
@@ -214,14 +214,14 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
     ) -> float | None:
         """Return the largest |ratio - 1| of all ranks before a step's first update. Every rank calls it.
 
-        None tells that the run has changed its class: the caller repeats its update, for which gradients are cleared.
+        Return None if the run has changed its class; the caller then repeats the update, with gradients cleared.
 
         Args:
             deviations: 0-d, one per forward of this rank and as many on every rank: the largest |ratio - 1| of its
                 samples, ratio = exp(log_prob - old_log_prob).
             tolerance: largest deviation allowed; 0 where sampling and update share functions, weights and shapes.
             gap_of: the log-probs of a forward, by its index in `deviations`, minus the old ones, in any shape. With it
-                the first step of a life may change the class, as `reclassify` says.
+                the first step after a start may change the class, as `reclassify` says.
             limit: largest deviation that rounding explains, for `gap_of`.
 
         Raises:
@@ -236,7 +236,7 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
             raise FloatingPointError(f"step {step.number}: log-probs must be finite, but are not on rank {rank}")
         if worst <= tolerance or not self.world.has_numbers:
             return worst
-        is_first = step.number == max(self.session.first_step - 1, 0)
+        is_first = step.number == max(self.session.num_done, 0)
         if gap_of and is_first and self.gate == "exact" and worst <= limit and self.reclassify(step, by_rank, gap_of):
             return None
         raise ratio_error(by_rank, tolerance, step.number)

@@ -38,9 +38,9 @@ REPLACED = ("weights", "best")  # folders that a run replaces at once
 class Session:
     """The folder of a run, and what writes into it.
 
-    saved: the checkpoint from which the run goes on, if there is one. first_step: finished steps with which the loop
-    begins. config: what must be the same when it goes on. report: what rank 0 shows its samples to. servers: the reward
-    servers that this run has started.
+    saved: the checkpoint from which the run resumes, if there is one. num_done: finished steps, -1 for a new run.
+    config: what must be the same when the run resumes. report: the process to which rank 0 sends samples. servers: the
+    reward servers that this run has started.
     """
 
     def __init__(self, args: RunArgs, dist: Dist) -> None:
@@ -60,12 +60,12 @@ class Session:
         if args.run.checkpoint_url and not (args.run.dry_run or args.eval.only or dist.first):
             self.lock = RunLock(self.folder, dist, url=args.run.checkpoint_url)
         self.saved = None if dist.first else self.checkpoints.latest()  # ranks that only sample get the weights
-        self.first_step = self.saved.step + 1 if self.saved else 0
+        self.num_done = self.saved.step if self.saved else -1
         self.config: dict[str, object] = {}
         self._is_fetched = False  # whether another machine has trained on
         self.log = RunLog("", is_main=False, total_steps=args.run.train_steps)
         if args.eval.only:
-            self.folder /= f"eval-{max(self.first_step - 1, 0):06}"
+            self.folder /= f"eval-{max(self.num_done, 0):06}"
 
     @property
     def begins(self) -> str:
@@ -202,7 +202,7 @@ class Session:
             total_steps=args.run.train_steps,
             eval_every=args.eval.every,
             columns=[*COLUMNS[:2], *rewards, *COLUMNS[2:]],
-            resume_step=-1 if args.eval.only else self.first_step - 1,
+            resume_step=-1 if args.eval.only else self.num_done,
             sinks=[self.report] if self.report else [],
         )
 
@@ -219,7 +219,7 @@ class Session:
         write_versions(self.folder, hide=secret_flags(type(args)), changed=changed, facts=facts)
 
     def _await_samples(self) -> None:
-        """Wait until the samples of evaluations are on the disk: after a checkpoint they are not generated again.
+        """Wait until the samples of evaluations are on the disk: a run that resumes does not generate them again.
 
         Raises:
             OSError: another run has taken the URL of the checkpoints.

@@ -2,11 +2,11 @@
 
     for step, rollout in sampled(run, steps, roll_out):
 
-A step is sampled as it begins. With `--draw-ahead K` it is sampled K updates before, so that its scores come meanwhile.
-With `--sharding.rollout-ranks` other ranks sample it, and a rank that trains takes its samples as the step begins.
+A step is sampled as it begins. With `--draw-ahead K` it is sampled K updates earlier, and scored during these updates.
+With `--sharding.rollout-ranks` other ranks sample it, and a rank that trains receives the samples as the step begins.
 
-No samples wait where a run is saved or evaluated: a checkpoint holds none, and a step's number says how old its samples
-are.
+The queue is empty when a run is saved or evaluated, so a checkpoint contains no samples, and the number of a step says
+how old its samples are.
 """
 
 from collections import deque

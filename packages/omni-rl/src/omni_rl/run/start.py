@@ -66,14 +66,14 @@ OwnScorerT = TypeVar("OwnScorerT", bound=AnyScorer)
 
 @contextmanager
 def reading(part: str, size: int) -> Iterator[None]:
-    """Show that a part of so many bytes is read in the `with` block, and count it after."""
+    """Report the progress of reading a part of `size` bytes in the `with` block."""
     with progress.doing(part):
         yield
     progress.advance(size)
 
 
 def open_session(args: RunArgs, world: World, inputs: Inputs[Any, Any]) -> Session:
-    """Return the session of a new run, or of the one that runs/NAME holds, to go on where it stopped.
+    """Return the session of a new run, or of the run in runs/NAME, to resume it.
 
     Raises:
         ValueError: ranks have other files, or the checkpoint is damaged or of other settings.
@@ -143,7 +143,10 @@ def open_net(args: RunArgs, world: World, inputs: Inputs[Any, Any], session: Ses
 
 
 def load_net(args: RunArgs, world: World, inputs: Inputs[Any, Any]) -> nn.Module:
-    """Return the net. Where nothing speaks against it, it has the checkpoint's weights as they are."""
+    """Return the net with its weights.
+
+    They are read rank by rank if they are trained, sharded, quantized or from other files; else the model loads them.
+    """
     how, model, host = inputs.how, inputs.model, torch.device("cpu")
     streams = "blocks" in offloaded(args.memory)
 
@@ -185,9 +188,9 @@ def unfilled(
 
 
 def share_weights(engine: WeightedEngine, net: nn.Module, device: torch.device, *, is_started: bool) -> None:
-    """Give an engine with weights of its own the net's, and the net what both have.
+    """Let the net use the storage of an engine with weights of its own, for the weights that both have.
 
-    is_started: True if training starts from other weights than the engine has loaded.
+    is_started: True if training starts from other weights than the engine has loaded, which it then gets.
     """
     if engine.shares_weights:
         return
@@ -198,7 +201,10 @@ def share_weights(engine: WeightedEngine, net: nn.Module, device: torch.device, 
 
 
 def phases_unsharded(args: RunArgs, world: World, net: nn.Module, engine: WeightedEngine) -> tuple[str, ...]:
-    """Return the phases in which the sharded net is gathered once; "auto" keeps most of the memory for the rest."""
+    """Return the phases in which the sharded net is gathered once.
+
+    "auto" gathers it if it takes at most a quarter of the free memory, or half of it in the rollout.
+    """
     choice = args.sharding.unshard
     if choice == "auto":
         share = gathered_bytes(args, net) / max(world.free_memory(), 1)
@@ -279,7 +285,7 @@ def load_policy(args: RunArgs, inputs: Inputs[Any, Any], net: nn.Module, session
 
 
 def open_frozen(inputs: Inputs[Any, Any], policy: Policy) -> None:
-    """Give the policy the frozen nets beside it, where these policies are no adapters of its own net."""
+    """Load the reference and the teachers of the policy as frozen nets, unless they are adapters of its own net."""
     if inputs.how.lora:
         return
     how = inputs.how.frozen()
@@ -346,5 +352,5 @@ def open_run(  # noqa: PLR0913 - a run has that many parts
     if dist.is_main:
         run.peak_tflops = run.breakers.peak(peak_tflops, dist.device)
         run.flops = FlopTable(lambda: adapt_like(inputs.model.empty_net(), inputs.how, net), net)
-    run.sync_weights(max(session.first_step - 1, 0))
+    run.sync_weights(max(session.num_done, 0))
     return run

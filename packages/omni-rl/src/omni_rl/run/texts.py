@@ -122,7 +122,7 @@ def check_record(args: TokenArgs, model: TokenModel, record: PromptRecord) -> No
 
 
 def canary_of(records: Sequence[PromptRecord]) -> PromptRecord:
-    """Return the one of these prompts with which what scores them is tried."""
+    """Return the prompt with which scorers are tried: one with the most images."""
     return max(records, key=lambda record: len(record.images))
 
 
@@ -153,7 +153,7 @@ def open_scorers(
 def open_engine(
     args: TokenArgs, world: World, inputs: Inputs[TokenModel, TokenParams], net: nn.Module
 ) -> tuple[TokenModel, TokenEngine]:
-    """Return the model as updates call it, and the engine."""
+    """Return the model, with the wrappers of the run, and the engine."""
     model, dist = world.instrumented(inputs.model), world.dist
     if args.sampling.engine == "vllm":
         from omni_rollout.engines.vllm import VllmEngine

@@ -80,7 +80,7 @@ def open_scorers(
 def open_engine(
     args: ThinkingArgs, world: World, inputs: Inputs[ThinkingModel, ThinkingParams], net: nn.Module
 ) -> tuple[ThinkingModel, Engine]:
-    """Return the model as updates call it, and the engine."""
+    """Return the model, with the wrappers of the run, and the engine."""
     dist, model = world.dist, with_sliced_decoding(args, inputs, inputs.model)
     parts = model.load(device=dist.device, dtype=inputs.how.dtype, net=net)
     is_sharded = sharding(args, dist.world_size) == "fsdp2"

@@ -100,7 +100,7 @@ class World:
         return connect(urls, asks, self.dist, canary, kinds, **how)
 
     def instrumented(self, model: ModelT) -> ModelT:
-        """Return the model as engine and updates call it."""
+        """Return the model; a planned world returns one whose forwards are counted."""
         return model
 
     def open_engine(self, name: str, *how: Any) -> Any:
