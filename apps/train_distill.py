@@ -128,7 +128,14 @@ from omni_rl.flow.sampling import evaluate_set, prompts_of, sample, show
 from omni_rl.flow.scorers import abstaining
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
-from omni_rl.run.media import export, open_engine, open_scorers, read_media, read_teachers
+from omni_rl.run.media import (
+    check_trained_steps,
+    export,
+    open_engine,
+    open_scorers,
+    read_media,
+    read_teachers,
+)
 from omni_rl.run.run import MediaRun, Step
 from omni_rl.run.start import open_net, open_policy, open_run, open_session, print_plan, start_servers
 from omni_rl.run.world import World
@@ -166,15 +173,10 @@ UNSCORED = abstaining("samples of training are not scored")
 def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
     teachers = parse_teachers(args.teachers)
-    inputs = read_media(
-        args,
-        world,
-        policies=[] if teachers else ["reference"],
-        steps=trained_steps(args),
-        rule=None if args.algo == "opd-ode" else ALGOS[args.algo][0],
-        scored=False,
-    )
-    read_teachers(args, world, inputs, teachers, partial(teacher_params, args))
+    inputs = read_media(args, world, policies=[] if teachers else ["reference"], scored=False)
+    rule = None if args.algo == "opd-ode" else ALGOS[args.algo][0]
+    check_trained_steps(args, world, inputs, trained_steps(args), rule)
+    inputs = read_teachers(args, world, inputs, teachers, partial(teacher_params, args))
     session = open_session(args, world, inputs)
     if args.run.dry_run and print_plan(args, world, inputs, session):
         return

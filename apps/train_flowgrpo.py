@@ -172,7 +172,7 @@ from omni_rl.flow.scoring import MediaRollout, TrainBatch, train_batches, with_s
 from omni_rl.flow.streams import over_streams, stream_weights
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
-from omni_rl.run.media import export, open_engine, open_scorers, read_media
+from omni_rl.run.media import check_trained_steps, export, open_engine, open_scorers, read_media
 from omni_rl.run.run import MediaRun, Step
 from omni_rl.run.serve import serve
 from omni_rl.run.sources import sampled
@@ -245,14 +245,9 @@ ALGOS = {
 
 def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
-    inputs = read_media(
-        args,
-        world,
-        policies=["reference"] if args.kl_coef else [],
-        steps=args.window.steps(args.sampling),
-        rule=ALGOS[args.algo].rule,
-        routes=args.route_replay,
-    )
+    policies = ["reference"] if args.kl_coef else []
+    inputs = read_media(args, world, policies=policies, routes=args.route_replay)
+    check_trained_steps(args, world, inputs, args.window.steps(args.sampling), ALGOS[args.algo].rule)
     session = open_session(args, world, inputs)
     if args.run.dry_run and print_plan(args, world, inputs, session):
         return

@@ -123,7 +123,7 @@ from omni_rl.flow.scoring import MediaRollout, TrainBatch, train_batches
 from omni_rl.flow.streams import add_up, of_stream, stream_weights
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
-from omni_rl.run.media import export, open_engine, open_scorers, read_media
+from omni_rl.run.media import check_trained_steps, export, open_engine, open_scorers, read_media
 from omni_rl.run.run import MediaRun, Step
 from omni_rl.run.serve import serve
 from omni_rl.run.sources import sampled
@@ -214,7 +214,8 @@ ALGOS = {"nft": Algo(nft_loss), "awm": Algo(matching_loss), "dgpo": Algo(group_l
 def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
     policies = ["old", "reference"] if args.has_reference else ["old"]
-    inputs = read_media(args, world, policies=policies, steps=trained_levels(args)[:2])
+    inputs = read_media(args, world, policies=policies)
+    check_trained_steps(args, world, inputs, trained_levels(args)[:2])
     session = open_session(args, world, inputs)
     if args.run.dry_run and print_plan(args, world, inputs, session):
         return

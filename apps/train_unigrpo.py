@@ -90,7 +90,7 @@ from omni_rl.flow.scoring import MediaRollout, TrainBatch, train_batches, with_s
 from omni_rl.flow.tokens import lengths_of
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
-from omni_rl.run.media import export
+from omni_rl.run.media import check_trained_steps, export
 from omni_rl.run.run import Step, ThinkingRun
 from omni_rl.run.sources import sampled
 from omni_rl.run.start import open_net, open_policy, open_run, open_session, print_plan, start_servers
@@ -99,7 +99,7 @@ from omni_rl.run.world import World
 from omni_rollout import Samples, Trajectory
 from omni_rollout.thoughts import ThoughtTrajectory
 from omni_rollout.tokens import TokenScores, TokenTrajectory, score_tokens
-from omni_sched import Transition
+from omni_sched import Transition, sde_step
 from torch import Tensor, nn
 
 STEP_BOUNDS, TOKEN_CAP = (0.99, 1.01), 2.0  # of importance weights with --draw-ahead
@@ -109,6 +109,7 @@ def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
     policies = ["reference"] if args.kl_coef or args.velocity_coef else []
     inputs = read_thoughts(args, world, policies=policies)
+    check_trained_steps(args, world, inputs, args.window.steps(args.sampling), sde_step)
     session = open_session(args, world, inputs)
     if args.run.dry_run and print_plan(args, world, inputs, session):
         return

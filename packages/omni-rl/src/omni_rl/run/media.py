@@ -80,16 +80,13 @@ def read_media(
     world: World,
     *,
     policies: Collection[str] = (),
-    steps: tuple[int, int] | None = None,
-    rule: Callable[..., Transition] | None = None,
     routes: bool = False,
     scored: bool = True,
 ) -> Inputs[Model, Params]:
     """Read and check the model's configuration, the prompts and the weights to start from; load no weight.
 
-    policies: those beside the trained one, as in `Inputs`. steps: the first of the schedule that is trained at, and
-    one past the last. rule: of stochastic steps, as in `window_params`. routes: True if the routes of a mixture of
-    experts are replayed. scored: False if only evaluations ask the scorer.
+    policies: those beside the trained one, as in `Inputs`. routes: True if the routes of a mixture of experts are
+    replayed. scored: False if only evaluations ask the scorer.
 
     Raises:
         ValueError: some file is missing, incomplete or malformed, or the model does not fit the settings; the message
@@ -102,7 +99,6 @@ def read_media(
         params = params_of(args)
         eval_params = replace(params, num_inference_steps=args.eval.num_inference_steps)
         inputs = read_all(args, world, model, params, eval_params, scored=scored)
-        check_trained(args, inputs, steps, rule)
         require(
             (not routes or routing_of(model.empty_net()), "--route-replay needs a model that is a mixture of experts")
         )
@@ -211,25 +207,30 @@ def check_model(
         world.check_files(model)  # last, as it imports the libraries that make the parts
 
 
-def check_trained(
+def check_trained_steps(
     args: MediaArgs,
+    world: World,
     inputs: Inputs[Any, Any],
-    steps: tuple[int, int] | None,
-    rule: Callable[..., Transition] | None,
+    steps: tuple[int, int],
+    rule: Callable[..., Transition] | None = None,
 ) -> None:
-    """Raise ValueError for trained steps at which another expert runs, or whose noise is lost; as in `read_media`."""
+    """Raise ValueError on every rank for trained steps at which another expert runs, or whose noise is lost.
+
+    steps: the first step of the schedule that is trained, and one past the last. rule: of steps with noise, if any.
+    """
     model, params = inputs.model, inputs.params
-    check_steps(args, model, params, steps, inputs.trained)
-    if rule and steps:
-        for size in sorted(inputs.sizes):
-            check_noise(args, rule, model.sigmas(params.of_size(size)), steps)
+    with same_error(world.whole):
+        check_experts(args, model, params, steps, inputs.trained)
+        if rule:
+            for size in sorted(inputs.sizes):
+                check_noise(args, rule, model.sigmas(params.of_size(size)), steps)
 
 
-def check_steps(
-    args: MediaArgs, model: Model, params: Params, steps: tuple[int, int] | None, trained: Mapping[str, str]
+def check_experts(
+    args: MediaArgs, model: Model, params: Params, steps: tuple[int, int], trained: Mapping[str, str]
 ) -> None:
     """Raise ValueError for steps of the schedule at which only an expert runs that is not trained."""
-    if not model.boundary or steps is None:
+    if not model.boundary:
         return
     high = (model.sigmas(params)[:-1] >= model.boundary).tolist()
     least, most = 0 if "high" in trained else sum(high), len(high) if "low" in trained else sum(high)

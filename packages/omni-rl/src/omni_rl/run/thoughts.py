@@ -12,7 +12,6 @@ from omni_rollout.engines.thinking import ThinkingEngine
 from omni_rollout.models import open_thinking_model
 from omni_rollout.thoughts import ThinkingModel, ThinkingParams
 from omni_rollout.tokens import TokenParams
-from omni_sched import sde_step
 from omni_train import progress
 from omni_train.dist import gather_json, same_error
 from omni_train.prompts.files import PromptRecord
@@ -23,7 +22,7 @@ from omni_rl.flow.scorers import Scorer
 from omni_rl.flow.thinking import FLAG, with_thoughts
 from omni_rl.run import media
 from omni_rl.run.inputs import Inputs, model_place, with_meshes, with_policies
-from omni_rl.run.media import check_trained, params_of, read_all, with_sliced_decoding
+from omni_rl.run.media import params_of, read_all, with_sliced_decoding
 from omni_rl.run.run import first_input
 from omni_rl.run.session import Session
 from omni_rl.run.world import World
@@ -65,7 +64,6 @@ def read_thinking(args: ThinkingArgs, world: World) -> Inputs[ThinkingModel, Thi
             check_meta(rules, record.meta, flag=FLAG)
 
     inputs = read_all(args, world, model, params, eval_params, check, check_graded)
-    check_trained(args, inputs, args.window.steps(args.sampling), sde_step)
     return replace(inputs, digests={**inputs.digests, "rules": version_of(rules) if rules else ""})
 
 
