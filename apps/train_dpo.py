@@ -104,7 +104,7 @@ import torch
 from omni_losses import best_worst_pairs, diffusion_dpo_loss, velocity_error
 from omni_rl.flow.experts import clamp_to_side, on_one_side
 from omni_rl.flow.sampling import by_shapes, evaluate_set, expand_groups, prompts_of, sample, show
-from omni_rl.flow.scoring import Rollout, by_size, graded, rewards_at
+from omni_rl.flow.scoring import Rollout, by_size, rewards_at, wait_and_grade
 from omni_rl.media.preferences import read_latent
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
@@ -175,7 +175,7 @@ def roll_out(run: MediaRun[Args], step: Step) -> Rollout[Trajectory] | None:
 
 def pairs_of(run: MediaRun[Args], step: Step, rollout: Rollout[Trajectory]) -> list[Pairs]:
     """Return the best and the worst of each of this rank's groups of the step, by size."""
-    pairs = graded(run, step, rollout, choose)  # all of them, as a batch takes pairs of groups that have one
+    pairs = wait_and_grade(run, step, rollout, choose)  # all of them, as a batch takes pairs of groups that have one
     show(run, step, rollout)
     return pairs
 

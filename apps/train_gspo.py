@@ -107,7 +107,7 @@ from omni_losses import (
 )
 from omni_losses.advantages import Std
 from omni_losses.sequence import TokenMean
-from omni_rl.flow.scoring import Rollout, gather_rewards, graded, log_advantages, rewards_at
+from omni_rl.flow.scoring import Rollout, gather_rewards, log_advantages, rewards_at, wait_and_grade
 from omni_rl.flow.tokens import TokenBatch, evaluate_set, lengths_of, pack, sample_round, show_answers
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
@@ -189,7 +189,7 @@ def main(args: Args, world: World) -> None:
     )  # fmt: skip
     with Loop(run) as steps:
         for step, rollout in sampled(run, steps, roll_out):
-            minibatches = graded(run, step, rollout, grade)
+            minibatches = wait_and_grade(run, step, rollout, grade)
             with run.updating(step):
                 step.metrics |= update(run, step, minibatches)
             run.sync(step)
@@ -202,7 +202,7 @@ def roll_out(run: TokenRun[Args], step: Step) -> Rollout[TokenTrajectory]:
     first = step.number * rounds
     rollout = sample_round(run, first)
     for number in range(first + 1, first + rounds):
-        if graded(run, step, rollout, has_enough):
+        if wait_and_grade(run, step, rollout, has_enough):
             break
         rollout = sample_round(run, number, rollout)
     step.metrics["reward/rounds"] = len(rollout.prompts) / (run.args.data.prompts_per_step * run.args.data.group_size)

@@ -118,7 +118,7 @@ from omni_rl.flow.direct_rewards import REWARDS, Reward
 from omni_rl.flow.experts import clamp_to_side, on_one_side
 from omni_rl.flow.sampling import evaluate_set, prompts_of, sample, show
 from omni_rl.flow.scorers import LocalScorer
-from omni_rl.flow.scoring import Rollout, graded, rewards_at
+from omni_rl.flow.scoring import Rollout, rewards_at, wait_and_grade
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
 from omni_rl.run.media import export, open_engine, open_scorers, read_media
@@ -169,7 +169,7 @@ def main(args: Args, world: World) -> None:
         for step in steps:
             with run.phase("rollout"):
                 rollout = sample(run, prompts_of(run, step), run.base_params)
-            batches = graded(run, step, rollout, grade_as_one)
+            batches = wait_and_grade(run, step, rollout, grade_as_one)
             with run.updating(step):
                 step.metrics |= update(run, step, load_reward(run.dist.device), batches)
             run.sync(step)

@@ -239,7 +239,7 @@ def test_large_images_are_decoded_a_few_at_a_time(sizes, changes, counts):
     args = change(train_sft.Args(data=Data(batch_size=16)), **changes)
     model = with_sliced_decoding(
         args,
-        SimpleNamespace(sizes=sizes, how=SimpleNamespace(context_mesh=None)),
+        SimpleNamespace(sizes=sizes, preparation=SimpleNamespace(context_mesh=None)),
         SimpleNamespace(decode=decode, encode=None),
     )
     x0 = torch.arange(16.0)

@@ -216,7 +216,7 @@ def log_advantages(step: Step, advantages: Tensor, whole: Tensor) -> None:
 
 
 def advantages_of(
-    run: MediaRun[MediaArgs], step: Step, rollout: Rollout[Trajectory], how: Advantages
+    run: MediaRun[MediaArgs], step: Step, rollout: Rollout[Trajectory], settings: Advantages
 ) -> tuple[Tensor, Tensor]:
     """Return advantages [N], or [N, M] of M streams, and rewards [N] of all ranks' samples; log both.
 
@@ -224,24 +224,34 @@ def advantages_of(
         RuntimeError: as `rewards_at`.
     """
     rewards = rewards_at(run, step, rollout)
-    compare = partial(group_advantages, rewards, rollout.groups, std=how.adv_std, correction=how.adv_correction)
-    if how.reward_parts:
-        compare = partial(part_advantages, how, run.args.streams.reward_media, run.dist, rollout, rewards)
+    compare = partial(
+        group_advantages, rewards, rollout.groups, std=settings.adv_std, correction=settings.adv_correction
+    )
+    if settings.reward_parts:
+        compare = partial(part_advantages, settings, run.args.streams.reward_media, run.dist, rollout, rewards)
     advantages = compare()
     log_advantages(step, advantages, compare(eps=1e-30))
     return advantages, rewards
 
 
 def part_advantages(
-    how: Advantages, reward_media: str, dist: Dist, rollout: Rollout[Trajectory], rewards: Tensor, *, eps: float = 1e-4
+    settings: Advantages,
+    reward_media: str,
+    dist: Dist,
+    rollout: Rollout[Trajectory],
+    rewards: Tensor,
+    *,
+    eps: float = 1e-4,
 ) -> Tensor:
     """Return advantages [N] of --reward-parts, each normalized by itself; [N, M] with --streams.reward-media.
 
     rewards: [N]. eps: as in `multi_reward_advantages`.
     """
-    weights, judges = parse_numbers(how.reward_parts, ""), parse_judges(reward_media, how.reward_parts)
+    weights, judges = parse_numbers(settings.reward_parts, ""), parse_judges(reward_media, settings.reward_parts)
     columns, groups = gather_parts(dist, rollout.scored, rollout.scores, list(weights), rewards), rollout.groups
-    compare = partial(multi_reward_advantages, columns, groups, std=how.adv_std, eps=eps, correction=how.adv_correction)
+    compare = partial(
+        multi_reward_advantages, columns, groups, std=settings.adv_std, eps=eps, correction=settings.adv_correction
+    )
 
     def added(medium: str | None) -> Tensor:
         return compare([weight * (judges.get(name, medium) == medium) for name, weight in weights.items()])
@@ -284,7 +294,7 @@ class TrainBatch:
         return self.grades().weights
 
 
-def graded(run: RunT, step: Step, rollout: RolloutT, grade: Callable[[RunT, Step, RolloutT], T]) -> T:
+def wait_and_grade(run: RunT, step: Step, rollout: RolloutT, grade: Callable[[RunT, Step, RolloutT], T]) -> T:
     """Wait for the scores of all ranks, and return the result of `grade`.
 
     Raises:
@@ -299,7 +309,7 @@ def train_batches(
     run: MediaRun[MediaArgs],
     step: Step,
     rollout: Rollout[Trajectory],
-    how: Advantages,
+    settings: Advantages,
     *,
     weighted: bool = False,
     best_worst: int = 0,
@@ -315,7 +325,7 @@ def train_batches(
         run: the run.
         step: its step, which logs rewards and advantages.
         rollout: of the step.
-        how: how samples are compared.
+        settings: of the advantages.
         weighted: True if a sample without a score has weight 0.
         best_worst, drop_silent_groups: as `keep_samples`.
         num_minibatches: as `select`.
@@ -326,7 +336,7 @@ def train_batches(
     leaves_out = bool(best_worst) or drop_silent_groups
 
     def grade(run: MediaRun[MediaArgs], step: Step, rollout: Rollout[Trajectory]) -> list[TrainBatch]:
-        advantages, rewards = advantages_of(run, step, rollout, how)
+        advantages, rewards = advantages_of(run, step, rollout, settings)
         weights, keep = (~rewards.isnan()).float() if weighted else None, None
         if leaves_out:
             keep = keep_samples(
@@ -336,10 +346,10 @@ def train_batches(
         return select(run.dist, rollout.batches, advantages, keep, weights, num_minibatches=num_minibatches)
 
     is_as_sampled = not leaves_out and len(rollout.batches) % num_minibatches == 0
-    if not is_as_sampled or not groups_are_local(run.args, how, run.dist, rollout.in_a_row):
-        return graded(run, step, rollout, grade)
-    step.grade_all = partial(graded, run, step, rollout, grade)
-    return [TrainBatch(b, cache(partial(_own_grades, run, b, rollout, how, weighted))) for b in rollout.batches]
+    if not is_as_sampled or not groups_are_local(run.args, settings, run.dist, rollout.in_a_row):
+        return wait_and_grade(run, step, rollout, grade)
+    step.grade_all = partial(wait_and_grade, run, step, rollout, grade)
+    return [TrainBatch(b, cache(partial(_own_grades, run, b, rollout, settings, weighted))) for b in rollout.batches]
 
 
 def with_some_steps(rollout: Rollout[Trajectory], fraction: float) -> Rollout[Trajectory]:
@@ -358,15 +368,15 @@ def some_steps(batch: Trajectory, fraction: float) -> Trajectory:
     return batch.take_steps(to_device(chosen, batch.x.device))
 
 
-def groups_are_local(args: MediaArgs, how: Advantages, dist: Dist, in_a_row: int) -> bool:
+def groups_are_local(args: MediaArgs, settings: Advantages, dist: Dist, in_a_row: int) -> bool:
     """Return True if the advantages of a rank's samples need only its own scores, which arrive batch by batch."""
     is_whole = dist.world_size == 1 or in_a_row % args.data.group_size == 0
-    waits = dist.context > 1 or args.sampling.draw_ahead or args.scorer.sleep or how.reward_parts
-    return is_whole and how.adv_std != "batch" and not waits
+    waits = dist.context > 1 or args.sampling.draw_ahead or args.scorer.sleep or settings.reward_parts
+    return is_whole and settings.adv_std != "batch" and not waits
 
 
 def _own_grades(
-    run: MediaRun[MediaArgs], batch: Trajectory, rollout: Rollout[Trajectory], how: Advantages, weighted: bool
+    run: MediaRun[MediaArgs], batch: Trajectory, rollout: Rollout[Trajectory], settings: Advantages, weighted: bool
 ) -> Grades:
     """Return a batch's grades as soon as the scores up to the end of its last group have arrived.
 
@@ -384,10 +394,10 @@ def _own_grades(
             scores += request.result()
     groups = groups_of(prompts[: len(scores)])
     rewards = rewards_of(torch.tensor(values_of(scores), dtype=torch.float64), groups)
-    advantages = group_advantages(rewards, groups, std=how.adv_std, correction=how.adv_correction)
+    advantages = group_advantages(rewards, groups, std=settings.adv_std, correction=settings.adv_correction)
     is_own = torch.isin(torch.tensor([p.index for p in prompts[: len(scores)]]), batch.indices)
     weights = (~rewards[is_own].isnan()).float() if weighted else None
-    return _graded(run.dist, batch, advantages[is_own], weights).grades()
+    return _train_batch(run.dist, batch, advantages[is_own], weights).grades()
 
 
 def keep_samples(
@@ -424,7 +434,9 @@ def select(
     num_chunks = math.gcd(len(batches), num_minibatches)
     if keep is None or keep.all():
         own_weights = [None if weights is None else weights[batch.indices] for batch in batches]
-        chosen = [_graded(dist, b, advantages[b.indices], own) for b, own in zip(batches, own_weights, strict=True)]
+        chosen = [
+            _train_batch(dist, b, advantages[b.indices], own) for b, own in zip(batches, own_weights, strict=True)
+        ]
     else:
         chosen = repack(dist, batches, advantages, keep, num_minibatches=num_chunks)
     if num_chunks == num_minibatches:
@@ -432,7 +444,7 @@ def select(
     return split_steps(chosen, num_chunks, num_minibatches // num_chunks)
 
 
-def _graded(dist: Dist, batch: Trajectory, advantages: Tensor, weights: Tensor | None) -> TrainBatch:
+def _train_batch(dist: Dist, batch: Trajectory, advantages: Tensor, weights: Tensor | None) -> TrainBatch:
     return TrainBatch.of(
         batch, to_device(advantages, dist.device), None if weights is None else to_device(weights, dist.device)
     )
@@ -473,7 +485,7 @@ def repack(
             order = keep[indices].int().argsort(descending=True, stable=True)[: num * size]
             for row in order.view(size, num).T.sort(dim=1).values:  # dealt to batches in turn
                 picked, weights = indices[row], keep[indices[row]] * factor
-                batch = _graded(dist, _pick(same, row), advantages[picked], weights)
+                batch = _train_batch(dist, _pick(same, row), advantages[picked], weights)
                 chosen.append(replace(batch, is_as_sampled=False))
     return chosen
 

@@ -36,7 +36,8 @@ def plan_of(args: RunArgs, dist: Dist, inputs: Inputs[Any, Any], session: Sessio
     frozen_mb, trained_mb = (
         number / share / 2**20
         for number in (
-            4 * num_initial + (num_frozen - num_initial) * BYTES.get(args.memory.base_dtype, inputs.how.dtype.itemsize),
+            4 * num_initial
+            + (num_frozen - num_initial) * BYTES.get(args.memory.base_dtype, inputs.preparation.dtype.itemsize),
             num_trained * 4 * copies,
         )
     )
@@ -93,7 +94,7 @@ def _forward(args: MediaArgs, inputs: Inputs[Any, Any], net: nn.Module) -> dict[
 
     if isinstance(args, ThinkingArgs):
         return {}
-    dtype = inputs.how.dtype
+    dtype = inputs.preparation.dtype
     for param in net.parameters() if sharding(args, num_trainers(args)) == "fsdp2" else ():
         param.data = param.data.to(dtype)  # as they are gathered
     with flag(f"--dtype {args.policy.dtype}: "):

@@ -35,7 +35,7 @@ class Inputs(Generic[ModelT, ParamsT]):
 
     model: without weights. params: what training samples with, without stochastic steps. held_out: the evaluation sets,
     without their scorers. canary: the prompt with which scorers are tried. sizes: (height, width) of all prompts.
-    streams: as `Run`. how: what is done to the net. trained: the experts that are trained, as in `Model.nets`.
+    streams: as `Run`. preparation: of the net. trained: the experts that are trained, as in `Model.nets`.
     policies: those beside the trained one: "old", for `Policy.as_old`, and "reference". teachers: folders of weights,
     by name and expert. files: full weights to start from, by expert; adapters: folders of adapters instead, in whose
     files names begin with `adapter_prefix`. digests: of files, and versions, which a resumed run must have too.
@@ -46,7 +46,7 @@ class Inputs(Generic[ModelT, ParamsT]):
     prompts: PromptSampler
     held_out: Sequence[HeldOut[ParamsT, Any]]
     canary: PromptRecord
-    how: Preparation
+    preparation: Preparation
     trained: Mapping[str, str]
     digests: Mapping[str, object] = field(default_factory=dict)
     files: Mapping[str, Sequence[Path]] = field(default_factory=dict)
@@ -130,20 +130,20 @@ def with_policies(
 
     Without adapters to start from, the reference is the net without adapters.
     """
-    how, adapters = inputs.how, inputs.adapters
+    how, adapters = inputs.preparation, inputs.adapters
     if how.lora:
         require((not teachers or how.lora.init != "pissa", "--lora.init pissa does not go with teachers"))
         kept = [name for name in ("old", "reference") if name in policies and (name == "old" or adapters)]
         others = (*kept, *(f"teacher_{name}" for name in teachers))
         how = replace(how, lora=replace(how.lora, others=others))
-    return replace(inputs, how=how, policies=policies, teachers=teachers)
+    return replace(inputs, preparation=how, policies=policies, teachers=teachers)
 
 
 def with_meshes(args: RunArgs, dist: Dist, inputs: InputsT) -> InputsT:
     """Return the inputs with the meshes over which weights are sharded and a forward is split. Every rank calls it."""
     mesh = shard_mesh(dist, args.sharding.size) if sharding(args, dist.world_size) == "fsdp2" else None
     split = context_mesh(dist) if dist.mesh and dist.context > 1 else None
-    return replace(inputs, how=replace(inputs.how, mesh=mesh, context_mesh=split))
+    return replace(inputs, preparation=replace(inputs.preparation, mesh=mesh, context_mesh=split))
 
 
 def read_sets(

@@ -320,7 +320,7 @@ def teachers_of(
 ) -> dict[str, dict[str, Path]]:
     """Return the folders of the teachers' weights by name and expert."""
     model, trained, teachers = inputs.model, inputs.trained, dict[str, dict[str, Path]]()
-    net = adapt(model.empty_net(), inputs.how) if folders else nn.Module()
+    net = adapt(model.empty_net(), inputs.preparation) if folders else nn.Module()
     for name, folder in folders.items():
         with flag(f"--teachers: {name}: "):
             teachers[name] = found = homes(folder, model.nets)
@@ -430,7 +430,7 @@ def open_engine(
     """Return the model, with the wrappers of the run, and the engine. routes: as in `read_media`."""
     model = with_sliced_decoding(args, inputs, world.instrumented(inputs.model))
     texts = TextCache(args.memory.text_cache_mb, args.memory.text_cache)
-    how = inputs.how.dtype, args.memory.rollout_dtype, texts
+    how = inputs.preparation.dtype, args.memory.rollout_dtype, texts
     engine: Engine = world.open_engine(args.sampling.engine, model, net, world.dist, *how)
     if routes and (routing := routing_of(engine.net)):
         return replay_routes(model, engine, routing)
@@ -440,7 +440,7 @@ def open_engine(
 def with_sliced_decoding(args: MediaArgs, inputs: Inputs[Any, Any], model: ModelT) -> ModelT:
     """Return the model with `decode` in slices or tiles, as the settings say, and with progress in `encode`."""
     model = wrap(model, encode=partial(encode_one, model.encode))
-    tile, mesh = args.memory.decode_tile, inputs.how.context_mesh
+    tile, mesh = args.memory.decode_tile, inputs.preparation.context_mesh
     if tile:
         model = wrap(model, decode=in_tiles(model.decode, tile, partial(divide, mesh["ulysses"]) if mesh else map))
     at_once = min(num_decoded(args.memory.decode_batch_size, *size, tile) for size in inputs.sizes)

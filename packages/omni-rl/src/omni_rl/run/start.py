@@ -88,7 +88,7 @@ def open_session(args: RunArgs, world: World, inputs: Inputs[Any, Any]) -> Sessi
         print(line, flush=True)
     session = Session(args, dist)
     session.config = config
-    session.check(args, lambda: adapt(model.empty_net(), inputs.how))
+    session.check(args, lambda: adapt(model.empty_net(), inputs.preparation))
     return session
 
 
@@ -111,7 +111,7 @@ def gathered_bytes(args: RunArgs, net: nn.Module) -> int:
 
 def print_plan(args: RunArgs, world: World, inputs: Inputs[Any, Any], session: Session) -> bool:
     """Print the settings and the plan of a run; return False if `world` plans a training step too."""
-    model, how = inputs.model, inputs.how
+    model, how = inputs.model, inputs.preparation
     model.reads_weights, own = False, replace(how, lora=how.lora and replace(how.lora, others=()))
     net = adapt(model.load_net(device="meta", dtype=how.weight_dtype), own)
     return world.print_plan(
@@ -147,7 +147,7 @@ def load_net(args: RunArgs, world: World, inputs: Inputs[Any, Any]) -> nn.Module
 
     They are read rank by rank if they are trained, sharded, quantized or from other files; else the model loads them.
     """
-    how, model, host = inputs.how, inputs.model, torch.device("cpu")
+    how, model, host = inputs.preparation, inputs.model, torch.device("cpu")
     streams = "blocks" in offloaded(args.memory)
 
     def begin(net: nn.Module) -> None:
@@ -222,7 +222,7 @@ def open_policy(
     Raises:
         ValueError, OSError: sharded ranks would gather too much, or weights beside the net could not be read.
     """
-    dist, how, mode = world.dist, inputs.how, sharding(args, world.dist.world_size)
+    dist, how, mode = world.dist, inputs.preparation, sharding(args, world.dist.world_size)
     if world.roles:
         kinds = gather_json(world.whole, device_name(dist.device) or torch.backends.cpu.get_cpu_capability())
         engine.is_exact &= len({*kinds}) == 1  # another kind of card rounds in another way
@@ -253,7 +253,7 @@ def open_policy(
 
 def load_policy(args: RunArgs, inputs: Inputs[Any, Any], net: nn.Module, session: Session) -> Policy:
     """Return the policy with the state of the checkpoint, if there is one."""
-    trained, optim = [p for p in net.parameters() if p.requires_grad], args.optim
+    trained, optim, how = [p for p in net.parameters() if p.requires_grad], args.optim, inputs.preparation
     optimizer = build_adamw(
         trained,
         lr=args.lr or 0.0,
@@ -261,7 +261,7 @@ def load_policy(args: RunArgs, inputs: Inputs[Any, Any], net: nn.Module, session
         weight_decay=optim.weight_decay,
         eps=optim.adam_epsilon,
         on_host="optimizer" in offloaded(args.memory),
-        foreach=True if inputs.how.lora and inputs.how.mesh else None,  # of sharded adapters, many and small
+        foreach=True if how.lora and how.mesh else None,  # of sharded adapters, many and small
     )
     if isinstance(args, MediaArgs) and args.optim.low_expert_lr is not None:
         own, group = set(net.get_submodule("low").parameters()), optimizer.param_groups[0]
@@ -269,9 +269,9 @@ def load_policy(args: RunArgs, inputs: Inputs[Any, Any], net: nn.Module, session
         scale = args.optim.low_expert_lr / (args.lr or 1.0)
         optimizer.add_param_group({"params": [p for p in trained if p in own], "lr_scale": scale})
     policy = Policy(net, optimizer, Ema(trained, decay=args.policy.ema_decay))
-    policy.adapters = inputs.how.lora.others if inputs.how.lora else ()
+    policy.adapters = how.lora.others if how.lora else ()
     if args.policy.dtype == "float16":
-        policy.scaler = GradScaler(inputs.how.device.type)
+        policy.scaler = GradScaler(how.device.type)
         if LOSS_SCALE in session.config:
             policy.scaler.load_state_dict(session.config[LOSS_SCALE])  # type: ignore[arg-type]  # as it was saved
     if "old" in inputs.policies and not args.lora.rank:
@@ -286,9 +286,9 @@ def load_policy(args: RunArgs, inputs: Inputs[Any, Any], net: nn.Module, session
 
 def open_frozen(inputs: Inputs[Any, Any], policy: Policy) -> None:
     """Load the reference and the teachers of the policy as frozen nets, unless they are adapters of its own net."""
-    if inputs.how.lora:
+    if inputs.preparation.lora:
         return
-    how = inputs.how.frozen()
+    how = inputs.preparation.frozen()
 
     def filled(files: Mapping[str, Sequence[Path]]) -> nn.Module:
         net, found = unfilled(inputs, how, files)
@@ -351,6 +351,6 @@ def open_run(  # noqa: PLR0913 - a run has that many parts
     session.open_log(args, world, nets, [held.metric("reward") for held in held_out[1:]], policy.unshard)
     if dist.is_main:
         run.peak_tflops = run.breakers.peak(peak_tflops, dist.device)
-        run.flops = FlopTable(lambda: adapt_like(inputs.model.empty_net(), inputs.how, net), net)
+        run.flops = FlopTable(lambda: adapt_like(inputs.model.empty_net(), inputs.preparation, net), net)
     run.sync_weights(max(session.num_done, 0))
     return run

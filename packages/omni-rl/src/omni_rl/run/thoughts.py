@@ -80,7 +80,7 @@ def open_engine(
 ) -> tuple[ThinkingModel, Engine]:
     """Return the model, with the wrappers of the run, and the engine."""
     dist, model = world.dist, with_sliced_decoding(args, inputs, inputs.model)
-    parts = model.load(device=dist.device, dtype=inputs.how.dtype, net=net)
+    parts = model.load(device=dist.device, dtype=inputs.preparation.dtype, net=net)
     is_sharded = sharding(args, dist.world_size) == "fsdp2"
     together = (lambda ended: all(gather_json(dist, ended))) if is_sharded else bool
     texts = TextCache(args.memory.text_cache_mb, args.memory.text_cache)
