@@ -274,7 +274,7 @@ def test_compiled_blocks_sample_by_the_graphs_that_are_trained_from_the_first_ro
     torch._dynamo.reset()
 
 
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 @compiled_kinds(0)
 def test_compiled_blocks_have_a_ratio_of_exactly_one_from_the_first_rollout_on(case, kind):
     """By torch's own compiler, which takes minutes: nothing is compiled before the rollout."""
