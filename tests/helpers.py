@@ -1,6 +1,7 @@
 """What several tests share."""
 
 import inspect
+import math
 import os
 import random
 import re
@@ -82,6 +83,12 @@ def recipe_texts(app):
     from omni_rl.settings.toml import recipes
 
     return recipes(app)
+
+
+def in_turn(number, count):
+    """A decorator of one of `count` long tests that show alike: TEST_SEED draws one, and the others are marked slow."""
+    drawn = random.Random(f"{TEST_SEED} turns").randrange(math.factorial(8))
+    return (lambda test: test) if drawn % count == number else pytest.mark.slow
 
 
 def sampled(cases, count, *, always=()):

@@ -1,6 +1,7 @@
 """Each app is one file: copied alone to an empty folder it answers, plans and trains with what is installed."""
 
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from apps import app_lives as lives
 from helpers import CHECKPOINT, REPO, sampled
 from omni_train.files import load_metrics
 from PIL import Image
@@ -56,21 +58,36 @@ OWN = {
 }
 
 
+def forget_the_tree():
+    """Leave what `python -I` would find of this process's path and modules: nothing of apps, scripts and tests."""
+    inside = tuple(f"{REPO / name}{os.sep}" for name in ("apps", "scripts", "tests"))
+    sys.path[:] = [path for path in sys.path if path and not f"{path}{os.sep}".startswith(inside)]
+    for name, module in [*sys.modules.items()]:
+        if name != "__main__" and (getattr(module, "__file__", "") or "").startswith(inside):
+            del sys.modules[name]
+
+
 @pytest.fixture
-def python(tmp_path):
-    """`python(app, flags)`: the output of the app's copy, isolated: neither its folder nor PYTHONPATH is searched."""
+def alone(tmp_path):
+    """`alone(app, flags)`: the output of the app's copy, in a fork that has nothing of this tree but its packages."""
     (tmp_path / "eval.txt").write_text('a blue sign that says "AB"\n')
     Image.new("RGB", (96, 32)).save(tmp_path / "sign.png")
     (tmp_path / "samples.jsonl").write_text('{"prompt": "a sign", "sample": "sign.png"}\n' * 2)
 
-    def python(app, *flags):
+    def alone(app, *flags):
         shutil.copy(REPO / "apps" / f"{app}.py", tmp_path)
-        command = [sys.executable, "-I", f"{app}.py", *flags]
-        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-        assert result.returncode == 0, result.stdout + result.stderr
-        return result.stdout
 
-    return python
+        def work():
+            forget_the_tree()
+            os.chdir(tmp_path)
+            sys.argv = [f"{app}.py", *flags]
+            runpy.run_path(sys.argv[0], run_name="__main__")
+
+        life = lives.start(tmp_path, work)
+        assert life.wait(200) == [0], life.text()
+        return life.text()
+
+    return alone
 
 
 def small(app, url):
@@ -83,21 +100,24 @@ def small(app, url):
 
 
 @pytest.mark.parametrize("app", sampled(APPS, 1))
-def test_an_app_answers_alone(python, app):
-    assert "usage:" in python(app, "--help")
+def test_an_app_answers_alone(tmp_path, app):
+    """In a process of its own, in which neither its folder nor PYTHONPATH is searched."""
+    shutil.copy(REPO / "apps" / f"{app}.py", tmp_path)
+    command = [sys.executable, "-I", f"{app}.py", "--help"]
+    assert "usage:" in subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
 
 
 @pytest.mark.parametrize("app", sampled(APPS, 1))
-def test_an_app_plans_trains_and_samples_alone(python, tmp_path, bright_url, app):
+def test_an_app_plans_trains_and_samples_alone(alone, tmp_path, bright_url, app):
     flags = small(app, bright_url)
     if app == "sample":
-        python(app, *flags, "--num-images", "2")
+        alone(app, *flags, "--num-images", "2")
         assert (tmp_path / "sheet.png").stat().st_size > 1000
         return
     if app != "flowgrpo_by_hand":  # which plans nothing
-        assert "plan: samples per step: 4," in python(app, *flags, "--dry-run")
+        assert "plan: samples per step: 4," in alone(app, *flags, "--dry-run")
     assert not (tmp_path / "runs").exists()
-    python(app, *flags)
+    alone(app, *flags)
     assert [line["step"] for line in load_metrics(tmp_path / "runs" / "run" / "metrics.jsonl")] == [0, 1, 2]
 
 
@@ -118,7 +138,7 @@ def test_packages_run_that_are_not_installed(bare_env, tmp_path, bright_url):
     code = "from importlib.metadata import distributions as all; print([x.name for x in all() if 'omni' in x.name])"
     told = subprocess.run([*python, "-c", code], env=bare_env, capture_output=True, text=True, check=True)
     assert told.stdout == "[]\n"
-    flags = [*small("train_nft", bright_url), "--save-every", "1", "--memory.text-cache", "texts"]
+    flags = [*small("train_nft", bright_url), "--train-steps", "1", "--memory.text-cache", "texts"]
     command = [*python, REPO / "apps" / "train_nft.py", *flags]
     result = subprocess.run(command, cwd=tmp_path, env=bare_env, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr

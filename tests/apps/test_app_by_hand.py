@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import CHECKPOINT, REPO, sampled
+from helpers import CHECKPOINT, REPO, in_turn, sampled
 from model_rows import ROWS
 from omni_reward import Score
 from omni_reward.serving import serving_here
@@ -77,6 +77,7 @@ CASES = {
 }
 
 
+@in_turn(0, 2)
 @pytest.mark.parametrize("case", sampled(CASES, 1))
 def test_the_page_ends_with_the_bits_of_the_trainer(case, url):
     ranks, own = CASES[case]
@@ -85,6 +86,7 @@ def test_the_page_ends_with_the_bits_of_the_trainer(case, url):
     assert_same(train(app, args) if ranks == 1 else train_on_ranks(app, args))
 
 
+@in_turn(1, 2)
 def test_a_page_that_was_killed_continues_to_the_same_bits(url):
     own = LORA | {"shard": "ddp"}
     context = start_script(PAGE, flags(url, own | {"train_steps": 1000}), ranks=2)

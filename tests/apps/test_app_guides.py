@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers import REPO
+from helpers import REPO, in_turn
 
 PAGE = (REPO / "docs" / "contributing.md").read_text("utf-8")
 TINY = """
@@ -112,10 +112,12 @@ def test_their_changes_apply_and_keep_the_rules(copy):
     assert "`cispo`" in (copy / "docs" / "configuration.md").read_text("utf-8")
 
 
+@in_turn(0, 3)
 def test_their_tests_pass(copy):
     assert "3 passed" in python(copy, "-m", "pytest", "-q", ALGORITHM.file, RULE.file)
 
 
+@in_turn(1, 3)
 def test_the_models_pictures_are_those_of_the_stock_pipeline_and_it_is_held_to_all_that_models_are(copy):
     said = python(copy, *shlex.split(PYTEST))
     (passed,) = re.findall(r"(\d+) passed", said)
@@ -123,6 +125,7 @@ def test_the_models_pictures_are_those_of_the_stock_pipeline_and_it_is_held_to_a
     assert "skipped" not in said
 
 
+@in_turn(2, 3)
 def test_their_commands_train_and_the_repository_does_not_know_them(copy, bright_url):
     (copy / "tiny.toml").write_text(TINY)
     (copy / "eval.txt").write_text('a blue sign that says "AB"\n')

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import sampled
+from helpers import in_turn, sampled
 from model_rows import ROWS
 from omni_rl.flow.scorers import LocalScorer
 from omni_rl.run.failures import launch
@@ -111,6 +111,7 @@ def test_a_plan_agrees_with_a_real_step(case, monkeypatch):
     assert found.flops["update"] == pytest.approx(real.flops["update"], rel=0.01)
 
 
+@in_turn(0, 2)
 @pytest.mark.parametrize("case", sampled([case for case in CASES if case != "fewer bits"], 1))
 def test_one_forward_of_each_shape_tells_what_all_do(case):
     first, every = planned(case), planned(case, remembers=False)
@@ -280,6 +281,7 @@ def test_a_line_goes_through_two_small_steps_of_the_same_form(batches, minibatch
     assert plan._prompt_counts(args, 1) == counts
 
 
+@in_turn(1, 2)
 @pytest.mark.parametrize("case", sampled(["adapters, two updates", "NFT", "DPO"], 1))
 def test_the_line_leads_to_what_all_batches_take(case, monkeypatch):
     app, args = settings(case)

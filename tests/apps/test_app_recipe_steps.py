@@ -22,7 +22,7 @@ FAMILIES = families()
 FIRST = [random.Random(TEST_SEED).choice(cases) for cases in FAMILIES.values()]  # one of each family
 BY_TRAINER = {app: [case for case in FIRST if case.app == app] for app in {case.app: 0 for case in FIRST}}
 OTHERS = [pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in CASES if case not in FIRST]
-DRAWN = [param for cases in BY_TRAINER.values() for param in sampled(cases, 1 + len(cases) // 6)] + OTHERS
+DRAWN = [param for cases in BY_TRAINER.values() for param in sampled(cases, 1 + len(cases) // 12)] + OTHERS
 CUT_FIELDS = {
     *released_folder.HEAD_COUNTS, *released_folder.OTHER_HEAD_COUNTS, *released_folder.WIDTHS, *released_folder.DEPTHS,
     *released_folder.LAYER_NUMBERS, *released_folder.CHANNEL_COUNTS, *released_folder.VAE_DEPTHS,

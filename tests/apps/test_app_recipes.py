@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import plan_recipes
 import pytest
-from helpers import sampled
+from helpers import in_turn, sampled
 from omni_rl.run.media import params_of
 from omni_rl.run.world import World
 from omni_rl.settings.fields import change
@@ -123,6 +123,7 @@ def test_a_run_that_is_no_dry_run_takes_no_configuration_of_the_package():
         module.main(change(args, dry_run=False, sharding_mode="none"), World(place()))
 
 
+@in_turn(3, 4)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", ONE_CARD)
 def test_a_recipe_for_one_card_takes_what_its_head_says(case, monkeypatch):

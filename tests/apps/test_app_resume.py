@@ -21,7 +21,7 @@ import pytest
 import tiny_signs
 import torch
 from apps import app_lives as lives
-from helpers import CHECKPOINT, REPO, sampled
+from helpers import REPO, sampled
 from omni_rl.report.process import ReportProcess
 from omni_rl.settings.fields import change, values_of
 from omni_rl.settings.toml import to_toml
@@ -30,7 +30,7 @@ from omni_train.checkpoint.store import Checkpoint
 from omni_train.remote import Remote
 from s3_store import SECRET, s3_store
 from safetensors.torch import load_file, save_file
-from trainer_runs import recipe, write_eval_prompts
+from trainer_runs import recipe, shallow, write_eval_prompts
 
 STEPS = 4
 KINDS = {  # ranks, settings
@@ -417,7 +417,7 @@ def test_the_program_prints_a_command_that_continues(enter, bright_url):
             if line.startswith("stopped after step"):
                 resume = next(process.stdout).strip()
     assert process.returncode == 0
-    assert first == f"train_flowgrpo.py: the settings are checked; loading torch, then {CHECKPOINT}\n"
+    assert first == f"train_flowgrpo.py: the settings are checked; loading torch, then {shallow()}\n"
     assert second.startswith("runs/run begins: 1 rank on cpu")
     assert shlex.split(resume) == command
     life = lives.command(home, [*command[2:], "--train-steps", str(len(lines(home)))])

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 from apps import app_lives as lives
-from helpers import CHECKPOINT, REPO, sampled
+from helpers import REPO, sampled
 from omni_reward import RewardClient, RewardConnectError
 from omni_reward.serving import serving_here
 from omni_rl.settings.fields import change
 from omni_rl.settings.toml import to_toml
 from omni_train.files import load_metrics
-from trainer_runs import train, train_on_ranks
+from trainer_runs import shallow, train, train_on_ranks
 
 
 def settings(url, **changes):
@@ -144,7 +144,7 @@ def test_the_first_line_is_printed_before_torch_is_imported_and_by_the_first_ran
         result = subprocess.run(command, env=os.environ | ranks, capture_output=True, text=True)
         assert result.returncode == 7, result.stderr
         said.append(result.stdout)
-    assert said == [f"train_flowgrpo.py: the settings are checked; loading torch, then {CHECKPOINT}\n", ""]
+    assert said == [f"train_flowgrpo.py: the settings are checked; loading torch, then {shallow()}\n", ""]
 
 
 LORA = {"lora_rank": 2, "lora_alpha": 4, "lr": 1e-2}

@@ -14,7 +14,7 @@ import pytest
 from emulated import emulated_runs as runs
 from emulated.npu import build
 from gpu_check import Row, Visit
-from helpers import REPO, sampled
+from helpers import REPO, in_turn, sampled
 
 GROUPS = {
     "start": ("machine", "tiny-signs", "ceilings", "attention", "profile", "dequantization", "decoding"),
@@ -26,6 +26,7 @@ GROUPS = {
 EXACT = ("tiny-signs", "gate", "backward", "bits", "step", "beside")  # the others tell speed, which a CPU cannot
 
 
+@in_turn(0, 2)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("group", sampled(GROUPS, 1))
 def test_its_rows_hold_on_the_emulated_accelerator(tmp_path, alone, group):
@@ -243,6 +244,7 @@ def with_network_refused(folder, *command):
     return done, asked.read_text().split()
 
 
+@in_turn(1, 2)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "rows",
@@ -268,6 +270,7 @@ def test_a_program_that_asks_for_a_host_is_found(tmp_path):
     assert (done.returncode, hosts) == (0, ["hub.test"])
 
 
+@in_turn(0, 2)
 def test_it_runs_from_a_folder_of_packages_that_are_not_installed(tmp_path):
     for package in (REPO / "packages").glob("*/src"):
         shutil.copytree(package, tmp_path / "site", dirs_exist_ok=True)

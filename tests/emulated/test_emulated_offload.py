@@ -7,7 +7,7 @@ import pytest
 from emulated import emulated_runs as runs
 from emulated.npu import build, load
 from emulated.test_emulated_device import on_npu
-from helpers import sampled
+from helpers import in_turn, sampled
 from records import record
 
 WHEN = ("peak_memory", "memory_asleep")
@@ -42,6 +42,7 @@ LEAST = {  # parts -> the metric in which less memory is in use, and by how many
 }  # fmt: skip
 
 
+@in_turn(0, 4)
 @pytest.mark.parametrize("parts", sampled(LEAST, 0, always=[ALL]))
 def test_parts_on_the_host_free_memory_and_change_no_bit(ran, without, parts):
     when, least_mb = LEAST[parts]
@@ -51,6 +52,7 @@ def test_parts_on_the_host_free_memory_and_change_no_bit(ran, without, parts):
     assert most_mb[when] < without[1][when] - least_mb
 
 
+@in_turn(1, 4)
 @pytest.mark.parametrize("case", sampled(["nft LoRA, ddp", "nf4"], 1))
 def test_blocks_come_on_every_rank_and_in_fewer_bits(ran, case):
     name, bits = ("flowgrpo LoRA", {"memory_base_dtype": case}) if case == "nf4" else (case, {})
@@ -124,6 +126,7 @@ print(places, {each.device.type for each in found[1]}, all(map(torch.equal, *fou
     assert text.splitlines() == ["['cpu', 'npu'] {'cpu'} True"]
 
 
+@in_turn(2, 4)
 def test_sharded_moments_wait_on_the_host(ran):
     # Not by the most bytes in use: a thread of gloo may still hold weights that were gathered.
     places, outcomes = [], []
@@ -155,6 +158,7 @@ print(most, least, all(map(torch.equal, found, expected)))
     assert text.split() == ["8", "1", "True"]
 
 
+@in_turn(3, 4)
 @pytest.mark.parametrize("bits", sampled(["int8", "fp8", "nf4"], 1))
 def test_fewer_bits_of_the_base_train_and_continue(ran, without, bits):
     whole, most_mb = ran(memory_base_dtype=bits)

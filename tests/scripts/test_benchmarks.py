@@ -3,7 +3,7 @@
 import pytest
 import torch
 from diffusers import AutoencoderKLWan
-from helpers import REPO, capture_graphs, sampled
+from helpers import REPO, capture_graphs, in_turn, sampled
 from torch.utils.flop_counter import FlopCounterMode
 
 
@@ -197,9 +197,10 @@ def get_config():
 """
 
 
-@pytest.mark.parametrize("in_turn", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["at once", "in turn"])
-def test_a_peers_program_runs_beside_the_trainer(capfd, tmp_path, monkeypatch, in_turn):
-    """In turn without what compiles, for which a small net is too small to take a minute."""
+@in_turn(2, 4)
+@pytest.mark.parametrize("one_by_one", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_peers_program_runs_beside_the_trainer(capfd, tmp_path, monkeypatch, one_by_one):
+    """One by one without what compiles, for which a small net is too small to take a minute."""
     import versus_peer
 
     monkeypatch.setattr(versus_peer, "ours_compiled", versus_peer.ours)
@@ -207,9 +208,9 @@ def test_a_peers_program_runs_beside_the_trainer(capfd, tmp_path, monkeypatch, i
         (tmp_path / "peer" / name).parent.mkdir(parents=True)
         (tmp_path / "peer" / name).write_text(text)
     sizes = {"side": 16, "num_inference_steps": 3, "blocks": 2, "heads": 1, "batch_size": 2}
-    versus_peer.versus_peer(versus_peer.Args(peer="peer", rounds=1, steps=1, device_rows=in_turn, **sizes))
+    versus_peer.versus_peer(versus_peer.Args(peer="peer", rounds=1, steps=1, device_rows=one_by_one, **sizes))
     found = {(phase, side): float(cell.split()[0]) for phase, side, cell, _ in table(capfd.readouterr().out)}
-    sides = ["flow_grpo", "trainer", *["trainer, compiled"] * in_turn]
+    sides = ["flow_grpo", "trainer", *["trainer, compiled"] * one_by_one]
     assert [*found] == [(phase, side) for phase in ("rollout", "update", "step") for side in sides]
     assert found["rollout", "flow_grpo"] >= 0.01
     assert found["update", "flow_grpo"] >= 0.04

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import real_size
-from helpers import REPO, sampled
+from helpers import REPO, in_turn, sampled
 
 
 def run(name, out):
@@ -18,6 +18,7 @@ def run(name, out):
     return subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, check=False)
 
 
+@in_turn(0, 4)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", sampled(real_size.ROWS, 1))
 def test_a_model_is_built_planned_trained_killed_continued_and_opened(name, tmp_path):

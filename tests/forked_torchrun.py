@@ -1,0 +1,60 @@
+"""torchrun, as a fork of this process whose ranks are forks again, so that none starts Python and imports torch."""
+
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import elastic_launch
+from torch.distributed.run import config_from_args, parse_args
+
+
+@dataclass(frozen=True)
+class Torchrun:
+    """A torchrun that was started, and the file with all that it and its ranks print."""
+
+    pid: int
+    output: Path
+
+    def wait(self) -> int:
+        """Return its exit code."""
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def torchrun(words: Sequence[str], folder: Path, output: Path) -> Torchrun:
+    """Start torchrun in a folder with the words of its command line, of which a script is one."""
+    if pid := os.fork():
+        return Torchrun(pid, output)
+    code = 1
+    try:
+        os.chdir(folder)
+        with output.open("w") as said:
+            for place in (1, 2):
+                os.dup2(said.fileno(), place)
+        sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1)
+        os.environ["OMP_NUM_THREADS"] = "1"
+        config, _, script = config_from_args(parse_args(words))
+        elastic_launch(replace(config, start_method="fork"), run_script)(*script[script[0] == "-u" :])
+        code = 0
+    except ChildFailedError as exc:
+        print(exc, flush=True)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)  # a forked process must not run pytest's endings
+
+
+def run_script(path: str, *words: str) -> None:
+    """Be a rank: run the script to its end."""
+    sys.argv = [path, *words]
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except SystemExit as exc:
+        sys.stdout.flush()
+        os._exit(exc.code if isinstance(exc.code, int) else 1)
+    sys.stdout.flush()
+    os._exit(0)
