@@ -52,7 +52,7 @@ SOUND = {"model": "ltx23", "num_frames": 9, "width": 64, "train_levels": 2, "str
 
 @cache
 def shallow():
-    """The shipped model with its first two blocks alone, in a folder that is written once: half of the time of a run."""
+    """The shipped model with its first two blocks alone: half of the time of a run. The folder is written once."""
 
     def write(folder):
         shutil.copytree(CHECKPOINT, folder)

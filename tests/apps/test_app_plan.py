@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import in_turn, sampled
+from helpers import CHECKPOINT, in_turn, sampled
 from model_rows import ROWS
 from omni_rl.flow.scorers import LocalScorer
 from omni_rl.run.failures import launch
@@ -32,7 +32,7 @@ from omni_train.planned import PLANNED, Meter, planned_ranks
 from PIL import Image
 from torch import nn
 from torch.utils._pytree import tree_leaves
-from trainer_runs import lone_run, recipe, rollout, tiny, write_eval_prompts
+from trainer_runs import lone_run, recipe, rollout, shallow, tiny, write_eval_prompts
 
 import train_sft
 
@@ -69,7 +69,8 @@ def settings(case):
     app = importlib.import_module(name)
     names = {name.replace(".", "_") for name in leaves(app.Args)}
     known = {key: value for key, value in (SMALL | changes).items() if key in names}
-    return app, tiny(recipe(app, "tiny-signs"), dry_run=True, memory_device_gb=1.0, width=192, height=64, **known)
+    own = {"model": str(CHECKPOINT), "dry_run": True, "memory_device_gb": 1.0, "width": 192, "height": 64}
+    return app, tiny(recipe(app, "tiny-signs"), **(own | known))
 
 
 @cache
@@ -103,6 +104,7 @@ def really(app, args, monkeypatch):
 @pytest.mark.parametrize("case", sampled(CASES, 1))
 def test_a_plan_agrees_with_a_real_step(case, monkeypatch):
     app, args = settings(case)
+    args = change(args, model=str(shallow()))
     monkeypatch.setattr(plan, "_fuse", lambda *_: None)  # a CPU's optimizer takes one parameter after the other
     found = plan.measure(app.main, args, 1)
     real = really(app, args, monkeypatch)
@@ -114,7 +116,7 @@ def test_a_plan_agrees_with_a_real_step(case, monkeypatch):
 @in_turn(0, 2)
 @pytest.mark.parametrize("case", sampled([case for case in CASES if case != "fewer bits"], 1))
 def test_one_forward_of_each_shape_tells_what_all_do(case):
-    first, every = planned(case), planned(case, remembers=False)
+    first, every = (planned(case, model=str(shallow()), remembers=remembers) for remembers in (True, False))
     assert first.flops == every.flops
     for name, peak in every.peaks.items():
         assert first.peaks[name] == pytest.approx(peak, rel=5e-3), name
@@ -285,7 +287,7 @@ def test_a_line_goes_through_two_small_steps_of_the_same_form(batches, minibatch
 @pytest.mark.parametrize("case", sampled(["adapters, two updates", "NFT", "DPO"], 1))
 def test_the_line_leads_to_what_all_batches_take(case, monkeypatch):
     app, args = settings(case)
-    args = change(args, prompts_per_step=16, memory_text_cache_mb=1.0)
+    args = change(args, model=str(shallow()), prompts_per_step=16, memory_text_cache_mb=1.0)
     by_line = plan.measure(app.main, args, 1)
     monkeypatch.setattr(plan, "_prompt_counts", lambda args, ranks: [args.data.prompts_per_step])
     whole = plan.measure(app.main, args, 1)

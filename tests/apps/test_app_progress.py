@@ -17,7 +17,7 @@ from omni_rl.run.run import Run
 from omni_rl.settings.fields import change
 from omni_train import display, progress
 from omni_train.files import load_metrics
-from trainer_runs import PROMPTS, recipe, tiny, train, train_on_ranks
+from trainer_runs import PROMPTS, recipe, shallow, tiny, train, train_on_ranks
 
 import train_flowgrpo
 import train_gspo
@@ -57,7 +57,7 @@ def said(monkeypatch):
 
 def test_every_phase_of_a_run_counts_its_work(here, bright_url, said):
     train(train_flowgrpo, change(TINY, scorer_url=bright_url))
-    size = f"{sum(file.stat().st_size for file in CHECKPOINT.rglob('*.safetensors')) / 1e6:.1f}"
+    size = f"{sum(file.stat().st_size for file in shallow().rglob('*.safetensors')) / 1e6:.1f}"
     wanted = {
         "reading the model and the prompts", "opening the scorer", f"loading {size} of {size} MB",
         "evaluating: encoding 2 of 3 prompts", "evaluating 2 of 4 samples", "evaluating: scores 4 of 4 samples",

@@ -64,7 +64,7 @@ class Case:
         return DiffusersEngine(self.model, self.model.load(device="cpu", dtype=self.dtype))
 
 
-@pytest.fixture(scope="module", params=sampled(ROWS, 2))
+@pytest.fixture(scope="module", params=sampled(ROWS, 1))
 def case(request) -> Case:
     row = ROWS[request.param]
     return Case(row, open_model(row.checkpoint()), torch.float32)
@@ -88,7 +88,7 @@ def pipe(case):
 STOCK = [
     (name, guided, batch) for name, row in ROWS.items() if row.stock for guided in (False, True) for batch in (1, 3)
 ]
-DRAWN = sampled(STOCK, 8)
+DRAWN = sampled(STOCK, 4)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import tiny_edit
 import tiny_moving
 import tiny_signs
 import torch
-from helpers import CHECKPOINT, REPO
+from helpers import CHECKPOINT, REPO, sampled
 from moved import score as score_moved
 from omni_reward.scorers import load_scorer
 from omni_reward.scorers.likeness import load_likeness
@@ -78,7 +78,7 @@ WRITERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("name", sampled(WRITERS, 1))
 def test_data_are_what_the_script_writes(name, tmp_path):
     WRITERS[name](tmp_path)
     written, shipped = (
@@ -126,7 +126,7 @@ def test_tones_held_out_are_known_colors_and_pitches_in_new_pairs():
     assert {pitch for _, pitch in pairs["eval"]} == set(pretraining.tones.PITCHES)
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", sampled(TINY, 1))
 def test_the_model_is_small_and_half_taught(name):
     tiny = TINY[name]
     assert sum(path.stat().st_size for path in (CHECKPOINTS / tiny.folder).rglob("*")) < 15 * MB

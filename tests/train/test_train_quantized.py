@@ -144,7 +144,7 @@ def test_operators_move_few_bytes_to_bring_back_a_weight(bits, most):
     assert traffic.num_bytes / 512**2 < most
 
 
-@pytest.mark.parametrize("bits", sampled(MOST, 1, always=["nf4"]))
+@pytest.mark.parametrize("bits", sampled(MOST, 1))
 def test_one_kernel_brings_back_a_weight_with_the_same_bits_and_graphs_for_all_shapes(bits):
     compiled = compiled_dequantize()
     for number, (rows, columns) in enumerate([(192, 320), (128, 64), (64, 256)]):
