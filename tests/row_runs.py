@@ -24,7 +24,7 @@ from omni_train.files import load_metrics
 from omni_train.weights.full import LORA_FILE, homes, saved_files
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from trainer_runs import recipe, spared, tiny
+from trainer_runs import recipe, tiny
 
 import train_distill
 import train_dpo
@@ -136,8 +136,7 @@ def run_alone(
 
     if trainer is not train_gspo:
         import_parts(args.policy.model)
-    with spared(report=False, flops=counts_flops):
-        life = app_lives.start(folder, work, before=join, counts_flops=counts_flops)
+    life = app_lives.start(folder, work, before=join, counts_flops=counts_flops)
     codes = life.wait(timeout_s=240)
     assert codes == [0], life.text()
     return load_metrics(folder / "runs" / args.run.name / "metrics.jsonl"), life.text()

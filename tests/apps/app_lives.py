@@ -17,6 +17,7 @@ from typing import Any
 
 import omni_rl.run.engines
 import omni_rl.run.run
+import omni_rl.run.session
 import omni_train.prepare
 import torch
 from omni_rl.run.engines import EngineRow
@@ -91,11 +92,12 @@ def start(
     ranks: int = 1,
     before: Callable[[int], None] = nothing,
     counts_flops: bool = False,
+    reports: bool = False,
 ) -> Life:
     """Ranks that run `before(rank)` and `work()`, and print to files in `folder`.
 
     They meet as under torchrun, at a store that outlives them. counts_flops: True to count operations, which takes a
-    third of the time of a small run.
+    third of the time of a small run. reports: True to write the report, in a process of its own.
     """
     import_all()
     agent, port = _start_agent() if ranks > 1 else (0, 0)
@@ -107,6 +109,8 @@ def start(
             numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
             if not counts_flops:
                 FlopTable._learn = lambda *call: None
+            if not reports:
+                omni_rl.run.session.ReportProcess = lambda *folder_and_tracker: None
             _live(life.outputs[rank], place | {name: str(n) for name, n in numbers.items()}, work, before)
         life.pids.append(pid)
     return life

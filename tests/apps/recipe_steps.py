@@ -218,7 +218,7 @@ def take_step(case: Case, folder: Path, urls: Mapping[str, str]) -> app_lives.Li
     assert settings.keys() <= set(leaves(case.trainer.Args))
     (folder / "small.toml").write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items()))
     flags = ["--preset", case.name, "--config", "small.toml"]
-    how = {"ranks": case.ranks, "before": see_little, "counts_flops": True}
+    how = {"ranks": case.ranks, "before": see_little, "counts_flops": True, "reports": True}
     return app_lives.command(folder, flags, trainer=case.trainer, **how)
 
 

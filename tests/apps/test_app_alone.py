@@ -83,7 +83,7 @@ def alone(tmp_path):
             sys.argv = [f"{app}.py", *flags]
             runpy.run_path(sys.argv[0], run_name="__main__")
 
-        life = lives.start(tmp_path, work)
+        life = lives.start(tmp_path, work, counts_flops=True, reports=True)
         assert life.wait(200) == [0], life.text()
         return life.text()
 

@@ -228,7 +228,7 @@ def stop_the_report(rank):
 def test_a_kill_loses_no_image_of_an_evaluation(enter, bright_url):
     """A checkpoint is complete when the images of the evaluations before it are on the disk."""
     home = enter("home")
-    life = lives.train(home, settings(bright_url), before=stop_the_report)
+    life = lives.train(home, settings(bright_url), before=stop_the_report, reports=True)
     while not (home / "reached").exists():
         assert not life.has_ended(0), life.text()
         time.sleep(0.002)
@@ -236,7 +236,7 @@ def test_a_kill_loses_no_image_of_an_evaluation(enter, bright_url):
     life.kill()
     os.kill(int((home / "report").read_text()), signal.SIGKILL)
     assert os.listdir(home / "runs/run/checkpoints") == ["step-00000000.tmp"]
-    assert_ends_well(lives.train(home, settings(bright_url)))
+    assert_ends_well(lives.train(home, settings(bright_url), reports=True))
     shown = sorted(path.name for path in (home / "runs/run/eval").iterdir())
     assert shown == [f"{step:06}{end}" for step in (0, 2, 4) for end in ("", ".png")]
 
@@ -344,10 +344,11 @@ def test_a_run_with_a_url_goes_on_on_other_machines(enter, bright_url, in_peace,
     peace, first, second = in_peace(kind), enter("first"), enter("second")
     with s3_store() as bucket:
         args = settings(bright_url, checkpoint_url=f"{bucket}/run", keep_checkpoints=1, **changes)
-        assert_ends_well(lives.train(first, change(args, train_steps=2), ranks=ranks, before=on_machines(first)))
+        how = {"ranks": ranks, "reports": True}
+        assert_ends_well(lives.train(first, change(args, train_steps=2), before=on_machines(first), **how))
         for rank in range(ranks):
             assert os.listdir(first / f"machine-{rank}/runs/run/checkpoints") == []
-        again = lives.train(second, args, ranks=ranks, before=on_machines(second))
+        again = lives.train(second, args, before=on_machines(second), **how)
         assert_ends_well(again)
         assert "runs/run continues after step 2: " in again.text()
         remote, last = Remote(f"{bucket}/run"), f"step-{STEPS:08}"

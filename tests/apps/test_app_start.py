@@ -97,7 +97,7 @@ def test_a_scorer_that_does_not_start_is_refused_before_weights_are_loaded(here)
 def test_the_first_line_says_where_the_run_is_and_where_it_begins(here, bright_url, ranks):
     spread = "1 rank on cpu, weights none" if ranks == 1 else "2 ranks on cpu, weights fsdp2"
     for steps, start in ((1, "begins"), (2, "continues after step 1")):
-        life = lives.train(here, settings(bright_url, train_steps=steps), ranks=ranks)
+        life = lives.train(here, settings(bright_url, train_steps=steps), ranks=ranks, reports=True)
         assert life.wait() == [0] * ranks, life.text()
         first = life.text().splitlines()[0]
         assert first.startswith(f"runs/run {start}: {spread}; report in runs/run/report.html; loading ")
