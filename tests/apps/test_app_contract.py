@@ -22,7 +22,19 @@ from omni_rl.settings.fields import change
 from omni_train.dist import init_distributed
 from omni_train.weights.full import save_weights
 from PIL import Image
-from trainer_runs import PROMPTS, cli, exported, lose_step, recipe, tiny, train, train_on_ranks, unclocked, undocumented
+from trainer_runs import (
+    PROMPTS,
+    cli,
+    exported,
+    lose_step,
+    recipe,
+    shallow,
+    tiny,
+    train,
+    train_on_ranks,
+    unclocked,
+    undocumented,
+)
 
 LORA = {"lora_rank": 4, "lora_alpha": 8}
 SIGNS = {"prompts_per_step": 2, "group_size": 4, "batch_size": 4}
@@ -79,7 +91,7 @@ def settings(row, url):
         Path("samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         changes |= {"prompts": "samples.jsonl", "scorer_url": url}
     if row.teacher:
-        net = QwenImageTransformer2DModel.from_pretrained(CHECKPOINT / "transformer")
+        net = QwenImageTransformer2DModel.from_pretrained(shallow() / "transformer")
         torch.manual_seed(0)
         with torch.no_grad():
             for p in net.parameters():

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from diffusers import QwenImageTransformer2DModel
-from helpers import CHECKPOINT, sampled
+from helpers import sampled
 from omni_rl.run.world import World
 from omni_rl.settings.fields import change
 from omni_rollout import Prompt
@@ -16,7 +16,7 @@ from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_train.dist import init_distributed
 from omni_train.lora import adapter_params, add_lora
 from omni_train.weights.full import save_weights
-from trainer_runs import lone_run, recipe, rollout, tiny, train, undocumented
+from trainer_runs import lone_run, recipe, rollout, shallow, tiny, train, undocumented
 
 import train_distill as app
 
@@ -29,7 +29,7 @@ WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
 
 def write_teacher(folder, seed, **lora):
     """Weights, or an adapter, beside those of the checkpoint; the folder as --teachers has it."""
-    net = QwenImageTransformer2DModel.from_pretrained(CHECKPOINT / "transformer")
+    net = QwenImageTransformer2DModel.from_pretrained(shallow() / "transformer")
     torch.manual_seed(seed)
     if lora:
         add_lora(net, ["to_q", "to_k", "to_v", "to_out.0"], rank=lora["lora_rank"], alpha=lora["lora_alpha"], seed=seed)
