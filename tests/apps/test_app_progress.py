@@ -10,7 +10,7 @@ from pathlib import Path
 
 import build_tiny_models
 import pytest
-from helpers import CHECKPOINT, REPO
+from helpers import CHECKPOINT, REPO, in_turn
 from omni_rl.report import data
 from omni_rl.run import start
 from omni_rl.run.run import Run
@@ -153,6 +153,7 @@ def test_a_short_run_prints_what_it_printed_before(here, bright_url, capfd):
     assert "held-out score" in end
 
 
+@in_turn(1, 2)
 def test_a_run_goes_on_where_nobody_reads_what_it_prints(here, bright_url):
     flags = ["--preset", "tiny-signs", "--model", str(CHECKPOINT), "--prompts", str(PROMPTS / "train.txt")]
     flags += ["--eval.prompts", "eval.txt", "--scorer.url", bright_url, "--train-steps", "2", "--name", "run"]

@@ -7,7 +7,7 @@ import build_preferences
 import numpy as np
 import pytest
 import torch
-from helpers import sampled
+from helpers import in_turn, sampled
 from hypothesis import given
 from hypothesis import strategies as st
 from model_rows import ROWS
@@ -102,6 +102,7 @@ def test_samples_of_several_sizes_are_the_same_on_one_rank_and_two_and_the_ratio
     assert all(f'"size":[{size}]' in report.replace(" ", "") for size in ("48,48", "64,32", "96,32"))
 
 
+@in_turn(0, 3)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("app", sampled(["nft", "dpo"], 1))
 def test_other_losses_train_on_several_sizes_alike_on_one_rank_and_two(here, bright_url, app):
@@ -129,6 +130,7 @@ def test_pairs_of_several_sizes_have_each_the_size_of_its_prompt(here, bright_ur
         train_dpo.check_args(args)
 
 
+@in_turn(1, 3)
 @pytest.mark.timeout(600)
 def test_references_of_several_sizes_and_numbers_are_trained_on_alike_on_one_rank_and_two(edits, bright_url):
     """Two prompts of one number and sizes of references, and of other sizes of their own."""
@@ -145,6 +147,7 @@ def test_references_of_several_sizes_and_numbers_are_trained_on_alike_on_one_ran
         train_flowgrpo.check_args(change(args, prompts="alike.jsonl", batch_size=16))
 
 
+@in_turn(2, 3)
 @pytest.mark.timeout(600)
 def test_pairs_of_several_sizes_of_references_share_the_encoded_texts_of_a_folder(edits, bright_url, monkeypatch):
     """Offline, on one rank and two: the first run encodes each text once, later ones none."""

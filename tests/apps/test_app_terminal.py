@@ -7,7 +7,7 @@ import shlex
 import subprocess
 import sys
 
-from helpers import CHECKPOINT, REPO
+from helpers import CHECKPOINT, REPO, in_turn
 from trainer_runs import PROMPTS
 
 SMALL = "--prompts-per-step 2 --group-size 2 --batch-size 2 --num-minibatches 1 --num-inference-steps 5"
@@ -35,6 +35,7 @@ def in_terminal(command, *, until, keys):
     return shown, process.wait()
 
 
+@in_turn(0, 2)
 def test_ranks_show_a_bar_and_ctrl_c_saves_and_tells_how_to_go_on(here, bright_url):
     """The model's attention is of all weights in fsdp2, of which torch would warn."""
     trainer = [str(REPO / "apps" / "train_flowgrpo.py"), "--preset", "tiny-signs", "--sharding.mode", "fsdp2"]

@@ -165,7 +165,7 @@ def test_a_profiled_step_leaves_a_trace_of_each_phase_and_the_same_numbers(here,
 def test_the_speed_of_each_phase_with_a_net_is_logged(here, bright_url, monkeypatch):
     """As operations that do not depend on the speed: an update is three forwards, but for what leads nowhere."""
     monkeypatch.setattr(start, "peak_tflops", lambda device: 0.5)
-    first, *lines = train_with(app, change(TINY, scorer_url=bright_url), flops=True)
+    first, *lines = train_with(app, change(TINY, model=str(CHECKPOINT), scorer_url=bright_url), flops=True)
     assert undocumented(lines) == set()
     assert "perf/rollout_tflops" not in first
     for line in lines:
