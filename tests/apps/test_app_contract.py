@@ -138,7 +138,8 @@ def test_training_raises_a_reward_that_can_be_raised(here, bright_url, request, 
         drawn = [tiny_signs.draw_prompt(rng, evaluation=True)[0] for _ in range(32)]
         Path("eval.txt").write_text("".join(f"{prompt}\n" for prompt in drawn))
         ocr_flags = request.getfixturevalue("ocr_flags")
-        args = change(args, scorer_watch_url=ocr_flags[1], scorer_token_file=ocr_flags[3])
+        watch = {"scorer_watch_url": ocr_flags[1], "scorer_token_file": ocr_flags[3]}
+        args = change(args, model=str(CHECKPOINT), **watch)  # two blocks draw no sign that can be read
     lines = train(app, change(args, train_steps=steps, eval_every=steps))
     assert lines[-1]["eval/reward"] > lines[0]["eval/reward"] + least
     if name == "srpo":
