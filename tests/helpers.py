@@ -93,6 +93,7 @@ def in_turn(number, count):
 
 def sampled(cases, count, *, always=()):
     """The cases as test parameters, marked slow but for those of `always` and `count` others that TEST_SEED draws."""
+    assert not isinstance(cases, set), "cases must have an order, which is the same for all workers of pytest"
     others = sorted(case for case in cases if case not in always)
     chosen = {*always, *random.Random(f"{TEST_SEED} {others}").sample(others, count)}
     return [pytest.param(case, id=str(case), marks=() if case in chosen else pytest.mark.slow) for case in cases]

@@ -118,12 +118,12 @@ def expand(records: Sequence[PromptRecord], step: int) -> list[Prompt]:
 
 
 with same_error(dist):  # one rank's mistake ends all of them
-    num_prompts, unit = args.prompts_per_step, dist.world_size * args.batch_size  # full batches on all ranks
+    num_prompts, per_round = args.prompts_per_step, dist.world_size * args.batch_size  # full batches on all ranks
     train_prompts = PromptSampler(args.prompts, prompts_per_step=num_prompts, seed=args.seed, check=check_prompt)
     eval_prompts = expand(load_prompts(args.eval_prompts, check=check_prompt), -1)
     for name, count in {"--prompts-per-step": num_prompts, "lines of --eval-prompts": len(eval_prompts)}.items():
-        if count % unit:
-            raise ValueError(f"{name} must be a multiple of {unit}, got {count}")
+        if count % per_round:
+            raise ValueError(f"{name} must be a multiple of {per_round}, got {count}")
     model = open_model(args.model)
     if "image" not in model.MEDIA:
         raise ValueError(f"--model must make images, {args.model} makes {' and '.join(model.MEDIA)}")
@@ -143,7 +143,7 @@ with same_error(dist):  # one rank's mistake ends all of them
 
 # 3. Student, fake net and teacher, and what a run leaves behind
 
-how = Preparation(dist.device, model.BLOCK_NAMES, dtype, mesh=dist.mesh if mode == "fsdp2" else None)
+preparation = Preparation(dist.device, model.BLOCK_NAMES, dtype, mesh=dist.mesh if mode == "fsdp2" else None)
 files = {name: model.weight_files(part) for name, part in model.nets.items()}
 
 
@@ -154,11 +154,11 @@ def read_net(own: Preparation) -> nn.Module:
 
 if args.lora_rank:  # three nets in one: two adapters, and the net without them
     lora = Lora(model.LORA_TARGETS, args.lora_rank, args.lora_alpha, "default", args.seed, others=("fake",))
-    trained = student = read_net(replace(how, lora=lora))
+    trained = student = read_net(replace(preparation, lora=lora))
     student_weights, fake_weights = (adapter_params(student, name) for name in ("default", "fake"))
     nn.ParameterList(fake_weights).requires_grad_(True)
 else:
-    student, fake, teacher = read_net(how), read_net(how), read_net(how.frozen())
+    student, fake, teacher = read_net(preparation), read_net(preparation), read_net(preparation.frozen())
     trained = nn.ModuleDict({"student": student, "fake": fake})
     student_weights, fake_weights = list(student.parameters()), list(fake.parameters())
 if mode == "ddp":
@@ -280,7 +280,7 @@ with log, catch_stop() as stop:
         engine.load_weights((), version=step + 1)
 
         # Evaluate, log, save, stop.
-        is_asked, is_last = stop.requested(dist), step + 1 == args.train_steps
+        must_stop, is_last = stop.requested(dist), step + 1 == args.train_steps
         metrics = {"policy/grad_norm": result.grad_norm, "fake/grad_norm": learned.grad_norm}
         means = {"policy/matching_error": matching_errors, "fake/error": fake_errors}
         metrics |= mean_metrics(dist, {name: torch.stack(each).mean() for name, each in means.items()})
@@ -289,9 +289,9 @@ with log, catch_stop() as stop:
                 metrics["eval/reward"] = evaluate()
         log.log(step + 1, metrics)
         checkpoints.poll()
-        if is_last or is_asked or (step + 1) % args.save_every == 0:
+        if is_last or must_stop or (step + 1) % args.save_every == 0:
             checkpoints.async_save(step + 1, trained, optimizer, config=vars(args))
-        if is_asked:
+        if must_stop:
             break
     checkpoints.wait()
 

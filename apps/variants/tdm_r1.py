@@ -119,13 +119,13 @@ def expand(records: Sequence[PromptRecord], num_samples: int, step: int) -> list
 
 
 with same_error(dist):  # one rank's mistake ends all of them
-    num_prompts, unit = args.prompts_per_step, dist.world_size * args.batch_size  # full batches on all ranks
+    num_prompts, per_round = args.prompts_per_step, dist.world_size * args.batch_size  # full batches on all ranks
     train_prompts = PromptSampler(args.prompts, prompts_per_step=num_prompts, seed=args.seed, check=check_prompt)
     eval_prompts = expand(load_prompts(args.eval_prompts, check=check_prompt), 1, -1)
     counts = {"samples of a step": num_prompts * args.group_size, "lines of --eval-prompts": len(eval_prompts)}
     for name, count in counts.items():
-        if count % unit:
-            raise ValueError(f"{name} must be a multiple of {unit}, got {count}")
+        if count % per_round:
+            raise ValueError(f"{name} must be a multiple of {per_round}, got {count}")
     if args.batch_size % args.group_size:
         raise ValueError(f"--batch-size must be a multiple of --group-size {args.group_size}, got {args.batch_size}")
     model = open_model(args.model)
@@ -146,7 +146,7 @@ with same_error(dist):  # one rank's mistake ends all of them
 
 # 3. Student, fake net, surrogate and teacher, and what a run leaves behind
 
-how = Preparation(dist.device, model.BLOCK_NAMES, dtype, mesh=dist.mesh if mode == "fsdp2" else None)
+preparation = Preparation(dist.device, model.BLOCK_NAMES, dtype, mesh=dist.mesh if mode == "fsdp2" else None)
 files = {name: model.weight_files(part) for name, part in model.nets.items()}
 
 
@@ -158,11 +158,11 @@ def read_net(own: Preparation) -> nn.Module:
 ROLES = ("student", "fake", "surrogate")  # of the trained nets; "reference" and "teacher" are the net before training
 if args.lora_rank:  # all nets in one: adapters, and the net without them
     lora = Lora(model.LORA_TARGETS, args.lora_rank, args.lora_alpha, "default", args.seed, others=ROLES[1:])
-    trained = student = read_net(replace(how, lora=lora))
+    trained = student = read_net(replace(preparation, lora=lora))
     weights = {role: adapter_params(student, "default" if role == "student" else role) for role in ROLES}
     nn.ParameterList(p for own in weights.values() for p in own).requires_grad_(True)
 else:
-    nets, base = {role: read_net(how) for role in ROLES}, read_net(how.frozen())
+    nets, base = {role: read_net(preparation) for role in ROLES}, read_net(preparation.frozen())
     trained, student = nn.ModuleDict(nets), nets["student"]
     weights = {role: list(net.parameters()) for role, net in nets.items()}
 if mode == "ddp":
@@ -316,7 +316,7 @@ with log, catch_stop() as stop:
         engine.load_weights((), version=step + 1)
 
         # Evaluate, log, save, stop.
-        is_asked, is_last = stop.requested(dist), step + 1 == args.train_steps
+        must_stop, is_last = stop.requested(dist), step + 1 == args.train_steps
         metrics = {"reward/mean": rewards.nanmean().item(), "policy/grad_norm": result.grad_norm}
         metrics["surrogate/grad_norm"] = learned.grad_norm
         metrics |= mean_metrics(dist, {name: torch.stack(values).mean() for name, values in means.items()})
@@ -325,9 +325,9 @@ with log, catch_stop() as stop:
                 metrics["eval/reward"] = sample(eval_prompts)[1].nanmean().item()
         log.log(step + 1, metrics)
         checkpoints.poll()
-        if is_last or is_asked or (step + 1) % args.save_every == 0:
+        if is_last or must_stop or (step + 1) % args.save_every == 0:
             checkpoints.async_save(step + 1, trained, optimizer, config=vars(args))
-        if is_asked:
+        if must_stop:
             break
     checkpoints.wait()
 

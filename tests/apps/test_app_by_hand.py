@@ -26,6 +26,7 @@ import train_flowgrpo as app
 
 PAGE = REPO / "apps" / "flowgrpo_by_hand.py"
 GARDO = REPO / "apps" / "variants" / "gardo.py"
+SCOUTING = REPO / "apps" / "variants" / "scouting.py"
 FULL = {"lr": 1e-4}
 LORA = {"lora_rank": 4, "lora_alpha": 8, "num_minibatches": 2, "dtype": "bfloat16", "lr": 1e-3}
 STEPS, SAVE_EVERY = 3, 2
@@ -153,3 +154,50 @@ def test_the_gate_of_gardo_adds_a_kl_of_the_samples_that_the_score_overrates(ran
     assert all(0 < line["reward/overrated_ratio"] <= 0.25 for line in gated)
     assert gated[0]["policy/kl"] == 0.0  # the policy is the reference still
     assert 0 < gated[2]["policy/kl"] < neutral[2]["policy/kl"]  # which it is held to
+
+
+@pytest.mark.parametrize("ranks", sampled([1, 2], 1))
+def test_scouts_choose_the_seeds_that_are_sampled_in_full(ranks, url, tmp_path):
+    seen = []
+
+    def graded(media, prompts, meta):
+        seen.extend(float(image.mean()) for image in media["image"])
+        return [Score(float(image.mean())) for image in media["image"]]
+
+    own = {"lr": 1e-2, "num_inference_steps": 3, "window_size": 1, "window_high": 2}
+    scouting = own | {"num_scouts": 8, "scout_steps": 2}
+    with serving_here(graded, name="mean") as url:
+        run_script(PAGE, flags(url, own | {"name": "page"}), ranks=ranks)
+        run_script(SCOUTING, flags(url, scouting | {"num_scouts": 4, "name": "all"}), ranks=ranks)  # each is chosen
+        seen.clear()
+        run_script(SCOUTING, flags(url, scouting | {"name": "chosen", "train_steps": 1}), ranks=1)
+        _, *scores = seen  # the first one is of the connection's check
+        run_script(SCOUTING, flags(url, scouting | {"name": "whole"}), ranks=ranks)
+        run_script(SCOUTING, flags(url, scouting | {"name": "resumed", "train_steps": 2}), ranks=ranks)
+        run_script(SCOUTING, flags(url, scouting | {"name": "resumed"}), ranks=ranks)
+    page, everyone, whole, resumed = (exported(name) for name in ("page", "all", "whole", "resumed"))
+    assert all(torch.equal(page[name], everyone[name]) for name in page)
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert not all(torch.equal(page[name], whole[name]) for name in page)
+    assert len(scores) == 4 + 2 * 8 + 2 * 4 + 4  # of the first evaluation, scouts, samples, and the last evaluation
+    (line,) = load_metrics(Path("runs/chosen/metrics.jsonl"))[1:]
+    assert line["reward/scouts_mean"] == pytest.approx(sum(scores[4:20]) / 16)
+    assert line["reward/mean"] == pytest.approx(sum(scores[20:28]) / 8)
+
+
+def test_the_best_and_the_worst_scouts_are_chosen(url, monkeypatch):
+    """Scores of scouts are given: the samples have the seeds of those that they rank first and last."""
+    asked = []
+
+    def graded(media, prompts, meta):
+        asked.append([float(image.mean()) for image in media["image"]])
+        return [Score(float(sum(map(len, asked[:-1])) + i)) for i in range(len(prompts))]
+
+    own = {"num_inference_steps": 2, "window_size": 1, "window_high": 1, "window_low": 0, "train_steps": 1}
+    own |= {"num_scouts": 8, "scout_steps": 2, "noise_level": 1e-6, "prompts_per_step": 1, "batch_size": 4}
+    with serving_here(graded, name="later is better") as url:
+        run_script(SCOUTING, flags(url, own))
+    levels = [level for batch in asked[1:] for level in batch]  # the first one is of the connection's check
+    scouts, samples = levels[4:12], levels[12:16]
+    assert samples == pytest.approx([*scouts[:2], *scouts[-2:]], abs=1.0)  # of 255, as their noise is too small to see
+    assert samples != pytest.approx(scouts[2:6], abs=1.0)

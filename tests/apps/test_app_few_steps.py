@@ -82,9 +82,9 @@ def test_a_page_that_was_killed_continues_to_the_same_bits(page, url):
         assert [line.get(name) for line in lines_of("whole")] == [line.get(name) for line in lines_of("killed")], name
 
 
-CASES = {
+CASES = [
     (page, how) for page in PAGES for how in ("LoRA, ddp", "all weights, ddp", "all weights, fsdp2", "LoRA, fsdp2")
-}
+]
 
 
 @pytest.mark.parametrize("case", sampled(CASES, 2))
