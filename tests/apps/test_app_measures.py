@@ -176,21 +176,21 @@ def test_a_terminal_that_is_gone_ends_no_run(here, bright_url, plain, monkeypatc
             return False
 
     with monkeypatch.context() as patch:
-        patch.setattr(omni_rl.run.session.Session, "take", quietly(omni_rl.run.session.Session.take, patch, Gone()))
+        patch.setattr(omni_rl.run.session.Session, "claim", quietly(omni_rl.run.session.Session.claim, patch, Gone()))
         found = trained(change(TINY, scorer_url=bright_url, profile=0), "gone")
     (told,) = warnings_of(capfd.readouterr().err)
     assert told == "WARNING: the progress on the terminal failed and is switched off: BrokenPipeError: Broken pipe"
     assert_alike(found, plain)
 
 
-def quietly(take, patch, terminal):
+def quietly(claim, patch, terminal):
     """The first line of a run, after which its terminal is gone."""
 
-    def taken(*args):
-        take(*args)
+    def claimed(*args):
+        claim(*args)
         patch.setattr(sys, "stdout", terminal)
 
-    return taken
+    return claimed
 
 
 def test_the_load_of_experts_is_switched_off(here, bright_urls, monkeypatch, capfd):
