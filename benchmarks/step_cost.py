@@ -173,6 +173,8 @@ def steps_of(args: Framework) -> list[dict[str, float]]:
 
 # A rollout of compiled blocks by the graphs that are trained, over one by graphs without gradients
 
+WITHOUT = "graphs without gradients"
+
 
 @dataclass(frozen=True)
 class Sampling(runner.ModelArgs):
@@ -217,9 +219,6 @@ def sampling(args: Sampling) -> None:
     ]
     print(runner.stamp(args))
     print(runner.table(("rollout by", "s", "ratio", "memory, MB", "ratio"), rows))
-
-
-WITHOUT = "graphs without gradients"
 
 
 def peak_of(call: Callable[[], object]) -> int:

@@ -409,8 +409,8 @@ BAD = [
     (remote_faults, "omni_rollout/models/flux2.py", "self._class(part).from_pretrained(path, trust_remote_code=True)"),
     (remote_faults, "scripts/score.py", "kind.from_pretrained(name)"),
     (tracked_faults, "packages/omni-sched/uv.lock", "version = 1"),
-    (tracked_faults, ".ci/run", f"pip install --index-url {'https:'}//example.invalid/simple torch"),
-    (tracked_faults, "pyproject.toml", "[[tool.uv." + 'index]]\nurl = "https://example.invalid"'),
+    (tracked_faults, ".ci/run", f"pip install --index-url {'file:'}///wheels torch"),
+    (tracked_faults, "pyproject.toml", "[[tool.uv." + 'index]]\nurl = "file:///wheels"'),
     *((tracked_faults, "docs/install.md", f"{'https:'}//{host}/simple") for host in HOSTS),
 ]
 

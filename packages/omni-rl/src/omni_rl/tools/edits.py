@@ -109,12 +109,8 @@ def folder_edits(images: Sequence[Path], instructions: Path | None) -> Iterator[
 def table_edits(path: Path, image_key: str, prompt_key: str) -> Iterator[Edit]:
     """Yield the edits of a table's rows; paths are relative to its folder, or to images/ there."""
     for place, row in read_rows(path, {image_key} if image_key else {*IMAGE_KEYS}):
-        found_image, found_prompt = (
-            pick_key(row, wanted, names, place, flag)
-            for wanted, names, flag in (
-                (image_key, IMAGE_KEYS, "--image-key"), (prompt_key, PROMPT_KEYS, "--prompt-key"),
-            )
-        )  # fmt: skip
+        found_image = pick_key(row, image_key, IMAGE_KEYS, place, "--image-key")
+        found_prompt = pick_key(row, prompt_key, PROMPT_KEYS, place, "--prompt-key")
         prompt, value = row.pop(found_prompt), row.pop(found_image)
         given = value if isinstance(value, list) else [value]
         names = [name for name in given if isinstance(name, str)]
