@@ -29,7 +29,9 @@ LOSSES: Losses = {
     ),
     "awm_log_prob": lambda x, p, s: omni_losses.awm_log_prob(x[0], x[1], x[2], s),
     "diffusion_dpo_loss": lambda x, p, s: omni_losses.diffusion_dpo_loss(p[0], p[1], p[2], p[3], dpo_beta=10.0),
+    "sequence_dpo_loss": lambda x, p, s: omni_losses.sequence_dpo_loss(p[0], p[1], p[2], p[3], dpo_beta=0.5),
     "gspo_loss": lambda x, p, s: omni_losses.gspo_loss(x[0], x[1], p[0], torch.ones(3, 5), clip_low=0.3, clip_high=0.4),
+    "token_nll_loss": lambda x, p, s: omni_losses.token_nll_loss(x[0], torch.ones(3, 5), weights=s),
     "direct_align": lambda x, p, s: omni_losses.direct_align(x[0], x[1], x[2], s, s / 2),
     "srpo_loss": lambda x, p, s: omni_losses.srpo_loss(p[0], p[1], discount=s),
     "gaussian_kl": lambda x, p, s: omni_losses.gaussian_kl(x[0], x[1], s),
@@ -37,6 +39,9 @@ LOSSES: Losses = {
     "k3_kl": lambda x, p, s: omni_losses.k3_kl(p[0], p[1]),
     "distill_kl_loss": lambda x, p, s: omni_losses.distill_kl_loss(x[0], x[1], s, weights=s),
     "distill_velocity_loss": lambda x, p, s: omni_losses.distill_velocity_loss(x[0], x[1], weights=s),
+    "token_divergence_reverse": lambda x, p, s: omni_losses.token_divergence(x[0], x[1], divergence="reverse"),
+    "token_divergence_forward": lambda x, p, s: omni_losses.token_divergence(x[0], x[1], divergence="forward"),
+    "token_divergence_jsd": lambda x, p, s: omni_losses.token_divergence(x[0], x[1], divergence="jsd"),
     "distribution_matching_loss": lambda x, p, s: omni_losses.distribution_matching_loss(x[0], x[1], x[2], weights=s),
     "added_noise_error": lambda x, p, s: omni_losses.added_noise_error(x[0], x[1], x[2], s, s),
     "rollout_weights": lambda x, p, s: omni_losses.rollout_weights(x[0], x[1], low=0.5, high=2.0)[0],
@@ -66,7 +71,8 @@ def test_it_equals_the_loss_of_the_same_numbers_in_float32(name: str, dtype: tor
 
 
 POLICY = {  # what a gradient reaches, where that is not the first latent or log-probability alone
-    "grpo_guard_loss": {"x0", "p0"}, "diffusion_dpo_loss": {"p0", "p1"}, "srpo_loss": {"p0", "p1"},
+    "grpo_guard_loss": {"x0", "p0"}, "diffusion_dpo_loss": {"p0", "p1"},
+    "sequence_dpo_loss": {"p0", "p1"}, "srpo_loss": {"p0", "p1"},
     "tempflow_weights": set(), "reward_probability": set(), "rollout_weights": set(),
 }  # fmt: skip
 

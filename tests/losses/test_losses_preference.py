@@ -1,4 +1,4 @@
-"""Pairs and Diffusion-DPO: worked examples, invariances, gradients."""
+"""Pairs, Diffusion-DPO and DPO of answers: worked examples, invariances, gradients."""
 
 import math
 
@@ -6,9 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omni_losses import best_worst_pairs, diffusion_dpo_loss
+from omni_losses import best_worst_pairs, diffusion_dpo_loss, sequence_dpo_loss
 from torch import Tensor
 from torch.autograd import gradcheck
+from torch.distributions import Categorical
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 torch.set_num_threads(1)
@@ -88,6 +89,57 @@ def test_common_offsets_cancel_and_order_does_not_matter():
     torch.testing.assert_close(flipped, plain)
 
 
+def test_a_worked_pair_of_answers():
+    """The preferred answer gained 3 nats on the reference and the other one lost 1: margin 0.5 * 4."""
+    out = sequence_dpo_loss(*(torch.tensor([x]) for x in (-20.0, -31.0, -23.0, -30.0)), dpo_beta=0.5)
+    assert out.loss.item() == pytest.approx(math.log1p(math.exp(-2.0)), rel=1e-6)
+    metrics = {name: value.item() for name, value in out.metrics.items()}
+    assert metrics == {"accuracy": 1.0, "chosen_reward": 1.5, "rejected_reward": -0.5, "margin": 2.0}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pairs", [1, 2, 5, 8, 64])
+def test_answers_of_the_reference_itself_lose_exactly_log_two(pairs: int, dtype: torch.dtype):
+    win, lose = ((-300 * x).to(dtype).requires_grad_() for x in errors(pairs)[:2])
+    out = sequence_dpo_loss(win, lose, win.detach(), lose.detach(), dpo_beta=0.1)
+    out.loss.backward()
+    assert torch.equal(out.loss, torch.tensor(2.0).log())
+    assert out.metrics["margin"] == out.metrics["accuracy"] == 0
+    expected = torch.full((pairs,), 0.1 / 2 / pairs, dtype=dtype)  # up: a more probable preferred answer
+    torch.testing.assert_close(-win.grad, expected)
+    torch.testing.assert_close(lose.grad, expected)
+
+
+def test_it_is_the_bradley_terry_likelihood_of_implicit_rewards_of_token_distributions():
+    """Answers of 6 tokens by categorical distributions: p(win over lose) = e^r_w / (e^r_w + e^r_l)."""
+    generator = torch.Generator().manual_seed(0)
+    policy, reference = (
+        Categorical(logits=torch.randn(3, 6, 11, generator=generator, dtype=torch.float64)) for _ in range(2)
+    )
+    tokens = [torch.randint(11, (3, 6), generator=generator) for _ in range(2)]
+    win, lose = (policy.log_prob(x).sum(dim=1) for x in tokens)
+    ref_win, ref_lose = (reference.log_prob(x).sum(dim=1) for x in tokens)
+    win_score, lose_score = (((p - r) * 0.25).exp() for p, r in ((win, ref_win), (lose, ref_lose)))
+    expected = -(win_score / (win_score + lose_score)).log().mean()
+    out = sequence_dpo_loss(win, lose, ref_win, ref_lose, dpo_beta=0.25)
+    assert out.loss.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_the_gradient_of_answers_is_that_of_the_paper_and_of_finite_differences():
+    """Eq. 7's gradient weighs each pair by dpo_beta sigmoid(-margin)."""
+    win, lose, ref_win, ref_lose = (-4 * x for x in errors())
+    win, lose = win.requires_grad_(), lose.requires_grad_()
+    sequence_dpo_loss(win, lose, ref_win, ref_lose, dpo_beta=0.5).loss.backward()
+    margin = 0.5 * ((win - ref_win) - (lose - ref_lose))
+    expected = (0.5 / (1 + margin.exp()) / 4).detach()
+    torch.testing.assert_close(-win.grad, expected, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(lose.grad, expected, rtol=1e-5, atol=1e-7)
+    assert gradcheck(
+        lambda w, x: sequence_dpo_loss(w, x, ref_win, ref_lose, dpo_beta=0.5).loss, (win, lose),
+        eps=1e-2, atol=1e-3, rtol=1e-2,
+    )  # fmt: skip
+
+
 def test_pairs_of_a_worked_batch():
     nan = math.nan
     rewards = torch.tensor([1.0, 5.0, nan, 2.0, 7.0, 7.0, 3.0, nan, nan, 4.0, 9.0, 5.0])
@@ -135,6 +187,12 @@ def test_errors_name_the_argument():
         diffusion_dpo_loss(two, two, two, one, dpo_beta=1.0)
     with pytest.raises(ValueError, match="dpo_beta must be > 0, got 0"):
         diffusion_dpo_loss(two, two, two, two, dpo_beta=0.0)
+    with pytest.raises(ValueError, match=r"win must be \[B\] with B >= 1, got shape \(2, 1\)"):
+        sequence_dpo_loss(*[two[:, None]] * 4, dpo_beta=0.1)
+    with pytest.raises(ValueError, match=r"ref_win must have win's shape \(2,\), got \(1,\)"):
+        sequence_dpo_loss(two, two, one, two, dpo_beta=0.1)
+    with pytest.raises(ValueError, match="dpo_beta must be > 0, got -1"):
+        sequence_dpo_loss(two, two, two, two, dpo_beta=-1.0)
     with pytest.raises(ValueError, match=r"must both be \[N\]"):
         best_worst_pairs(two, torch.zeros(3, dtype=torch.long))
     with pytest.raises(ValueError, match="groups must hold integers"):

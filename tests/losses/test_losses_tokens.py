@@ -1,10 +1,12 @@
-"""Losses with a ratio for each token: loops written out, means over batches, worked examples."""
+"""Losses of single tokens: loops written out, means over batches, worked examples."""
 
 import math
 
 import pytest
 import torch
-from omni_losses import gspo_loss, overlong_penalty, token_cispo_loss, token_grpo_loss, token_weights
+from omni_losses import gspo_loss, overlong_penalty, token_cispo_loss, token_grpo_loss, token_nll_loss, token_weights
+from torch.autograd import gradcheck
+from torch.nn.functional import cross_entropy
 
 MASK = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 0, 0, 0], [1, 1, 1, 1, 1]])
 COUNTS, ADVANTAGES = MASK.sum(dim=1), torch.tensor([1.0, -0.5, 2.0])
@@ -100,6 +102,67 @@ def test_a_token_beyond_the_bound_keeps_its_gradient_under_cispo_alone():
         assert bool(log_prob.grad) == moved
 
 
+def answers():
+    """Logits [3, 5, 7] of answers, and their tokens as labels, -100 where there is none."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(*MASK.shape, 7, generator=generator, dtype=torch.float64)
+    labels = torch.randint(7, MASK.shape, generator=generator).where(MASK.bool(), -100)
+    return logits.requires_grad_(), labels
+
+
+def log_probs_of(logits, labels):
+    return logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+
+
+def test_the_likelihood_of_all_tokens_is_the_cross_entropy_of_language_models_and_has_its_gradient():
+    logits, labels = answers()
+    expected = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+    (gradient,) = torch.autograd.grad(expected, logits)
+    out = token_nll_loss(log_probs_of(logits, labels), MASK, weights=token_weights(COUNTS, mean="token"))
+    out.loss.backward()
+    assert out.loss.dtype == torch.float32
+    assert out.loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert out.metrics["nll"].item() == pytest.approx(expected.item(), rel=1e-6)
+    torch.testing.assert_close(logits.grad, gradient, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("mean", ["sequence", "token", "constant"])
+def test_the_likelihood_is_weighed_as_other_losses_of_tokens_are_and_its_metric_is_not(mean):
+    """At ratio 1 with advantage 1, the policy gradient of an answer is that of its likelihood."""
+    log_prob, _ = drawn()
+    weights = token_weights(COUNTS, mean=mean, max_tokens=8)
+    out = token_nll_loss(log_prob, MASK, weights=weights)
+    (gradient,) = torch.autograd.grad(out.loss, log_prob)
+    policy = token_grpo_loss(log_prob, log_prob.detach(), torch.ones(3), MASK, weights=weights)
+    (expected,) = torch.autograd.grad(policy.loss, log_prob)
+    assert torch.equal(gradient, expected)
+    chosen = [log_prob[i, :count].sum().item() for i, count in enumerate(COUNTS.tolist())]
+    assert out.loss.item() == pytest.approx(-sum(w * c for w, c in zip(weights.tolist(), chosen, strict=True)))
+    assert out.metrics["nll"].item() == pytest.approx(-sum(chosen) / 11)
+    assert out.metrics["tokens_mean"].item() == pytest.approx(11 / 3)
+    parts = [token_nll_loss(log_prob[r], MASK[r], weights=weights[r]).loss for r in ([0], [1, 2])]
+    torch.testing.assert_close(sum(parts), out.loss)
+
+
+def test_the_likelihood_ignores_padding_whatever_it_holds():
+    log_prob, _ = drawn()
+    junk = torch.where(MASK.bool(), log_prob, torch.tensor([math.nan, math.inf, -math.inf, math.nan, -math.inf]))
+    weights = token_weights(COUNTS, mean="token")
+    out = token_nll_loss(junk, MASK, weights=weights)
+    out.loss.backward()
+    assert torch.equal(out.loss, token_nll_loss(log_prob, MASK, weights=weights).loss)
+    assert torch.equal(log_prob.grad, -weights[:, None] * MASK)
+
+
+def test_the_gradient_of_the_likelihood_equals_finite_differences():
+    logits, labels = answers()
+    weights = token_weights(COUNTS, mean="sequence")
+    assert gradcheck(
+        lambda x: token_nll_loss(log_probs_of(x, labels), MASK, weights=weights).loss, logits,
+        eps=1e-2, atol=1e-3, rtol=1e-2,
+    )  # fmt: skip
+
+
 def test_an_answer_is_punished_as_it_comes_near_its_greatest_length():
     penalty = overlong_penalty(torch.tensor([1, 80, 90, 100]), max_tokens=100, buffer=20)
     assert penalty.tolist() == [0.0, 0.0, -0.5, -1.0]
@@ -111,6 +174,14 @@ def test_errors_name_the_argument():
         token_grpo_loss(wide, wide, one, torch.ones(2, 3), weights=torch.zeros(3))
     with pytest.raises(ValueError, match="mask must hold at least one token, got none"):
         token_cispo_loss(wide, wide, one, wide)
+    with pytest.raises(ValueError, match=r"log_prob must be \[N, T\] with N >= 1, got shape \(2,\)"):
+        token_nll_loss(one, one, weights=one)
+    with pytest.raises(ValueError, match=r"mask must have log_prob's shape \(2, 3\), got \(2,\)"):
+        token_nll_loss(wide, one, weights=one)
+    with pytest.raises(ValueError, match=r"weights must be \[N\] = \(2,\), got shape \(2, 3\)"):
+        token_nll_loss(wide, torch.ones(2, 3), weights=wide)
+    with pytest.raises(ValueError, match="mask must hold at least one token, got none"):
+        token_nll_loss(wide, wide, weights=one)
     with pytest.raises(ValueError, match=r"mean one of .*, got .* 'tokens' and 1"):
         token_weights(one, mean="tokens")
     with pytest.raises(ValueError, match=r"buffer must be from 1 to max_tokens \(8\), got 9"):

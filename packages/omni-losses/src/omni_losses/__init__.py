@@ -20,6 +20,7 @@ from omni_losses.divergence import distill_kl_loss as distill_kl_loss
 from omni_losses.divergence import distill_velocity_loss as distill_velocity_loss
 from omni_losses.divergence import gaussian_kl as gaussian_kl
 from omni_losses.divergence import k3_kl as k3_kl
+from omni_losses.divergence import token_divergence as token_divergence
 from omni_losses.divergence import velocity_kl as velocity_kl
 from omni_losses.forward import awm_log_prob as awm_log_prob
 from omni_losses.forward import awm_loss as awm_loss
@@ -37,10 +38,12 @@ from omni_losses.policy import grpo_loss as grpo_loss
 from omni_losses.policy import tempflow_weights as tempflow_weights
 from omni_losses.preference import best_worst_pairs as best_worst_pairs
 from omni_losses.preference import diffusion_dpo_loss as diffusion_dpo_loss
+from omni_losses.preference import sequence_dpo_loss as sequence_dpo_loss
 from omni_losses.sequence import gspo_loss as gspo_loss
 from omni_losses.sequence import overlong_penalty as overlong_penalty
 from omni_losses.sequence import token_cispo_loss as token_cispo_loss
 from omni_losses.sequence import token_grpo_loss as token_grpo_loss
+from omni_losses.sequence import token_nll_loss as token_nll_loss
 from omni_losses.sequence import token_weights as token_weights
 
 __version__ = "0.1.0"

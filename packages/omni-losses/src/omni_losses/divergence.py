@@ -1,11 +1,16 @@
 """Distances of a policy from a reference or a teacher.
 
-Letters: B samples. A step's transition is a normal distribution around `mean` with one `std` for all latent elements.
-All distances are means over latent elements, so that they do not grow with the size of the image.
+Letters: B samples; V tokens of a vocabulary. A step's transition is a normal distribution around `mean` with one `std`
+for all latent elements. Distances of latents are means over latent elements, so that they do not grow with the size of
+the image.
 """
+
+import math
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from omni_losses.output import (
     LossOutput,
@@ -15,6 +20,8 @@ from omni_losses.output import (
     require_shape_of,
     weighted_mean,
 )
+
+Divergence = Literal["reverse", "forward", "jsd"]
 
 
 def gaussian_kl(mean: Tensor, ref_mean: Tensor, std: Tensor) -> Tensor:
@@ -141,3 +148,53 @@ def distill_velocity_loss(velocity: Tensor, teacher_velocity: Tensor, *, weights
     errors = velocity_kl(velocity, teacher_velocity)
     require_per_sample(velocity, weights=weights)
     return LossOutput(weighted_mean(errors, weights), {"distill_velocity_error": errors.detach().mean()})
+
+
+def token_divergence(log_probs: Tensor, teacher_log_probs: Tensor, *, divergence: Divergence) -> Tensor:
+    """Compute the divergence of the student's next-token distribution p from the teacher's q, [...], float32, nats.
+
+        "reverse"   KL(p || q) = sum_v p_v (log p_v - log q_v)
+        "forward"   KL(q || p)
+        "jsd"       1/2 KL(p || m) + 1/2 KL(q || m),   m = (p + q) / 2, at most log 2
+
+    A token of probability 0 in both, such as a suppressed one, adds 0 and has gradient 0. A KL is infinite where its
+    first distribution has a token that the second excludes; "jsd" is always finite. Equal distributions give exactly 0.
+
+    Args:
+        log_probs: [..., V], nats, normalised over V, -inf for excluded tokens, of the student; gradients flow here
+            only.
+        teacher_log_probs: [..., V], same unit, of the teacher at the same places.
+        divergence: as above.
+
+    Raises:
+        ValueError: shapes differ, there is no V, or an unknown word.
+
+    Source: GKD (arXiv 2306.13649), section 2, its generalized Jensen-Shannon divergence with beta 0.5. On the student's
+    own answers, "reverse" is the loss of on-policy distillation.
+    """
+    if log_probs.ndim == 0 or log_probs.shape[-1] == 0:
+        raise ValueError(f"log_probs must be [..., V] with V >= 1, got shape {tuple(log_probs.shape)}")
+    require_shape_of("log_probs", log_probs, teacher_log_probs=teacher_log_probs)
+    if divergence not in get_args(Divergence):
+        raise ValueError(f"divergence must be one of {get_args(Divergence)}, got {divergence!r}")
+    student, teacher = log_probs.float(), teacher_log_probs.detach().float()
+    if divergence == "jsd":
+        return (_kl_to_mean(student, teacher) + _kl_to_mean(teacher, student)) / 2
+    return _kl(student, teacher) if divergence == "reverse" else _kl(teacher, student)
+
+
+def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    p, log_ratio = _compare(log_p, log_q)
+    return (p * log_ratio).sum(dim=-1)
+
+
+def _kl_to_mean(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Return KL(p || (p + q) / 2), [...]: log p - log((p + q) / 2) is log 2 + log sigmoid(log p - log q)."""
+    p, log_ratio = _compare(log_p, log_q)
+    return (p * (math.log(2) + logsigmoid(log_ratio))).sum(dim=-1)
+
+
+def _compare(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    """Return p and log p - log q, [..., V]; the latter is 0 where p is 0, as inf - inf and 0 * inf are NaN."""
+    p = log_p.exp()
+    return p, torch.where(p == 0, 0.0, log_p - log_q)

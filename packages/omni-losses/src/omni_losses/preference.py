@@ -1,6 +1,7 @@
 """Losses on pairs of samples of which one is preferred.
 
-Letters: N samples of all ranks; B pairs. A pair's two samples share prompt, noise and noise level.
+Letters: N samples of all ranks; B pairs. A pair's two samples share the prompt; two media samples also share noise and
+noise level.
 """
 
 from torch import Tensor
@@ -63,8 +64,43 @@ def diffusion_dpo_loss(
         "win_error", win_error, lose_error=lose_error, ref_win_error=ref_win_error, ref_lose_error=ref_lose_error
     )
     require_positive(dpo_beta=dpo_beta)
-    chosen = dpo_beta / 2 * (ref_win_error.detach().float() - win_error.float())
-    rejected = dpo_beta / 2 * (ref_lose_error.detach().float() - lose_error.float())
+    return _dpo(
+        dpo_beta / 2 * (ref_win_error.detach().float() - win_error.float()),
+        dpo_beta / 2 * (ref_lose_error.detach().float() - lose_error.float()),
+    )
+
+
+def sequence_dpo_loss(win: Tensor, lose: Tensor, ref_win: Tensor, ref_lose: Tensor, *, dpo_beta: float) -> LossOutput:
+    """Compute the loss of DPO for answers in text: the preferred one should gain more on the reference than the other.
+
+        g_win = win - ref_win,   g_lose = lose - ref_lose
+        L     = 1/B sum_i -log sigmoid(dpo_beta (g_win_i - g_lose_i))
+
+    Where the policy equals the reference, every margin is exactly 0, and each pair's loss is log 2.
+
+    Args:
+        win, lose: [B], nats, the log-probs of the preferred answer and of the other one, summed over their tokens, of
+            the weights being trained; gradients flow here only.
+        ref_win, ref_lose: [B], same unit, of the reference.
+        dpo_beta: > 0; published 0.1, and 0.5 for summaries.
+
+    Returns:
+        The loss and the metrics of `diffusion_dpo_loss`, with dpo_beta in place of dpo_beta / 2.
+
+    Raises:
+        ValueError: shapes differ, or dpo_beta is not positive.
+
+    Source: DPO (arXiv 2305.18290), eq. 7; dpo_beta as in its appendix B.
+    """
+    require_batch("win", win, lose=lose, ref_win=ref_win, ref_lose=ref_lose)
+    require_positive(dpo_beta=dpo_beta)
+    return _dpo(
+        dpo_beta * (win.float() - ref_win.detach().float()), dpo_beta * (lose.float() - ref_lose.detach().float())
+    )
+
+
+def _dpo(chosen: Tensor, rejected: Tensor) -> LossOutput:
+    """Return the logistic loss and metrics of the implicit rewards [B] of the preferred samples and of the others."""
     margin = chosen - rejected
     metrics = {
         "accuracy": (margin > 0).float().mean(),

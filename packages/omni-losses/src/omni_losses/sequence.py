@@ -52,7 +52,7 @@ def gspo_loss(
     Source: GSPO (arXiv 2507.18071), eq. 5 to 7; the defaults are its section 5.1. Released code (verl, TRL) gives each
     token the ratio s with its own gradient, GSPO-token: with one advantage for a sequence, the same gradient as here.
     """
-    _check(log_prob, old_log_prob, advantages, mask, weights)
+    _check(log_prob, mask, old_log_prob, advantages=advantages, weights=weights)
     require_clip_width(clip_low=clip_low, clip_high=clip_high)
     chosen = mask.bool()
     counts = chosen.sum(dim=1)
@@ -137,6 +137,35 @@ def token_cispo_loss(
     return LossOutput((losses * weights).sum(), _token_metrics(log_ratio, chosen, clip_low, clip_high))
 
 
+def token_nll_loss(log_prob: Tensor, mask: Tensor, *, weights: Tensor) -> LossOutput:
+    """Compute the negative log-likelihood of given answers, as in supervised fine-tuning of language models.
+
+        L = -sum_i w_i sum_t log_prob_it
+
+    Args:
+        log_prob: [N, T], nats per token, of the weights being trained.
+        mask: [N, T], boolean, or 1 and 0: the tokens of the answers. Values of log_prob elsewhere, NaN too, change
+            nothing.
+        weights: [N], of each token of an answer, from `token_weights`. "token" is the mean over all tokens, the
+            cross-entropy of language models.
+
+    Returns:
+        The loss; `nll`, the mean over all tokens of the mask, nats per token, for any weights; and `tokens_mean`,
+        the mean number of tokens of an answer.
+
+    Raises:
+        ValueError: shapes do not fit, or mask holds no token.
+
+    Source: supervised fine-tuning as in InstructGPT (arXiv 2203.02155), section 3.5.
+    """
+    _check(log_prob, mask, weights=weights)
+    chosen = _chosen(mask)
+    losses = torch.where(chosen, -log_prob.float(), 0.0)
+    counts = chosen.sum(dim=1).float()
+    metrics = {"nll": losses.detach().sum() / counts.sum(), "tokens_mean": counts.mean()}
+    return LossOutput((losses * weights.detach().float()[:, None]).sum(), metrics)
+
+
 def token_weights(counts: Tensor, *, mean: TokenMean, max_tokens: int = 1) -> Tensor:
     """Return the weight [N], float32, of each token of a sequence; the weighted sum of tokens is a mean.
 
@@ -181,26 +210,33 @@ def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer: int) -> Tensor
     return ((max_tokens - buffer - lengths.float()) / buffer).clamp(-1, 0)
 
 
-def _check(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, mask: Tensor, weights: Tensor | None) -> None:
+def _check(log_prob: Tensor, mask: Tensor, old_log_prob: Tensor | None = None, **per_sequence: Tensor | None) -> None:
     if log_prob.ndim != 2 or len(log_prob) == 0:
         raise ValueError(f"log_prob must be [N, T] with N >= 1, got shape {tuple(log_prob.shape)}")
     require_shape_of("log_prob", log_prob, old_log_prob=old_log_prob, mask=mask)
-    for name, value in (("advantages", advantages), ("weights", weights)):
+    for name, value in per_sequence.items():
         if value is not None and value.shape != log_prob.shape[:1]:
             raise ValueError(f"{name} must be [N] = {tuple(log_prob.shape[:1])}, got shape {tuple(value.shape)}")
+
+
+def _chosen(mask: Tensor) -> Tensor:
+    """Return the mask as booleans; raise ValueError if no token is chosen."""
+    chosen = mask.bool()
+    if not chosen.any():
+        raise ValueError("mask must hold at least one token, got none")
+    return chosen
 
 
 def _token_ratios(
     log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, mask: Tensor, weights: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-ratios [N, T], 0 outside the mask; the mask as booleans; and weights [N, T], 0 outside the mask."""
-    _check(log_prob, old_log_prob, advantages, mask, weights if weights is None or weights.ndim == 1 else None)
+    of_sequences = weights if weights is None or weights.ndim == 1 else None
+    _check(log_prob, mask, old_log_prob, advantages=advantages, weights=of_sequences)
     if weights is not None and weights.ndim == 1:
         weights = weights[:, None].expand_as(log_prob)
     require_shape_of("log_prob", log_prob, weights=weights)
-    chosen = mask.bool()
-    if not chosen.any():
-        raise ValueError("mask must hold at least one token, got none")
+    chosen = _chosen(mask)
     if weights is None:
         weights = token_weights(chosen.sum(dim=1), mean="sequence")[:, None]
     log_ratio = torch.where(chosen, log_prob.float() - old_log_prob.detach().float(), 0.0)
