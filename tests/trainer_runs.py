@@ -31,6 +31,7 @@ from omni_rl.settings.fields import build, change, leaves
 from omni_rl.settings.toml import from_toml
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
+from omni_rollout.models.tokens import open_token_model
 from omni_train.dist import Dist
 from omni_train.files import load_metrics
 from omni_train.flops import FlopTable
@@ -257,3 +258,13 @@ def undocumented(lines):
     times = {name for name in names if name.startswith("time/")}
     phases = {name.removeprefix("time/").removesuffix("_s").removesuffix("_ms_per_sample") for name in times}
     return (phases - PHASES) | {name for name in names - times if f"`{name}`" not in documented}
+
+
+def write_teacher(model):
+    """The folder of a language model like this one with other weights."""
+    opened = open_token_model(model)
+    net = opened.load_net(device="cpu", dtype=torch.float32)
+    torch.manual_seed(0)
+    weights = {name: p + 0.03 * torch.randn_like(p) for name, p in net.named_parameters()}
+    opened.save(net, weights, Path("teacher"))
+    return "teacher"

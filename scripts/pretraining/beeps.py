@@ -49,7 +49,21 @@ def write_sounds(folder: Path, name: str, number: int, rng: random.Random) -> No
             file.setparams((1, 2, RATE, 0, "NONE", ""))
             file.writeframes((draw_sound(rng, count) * 32767).round().astype("<i2").tobytes())
         lines.append({"prompt": QUESTION, "audio": f"{name}/{i:03}.wav", "answer": str(count)})
-    (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    write_lines(folder / f"{name}.jsonl", lines)
+
+
+def write_pairs(folder: Path, name: str) -> None:
+    """Write pairs of the right and each wrong number for the sounds of a file of prompts."""
+    lines = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text("utf-8").splitlines()]
+    asked = [(line, line.pop("answer")) for line in lines]
+    numbers = [str(number) for number in range(1, MOST + 1)]
+    pairs = [{**line, "chosen": right, "rejected": n} for line, right in asked for n in numbers if n != right]
+    write_lines(folder / "pairs.jsonl", pairs)
+
+
+def write_lines(file: Path, lines: Sequence[dict[str, str]]) -> None:
+    """Write a file of JSON lines."""
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
 
 
 def train(folder: Path, *, steps: int, batch: int = 48, lr: float = 3e-3) -> None:
@@ -88,8 +102,9 @@ def main(argv: Sequence[str]) -> None:
     rng = random.Random(0)
     write_sounds(args.data, "train", 48, rng)
     write_sounds(args.data, "eval", 32, rng)
+    write_pairs(args.data, "train")
     torch.manual_seed(0)
     args.out.mkdir(parents=True)
     build_tiny_models.build_qwen3_omni(hidden_size=64).save_pretrained(args.out)
     train(args.out, steps=args.steps)
-    print(f"saved {args.out}, {args.data}/train.jsonl and {args.data}/eval.jsonl")
+    print(f"saved {args.out}, and train.jsonl, eval.jsonl and pairs.jsonl in {args.data}")

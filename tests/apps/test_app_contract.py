@@ -34,6 +34,7 @@ from trainer_runs import (
     train_on_ranks,
     unclocked,
     undocumented,
+    write_teacher,
 )
 
 LORA = {"lora_rank": 4, "lora_alpha": 8}
@@ -50,6 +51,7 @@ TOKENS = {
     "prompts_per_step": 2, "group_size": 4, "batch_size": 4, "max_new_tokens": 5, "eval_every": 2, "lr": 1e-3,
     "reward": "regex",
 }  # fmt: skip
+TEXT_APPS = ("train_gspo", "train_sft_tokens", "train_dpo_tokens", "train_distill_tokens")
 THOUGHTS = {
     "prompts_per_step": 2, "group_size": 2, "batch_size": 2, "height": 32, "width": 48, "num_inference_steps": 3,
     "eval_num_inference_steps": 2, "max_thought_tokens": 4, "eval_every": 2, "lr": 1e-3, "thought_reward": "0.5*regex",
@@ -60,6 +62,8 @@ OF_TRAINER = {
     "train_distill": {"prompts_per_step": 4, "batch_size": 2, "train_high": None, "lr": 1e-3},
     "train_sft": {"prompts_per_step": 4, "group_size": 1, "batch_size": 2},
     "train_gspo": TOKENS, "train_unigrpo": THOUGHTS,
+    "train_sft_tokens": TOKENS | {"group_size": 1, "prompts_per_step": 4},
+    "train_dpo_tokens": TOKENS, "train_distill_tokens": TOKENS | {"group_size": 2, "prompts_per_step": 4},
 }  # fmt: skip
 
 
@@ -98,13 +102,18 @@ def settings(row, url):
                 p.add_(0.03 * torch.randn_like(p))
         save_weights(net, Path("one"), init_distributed())
         changes["teachers"] = "one=one"
-    if row.app in ("train_gspo", "train_unigrpo"):
-        kind = "qwen3-omni" if row.app == "train_gspo" else "bagel"
+    if row.app in (*TEXT_APPS, "train_unigrpo"):
+        kind = "bagel" if row.app == "train_unigrpo" else "qwen3-omni" if row.app == "train_gspo" else "qwen3"
         for name, count in (("train", 8), ("eval", 2)):
-            lines = [{"prompt": f"say {i}", "pattern": "[a-m]"} for i in range(count)]
+            given = {"completion": "ab", "chosen": "abc", "rejected": "z"}
+            lines = [{"prompt": f"say {i}", "pattern": "[a-m]", **given} for i in range(count)]
             Path(f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         places = {"prompts": "train.jsonl", "eval_prompts": "eval.jsonl"}
         model = build_tiny_models.tiny_checkpoint(kind, REPO / ".pytest_cache" / "tiny-models")
+        if row.app == "train_distill_tokens":
+            changes["teacher"] = write_teacher(model)
+        if row.pairs:
+            changes |= {"preferences": places.pop("prompts"), "group_size": 2}
         return app, change(app.Args(), model=str(model), **places, **({"train_steps": 2} | changes))
     return app, tiny(recipe(app, "tiny-signs"), **changes)
 
@@ -181,6 +190,12 @@ RANKS = {  # how its weights are spread over two ranks, and what the gradients' 
     "srpo lora ddp": (Row("train_srpo", {"lr": 1e-3} | LORA), 1e-3),
     "sft full fsdp2": (Row("train_sft", {"lr": 1e-3, "batch_size": 1, "num_minibatches": 2}), 1e-3),
     "sft lora ddp": (Row("train_sft", LORA | {"lr": 1e-3, "batch_size": 1, "group_size": 2}), 1e-3),
+    "sft of texts lora ddp": (Row("train_sft_tokens", LORA | {"batch_size": 2, "num_minibatches": 2}), 1e-3),
+    "sft of texts full fsdp2": (Row("train_sft_tokens", {"batch_size": 2}), 1e-3),
+    "dpo of texts full fsdp2": (Row("train_dpo_tokens", {"prompts_per_step": 4}), 1e-3),
+    "dpo of texts lora ddp": (Row("train_dpo_tokens", {**LORA, "lr": 1e-2, "batch_size": 2}, pairs=True), 1e-3),
+    "distill of texts full fsdp2": (Row("train_distill_tokens", {"batch_size": 2}), 1e-3),
+    "distill of texts lora ddp": (Row("train_distill_tokens", LORA | {"batch_size": 2, "divergence": "jsd"}), 1e-3),
     "distill full fsdp2": (Row("train_distill", {"algo": "opd", "num_minibatches": 2}, teacher=True), 1e-2),
 }  # fmt: skip
 
@@ -196,7 +211,7 @@ def test_one_and_two_ranks_train_on_the_same_numbers(here, bright_url, name):
     assert double[0].get("eval/reward") == single[0].get("eval/reward")
     assert {key: double[1].get(key) for key in EXACT} == {key: single[1].get(key) for key in EXACT}
     for line in (
-        (1,) if row.app in ("train_dpo", "train_flowgrpo") else (1, 2)
+        (1,) if row.app in ("train_dpo", "train_dpo_tokens", "train_flowgrpo") else (1, 2)
     ):  # after an update, sums have rounded in another order
         assert double[line]["policy/loss"] == pytest.approx(single[line]["policy/loss"], rel=1e-3, abs=1e-6), line
         norms = [lines[line]["policy/grad_norm"] for lines in (double, single)]
@@ -232,6 +247,14 @@ RESUMED = {
     "distill": (Row("train_distill", {"algo": "opd", "num_minibatches": 2}, teacher=True), 2),
     "sft": (Row("train_sft", {"ema_decay": 0.9, "num_minibatches": 2, "lr": 1e-3}), 2),
     "gspo": (Row("train_gspo", {"ema_decay": 0.5, "algo": "dapo", "num_minibatches": 2, "num_iterations": 2}), 2),
+    "sft of texts": (Row("train_sft_tokens", {"ema_decay": 0.9, "num_minibatches": 2}), 2),
+    "dpo of texts": (Row("train_dpo_tokens", {"num_minibatches": 2}, pairs=True), 2),
+    "dpo of texts online": (Row("train_dpo_tokens", {"num_minibatches": 2}), 2),
+    "distill of texts": (Row("train_distill_tokens", {"num_minibatches": 2}), 2),
+    "distill on given texts": (
+        Row("train_distill_tokens", {"group_size": 1, "completion_key": "completion", "divergence": "forward"}),
+        2,
+    ),
     "unigrpo": (Row("train_unigrpo", {"ema_decay": 0.5, "memory_gradient_checkpointing": True, "kl_coef": 0.1}), 2),
 }
 

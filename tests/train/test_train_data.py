@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omni_train.prompts import sampler as prompt_sampler
 from omni_train.prompts import table
+from omni_train.prompts.chats import answer_text
 from omni_train.prompts.files import PromptRecord, load_prompts
 from omni_train.prompts.sampler import PromptSampler, sample_seed
 
@@ -310,6 +311,29 @@ def test_the_line_may_name_the_files_of_a_chat_and_a_message_may_be_a_sound_alon
     assert record.text == ""
 
 
+def test_what_an_assistant_says_last_is_the_completion(tmp_path):
+    """The prompt is the chat before it."""
+    said = {"role": "assistant", "content": [{"type": "text", "text": "A "}, {"type": "text", "text": "cat."}]}
+    asked = [{"role": "user", "content": "What is this?"}, said, {"role": "user", "content": "And its name?"}]
+    chat = [*asked, {"role": "assistant", "content": "Tom."}]
+    [record] = load_prompts(write(tmp_path, "a.jsonl", json.dumps({"messages": chat})))
+    assert (record.text, record.meta["completion"]) == ("And its name?", "Tom.")
+    assert record.meta["messages"] == [asked[0], {"role": "assistant", "content": "A cat."}, asked[2]]
+
+
+@pytest.mark.parametrize(
+    "value", ["Tom.", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Tom."}]]
+)
+def test_an_answer_is_a_text_or_the_last_message_of_a_chat(value):
+    assert answer_text(value, "chosen") == "Tom."
+
+
+@pytest.mark.parametrize("value", [None, "", " ", 3, [], [{"role": "user", "content": "a"}], ["a"]])
+def test_what_is_no_answer_is_named(value):
+    with pytest.raises(ValueError, match='"chosen" must be a text that is not empty, or a chat that ends with one of'):
+        answer_text(value, "chosen")
+
+
 def user(*parts):
     return {"messages": [{"role": "user", "content": list(parts)}]}
 
@@ -320,7 +344,9 @@ def user(*parts):
         ({"messages": []}, r'"messages" must be a list with at least one, got \[\]'),
         ({"messages": ASKED, "prompt": "a"}, "\"prompt\" must be left out beside messages, got 'a'"),
         ({"messages": ASKED, "system": "a"}, '"system" must be left out beside messages'),
-        ({"messages": ASKED[:3]}, "the last message must be the user's, got 'assistant'"),
+        ({"messages": ASKED[2:3]}, "the prompt must end with a message of the user, got none"),
+        ({"messages": [*ASKED[:3], ASKED[2]]}, "the prompt must end with a message of the user, got 'assistant'"),
+        ({"messages": ASKED[:3], "completion": "a"}, '.* "completion" left out beside it'),
         ({"messages": ["a"]}, 'message 1 must have "content" and a "role" of system, user, assistant, .* got \'a\''),
         ({"messages": [ASKED[0], {"role": "bot", "content": "a"}]}, "message 2 must have .* \"role\" .* 'bot'"),
         ({"messages": [{"role": "user", "content": 3}]}, 'message 1: "content" must be a string or a list .* got 3'),

@@ -183,7 +183,7 @@ def test_a_malformed_table_is_named(tmp_path, text, message):
         ({"prompt": "a"}, r'must have the key "caption", as --prompt-key says, got the keys \[\'prompt\'\]$'),
         ({"caption": 3}, '"caption" must be a string, got int'),
         ({"caption": " "}, '"caption" must not be empty'),
-        ({"caption": [*USER, {"role": "assistant", "content": "a"}]}, "the last message must be the user's"),
+        ({"caption": [{"role": "assistant", "content": "a"}]}, "the prompt must end with a message of the user"),
         ({"caption": "a", "negative_prompt": [*USER, *USER]}, '"negative_prompt" must be a string, or a chat of one'),
     ],
 )

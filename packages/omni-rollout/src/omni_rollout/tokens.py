@@ -125,6 +125,10 @@ class TokenModel(Writer, Protocol):
     def folder(self) -> Path:
         """The checkpoint's folder."""
 
+    @property
+    def vocabulary(self) -> Mapping[str, int]:
+        """The tokens by their texts."""
+
     def check_files(self) -> None:
         """Raise ValueError unless the files of weights exist; read no weight."""
 
@@ -170,18 +174,27 @@ def score_tokens(model: Writer, net: nn.Module, batch: TokenTrajectory) -> Token
 
     The same batch is bit-identical before and in an update: the ratio is exactly 1 until the weights change.
     """
+    score = partial(_score, suppressed=model.suppressed, params=batch.params)
+    found = score_logits(model, net, batch, batch.tokens, score)
+    return TokenScores(found[..., 0], found[..., 1])
+
+
+def score_logits(
+    model: Writer, net: nn.Module, batch: TokenTrajectory, targets: Tensor, score: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """Return what `score(logits [n, V], targets [n, ...])` returns, [n, S], for the tokens of the answers, [B, T, S].
+
+    targets: [B, T, ...]. It is called with MAX_LOGITS logits at a time, and again in the backward pass.
+    """
     device = next(net.parameters()).device
     tokens, mask = batch.tokens.to(device), batch.mask.to(device)
     whole: Any = net  # has an output head like all models of transformers
     head = whole.get_output_embeddings()
-    whole.set_output_embeddings(
-        ScoringHead(head, tokens, partial(_score, suppressed=model.suppressed, params=batch.params))
-    )
+    whole.set_output_embeddings(ScoringHead(head, targets.to(device), score))
     try:
-        found = model.predict(net, model.inputs(batch.encoded, tokens, mask))
+        return model.predict(net, model.inputs(batch.encoded, tokens, mask))
     finally:
         whole.set_output_embeddings(head)
-    return TokenScores(found[..., 0], found[..., 1])
 
 
 def _score(logits: Tensor, tokens: Tensor, *, suppressed: Sequence[int], params: TokenParams) -> Tensor:
@@ -203,26 +216,26 @@ def token_log_probs(logits: Tensor, suppressed: Sequence[int], params: TokenPara
 
 
 class ScoringHead(nn.Module):
-    """A replacement of a net's output head that returns `score` of answers' tokens [B, T] instead of logits.
+    """A replacement of a net's output head that returns `score` of logits and targets [B, T, ...] instead of logits.
 
     The head and `score` run on MAX_LOGITS logits at a time, and are recomputed in the backward pass: all logits, for a
     vocabulary of 150,000, take 0.6 GB for 1,000 tokens. The pieces depend only on shapes.
     """
 
-    def __init__(self, head: nn.Module, tokens: Tensor, score: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, head: nn.Module, targets: Tensor, score: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
-        self.head, self.tokens, self.score = head, tokens, score
+        self.head, self.targets, self.score = head, targets, score
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the scores [B, T, 2] for hidden states [B, P + T, D]; the last state predicts no token."""
-        rows = hidden[:, -self.tokens.shape[1] - 1 : -1].flatten(0, 1)
+        """Return the scores [B, T, S] for hidden states [B, P + T, D]; the last state predicts no token."""
+        rows = hidden[:, -self.targets.shape[1] - 1 : -1].flatten(0, 1)
         size = max(1, MAX_LOGITS // self.head.out_features)  # type: ignore[operator]  # a linear layer, maybe adapted
-        pieces = list(zip(rows.split(size), self.tokens.flatten().split(size), strict=True))
+        pieces = list(zip(rows.split(size), self.targets.flatten(0, 1).split(size), strict=True))
         if len(pieces) == 1 or not torch.is_grad_enabled():
             found = [self._piece(*each) for each in pieces]
         else:
             found = [checkpoint(self._piece, *each, use_reentrant=False, preserve_rng_state=False) for each in pieces]
-        return torch.cat(found).view(*self.tokens.shape, 2)
+        return torch.cat(found).unflatten(0, self.targets.shape[:2])
 
-    def _piece(self, hidden: Tensor, chosen: Tensor) -> Tensor:
-        return self.score(self.head(hidden), chosen)
+    def _piece(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        return self.score(self.head(hidden), targets)

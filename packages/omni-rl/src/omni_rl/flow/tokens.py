@@ -101,6 +101,21 @@ class RuleScorer:
         return Score.of(value, parts=parts, details={**other.details, **parts})
 
 
+class Unscored:
+    """A scorer that gives no answer a score."""
+
+    busy_s = 0.0
+
+    def submit(self, answers: Sequence[str], prompts: Sequence[Prompt]) -> list[Pending]:
+        """Return scores without a value."""
+        future: Pending = Future()
+        future.set_result([Score(None, abstained="answers of training are not scored")] * len(answers))
+        return [future]
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 def evaluate_set(run: TokenRun[TokenArgs], held: HeldOut[TokenParams, TextScorer]) -> tuple[dict[str, float], Shown]:
     """Return metrics of a set's answers, and this rank's answers for the report."""
     prompts = prompts_of(held.records, held.samples, seed=held.seed, step=-1)  # the same for every run
@@ -237,7 +252,7 @@ def pack(
     shares, own = keep.nonzero()[:, 0].tensor_split(args.data.num_minibatches), []
     for share in shares:
         rows = torch.isin(whole.indices, share).nonzero()[:, 0].tolist()
-        own.append(_cut(rows, sizes, args.data.batch_size, args.data.tokens_per_batch))
+        own.append(cut(rows, sizes, args.data.batch_size, args.data.tokens_per_batch))
     counts = torch.tensor(gather_json(dist, [len(cuts) for cuts in own])).amax(dim=0)
     chosen: list[list[TokenBatch]] = []
     forwards = sum(max(1, count) for count in counts.tolist()) * dist.world_size
@@ -255,7 +270,7 @@ def pack(
     return chosen
 
 
-def _cut(rows: Sequence[int], sizes: Sequence[tuple[int, int]], most: int, budget: int) -> list[list[int]]:
+def cut(rows: Sequence[int], sizes: Sequence[tuple[int, int]], most: int, budget: int) -> list[list[int]]:
     """Cut rows, the longest first, into batches of at most `most`, and at most `budget` tokens (0: any) if one fits.
 
     sizes: tokens of the prompt and of the answer; each is padded to the batch's longest.

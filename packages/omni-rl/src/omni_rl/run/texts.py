@@ -1,6 +1,7 @@
 """Runs that answer in text: what they read, and what scores, samples, evaluates and exports."""
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from omni_rollout.tool import Tool
 from omni_train import progress
 from omni_train.dist import same_error
 from omni_train.files import file_digest, probe_digest, write_folder_atomically
-from omni_train.prepare import adapt
+from omni_train.prepare import adapt, prepare
+from omni_train.prompts.chats import answer_text
 from omni_train.prompts.files import PromptRecord
 from omni_train.weights.adapters import check_adapter, find_adapter
 from omni_train.weights.card import CARD_FILE, model_card
@@ -39,14 +41,19 @@ from omni_rl.run.inputs import (
 )
 from omni_rl.run.run import TokenRun
 from omni_rl.run.session import Session
+from omni_rl.run.start import unfilled
 from omni_rl.run.world import World
 from omni_rl.settings.args import load_records, read_prompts, sharding
 from omni_rl.settings.fields import flag, require
 from omni_rl.settings.token_args import TokenArgs
 
 
-def read_texts(args: TokenArgs, world: World, *, policies: Collection[str] = ()) -> Inputs[TokenModel, TokenParams]:
+def read_texts(
+    args: TokenArgs, world: World, *, policies: Collection[str] = (), scored: bool = True, answers: Collection[str] = ()
+) -> Inputs[TokenModel, TokenParams]:
     """Read what a run of text starts from. policies: those beside the trained one, as in `Inputs`.
+
+    scored: True if the rules grade the answers of training. answers: keys of the answers that lines of --prompts give.
 
     Raises:
         ValueError: some file is missing, incomplete or malformed; the message begins with the flag; the same on every
@@ -54,11 +61,13 @@ def read_texts(args: TokenArgs, world: World, *, policies: Collection[str] = ())
     """
     progress.begin("reading the model and the prompts")
     with same_error(world.whole):
-        inputs = with_policies(read_all(args, world), policies)
+        inputs = with_policies(read_all(args, world, scored=scored, answers=answers), policies)
     return with_meshes(args, world.dist, inputs)
 
 
-def read_all(args: TokenArgs, world: World) -> Inputs[TokenModel, TokenParams]:
+def read_all(
+    args: TokenArgs, world: World, *, scored: bool, answers: Collection[str]
+) -> Inputs[TokenModel, TokenParams]:
     """Read all that `read_texts` returns."""
     dist = world.dist
     with flag("--model: "):
@@ -75,9 +84,14 @@ def read_all(args: TokenArgs, world: World) -> Inputs[TokenModel, TokenParams]:
             check_meta(args.rules, record.meta)
         check(record)
 
+    def check_given(record: PromptRecord) -> None:
+        if record.index % dist.world_size == dist.rank:
+            check_lengths(args, model, record, answers)
+        check(record)
+
     still = () if args.lora.rank else model.FROZEN
     how = preparation(args, dist.device, model, lambda name: f"{name}.".startswith(tuple(f"{each}." for each in still)))
-    prompts, records = read_prompts(args, check_graded, check_graded)
+    prompts, records = read_prompts(args, check_graded if scored else check_given, check_graded)
     params = TokenParams(args.sampling.max_new_tokens, args.sampling.temperature)
     eval_params = TokenParams(args.sampling.max_new_tokens, args.eval.temperature, args.eval.top_p)
     prefix = model.prefix.rstrip(".")
@@ -89,7 +103,7 @@ def read_all(args: TokenArgs, world: World) -> Inputs[TokenModel, TokenParams]:
             check_adapter(adapt(model.empty_net(), how), folder, part=prefix)
     training = load_records(args.data, args.data.prompts)
     sets = read_sets(args, records, eval_params, check, check_graded)
-    check_gradable(args.scorer, graded_by_run(args, training, sets), prints=dist.is_main)
+    check_gradable(args.scorer, graded_by_run(args, training if scored else [], sets), prints=dist.is_main)
     media = sorted({file for record in training for file in media_files(record)})
     digests = {"media_digest": probe_digest(media, num_blocks=1)} if media else {}
     digests |= {"tool.function_digest": file_digest(args.tool.file)} if args.tool.function else {}
@@ -119,6 +133,15 @@ def check_record(args: TokenArgs, model: TokenModel, record: PromptRecord) -> No
             media_of(encoded, model.config)  # refuses what vLLM would not answer
         length = len(encoded["input_ids"])
         require((not most or length <= most, f"must have at most --max-prompt-tokens {most} tokens, got {length}"))
+
+
+def check_lengths(args: TokenArgs, model: TokenModel, record: PromptRecord, answers: Collection[str]) -> None:
+    """Raise ValueError for an answer under one of these keys that is too long."""
+    most = args.sampling.max_new_tokens
+    for key in answers:
+        length = len(model.tokenize(answer_text(record.meta[key], key))) + 1
+        rule = f'"{key}" must have at most --max-new-tokens {most} tokens with its end'
+        require((length <= most, f"{rule}, got {length}"))
 
 
 def canary_of(records: Sequence[PromptRecord]) -> PromptRecord:
@@ -166,6 +189,56 @@ def open_engine(
     if args.tool.function and not args.run.dry_run:
         tool = Tool(load_user(args.tool.function, "text"), args.tool.texts)
     return model, TransformersEngine(model, net, synced=sharding(args, dist.world_size) == "fsdp2", tool=tool)
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A frozen model beside the run's, and the number of tokens of which both have logits."""
+
+    model: TokenModel
+    net: nn.Module
+    vocab_size: int
+
+
+def read_teacher(
+    args: TokenArgs, world: World, inputs: Inputs[TokenModel, TokenParams], place: str
+) -> tuple[Inputs[TokenModel, TokenParams], TokenModel]:
+    """Read a teacher's configuration and vocabulary; its weights are of the inputs' digests.
+
+    Raises:
+        ValueError: it has another vocabulary than the run's model, or supports fewer media.
+    """
+    with same_error(world.whole), flag("--teacher: "):
+        teacher = open_token_model(place)
+        teacher.dtype = inputs.model.dtype
+        world.check_files(teacher)
+        lacks = [kind for kind in inputs.model.MEDIA if kind not in teacher.MEDIA]
+        words = "must have the vocabulary of --model"
+        require(
+            (teacher.vocabulary == inputs.model.vocabulary, f"{words}, got another one in {place}"),
+            (not lacks, f"must support the media of --model, got {place} without {', '.join(lacks)}"),
+        )
+        digest = probe_digest(sorted(teacher.folder.rglob("*.safetensors")))
+    return replace(inputs, digests={**inputs.digests, "teacher_digest": digest}), teacher
+
+
+def open_teacher(world: World, inputs: Inputs[TokenModel, TokenParams], teacher: TokenModel) -> Teacher:
+    """Load a teacher's net, sharded as the run's net is.
+
+    Raises:
+        ValueError, OSError: the weights could not be read.
+    """
+    how = replace(inputs.preparation.frozen(), block_names=teacher.BLOCK_NAMES)
+    with same_error(world.whole):
+        net, files = unfilled(replace(inputs, model=teacher), how, {})
+        sizes = [num_logits(model.empty_net()) for model in (inputs.model, teacher)]
+        return Teacher(world.instrumented(teacher), prepare(net, how, files), min(sizes))
+
+
+def num_logits(net: nn.Module) -> int:
+    """Return the number of tokens of which a net gives logits; the last ones may be padding of the vocabulary."""
+    head = net.get_output_embeddings()  # type: ignore[operator]  # as all models of transformers have
+    return int(head.out_features)
 
 
 def export(run: TokenRun[TokenArgs], card: Mapping[str, object] | None) -> None:

@@ -89,10 +89,16 @@ class GroupData(Data):
 
 @dataclass(frozen=True)
 class TokenData(Data):
-    """Prompts whose answers are compared with each other, and packed."""
+    """Prompts whose answers are packed."""
+
+    tokens_per_batch: Annotated[int, at_least(0)] = 0  # Padded tokens per forward of the update, at most; 0 is any
+
+
+@dataclass(frozen=True)
+class TokenGroupData(TokenData):
+    """Prompts whose answers are compared with each other."""
 
     group_size: Annotated[int, between(2, 65_536)] = 16  # Samples of each prompt
-    tokens_per_batch: Annotated[int, at_least(0)] = 0  # Padded tokens per forward of the update, at most; 0 is any
 
 
 @dataclass(frozen=True)
@@ -136,10 +142,11 @@ class ThinkingSampling(RolloutSampling):
 class TokenSampling:
     """How answers are sampled."""
 
+    draw_ahead = 0
+
     max_prompt_tokens: Annotated[int, at_least(0)] = 0  # Tokens of a prompt and its media, at most; 0 is any
     max_new_tokens: Annotated[int, between(1, 2**20)] = 1024  # Tokens of an answer, at most
     temperature: Annotated[float, between(1e-3, 100)] = 1.0  # Temperature of the rollout and of trained log-probs
-    draw_ahead: Annotated[int, at_least(0)] = 0  # Updates by which a step is sampled in advance
     engine: Literal["transformers", "vllm"] = "transformers"  # Engine that samples, in the trainer's process
     gpu_memory_utilization: Annotated[float, between(1e-3, 1)] = 0.3  # Share of the device's memory for vllm
 
@@ -147,6 +154,13 @@ class TokenSampling:
     def has_trained_engine(self) -> bool:
         """True if the engine samples with the net that is trained."""
         return self.engine != "vllm"
+
+
+@dataclass(frozen=True)
+class TokenRolloutSampling(TokenSampling):
+    """How answers are sampled to train on."""
+
+    draw_ahead: Annotated[int, at_least(0)] = 0  # Updates by which a step is sampled in advance
 
 
 @dataclass(frozen=True)

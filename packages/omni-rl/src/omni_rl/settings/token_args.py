@@ -1,8 +1,11 @@
 """Settings that trainers of token policies share. Imports no torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
+
+from omni_train.prompts.chats import answer_text
 
 from omni_rl.settings.args import MediaArgs, RunArgs, load_records, num_ranks, num_samplers, read_prompts
 from omni_rl.settings.eval_sets import ThoughtEval, TokenEval, check_sets
@@ -86,6 +89,12 @@ def check_tokens(args: TokenArgs) -> None:
     )
     read_prompts(args)
     check_sets(args.eval.all_sets, lambda place: load_records(args.data, place))
+
+
+def check_answers(args: TokenArgs, keys: Sequence[str]) -> None:
+    """Raise ValueError unless each line of --prompts has an answer under each of the keys."""
+    with flag("--prompts: "):
+        load_records(args.data, args.data.prompts, lambda record: [answer_text(record.meta.get(k), k) for k in keys])
 
 
 @dataclass(frozen=True)

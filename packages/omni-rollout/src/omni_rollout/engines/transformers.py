@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from omni_sched import INITIAL_NOISE, step_noise
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import GenerationConfig
 
 from omni_rollout.tokens import TokenModel, TokenParams, TokenTrajectory, token_log_probs
@@ -129,6 +130,23 @@ def answers_of(
         answers=answers,
         params=params,
     )
+
+
+def given_answers(
+    model: TokenModel, prompts: Sequence[Prompt], texts: Sequence[str], params: TokenParams, *, weight_version: int = 0
+) -> TokenTrajectory:
+    """Return answers to prompts that are given, not sampled: each text with the end token; rollout_log_prob is 0.
+
+    Raises:
+        ValueError: an answer has more than `max_new_tokens` tokens, or the model does not support a prompt.
+    """
+    rows = [torch.tensor([*model.tokenize(text), model.ends[0]]) for text in texts]
+    if (longest := max(map(len, rows))) > params.max_new_tokens:
+        raise ValueError(f"an answer must have at most {params.max_new_tokens} tokens with its end, got {longest}")
+    tokens = torch.stack([pad(row, [0, longest - len(row)], value=model.ends[0]) for row in rows])
+    none = [torch.zeros(len(rows))] * longest
+    encoded = encode_prompts(model, prompts)
+    return answers_of(tokens, none, model.ends, model.decode, prompts, encoded, params, weight_version)
 
 
 UNITS = 2**31  # of probability; their squares fit int64

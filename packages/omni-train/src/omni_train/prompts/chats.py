@@ -34,10 +34,12 @@ def check_places(text: str, entry: Mapping[str, object]) -> None:
 
 
 def take_chat(messages: object, entry: dict[str, object]) -> str:
-    """Return the text of a chat's last message; put its files under the keys of other lines, the chat under "messages".
+    """Return the text of the user's last message; put files under the keys of other lines, the chat under "messages".
+
+    If the assistant has the last word, it is the completion of the prompt before it: its text goes under "completion".
 
     Raises:
-        ValueError: the messages or their parts are malformed, or the last one is not the user's.
+        ValueError: the messages or their parts are malformed, or the prompt does not end with the user's message.
     """
     if type(messages) is not list or not messages:
         raise ValueError(f'"messages" must be a list with at least one, got {messages!r:.80}')
@@ -58,13 +60,31 @@ def take_chat(messages: object, entry: dict[str, object]) -> str:
         if is_text and not text.strip():
             raise ValueError(f"message {number} must not be empty")
         chat.append({"role": message["role"], "content": text if is_text else parts})
-    if chat[-1]["role"] != "user":
-        raise ValueError(f"the last message must be the user's, got {chat[-1]['role']!r}")
+    if chat[-1]["role"] == "assistant":
+        if "completion" in entry or not isinstance(chat[-1]["content"], str):
+            rule = 'the last message of an assistant must be a text, and "completion" left out beside it'
+            raise ValueError(f"{rule}, got {chat[-1]['content']!r:.80}")
+        entry["completion"] = chat.pop()["content"]
+    if not chat or chat[-1]["role"] != "user":
+        last = repr(chat[-1]["role"]) if chat else "none"
+        raise ValueError(f"the prompt must end with a message of the user, got {last}")
+    text = "".join(_texts(chat[-1]["content"]))
     check_places(" ".join(each for message in chat for each in _texts(message["content"])), entry | files)
     for kind, key in FILES.items():
         _place_files(entry, key, files[kind])
     entry["messages"] = chat
     return text
+
+
+def answer_text(value: object, key: str) -> str:
+    """Return an answer: a text, or that of the last message of a chat, the assistant's. key: names it in messages."""
+    if type(value) is list:
+        message = _given(value[-1]) if value else {}
+        value = message.get("content") if message.get("role") == "assistant" else None
+    if type(value) is not str or not value.strip():
+        rule = f'"{key}" must be a text that is not empty, or a chat that ends with one of the assistant'
+        raise ValueError(f"{rule}, got {value!r:.80}")
+    return value
 
 
 def only_text(value: object, key: str) -> str:

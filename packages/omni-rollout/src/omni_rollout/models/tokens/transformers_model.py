@@ -78,6 +78,11 @@ class TransformersModel:
         """The single net, whose name is empty."""
         return {"": "."}
 
+    @property
+    def vocabulary(self) -> Mapping[str, int]:
+        """The tokens by their texts."""
+        return dict(self.tokenizer.get_vocab())
+
     def check_files(self) -> None:
         """Raise ValueError unless all files are complete and consistent; read no weight.
 

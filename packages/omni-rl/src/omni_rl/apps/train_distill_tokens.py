@@ -1,0 +1,1 @@
+../../../../../apps/train_distill_tokens.py

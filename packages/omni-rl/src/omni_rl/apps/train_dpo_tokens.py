@@ -1,0 +1,1 @@
+../../../../../apps/train_dpo_tokens.py

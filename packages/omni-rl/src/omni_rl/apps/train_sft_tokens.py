@@ -1,0 +1,1 @@
+../../../../../apps/train_sft_tokens.py
