@@ -63,9 +63,7 @@ class Args(TokenArgs):
 
     # Algorithm
     teacher: Annotated[str, REQUIRED] = ""  # Teacher: folder or hub id of a model with the student's vocabulary
-    divergence: Literal["reverse", "forward", "jsd"] = (
-        "reverse"  # KL of student to teacher, of teacher to student, or JSD
-    )
+    divergence: Literal["reverse", "forward", "jsd"] = "reverse"  # Reverse KL, forward KL or Jensen-Shannon
 
 
 def check_args(args: Args) -> None:

@@ -8,7 +8,7 @@ answer over a reference's, and to lower the other one's (DPO, arXiv 2305.18290).
 training.
 
     omni-rl train dpo_tokens --preset tiny-beeps
-    omni-rl train dpo_tokens --preset tiny-beeps-offline --preferences pairs.jsonl
+    omni-rl train dpo_tokens --nproc-per-node 8 --preset qwen25-lora --preferences pairs.jsonl --eval.prompts eval.jsonl
     torchrun --standalone --nproc-per-node 8 apps/train_dpo_tokens.py ...  # the same, without the command
 
 A line of --preferences is a prompt with a "chosen" and a "rejected" answer; docs/tokens.md describes it.

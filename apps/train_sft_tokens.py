@@ -6,8 +6,7 @@ The model learns to give the answer of each line: the loss is the mean cross-ent
 among them. Tokens of prompts are not trained. Training does not sample.
 
     omni-rl train sft_tokens --preset tiny-beeps
-    omni-rl train sft_tokens --nproc-per-node 8 --model Qwen/Qwen2.5-3B-Instruct --lora.rank 32 \\
-        --prompts chats.jsonl --eval.prompts questions.jsonl --reward contains
+    omni-rl train sft_tokens --nproc-per-node 8 --preset qwen25-lora --prompts chats.jsonl --eval.prompts eval.jsonl
     torchrun --standalone --nproc-per-node 8 apps/train_sft_tokens.py ...  # the same, without the command
 
 A line of --prompts is a chat that ends with a message of the assistant, or a prompt with a "completion"; docs/tokens.md

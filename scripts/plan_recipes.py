@@ -5,8 +5,8 @@
     python scripts/plan_recipes.py --write                                     only the tables of the page
 
 A plan is for as many accelerators as that line has, else as the recipe was published for, with stand-ins for the
-prompts: texts of 100 words, so many that their cache is full, and references as large as the samples. The card is the
-smallest of CARDS with LEFT to spare, for what plans leave out. One table has a row for each model and cards of the
+prompts: texts of 100 words, so many that their cache is full, references as large as the samples, and answers as long
+as they may be. The card is the smallest of CARDS with LEFT to spare, for what plans leave out. One table has a row for each model and cards of the
 lines, the other how many recipes reached each level of verification. A line that is not the plan's, or a table that is
 not that of the lines, is an error, unless --write puts it right.
 """
@@ -31,6 +31,7 @@ from omni_rl.settings.toml import from_toml, plain, recipes
 from omni_rl.tools.plan import GB, LEFT, Figures, measure
 from omni_rollout.models import open_model
 from omni_rollout.models.hub import released_models
+from omni_rollout.models.tokens import open_token_model
 from PIL import Image
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -107,8 +108,13 @@ def plan_of(app: str, name: str, ranks: int) -> Figures:
         if is_media:
             Image.new("RGB", (args.sampling.width, args.sampling.height)).save("reference.png")
         row = {"prompt": f'{TEXT} "Rain"', "images": ["reference.png"] * count, "answer": "Rain"}
+        if not is_media:
+            model = open_token_model(released_models()[args.policy.model])
+            longest = " a" * ((args.sampling.max_new_tokens - 1) // len(model.tokenize(" a")))
+            row |= dict.fromkeys(("completion", "chosen", "rejected"), longest)
         Path("prompts.jsonl").write_text(f"{json.dumps(row)}\n" * NUM_PROMPTS)
         files = {"prompts": "prompts.jsonl", "eval_prompts": "prompts.jsonl"}
+        files |= {"preferences": "prompts.jsonl"} if getattr(args, "preferences", "") else {}
         is_auto = args.sharding.mode == "fsdp2" and args.sharding.unshard == "auto"
         least = {"sharding.unshard": "none"} if is_auto else {}  # a larger card gathers more at once
         args = change(args, dry_run=True, memory_device_gb=float(CARDS[-1]), **files, **least)

@@ -13,6 +13,7 @@ import pytest
 REPO = Path(__file__).parent.parent
 CHECKPOINT = REPO / "checkpoints" / "tiny-signs-qwen-image"
 TRAINERS = sorted(path.stem for path in (REPO / "apps").glob("train_*.py"))
+TEXT_TRAINERS = [name for name in TRAINERS if name == "train_gspo" or name.endswith("_tokens")]
 TEST_SEED = os.environ.get("TEST_SEED", "0")
 
 

@@ -18,7 +18,7 @@ import build_tiny_scorers
 import numpy as np
 import released_folder
 from apps import app_lives
-from helpers import REPO
+from helpers import REPO, TEXT_TRAINERS
 from omni_reward import Score, Scorer
 from omni_rl.settings.args import parse_numbers
 from omni_rl.settings.fields import leaves, values_of
@@ -32,7 +32,7 @@ from released_models import TOKENS
 from trainer_runs import recipe
 
 MEDIA_APPS = ("train_flowgrpo", "train_nft", "train_dpo", "train_srpo", "train_distill", "train_sft", "train_unigrpo")
-REAL = [(app, name) for app in (*MEDIA_APPS, "train_gspo") for name in recipes(app) if not name.startswith("tiny-")]
+REAL = [(app, name) for app in (*MEDIA_APPS, *TEXT_TRAINERS) for name in recipes(app) if not name.startswith("tiny-")]
 FEW, FEW_TRAINED = 4, 1  # denoising steps, and those of them that are trained
 SPANS = {"window_low": 0, "window_high": 1, "train_low": 0, "train_high": 1}  # by name of a bound in steps, its lowest
 SIDE, FRAMES = 32, 9  # of samples, in pixels; 4k + 1 and 8k + 1
@@ -107,7 +107,7 @@ def small(case: Case) -> dict[str, object]:
     """What is replaced of a recipe's settings, by their names."""
     args, known = case.args, values_of(case.args)
     minibatches = min(args.data.num_minibatches, 2)
-    group = 4 if getattr(args, "best_worst_n", 0) or case.app == "train_gspo" else 2
+    group = 4 if getattr(args, "best_worst_n", 0) or case.app == "train_gspo" else min(2, args.data.group_size)
     numbers: dict[str, object] = {
         "model": str(folder_of(args.policy.model)),
         "prompts": "prompts.jsonl",
@@ -119,7 +119,7 @@ def small(case: Case) -> dict[str, object]:
         "train_steps": 1,
         "save_every": 1,
         "group_size": group,
-        "prompts_per_step": max(minibatches, case.ranks),
+        "prompts_per_step": max(minibatches, case.ranks) * 2 // min(2, group),
         "batch_size": 2 // case.ranks,
         "num_minibatches": minibatches,
         "best_worst_n": 2 if getattr(args, "best_worst_n", 0) else 0,
@@ -128,7 +128,7 @@ def small(case: Case) -> dict[str, object]:
         "num_frames": min(known.get("num_frames", 1), FRAMES),
         "scorer.name": "",
         "max_new_tokens": 4,
-        **({"reward": "regex"} if case.app == "train_gspo" else {}),  # random texts match at times
+        **({"reward": "regex"} if case.app in TEXT_TRAINERS else {}),  # random texts match at times
         "max_thought_tokens": 4,
         "hang_timeout_s": 120.0,
         **few_steps(args),
@@ -167,6 +167,7 @@ def write_prompts(case: Case, folder: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)  # FLUX.2 takes no smaller ones
     Image.fromarray(pixels).save(folder / "reference.png")
     more: dict[str, object] = {"images": images} if images else {}
+    more |= {"completion": "ab", "chosen": "ab", "rejected": "b"} if case.app in TEXT_TRAINERS else {}
     lines = [{"prompt": f'a sign that says "{i}"', "pattern": "[a-zA-Z]"} | more for i in range(16)]
     (folder / "prompts.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
@@ -198,6 +199,8 @@ def further(case: Case, folder: Path, urls: Mapping[str, str]) -> dict[str, obje
             Image.effect_noise((SIDE, SIDE), 64).convert("RGB").save(folder / image)
         (folder / "pairs.jsonl").write_text(f"{json.dumps(pair)}\n" * 4)
         return {"preferences": "pairs.jsonl"}
+    if getattr(case.args, "preferences", ""):
+        return {"preferences": "prompts.jsonl"}
     if case.app == "train_srpo":
         build_tiny_scorers.write_clip(folder / "clip")
         return {"reward_model": "clip"}
@@ -212,7 +215,7 @@ def further(case: Case, folder: Path, urls: Mapping[str, str]) -> dict[str, obje
 def take_step(case: Case, folder: Path, urls: Mapping[str, str]) -> app_lives.Life:
     """Run the program with `--preset NAME` for one step, in forked processes; `folder` is the working folder."""
     write_prompts(case, folder)
-    scored = case.app not in ("train_gspo", "train_srpo")
+    scored = case.app not in (*TEXT_TRAINERS, "train_srpo")
     settings = small(case) | further(case, folder, urls)
     settings |= {"scorer.url": urls[kind_of(case)]} if scored else {}
     assert settings.keys() <= set(leaves(case.trainer.Args))

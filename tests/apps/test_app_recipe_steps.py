@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import released_folder
 from apps.recipe_steps import CASES, KINDS, families, folder_of, scorer_of, take_step
-from helpers import TEST_SEED, sampled
+from helpers import TEST_SEED, TEXT_TRAINERS, sampled
 from omni_reward.serving import serving_here
 from omni_rollout.models.hub import released_models
 from omni_train.files import load_metrics
@@ -58,7 +58,7 @@ def test_a_recipe_takes_a_step(case, tmp_path, monkeypatch, urls):
     )
     assert line["policy/grad_norm"] > 0
     assert math.isfinite(line["policy/loss"])
-    assert case.app == "train_gspo" or line["perf/update_tflops"] > 0  # texts have many shapes, and are not counted
+    assert case.app in TEXT_TRAINERS or line["perf/update_tflops"] > 0  # texts have many shapes, and are not counted
     files = [*(tmp_path / "runs" / args.run.name / "weights").rglob("*.safetensors")]
     assert any(map(tensor_changes, files)), "the experts that a step reaches move"
 

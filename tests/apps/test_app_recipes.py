@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import plan_recipes
 import pytest
-from helpers import in_turn, sampled
+from helpers import TEXT_TRAINERS, in_turn, sampled
 from omni_rl.run.media import params_of
 from omni_rl.run.world import World
 from omni_rl.settings.fields import change
@@ -24,7 +24,7 @@ from trainer_runs import place, recipe
 
 APPS = ("train_flowgrpo", "train_nft", "train_dpo", "train_srpo", "train_distill", "train_sft")
 ALL = [f"{app} {name}" for app in APPS for name in recipes(app) if not name.startswith("tiny-")]
-GSPO = [f"train_gspo {name}" for name in ("qwen25-dapo", "qwen3-omni-lora")]
+TEXTS = [f"{app} {name}" for app in TEXT_TRAINERS for name in recipes(app) if not name.startswith("tiny-")]
 PLANNED = sampled(ALL, 1)
 ONE_CARD = sampled([case for case in ALL if "-1x" in case], 1)
 
@@ -77,7 +77,7 @@ def test_a_recipe_asks_of_its_model_what_it_has(case):
 
 def test_every_model_of_a_recipe_has_its_configuration_in_the_package():
     assert {recipe_of(case)[1].policy.model for case in ALL} <= set(RELEASES)
-    assert {recipe_of(case)[1].policy.model for case in GSPO} == set(TOKENS)
+    assert {recipe_of(case)[1].policy.model for case in TEXTS} == set(TOKENS)
     assert released_models().keys() == RELEASES.keys() | TOKENS.keys()
 
 

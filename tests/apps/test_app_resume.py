@@ -158,6 +158,8 @@ TRAINERS = {  # module, recipe, settings, ranks
     "sft": ("train_sft", "tiny-signs", MEDIA, 1),
     "gspo": ("train_gspo", "tiny-beeps", {}, 1),
     "gspo on 2 ranks": ("train_gspo", "tiny-beeps", {"sharding_mode": "fsdp2"}, 2),
+    "sft of texts": ("train_sft_tokens", "tiny-beeps", {"group_size": 1}, 1),
+    "dpo of texts": ("train_dpo_tokens", "tiny-beeps", {}, 1),
     "unigrpo": ("train_unigrpo", "tiny-colors", {"eval_num_inference_steps": 2}, 1),
 }
 

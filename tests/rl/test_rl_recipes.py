@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from helpers import REPO, TRAINERS
+from helpers import REPO, TEXT_TRAINERS, TRAINERS
 from helpers import recipe_texts as recipes
 from omni_reward.cli import build_parser, read_options
 from omni_reward.scorers import SCORERS, load_scorer
@@ -72,7 +72,7 @@ def test_a_recipe_says_where_its_numbers_are_from_and_whether_it_has_been_run(ap
     assert sum(line.startswith("# Source: ") for line in head) == 1
     assert sum(line.startswith("# Verified: ") for line in head) == 1
     values = tomllib.loads(recipes(app)[name])
-    if not Path(REPO / values["prompts"]).exists():
+    if not Path(REPO / (values.get("preferences") or values["prompts"])).exists():
         assert any(line.startswith(("# Prompts: write ", "# Prompts: omni-rl prompts ")) for line in head)
     if "Source: chosen here" not in recipes(app)[name]:
         assert re.search(r"published for \d+ accelerators?\b", "\n".join(head))
@@ -80,7 +80,7 @@ def test_a_recipe_says_where_its_numbers_are_from_and_whether_it_has_been_run(ap
 
 @pytest.mark.parametrize(("app", "name"), REAL)
 def test_a_recipe_of_a_real_model_is_the_published_one_or_says_what_differs(app: str, name: str):
-    row, head, values = dict(PUBLISHED[app].get(name, {})), head_of(app, name), values_of(app, name)
+    row, head, values = dict(PUBLISHED.get(app, {}).get(name, {})), head_of(app, name), values_of(app, name)
     source = row.pop("source", "none")
     assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{12}:\S+", source) or "Source: chosen here" in head
     assert row or source == "none"
@@ -133,10 +133,11 @@ def test_the_table_of_published_values_names_recipes_alone():
 @pytest.mark.parametrize(("app", "name"), ALL)
 def test_a_recipe_names_model_and_data_and_the_knob_of_its_model(app: str, name: str):
     values = tomllib.loads(recipes(app)[name])
-    size = {"max_new_tokens"} if app == "train_gspo" else {"height", "width"}
+    size = {"max_new_tokens"} if app in TEXT_TRAINERS else {"height", "width"}
     if "duration" in values.get("guidance", ""):  # of sound
         size = {"guidance"}
-    assert {"name", "model", "prompts", "eval.prompts", "lr"} | size <= set(plain(values))
+    prompts = "preferences" if "preferences" in values else "prompts"
+    assert {"name", "model", prompts, "eval.prompts", "lr"} | size <= set(plain(values))
     assert "url" not in values.get("scorer", {})
     if "qwen" in values["model"].lower():
         assert "guidance_scale" not in values, "Qwen-Image's pipeline calls it true_cfg_scale"
@@ -160,10 +161,15 @@ def sample_of(args, folder: Path) -> str:
 def test_a_trainer_accepts_its_recipe(app: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     module = importlib.import_module(app)
     args = build(module.Args, from_toml(recipes(app)[name], module.Args, name))
-    prompts = tmp_path / ("prompts.jsonl" if app == "train_sft" else "prompts.txt")
-    line = f'{{"prompt": "a sign", "sample": "{sample_of(args, tmp_path)}"}}\n' if app == "train_sft" else "a sign\n"
-    prompts.write_text(line * 128)
+    given = {"answer": "a", "completion": "a", "chosen": "a", "rejected": "b"}
+    if app not in TEXT_TRAINERS:
+        given = {"sample": sample_of(args, tmp_path)} if app == "train_sft" else {}
+    prompts = tmp_path / ("prompts.jsonl" if given else "prompts.txt")
+    prompts.write_text((json.dumps({"prompt": "a sign", **given}) if given else "a sign") + "\n")
+    prompts.write_text(prompts.read_text() * 128)
     changed = {"prompts": str(prompts), "eval_prompts": str(prompts), "scorer_url": "http://127.0.0.1:8100"}
+    if getattr(args, "preferences", ""):
+        changed["preferences"] = str(prompts)
     if hasattr(args, "reward"):  # rules, which need no server
         del changed["scorer_url"]
     changed = {key: value for key, value in changed.items() if key.replace("_", ".") in flat(args)}
@@ -187,7 +193,7 @@ def test_who_lacks_the_prompts_of_a_recipe_is_told_how_to_get_them(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     app = next(app for app, name in ALL if name == preset)
     module = importlib.import_module(app)
-    url = [] if app == "train_gspo" else ["--scorer.url", "http://127.0.0.1:8100"]  # of which one has rules instead
+    url = [] if app in TEXT_TRAINERS else ["--scorer.url", "http://127.0.0.1:8100"]  # of which one has rules instead
     with pytest.raises(SystemExit):
         parse_cli(module.Args, module.check_args, ["--preset", preset, *url, *more], app=app)
     assert re.search(rf"--prompts: .*\.(txt|jsonl): No such file or directory{ends}\n$", capsys.readouterr().err)
@@ -197,7 +203,7 @@ def test_who_lacks_the_prompts_of_a_recipe_is_told_how_to_get_them(tmp_path, mon
 def test_the_command_for_the_prompts_of_a_recipe_writes_the_files_that_it_names(app: str, name: str):
     values, sets = tomllib.loads(recipes(app)[name]), prompt_sets()
     files = {f"data/{key}/{file}": key for key, row in sets.items() for file in row["files"]}
-    named = [files.get(path) for path in (values["prompts"], values["eval"]["prompts"])]
+    named = [files.get(path) for path in (values.get("prompts"), values["eval"]["prompts"])]
     commands = re.findall(r"^# Prompts: omni-rl prompts (\w+)$", recipes(app)[name], re.MULTILINE)
     assert named == (commands * 2 or [None, None])
 

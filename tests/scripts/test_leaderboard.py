@@ -6,7 +6,7 @@ from pathlib import Path
 
 import leaderboard
 import pytest
-from helpers import REPO
+from helpers import REPO, TEXT_TRAINERS
 from leaderboard import LONG, SHORT, TUNING, Job
 from leaderboard_page import ENTRIES, RATES, blocks, tuned_rate
 from omni_reward.serving import Server
@@ -78,7 +78,7 @@ def test_larger_rows_have_the_rate_that_won_and_all_of_their_images():
 
 def test_every_algorithm_and_trainer_is_in_the_table():
     trainers = {path.stem for path in (REPO / "apps").glob("train_*.py")}
-    others = {"train_gspo", "train_unigrpo", "train_distill", "train_sft"}  # no pictures, not alone, nothing sampled
+    others = {"train_unigrpo", "train_distill", "train_sft", *TEXT_TRAINERS}  # not alone, nothing sampled, no pictures
     assert {entry.app for entry in ENTRIES} == trainers - others
     for app in ("train_flowgrpo", "train_nft"):
         algos = {settings_of(entry).algo for entry in ENTRIES if entry.app == app}

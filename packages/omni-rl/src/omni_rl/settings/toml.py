@@ -38,6 +38,8 @@ ELSEWHERE = {  # what takes the place of names that other projects have
     "omni-rl push runs/NAME OWNER/NAME after the run": "push-to-hub hub-model-id hub-repo-id hub-strategy",
     "omni-rl train nft": "nft awm", "omni-rl train dpo": "dpo", "omni-rl train srpo": "srpo",
     "omni-rl train gspo": "gspo", "omni-rl train distill": "opd", "omni-rl train unigrpo": "unigrpo",
+    "omni-rl train dpo_tokens": "dpo-tokens", "omni-rl train sft_tokens": "sft sft-tokens",
+    "omni-rl train distill_tokens": "gkd distill-tokens",
 }  # fmt: skip
 REFUSED = {  # what other programs have and these do not, with the reason
     "device": "it is the machine's accelerator, or else its CPU; CUDA_VISIBLE_DEVICES chooses among several",
