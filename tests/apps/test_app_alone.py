@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from apps import app_lives as lives
-from helpers import CHECKPOINT, REPO, sampled
+from helpers import CHECKPOINT, REPO, TEXT_TRAINERS, sampled
 from omni_train.files import load_metrics
 from PIL import Image
 
@@ -21,19 +21,23 @@ SMALL = {
     "batch_size": 2, "height": 32, "width": 96, "num_inference_steps": 3, "eval.num_inference_steps": 2,
     "train_steps": 2, "eval.every": 2,
 }  # fmt: skip
+BEEPS = {
+    "model": REPO / "checkpoints" / "tiny-beeps-qwen3-omni",
+    "prompts": REPO / "data" / "tiny-beeps" / "train.jsonl",
+    "eval.prompts": REPO / "data" / "tiny-beeps" / "eval.jsonl",
+    "prompts_per_step": 2,
+    "group_size": 2,
+    "batch_size": 2,
+    "max_new_tokens": 2,
+    "train_steps": 2,
+    "eval.every": 2,
+}
 OWN = {
     "train_srpo": {"reward_model": REPO / "checkpoints" / "tiny-signs-reader"},
-    "train_gspo": {
-        "model": REPO / "checkpoints" / "tiny-beeps-qwen3-omni",
-        "prompts": REPO / "data" / "tiny-beeps" / "train.jsonl",
-        "eval.prompts": REPO / "data" / "tiny-beeps" / "eval.jsonl",
-        "prompts_per_step": 2,
-        "group_size": 2,
-        "batch_size": 2,
-        "max_new_tokens": 2,
-        "train_steps": 2,
-        "eval.every": 2,
-    },
+    "train_gspo": BEEPS,
+    "train_sft_tokens": BEEPS | {"completion_key": "answer", "prompts_per_step": 4, "group_size": 1},
+    "train_dpo_tokens": BEEPS,
+    "train_distill_tokens": BEEPS | {"teacher": REPO / "checkpoints" / "tiny-beeps-qwen3-omni"},
     "train_unigrpo": {
         "model": REPO / "checkpoints" / "tiny-colors-bagel",
         "prompts": REPO / "data" / "tiny-colors" / "train.jsonl",
@@ -92,9 +96,9 @@ def alone(tmp_path):
 
 def small(app, url):
     """Flags of a small run of the app."""
-    is_whole = app in ("sample", "train_gspo", "flowgrpo_by_hand")
+    is_whole = app in ("sample", "flowgrpo_by_hand", *TEXT_TRAINERS)
     settings = OWN[app] if is_whole else SMALL | OWN.get(app, {})
-    if app not in ("sample", "train_srpo", "train_gspo"):
+    if app not in ("sample", "train_srpo", *TEXT_TRAINERS):
         settings = settings | {"scorer-url" if app == "flowgrpo_by_hand" else "scorer.url": url}
     return [word for name, value in settings.items() for word in ("--" + name.replace("_", "-"), str(value))]
 

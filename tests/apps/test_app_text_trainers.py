@@ -9,13 +9,13 @@ import pytest
 import torch
 from helpers import REPO
 from omni_rl.settings.cli import parse_cli
-from omni_rl.settings.fields import change
+from omni_rl.settings.fields import change, values_of
 from omni_rollout import Prompt
 from omni_rollout.engines.transformers import given_answers
 from omni_rollout.models.tokens import open_token_model
 from omni_rollout.tokens import TokenParams, score_tokens
 from torch.distributions import Categorical, kl_divergence
-from trainer_runs import train, undocumented, write_teacher
+from trainer_runs import recipe, train, undocumented, write_teacher
 
 import train_distill_tokens
 import train_dpo_tokens
@@ -231,3 +231,19 @@ def test_what_the_model_shows_is_named_before_weights_are_read(here, model, app,
     args = change(TRAINERS[app].Args(), **(SMALL | own), prompts="train.jsonl", model=str(model.folder))
     with pytest.raises(ValueError, match=message):
         train(TRAINERS[app], args)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("name", "preset", "least"), [
+    ("sft", "tiny-beeps", 0.2), ("dpo", "tiny-beeps", 0.15), ("dpo", "tiny-beeps-offline", 0.05),
+])  # fmt: skip
+def test_the_shipped_thinker_learns(tmp_path, monkeypatch, name, preset, least):
+    monkeypatch.chdir(tmp_path)
+    args = recipe(TRAINERS[name], preset)
+    known = values_of(args)
+    places = {
+        key: str(REPO / known[key]) for key in ("model", "prompts", "eval.prompts", "preferences") if known.get(key)
+    }
+    lines = train(TRAINERS[name], change(args, **places))
+    assert lines[-1]["eval/reward"] >= lines[0]["eval/reward"] + least

@@ -644,11 +644,14 @@ def test_vllm_has_room_for_the_longest_answers_of_all_evaluation_sets(monkeypatc
 
 
 def test_the_page_shows_a_line_of_the_shipped_prompts_and_a_chat(tmp_path):
-    line, chat = re.findall(r"```json\n(.*?)\n```", (REPO / "docs/tokens.md").read_text(), re.DOTALL)
+    line, chat, given = re.findall(r"```json\n(.*?)\n```", (REPO / "docs/tokens.md").read_text(), re.DOTALL)
     assert line == (REPO / "data/tiny-beeps/train.jsonl").read_text().splitlines()[0]
     (tmp_path / "a.jsonl").write_text(chat.replace("\n", ""))
     [record] = load_prompts(tmp_path / "a.jsonl")
     assert (record.images, record.text) == ((tmp_path / "cat.png",), "Is this(A) a cat or (B) a dog?")
+    (tmp_path / "given.jsonl").write_text(given)
+    said, pair = (record.meta for record in load_prompts(tmp_path / "given.jsonl"))
+    assert [said["completion"], pair["chosen"], pair["rejected"]] == ["Eight.", "Eight.", "Six."]
 
 
 @pytest.mark.slow
