@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from omni_train.planned import PLANNED, PlannedDevice, planned_ranks
 from omni_train.weights.snapshot import Ema
+from torch.distributed.tensor import DTensor, Shard
 
 
 def test_the_average_follows_and_the_weights_come_back():
@@ -73,3 +75,13 @@ def test_of_weights_that_stand_still_it_stops_as_near_as_float32_takes_steps(dec
     ema.update(step=10**9)
     assert before == distance()  # it has stopped
     assert bound / 4 < before < 1.01 * bound
+
+
+def test_the_average_of_sharded_weights_moves_by_the_rows_of_a_rank_in_a_plan_too():
+    with planned_ranks(8) as dist, PlannedDevice() as device:
+        rows = torch.empty(100, 1000, device=PLANNED)
+        ema = Ema([DTensor.from_local(rows, dist.mesh, [Shard(0)])], decay=0.9)
+        before = device.live
+        with device.phase("update"):
+            ema.update(step=0)
+    assert device.peaks["update"] == before == 2 * rows.nbytes

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 
 class Snapshot:
@@ -83,6 +84,8 @@ class Ema(Snapshot):
 def ema_update_params(src: Sequence[Tensor], dst: Sequence[Tensor], decay: float) -> None:
     """Move each tensor of `dst` towards that of `src`: `dst = decay * dst + (1 - decay) * src`; sharded or not.
 
+    Sharded tensors must be sharded alike.
+
     Raises:
         ValueError: `decay` is outside [0, 1], or the lists differ in length or shapes.
     """
@@ -94,4 +97,5 @@ def ema_update_params(src: Sequence[Tensor], dst: Sequence[Tensor], decay: float
         for old, new in zip(dst, src, strict=True):  # sharded tensors have no _foreach_copy_
             old.copy_(new)
     else:
-        torch._foreach_lerp_(list(dst), list(src), 1.0 - decay)
+        rows, new_rows = ([p.to_local() if isinstance(p, DTensor) else p for p in params] for params in (dst, src))
+        torch._foreach_lerp_(rows, new_rows, 1.0 - decay)
