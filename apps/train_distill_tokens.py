@@ -87,7 +87,7 @@ if __name__ == "__main__":
 
 import torch
 from omni_losses import token_divergence
-from omni_rl.flow.tokens import TokenBatch, Unscored, evaluate_set, pack, prompts_of, sample_answers, show_answers
+from omni_rl.flow.tokens import TokenBatch, Unscored, evaluate_set, pack, prompts_of, sample_answers
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
 from omni_rl.run.run import Step, TokenRun
@@ -122,8 +122,9 @@ def main(args: Args, world: World) -> None:
     scorer, held_out = open_scorers(args, world, inputs, session)
     net = open_net(args, world, inputs, session)
     model, engine = open_engine(args, world, inputs, net)
-    policy = open_policy(args, world, inputs, session, net, engine)
     teacher = open_teacher(world, inputs, teacher_model)
+    policy = open_policy(args, world, inputs, session, net, engine)
+    policy.teachers = {"teacher": teacher.net}  # whose forwards are counted too
     run = open_run(
         args, world, inputs, session, model, policy, engine, scorer, held_out,
         algorithm="distill", evaluate_set=evaluate_set, export=export, count_samples=count_samples,
@@ -142,7 +143,6 @@ def roll_out(run: TokenRun[Args], step: Step) -> list[list[TokenBatch]]:
     prompts = prompts_of(run.prompts.at(step.number), data.group_size, seed=run.args.run.seed, step=step.number)
     with run.phase("rollout"):
         rollout = sample_answers(run, prompts, run.base_params, Unscored())
-    show_answers(run, step, rollout)
     return packed(run, rollout.batches, len(prompts))
 
 
@@ -152,7 +152,7 @@ def read_answers(run: TokenRun[Args], step: Step) -> list[list[TokenBatch]]:
     prompts = prompts_of(run.prompts.at(step.number), 1, seed=run.args.run.seed, step=step.number)
     with run.phase("read"):
         given = [
-            given_answers(run.model, own, [answer_text(prompt.meta[key], key) for prompt in own], params)
+            given_answers(run.model, own, [answer_text(prompt.meta[key], key, prompt.text) for prompt in own], params)
             for own in deal(prompts, run.dist, run.args.data.batch_size)
         ]
     return packed(run, given, len(prompts))

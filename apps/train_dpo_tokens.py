@@ -68,9 +68,9 @@ class Args(TokenArgs):
 def check_args(args: Args) -> None:
     """Raise ValueError when settings do not fit together."""
     data = args.data
-    check_tokens(args)
     if args.preferences:
-        check_answers(args, SIDES)
+        check_answers(args, SIDES, name="--preferences")
+    check_tokens(args)
     require(
         (not (args.preferences and args.sampling.draw_ahead),
          f"--draw-ahead must be 0 with --preferences, of which nothing is sampled, got {args.sampling.draw_ahead}"),
@@ -173,7 +173,9 @@ def read_pairs(run: TokenRun[Args], step: Step) -> Pairs:
         own = [records[i] for i in places] or records[:1]
         prompts = prompts_of(own, 1, seed=run.args.run.seed, step=step.number)
         win, lose = (
-            given_answers(run.model, prompts, [answer_text(p.meta[side], side) for p in prompts], run.base_params)
+            given_answers(
+                run.model, prompts, [answer_text(p.meta[side], side, p.text) for p in prompts], run.base_params
+            )
             for side in SIDES
         )
     return Pairs(win, lose, places)
@@ -197,7 +199,7 @@ def minibatch(args: Args, pairs: Pairs, number: int) -> list[PairBatch]:
     numbers = [place * data.num_minibatches // data.prompts_per_step for place in pairs.places]
     rows = [i for i, own in enumerate(numbers) if own == number]
     return [
-        batch_of(pairs, own, len(own)) for own in cut(rows, sizes, data.batch_size // 2, data.tokens_per_batch // 2)
+        batch_of(pairs, own, len(own)) for own in cut(rows, sizes, data.batch_size // 2, -(-data.tokens_per_batch // 2))
     ]
 
 

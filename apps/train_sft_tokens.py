@@ -121,7 +121,7 @@ def read_answers(run: TokenRun[Args], step: Step) -> list[list[TokenBatch]]:
     key, params = run.args.data.completion_key, run.base_params
     prompts = prompts_of(run.prompts.at(step.number), 1, seed=run.args.run.seed, step=step.number)
     given = [
-        given_answers(run.model, own, [answer_text(prompt.meta[key], key) for prompt in own], params)
+        given_answers(run.model, own, [answer_text(prompt.meta[key], key, prompt.text) for prompt in own], params)
         for own in deal(prompts, run.dist, run.args.data.batch_size)
     ]
     ones = torch.ones(len(prompts))

@@ -6,9 +6,9 @@
 
 A plan is for as many accelerators as that line has, else as the recipe was published for, with stand-ins for the
 prompts: texts of 100 words, so many that their cache is full, references as large as the samples, and answers as long
-as they may be. The card is the smallest of CARDS with LEFT to spare, for what plans leave out. One table has a row for each model and cards of the
-lines, the other how many recipes reached each level of verification. A line that is not the plan's, or a table that is
-not that of the lines, is an error, unless --write puts it right.
+as they may be. The card is the smallest of CARDS with LEFT to spare, for what plans leave out. One table has a row for
+each model and cards of the lines, the other how many recipes reached each level of verification. A line that is not the
+plan's, or a table that is not that of the lines, is an error, unless --write puts it right.
 """
 
 import argparse

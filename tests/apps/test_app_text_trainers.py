@@ -10,6 +10,7 @@ import torch
 from helpers import REPO
 from omni_rl.settings.cli import parse_cli
 from omni_rl.settings.fields import change, values_of
+from omni_rl.tools import plan
 from omni_rollout import Prompt
 from omni_rollout.engines.transformers import given_answers
 from omni_rollout.models.tokens import open_token_model
@@ -180,11 +181,31 @@ def test_a_teacher_of_another_size_distills(here, model):
     assert train(train_distill_tokens, args)[-1]["policy/loss"] > 0
 
 
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_plan_of_given_answers_takes_the_longest(here, model, name):
+    rows = [{"prompt": "a", "completion": said, "chosen": said, "rejected": "b"} for said in ["c", "d" * 200] * 8]
+    for file, lines in {"long": rows, "short": rows[::2] * 2}.items():
+        Path(f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    sizes = {"max_new_tokens": 256, "dry_run": True, "memory_device_gb": 16.0, "model": str(model.folder)}
+    own = {
+        "sft": {},
+        "dpo": {"group_size": 2},
+        "distill": {"teacher": write_teacher(str(model.folder)), "completion_key": "completion"},
+    }[name]
+    app, key = TRAINERS[name], "preferences" if name == "dpo" else "prompts"
+
+    def peak(file, count):
+        args = change(app.Args(), **(SMALL | own | sizes | {key: file, "prompts_per_step": count}))
+        return plan.measure(app.main, args, 1).peaks["update"]
+
+    assert peak("short.jsonl", 8) < peak("long.jsonl", 8) / 2
+
+
 MISTAKES = {
     ("sft", "--prompts plain.jsonl"): '--prompts: plain.jsonl, line 1: "completion" must be a text that is not empty',
     ("sft", "--prompts train.jsonl --group-size 2"): "--group-size must be <= 1, got 2",
     ("sft", "--prompts train.jsonl --num-minibatches 9"): "--num-minibatches must be <= --prompts-per-step, got 9",
-    ("dpo", "--preferences plain.jsonl --group-size 2"): '--prompts: plain.jsonl, line 1: "chosen" must be a text that',
+    ("dpo", "--preferences plain.jsonl --group-size 2"): '--preferences: plain.jsonl, line 1: "chosen" must be a te',
     ("dpo", "--preferences pairs.jsonl --group-size 4"): "--group-size must be 2 with --preferences",
     ("dpo", "--preferences pairs.jsonl --group-size 2 --draw-ahead 1"): "--draw-ahead must be 0 with --preferences",
     ("dpo", "--prompts train.jsonl --group-size 8"): "--batch-size must hold whole groups of --group-size (8), got 4",

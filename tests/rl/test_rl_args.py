@@ -16,6 +16,7 @@ import torch
 from helpers import REPO
 from omni_rl.run.media import with_sliced_decoding
 from omni_rl.settings.args import RunArgs, num_batches, sharding, without_secrets
+from omni_rl.settings.early import weights_digest
 from omni_rl.settings.fields import (
     Bound,
     as_flags,
@@ -259,3 +260,14 @@ def test_large_images_are_decoded_a_few_at_a_time(sizes, changes, counts):
 def test_a_message_has_flags_in_place_of_arguments_and_keeps_its_other_words(said: str, told: str):
     with pytest.raises(ValueError, match=f"^{re.escape(told)}$"), as_flags(flags_by_name(train_dpo.Args)):
         raise ValueError(said)
+
+
+def test_weights_of_a_hub_id_that_come_later_are_those_of_its_commit(tmp_path):
+    """A folder's are those of its files."""
+    commit = tmp_path / "snapshots" / "0123abc"
+    commit.mkdir(parents=True)
+    before = {place: weights_digest(place, commit) for place in ("owner/name", str(commit))}
+    (commit / "model.safetensors").write_bytes(b"weights")
+    after = {place: weights_digest(place, commit) for place in before}
+    assert after["owner/name"] == before["owner/name"] != weights_digest("owner/name", commit.with_name("0456def"))
+    assert after[str(commit)] != before[str(commit)]

@@ -321,17 +321,35 @@ def test_what_an_assistant_says_last_is_the_completion(tmp_path):
     assert record.meta["messages"] == [asked[0], {"role": "assistant", "content": "A cat."}, asked[2]]
 
 
+SAID = {"role": "assistant", "content": "Tom."}
+
+
 @pytest.mark.parametrize(
-    "value", ["Tom.", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Tom."}]]
+    "value",
+    [
+        "Tom.",
+        [SAID],
+        [{"role": "user", "content": "Its name?"}, SAID],
+        [{"role": "assistant", "content": [{"type": "text", "text": "To"}, {"type": "text", "text": "m."}]}],
+    ],
 )
-def test_an_answer_is_a_text_or_the_last_message_of_a_chat(value):
-    assert answer_text(value, "chosen") == "Tom."
+def test_an_answer_is_a_text_or_a_message_of_the_assistant(value):
+    assert answer_text(value, "chosen", "Its name?") == "Tom."
 
 
-@pytest.mark.parametrize("value", [None, "", " ", 3, [], [{"role": "user", "content": "a"}], ["a"]])
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(None, "", " ", 3, [], ["a"]),
+        [{"role": "user", "content": "Its name?"}],
+        [{"role": "user", "content": "b"}, SAID],
+        [{"role": "assistant", "content": [{"type": "image"}]}],
+        [SAID, {"role": "user", "content": "a"}, SAID],
+    ],
+)
 def test_what_is_no_answer_is_named(value):
-    with pytest.raises(ValueError, match='"chosen" must be a text that is not empty, or a chat that ends with one of'):
-        answer_text(value, "chosen")
+    with pytest.raises(ValueError, match='"chosen" must be a text that is not empty, or a chat of one message of'):
+        answer_text(value, "chosen", "Its name?")
 
 
 def user(*parts):
@@ -346,7 +364,10 @@ def user(*parts):
         ({"messages": ASKED, "system": "a"}, '"system" must be left out beside messages'),
         ({"messages": ASKED[2:3]}, "the prompt must end with a message of the user, got none"),
         ({"messages": [*ASKED[:3], ASKED[2]]}, "the prompt must end with a message of the user, got 'assistant'"),
-        ({"messages": ASKED[:3], "completion": "a"}, '.* "completion" left out beside it'),
+        (
+            {"messages": ASKED[:3], "completion": "a"},
+            '"completion" must be left out beside messages that end with the assistant',
+        ),
         ({"messages": ["a"]}, 'message 1 must have "content" and a "role" of system, user, assistant, .* got \'a\''),
         ({"messages": [ASKED[0], {"role": "bot", "content": "a"}]}, "message 2 must have .* \"role\" .* 'bot'"),
         ({"messages": [{"role": "user", "content": 3}]}, 'message 1: "content" must be a string or a list .* got 3'),

@@ -231,11 +231,24 @@ class ScoringHead(nn.Module):
         rows = hidden[:, -self.targets.shape[1] - 1 : -1].flatten(0, 1)
         size = max(1, MAX_LOGITS // self.head.out_features)  # type: ignore[operator]  # a linear layer, maybe adapted
         pieces = list(zip(rows.split(size), self.targets.flatten(0, 1).split(size), strict=True))
-        if len(pieces) == 1 or not torch.is_grad_enabled():
-            found = [self._piece(*each) for each in pieces]
-        else:
+        if len(pieces) == 1:
+            whole = self._piece(*pieces[0])
+        elif torch.is_grad_enabled():
             found = [checkpoint(self._piece, *each, use_reentrant=False, preserve_rng_state=False) for each in pieces]
-        return torch.cat(found).unflatten(0, self.targets.shape[:2])
+            whole = torch.cat(found)
+        else:
+            whole = self._filled(pieces, len(rows))
+        return whole.unflatten(0, self.targets.shape[:2])
+
+    def _filled(self, pieces: Sequence[tuple[Tensor, Tensor]], count: int) -> Tensor:
+        """Return the scores [count, S] of all pieces, which are never in memory twice."""
+        whole, end = torch.empty(0), 0
+        for hidden, targets in pieces:
+            found = self._piece(hidden, targets)
+            whole = whole if end else found.new_empty(count, found.shape[1])
+            whole[end : end + len(found)] = found
+            end += len(found)
+        return whole
 
     def _piece(self, hidden: Tensor, targets: Tensor) -> Tensor:
         return self.score(self.head(hidden), targets)

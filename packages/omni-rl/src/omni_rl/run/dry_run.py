@@ -28,7 +28,7 @@ def plan_of(args: RunArgs, dist: Dist, inputs: Inputs[Any, Any], session: Sessio
     num_weights = sum(p.numel() for p in net.parameters())
     num_trained = sum(p.numel() for p in net.parameters() if p.requires_grad)
     num_nets = 0 if lora_rank else ("reference" in inputs.policies) + len(inputs.teachers)
-    num_frozen = num_weights - num_trained + num_weights * num_nets
+    num_frozen = num_weights - num_trained + num_weights * num_nets + inputs.num_beside
     # In float32: the weight, its gradient, moments and averages.
     copies = 4 + bool(args.policy.ema_decay) + ("old" in inputs.policies)
     share = args.sharding.size or num_ranks if mode == "fsdp2" else 1

@@ -39,6 +39,7 @@ class Inputs(Generic[ModelT, ParamsT]):
     policies: those beside the trained one: "old", for `Policy.as_old`, and "reference". teachers: folders of weights,
     by name and expert. files: full weights to start from, by expert; adapters: folders of adapters instead, in whose
     files names begin with `adapter_prefix`. digests: of files, and versions, which a resumed run must have too.
+    num_beside: weights of a teacher that is another model.
     """
 
     model: ModelT
@@ -56,6 +57,7 @@ class Inputs(Generic[ModelT, ParamsT]):
     teachers: Mapping[str, Mapping[str, Path]] = field(default_factory=dict)
     sizes: Collection[tuple[int, int]] = ()
     streams: Mapping[str, int] = field(default_factory=dict)
+    num_beside: int = 0
 
 
 def model_place(args: RunArgs) -> str | Path:

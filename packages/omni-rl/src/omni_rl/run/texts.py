@@ -41,9 +41,10 @@ from omni_rl.run.inputs import (
 )
 from omni_rl.run.run import TokenRun
 from omni_rl.run.session import Session
-from omni_rl.run.start import unfilled
+from omni_rl.run.start import reading, unfilled
 from omni_rl.run.world import World
 from omni_rl.settings.args import load_records, read_prompts, sharding
+from omni_rl.settings.early import weights_digest
 from omni_rl.settings.fields import flag, require
 from omni_rl.settings.token_args import TokenArgs
 
@@ -139,7 +140,7 @@ def check_lengths(args: TokenArgs, model: TokenModel, record: PromptRecord, answ
     """Raise ValueError for an answer under one of these keys that is too long."""
     most = args.sampling.max_new_tokens
     for key in answers:
-        length = len(model.tokenize(answer_text(record.meta[key], key))) + 1
+        length = len(model.tokenize(answer_text(record.meta[key], key, record.text))) + 1
         rule = f'"{key}" must have at most --max-new-tokens {most} tokens with its end'
         require((length <= most, f"{rule}, got {length}"))
 
@@ -203,14 +204,14 @@ class Teacher:
 def read_teacher(
     args: TokenArgs, world: World, inputs: Inputs[TokenModel, TokenParams], place: str
 ) -> tuple[Inputs[TokenModel, TokenParams], TokenModel]:
-    """Read a teacher's configuration and vocabulary; its weights are of the inputs' digests.
+    """Read a teacher's configuration and vocabulary; the inputs' digests identify its weights.
 
     Raises:
         ValueError: it has another vocabulary than the run's model, or supports fewer media.
     """
     with same_error(world.whole), flag("--teacher: "):
         teacher = open_token_model(place)
-        teacher.dtype = inputs.model.dtype
+        teacher.dtype, teacher.reading = inputs.model.dtype, reading
         world.check_files(teacher)
         lacks = [kind for kind in inputs.model.MEDIA if kind not in teacher.MEDIA]
         words = "must have the vocabulary of --model"
@@ -218,8 +219,9 @@ def read_teacher(
             (teacher.vocabulary == inputs.model.vocabulary, f"{words}, got another one in {place}"),
             (not lacks, f"must support the media of --model, got {place} without {', '.join(lacks)}"),
         )
-        digest = probe_digest(sorted(teacher.folder.rglob("*.safetensors")))
-    return replace(inputs, digests={**inputs.digests, "teacher_digest": digest}), teacher
+        digests = {**inputs.digests, "teacher_digest": weights_digest(place, teacher.folder)}
+        count = sum(p.numel() for p in teacher.empty_net().parameters())
+    return replace(inputs, digests=digests, num_beside=count), teacher
 
 
 def open_teacher(world: World, inputs: Inputs[TokenModel, TokenParams], teacher: TokenModel) -> Teacher:

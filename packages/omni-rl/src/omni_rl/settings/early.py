@@ -3,7 +3,7 @@
 import os
 import re
 import tomllib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -132,8 +132,18 @@ def files_of(args: RunArgs, model: Path | None) -> dict[str, str]:
     if args.eval.gold_prompts:
         prompts[GOLD_DIGEST] = files_digest(data_files(args.eval.gold_prompts))
     start = sorted(Path(args.policy.init_weights).rglob("*.safetensors")) if args.policy.init_weights else []
-    weights = {"weights_digest": probe_digest([*sorted(model.rglob("*.safetensors")), *start])} if model else {}
+    weights = {"weights_digest": weights_digest(args.policy.model, model, start)} if model else {}
     return prompts | weights
+
+
+def weights_digest(place: str, folder: Path, others: Sequence[Path] = ()) -> str:
+    """Return what identifies weights: of a model, of a hub id its commit, as files may come later, and of other files.
+
+    place: the model's folder or hub id. folder: where its files are.
+    """
+    if Path(place).is_dir():
+        return probe_digest([*sorted(folder.rglob("*.safetensors")), *others])
+    return f"{folder.name} {probe_digest(others)}"
 
 
 def knock(settings: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from omni_train.prompts.chats import answer_text
+from omni_train.prompts.files import PromptRecord
 
 from omni_rl.settings.args import MediaArgs, RunArgs, load_records, num_ranks, num_samplers, read_prompts
 from omni_rl.settings.eval_sets import ThoughtEval, TokenEval, check_sets
@@ -91,10 +92,15 @@ def check_tokens(args: TokenArgs) -> None:
     check_sets(args.eval.all_sets, lambda place: load_records(args.data, place))
 
 
-def check_answers(args: TokenArgs, keys: Sequence[str]) -> None:
-    """Raise ValueError unless each line of --prompts has an answer under each of the keys."""
-    with flag("--prompts: "):
-        load_records(args.data, args.data.prompts, lambda record: [answer_text(record.meta.get(k), k) for k in keys])
+def check_answers(args: TokenArgs, keys: Sequence[str], *, name: str = "--prompts") -> None:
+    """Raise ValueError unless each training prompt has an answer under each of the keys. name: of the file's flag."""
+
+    def check(record: PromptRecord) -> None:
+        for key in keys:
+            answer_text(record.meta.get(key), key, record.text)
+
+    with flag(f"{name}: "):
+        load_records(args.data, args.data.prompts, check)
 
 
 @dataclass(frozen=True)

@@ -457,7 +457,8 @@ class PlannedWorld(World):
 
         def remembered(net: nn.Module, inputs: Cond) -> Tensor:
             shapes = {name: tensor.shape for name, tensor in inputs.items()}
-            return self._first(net, shapes, model.BLOCK_NAMES, lambda: predict(net, inputs))
+            head = net.get_output_embeddings()  # type: ignore[operator]  # with targets, which the graph keeps
+            return self._first(net, shapes, model.BLOCK_NAMES, lambda: predict(net, inputs), kept=head)
 
         return remembered
 
@@ -474,14 +475,23 @@ class PlannedWorld(World):
         return wrap(engine, generate=generate)
 
     def _first(
-        self, net: nn.Module, shapes: object, block_names: Collection[str], forward: Callable[[], Tensor]
+        self,
+        net: nn.Module,
+        shapes: object,
+        block_names: Collection[str],
+        forward: Callable[[], Tensor],
+        *,
+        kept: object = None,
     ) -> Tensor:
-        """Return what a forward of the net gives, or a tensor like that of an earlier one of these shapes."""
+        """Return what a forward of the net gives, or a tensor like that of an earlier one of these shapes.
+
+        kept: what the graph of a forward keeps beside what the forward made.
+        """
         active = next((layer.active for layer in net.modules() if isinstance(layer, AdaptedLayer)), None)
         key = repr((id(net), torch.is_grad_enabled(), active, shapes))
         seen = self._seen.get(key)
         if seen and (seen.trained or not seen.is_graph):  # to the end of its backward pass
-            out = seen.repeat()
+            out = seen.repeat(kept)
         else:
             self._seen[key] = seen = _Seen(self.device, self._trained, self._measured)
             with _tokens_of(net, block_names) as blocks:
@@ -561,11 +571,14 @@ class _Seen:
         self.forward_peak = device.window - base - (0 if self.is_graph else self.held)  # what stays is there already
         return _Record.apply(out, self) if self.is_graph else out
 
-    def repeat(self) -> Tensor:
-        """A tensor in the place of the net's output, after as much memory and as many operations."""
+    def repeat(self, kept: object = None) -> Tensor:
+        """A tensor in the place of the net's output, after as much memory and as many operations.
+
+        kept: as in `PlannedWorld._first`.
+        """
         self.device.burst(self.forward_peak, self.forward_flops)
         out = torch.empty(self.shape, dtype=self.dtype, device=self.device.device)
-        return _Repeat.apply(out.requires_grad_(), self) if self.is_graph else out
+        return _Repeat.apply(out.requires_grad_(), self, kept) if self.is_graph else out
 
     def begin_backward(self) -> None:
         """Note from here on what the backward pass takes; gradients that stay are left out."""
@@ -642,27 +655,27 @@ class _Repeat(torch.autograd.Function):
     """An output in the place of the net's, with what its graph would keep."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, seen: _Seen) -> Tensor:
-        ctx.seen, ctx.graph = seen, _Graph(seen)
+    def forward(ctx: Any, out: Tensor, seen: _Seen, kept: object) -> Tensor:
+        ctx.seen, ctx.graph = seen, _Graph(seen, kept)
         return out.view_as(out)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
         ctx.seen.repeat_backward(ctx.graph)
-        return None, None
+        return None, None, None
 
 
 class _Graph:
     """Memory that a forward keeps for its backward pass, until then or until it is released."""
 
-    def __init__(self, seen: _Seen) -> None:
-        self._device, self._held = seen.device, seen.held
+    def __init__(self, seen: _Seen, kept: object) -> None:
+        self._device, self._held, self._kept = seen.device, seen.held, kept
         self._device.add(self._held)
 
     def free(self) -> None:
         """Free it, once."""
         self._device.add(-self._held)
-        self._held = 0
+        self._held, self._kept = 0, None
 
     __del__ = free
 
@@ -713,7 +726,8 @@ class _Alike(PromptSampler):
         def size(record: PromptRecord) -> tuple[int, ...]:
             references = sum(math.prod(size) for size in reference_sizes(record))
             others = sum(file.stat().st_size for file in (record.audio, record.video) if file)
-            return math.prod(record.size or whole), references, others, len(record.text + record.negative)
+            texts = record.text + record.negative + ("" if isinstance(args, MediaArgs) else str(record.meta))
+            return math.prod(record.size or whole), references, others, len(texts)
 
         records = load_records(args.data, args.data.prompts)
         self.num_known, self._largest = len(records), max(records, key=size)

@@ -61,10 +61,12 @@ def take_chat(messages: object, entry: dict[str, object]) -> str:
             raise ValueError(f"message {number} must not be empty")
         chat.append({"role": message["role"], "content": text if is_text else parts})
     if chat[-1]["role"] == "assistant":
-        if "completion" in entry or not isinstance(chat[-1]["content"], str):
-            rule = 'the last message of an assistant must be a text, and "completion" left out beside it'
-            raise ValueError(f"{rule}, got {chat[-1]['content']!r:.80}")
+        if entry.get("completion") is not None:
+            rule = '"completion" must be left out beside messages that end with the assistant\'s'
+            raise ValueError(f"{rule}, got {entry['completion']!r:.80}")
         entry["completion"] = chat.pop()["content"]
+        if not isinstance(entry["completion"], str):
+            raise ValueError(f"the last message of an assistant must be a text, got {entry['completion']!r:.80}")
     if not chat or chat[-1]["role"] != "user":
         last = repr(chat[-1]["role"]) if chat else "none"
         raise ValueError(f"the prompt must end with a message of the user, got {last}")
@@ -76,15 +78,26 @@ def take_chat(messages: object, entry: dict[str, object]) -> str:
     return text
 
 
-def answer_text(value: object, key: str) -> str:
-    """Return an answer: a text, or that of the last message of a chat, the assistant's. key: names it in messages."""
-    if type(value) is list:
-        message = _given(value[-1]) if value else {}
-        value = message.get("content") if message.get("role") == "assistant" else None
-    if type(value) is not str or not value.strip():
-        rule = f'"{key}" must be a text that is not empty, or a chat that ends with one of the assistant'
-        raise ValueError(f"{rule}, got {value!r:.80}")
-    return value
+def answer_text(value: object, key: str, asked: str) -> str:
+    """Return an answer: a text, or a chat of one message of the assistant, which may follow the prompt's own message.
+
+    key: names it in messages. asked: the text of the prompt.
+    """
+    found = value
+    if isinstance(value, list):
+        messages = [_given(message) for message in value]
+        if len(messages) == 2 and messages[0] == {"role": "user", "content": asked}:
+            del messages[0]
+        is_one = len(messages) == 1 and messages[0].get("role") == "assistant"
+        found = messages[0].get("content") if is_one else None
+        if isinstance(found, list) and all(_given(part).get("type") == "text" for part in found):
+            found = "".join(_texts(found))
+    if not isinstance(found, str) or not found.strip():
+        rule = (
+            f'"{key}" must be a text that is not empty, or a chat of one message of the assistant, after the prompt\'s'
+        )
+        raise ValueError(f"{rule} or without it, got {value!r:.80}")
+    return found
 
 
 def only_text(value: object, key: str) -> str:
