@@ -87,7 +87,7 @@ if __name__ == "__main__":
 
 import torch
 from omni_losses import token_divergence
-from omni_rl.flow.tokens import TokenBatch, Unscored, evaluate_set, pack, prompts_of, sample_answers
+from omni_rl.flow.tokens import TokenBatch, Unscored, evaluate_set, pack_all, prompts_of, read_answers, sample_answers
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
 from omni_rl.run.run import Step, TokenRun
@@ -103,10 +103,7 @@ from omni_rl.run.texts import (
     read_texts,
 )
 from omni_rl.run.world import World
-from omni_rollout.engines.transformers import given_answers
 from omni_rollout.tokens import TokenTrajectory, score_logits, token_log_probs
-from omni_train.dist import deal
-from omni_train.prompts.chats import answer_text
 from torch import Tensor
 
 
@@ -131,37 +128,18 @@ def main(args: Args, world: World) -> None:
     )  # fmt: skip
     with Loop(run) as steps:
         for step in steps:
-            batches = read_answers(run, step) if key else roll_out(run, step)
+            answers = read_answers(run, step, key) if key else roll_out(run, step)
             with run.updating(step):
-                step.metrics |= update(run, step, batches, teacher)
+                step.metrics |= update(run, step, pack_all(run, answers), teacher)
             run.sync(step)
 
 
-def roll_out(run: TokenRun[Args], step: Step) -> list[list[TokenBatch]]:
-    """Return this rank's batches of each minibatch of the step, of answers of the student."""
+def roll_out(run: TokenRun[Args], step: Step) -> list[TokenTrajectory]:
+    """Return this rank's batches of the student's answers."""
     data = run.args.data
     prompts = prompts_of(run.prompts.at(step.number), data.group_size, seed=run.args.run.seed, step=step.number)
     with run.phase("rollout"):
-        rollout = sample_answers(run, prompts, run.base_params, Unscored())
-    return packed(run, rollout.batches, len(prompts))
-
-
-def read_answers(run: TokenRun[Args], step: Step) -> list[list[TokenBatch]]:
-    """Return the same of given answers."""
-    key, params = run.args.data.completion_key, run.base_params
-    prompts = prompts_of(run.prompts.at(step.number), 1, seed=run.args.run.seed, step=step.number)
-    with run.phase("read"):
-        given = [
-            given_answers(run.model, own, [answer_text(prompt.meta[key], key, prompt.text) for prompt in own], params)
-            for own in deal(prompts, run.dist, run.args.data.batch_size)
-        ]
-    return packed(run, given, len(prompts))
-
-
-def packed(run: TokenRun[Args], batches: Sequence[TokenTrajectory], total: int) -> list[list[TokenBatch]]:
-    """Return batches of each minibatch; the weight of each token makes sums over all ranks a mean."""
-    ones = torch.ones(total)
-    return pack(run, batches, ones, ones.bool(), mean="token")
+        return [*sample_answers(run, prompts, run.base_params, Unscored()).batches]
 
 
 # 3. The update

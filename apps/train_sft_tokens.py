@@ -75,21 +75,17 @@ def check_args(args: Args) -> None:
 if __name__ == "__main__":
     ARGS = parse_cli(Args, check_args, sys.argv[1:], app="train_sft_tokens", description=__doc__)
 
-# 2. A step's answers
+# 2. A training step: answers, their log-probs, the loss
 
-import torch
 from omni_losses import token_nll_loss
-from omni_rl.flow.tokens import TokenBatch, evaluate_set, pack, prompts_of
+from omni_rl.flow.tokens import TokenBatch, evaluate_set, pack_all, read_answers
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
 from omni_rl.run.run import Step, TokenRun
 from omni_rl.run.start import open_net, open_policy, open_run, open_session, print_plan, start_servers
 from omni_rl.run.texts import count_samples, export, open_engine, open_scorers, read_texts
 from omni_rl.run.world import World
-from omni_rollout.engines.transformers import given_answers
 from omni_rollout.tokens import score_tokens
-from omni_train.dist import deal
-from omni_train.prompts.chats import answer_text
 
 
 def main(args: Args, world: World) -> None:
@@ -109,26 +105,10 @@ def main(args: Args, world: World) -> None:
     )  # fmt: skip
     with Loop(run) as steps:
         for step in steps:
-            with run.phase("read"):
-                minibatches = read_answers(run, step)
+            minibatches = pack_all(run, read_answers(run, step, args.data.completion_key))
             with run.updating(step):
                 step.metrics |= update(run, step, minibatches)
             run.sync(step)
-
-
-def read_answers(run: TokenRun[Args], step: Step) -> list[list[TokenBatch]]:
-    """Return this rank's batches of each minibatch of the step; the weight of each token makes sums a mean."""
-    key, params = run.args.data.completion_key, run.base_params
-    prompts = prompts_of(run.prompts.at(step.number), 1, seed=run.args.run.seed, step=step.number)
-    given = [
-        given_answers(run.model, own, [answer_text(prompt.meta[key], key, prompt.text) for prompt in own], params)
-        for own in deal(prompts, run.dist, run.args.data.batch_size)
-    ]
-    ones = torch.ones(len(prompts))
-    return pack(run, given, ones, ones.bool(), mean="token")
-
-
-# 3. The update
 
 
 def update(run: TokenRun[Args], step: Step, minibatches: Sequence[Sequence[TokenBatch]]) -> dict[str, float]:

@@ -17,8 +17,10 @@ from omni_reward import RewardClient, RewardError, Score
 from omni_reward.media import TEXT
 from omni_reward.rules import SCORER, Rules, grade, judge
 from omni_rollout import Prompt
+from omni_rollout.engines.transformers import given_answers
 from omni_rollout.tokens import TokenEngine, TokenParams, TokenTrajectory
 from omni_train.dist import Dist, deal, gather_by_index, gather_json
+from omni_train.prompts.chats import answer_text
 from omni_train.prompts.files import PromptRecord
 from omni_train.shard import gathered
 from torch import Tensor
@@ -152,6 +154,16 @@ def sample_round(
     )
 
 
+def read_answers(run: TokenRun[TokenArgs], step: Step, key: str) -> list[TokenTrajectory]:
+    """Return this rank's batches of the answers that the step's prompts give under a key."""
+    prompts = prompts_of(run.prompts.at(step.number), 1, seed=run.args.run.seed, step=step.number)
+    with run.phase("read"):
+        return [
+            given_answers(run.model, own, [answer_text(p.meta[key], key, p.text) for p in own], run.base_params)
+            for own in deal(prompts, run.dist, run.args.data.batch_size)
+        ]
+
+
 def sample_answers(
     run: TokenRun[TokenArgs], prompts: Sequence[Prompt], params: TokenParams, scorer: TextScorer | None = None
 ) -> Rollout[TokenTrajectory]:
@@ -233,6 +245,12 @@ class TokenBatch:
             return {name: torch.full_like(v, nothing[EXTREMES.get(name, "mean")]) for name, v in metrics.items()}
         own = {name: self.by_answer if of_answers or name == "tokens_mean" else self.by_token for name in metrics}
         return {name: value if name in EXTREMES else value * own[name] for name, value in metrics.items()}
+
+
+def pack_all(run: TokenRun[TokenArgs], batches: Sequence[TokenTrajectory]) -> list[list[TokenBatch]]:
+    """Return the batches of `pack` with all of a step's samples alike, and the mean over their tokens."""
+    ones = torch.ones(run.args.data.prompts_per_step * run.args.data.group_size)
+    return pack(run, batches, ones, ones.bool(), mean="token")
 
 
 def pack(
