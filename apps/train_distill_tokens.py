@@ -94,7 +94,6 @@ from omni_rl.run.run import Step, TokenRun
 from omni_rl.run.start import open_net, open_policy, open_run, open_session, print_plan, start_servers
 from omni_rl.run.texts import (
     Teacher,
-    count_samples,
     export,
     open_engine,
     open_scorers,
@@ -122,11 +121,8 @@ def main(args: Args, world: World) -> None:
     teacher = open_teacher(world, inputs, teacher_model)
     policy = open_policy(args, world, inputs, session, net, engine)
     policy.teachers = {"teacher": teacher.net}  # whose forwards are counted too
-    run = open_run(
-        args, world, inputs, session, model, policy, engine, scorer, held_out,
-        algorithm="distill", evaluate_set=evaluate_set, export=export, count_samples=count_samples,
-    )  # fmt: skip
-    with Loop(run) as steps:
+    run = open_run(args, world, inputs, session, model, policy, engine, scorer, held_out, algorithm="distill")
+    with Loop(run, evaluate_set, export) as steps:
         for step in steps:
             answers = read_answers(run, step, key) if key else roll_out(run, step)
             with run.updating(step):

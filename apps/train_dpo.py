@@ -150,14 +150,11 @@ def main(args: Args, world: World) -> None:
     net = open_net(args, world, inputs, session)
     model, engine = open_engine(args, world, inputs, net)
     policy = open_policy(args, world, inputs, session, net, engine)
-    run = open_run(
-        args, world, inputs, session, model, policy, engine, scorer, held_out,
-        algorithm="dpo", evaluate_set=evaluate_set, export=export,
-    )  # fmt: skip
+    run = open_run(args, world, inputs, session, model, policy, engine, scorer, held_out, algorithm="dpo")
     if world.only_samples:
         serve(run, roll_out)  # type: ignore[arg-type]  # which has samples, as the settings say
         return
-    with Loop(run) as steps:
+    with Loop(run, evaluate_set, export) as steps:
         for step, rollout in sampled(run, steps, roll_out):
             pairs = pairs_of(run, step, rollout) if rollout else read_pairs(run, step)
             with run.updating(step):

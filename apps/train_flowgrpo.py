@@ -256,14 +256,11 @@ def main(args: Args, world: World) -> None:
     net = open_net(args, world, inputs, session)
     model, engine = open_engine(args, world, inputs, net, routes=args.route_replay)
     policy = open_policy(args, world, inputs, session, net, engine)
-    run = open_run(
-        args, world, inputs, session, model, policy, engine, scorer, held_out,
-        algorithm=args.algo, evaluate_set=evaluate_set, export=export,
-    )  # fmt: skip
+    run = open_run(args, world, inputs, session, model, policy, engine, scorer, held_out, algorithm=args.algo)
     if world.only_samples:
         serve(run, roll_out)
         return
-    with Loop(run) as steps:
+    with Loop(run, evaluate_set, export) as steps:
         for step, rollout in sampled(run, steps, roll_out):
             batches = train_batches(
                 run,

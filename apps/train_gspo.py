@@ -114,7 +114,7 @@ from omni_rl.run.loop import Loop
 from omni_rl.run.run import Step, TokenRun
 from omni_rl.run.sources import sampled
 from omni_rl.run.start import open_net, open_policy, open_run, open_session, print_plan, start_servers
-from omni_rl.run.texts import count_samples, export, open_engine, open_scorers, read_texts
+from omni_rl.run.texts import export, open_engine, open_scorers, read_texts
 from omni_rl.run.world import World
 from omni_rollout.tokens import TokenScores, TokenTrajectory, score_tokens
 from torch import Tensor
@@ -183,11 +183,8 @@ def main(args: Args, world: World) -> None:
     net = open_net(args, world, inputs, session)
     model, engine = open_engine(args, world, inputs, net)
     policy = open_policy(args, world, inputs, session, net, engine)
-    run = open_run(
-        args, world, inputs, session, model, policy, engine, scorer, held_out,
-        algorithm=args.algo, evaluate_set=evaluate_set, export=export, count_samples=count_samples,
-    )  # fmt: skip
-    with Loop(run) as steps:
+    run = open_run(args, world, inputs, session, model, policy, engine, scorer, held_out, algorithm=args.algo)
+    with Loop(run, evaluate_set, export) as steps:
         for step, rollout in sampled(run, steps, roll_out):
             minibatches = wait_and_grade(run, step, rollout, grade)
             with run.updating(step):

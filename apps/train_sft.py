@@ -120,11 +120,8 @@ def main(args: Args, world: World) -> None:
     net = open_net(args, world, inputs, session)
     model, engine = open_engine(args, world, inputs, net)
     policy = open_policy(args, world, inputs, session, net, engine)
-    run = open_run(
-        args, world, inputs, session, model, policy, engine, scorer, held_out,
-        algorithm="sft", evaluate_set=evaluate_set, export=export,
-    )  # fmt: skip
-    with Loop(run) as steps:
+    run = open_run(args, world, inputs, session, model, policy, engine, scorer, held_out, algorithm="sft")
+    with Loop(run, evaluate_set, export) as steps:
         for step in steps:
             with run.phase("read"):
                 batches = read_batches(run, step)

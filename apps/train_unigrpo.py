@@ -94,7 +94,7 @@ from omni_rl.run.media import check_trained_steps, export
 from omni_rl.run.run import Step, ThinkingRun
 from omni_rl.run.sources import sampled
 from omni_rl.run.start import open_net, open_policy, open_run, open_session, print_plan, start_servers
-from omni_rl.run.thoughts import count_samples, open_engine, open_scorers, read_thoughts
+from omni_rl.run.thoughts import open_engine, open_scorers, read_thoughts
 from omni_rl.run.world import World
 from omni_rollout import Samples, Trajectory
 from omni_rollout.thoughts import ThoughtTrajectory
@@ -118,12 +118,8 @@ def main(args: Args, world: World) -> None:
     net = open_net(args, world, inputs, session)
     model, engine = open_engine(args, world, inputs, net)
     policy = open_policy(args, world, inputs, session, net, engine)
-    run = open_run(
-        args, world, inputs, session, model, policy, engine, scorer, held_out,
-        algorithm="unigrpo", evaluate_set=evaluate_set, export=export, count_samples=count_samples,
-        score_parts=["image", "thought"] if args.rules else [],
-    )  # fmt: skip
-    with Loop(run) as steps:
+    run = open_run(args, world, inputs, session, model, policy, engine, scorer, held_out, algorithm="unigrpo")
+    with Loop(run, evaluate_set, export) as steps:
         for step, rollout in sampled(run, steps, roll_out):
             # Tokens and steps share advantages.
             some = with_some_steps(rollout, args.window.timestep_fraction)

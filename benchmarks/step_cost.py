@@ -463,8 +463,6 @@ def open_run(args: Beside) -> MediaRun[app.Args]:
         prompts,
         params,
         held_out,
-        evaluate_set=evaluate_set,
-        export=export,
         trained=model.nets,
         algorithm="flowgrpo",
         base="none",
@@ -492,7 +490,7 @@ def beside_s(args: Beside) -> Iterator[tuple[int, dict[str, float]]]:
     prompts = [Prompt(f"a sign {i // 16}", group=i // 16, index=i, seed=i) for i in range(args.images)]
     scored = Future[list[Score]]()
     scored.set_result([Score(0.1 * (i % 7)) for i in range(args.images)])
-    with Loop(run) as steps:
+    with Loop(run, evaluate_set, export) as steps:
         wall, cpu = time.perf_counter(), time.thread_time()
         for step in steps:
             model, model_cpu = time.perf_counter(), time.thread_time()

@@ -3,7 +3,7 @@
 import os
 import re
 import sys
-from functools import partial
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -121,7 +121,8 @@ def test_what_measures_fails_with_one_line(here, bright_url, plain, what, monkey
 
 
 def test_a_hook_that_counts_forwards_is_switched_off(here, bright_url, plain, monkeypatch, capfd):
-    monkeypatch.setattr(app, "open_run", partial(app.open_run, count_samples=broken))
+    read_media = app.read_media
+    monkeypatch.setattr(app, "read_media", lambda *args, **how: replace(read_media(*args, **how), count_samples=broken))
     found = trained(change(TINY, scorer_url=bright_url), "broken")
     assert warnings_of(capfd.readouterr().err) == [f"WARNING: the count of forwards failed and is switched off: {WHY}"]
     assert_alike(found, plain, HERE["costs"][3])

@@ -5,9 +5,8 @@ A `Line` is one of the log, with its `step`. Lines of evaluations are those that
 
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from omni_train.dist import same_error
@@ -23,6 +22,9 @@ from omni_rl.run.run import AnyRun
 from omni_rl.settings.args import secret_flags, without_secrets
 from omni_rl.settings.early import EVALS
 from omni_rl.settings.fields import build, change, flat
+
+EvaluateSet = Callable[[Any, HeldOut[Any, Any]], tuple[dict[str, float], Shown]]
+Export = Callable[[Any, Mapping[str, object] | None], None]
 
 
 def is_due(run: AnyRun, done: int) -> bool:
@@ -43,14 +45,21 @@ def date_sets(run: AnyRun, now: int) -> dict[str, float]:
     return starts_of(found)
 
 
-def hold_out(run: AnyRun, done: int, before: Sequence[Line]) -> dict[str, float]:
+def hold_out(
+    run: AnyRun, done: int, before: Sequence[Line], evaluate_set: EvaluateSet, export: Export
+) -> dict[str, float]:
     """Return metrics of the held-out prompts under the averaged weights; a run that trains exports these weights.
 
-    before: the lines of evaluations so far.
+    before: the lines of evaluations so far. evaluate_set, export: as in `Loop`.
     """
+
+    def evaluate_one(held: HeldOut[Any, Any]) -> tuple[dict[str, float], Shown]:
+        size = held.batch_size(run.args.data.batch_size, run.dist.dp_size)
+        return evaluate_set(replace(run, args=change(run.args, batch_size=size)), held)
+
     with run.policy.ema.applied():
         run.sync_weights(done)
-        metrics, shown = evaluate(run.held_out, partial(_evaluate_set, run))
+        metrics, shown = evaluate(run.held_out, evaluate_one)
         metrics |= settings_since(run)
         if report := run.session.report:
             run.breakers.pictures(lambda: report.show_eval(done, *mixed(shown)))
@@ -59,14 +68,9 @@ def hold_out(run: AnyRun, done: int, before: Sequence[Line]) -> dict[str, float]
                 run.session.checkpoints.wait()  # a save in progress sends the weights before
             has_card = run.dist.is_main and "eval/reward" in metrics
             lines = [*before, {"step": done} | metrics]
-            run.export(run, run.breakers.card(card_facts, run, lines) if has_card else None)
+            export(run, run.breakers.card(card_facts, run, lines) if has_card else None)
     run.sync_weights(done)
     return metrics
-
-
-def _evaluate_set(run: AnyRun, held: HeldOut[Any, Any]) -> tuple[dict[str, float], Shown]:
-    size = held.batch_size(run.args.data.batch_size, run.dist.dp_size)
-    return run.evaluate_set(replace(run, args=change(run.args, batch_size=size)), held)
 
 
 def settings_since(run: AnyRun) -> dict[str, float]:

@@ -20,7 +20,7 @@ from omni_train.prompts.files import PromptRecord, RecordCheck
 from omni_train.prompts.sampler import PromptSampler
 
 from omni_rl.flow.evals import HeldOut, params_of_set
-from omni_rl.run.run import ModelT, ParamsT
+from omni_rl.run.run import CountSamples, ModelT, ParamsT, first_input
 from omni_rl.settings.args import RunArgs, load_records, num_ranks, offloaded, sharding
 from omni_rl.settings.eval_sets import GOLD, setting_of
 from omni_rl.settings.fields import as_flags, flag, flags_by_name, require
@@ -39,7 +39,8 @@ class Inputs(Generic[ModelT, ParamsT]):
     policies: those beside the trained one: "old", for `Policy.as_old`, and "reference". teachers: folders of weights,
     by name and expert. files: full weights to start from, by expert; adapters: folders of adapters instead, in whose
     files names begin with `adapter_prefix`. digests: of files, and versions, which a resumed run must have too.
-    num_beside: weights of a teacher that is another model.
+    num_beside: weights of a teacher that is another model. count_samples: returns the number of samples in the inputs
+    of a forward and the shape of one, or None. score_parts: those that steps log.
     """
 
     model: ModelT
@@ -58,6 +59,8 @@ class Inputs(Generic[ModelT, ParamsT]):
     sizes: Collection[tuple[int, int]] = ()
     streams: Mapping[str, int] = field(default_factory=dict)
     num_beside: int = 0
+    count_samples: CountSamples = first_input
+    score_parts: Sequence[str] = ()
 
 
 def model_place(args: RunArgs) -> str | Path:

@@ -1,6 +1,6 @@
 """The loop of a run: what happens around and between its training steps.
 
-    with Loop(run) as steps:
+    with Loop(run, evaluate_set, export) as steps:
         for step in steps:
             ...
 
@@ -28,6 +28,8 @@ from omni_train.signals import resume_command
 from omni_rl.run.alarms import Line, Watch
 from omni_rl.run.costs import Work, measured, work_of
 from omni_rl.run.evaluation import (
+    EvaluateSet,
+    Export,
     best_of,
     changes_of,
     date_sets,
@@ -47,11 +49,13 @@ from omni_rl.settings.early import LOSS_SCALE
 class Loop:
     """The remaining training steps of a run; the `with` block closes its log, and after success the run.
 
-    is_asked: True if the run is to stop. next_to_sample: one past the last step that has samples; set by `sources`.
+    evaluate_set: `(run, held) -> metrics, samples for the report` of a held-out set, without injected noise. export:
+    `(run, card)` writes what was trained to runs/NAME/weights. is_asked: True if the run is to stop. next_to_sample:
+    one past the last step that has samples; set by `sources`.
     """
 
-    def __init__(self, run: AnyRun) -> None:
-        self.run = run
+    def __init__(self, run: AnyRun, evaluate_set: EvaluateSet, export: Export) -> None:
+        self.run, self.evaluate_set, self.export = run, evaluate_set, export
         self.is_asked, self.next_to_sample = False, 0
         self._done = run.session.num_done  # finished steps; line n of the log is about n of them
         self._saved = self._done  # finished steps of the newest checkpoint, which may be under way
@@ -177,7 +181,7 @@ class Loop:
         """Evaluate, and keep the weights that are the best so far."""
         run, done = self.run, step.number + 1
         with run.phase("eval"):
-            found = hold_out(run, done, self._evals)
+            found = hold_out(run, done, self._evals, self.evaluate_set, self.export)
             step.metrics |= found
             self._evals.append({"step": done} | found)
             if done and not run.args.eval.only and best_of(self._evals) == done:

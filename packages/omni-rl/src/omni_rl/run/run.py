@@ -28,7 +28,7 @@ from omni_train.shard import gathered
 from omni_train.weights.full import named_weights
 from torch import Tensor, nn
 
-from omni_rl.flow.evals import HeldOut, Shown
+from omni_rl.flow.evals import HeldOut
 from omni_rl.flow.scorers import AnyScorer, Scorer, TextScorer
 from omni_rl.run.metrics import EXTREMES
 from omni_rl.run.policy import Policy
@@ -51,10 +51,6 @@ SHOWN = {"eval": "evaluating", "reward_wait": "", "save": "saving", "sync": "sen
 ROUNDING = {"float32": 1e-5, "bfloat16": 4e-3, "float16": 1e-3}  # largest |ratio - 1| of other kernels or batches
 
 
-def _no_samples(run: Any, held: HeldOut[Any, Any]) -> tuple[dict[str, float], Shown]:
-    return {}, ([], [])
-
-
 @dataclass(frozen=True)
 class Breakers:
     """Measurements of a run, each disabled by its first failure."""
@@ -72,14 +68,13 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
     """One rank of a run.
 
     base_params: what training samples with, without any stochastic step. held_out: the sets of an evaluation; that of
-    --eval.prompts is the first. evaluate_set: `(run, held) -> metrics, samples
-    for the report`, without injected noise. export: `(run, card)` writes what was trained to runs/NAME/weights.
-    trained: the experts that are trained, as in `Model.nets`. streams: latent elements of each medium, where frames and
-    sound have separate losses. algorithm and base: for the model card. score_parts: those that steps log. sleeps: True
-    if the engine sleeps during updates. version: of the weights that the engine has. counts: `sampled` is
-    the number of samples. calls: samples that have passed the nets. flops: operations of the net, and peak_tflops:
-    those of the device, on the first rank. load: of the experts of a mixture of experts in the engine, else None.
-    samplers: the ranks that only sample, if any and this one trains. num_updates: optimizer steps of a training step.
+    --eval.prompts is the first. trained: the experts that are trained, as in `Model.nets`. streams: latent elements of
+    each medium, where frames and sound have separate losses. algorithm and base: for the model card. score_parts: those
+    that steps log. sleeps: True if the engine sleeps during updates. version: of the weights that the engine has.
+    counts: `sampled` is the number of samples. calls: samples that have passed the nets. flops: operations of the net,
+    and peak_tflops: those of the device, on the first rank. load: of the experts of a mixture of experts in the engine,
+    else None. samplers: the ranks that only sample, if any and this one trains. num_updates: optimizer steps of a
+    training step.
     """
 
     args: ArgsT
@@ -92,8 +87,6 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
     prompts: PromptSampler
     base_params: ParamsT
     held_out: Sequence[HeldOut[Any, Any]] = ()
-    evaluate_set: Callable[[Any, HeldOut[Any, Any]], tuple[dict[str, float], Shown]] = _no_samples
-    export: Callable[[Any, Mapping[str, object] | None], None] = lambda run, card: None
     trained: Mapping[str, str] = field(default_factory=dict)
     streams: Mapping[str, int] = field(default_factory=dict)
     algorithm: str = ""

@@ -9,12 +9,12 @@
     net = open_net(args, world, inputs, session)
     model, engine = open_engine(args, world, inputs, net)
     policy = open_policy(args, world, inputs, session, net, engine)
-    run = open_run(args, world, inputs, session, model, policy, engine, scorer, held_out, ...)
+    run = open_run(args, world, inputs, session, model, policy, engine, scorer, held_out, algorithm=...)
 
 A mistake in the settings raises ValueError or OSError on every rank, before any weight is loaded.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -41,12 +41,12 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.nn.attention import sdpa_kernel
 
-from omni_rl.flow.evals import HeldOut, Shown
+from omni_rl.flow.evals import HeldOut
 from omni_rl.flow.scorers import AnyScorer, with_server
 from omni_rl.run.dry_run import plan_of
 from omni_rl.run.inputs import Inputs
 from omni_rl.run.policy import Policy
-from omni_rl.run.run import CountSamples, ParamsT, Run, first_input
+from omni_rl.run.run import ParamsT, Run
 from omni_rl.run.samplers import Samplers
 from omni_rl.run.session import Session
 from omni_rl.run.world import World
@@ -313,16 +313,8 @@ def open_run(  # noqa: PLR0913 - a run has that many parts
     held_out: Sequence[HeldOut[Any, Any]],
     *,
     algorithm: str,
-    evaluate_set: Callable[[Any, HeldOut[Any, Any]], tuple[dict[str, float], Shown]],
-    export: Callable[[Any, Mapping[str, object] | None], None],
-    score_parts: Sequence[str] = (),
-    count_samples: CountSamples = first_input,
 ) -> Run[OwnArgsT, OwnModelT, OwnEngineT, ParamsT, OwnScorerT]:
-    """Return the run, whose log is open and whose engine has the weights.
-
-    algorithm, evaluate_set, export, score_parts: as in `Run`. count_samples: returns the number of samples in the
-    inputs of a forward and the shape of one, or None.
-    """
+    """Return the run, whose log is open and whose engine has the weights. algorithm: its name, for the model card."""
     dist, net = world.dist, policy.net
     run = Run(
         args,
@@ -335,17 +327,15 @@ def open_run(  # noqa: PLR0913 - a run has that many parts
         inputs.prompts,
         inputs.params,
         held_out,
-        evaluate_set=evaluate_set,
-        export=export,
         trained=inputs.trained,
         streams=inputs.streams,
         algorithm=algorithm,
         base=args.policy.init_weights if args.lora.rank and inputs.files else args.policy.model,
-        score_parts=score_parts,
+        score_parts=inputs.score_parts,
         sleeps="engine" in offloaded(args.memory) or (args.memory.engine_sleep and not engine.shares_weights),
         samplers=Samplers(world.roles, policy) if world.roles and not world.only_samples else None,
     )
-    run.count_calls(count_samples)
+    run.count_calls(inputs.count_samples)
     run.count_backwards()
     nets = [each for each in {engine.net, net} if each is not None]
     session.open_log(args, world, nets, [held.metric("reward") for held in held_out[1:]], policy.unshard)

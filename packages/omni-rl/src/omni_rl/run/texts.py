@@ -119,6 +119,7 @@ def read_all(
         digests | {"rules": version_of(args.rules)},
         adapters=adapters,
         adapter_prefix=prefix,
+        count_samples=count_samples,
     )
 
 

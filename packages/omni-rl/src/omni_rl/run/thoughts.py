@@ -64,7 +64,12 @@ def read_thinking(args: ThinkingArgs, world: World) -> Inputs[ThinkingModel, Thi
             check_meta(rules, record.meta, flag=FLAG)
 
     inputs = read_all(args, world, model, params, eval_params, check, check_graded)
-    return replace(inputs, digests={**inputs.digests, "rules": version_of(rules) if rules else ""})
+    return replace(
+        inputs,
+        digests={**inputs.digests, "rules": version_of(rules) if rules else ""},
+        count_samples=count_samples,
+        score_parts=("image", "thought") if rules else (),
+    )
 
 
 def open_scorers(
