@@ -10,12 +10,15 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from omni_rl.report.data import points_of
@@ -24,7 +27,7 @@ from omni_rl.run.metrics import one_evaluation
 from omni_rl.settings.args import secret_flags
 from omni_rl.settings.printing import Parser
 from omni_rl.settings.toml import recipes
-from omni_rl.tools.command import known, passed_on, trainers
+from omni_rl.tools.command import known, trainers
 from omni_rl.tools.prompts import fetch_set, prompt_sets
 from omni_train.files import file_digest, load_metrics, read_jsonl, write_atomically
 
@@ -58,6 +61,20 @@ def train(words: Sequence[str], typed: str) -> int:
             except KeyboardInterrupt:  # which the trainer has heard too
                 continue
     return program.returncode if program.returncode >= 0 else 128 - program.returncode
+
+
+@contextmanager
+def passed_on(program: "subprocess.Popen[Any]") -> Iterator[None]:
+    """Send SIGTERM on to a program, for whose end the block waits."""
+
+    def send(number: int, frame: FrameType | None) -> None:
+        program.send_signal(number)
+
+    before = signal.signal(signal.SIGTERM, send)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def record_of(folder: Path, recipe: str, words: Sequence[str]) -> dict[str, Any]:

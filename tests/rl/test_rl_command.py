@@ -11,12 +11,9 @@ import tomllib
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 
-import httpx
 import pytest
 from helpers import REPO
-from huggingface_hub.errors import RepositoryNotFoundError
 from omni_rl.settings.toml import recipes
 from omni_rl.tools import command, doctor
 
@@ -189,31 +186,6 @@ def test_the_doctor_says_where_the_token_is_from_without_a_network(place: Path, 
         out = diagnose(capsys)[1]
         assert re.search(told, out, re.MULTILINE)
         assert "hf_" not in out
-
-
-def test_the_doctor_asks_the_hub_for_each_model_of_a_recipe_until_it_is_silent(place: Path, capsys, monkeypatch):
-    asked = []
-
-    def answer(self, model: str, timeout: float) -> SimpleNamespace:
-        asked.append(model)
-        request = httpx.Request("GET", "https://hub")
-        if model == "Qwen/Qwen-Image":
-            raise RepositoryNotFoundError("no such model", response=httpx.Response(404, request=request))
-        if model == "Tongyi-MAI/Z-Image":
-            raise httpx.ConnectError("no route")
-        return SimpleNamespace(gated=False)
-
-    monkeypatch.setattr("huggingface_hub.HfApi.model_info", answer)
-    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda model, name: None)
-    _, told = diagnose(capsys, "--network")
-    assert re.search("^ok +ByteDance-Seed/BAGEL-7B-MoT +is fetched, or can be$", told, re.MULTILINE)
-    assert re.search("^missing +Qwen/Qwen-Image +no such model", told, re.MULTILINE)
-    assert re.search("^missing +Tongyi-MAI/Z-Image +no route", told, re.MULTILINE)
-    assert asked == sorted(asked)
-    assert asked[-1] == "Tongyi-MAI/Z-Image"
-    asked.clear()
-    diagnose(capsys)
-    assert asked == []
 
 
 def test_every_extra_that_the_doctor_advises_is_there():

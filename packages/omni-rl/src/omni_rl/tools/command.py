@@ -8,15 +8,11 @@ import ast
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import tomllib
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 from omni_rl import __version__
 
@@ -86,20 +82,6 @@ def check_once(ranks: str, *program: str) -> bool:
     knock(plain(settings))
     print(f"omni-rl: the settings are checked; starting {ranks} ranks", flush=True)
     return False
-
-
-@contextmanager
-def passed_on(program: "subprocess.Popen[Any]") -> Iterator[None]:
-    """Send SIGTERM on to a program, for whose end the block waits."""
-
-    def send(number: int, frame: FrameType | None) -> None:
-        program.send_signal(number)
-
-    before = signal.signal(signal.SIGTERM, send)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def overview() -> str:

@@ -1,12 +1,10 @@
-"""Report devices, engines and packages, and how to install missing ones. Only --network uses the network."""
+"""Report devices, engines and packages, and how to install missing ones, without the network."""
 
 import json
 import os
 import platform
 import sys
-import tomllib
 from collections.abc import Iterator
-from importlib import resources
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,9 +13,7 @@ from typing import Literal, NamedTuple
 from omni_rl import __version__
 from omni_rl.run.engines import ENGINES
 from omni_rl.run.sinks import TRACKERS
-from omni_rl.settings.early import ask_hub
 from omni_rl.settings.printing import Parser
-from omni_rl.settings.toml import recipes
 
 NEEDED = ("torch", "diffusers", "transformers", "peft")  # by every trainer
 EXTRAS = {  # module -> what it is for, and the extra of omni-rl that brings it
@@ -42,9 +38,8 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command line, with exit code 1 if nothing can train."""
     parser = Parser(prog="omni-rl doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--network", action="store_true", help="ask the hub for the models of recipes, too")
     args = parser.parse_args(argv)
-    found = [*machine(), *packages(), *engines(), *files(), *hub(), *(models() if args.network else ())]
+    found = [*machine(), *packages(), *engines(), *files(), *hub()]
     can_train = not any(finding.state == "missing" for finding in found if finding.name in NEEDED)
     if args.json:
         print(json.dumps({"can_train": can_train, "findings": [finding._asdict() for finding in found]}, indent=1))
@@ -119,22 +114,6 @@ def hub() -> Iterator[Finding]:
         yield Finding("token of the hub", "ok", f"{text} their license accepted, too")
     else:
         yield Finding("token of the hub", "missing", "gated models, as SD3.5 and FLUX.1-dev, need one", get)
-
-
-def models() -> Iterator[Finding]:
-    """Report which models of recipes are fetched, or can be; one that cannot ends the report if the hub is silent."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    apps = [path.name for path in (resources.files("omni_rl") / "recipes").iterdir()]
-    found = {tomllib.loads(text)["model"] for app in apps for text in recipes(app).values()}
-    for model in sorted(name for name in found if not name.startswith(("checkpoints/", "models/"))):
-        try:
-            ask_hub(model)
-            yield Finding(model, "ok", "is fetched, or can be")
-        except ValueError as exc:
-            yield Finding(model, "missing", str(exc).partition(f"got {model}: ")[2])
-            if not isinstance(exc.__cause__, HfHubHTTPError):
-                return
 
 
 if __name__ == "__main__":

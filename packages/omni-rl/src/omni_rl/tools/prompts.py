@@ -1,21 +1,20 @@
 """Fetch prompts that recipes name: `omni-rl prompts ocr` writes data/ocr/, and `omni-rl prompts` lists the sets.
 
-Each file is pinned by its commit and its hash. One that is there is not fetched again, a download that stopped goes on
-where it stopped, and no file of other content is replaced. The proxy is that of the environment, as HTTPS_PROXY.
+Each file is pinned by its commit and its hash. One that is there is not fetched again, and no file of other content is
+replaced. The proxy is that of the environment, as HTTPS_PROXY.
 `omni-rl prompts edit --images FOLDER` writes data/edit/ from images of your own, for models that edit.
 """
 
 import hashlib
-import os
 import tomllib
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, NotRequired, TypedDict, cast
+from typing import NotRequired, TypedDict, cast
 
 import requests
 import urllib3
 from omni_reward.transport import open_url, within
-from omni_train.files import open_regular, read_regular
+from omni_train.files import read_regular, write_atomically
 from omni_train.prompts.files import load_prompts
 
 from omni_rl.settings.printing import Parser, until_closed
@@ -50,7 +49,7 @@ def prompt_sets() -> dict[str, PromptSet]:
 
 
 def fetch_set(wanted: PromptSet, folder: Path) -> None:
-    """Fetch the files of a set that the folder lacks. Until it is complete, a file has the name NAME.part.
+    """Fetch the files of a set that the folder lacks.
 
     Raises:
         ValueError: a file of the user's has the name of one and another hash; or one cannot be fetched, or has another
@@ -59,59 +58,39 @@ def fetch_set(wanted: PromptSet, folder: Path) -> None:
     """
     missing = {name: file for name, file in wanted["files"].items() if not (folder / name).exists()}
     for name in wanted["files"].keys() - missing.keys():
-        check_hash(folder / name, wanted["files"][name]["hash"], "move it away, or give another --to")
+        own = read_regular(folder / name, MAX_BYTES)
+        check_hash(folder / name, own, wanted["files"][name]["hash"], "move it away, or give another --to")
     folder.mkdir(parents=True, exist_ok=True)
     for name, file in missing.items():
-        part, url = folder / f"{name}.part", file["url"]
+        path, url = folder / name, file["url"]
         try:
-            download(url, part)
-        except (requests.RequestException, urllib3.exceptions.HTTPError) as exc:
-            remedy = "The same command goes on where this one stopped; without a network, bring the file yourself"
-            raise ValueError(f"{folder / name} must be a file that can be fetched, got {url}: {exc}. {remedy}") from exc
-        check_hash(part, file["hash"], f"delete it, and fetch {url} again")
-        part.replace(folder / name)
+            data = within(LIMIT_S, partial(download, url))
+        except (TimeoutError, requests.RequestException, urllib3.exceptions.HTTPError) as exc:
+            fault = str(exc) or f"it takes more than {LIMIT_S} s"
+            remedy = "The same command tries again; without a network, bring the file yourself"
+            raise ValueError(f"{path} must be a file that can be fetched, got {url}: {fault}. {remedy}") from exc
+        check_hash(path, data, file["hash"], f"fetch {url} again")
+        write_atomically(path, data)
 
 
-def download(url: str, part: Path) -> None:
-    """Append to a file what it lacks of a URL's content, or write all of it where the server sends no ranges.
+def download(url: str) -> bytes:
+    """Return the content of a URL.
 
     Raises:
-        requests.RequestException, urllib3.exceptions.HTTPError: it does not arrive whole, or not in time.
-        ValueError: the file is a link or none that can hold it.
-        OSError: it cannot be written.
+        requests.RequestException, urllib3.exceptions.HTTPError: it does not arrive whole, or is larger than MAX_BYTES.
     """
-    with open(open_regular(part, os.O_RDWR | os.O_CREAT), "r+b") as file:
-        try:
-            within(LIMIT_S, partial(append, url, file))  # a thread that is left fails, as the file is closed
-        except TimeoutError as exc:
-            raise requests.Timeout(f"more than {MAX_BYTES} bytes or {LIMIT_S} s") from exc
-        except requests.RequestException:
-            if not file.tell():  # nothing came
-                part.unlink()
-            raise
-
-
-def append(url: str, file: BinaryIO) -> None:
-    """Write the end of a URL's content behind what the file has of it, or all of it. Raises as `download`."""
-    size = file.seek(0, os.SEEK_END)
-    headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={size}-"} if size else {})
-    with open_url(url, headers, WAIT_S) as response:
-        if size and response.status_code == 416:  # there is no more
-            return
+    data = bytearray()
+    with open_url(url, {"Accept-Encoding": "identity"}, WAIT_S) as response:
         response.raise_for_status()
-        if response.status_code != 206:
-            file.truncate(file.seek(0))
         while piece := response.raw.read1(2**16):
-            file.write(piece)
-            if file.tell() > MAX_BYTES:
-                raise requests.RequestException(f"more than {MAX_BYTES} bytes or {LIMIT_S} s")
-        file.flush()
-        os.fsync(file.fileno())
+            data += piece
+            if len(data) > MAX_BYTES:
+                raise requests.RequestException(f"it has more than {MAX_BYTES} bytes")
+    return bytes(data)
 
 
-def check_hash(path: Path, wanted: str, remedy: str) -> None:
-    """Raise ValueError unless a file has a SHA-256, or git's id of its content if the hash has 40 digits."""
-    data = read_regular(path, MAX_BYTES)
+def check_hash(path: Path, data: bytes, wanted: str, remedy: str) -> None:
+    """Raise ValueError unless a file's bytes have a SHA-256, or git's id of its content if the hash has 40 digits."""
     blob = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False)
     found = (blob if len(wanted) == 40 else hashlib.sha256(data)).hexdigest()
     if found != wanted:
