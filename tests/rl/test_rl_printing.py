@@ -14,7 +14,7 @@ from omni_rl.settings.cli import hush, refuse
 from omni_rl.settings.fields import change
 from omni_rl.settings.printing import Parser
 from omni_rl.tools import command
-from omni_train.breaker import Breaker, Guard
+from omni_train.breaker import Breaker
 from omni_train.terminal import printable
 
 import train_nft
@@ -64,8 +64,8 @@ LINES = {  # what prints a mistake -> the lines that it takes
     "omni-rl": (of_command, 1),
     "a tool": (lambda error: Parser(prog="omni-rl push").error(str(error)), 1),
     "a warning": (of_warning, 1),
-    "what only shows": (lambda error: Breaker("the report").switch_off(str(error)), 1),
-    "what shows again": (lambda error: Guard("a tracker").warn(str(error)), 1),
+    "what only shows": (lambda error: Breaker("the report").fail(str(error)), 1),
+    "what shows again": (lambda error: Breaker("a tracker", goes_on=True).fail(str(error)), 1),
     "a failure": (of_failure, 7),
     "an alarm": (lambda error: announce(str(error), ARGS, sys.stderr), 2),
     "an uncaught error": (of_uncaught, 2),

@@ -220,7 +220,7 @@ def test_a_hash_of_forty_digits_is_gits(tmp_path):
     printed = subprocess.run(["git", "hash-object", "--no-filters", path], capture_output=True, text=True, check=True)
     prompts.check_hash(path, TEST, printed.stdout.strip(), "")
     with pytest.raises(ValueError, match=f"must have the hash {'0' * 40}, got {printed.stdout.strip()}"):
-        prompts.check_hash(path, "0" * 40, "")
+        prompts.check_hash(path, TEST, "0" * 40, "")
 
 
 def test_every_set_is_pinned_by_a_commit_and_hashes():

@@ -3,7 +3,7 @@
 memory = Breaker("the memory in use")
 metrics |= memory(read_memory, device) or {}
 
-A Breaker stops at the first failure. A Guard retries, for failures that may end: a server, a full disk.
+It stops at the first failure, or goes on after failures that may end: of a server, of a full disk.
 """
 
 import os
@@ -25,20 +25,28 @@ class Breaker:
     Use it for nothing that samples, weights, checkpoints or the lines of the log depend on, and around no collective:
     other ranks would wait for this one.
 
-    name: in the line. remedy: what the line says at its end, such as how to get the result later.
+    name: in the line. goes_on: True if it is called again after a failure. It then prints each message once, as it does
+    messages that differ only in numbers, such as those of steps. remedy: what the line says at its end, such as how to
+    get the result later.
     """
 
-    def __init__(self, name: str, *, remedy: str = "") -> None:
-        self.name, self.remedy, self.has_failed = name, remedy, False
+    def __init__(self, name: str, *, goes_on: bool = False, remedy: str = "") -> None:
+        self.name, self.goes_on, self.remedy = name, goes_on, remedy
+        self._warned: set[str] = set()
+
+    @property
+    def is_off(self) -> bool:
+        """True if a failure has switched it off."""
+        return bool(self._warned) and not self.goes_on
 
     def __call__(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """Return what the function returns; None where it fails, and from then on, without a call."""
-        if self.has_failed:
+        """Return what the function returns; None where it fails, and without a call once it is off."""
+        if self.is_off:
             return None
         try:
             return function(*args, **kwargs)
         except Exception as exc:  # of any library
-            self.switch_off(f"{type(exc).__name__}: {exc}")
+            self.fail(f"{type(exc).__name__}: {exc}")
             return None
 
     def around(self, function: Callable[P, T]) -> Callable[P, T | None]:
@@ -49,38 +57,12 @@ class Breaker:
 
         return guarded
 
-    def switch_off(self, why: str) -> None:
-        """Make no further call, and print one line that names the cause."""
-        if self.has_failed:
-            return
-        self.has_failed = True
-        _warn(f"{self.name} failed and is switched off: {why}", self.remedy)
-
-
-class Guard:
-    """A guard of what only shows a run, which calls it again after a failure.
-
-    It prints each message once, as it does messages that differ only in numbers, such as those of steps. Use it for
-    what a `Breaker` may be used for. name, remedy: as there.
-    """
-
-    def __init__(self, name: str, *, remedy: str = "") -> None:
-        self.name, self.remedy = name, remedy
-        self._warned: set[str] = set()
-
-    def __call__(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """Return what the function returns; None where it fails."""
-        try:
-            return function(*args, **kwargs)
-        except Exception as exc:  # of any library
-            self.warn(f"{type(exc).__name__}: {exc}")
-            return None
-
-    def warn(self, why: str) -> None:
-        """Print one line that names the cause, unless one like it has been printed."""
-        if (kind := re.sub(r"0x[0-9a-f]+|\d+", "0", why)) not in self._warned:
+    def fail(self, why: str) -> None:
+        """Print one line that names the cause, unless it is off or has printed one like it."""
+        kind = re.sub(r"0x[0-9a-f]+|\d+", "0", why)
+        if not self.is_off and kind not in self._warned:
             self._warned.add(kind)
-            _warn(f"{self.name} failed: {why}", self.remedy)
+            _warn(f"{self.name} failed{'' if self.goes_on else ' and is switched off'}: {why}", self.remedy)
 
 
 def _warn(text: str, remedy: str) -> None:

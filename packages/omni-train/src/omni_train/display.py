@@ -51,7 +51,7 @@ class Display:
         if text := progress.describe():
             for listener in self.listeners:
                 listener(text)
-        if self._breaker.has_failed:
+        if self._breaker.is_off:
             self._form.close()  # so that what is printed elsewhere does not go through it
 
     def close(self) -> None:

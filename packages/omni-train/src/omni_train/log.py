@@ -15,7 +15,7 @@ from typing import Self
 
 from torch import Tensor
 
-from omni_train.breaker import Breaker, Guard
+from omni_train.breaker import Breaker
 from omni_train.display import Display
 from omni_train.dist import Dist, Moment, now, same_error, seconds
 from omni_train.files import load_metrics, open_regular, read_regular, read_steps, write_atomically
@@ -65,7 +65,7 @@ class RunLog:
         self._within: str | None = None  # the phase whose block runs; on every rank
         self._is_main = is_main
         self._total_steps = total_steps
-        self._sinks = [(sink, Guard("a sink of the log")) for sink in sinks]
+        self._sinks = [(sink, Breaker("a sink of the log", goes_on=True)) for sink in sinks]
         self._clock = Breaker("the clock of phases")
         self._columns = tuple(columns)
         self._phases: list[tuple[str, str | None, Moment, Moment]] = []  # of this step: name, outer, start, end

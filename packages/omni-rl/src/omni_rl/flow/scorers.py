@@ -33,6 +33,7 @@ from omni_rl.settings.eval_sets import OF_A_MACHINE, on_this_machine
 from omni_rl.settings.fields import change, flag, flag_of, require
 
 ArgsT = TypeVar("ArgsT", bound=RunArgs)
+S = TypeVar("S")
 T = TypeVar("T")
 
 Pending = Future[list[Score]]
@@ -192,6 +193,19 @@ class Later(Future[list[Score]]):
         if not self.done():
             self._ask()
         return super().result(timeout)
+
+
+def joined(first: Future[list[S]], second: Future[list[T]], join: Callable[[S, T], Score]) -> Pending:
+    """Return the scores made of two results, sample by sample, once they are read; or the error of either."""
+
+    def ask() -> None:
+        try:
+            later.set_result([join(*pair) for pair in zip(first.result(), second.result(), strict=True)])
+        except Exception as exc:  # as that of a scorer
+            later.set_exception(exc)
+
+    later = Later(ask)
+    return later
 
 
 def abstaining(reason: str = "there is no scorer") -> LocalScorer:

@@ -13,7 +13,7 @@ from itertools import chain
 
 import torch
 from omni_losses.sequence import TokenMean, token_weights
-from omni_reward import RewardClient, RewardError, Score
+from omni_reward import RewardClient, Score
 from omni_reward.media import TEXT
 from omni_reward.rules import SCORER, Rules, grade, judge
 from omni_rollout import Prompt
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from omni_rl.flow.evals import HeldOut, Shown, describe
 from omni_rl.flow.sampling import counted, expand_groups
-from omni_rl.flow.scorers import Pending, TextScorer, asked, ruled
+from omni_rl.flow.scorers import Pending, TextScorer, asked, joined, ruled
 from omni_rl.flow.scoring import Rollout, collect, gather_rewards
 from omni_rl.media.prompts import with_media
 from omni_rl.report import Sample
@@ -78,19 +78,7 @@ class RuleScorer:
         metas = [p.meta for p in prompts]
         if other is None:
             return ruled(partial(grade, self.rules, answers, metas), "--reward")
-        future: Pending = Future()
-        own = ruled(partial(judge, self.rules, answers, metas), "--reward")
-        other.add_done_callback(partial(self._settle, future, own))
-        return future
-
-    def _settle(self, future: Pending, own: Future[list[dict[str, float]]], other: Pending) -> None:
-        """Add the server's scores, in a thread of the client."""
-        try:
-            future.set_result([self._sum(*both) for both in zip(own.result(), other.result(), strict=True)])
-        except RewardError as exc:
-            future.set_exception(exc)
-        except Exception as exc:  # a text or meta that cannot travel
-            future.set_exception(RewardError(f"the scorer: {exc}", fatal=True))
+        return joined(ruled(partial(judge, self.rules, answers, metas), "--reward"), other, self._sum)
 
     def _sum(self, own: Mapping[str, float], other: Score) -> Score:
         """Return the reward of the server's score and the rules' values, with each in the parts."""

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from omni_train.breaker import Guard
+from omni_train.breaker import Breaker
 from omni_train.terminal import one_line
 from safetensors.numpy import load, save
 
@@ -163,7 +163,7 @@ class ReportProcess:
             self._change.notify()
 
     def _send_all(self) -> None:
-        kind, pictures = "", Guard("the samples of the report")
+        kind, pictures = "", Breaker("the samples of the report", goes_on=True)
         while kind != "end":
             with self._change:
                 self._change.wait_for(lambda: self._waiting)
@@ -177,7 +177,7 @@ class ReportProcess:
             except OSError:
                 self._warn_of_loss()
             except Exception as exc:  # of what a scorer's details may be
-                pictures.warn(f"{type(exc).__name__}: {exc}")
+                pictures.fail(f"{type(exc).__name__}: {exc}")
                 with self._change:
                     self._due -= kind == "eval"
 
@@ -198,15 +198,15 @@ class ReportProcess:
 def main(folder: str, track: str, project: str, fd: str) -> None:
     """Open the trackers, and follow the run to its end."""
     os.nice(5)  # training comes first
-    connection, sinks, errors = Connection(int(fd)), list[tuple[Sink, Guard]](), list[str]()
+    connection, sinks, errors = Connection(int(fd)), list[tuple[Sink, Breaker]](), list[str]()
     for name in track.split(","):
         try:
-            sinks += [(sink, Guard(f"the tracker {name}")) for sink in tracker(name, folder, project)]
+            sinks += [(sink, Breaker(f"the tracker {name}", goes_on=True)) for sink in tracker(name, folder, project)]
         except Exception as exc:  # of any library
             errors.append(" ".join(f"{type(exc).__name__}: {exc}".split()))
     if track != "none":
         connection.send_bytes("; ".join(errors).encode())
-    page = Guard("the page of the report", remedy=f"to write it again: omni-rl report {folder}")
+    page = Breaker("the page of the report", goes_on=True, remedy=f"to write it again: omni-rl report {folder}")
     try:
         _follow(connection, Path(folder), sinks, page)
     except (EOFError, OSError):  # the run has died; its trackers see that it did not finish
@@ -216,10 +216,13 @@ def main(folder: str, track: str, project: str, fd: str) -> None:
         guard(sink.close)
 
 
-def _follow(connection: Connection, folder: Path, sinks: Sequence[tuple[Sink, Guard]], page: Guard) -> None:
+def _follow(connection: Connection, folder: Path, sinks: Sequence[tuple[Sink, Breaker]], page: Breaker) -> None:
     """Handle messages until the last one, and write the page in between."""
     due, next_s, later_s = math.inf, 0.0, 0.0  # of the page: when it is due, and the soonest after a line, or without
-    pictures, present = Guard("the samples of the report"), Guard("the progress in the report")
+    pictures, present = (
+        Breaker("the samples of the report", goes_on=True),
+        Breaker("the progress in the report", goes_on=True),
+    )
     while True:
         now = time.monotonic()
         if now >= due:

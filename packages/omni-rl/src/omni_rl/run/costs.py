@@ -31,7 +31,7 @@ def measured(run: AnyRun, step: Step) -> Iterator[None]:
     step.metrics["reward/busy_s"] = run.scorer.busy_s - busy_s + run.counts["busy_ms"] / 1000
     step.metrics |= run.memory("", peak=True)
     step.metrics |= costs(run, time.process_time() - cpu_s)
-    if run.model.boundary and not run.breakers.calls.has_failed:
+    if run.model.boundary and not run.breakers.calls.is_off:
         step.metrics |= {f"policy/forwards_{name}": float(run.counts[name]) for name in run.model.nets}
     step.metrics |= (run.breakers.load(run.load.metrics) or {}) if run.load else {}
 
@@ -54,7 +54,7 @@ def own_costs(run: AnyRun, cpu_s: float) -> list[float]:
 
 def work_of(run: AnyRun) -> Work:
     """Return what this rank has done since its counts were cleared."""
-    counted = run.flops.total(run.calls) if run.flops and not run.breakers.calls.has_failed else {}
+    counted = run.flops.total(run.calls) if run.flops and not run.breakers.calls.is_off else {}
     return Work(
         num_samples=run.counts["sampled"] / run.dist.context,
         flops={name: n / run.dist.context for name, n in counted.items()},

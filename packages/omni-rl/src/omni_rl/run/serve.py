@@ -47,7 +47,7 @@ def serve(run: RunT, roll_out: Callable[[RunT, Step], MediaRollout]) -> None:
             run.calls.clear()
             run.sync_weights(version)
             rollout = roll_out(run, Step(number, version))
-            forwards = math.nan if run.breakers.calls.has_failed else sum(run.calls.values())
+            forwards = math.nan if run.breakers.calls.is_off else sum(run.calls.values())
             sent.add(sender.submit(send, run, roles, rollout, forwards))
         sender.shutdown()
 

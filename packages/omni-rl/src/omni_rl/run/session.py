@@ -180,7 +180,7 @@ class Session:
         if error and not self.saved:  # nothing is lost yet
             raise ValueError(f"--tracking.to must be a tracker that opens, got {args.run.tracking.to}: {error}")
         if error:
-            Breaker("a tracker").switch_off(error)
+            Breaker("a tracker").fail(error)
         if self.report and world.display:
             world.display.listeners.append(self.report.show_now)
 

@@ -111,9 +111,9 @@ def gathered_bytes(args: RunArgs, net: nn.Module) -> int:
 
 def print_plan(args: RunArgs, world: World, inputs: Inputs[Any, Any], session: Session) -> bool:
     """Print the settings and the plan of a run; return False if `world` plans a training step too."""
-    model, how = inputs.model, inputs.preparation
-    model.reads_weights, own = False, replace(how, lora=how.lora and replace(how.lora, others=()))
-    net = adapt(model.load_net(device="meta", dtype=how.weight_dtype), own)
+    model, preparation = inputs.model, inputs.preparation
+    model.reads_weights, adapters = False, preparation.lora and replace(preparation.lora, others=())
+    net = adapt(model.load_net(device="meta", dtype=preparation.weight_dtype), replace(preparation, lora=adapters))
     return world.print_plan(
         "\n".join([to_toml(without_secrets(args)), *plan_of(args, world.dist, inputs, session, net)])
     )
@@ -147,32 +147,35 @@ def load_net(args: RunArgs, world: World, inputs: Inputs[Any, Any]) -> nn.Module
 
     They are read rank by rank if they are trained, sharded, quantized or from other files; else the model loads them.
     """
-    how, model, host = inputs.preparation, inputs.model, torch.device("cpu")
+    preparation, model, host = inputs.preparation, inputs.model, torch.device("cpu")
     streams = "blocks" in offloaded(args.memory)
 
     def begin(net: nn.Module) -> None:
         with flag("--init-weights: "):
             for expert, home in inputs.adapters.items():
-                for adapter in how.lora.names if how.lora else ():
+                for adapter in preparation.lora.names if preparation.lora else ():
                     load_adapter(net.get_submodule(expert), home, adapter=adapter, part=inputs.adapter_prefix)
-        for teacher, found in inputs.teachers.items() if how.lora else ():
+        for teacher, found in inputs.teachers.items() if preparation.lora else ():
             for expert, home in found.items():
                 load_adapter(net.get_submodule(expert), home, adapter=f"teacher_{teacher}")
 
-    if inputs.files or not args.lora.rank or how.mesh or args.memory.base_dtype != "auto":
-        net, files = unfilled(inputs, how, inputs.files)
-        net = prepare(net, replace(how, device=host, run_on=how.device) if streams else how, files, begin=begin)
+    if inputs.files or not args.lora.rank or preparation.mesh or args.memory.base_dtype != "auto":
+        net, files = unfilled(inputs, preparation, inputs.files)
+        if streams:
+            preparation = replace(preparation, device=host, run_on=preparation.device)
+        net = prepare(net, preparation, files, begin=begin)
     else:
         waits = world.has_numbers and not args.sampling.has_trained_engine  # until the engine adopts what it has
-        device = host if streams or waits else how.device
-        net = prepare(model.load_net(device=device, dtype=how.dtype), replace(how, device=device), begin=begin)
+        device = host if streams or waits else preparation.device
+        net = model.load_net(device=device, dtype=preparation.dtype)
+        net = prepare(net, replace(preparation, device=device), begin=begin)
     if streams:
-        bring_blocks(net, how.block_names, how.device)
+        bring_blocks(net, preparation.block_names, inputs.preparation.device)
     return net
 
 
 def unfilled(
-    inputs: Inputs[Any, Any], how: Preparation, files: Mapping[str, Sequence[Path]]
+    inputs: Inputs[Any, Any], preparation: Preparation, files: Mapping[str, Sequence[Path]]
 ) -> tuple[nn.Module, dict[str, Sequence[Path]] | None]:
     """Return the net on the meta device, and the files with its weights: these, or the checkpoint's own.
 
@@ -182,7 +185,7 @@ def unfilled(
     if not model.reads_weights:
         return model.empty_net(buffers=True), None
     if not hasattr(model, "weight_files"):
-        return model.load_net(device="cpu", dtype=how.weight_dtype), None
+        return model.load_net(device="cpu", dtype=preparation.weight_dtype), None
     own = {name: files.get(name) or model.weight_files(part) for name, part in model.nets.items()}
     return model.empty_net(buffers=True), own
 
@@ -222,7 +225,7 @@ def open_policy(
     Raises:
         ValueError, OSError: sharded ranks would gather too much, or weights beside the net could not be read.
     """
-    dist, how, mode = world.dist, inputs.preparation, sharding(args, world.dist.world_size)
+    dist, preparation, mode = world.dist, inputs.preparation, sharding(args, world.dist.world_size)
     if world.roles:
         kinds = gather_json(world.whole, device_name(dist.device) or torch.backends.cpu.get_cpu_capability())
         engine.is_exact &= len({*kinds}) == 1  # another kind of card rounds in another way
@@ -238,7 +241,7 @@ def open_policy(
     policy = load_policy(change(args, ema_decay=0.0) if world.only_samples else args, inputs, net, session)
     policy.unshard = unshard
     if mode != "none":
-        policy.backward = SummedBackward(net, how.mesh or dist.mesh, mode=mode)
+        policy.backward = SummedBackward(net, preparation.mesh or dist.mesh, mode=mode)
     if policy.scaler:
         policy.backward = scaled_backward(policy.backward, policy.scaler)
     if dist.context > 1:  # whose attention is computed again in the backward pass
@@ -253,7 +256,7 @@ def open_policy(
 
 def load_policy(args: RunArgs, inputs: Inputs[Any, Any], net: nn.Module, session: Session) -> Policy:
     """Return the policy with the state of the checkpoint, if there is one."""
-    trained, optim, how = [p for p in net.parameters() if p.requires_grad], args.optim, inputs.preparation
+    trained, optim, preparation = [p for p in net.parameters() if p.requires_grad], args.optim, inputs.preparation
     optimizer = build_adamw(
         trained,
         lr=args.lr or 0.0,
@@ -261,7 +264,7 @@ def load_policy(args: RunArgs, inputs: Inputs[Any, Any], net: nn.Module, session
         weight_decay=optim.weight_decay,
         eps=optim.adam_epsilon,
         on_host="optimizer" in offloaded(args.memory),
-        foreach=True if how.lora and how.mesh else None,  # of sharded adapters, many and small
+        foreach=True if preparation.lora and preparation.mesh else None,  # of sharded adapters, many and small
     )
     if isinstance(args, MediaArgs) and args.optim.low_expert_lr is not None:
         own, group = set(net.get_submodule("low").parameters()), optimizer.param_groups[0]
@@ -269,9 +272,9 @@ def load_policy(args: RunArgs, inputs: Inputs[Any, Any], net: nn.Module, session
         scale = args.optim.low_expert_lr / (args.lr or 1.0)
         optimizer.add_param_group({"params": [p for p in trained if p in own], "lr_scale": scale})
     policy = Policy(net, optimizer, Ema(trained, decay=args.policy.ema_decay))
-    policy.adapters = how.lora.others if how.lora else ()
+    policy.adapters = preparation.lora.others if preparation.lora else ()
     if args.policy.dtype == "float16":
-        policy.scaler = GradScaler(how.device.type)
+        policy.scaler = GradScaler(preparation.device.type)
         if LOSS_SCALE in session.config:
             policy.scaler.load_state_dict(session.config[LOSS_SCALE])  # type: ignore[arg-type]  # as it was saved
     if "old" in inputs.policies and not args.lora.rank:
@@ -288,11 +291,11 @@ def open_frozen(inputs: Inputs[Any, Any], policy: Policy) -> None:
     """Load the reference and the teachers of the policy as frozen nets, unless they are adapters of its own net."""
     if inputs.preparation.lora:
         return
-    how = inputs.preparation.frozen()
+    preparation = inputs.preparation.frozen()
 
     def filled(files: Mapping[str, Sequence[Path]]) -> nn.Module:
-        net, found = unfilled(inputs, how, files)
-        return prepare(net, how, found)
+        net, found = unfilled(inputs, preparation, files)
+        return prepare(net, preparation, found)
 
     policy.reference_net = filled(inputs.files) if "reference" in inputs.policies else None
     policy.teachers = {

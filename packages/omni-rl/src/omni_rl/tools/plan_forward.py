@@ -55,12 +55,8 @@ def on_meta(net: nn.Module) -> Iterator[None]:
     def back(module: nn.Module, args: tuple[object, ...], out: object) -> Any:
         return tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype), out)
 
-    hooks = [net.register_forward_pre_hook(there, with_kwargs=True), net.register_forward_hook(back)]
-    try:
+    with net.register_forward_pre_hook(there, with_kwargs=True), net.register_forward_hook(back):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def first_inputs(

@@ -76,10 +76,8 @@ def measured(
         cuts.append((device.window - base, device.flops.total()))
         device.start_window()
 
-    hook = engine.net.register_forward_pre_hook(cut)
-    with device.phase(UNCOUNTED):
+    with engine.net.register_forward_pre_hook(cut), device.phase(UNCOUNTED):
         drawn = engine.generate(prompts, params)
-    hook.remove()
     cut()
     del device.peaks[UNCOUNTED], device.flops[UNCOUNTED]
     peaks, flops = zip(*cuts, strict=True)
