@@ -24,7 +24,7 @@ from typing import Annotated, Any, get_type_hints
 from omni_rl.media.images import check_media_prompt, reference_sizes
 from omni_rl.settings import groups
 from omni_rl.settings.args import num_ranks, parse_numbers
-from omni_rl.settings.cli import parse_cli, refuse
+from omni_rl.settings.cli import end_imports, parse_cli, refuse
 from omni_rl.settings.early import check_model, check_sides
 from omni_rl.settings.eval_sets import check_urls
 from omni_rl.settings.fields import (
@@ -301,6 +301,7 @@ def write(args: Args, prompts: list[Prompt], samples: list[Sample]) -> None:
 
 
 if __name__ == "__main__":
+    end_imports()
     try:
         main(ARGS)
     except (OSError, ValueError) as exc:

@@ -1,6 +1,7 @@
 """The command line: what counts before what, mistakes in one line, and a help that stands alone and costs nothing."""
 
 import ast
+import gc
 import importlib
 import os
 import re
@@ -509,6 +510,24 @@ def test_help_with_70_settings_imports_nothing_heavy(tmp_path: Path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.count("\n│ --") >= 70
     assert done.stdout.endswith("heavy []\n")
+
+
+def test_no_garbage_is_looked_for_while_a_program_imports_its_libraries(tmp_path):
+    code = (
+        "import gc\nfrom dataclasses import dataclass\nfrom omni_rl.settings.cli import end_imports, parse_cli\n"
+        "@dataclass(frozen=True)\nclass Args:\n    model: str = '.'\n"
+        "parse_cli(Args, print, [], app='none')\nprint(gc.isenabled(), gc.get_freeze_count())\n"
+        "end_imports()\nprint(gc.isenabled(), gc.get_freeze_count() > 0)\n"
+    )
+    (tmp_path / "program.py").write_text(code)
+    command = [sys.executable, "-I", str(tmp_path / "program.py")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-2:] == ["False 0", "True True"]
+
+
+def test_a_program_that_has_its_libraries_collects_garbage_all_the_time(tmp_path):
+    parse_cli(Args, check_bounds, ["--model", str(tmp_path)], app="none")
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,8 @@ def test_operations_are_those_of_the_products():
     with torch.no_grad():
         for samples in (4, 2):
             real(torch.zeros(samples, 7, 3))
+    assert not made  # no call waits for its count
+    table.total(Counter())
     assert table.known == {(7, 3): (50 * 7, 120 * 7)}
     assert len(made) == 1
     calls = Counter({("rollout", False, (7, 3)): 6, ("update", True, (7, 3)): 4, ("update", False, (7, 3)): 1})
@@ -37,12 +39,23 @@ def test_another_shape_is_counted_when_it_comes_again():
     real = net()
     table = FlopTable(lambda: net("meta"), real)
     real(torch.zeros(4, 7, 3))
-    real(torch.zeros(4, 1, 3))
+    table.total(Counter({("update", False, (7, 3)): 4}))
+    real(torch.zeros(4, 1, 3))  # nothing looks at it
     calls = Counter({("update", False, (7, 3)): 4, ("update", False, (1, 3)): 4})
     assert table.total(calls) == table.total(calls) == {}
     real(torch.zeros(2, 1, 3))
-    assert not real._forward_pre_hooks  # nothing is left in the way of further calls
     assert table.total(calls) == {"update": 4 * 350 + 4 * 50}
+    assert not real._forward_pre_hooks  # nothing is left in the way of further calls
+
+
+def test_all_shapes_of_a_step_are_counted_at_its_end():
+    real = net()
+    table = FlopTable(lambda: net("meta"), real)
+    assert table.total(Counter()) == {}  # before the first step
+    for length in (7, 1, 7):
+        real(torch.zeros(4, length, 3))
+    calls = Counter({("update", False, (7, 3)): 8, ("update", False, (1, 3)): 4})
+    assert table.total(calls) == {"update": 8 * 350 + 4 * 50}
 
 
 def test_frozen_weights_take_no_gradient():
@@ -56,6 +69,7 @@ def test_frozen_weights_take_no_gradient():
     real = make("cpu")
     table = FlopTable(make, real)
     real(torch.zeros(1, 3))
+    table.total(Counter())
     forward = 2 * (15 + 3 + 5 + 10 + 5 + 2)
     backward = 2 * (2 + 2 + 5 + 5 + 10) + 2 * (5 + 5 + 3)  # second layer: B, inner, A, input twice; first: B, inner, A
     assert table.known == {(3,): (forward, forward + backward)}
@@ -64,11 +78,26 @@ def test_frozen_weights_take_no_gradient():
 def test_what_is_not_trained_is_not_taken_for_what_is():
     """Of two experts of one shape the first that is called may be frozen."""
     trains, real = iter((False, True)), net()
+    calls = Counter({("update", False, (3,)): 1})
     table = FlopTable(lambda: net("meta").requires_grad_(next(trains)), real)
     real(torch.zeros(4, 3))
-    assert table.known == {}
+    assert table.total(calls) == {}
     real(torch.zeros(4, 3))
+    assert table.total(calls) == {"update": 50}
     assert table.known == {(3,): (50, 120)}
+
+
+def test_the_expert_that_is_trained_is_counted_though_the_frozen_one_comes_first():
+    def make(device="meta"):
+        experts = nn.ModuleDict({"high": net(device).requires_grad_(False), "low": net(device)})
+        experts.forward = lambda *, x, expert: experts[expert](x)
+        return experts
+
+    real = make("cpu")
+    table = FlopTable(make, real)
+    for expert in ("high", "high", "low"):
+        real(x=torch.zeros(4, 3), expert=expert)
+    assert table.total(Counter({("update", True, (3,)): 1})) == {"update": 120}
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ class FlopTable:
 
     Two counts: of a forward pass, and of one with its backward pass. They omit recomputation by
     gradient checkpointing, and longer texts than those of the first call of a shape. What fails is switched off.
+    Calls are counted when their total is asked for, so that none waits for its count.
 
     make: returns the net on the meta device, with its trained parameters.
     """
@@ -42,10 +43,11 @@ class FlopTable:
         self.make, self.net = make, net
         self.known: dict[torch.Size, tuple[float, float]] = {}
         self.breaker = Breaker("the count of operations")
+        self._seen: dict[tuple[torch.Size, object], tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self.watch()
 
     def watch(self) -> None:
-        """Count the next call of the net."""
+        """Note the inputs of the net's calls, until all shapes are known."""
         self._hook = self.net.register_forward_pre_hook(self.breaker.around(self._learn), with_kwargs=True)
 
     def total(self, calls: Calls) -> dict[str, float]:
@@ -53,8 +55,11 @@ class FlopTable:
         return self.breaker(self._total, calls) or {}
 
     def _total(self, calls: Calls) -> dict[str, float]:
-        if any(shape not in self.known for _, _, shape in calls):
-            self._hook.remove()
+        seen, self._seen = self._seen, {}
+        for args, kwargs in seen.values():
+            self._count(args, kwargs)
+        self._hook.remove()
+        if not calls or any(shape not in self.known for _, _, shape in calls):
             self.watch()
             return {}
         total = Counter[str]()
@@ -62,19 +67,28 @@ class FlopTable:
             total[phase] += samples * self.known[shape][is_trained]  # type: ignore[assignment]  # no whole numbers
         return dict(total)
 
-    @torch.enable_grad()
     def _learn(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        first = next(iter((*args, *kwargs.values())))
-        if first[0].shape in self.known or not first[0].is_floating_point():  # generated text has many shapes
+        first = first_of(args, kwargs)
+        key = first.shape[1:], kwargs.get("expert")
+        if key in self._seen or key[0] in self.known or not first.is_floating_point():  # text has many shapes
             return
-        self._hook.remove()
-        given, named = tree_map_only(Tensor, lambda t: torch.empty_like(t, device="meta"), (args, kwargs))
+        self._seen[key] = tree_map_only(Tensor, lambda t: torch.empty_like(t, device="meta"), (args, dict(kwargs)))
+
+    @torch.enable_grad()
+    def _count(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        first = first_of(args, kwargs)
+        if first.shape[1:] in self.known:
+            return
         with FlopCounterMode(display=False) as counter:
-            out = self.make()(*given, **named)
+            out = self.make()(*args, **kwargs)
             forward = counter.get_total_flops()
             trained = [t.sum() for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
             torch.autograd.backward(trained)
-        if not trained:  # a frozen expert; the next call may be another one's
-            self.watch()
-            return
-        self.known[first[0].shape] = forward / len(first), counter.get_total_flops() / len(first)
+        if trained:  # else a frozen expert; the next call may be another one's
+            self.known[first.shape[1:]] = forward / len(first), counter.get_total_flops() / len(first)
+
+
+def first_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """Return the first input of a call, whose first dimension is the batch."""
+    first: Tensor = next(iter((*args, *kwargs.values())))
+    return first

@@ -24,6 +24,7 @@ from omni_rl.run.notify import announce
 from omni_rl.run.run import AnyRun
 from omni_rl.run.world import World
 from omni_rl.settings.args import RunArgs
+from omni_rl.settings.cli import end_imports
 from omni_rl.settings.fields import values_of
 from omni_rl.settings.printing import print_mistake
 
@@ -32,6 +33,7 @@ ArgsT = TypeVar("ArgsT", bound=RunArgs)
 
 def launch(main: Callable[[ArgsT, World], None], args: ArgsT) -> None:
     """Run a trainer as a program: its messages, and exit code 0, 1 (something broke), 2 (a mistake) or 130 (Ctrl-C)."""
+    end_imports()
     try:
         if args.memory.device_gb:
             from omni_rl.tools.plan import fit
