@@ -65,7 +65,7 @@ class Variant(NamedTuple):
     blocks: int = 60
 
 
-VARIANTS = {  # all but the last two compute the same
+VARIANTS = {  # all but the last three compute the same
     "as it is": Variant({}, 16),
     "recomputed": Variant({"memory_gradient_checkpointing": True}),
     "compiled": Variant({"memory_gradient_checkpointing": True, "compile": True}),
@@ -80,6 +80,11 @@ VARIANTS = {  # all but the last two compute the same
     "nf4": Variant({"memory_gradient_checkpointing": True, "memory_base_dtype": "nf4"}),
     "all weights": Variant(
         {"memory_gradient_checkpointing": True, "lora_rank": 0, "lora_alpha": 0, "sharding_mode": "fsdp2"}, 1, 4
+    ),
+    "compiled, all weights": Variant(
+        {"memory_gradient_checkpointing": True, "compile": True, "lora_rank": 0, "lora_alpha": 0, "dtype": "float32"},
+        1,
+        4,
     ),
 }
 

@@ -74,13 +74,14 @@ TIMETABLE: dict[str, Entry] = {
     # 1. What no accelerator has told yet
     "machine": Entry(ask.machine, 0.1),
     **compiled("as it is"),
+    "gate: compiled, all weights": Entry(partial(ask.gate, attention="auto", variant="compiled, all weights"), 1.2),
     "beside flow_grpo": Entry(ask.beside_peer, 10.0),
     "a second life": Entry(ask.second_life, 2.0),
     "from scratch": Entry(ask.from_scratch, 34.0),
     "step: nf4": Entry(partial(ask.step, variant="nf4"), 1.0),
     "step: blocks offloaded": Entry(partial(ask.step, variant="blocks offloaded"), 1.6),
     "vLLM-Omni": Entry(ask.vllm_omni, 3.0),
-    "step: gathered": Entry(partial(ask.step, variant="gathered"), 1.0),
+    "step: fsdp2, NCCL": Entry(partial(ask.step, variant="gathered"), 1.0),
     # 2. Does it run, and is the ratio 1?
     "tiny-signs learns": Entry(ask.learn, 0.7),
     "ceilings": Entry(ask.ceilings, 0.2),

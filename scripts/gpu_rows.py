@@ -28,6 +28,7 @@ from unittest.mock import patch
 
 import omni_train.kernels
 import torch
+import torch.distributed as torch_dist
 from omni_rl.flow.sampling import prompts_of
 from omni_rl.run.run import MediaRun, Step
 from omni_rl.settings.fields import change
@@ -63,7 +64,7 @@ FITS = "recomputed"  # fits 80 GB at the recipe's batch
 FEW: dict[str, Any] = {"num_inference_steps": 3, "window_high": 2}  # both trained
 FASTER = 1.8  # times a plain loop, on an H100 or H200
 PLAIN_OVER_OURS = {"recomputed": 1.25, "compiled": 1.59}  # by arithmetic on kernels, for an H100
-NEEDS_2_12 = ("compiled", "products kept", "nf4", "int8")  # parameters of torch.compile and selective checkpoints
+NEEDS_2_12 = ("products kept", "nf4", "int8")  # a parameter of selective checkpoints; compiled blocks need another
 CLASSES = {  # of kernels, by parts of their names; the first that fits
     "attention": "flash|fmha|attention|sdpa",
     "matrix products": "gemm|nvjet|cutlass|xmma|(^|::)(add)?mm|cublas",
@@ -218,7 +219,7 @@ def gate(visit: Visit, attention: str, variant: str, *, masked: bool = False, ho
     masked: two texts in a batch. how: a row of COMPILERS.
     """
     has_attention(attention)
-    what, count = "largest abs(ratio - 1), and its class", 1 + (variant == "compiled")
+    what, count = "largest abs(ratio - 1), and its class", 1 + compiles(variant)
     torch.compiler.reset()
     try:
         with patch.dict(omni_train.kernels.EXACT, COMPILERS[how], clear=True):
@@ -233,7 +234,7 @@ def gate(visit: Visit, attention: str, variant: str, *, masked: bool = False, ho
     must, step, gap = how == "as it is", taken[-1], max(each.gap for each in taken)
     verdict = HOLDS[step.gate == "exact" and gap == 0] if must else ""
     yield Row(what, f"{gap:.3g}, {step.gate}", "0, exact" * must, verdict)
-    if variant == "compiled":
+    if compiles(variant):
         seconds = sum(taken[0].seconds[phase] for phase in roofline.PHASES)
         yield Row("the first step, s", f"{seconds:.4g}")
         yield Row("rollout, update, s", f"{step.seconds['rollout']:.4g}, {step.seconds['update']:.4g}")
@@ -405,8 +406,15 @@ def tokens(visit: Visit) -> Iterator[Row]:
 def step(visit: Visit, variant: str, **changes: Any) -> Iterator[Row]:
     """Yield the gate, seconds and memory of a short step in a variant, beside the roofline and the plan."""
     has_attention(changes.get("attention", "auto"))
-    first, second = take(visit.size, variant, 2, **ANY_GAP, **FEW, **changes)
+    collectives: list[str] = []
+
+    def look(run: MediaRun[app.Args]) -> None:
+        if run.dist.mesh:
+            collectives.append(str(torch_dist.get_backend_config(run.dist.mesh.get_group())))
+
+    first, second = take(visit.size, variant, 2, look=look, **ANY_GAP, **FEW, **changes)
     yield exact("largest abs(ratio - 1)", first.gap, 0.0)
+    yield from (Row("collectives of one rank", backends) for backends in collectives)
     yield Row("the first step, s", f"{sum(first.seconds[phase] for phase in roofline.PHASES):.4g}")
     planned, here = visit.predictions.get(variant), ceilings_here(visit.size)
     if planned is None:
@@ -742,13 +750,18 @@ def has_attention(name: str) -> None:
 def has_torch(variant: str) -> None:
     """Raise LeftOutError if a variant needs a newer torch, or a compiler that is not there."""
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if variant in NEEDS_2_12 and version < (2, 12):
+    if (variant in NEEDS_2_12 or compiles(variant)) and version < (2, 12):
         raise LeftOutError(f"{variant} needs torch 2.12, and this is {torch.__version__}")
-    if variant == "compiled":
+    if compiles(variant):
         try:
             check_compiler(local_device())
         except ValueError as problem:
             raise LeftOutError(str(problem)) from problem
+
+
+def compiles(variant: str) -> bool:
+    """True if a variant compiles blocks."""
+    return bool(VARIANTS[variant].settings.get("compile"))
 
 
 def can_run(variant: str) -> bool:
@@ -790,11 +803,11 @@ def goal(what: str, found: float, most: float) -> Row:
 
 # 5. Predictions, on any CPU
 
-PREDICTED = ("recomputed", "as it is", "compiled", "products kept", "offloaded", "blocks offloaded", "gathered")
+PREDICTED = ("recomputed", "as it is", "compiled", "products kept", "offloaded", "blocks offloaded", "gathered", "nf4")
 
 
 def predict(size: Size, variant: str) -> Prediction:
-    """Plan and count a short step of a variant."""
+    """Plan and count a short step of a variant. Kernels that dequantize are not counted."""
     kept = VARIANTS[variant].settings
     recomputes = bool(kept.get("memory_gradient_checkpointing")) and variant != "products kept"
     args = model_args(size, variant)

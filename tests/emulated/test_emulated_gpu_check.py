@@ -20,7 +20,7 @@ GROUPS = {
     "start": ("machine", "tiny-signs", "ceilings", "attention", "profile", "dequantization", "decoding"),
     "gate": ("gate: auto", "gate: math, recomputed"),
     "bits": ("backward repeated", "bits"),
-    "steps": ("step: recomputed", "step: offloaded", "step: gathered"),
+    "steps": ("step: recomputed", "step: nf4", "step: blocks offloaded", "step: fsdp2"),
     "speed": ("beside", "checkpoint", "around"),
 }
 EXACT = ("tiny-signs", "gate", "backward", "bits", "step", "beside")  # the others tell speed, which a CPU cannot
@@ -60,6 +60,16 @@ def test_its_rows_that_start_trainers_hold(tmp_path):
         assert (tmp_path / f"{run}-{last:06}.png").is_file()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_its_rows_of_compiled_blocks_hold_on_a_cpu(tmp_path):
+    """By torch's own compiler, which the emulated accelerator lacks."""
+    gpu_check.main(["--small", "--folder", str(tmp_path), "--only", "gate: compiled, a"], here=True)
+    found = gpu_check.read(tmp_path)
+    assert [name.split(", ")[1] for name in found] == ["as it is", "all weights"]
+    assert {record.rows[0].verdict for record in found.values()} == {"holds"}
+
+
 def test_the_row_beside_a_peer_is_asked_with_a_checkout_only(tmp_path, capsys):
     for words, is_there in (([], False), (["--peer", str(tmp_path)], True)):
         gpu_check.main(["--dry-run", *words])
@@ -76,7 +86,13 @@ def test_the_timetable_takes_90_minutes_and_its_first_10_tell_what_no_card_has_t
     rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
     fits = [row[0] for row in rows if "another call" not in row]
     assert len(rows) == len(gpu_check.TIMETABLE) - 1 > len(fits)  # without a peer
-    assert {"gate: compiled, as it is", "a second life", "step: nf4", "step: gathered"} <= {*fits}
+    assert {
+        "gate: compiled, as it is",
+        "gate: compiled, all weights",
+        "a second life",
+        "step: nf4",
+        "step: fsdp2, NCCL",
+    } <= {*fits}
     assert "from scratch" not in fits
     assert "beside plain loops" not in fits
 

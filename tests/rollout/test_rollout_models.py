@@ -10,6 +10,7 @@ import os
 import shutil
 from collections import Counter
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,11 +28,13 @@ from omni_rollout.models import MODELS, open_model
 from omni_rollout.testing import check_engine
 from omni_sched import INITIAL_NOISE, step_noise
 from omni_train.flops import FlopTable
-from omni_train.kernels import choose_attention
+from omni_train.kernels import EXACT, choose_attention
 from omni_train.lora import adapter_params, add_lora
 from omni_train.memory.recompute import Recompute
 from omni_train.prepare import Lora, Preparation, prepare
 from torch import nn
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor import compile_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -220,20 +223,22 @@ def test_all_attention_is_in_the_blocks_where_the_chosen_kernels_reach_it(case, 
         case.model.predict_velocity(net, x, torch.tensor([0.9]), cond, params)
 
 
-COMPILED = [(name, kind) for name in ROWS for kind in ("LoRA", "all weights")]
+COMPILED = [(name, *each) for name in ROWS for each in product(("LoRA", "all weights"), ("bfloat16", "float32"))]
+# By torch's own compiler the two that recipes use, and of a few models all, also without rounding as without a compiler
+USUAL = {("LoRA", "bfloat16"), ("all weights", "float32")}
+CROSSED = ("qwen-image", "sd35-medium", "z-image", "wan21")
+BY_COMPILER = [
+    (*each, rounds)
+    for each, rounds in product(COMPILED, ("rounded", "fused"))
+    if (each[0] in CROSSED and (rounds == "rounded" or each[2] == "bfloat16"))
+    or (each[1:] in USUAL and rounds == "rounded")
+]
 
 
-def compiled_kinds(count):
-    """Cases of COMPILED as test parameters, of which `make test` draws `count`."""
-    cases = [pytest.param(*each.values[0], marks=each.marks, id=each.id) for each in sampled(COMPILED, count)]
-    return pytest.mark.parametrize(("case", "kind"), cases, indirect=["case"])
-
-
-def compiled_engine(case, kind):
-    """An engine of compiled blocks, of which none has run: LoRA in bfloat16, or all weights in float32."""
+def compiled_engine(case, weights, dtype):
+    """An engine of compiled blocks, of which none has run. All weights may have what fsdp2 gathers them in."""
     torch._dynamo.reset()
-    lora = Lora(case.model.LORA_TARGETS, rank=2, alpha=3, init="default", seed=0) if kind == "LoRA" else None
-    dtype = torch.bfloat16 if lora else torch.float32
+    lora = Lora(case.model.LORA_TARGETS, rank=2, alpha=3, init="default", seed=0) if weights == "LoRA" else None
     how = Preparation(torch.device("cpu"), case.model.BLOCK_NAMES, dtype, lora=lora, compile=True)
     net = prepare(case.model.load_net(device="cpu", dtype=dtype), how)
     for name, p in net.named_parameters():
@@ -259,29 +264,51 @@ def gaps_of(case, engine, params, batches, between=lambda: None):
     return gaps
 
 
+@pytest.fixture
+def graphs(monkeypatch):
+    """The graphs that are captured and the numbers of those that ran, without code of the compiler."""
+    return capture_graphs(monkeypatch)
+
+
+@pytest.fixture
+def forwards(monkeypatch):
+    """Has torch's compiler make code of forward passes alone, half of its work: the ratio compares no gradients."""
+    monkeypatch.setattr(compile_fx, "compile_fx_backward", lambda graph, *_, **__: make_boxed_func(graph.forward))
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        yield
+
+
+@pytest.fixture
+def compiled(request, monkeypatch):
+    """A row's model, and an engine of its blocks, which are compiled when they first run."""
+    name, weights, dtype, *rounds = request.param
+    monkeypatch.setitem(EXACT, "emulate_precision_casts", rounds != ["fused"])
+    case = Case(ROWS[name], open_model(ROWS[name].checkpoint()), getattr(torch, dtype))
+    yield case, compiled_engine(case, weights, case.dtype)
+    torch._dynamo.reset()
+
+
 @pytest.mark.timeout(900)
-@compiled_kinds(1)
-def test_compiled_blocks_sample_by_the_graphs_that_are_trained_from_the_first_rollout_on(case, kind, monkeypatch):
+@pytest.mark.parametrize("compiled", sampled(COMPILED, 1), indirect=True)
+def test_compiled_blocks_sample_by_the_graphs_that_are_trained_from_the_first_rollout_on(graphs, compiled):
     """Captured, without code of the compiler: guided, of one text and of two, which are padded where the model pads."""
-    graphs, ran = capture_graphs(monkeypatch)
-    engine, seen = compiled_engine(case, kind), []
-    gaps = gaps_of(case, engine, case.row.guided, [(0, 0), (0, 1)], lambda: seen.extend([len(graphs), list(ran)]))
+    (case, engine), (captured, ran), seen = compiled, graphs, []
+    gaps = gaps_of(case, engine, case.row.guided, [(0, 0), (0, 1)], lambda: seen.extend([len(captured), list(ran)]))
     assert max(gaps) == 0, gaps
-    captured, sampled_by = seen
-    assert len(graphs) == captured
+    before, sampled_by = seen
+    assert len(captured) == before
     per_batch = len(sampled_by) // 2
     steps = [sampled_by[b * per_batch + k * per_batch // 3 :][: per_batch // 3] for b in range(2) for k in range(2)]
     assert ran[len(sampled_by) :] == [number for step in steps for number in step]
-    torch._dynamo.reset()
 
 
 @pytest.mark.timeout(3600)
-@compiled_kinds(0)
-def test_compiled_blocks_have_a_ratio_of_exactly_one_from_the_first_rollout_on(case, kind):
-    """By torch's own compiler, which takes minutes: nothing is compiled before the rollout."""
-    gaps = gaps_of(case, compiled_engine(case, kind), case.row.unguided, [(0, 1)])
+@pytest.mark.parametrize("compiled", sampled(BY_COMPILER, 0), indirect=True)
+def test_compiled_blocks_have_a_ratio_of_exactly_one_from_the_first_rollout_on(forwards, compiled):
+    """By torch's own compiler, which takes a minute: nothing is compiled before the rollout."""
+    case, engine = compiled
+    gaps = gaps_of(case, engine, case.row.unguided, [(0, 1)])
     assert max(gaps) == 0, gaps
-    torch._dynamo.reset()
 
 
 def test_operations_are_counted_on_the_meta_device_as_they_are_computed(case, engine):
