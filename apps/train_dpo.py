@@ -102,9 +102,10 @@ if __name__ == "__main__":
 
 import torch
 from omni_losses import best_worst_pairs, diffusion_dpo_loss, velocity_error
+from omni_rl.flow.batches import by_size
 from omni_rl.flow.experts import clamp_to_side, on_one_side
 from omni_rl.flow.sampling import by_shapes, evaluate_set, expand_groups, prompts_of, sample, show
-from omni_rl.flow.scoring import Rollout, by_size, rewards_at, wait_and_grade
+from omni_rl.flow.scoring import Rollout, rewards_at, wait_and_grade
 from omni_rl.media.preferences import read_latent
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop

@@ -167,8 +167,9 @@ from omni_losses import (
     rollout_weights,
     tempflow_weights,
 )
+from omni_rl.flow.batches import TrainBatch, train_batches, with_some_steps
 from omni_rl.flow.sampling import evaluate_set, prompts_of, sample, show, window_params
-from omni_rl.flow.scoring import MediaRollout, TrainBatch, train_batches, with_some_steps
+from omni_rl.flow.scoring import MediaRollout
 from omni_rl.flow.streams import over_streams, stream_weights
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop

@@ -117,9 +117,10 @@ from omni_losses import (
     velocity_error,
     velocity_kl,
 )
+from omni_rl.flow.batches import TrainBatch, train_batches
 from omni_rl.flow.experts import on_one_side
 from omni_rl.flow.sampling import evaluate_set, prompts_of, sample, show
-from omni_rl.flow.scoring import MediaRollout, TrainBatch, train_batches
+from omni_rl.flow.scoring import MediaRollout
 from omni_rl.flow.streams import add_up, of_stream, stream_weights
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop

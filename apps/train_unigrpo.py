@@ -85,8 +85,9 @@ from omni_losses import (
     token_grpo_loss,
     token_rollout_weights,
 )
+from omni_rl.flow.batches import TrainBatch, train_batches, with_some_steps
 from omni_rl.flow.sampling import evaluate_set, prompts_of, sample, show, window_params
-from omni_rl.flow.scoring import MediaRollout, TrainBatch, train_batches, with_some_steps
+from omni_rl.flow.scoring import MediaRollout
 from omni_rl.flow.tokens import lengths_of
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop

@@ -29,10 +29,11 @@ import runner
 import torch
 import trainer
 from omni_reward import Score
+from omni_rl.flow.batches import TrainBatch
 from omni_rl.flow.evals import HeldOut
 from omni_rl.flow.sampling import evaluate_set, prompts_of, show
 from omni_rl.flow.scorers import LocalScorer
-from omni_rl.flow.scoring import Rollout, TrainBatch
+from omni_rl.flow.scoring import Rollout
 from omni_rl.run.loop import Loop
 from omni_rl.run.media import export, params_of
 from omni_rl.run.policy import Policy

@@ -17,7 +17,7 @@ from apps import app_lives as lives
 from helpers import REPO, TEST_SEED, sampled
 from omni_reward import RewardError
 from omni_reward.serving import serving_here
-from omni_rl.flow.scoring import TrainBatch
+from omni_rl.flow.batches import TrainBatch
 from omni_rl.run.alarms import Watch
 from omni_rl.run.run import Run, Step
 from omni_rl.settings.args import next_end

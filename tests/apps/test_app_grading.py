@@ -15,8 +15,9 @@ from apps.app_lives import TINY
 from helpers import sampled
 from omni_losses import group_advantages
 from omni_reward import RewardError, Score
+from omni_rl.flow.batches import groups_are_local, train_batches
 from omni_rl.flow.sampling import sample
-from omni_rl.flow.scoring import Rollout, gather_rewards, groups_are_local, train_batches
+from omni_rl.flow.scoring import Rollout, gather_rewards
 from omni_rl.run.run import Step
 from omni_rl.settings.fields import change
 from omni_rollout import Prompt, Samples

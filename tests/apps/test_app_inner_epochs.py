@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 from omni_losses import diffusion_nft_loss, reward_probability
-from omni_rl.flow.scoring import TrainBatch, some_steps
+from omni_rl.flow.batches import TrainBatch, some_steps
 from omni_rl.run.run import Step
 from omni_rl.settings.fields import change
 from omni_rollout import replay

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from omni_rl.flow.scoring import TrainBatch, keep_samples, select
+from omni_rl.flow.batches import TrainBatch, keep_samples, select
 from omni_rl.run.run import Step
 from omni_rl.settings.fields import change
 from omni_rollout import Params, Prompt, Trajectory, replay

@@ -8,16 +8,10 @@ import torch
 from diffusers import QwenImageTransformer2DModel
 from omni_losses import group_advantages
 from omni_reward import Score
+from omni_rl.flow.batches import TrainBatch, keep_samples, train_batches
 from omni_rl.flow.sampling import prompts_of, sample
 from omni_rl.flow.scorers import abstaining
-from omni_rl.flow.scoring import (
-    TrainBatch,
-    advantages_of,
-    gather_rewards,
-    groups_of,
-    keep_samples,
-    train_batches,
-)
+from omni_rl.flow.scoring import advantages_of, gather_rewards, groups_of
 from omni_rl.run import start
 from omni_rl.run.run import Step
 from omni_rl.settings.fields import change

@@ -8,7 +8,8 @@ import torch
 from helpers import sampled
 from omni_losses import awm_log_prob, old_policy_decay, velocity_error
 from omni_reward import Score
-from omni_rl.flow.scoring import Rollout, TrainBatch, train_batches
+from omni_rl.flow.batches import TrainBatch, train_batches
+from omni_rl.flow.scoring import Rollout
 from omni_rl.run.run import Step
 from omni_rl.settings.fields import change
 from omni_rollout import Trajectory

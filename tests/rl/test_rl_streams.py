@@ -9,7 +9,8 @@ import pytest
 import torch
 from omni_losses import diffusion_nft_loss, grpo_loss, multi_reward_advantages, reward_probability
 from omni_reward import Score
-from omni_rl.flow.scoring import Rollout, TrainBatch, part_advantages
+from omni_rl.flow.batches import TrainBatch
+from omni_rl.flow.scoring import Rollout, part_advantages
 from omni_rl.flow.streams import over_streams, stream_weights
 from omni_rl.settings.fields import change, check_bounds
 from omni_rl.settings.rules import check_scored

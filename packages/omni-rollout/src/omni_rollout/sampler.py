@@ -5,7 +5,6 @@ the first update has the sampled log-prob.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice, pairwise
 
@@ -15,20 +14,8 @@ from torch import Tensor, nn
 
 from omni_rollout.conditioning import TEXT_CACHE, Conditioner, TextCache
 from omni_rollout.model import Model
+from omni_rollout.shared_starts import SharedStarts, initial_seed
 from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Trajectory, to_device
-
-
-@dataclass
-class Prefix:
-    """Latents x [n, ...] before the first stochastic step of n `starts`, and the seeds of samples that used them.
-
-    prompts: of the first of these samples; they keep the images alive whose ids `starts` has.
-    """
-
-    starts: object
-    x: Tensor
-    prompts: Sequence[Prompt]
-    seeds: set[int]
 
 
 class Sampler:
@@ -44,7 +31,7 @@ class Sampler:
         self.condition = Conditioner(model, parts, texts)
         # Only the last one: `prepare` samples it for the next `sample`.
         self._start_noise = lru_cache(1)(lambda seeds, shape: step_noise(seeds, INITIAL_NOISE, shape))
-        self._prefix: Prefix | None = None  # of the last batch with a shared one
+        self._starts = SharedStarts()
 
     @torch.no_grad()
     def sample(
@@ -52,8 +39,8 @@ class Sampler:
     ) -> Trajectory:
         """Return one sample per prompt, in order, all in one batch; only the steps in `params.sde_steps` are kept.
 
-        Samples with equal prompt and `initial_seed` share their steps before the first of these, which are computed
-        once, also for the next batch of the same group: the shared prefix of Flow-GRPO-Fast (arXiv 2505.05470).
+        Samples with equal prompt and `initial_seed` share their steps before the first of these, as `shared_starts`
+        computes them.
 
         cond: of these samples; None is that of `condition`.
 
@@ -94,16 +81,12 @@ class Sampler:
         self, prompts: Sequence[Prompt], params: Params, sigmas: Tensor, cond: Cond, shape: Sequence[int], version: int
     ) -> tuple[Tensor, list[tuple[Tensor, Transition]]]:
         """Return clean latents [B, ...], and for each stochastic step the latents before it and its transition."""
-        device, start = next(iter(cond.values())).device, 0
-        if params.sde_steps and any(prompt.initial_seed is not None for prompt in prompts):
-            x, start = self._shared(prompts, params, sigmas, cond, shape, version), params.sde_steps[0]
-        else:
-            x = to_device(self._noise(prompts, shape), device)
+        x, start = self._begin(prompts, params, sigmas, cond, shape, version)
         kept, data, last_sigma = list[tuple[Tensor, Transition]](), None, None
         for i, (sigma, sigma_next) in islice(enumerate(pairwise(sigmas)), start, None):  # on the host
             velocity = self._velocity(x, sigma, cond, params)
             if i in params.sde_steps:
-                noise = to_device(step_noise([prompt.seed for prompt in prompts], i, shape), device)
+                noise = to_device(step_noise([prompt.seed for prompt in prompts], i, shape), x.device)
                 step = params.rule(velocity, x, sigma, sigma_next, noise_level=params.noise_level, noise=noise)
                 kept.append((x, step))
                 x = step.x_next
@@ -114,28 +97,27 @@ class Sampler:
                 x = euler_step(velocity, x, sigma, sigma_next)
         return x, kept
 
-    def _shared(
+    def _begin(
         self, prompts: Sequence[Prompt], params: Params, sigmas: Tensor, cond: Cond, shape: Sequence[int], version: int
-    ) -> Tensor:
-        """Return the latents [B, ...] before the first stochastic step, computed once for samples with an equal start.
+    ) -> tuple[Tensor, int]:
+        """Return the noise [B, ...] and 0; for shared starts latents, and the number of the step that follows them."""
+        device = next(iter(cond.values())).device
+        if not params.sde_steps or all(prompt.initial_seed is None for prompt in prompts):
+            return to_device(self._noise(prompts, shape), device), 0
+        start = params.sde_steps[0]
 
-        A next batch with the same starts and new samples, such as the rest of a group, reuses them.
-        """
-        first, row_of = _distinct_starts(prompts)
-        starts = version, params, [(*_given(prompts[i]), _initial_seed(prompts[i])) for i in first]
-        seeds, last = {prompt.seed for prompt in prompts}, self._prefix
-        if not last or last.starts != starts or last.seeds & seeds:  # a sample is repeated: the weights may differ
-            rows = {name: tensor[first] for name, tensor in cond.items()}
-            x = to_device(self._noise([prompts[i] for i in first], shape), next(iter(cond.values())).device)
-            for sigma, sigma_next in islice(pairwise(sigmas), params.sde_steps[0]):
+        def compute(places: list[int]) -> Tensor:
+            rows = {name: tensor[places] for name, tensor in cond.items()}
+            x = to_device(self._noise([prompts[i] for i in places], shape), device)
+            for sigma, sigma_next in islice(pairwise(sigmas), start):
                 x = euler_step(self._velocity(x, sigma, rows, params), x, sigma, sigma_next)
-            last = self._prefix = Prefix(starts, x, prompts, set())
-        last.seeds |= seeds
-        return last.x[row_of]
+            return x
+
+        return self._starts.latents(prompts, (version, params), compute), start
 
     def _noise(self, prompts: Sequence[Prompt], shape: Sequence[int]) -> Tensor:
         """Return the initial noise [B, ...] of samples."""
-        return self._start_noise(tuple(map(_initial_seed, prompts)), tuple(shape))
+        return self._start_noise(tuple(map(initial_seed, prompts)), tuple(shape))
 
     def _velocity(self, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
         """Return the net's velocity [B, ...] at latents x [B, ...] of one noise level."""
@@ -179,23 +161,6 @@ def check_prompts(prompts: Sequence[Prompt], model: Model, params: Params) -> No
     check_images(model, [(len(image), image.shape[1]) for image in prompts[0].images])
     if any(prompt.audio is not None for prompt in prompts):
         raise ValueError(f"prompts of a {model.config['_class_name']} must have no audio, got some")
-
-
-def _distinct_starts(prompts: Sequence[Prompt]) -> tuple[list[int], list[int]]:
-    """Return the index of the first sample of each distinct start, and for each sample its position among those."""
-    starts = [(*_given(prompt), _initial_seed(prompt)) for prompt in prompts]
-    first = {start: i for i, start in reversed(list(enumerate(starts)))}
-    places = {start: place for place, start in enumerate(dict.fromkeys(starts))}
-    return sorted(first.values()), [places[start] for start in starts]
-
-
-def _given(prompt: Prompt) -> tuple[str | int, ...]:
-    """Return what the samples of a prompt share: texts and ids of images."""
-    return prompt.text, prompt.negative, *map(id, prompt.images)
-
-
-def _initial_seed(prompt: Prompt) -> int:
-    return prompt.seed if prompt.initial_seed is None else prompt.initial_seed
 
 
 def _stack(steps: Sequence[Tensor], shape: Sequence[int], device: torch.device) -> Tensor:

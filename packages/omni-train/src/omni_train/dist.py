@@ -417,11 +417,7 @@ def merge_metric(values: Tensor, how: Merge = "mean") -> Tensor:
 
 
 def mean_metrics(
-    dist: Dist,
-    metrics: Mapping[str, float | Tensor],
-    *,
-    merges: Mapping[str, Merge] = {},
-    finite: Collection[str] = (),
+    dist: Dist, metrics: Mapping[str, float | Tensor], *, merges: Mapping[str, Merge] = {}, finite: Collection[str] = ()
 ) -> dict[str, float]:
     """Return each metric over all ranks. Every rank must pass the same names.
 

@@ -217,10 +217,7 @@ TASKS = {
         (Message(QUESTIONS["unifiedreward_v1"], {"score": _STARS}, rf"Final Score:{NUMBER}"),), _score_v1
     ),
     "edit": Task(
-        (
-            Message(QUESTIONS["edit"], _EDIT, shows_all=True),
-            Message(QUESTIONS["edit_quality"], _EDIT_QUALITY),
-        ),
+        (Message(QUESTIONS["edit"], _EDIT, shows_all=True), Message(QUESTIONS["edit_quality"], _EDIT_QUALITY)),
         _score_edit(10),
     ),
     "unifiedreward_edit": Task(_edit_questions(25), _score_edit(25)),

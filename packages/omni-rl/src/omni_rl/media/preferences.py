@@ -32,12 +32,7 @@ def named_file(meta: Mapping[str, object], side: str) -> object:
 
 
 def check_preferences(
-    path: str | Path,
-    data: Data,
-    sampling: Sampling,
-    sides: Sequence[str] = SIDES,
-    *,
-    name: str = "--preferences",
+    path: str | Path, data: Data, sampling: Sampling, sides: Sequence[str] = SIDES, *, name: str = "--preferences"
 ) -> None:
     """Check that every line names complete files in the preference file's folder, of the line's or the run's size.
 

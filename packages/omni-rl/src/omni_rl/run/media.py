@@ -45,14 +45,7 @@ from omni_rl.run.inputs import (
 from omni_rl.run.run import MediaRun
 from omni_rl.run.session import Session
 from omni_rl.run.world import World
-from omni_rl.settings.args import (
-    STREAMS,
-    MediaArgs,
-    load_records,
-    offloaded,
-    parse_numbers,
-    read_prompts,
-)
+from omni_rl.settings.args import STREAMS, MediaArgs, load_records, offloaded, parse_numbers, read_prompts
 from omni_rl.settings.fields import as_flags, flag, flag_of, flags_by_name, require, values_of
 
 MIN_NOISE = 1000  # steps of float32 that the noise of a trained step has: rounding is at most 3e-4 of its gradient
@@ -76,12 +69,7 @@ def params_of(args: MediaArgs) -> Params:
 
 
 def read_media(
-    args: MediaArgs,
-    world: World,
-    *,
-    policies: Collection[str] = (),
-    routes: bool = False,
-    scored: bool = True,
+    args: MediaArgs, world: World, *, policies: Collection[str] = (), routes: bool = False, scored: bool = True
 ) -> Inputs[Model, Params]:
     """Read and check the model's configuration, the prompts and the weights to start from; load no weight.
 

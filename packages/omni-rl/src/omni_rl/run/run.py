@@ -366,7 +366,7 @@ class Step:
 
     version: of the weights that sample it, which is the number of steps that are finished then; by default all before
     it. has_signal: True if any sample of any rank has an advantage; set by trainers that know it. grade_all: grades the
-    samples of all ranks, on every rank, if the update begins before all scores have arrived; see `flow.scoring`.
+    samples of all ranks, on every rank, if the update begins before all scores have arrived; see `flow.batches`.
     """
 
     def __init__(self, number: int, version: int | None = None) -> None:

@@ -56,13 +56,7 @@ def sample_ends(
     whole = torch.ones(len(prompts), params.max_new_tokens, dtype=torch.bool)
     log_prob, ended = torch.zeros(whole.shape), ~whole[:, 0]
     return replace(
-        drawn,
-        tokens=whole.long(),
-        mask=whole,
-        forced=~whole,
-        rollout_log_prob=log_prob,
-        ended=ended,
-        params=params,
+        drawn, tokens=whole.long(), mask=whole, forced=~whole, rollout_log_prob=log_prob, ended=ended, params=params
     )
 
 

@@ -179,12 +179,7 @@ class BagelLayers(Twofold):
         return normalised
 
     def _run(
-        self,
-        text: Tensor,
-        image: Tensor,
-        positions: Tensor,
-        segments: Sequence[Segment],
-        kept: KeyValues | None = None,
+        self, text: Tensor, image: Tensor, positions: Tensor, segments: Sequence[Segment], kept: KeyValues | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return both streams after all layers."""
         rope = self.rotary_emb(text, positions)

@@ -11,14 +11,7 @@ import torch
 from omni_sched import shift_sigmas
 from torch import Tensor, nn
 
-from omni_rollout.models.diffusers_model import (
-    FLOW_SCHEDULER,
-    JOINT_ATTENTION,
-    ImageModel,
-    both,
-    check_size,
-    text_ids,
-)
+from omni_rollout.models.diffusers_model import FLOW_SCHEDULER, JOINT_ATTENTION, ImageModel, both, check_size, text_ids
 from omni_rollout.types import Cond, Params, Parts, Prompt
 
 if TYPE_CHECKING:

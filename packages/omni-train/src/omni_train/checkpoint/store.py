@@ -289,12 +289,7 @@ class Checkpoint:
         return ValueError(f"{message} There is no older one: move it away to start anew")
 
     def _begin(
-        self,
-        step: int,
-        module: nn.Module,
-        optimizer: Optimizer | None,
-        ema: Copies,
-        config: Config,
+        self, step: int, module: nn.Module, optimizer: Optimizer | None, ema: Copies, config: Config
     ) -> tuple[dict[str, list[parts.Row]], str]:
         """Wait for the save before, make the folder of a new one; return this rank's files by name, and an id."""
         json.dumps(dict(config))  # a value that JSON lacks is an error before anything is written

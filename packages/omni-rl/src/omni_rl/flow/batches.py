@@ -1,0 +1,276 @@
+"""The batches of an update: all samples of a step, or those that are kept, with their advantages.
+
+Where a rank samples whole groups, and each is divided by its own deviation or by none, the advantages of a batch need
+only the scores of its own groups. The first minibatch then waits for no more than these, batch by batch. Batches keep
+their order, whichever scores come first, so that no bit depends on the scorer's speed. Before the first optimizer step
+all scores of all ranks are graded, as in an update that waits for them: where a scorer has failed, the weights are
+untouched.
+
+Letters: N samples of a step over all ranks, B samples of a batch. A sample's place among the N is its prompt's `index`.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import NamedTuple
+
+import torch
+from omni_losses import best_worst_n, filter_groups, group_advantages
+from omni_reward import Score
+from omni_rollout import Trajectory
+from omni_rollout.types import to_device
+from omni_sched import step_noise
+from omni_train.dist import Dist, gather_json
+from torch import Tensor
+
+from omni_rl.flow.scoring import Rollout, advantages_of, arrived, groups_of, rewards_of, values_of, wait_and_grade
+from omni_rl.run.run import MediaRun, Step
+from omni_rl.settings.args import MediaArgs
+from omni_rl.settings.groups import Advantages
+
+
+class Grades(NamedTuple):
+    """Advantages [B] of B samples, or [B, M] of M streams, and weights [B], where None is 1."""
+
+    advantages: Tensor
+    weights: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """A batch of an update. Reading `advantages` or `weights` waits for the scores of its groups.
+
+    grades: returns both. is_as_sampled: the rollout had the same batch, so that an exact engine's log-probs are the
+    update's to the last bit.
+    """
+
+    trajectory: Trajectory
+    grades: Callable[[], Grades]
+    is_as_sampled: bool = True
+
+    @classmethod
+    def of(cls, trajectory: Trajectory, advantages: Tensor, weights: Tensor | None = None) -> "TrainBatch":
+        """Return a batch whose grades are there."""
+        return cls(trajectory, lambda: Grades(advantages, weights))
+
+    @property
+    def advantages(self) -> Tensor:
+        """[B], or [B, M] of M streams."""
+        return self.grades().advantages
+
+    @property
+    def weights(self) -> Tensor | None:
+        """[B], or None where each sample counts once."""
+        return self.grades().weights
+
+
+def train_batches(
+    run: MediaRun[MediaArgs],
+    step: Step,
+    rollout: Rollout[Trajectory],
+    settings: Advantages,
+    *,
+    weighted: bool = False,
+    best_worst: int = 0,
+    drop_silent_groups: bool = False,
+    num_minibatches: int = 1,
+) -> list[TrainBatch]:
+    """Return this rank's batches to train on, with their grades.
+
+    A batch as it was sampled waits only for the scores of its own groups, when its grades are read. All wait for all
+    scores where samples may be left out, a rank samples parts of groups, or others' scores enter an advantage.
+
+    Args:
+        run: the run.
+        step: its step, which logs rewards and advantages.
+        rollout: of the step.
+        settings: of the advantages.
+        weighted: True if a sample without a score has weight 0.
+        best_worst, drop_silent_groups: as `keep_samples`.
+        num_minibatches: as `select`.
+
+    Raises:
+        RewardError: the scorer failed for some rank; on every rank, at the latest before the first optimizer step.
+    """
+    leaves_out = bool(best_worst) or drop_silent_groups
+
+    def grade(run: MediaRun[MediaArgs], step: Step, rollout: Rollout[Trajectory]) -> list[TrainBatch]:
+        advantages, rewards = advantages_of(run, step, rollout, settings)
+        weights, keep = (~rewards.isnan()).float() if weighted else None, None
+        if leaves_out:
+            keep = keep_samples(
+                advantages, rewards, rollout.groups, best_worst=best_worst, drop_silent_groups=drop_silent_groups
+            )
+            step.metrics["reward/trained_ratio"] = keep.float().mean().item()
+        return select(run.dist, rollout.batches, advantages, keep, weights, num_minibatches=num_minibatches)
+
+    is_as_sampled = not leaves_out and len(rollout.batches) % num_minibatches == 0
+    if not is_as_sampled or not groups_are_local(run.args, settings, run.dist, rollout.in_a_row):
+        return wait_and_grade(run, step, rollout, grade)
+    step.grade_all = partial(wait_and_grade, run, step, rollout, grade)
+    return [TrainBatch(b, cache(partial(_own_grades, run, b, rollout, settings, weighted))) for b in rollout.batches]
+
+
+def with_some_steps(rollout: Rollout[Trajectory], fraction: float) -> Rollout[Trajectory]:
+    """Return the rollout with `some_steps` of each batch; with all of them where the share is 1."""
+    return replace(rollout, batches=[some_steps(b, fraction) for b in rollout.batches]) if fraction < 1 else rollout
+
+
+def some_steps(batch: Trajectory, fraction: float) -> Trajectory:
+    """Return the samples with this share of their kept steps, at random for each, as DanceGRPO's released code does.
+
+    The choice depends only on a sample's seed: any number of ranks takes the same steps.
+    """
+    first = batch.params.num_inference_steps  # the noise of the steps before is the rollout's
+    places = step_noise([prompt.seed for prompt in batch.prompts], first, (batch.num_kept,)).argsort(dim=1)
+    chosen = places[:, : max(1, int(batch.num_kept * fraction))].sort(dim=1).values
+    return batch.take_steps(to_device(chosen, batch.x.device))
+
+
+def groups_are_local(args: MediaArgs, settings: Advantages, dist: Dist, in_a_row: int) -> bool:
+    """Return True if the advantages of a rank's samples need only its own scores, which arrive batch by batch."""
+    is_whole = dist.world_size == 1 or in_a_row % args.data.group_size == 0
+    waits = dist.context > 1 or args.sampling.draw_ahead or args.scorer.sleep or settings.reward_parts
+    return is_whole and settings.adv_std != "batch" and not waits
+
+
+def _own_grades(
+    run: MediaRun[MediaArgs], batch: Trajectory, rollout: Rollout[Trajectory], settings: Advantages, weighted: bool
+) -> Grades:
+    """Return a batch's grades as soon as the scores up to the end of its last group have arrived.
+
+    Those of a scorer that failed are 0, as ranks go through a sharded net together; the first optimizer step then
+    raises on every rank.
+    """
+    prompts = [prompt for batch in rollout.batches for prompt in batch.prompts]
+    requests, scores = arrived(rollout.pending, len(prompts)), list[Score]()
+    num_needed = sum(prompt.group <= batch.prompts[-1].group for prompt in prompts)
+    with run.phase("reward_wait"):
+        while len(scores) < num_needed:
+            if (request := next(requests)).exception():
+                zeros = to_device(torch.zeros(len(batch)), run.dist.device)
+                return Grades(zeros, zeros if weighted else None)
+            scores += request.result()
+    groups = groups_of(prompts[: len(scores)])
+    rewards = rewards_of(torch.tensor(values_of(scores), dtype=torch.float64), groups)
+    advantages = group_advantages(rewards, groups, std=settings.adv_std, correction=settings.adv_correction)
+    is_own = torch.isin(torch.tensor([p.index for p in prompts[: len(scores)]]), batch.indices)
+    weights = (~rewards[is_own].isnan()).float() if weighted else None
+    return _train_batch(run.dist, batch, advantages[is_own], weights).grades()
+
+
+def keep_samples(
+    advantages: Tensor, rewards: Tensor, groups: Tensor, *, best_worst: int, drop_silent_groups: bool
+) -> Tensor:
+    """Return a mask [N] of the samples to train on: the best and worst of each group, `best_worst` in all (0: all).
+
+    drop_silent_groups: leave out groups whose samples have equal scores. A sample whose reward is NaN is left out by
+    either choice.
+    """
+    advantages = advantages.masked_fill(rewards.isnan(), math.nan)
+    keep = filter_groups(advantages, groups) if drop_silent_groups else torch.ones_like(groups, dtype=torch.bool)
+    if best_worst:
+        keep &= torch.isin(torch.arange(len(groups)), best_worst_n(advantages, groups, best_worst))
+    return keep
+
+
+def select(
+    dist: Dist,
+    batches: Sequence[Trajectory],
+    advantages: Tensor,
+    keep: Tensor | None = None,
+    weights: Tensor | None = None,
+    *,
+    num_minibatches: int = 1,
+) -> list[TrainBatch]:
+    """Return this rank's batches to train on, minibatch by minibatch, with their grades on the device.
+
+    They are as they were sampled if all samples are kept, else repacked. A minibatch is a consecutive chunk of them, or
+    if they are too few for that, a part of the kept steps of a chunk.
+
+    advantages: [N]. keep: [N], or None to keep all. weights: [N], of samples that are all kept.
+    """
+    num_chunks = math.gcd(len(batches), num_minibatches)
+    if keep is None or keep.all():
+        own_weights = [None if weights is None else weights[batch.indices] for batch in batches]
+        chosen = [
+            _train_batch(dist, b, advantages[b.indices], own) for b, own in zip(batches, own_weights, strict=True)
+        ]
+    else:
+        chosen = repack(dist, batches, advantages, keep, num_minibatches=num_chunks)
+    if num_chunks == num_minibatches:
+        return chosen
+    return split_steps(chosen, num_chunks, num_minibatches // num_chunks)
+
+
+def _train_batch(dist: Dist, batch: Trajectory, advantages: Tensor, weights: Tensor | None) -> TrainBatch:
+    return TrainBatch.of(
+        batch, to_device(advantages, dist.device), None if weights is None else to_device(weights, dist.device)
+    )
+
+
+def split_steps(batches: Sequence[TrainBatch], num_chunks: int, parts: int) -> list[TrainBatch]:
+    """Return each chunk of the batches `parts` times, first with the first of their kept steps, and so on."""
+    size, length = len(batches) // num_chunks, batches[0].trajectory.num_kept // parts
+    return [
+        replace(batch, trajectory=batch.trajectory.take_steps(slice(start, start + length)))
+        for first in range(0, len(batches), size)
+        for start in range(0, parts * length, length)
+        for batch in batches[first : first + size]
+    ]
+
+
+def repack(
+    dist: Dist, batches: Sequence[Trajectory], advantages: Tensor, keep: Tensor, *, num_minibatches: int
+) -> list[TrainBatch]:
+    """Put the kept samples into the fewest full batches, equally many on every rank and in every minibatch.
+
+    A minibatch keeps to its own consecutive share of the rank's batches, a batch to one size. Places that are left over
+    are filled with samples of weight 0, spread evenly over the batches of a size. The weights turn the mean over
+    all places of a minibatch into the mean over its kept samples of all ranks.
+    """
+    size, share = len(batches[0]), len(batches) // num_minibatches
+    parts = [by_size(batches[i : i + share]) for i in range(0, len(batches), share)]  # per minibatch and size
+    counts = [[int(keep[torch.cat([b.indices for b in same])].sum()) for same in part] for part in parts]
+    least = [[math.ceil(count / size) for count in own] for own in counts]
+    by_rank = gather_json(dist, [[sum(own) for own in counts], [sum(own) for own in least]])
+    kept, rounds = torch.tensor(by_rank[:: dist.context]).unbind(dim=1)  # [dp_size, minibatches]
+    most = max(1, int(rounds.max()))
+    scale = most * size * dist.dp_size / kept.sum(dim=0).clamp(min=1)
+    chosen = []
+    for part, own, factor in zip(parts, least, scale, strict=True):
+        for same, num in zip(part, _filled(own, [len(same) for same in part], most), strict=True):
+            indices = torch.cat([batch.indices for batch in same])
+            order = keep[indices].int().argsort(descending=True, stable=True)[: num * size]
+            for row in order.view(size, num).T.sort(dim=1).values:  # dealt to batches in turn
+                picked, weights = indices[row], keep[indices[row]] * factor
+                batch = _train_batch(dist, _pick(same, row), advantages[picked], weights)
+                chosen.append(replace(batch, is_as_sampled=False))
+    return chosen
+
+
+def by_size(batches: Sequence[Trajectory]) -> list[list[Trajectory]]:
+    """Group batches by height and width, and by number and shapes of references."""
+    together: dict[object, list[Trajectory]] = {}
+    for batch in batches:
+        _, references = batch.prompts[0].shapes
+        together.setdefault((batch.params.height, batch.params.width, references), []).append(batch)
+    return list(together.values())
+
+
+def _filled(counts: Sequence[int], most: Sequence[int], total: int) -> list[int]:
+    """Raise the counts in turn, each up to its bound, until their sum is `total`."""
+    filled, left = [], total - sum(counts)
+    for count, bound in zip(counts, most, strict=True):
+        more = min(left, bound - count)
+        filled.append(count + more)
+        left -= more
+    return filled
+
+
+def _pick(batches: Sequence[Trajectory], places: Tensor) -> Trajectory:
+    """Return the samples at ascending places [B], counted through equal batches, without needless padding."""
+    size = len(batches[0])
+    found = places // size
+    return Trajectory.cat([batches[i].select(places[found == i] % size) for i in found.unique().tolist()]).trim()
