@@ -47,7 +47,7 @@ def folder(tmp_path, monkeypatch):
 def waiting(app, args, monkeypatch, train=train):
     """The numbers of a run that waits for all scores before it updates."""
     with monkeypatch.context() as patch:
-        patch.setattr("omni_rl.flow.scoring.groups_are_local", lambda *args: False)
+        patch.setattr("omni_rl.flow.batches.groups_are_local", lambda *args: False)
         return unclocked(train(app, change(args, name="waiting")))
 
 

@@ -66,7 +66,7 @@ def select_on_ranks(batches_by_rank, values, keep, num_minibatches):
         ]
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        name = "omni_rl.flow.scoring.gather_json"
+        name = "omni_rl.flow.batches.gather_json"
         monkeypatch.setattr(name, lambda dist, own: said.append(own) or [own] * world_size)
         select_all()
         monkeypatch.setattr(name, lambda dist, own: said[:world_size])
