@@ -343,6 +343,9 @@ def test_two_runs_at_one_url_are_refused_and_one_that_ended_is_not_in_the_way(tm
     again = RunLock(tmp_path / "a", init_distributed(), url=url)  # at once, as the folder's own lock was free
     again.check()
     again._lease._ends.set()  # as if it could renew it no longer
+    for thread in threading.enumerate():
+        if thread.name.endswith("(_renew)"):
+            thread.join(30)  # its last renewal has arrived
     monkeypatch.setattr(omni_train.lock, "LEASE_S", 2.0)
     other = RunLock(tmp_path / "c", init_distributed(), url=url)
     with pytest.raises(OSError, match=rf"{url} was taken by pid {os.getpid()} on"):
