@@ -196,6 +196,17 @@ def parse_json(data: bytes | str, *, parse_int: Callable[[str], int] = int64) ->
     return value
 
 
+def parse_object(data: bytes | str, what: str, *, parse_int: Callable[[str], int] = int64) -> dict[str, Any]:
+    """Return the object of a JSON text, as `parse_json` does. what: the message names it."""
+    try:
+        value = parse_json(data, parse_int=parse_int)
+    except ValueError as exc:
+        raise ValueError(f"{what} is not valid JSON ({exc})") from exc
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} must be a JSON object, got {type(value).__name__}")
+    return value
+
+
 def check_depth(value: object, text: str) -> None:
     """Raise ValueError for the value of a JSON text that is nested more than MAX_DEPTH deep."""
     if text.count("[") + text.count("{") <= MAX_DEPTH:  # so few brackets cannot be deeper

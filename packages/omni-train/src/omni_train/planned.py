@@ -174,7 +174,7 @@ class PlannedDevice(Meter):
         if not from_device and device != PLANNED:
             return func(*args, **kwargs)
         if func is _ATEN._local_scalar_dense.default:
-            return _values(args[0]).item()
+            return values_of(args[0]).item()
         known = _known(func, args, kwargs, tensors)
         if func is _ATEN.isin.Tensor_Tensor and known is None:  # what is made up is none of them
             known = torch.zeros(args[0].shape, dtype=torch.bool)
@@ -183,7 +183,7 @@ class PlannedDevice(Meter):
         if func is _ATEN.equal.default:
             return args[0].shape == args[1].shape if known is None else known
         if from_device and device is not None and device != PLANNED and not args[0].is_floating_point():
-            return _values(args[0]) if known is None else known  # pictures and masks that come to the host
+            return values_of(args[0]) if known is None else known  # pictures and masks that come to the host
         if func is _ATEN._to_copy.default and device == PLANNED and (args[0].numel() < 2 or not from_device):
             # torch's own fakes leave so small a tensor where it was, and copy what the host has
             kwargs = {"dtype": kwargs.get("dtype", args[0].dtype), "device": PLANNED}
@@ -204,8 +204,8 @@ class PlannedDevice(Meter):
         if known is None and func._schema.is_mutable and hasattr(args[0], "known"):
             del args[0].known
         if known is not None:
-            outs, values_of = ((each,) if isinstance(each, Tensor) else each for each in (out, known))
-            for tensor, values in zip(outs, values_of, strict=True):
+            outs, own = ((each,) if isinstance(each, Tensor) else each for each in (out, known))
+            for tensor, values in zip(outs, own, strict=True):
                 if isinstance(tensor, FakeTensor):
                     tensor.known = values  # type: ignore[attr-defined]
         return out
@@ -239,12 +239,12 @@ class _Makers(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.numpy and isinstance(args[0], FakeTensor):
-            return _values(args[0]).numpy()
+            return values_of(args[0]).numpy()
         device = kwargs.get("device") if func in (torch.tensor, torch.as_tensor) else None
         if device is None or torch.device(device) != PLANNED:
             return func(*args, **kwargs)
         if isinstance(args[0], tuple | list):
-            args = tree_map_only(FakeTensor, lambda t: _values(t).tolist(), args)
+            args = tree_map_only(FakeTensor, lambda t: values_of(t).tolist(), args)
         return func(*args, **{**kwargs, "device": None}).to(PLANNED)
 
 
@@ -295,8 +295,8 @@ def _places(index: Tensor | None) -> list[Tensor | None]:
     return [torch.empty(int(index.known.sum()), dtype=torch.int64, device=PLANNED)] * index.dim()
 
 
-def _values(tensor: Tensor) -> Tensor:
-    """The values of a tensor, made up where they are not known."""
+def values_of(tensor: Tensor) -> Tensor:
+    """Return the values of a tensor, made up where they are not known."""
     known: Tensor | None = getattr(tensor, "known", None)
     if known is not None:
         return known

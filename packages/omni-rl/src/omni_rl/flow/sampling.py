@@ -164,7 +164,10 @@ def sample_here(
             run.engine.prepare(following, params.of_size(following[0].size))
         # Scorers and the report look at the media on the host; one copy, which is all that waits for the batch.
         batch = replace(batch, media={kind: tensor.cpu() for kind, tensor in batch.media.items() if is_scored})
-        batches.append(batch if dist.context == 1 else _undecoded(batch))
+        if dist.context > 1:  # as all ranks that compute it together have it
+            batches.append(replace(batch, media={}, rates={}, params=replace(batch.params, decode=True)))
+        else:
+            batches.append(batch)
         run.counts["sampled"] += len(batch)
         if not is_scored:
             continue
@@ -175,11 +178,6 @@ def sample_here(
         size = run.args.scorer.batch_size or len(batch)
         pending += [submit(scorer, scored[-1], slice(i, i + size)) for i in range(0, len(batch), size)]
     return Rollout(prompts, batches, pending, in_a_row, scored)
-
-
-def _undecoded(batch: Trajectory) -> Trajectory:
-    """Return the samples as all ranks that compute them together have them."""
-    return replace(batch, media={}, rates={}, params=replace(batch.params, decode=True))
 
 
 def show(run: MediaRun[MediaArgs], step: Step, rollout: Rollout[Trajectory]) -> None:

@@ -303,13 +303,18 @@ def _entries(path: Path, kinds: Kinds) -> list[dict[str, Any]]:
     if path.suffix == ".jsonl":
         lines = read_jsonl(path) if path.exists() else []
         return [_checked(entry, kinds, f"{path}, line {n}") for n, entry in enumerate(lines, start=1)]
-    try:
-        entries = parse_json(read_regular(path))
-    except ValueError as exc:
-        raise ValueError(f"{path}: not valid JSON ({exc}). {REMEDY}") from exc
+    entries = _parsed(path)
     if not isinstance(entries, list):
         raise ValueError(f"{path}: must be a list, got {type(entries).__name__}. {REMEDY}")
     return [_checked(entry, kinds, f"{path}, entry {n}") for n, entry in enumerate(entries, start=1)]
+
+
+def _parsed(path: Path) -> Any:
+    """Return the value of a JSON file."""
+    try:
+        return parse_json(read_regular(path))
+    except ValueError as exc:
+        raise ValueError(f"{path}: not valid JSON ({exc}). {REMEDY}") from exc
 
 
 def _checked(entry: object, kinds: Kinds, place: object) -> dict[str, Any]:
@@ -330,14 +335,9 @@ def read_now(folder: Path) -> dict[str, Any] | None:
     """
     path = folder / "now.json"
     try:
-        data = read_regular(path)
+        found = _checked(_parsed(path), NOW, path)
     except FileNotFoundError:  # it may end meanwhile
         return None
-    try:
-        content = parse_json(data)
-    except ValueError as exc:
-        raise ValueError(f"{path}: not valid JSON ({exc}). {REMEDY}") from exc
-    found = _checked(content, NOW, path)
     return {"text": _text(found["text"]), "at": found["at"]}
 
 

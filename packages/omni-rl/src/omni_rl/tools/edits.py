@@ -118,7 +118,8 @@ def table_edits(path: Path, image_key: str, prompt_key: str) -> Iterator[Edit]:
             raise ValueError(f'{place}: "{found_prompt}" must be a text, got {prompt!r:.80}')
         if not names or names != given:
             raise ValueError(f'{place}: "{found_image}" must be a path, a list of paths or bytes, got {value!r:.80}')
-        images = tuple(find_image(path.parent, name) for name in names)
+        homes = (path.parent, path.parent / "images")
+        images = tuple(next((h / name for h in homes if (h / name).is_file()), homes[0] / name) for name in names)
         for image in images:
             check_image(image, place)
         yield Edit(prompt, images, {key: own for key, own in row.items() if key not in OWN_KEYS})
@@ -133,11 +134,6 @@ def pick_key(row: dict[str, object], wanted: str, names: Collection[str], place:
         f"must have the key {wanted!r}, as {flag} says" if wanted else f"must have one of the keys {', '.join(names)}"
     )
     raise ValueError(f"{place}: {rule}, got the keys {sorted(row)}: {flag} names another one")
-
-
-def find_image(folder: Path, name: str) -> Path:
-    """Return the file of an image that a row of a table in this folder names."""
-    return next((path for path in (folder / name, folder / "images" / name) if path.is_file()), folder / name)
 
 
 def check_image(path: Path, place: str) -> None:

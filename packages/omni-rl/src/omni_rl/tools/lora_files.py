@@ -8,7 +8,7 @@ import inspect
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,13 @@ def read_factors(place: Path, model: str) -> Factors:
     return factors
 
 
+def check_rank(file: Path, ranks: Iterable[int]) -> int:
+    """Return the rank of all layers; raise ValueError for several."""
+    several = sorted({*ranks})
+    require((len(several) == 1, f"{file} must have one rank for all layers, got {several}"))
+    return several[0]
+
+
 def is_plain(name: str) -> bool:
     """Return True for a name of peft's in a net of diffusers, as runs, diffusers' and peft's own trainers write it."""
     return bool(NAME.fullmatch(name)) and name.startswith((f"{PART}.", f"{PEFT_PART}."))
@@ -85,8 +92,7 @@ def read_plain(file: Path, model: Model) -> Factors:
         if (len(a), len(b), b[1:]) != (2, 2, a[:1]) or sizes.get(layer) != (b[0], a[1]):
             found = f"{sizes.get(layer)}, got factors {b} and {a}"
             raise ValueError(f"{file} must fit the net of {model.folder}: {layer} is {found}")
-    ranks = sorted({saved.shapes[names[0]][0] for names in saved.names.values()})
-    require((len(ranks) == 1, f"{file} must have one rank for all layers, got {ranks}"))
+    check_rank(file, (saved.shapes[names[0]][0] for names in saved.names.values()))
     state = scaled_state(saved)
     pairs = {layer: [state[f"{layer}.lora_{side}"].float() for side in SIDES[:2]] for layer in saved.names}
     return {layer: (down, up) for layer, (down, up) in pairs.items()}
@@ -112,10 +118,9 @@ def read_foreign(file: Path, model: str, opened: Model) -> Factors:
         (2 * len(factors) == len(state), f"{file} must fit the net: {len(state)} tensors, for {len(factors)} layers"),
     )
     ranks = {layer: len(down) for layer, (down, _) in factors.items()}
-    several = sorted({*ranks.values()})
-    require((len(several) == 1, f"{file} must have one rank for all layers, got {several}"))
+    rank = check_rank(file, ranks.values())
     for alpha in alphas:  # must be that of the header too, if there is one
-        scaling_of(file, ranks, dict.fromkeys(ranks, alpha / several[0]), part=PART)
+        scaling_of(file, ranks, dict.fromkeys(ranks, alpha / rank), part=PART)
     if not alphas:  # diffusers does not look for others
         scaling = scaling_of(file, ranks, {}, part=PART)
         factors = {layer: (down, up * scaling[layer]) for layer, (down, up) in factors.items()}

@@ -15,7 +15,7 @@ from omni_rollout.conditioning import TextCache
 from omni_rollout.model import wrap
 from omni_rollout.sampler import Sampler
 from omni_rollout.types import Cond
-from omni_train.planned import PLANNED, PlannedDevice
+from omni_train.planned import PLANNED, PlannedDevice, values_of
 from omni_train.prompts.files import PromptRecord
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -80,11 +80,8 @@ def first_inputs(
 
 
 def of_host(tensor: Tensor) -> Tensor:
-    """Return a tensor of the planned device on the host: its values where they are known, else 0, and True."""
-    known: Tensor | None = getattr(tensor, "known", None)
-    if known is not None:
-        return known.to(tensor.dtype)
-    return (torch.zeros if tensor.is_floating_point() else torch.ones)(tensor.shape, dtype=tensor.dtype)
+    """Return a tensor of the planned device on the host, with its data type."""
+    return values_of(tensor).to(tensor.dtype)
 
 
 class OneType(TorchDispatchMode):

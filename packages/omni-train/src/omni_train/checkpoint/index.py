@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omni_train.files import parse_json, read_regular
+from omni_train.files import parse_object, read_regular
 
 INDEX_FILE = "checkpoint.json"
 _KINDS = {"step": int, "config": dict, "versions": dict, "world_size": int, "files": dict, "tensors": dict}
@@ -93,17 +93,6 @@ def parse_index(data: bytes) -> Saved:
     _check_kinds(content, _KINDS, INDEX_FILE)
     _check_files(content, INDEX_FILE)
     return Saved(**content)
-
-
-def parse_object(data: bytes, what: str) -> dict[str, Any]:
-    """Return a JSON object, whose integers fit into 64 bits; raise ValueError for anything else. what: its file."""
-    try:
-        content = parse_json(data)
-    except ValueError as exc:
-        raise ValueError(f"{what} is not valid JSON ({exc})") from exc
-    if not isinstance(content, dict):
-        raise ValueError(f"{what} must be a JSON object, got {type(content).__name__}")
-    return content
 
 
 def parse_part(data: bytes, what: str, *, is_first: bool) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from peft.utils.other import get_pattern_key
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from omni_train.files import parse_json, read_linked
+from omni_train.files import parse_object, read_linked
 from omni_train.lora import adapter_layers, lora_layers
 from omni_train.lora_layer import INITIAL, AdaptedLayer, factors, own_tensors
 from omni_train.weights.load import check_numbers, read_shapes, read_tensors
@@ -200,12 +201,7 @@ def config_of(file: Path, part: str) -> LoraConfig | None:
         place, text = f"{SCALES} of {file}", inside
     else:
         return None
-    try:
-        values = parse_json(text, parse_int=int)
-    except ValueError as exc:
-        raise ValueError(f"{place} is not valid JSON: {exc}") from exc
-    if not isinstance(values, dict):
-        raise ValueError(f"{place} must be an object, got {values!r:.80}")
+    values = parse_object(text, place, parse_int=int)
     if not beside.exists() and "r" not in values:  # of a pipeline's file, where each key begins with the part
         values = {key.removeprefix(f"{part}."): value for key, value in values.items() if key.startswith(f"{part}.")}
     return checked_config(values, place)
@@ -264,17 +260,12 @@ def load_adapter(module: nn.Module, place: str | Path, *, adapter: str = "defaul
     """
     saved = check_adapter(module, place, adapter=adapter, part=part)
     layers = adapter_layers(module, adapter)
-    read_tensors({name: t for layer in layers for name, t in _targets(saved, layers, layer, adapter)}, [saved.file])
+    pairs = [zip(saved.names[name], own_tensors(layer, adapter), strict=True) for name, layer in layers.items()]
+    read_tensors(dict(chain.from_iterable(pairs)), [saved.file])
     for name, layer in layers.items():
         if (scale := saved.scaling[name]) != layer.scaling[adapter]:
             up = factors(layer, adapter)[1].mul_(scale).div_(layer.scaling[adapter])
             check_numbers(saved.file, f"B of {name} times its scale {scale:g}", up)
-
-
-def _targets(
-    saved: SavedAdapter, layers: Mapping[str, AdaptedLayer], name: str, adapter: str
-) -> list[tuple[str, Tensor]]:
-    return list(zip(saved.names[name], own_tensors(layers[name], adapter), strict=True))
 
 
 def check_adapter(
