@@ -12,6 +12,7 @@ from omni_train.files import (
     MAX_DEPTH,
     file_digest,
     load_metrics,
+    new_folder,
     open_regular,
     parse_json,
     probe_digest,
@@ -71,20 +72,19 @@ def test_content_reaches_the_disk_before_its_name_does(tmp_path, monkeypatch):
     write_atomically(tmp_path / "a", "x")
     assert events == [("sync", f".a.{get_native_id()}"), ("name", "a"), ("sync", tmp_path.name)]
     events.clear()
-    write_folder_atomically(tmp_path / "f", lambda folder: (folder / "b").write_text("x"))
+    with new_folder(tmp_path / "f") as folder:
+        (folder / "b").write_text("x")
     assert events == [("sync", "b"), ("sync", "f.tmp"), ("name", "f"), ("sync", tmp_path.name)]
 
 
 def test_a_folder_is_replaced_whole_and_its_files_have_the_rights_of_the_umask(tmp_path):
-    def private(folder):
-        (folder / "weights").touch(mode=0o600)
-
     folder = tmp_path / "made" / "f"
     write_folder_atomically(folder, {"a": b"1", "b": "2"})
     assert (folder / "b").read_text() == "2"
     before = os.umask(0o027)
     try:
-        write_folder_atomically(folder, private)
+        with new_folder(folder) as temporary:
+            (temporary / "weights").touch(mode=0o600)
     finally:
         os.umask(before)
     assert names(folder) == ["weights"]
@@ -111,8 +111,8 @@ def test_a_folder_that_cannot_be_replaced_stays_as_it_was(tmp_path, monkeypatch,
 
 def test_a_crash_between_the_two_renames_loses_nothing(tmp_path):
     write_folder_atomically(tmp_path / "f.old", {"a": "old"})
-    with pytest.raises(OSError, match="No space"):
-        write_folder_atomically(tmp_path / "f", full_disk)
+    with pytest.raises(OSError, match="No space"), new_folder(tmp_path / "f"):
+        full_disk()
     assert (tmp_path / "f" / "a").read_text() == "old"
 
 

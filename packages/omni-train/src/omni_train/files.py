@@ -131,17 +131,11 @@ def check_replaceable(folder: Path) -> None:
             raise ValueError(f"{path} must be a folder and no link: move it away")
 
 
-def write_folder_atomically(folder: str | Path, write: Mapping[str, bytes | str] | Callable[[Path], object]) -> None:
-    """Replace a folder as `new_folder` does.
-
-    write: the content of each file by its name, or a function that writes them into the folder it is given.
-    """
+def write_folder_atomically(folder: str | Path, files: Mapping[str, bytes | str]) -> None:
+    """Replace a folder as `new_folder` does. files: the content of each file by its name."""
     with new_folder(folder) as temporary:
-        if callable(write):
-            write(temporary)
-        else:
-            for name, data in write.items():
-                write_file(temporary / name, data.encode() if isinstance(data, str) else data)
+        for name, data in files.items():
+            write_file(temporary / name, data.encode() if isinstance(data, str) else data)
 
 
 def _sync_files(folder: Path) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from omni_rl.run.inputs import Inputs
 from omni_rl.run.session import Session
-from omni_rl.settings.args import MediaArgs, RunArgs, num_samplers, num_trainers, sharding
+from omni_rl.settings.args import MediaArgs, RunArgs, num_trainers, sharding
 from omni_rl.settings.fields import flag
 from omni_rl.settings.token_args import ThinkingArgs
 
@@ -23,7 +23,7 @@ STEP = "--memory.device-gb GB plans its memory, and the host's, for an accelerat
 
 def plan_of(args: RunArgs, dist: Dist, inputs: Inputs[Any, Any], session: Session, net: nn.Module) -> list[str]:
     """Return a rank's part of a training step and the memory of its weights. net: with its adapters, without values."""
-    mode, num_ranks, samplers = sharding(args, dist.world_size), dist.world_size, num_samplers(args)
+    mode, num_ranks, samplers = sharding(args, dist.world_size), dist.world_size, args.sharding.rollout_ranks
     lora_rank = args.lora.rank
     num_weights = sum(p.numel() for p in net.parameters())
     num_trained = sum(p.numel() for p in net.parameters() if p.requires_grad)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from omni_train.dist import same_error
-from omni_train.files import read_jsonl, write_folder_atomically
+from omni_train.files import new_folder, read_jsonl
 from omni_train.weights.card import model_card
 
 from omni_rl.flow.evals import HeldOut, Shown, date_evaluations, evaluate, mixed, starts_of
@@ -147,4 +147,5 @@ def keep_best(run: AnyRun) -> None:
     weights, best = run.session.folder / "weights", run.session.folder / "best"
     with same_error(run.dist):
         if run.dist.is_main:
-            write_folder_atomically(best, lambda into: shutil.copytree(weights, into, dirs_exist_ok=True))
+            with new_folder(best) as folder:
+                shutil.copytree(weights, folder, dirs_exist_ok=True)

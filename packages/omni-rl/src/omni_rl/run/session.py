@@ -26,7 +26,7 @@ from omni_rl.report.process import ReportProcess
 from omni_rl.run.metrics import COLUMNS
 from omni_rl.run.notify import say
 from omni_rl.run.world import World
-from omni_rl.settings.args import RunArgs, num_samplers, secret_flags, without_secrets
+from omni_rl.settings.args import RunArgs, secret_flags, without_secrets
 from omni_rl.settings.early import WRITTEN, check_same
 from omni_rl.settings.fields import build, flat
 from omni_rl.settings.toml import to_toml
@@ -116,7 +116,7 @@ class Session:
             start = f"evaluates step {self.saved.step if self.saved else 0}" if args.eval.only else start
             ranks = f"{dist.world_size} {'rank' if dist.world_size == 1 else 'ranks'} on {dist.device.type}"
             ranks += f", {dist.context} of them for each sample" if dist.context > 1 else ""
-            ranks += f", {count} more only sample" if (count := num_samplers(args)) else ""
+            ranks += f", {count} more only sample" if (count := args.sharding.rollout_ranks) else ""
             place = f"report in {self.folder}/report.html; loading {args.policy.model}"
             say(f"{self.folder} {start}: {ranks}, weights {mode}; {place}")
 

@@ -16,7 +16,7 @@ from omni_rollout.tokens import TokenEngine, TokenModel, TokenParams
 from omni_rollout.tool import Tool
 from omni_train import progress
 from omni_train.dist import same_error
-from omni_train.files import file_digest, probe_digest, write_folder_atomically
+from omni_train.files import file_digest, new_folder, probe_digest
 from omni_train.prepare import adapt, prepare
 from omni_train.prompts.chats import answer_text
 from omni_train.prompts.files import PromptRecord
@@ -251,15 +251,12 @@ def export(run: TokenRun[TokenArgs], card: Mapping[str, object] | None) -> None:
         save_peft(net, folder, run.dist, prefix=run.model.prefix, base=run.base, card=card)
         return
     full = {name: tensor.cpu() for name, tensor in named_weights(net) if run.dist.is_main}
-
-    def write(folder: Path) -> None:
-        run.model.save(net, full, folder)
-        if card is not None:
-            (folder / CARD_FILE).write_text(model_card(card, is_lora=False, library="transformers"), "utf-8")
-
     with same_error(run.dist):
         if run.dist.is_main:
-            write_folder_atomically(folder, write)
+            with new_folder(folder) as place:
+                run.model.save(net, full, place)
+                if card is not None:
+                    (place / CARD_FILE).write_text(model_card(card, is_lora=False, library="transformers"), "utf-8")
 
 
 def count_samples(kwargs: Mapping[str, Tensor], args: tuple[Tensor, ...]) -> tuple[int, torch.Size]:

@@ -15,7 +15,7 @@ from omni_train.signals import STOP_SIGNALS
 
 from omni_rl.flow.scorers import connect
 from omni_rl.run.engines import ENGINES
-from omni_rl.settings.args import RunArgs, dp_size, num_samplers, num_trainers
+from omni_rl.settings.args import RunArgs, dp_size, num_trainers
 from omni_rl.settings.fields import flat
 from omni_rl.settings.groups import Scorer
 
@@ -58,7 +58,7 @@ class World:
         dist = init_distributed(timeout_s=args.run.hang_timeout_s, expandable_segments=args.sampling.has_trained_engine)
         if dist.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)  # fast beside a scorer, and the same bits on any number of cores
-        count, limit = num_samplers(args), args.run.hang_timeout_s
+        count, limit = args.sharding.rollout_ranks, args.run.hang_timeout_s
         roles = split(dist, count, timeout_s=limit) if count and dist.mesh else None
         own = roles.dist if roles else dist
         world = cls(replace(own, context=own.world_size // dp_size(args, own.world_size)), roles=roles)

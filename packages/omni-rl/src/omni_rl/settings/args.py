@@ -108,14 +108,9 @@ def num_ranks() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def num_samplers(args: RunArgs) -> int:
-    """Return the number of ranks that only sample."""
-    return args.sharding.rollout_ranks
-
-
 def num_trainers(args: RunArgs) -> int:
     """Return the number of ranks that torchrun started and that train."""
-    return num_ranks() - num_samplers(args)
+    return num_ranks() - args.sharding.rollout_ranks
 
 
 def dp_size(args: RunArgs, world_size: int = 0) -> int:

@@ -18,7 +18,6 @@ from omni_rl.settings.args import (
     load_records,
     num_batches,
     num_ranks,
-    num_samplers,
     num_trainers,
     offloaded,
     parse_judges,
@@ -80,7 +79,7 @@ def check_run(args: RunArgs) -> None:
         (args.run.profile <= args.run.train_steps,
          f"--profile must be <= --train-steps ({args.run.train_steps}), got {args.run.profile}"),
         (lora.rank or not unused, f"--lora.{unused.replace('_', '-')} needs --lora.rank > 0"),
-        (lora.init != "pissa" or (mode != "fsdp2" and not args.policy.init_weights and not num_samplers(args)),
+        (lora.init != "pissa" or (mode != "fsdp2" and not args.policy.init_weights and not args.sharding.rollout_ranks),
          "--lora.init pissa needs whole weights, not fsdp2's, and does not go with --init-weights or "
          "--sharding.rollout-ranks"),
         (lora.init != "pissa" or not lora.use_dora, "--lora.use-dora does not go with --lora.init pissa"),
@@ -159,7 +158,7 @@ def check_media(args: MediaArgs, *, num_trained: int | None = 1, unit: int = 1) 
 
 def check_samplers(args: MediaArgs) -> None:
     """Raise ValueError unless the settings fit ranks that only sample, if there are any."""
-    count, trainers, given = num_samplers(args), num_trainers(args), values_of(args)
+    count, trainers, given = args.sharding.rollout_ranks, num_trainers(args), values_of(args)
     if not count:
         return
     beside = f"--sharding.rollout-ranks {count} does not go with"

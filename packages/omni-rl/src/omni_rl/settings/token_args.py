@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from omni_train.prompts.chats import answer_text
 from omni_train.prompts.files import PromptRecord
 
-from omni_rl.settings.args import MediaArgs, RunArgs, load_records, num_ranks, num_samplers, read_prompts
+from omni_rl.settings.args import MediaArgs, RunArgs, load_records, num_ranks, read_prompts
 from omni_rl.settings.eval_sets import ThoughtEval, TokenEval, check_sets
 from omni_rl.settings.fields import Flat, flag, require
 from omni_rl.settings.groups import ThinkingSampling, TokenData, TokenLora, TokenSampling, ToolCalls, Window
@@ -133,7 +133,7 @@ def check_thinking(args: ThinkingArgs) -> None:
     with flag("--thought-reward: "):
         _ = args.rules
     require(
-        (not num_samplers(args), "--sharding.rollout-ranks samples no thoughts"),
+        (not args.sharding.rollout_ranks, "--sharding.rollout-ranks samples no thoughts"),
         (
             args.sampling.has_trained_engine,
             f"--engine must be diffusers, which alone writes thoughts, got {args.sampling.engine}",

@@ -16,7 +16,7 @@ import diffusers
 from diffusers.utils import convert_unet_state_dict_to_peft
 from omni_rollout.model import Model
 from omni_rollout.models import open_model
-from omni_train.files import write_folder_atomically
+from omni_train.files import new_folder
 from omni_train.weights.adapters import (
     LORA_FILE,
     NAME,
@@ -180,18 +180,16 @@ def write_peft(factors: Factors, target: Path, model: str) -> str:
         inference_mode=True,
     )
     state = {name.replace(PART, PEFT_PART, 1): tensor for name, tensor in named(factors).items()}
-
-    def write(folder: Path) -> None:
+    with new_folder(target) as folder:
         save_file(state, folder / PEFT_FILE, metadata={"format": "pt"})
         (folder / CONFIG_NAME).write_text(json.dumps(config.to_dict(), indent=2, default=sorted) + "\n", "utf-8")
-
-    write_folder_atomically(target, write)
     return f"{target}: {len(factors)} layers of rank {rank}, in peft's layout"
 
 
 def write_start(factors: Factors, target: Path, model: str) -> str:
     """Write a folder for --init-weights; return what to print, with the settings that go with it."""
-    write_folder_atomically(target, lambda folder: save_file(named(factors), folder / LORA_FILE))
+    with new_folder(target) as folder:
+        save_file(named(factors), folder / LORA_FILE)
     rank, modules = len(next(iter(factors.values()))[0]), open_model(model).empty_net().named_modules()
     targets = endings(list(factors), [name for name, layer in modules if isinstance(layer, nn.Linear)])
     words = ["--init-weights", str(target), "--lora.rank", str(rank), "--lora.targets", targets]

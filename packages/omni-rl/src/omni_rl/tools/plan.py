@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -77,17 +78,6 @@ LEFT = 0.08  # of an accelerator: its context, NCCL, workspaces of libraries, an
 PHASES = ("load", "encode", "rollout", "decode", "update", "sync", "save")
 MORE_RANKS = 8  # over which the last rung spreads the weights, or twice as many as now
 DECODED = 4  # pictures that a change has the VAE decode at a time
-CHANGED = (  # settings that a rung changes, in the order of its flags
-    "sharding.unshard",
-    "memory.decode_batch_size",
-    "memory.offload",
-    "memory.gradient_checkpointing",
-    "batch_size",
-    "memory.base_dtype",
-    "sharding.mode",
-    "sharding.size",
-    "lora.init",
-)
 
 
 def fit(main: Callable[[ArgsT, World], None], args: ArgsT) -> int:
@@ -170,8 +160,8 @@ def ladder(args: ArgsT, ranks: int, offloads: Sequence[str], over: Collection[st
         now, before = values_of(args), values_of(first)
         flags = [
             flag_of(name) if now[name] is True else f"{flag_of(name)} {now[name]}"
-            for name in CHANGED
-            if now.get(name) != before.get(name)
+            for name in dict.fromkeys(chain.from_iterable(rungs))
+            if now[name] != before[name]
         ]
         yield args, world_size, " ".join(flags + [f"{world_size} ranks"] * is_last)
 

@@ -29,10 +29,10 @@ from omni_train.files import (
     check_digest,
     check_size,
     file_digest,
+    new_folder,
     read_regular,
     sync_folder,
     write_file,
-    write_folder_atomically,
 )
 from omni_train.remote import Remote
 
@@ -234,16 +234,14 @@ class RemoteFolder:
             OSError: it could not be read or written.
         """
         kept = {own: about for own, about in self.open(step).files.items() if own.startswith(f"{name}/")}
-
-        def fetch(folder: Path) -> None:
+        if not kept:
+            return
+        with new_folder(path) as folder:
             for own, expected in kept.items():
                 target = folder / own.removeprefix(f"{name}/")
                 target.parent.mkdir(parents=True, exist_ok=True)
                 self.remote.fetch(f"{step_name(step)}/{own}", target)
                 check_digest(f"{self.at(step)}/{own}", file_digest(target), expected)
-
-        if kept:
-            write_folder_atomically(path, fetch)
 
     def _check_sizes(self, folder: str, files: Files) -> None:
         found = self.remote.sizes(folder)
