@@ -364,6 +364,14 @@ def test_a_model_that_the_other_engine_lacks_is_refused():
         quantized_names(model)
 
 
+def test_a_plan_counts_what_one_compiled_block_keeps_in_a_rollout():
+    """As it samples by the graph that is trained; recomputed blocks have as much in an update without a compiler."""
+    plain, compiled = (planned("adapters, guidance, recomputation", compile=each) for each in (False, True))
+    assert compiled.peaks["rollout"] > 1.05 * plain.peaks["rollout"]
+    assert compiled.peaks == plain.peaks | {"rollout": compiled.peaks["rollout"]}
+    assert compiled.flops == plain.flops
+
+
 def test_a_plan_counts_what_waits_on_the_host():
     """The text encoder and AdamW's moments, and the net's weights before they are quantized."""
     _, args = settings(case := "adapters, guidance, recomputation")

@@ -3,6 +3,7 @@
 import importlib
 import inspect
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from omni_train.kernels import EXACT, MAX_GRAPHS, check_compiler, choose_attenti
 from omni_train.lora import adapter, adapter_params, add_lora
 from omni_train.memory.recompute import Recompute
 from omni_train.shard import shard
+from torch._dynamo import lookup_backend
 from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch._inductor.fx_passes import pad_mm
@@ -221,6 +223,25 @@ def test_as_many_compiled_blocks_keep_what_they_need_as_the_budget_holds(tiny_qw
         found.append([p.grad for p in net.parameters() if p.grad is not None])
     assert len(graphs) == 2
     assert all(all(map(torch.equal, found[0], other)) for other in found[1:])
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("name", ["bfloat16", "float32"])
+def test_a_compiled_block_keeps_no_more_than_without_a_compiler(tiny_qwen, monkeypatch, name, rank):
+    """So that plans, which have none, count enough. As torch's compiler chooses, without its code."""
+    choose = lookup_backend("aot_eager_decomp_partition")
+    backend = partial(torch.compile, backend=lambda graph, inputs, **_: choose(graph, inputs))
+    monkeypatch.setattr(torch, "compile", backend)
+    kept = []
+    for compiled in (False, True):
+        net, recompute = build(tiny_qwen, getattr(torch, name), rank, compiled), Recompute(1e9, compiled=True)
+        if not rank:
+            net.requires_grad_(True)
+        net.enable_gradient_checkpointing(recompute)
+        run(net).sum().backward()
+        kept += recompute.sizes.values()
+    plain, by_compiler = kept
+    assert 0 < by_compiler <= plain
 
 
 @pytest.mark.parametrize("rank", sampled([0, 4], 1))

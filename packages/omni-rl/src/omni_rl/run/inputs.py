@@ -104,7 +104,7 @@ def preparation(
             check_float16(device)
         if args.memory.base_dtype == "fp8":
             check_float8(device)
-        if compiles:
+        if compiles and not args.run.dry_run:
             check_compiler(device)
     with as_flags(flags_by_name(type(args), "lora") | {"parameters": "--lora.target-parameters"}):
         if own.rank:

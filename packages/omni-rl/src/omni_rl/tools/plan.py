@@ -175,7 +175,7 @@ def measure(
     """
     shares = dp_size(args, ranks)
     counts = _prompt_counts(args, shares)
-    plain = {"memory.text_cache": "", "memory.text_cache_mb": 0.0, "attention": "auto", "compile": False}
+    plain = {"memory.text_cache": "", "memory.text_cache_mb": 0.0, "attention": "auto"}
     bare = change(args, **{name: value for name, value in plain.items() if name in values_of(args)})
     scorer = scorer_bytes(args.scorer, ranks)
     with planned_ranks(ranks) as dist, PlannedDevice() as device:
