@@ -10,11 +10,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 
-import build_tiny_models
 import pytest
 import torch
 from apps import app_lives as lives
-from helpers import REPO, TEST_SEED, sampled
+from helpers import TEST_SEED, sampled
 from omni_reward import RewardError
 from omni_reward.serving import serving_here
 from omni_rl.flow.batches import TrainBatch
@@ -36,56 +35,30 @@ from trainer_runs import (
     undocumented,
     write_eval_prompts,
 )
+from trainer_table import cases, settings
 
 import train_dpo
 import train_flowgrpo
 import train_gspo
-import train_nft
 import train_unigrpo
 
 AHEAD = change(
     lives.TINY, draw_ahead=1, correction_level="step", group_size=2, batch_size=4, width=32, train_steps=5,
     save_every=3, eval_every=5, eval_first=False,
 )  # fmt: skip
-APPS = {"flowgrpo": train_flowgrpo, "nft": train_nft, "dpo": train_dpo, "gspo": train_gspo, "unigrpo": train_unigrpo}
-TEXT = {
-    "prompts": "train.jsonl", "prompts_per_step": 2, "group_size": 4, "batch_size": 2, "lr": 1e-3,
-    "num_minibatches": 2, "hang_timeout_s": 60.0,
-}  # fmt: skip
+ENDS = {"train_steps": 3, "save_every": 3, "eval_every": 3, "eval_first": False, "draw_ahead": 1}
+FRESH = {"correction_level": "step", "num_inner_epochs": 1, "num_minibatches": 1, "timestep_fraction": 1.0}
+OWN = {"flowgrpo": FRESH | {"optim_lr_scheduler_type": "constant"}, "gspo": {"rounds": 1}}
 
 
 def small(name, url, **changes):
     """Settings of a trainer for three steps, the second and the third of which are sampled one step ahead."""
-    app, ends = APPS[name], {"train_steps": 3, "save_every": 3, "eval_every": 3, "eval_first": False, "draw_ahead": 1}
-    if name in ("gspo", "unigrpo"):
-        for file, count in (("train", 8), ("eval", 2)):
-            lines = [{"prompt": f"say {i}", "pattern": "[a-mA-M]"} for i in range(count)]
-            Path(f"{file}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        kind = "qwen3" if name == "gspo" else "bagel"
-        model = str(build_tiny_models.tiny_checkpoint(kind, REPO / ".pytest_cache" / "tiny-models"))
-        if name == "gspo":
-            own = {"eval_prompts": "eval.jsonl", "max_new_tokens": 5, "reward": "regex"}
-            args = change(app.Args(), model=model, **TEXT, **own)
-            return app, change(args, **(ends | changes))
-        args = change(
-            app.Args(), model=model, **TEXT, eval_prompts="eval.jsonl", eval_num_inference_steps=2, height=32, width=48,
-            num_inference_steps=3, max_thought_tokens=4, thought_reward="0.5*regex",
-        )  # fmt: skip
-        return app, change(args, **(ends | {"scorer_url": url} | changes))
-    own = {
-        "flowgrpo": {
-            "algo": "flowgrpo", "noise_level": 0.7, "window_low": 0, "window_high": 2,
-            "optim_lr_scheduler_type": "constant", "correction_level": "step",
-        },
-        "nft": {"train_levels": 2},
-        "dpo": {},
-    }[name]  # fmt: skip
-    own |= {"group_size": 2, "prompts_per_step": 2, "batch_size": 2, "lr": 1e-3, "width": 64, "name": "run"}
-    return app, tiny(recipe(app, "tiny-signs"), **(own | {"scorer_url": url} | ends | changes))
+    return settings(name, url, **(ENDS | {"group_size": 2} | OWN.get(name, {}) | changes))
 
 
-@pytest.mark.parametrize("name", sampled(APPS, 1))
-def test_a_trainer_samples_a_step_ahead_and_logs_how_old_samples_are(here, bright_url, name):
+@pytest.mark.parametrize("case", cases("samples a step ahead"))
+def test_a_trainer_samples_a_step_ahead_and_logs_how_old_samples_are(here, bright_url, case):
+    name = case[0]
     lines = train(*small(name, bright_url))
     steps = [line for line in lines if line["step"]]
     assert [line["policy/staleness"] for line in steps] == [0, 1, 1]
@@ -94,12 +67,6 @@ def test_a_trainer_samples_a_step_ahead_and_logs_how_old_samples_are(here, brigh
     gaps = [line.get("policy/rollout_gap") for line in steps]
     if name in ("flowgrpo", "gspo", "unigrpo"):  # whose samples have log-probs
         assert gaps[0] < 1e-4 < min(gaps[1:])
-
-
-@pytest.mark.parametrize("name", sampled(APPS, 1))
-def test_without_steps_ahead_nothing_is_stale_and_nothing_is_logged_of_it(here, bright_url, name):
-    lines = train(*small(name, bright_url, draw_ahead=0))
-    assert not any("policy/staleness" in line for line in lines)
 
 
 def note_events(monkeypatch, app, events):

@@ -1,6 +1,5 @@
 """A run that is killed at any moment, or told to stop, ends where it would have ended without: bit for bit."""
 
-import importlib
 import json
 import os
 import random
@@ -18,19 +17,20 @@ import omni_train.checkpoint.parts
 import omni_train.checkpoint.store
 import omni_train.prepare
 import pytest
-import tiny_signs
 import torch
 from apps import app_lives as lives
 from helpers import REPO, TEST_SEED, sampled
 from omni_rl.report.process import ReportProcess
-from omni_rl.settings.fields import change, values_of
+from omni_rl.settings.fields import change
 from omni_rl.settings.toml import to_toml
 from omni_train.checkpoint.state import train_state
 from omni_train.checkpoint.store import Checkpoint
 from omni_train.remote import Remote
 from s3_store import SECRET, s3_store
 from safetensors.torch import load_file, save_file
-from trainer_runs import recipe, shallow, write_eval_prompts
+from trainer_runs import shallow, write_eval_prompts
+from trainer_table import cases, ranks
+from trainer_table import settings as row_settings
 
 STEPS = 4
 KINDS = {  # ranks, settings
@@ -147,39 +147,6 @@ def test_kills_change_neither_the_weights_nor_the_metrics(enter, bright_url, in_
     assert len(kept) <= 3
 
 
-MEDIA = {"eval_prompts": "eval.txt", "eval_num_inference_steps": 2}
-TRAINERS = {  # module, recipe, settings, ranks
-    "flowgrpo": ("train_flowgrpo", "tiny-signs", MEDIA, 1),
-    "flowgrpo on 2 ranks": ("train_flowgrpo", "tiny-signs", MEDIA | {"sharding_mode": "fsdp2"}, 2),
-    "nft": ("train_nft", "tiny-signs", MEDIA, 1),
-    "dpo": ("train_dpo", "tiny-signs", MEDIA, 1),
-    "srpo": ("train_srpo", "tiny-signs", MEDIA, 1),
-    "distill": ("train_distill", "tiny-signs", MEDIA, 1),
-    "sft": ("train_sft", "tiny-signs", MEDIA, 1),
-    "gspo": ("train_gspo", "tiny-beeps", {}, 1),
-    "gspo on 2 ranks": ("train_gspo", "tiny-beeps", {"sharding_mode": "fsdp2"}, 2),
-    "sft of texts": ("train_sft_tokens", "tiny-beeps", {"group_size": 1}, 1),
-    "dpo of texts": ("train_dpo_tokens", "tiny-beeps", {}, 1),
-    "unigrpo": ("train_unigrpo", "tiny-colors", {"eval_num_inference_steps": 2}, 1),
-}
-
-
-def small(name, url):
-    """A trainer, small settings of it, and its ranks."""
-    module, preset, changes, ranks = TRAINERS[name]
-    trainer = importlib.import_module(module)
-    args = recipe(trainer, preset)
-    places = {key: str(REPO / values_of(args)[key]) for key in ("model", "prompts", "eval.prompts")}
-    if module == "train_sft":
-        tiny_signs.write_samples(Path("signs"), REPO / "data" / "tiny-signs" / "eval.txt")
-        places["prompts"] = "signs/samples.jsonl"
-    places |= {"reward_model": str(REPO / args.reward_model)} if hasattr(args, "reward_model") else {}
-    own = {"group_size": 2}
-    own |= {"scorer_url": url} if "scorer.url" in values_of(args) and "beeps" not in preset else {}
-    size = {"prompts_per_step": 2, "batch_size": 2, "train_steps": 2, "eval_every": 2, "save_every": 1}
-    return trainer, change(args, name="run", **(places | size | own | {"sharding_mode": "auto"} | changes)), ranks
-
-
 def kill_in_first_save(rank):
     """Before a life: nothing of the first checkpoint is written before the run has logged a trained step or waits.
 
@@ -200,14 +167,14 @@ def kill_in_first_save(rank):
     Checkpoint.wait, omni_train.checkpoint.parts.write_file = watched_wait, write
 
 
-@pytest.mark.parametrize("name", sampled(TRAINERS, 1))
-def test_a_run_that_is_killed_in_its_first_save_goes_on_with_the_same_command(enter, bright_url, name):
-    home = enter("home")
-    trainer, args, ranks = small(name, bright_url)
-    life = lives.train(home, args, trainer=trainer, ranks=ranks, before=kill_in_first_save)
+@pytest.mark.parametrize("case", cases("continues after a kill in its first save"))
+def test_a_run_that_is_killed_in_its_first_save_continues_with_the_same_command(enter, bright_url, case):
+    home, number = enter("home"), ranks(case[-1])
+    trainer, args = row_settings(case[0], bright_url, *case[1:], save_every=1)
+    life = lives.train(home, args, trainer=trainer, ranks=number, before=kill_in_first_save)
     assert -signal.SIGKILL in life.wait(), life.text()
     assert os.listdir(home / "runs/run/checkpoints") == ["step-00000000.tmp"]
-    assert_ends_well(lives.train(home, args, trainer=trainer, ranks=ranks))
+    assert_ends_well(lives.train(home, args, trainer=trainer, ranks=number))
     assert [line["step"] for line in lines(home)] == [0, 1, 2]
 
 

@@ -221,25 +221,6 @@ def test_media_are_given_in_the_type_that_the_model_computes_in(here):
     assert lines[1]["policy/rollout_gap"] < 0.5  # 0 where a cache rounds as scoring does
 
 
-@pytest.mark.parametrize("lora_rank", sampled([0, 2], 1))
-def test_ranks_train_as_one_however_the_weights_are_spread(lora_rank, here, monkeypatch):
-    """Logits are made for three tokens at a time, and once more in the backward pass."""
-    monkeypatch.setattr("omni_rollout.tokens.MAX_LOGITS", 3 * 266)
-    args = tiny("qwen3-omni", lora_rank=lora_rank, algo="dapo", batch_size=2, num_minibatches=2, rounds=2)
-    args = change(args, train_steps=1, eval_every=1)
-    alone = train(app, change(args, name="alone"))
-    for mode in ("ddp", "fsdp2", "experts"):
-        how = {"sharding_mode": mode} if mode != "experts" else {"sharding_mode": "fsdp2", "sharding_experts": True}
-        together = train_on_ranks(app, change(args, name=mode, sharding_unshard="none" if lora_rank else "auto", **how))
-        for line, other in zip(alone, together, strict=True):
-            policy = ("grad_norm", "loss", "entropy", "tokens_mean", "ratio_mean", "approx_kl", "clip_fraction")
-            names = {"reward/mean", "eval/reward", "answer/tokens_mean", *(f"policy/{name}" for name in policy)}
-            for name in names & line.keys():
-                assert other[name] == pytest.approx(line[name], rel=2e-3, abs=1e-6), name
-            assert other.get("policy/first_ratio_max_dev", 0) == 0
-        assert_same_weights("alone", mode)
-
-
 def test_full_weights_open_in_transformers_as_the_thinker_and_as_the_whole_model(here):
     from peft import PeftModel
     from transformers import Qwen3OmniMoeForConditionalGeneration, Qwen3OmniMoeThinkerForConditionalGeneration

@@ -7,7 +7,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, chdir, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import omni_rl.run.run
 import torch
+import trainer_table
 from build_tiny_models import tiny_checkpoint
 from emulated.npu import Event, load, load_strict, watch
 from model_rows import ROWS
@@ -23,7 +24,7 @@ from omni_reward import RewardClient
 from omni_reward.combine import score_in_batches
 from omni_reward.scorers import load_scorer, neural
 from omni_rl.flow.scorers import with_server
-from omni_rl.settings.fields import change
+from omni_rl.settings.fields import change, values_of
 from omni_rl.tools import plan_tokens
 from omni_rollout import Prompt
 from omni_rollout.engines.transformers import TransformersEngine
@@ -51,43 +52,20 @@ def tokens(*, ranks: int = 1, **settings: Any) -> record.Case:
     return record.Case("train_gspo", {"model": model("qwen3")} | own | TEXTS | SMALL | settings, ranks)
 
 
-def thoughts(*, ranks: int = 1, **settings: Any) -> record.Case:
-    """A run of the trainer of thoughts and pictures."""
-    own = {"model": model("bagel"), "max_thought_tokens": 4, "thought_reward": "0.5*regex"}
-    return record.Case("train_unigrpo", record.TINY | own | TEXTS | FEW | settings, ranks)
-
-
 def model(name: str) -> str:
     """The folder of a small checkpoint of random weights."""
     return str(tiny_checkpoint(name, record.REPO / ".pytest_cache" / "tiny-models"))
 
 
-CASES = {
+CASES = {  # runs whose bytes are counted
     "flowgrpo full": record.grpo(**FEW),
     "flowgrpo LoRA": record.grpo(**FEW, **record.LORA, **RECOMPUTED, kl_coef=0.1, true_cfg_scale=3.0),
-    "nft full": record.nft(**FEW),
     "nft LoRA": record.nft(**FEW, **record.LORA, **RECOMPUTED, kl_coef=0.1),
-    "dpo full": record.dpo(**FEW),
-    "dpo LoRA": record.dpo(**SMALL, **record.OFFLINE, **record.SLOW_LORA),
-    "srpo full": record.srpo(**SMALL),
-    "srpo LoRA": record.srpo(**SMALL, **record.SLOW_LORA, **RECOMPUTED),
     "flowgrpo LoRA, fsdp2": record.grpo(ranks=2, sharding_mode="fsdp2", adv_std="group", **FEW, **record.LORA),
     "flowgrpo full, fsdp2, context": record.grpo(
         ranks=4, sharding_mode="fsdp2", sharding_size=2, sharding_context_parallel=2, **FEW
     ),
-    "nft LoRA, a rank that samples": record.nft(ranks=2, sharding_rollout_ranks=1, **FEW, **record.LORA),
     "nft LoRA, ddp": record.nft(ranks=2, sharding_mode="ddp", adv_std="group", **FEW, **record.LORA, kl_coef=0.1),
-    "dpo full, fsdp2": record.dpo(ranks=2, sharding_mode="fsdp2", **FEW),
-    "distill LoRA": record.distill(**FEW, **record.LORA, teacher_true_cfg_scale=3.0),
-    "distill full, fsdp2": record.distill(ranks=2, sharding_mode="fsdp2", algo="opd", **FEW),
-    "sft LoRA": record.sft(**FEW, **record.LORA, **RECOMPUTED),
-    "sft full, fsdp2": record.sft(ranks=2, sharding_mode="fsdp2", **FEW),
-    "srpo full, ddp": record.srpo(ranks=2, sharding_mode="ddp", **SMALL),
-    "gspo full": tokens(**RECOMPUTED),
-    "gspo full, fsdp2": tokens(ranks=2, sharding_mode="fsdp2"),
-    "gspo LoRA, fsdp2": tokens(ranks=2, sharding_mode="fsdp2", **record.LORA),
-    "gspo LoRA, ddp": tokens(ranks=2, sharding_mode="ddp", **record.LORA),
-    "unigrpo LoRA": thoughts(**record.LORA),
 }
 
 
@@ -112,9 +90,32 @@ def run(
     (folder / "texts.jsonl").write_text(
         '{"prompt": "a sign", "pattern": "[a-m]"}\n{"prompt": "red", "pattern": "[A-Z]"}\n'
     )
+    return live(case.app, record.flags(case, record.REPO, url), case.ranks, folder, lives, before)
+
+
+def run_row(
+    row: trainer_table.Case,
+    folder: Path,
+    url: str,
+    *,
+    lives: Iterable[int] = (2,),
+    before: Callable[[], None] = lambda: None,
+    **changes: Any,
+) -> Outcome:
+    """Train a row of the table of trainers with these changes of its settings, as `run` does."""
+    folder.mkdir()
+    own = {"eval_every": 1, "save_every": 1, "optim_lr_scheduler_type": "constant"}  # which lives may end anywhere
+    with chdir(folder):
+        app, args = trainer_table.settings(row[0], url, *row[1:], **(own | changes))
+    return live(app.__name__, values_of(args), trainer_table.ranks(row[2]), folder, lives, before)
+
+
+def live(
+    app: str, settings: dict[str, Any], ranks: int, folder: Path, lives: Iterable[int], before: Callable[[], None]
+) -> Outcome:
+    """Run the trainer's lives with these settings."""
     for steps in lives:
-        settings = record.flags(case, record.REPO, url) | {"train_steps": steps}
-        record.train(case.app, settings, record.REPO, folder, ranks=case.ranks, before=before)
+        record.train(app, settings | {"train_steps": steps}, record.REPO, folder, ranks=ranks, before=before)
     lines = [json.loads(line) for line in (folder / "runs/run/metrics.jsonl").read_text().splitlines()]
     return Outcome(
         [record._timeless(line) for line in lines], record.digest(folder), (folder / "out-0.txt").read_text()
