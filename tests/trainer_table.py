@@ -207,8 +207,8 @@ HELD: dict[str, list[Case]] = {
     ],
     "samples a step ahead": [(name, "all weights", "one rank") for name in AHEAD],
     "trains on an accelerator to the bit as on the CPU": [
-        *((name, "all weights", "one rank") for name in TRAINERS),
-        *((name, "LoRA", "one rank") for name in ADAPTED),
+        *((name, "all weights", "one rank") for name in TRAINERS if name not in ("awm", "dgpo")),
+        *((name, "LoRA", "one rank") for name in ADAPTED if name not in ("awm", "dgpo")),
         *((name, "all weights", "fsdp2") for name in ONE_EACH),
         *((name, "LoRA", "ddp") for name in ONE_EACH),
         ("flowgrpo", "all weights", "two by two"), ("nft", "LoRA", "a rank that samples"),

@@ -69,7 +69,7 @@ def settings(case):
     app = importlib.import_module(name)
     names = {name.replace(".", "_") for name in leaves(app.Args)}
     known = {key: value for key, value in (SMALL | changes).items() if key in names}
-    own = {"model": str(CHECKPOINT), "dry_run": True, "memory_device_gb": 1.0, "width": 192, "height": 64}
+    own = {"model": str(shallow()), "dry_run": True, "memory_device_gb": 1.0, "width": 192, "height": 64}
     return app, tiny(recipe(app, "tiny-signs"), **(own | known))
 
 
@@ -104,7 +104,6 @@ def really(app, args, monkeypatch):
 @pytest.mark.parametrize("case", sampled(CASES, 1))
 def test_a_plan_agrees_with_a_real_step(case, monkeypatch):
     app, args = settings(case)
-    args = change(args, model=str(shallow()))
     monkeypatch.setattr(plan, "_fuse", lambda *_: None)  # a CPU's optimizer takes one parameter after the other
     found = plan.measure(app.main, args, 1)
     real = really(app, args, monkeypatch)
@@ -168,7 +167,8 @@ def test_a_plan_counts_the_samples_of_steps_that_wait():
 
 
 def test_sharded_weights_take_a_rank_s_share():
-    two, four = (planned("all weights", ranks, sharding_mode="fsdp2", sharding_unshard="none") for ranks in (2, 4))
+    how = {"model": str(CHECKPOINT), "sharding_mode": "fsdp2", "sharding_unshard": "none"}
+    two, four = (planned("all weights", ranks, **how) for ranks in (2, 4))
     assert two.peaks["sync"] / four.peaks["sync"] > 1.5
     assert four.peaks["update"] < two.peaks["update"]
 
@@ -176,7 +176,9 @@ def test_sharded_weights_take_a_rank_s_share():
 def test_weights_that_a_phase_gathers_are_freed_at_its_end():
     """Gradients too, which are of the gathered weights until they are summed into rows."""
     none, whole, every = (
-        planned("all weights", 4, sharding_mode="fsdp2", sharding_unshard=phases, remembers=remembers)
+        planned(
+            "all weights", 4, model=str(CHECKPOINT), sharding_mode="fsdp2", sharding_unshard=phases, remembers=remembers
+        )
         for phases, remembers in (("none", True), ("all", True), ("all", False))
     )
     assert whole.peaks["rollout"] > 1.2 * none.peaks["rollout"]
@@ -187,7 +189,7 @@ def test_weights_that_a_phase_gathers_are_freed_at_its_end():
 def test_a_frozen_net_under_adapters_is_sharded_before_a_rank_holds_it(monkeypatch):
     """What a rank loads is the text encoder, the decoder, and its share of the net."""
     app, args = settings("adapters, guidance, recomputation")
-    args = change(args, sharding_mode="fsdp2")
+    args = change(args, model=str(CHECKPOINT), sharding_mode="fsdp2")
 
     def load_alone(planned, run, left):
         planned.found.append(plan.Figures(planned.device.peaks, *[Counter()] * 3, (), ()))
@@ -287,7 +289,7 @@ def test_a_line_goes_through_two_small_steps_of_the_same_form(batches, minibatch
 @pytest.mark.parametrize("case", sampled(["adapters, two updates", "NFT", "DPO"], 1))
 def test_the_line_leads_to_what_all_batches_take(case, monkeypatch):
     app, args = settings(case)
-    args = change(args, model=str(shallow()), prompts_per_step=16, memory_text_cache_mb=1.0)
+    args = change(args, prompts_per_step=16, memory_text_cache_mb=1.0)
     by_line = plan.measure(app.main, args, 1)
     monkeypatch.setattr(plan, "_prompt_counts", lambda args, ranks: [args.data.prompts_per_step])
     whole = plan.measure(app.main, args, 1)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import tiny_signs
 import torch
+from apps import app_lives as lives
 from helpers import REPO
 from omni_rl.flow import direct_rewards
 from omni_rl.run.run import Step
@@ -15,7 +16,6 @@ from omni_rl.settings.fields import change
 from omni_sched import step_noise
 from trainer_runs import (
     assert_same_gradients,
-    cli,
     keep_gradients,
     lone_run,
     recipe,
@@ -202,9 +202,11 @@ def test_clip_s_reward_trains_with_lora_and_guidance(here, clip_folder):
     assert all(line["policy/grad_norm"] > 0 for line in lines[1:])
 
 
-def test_a_reward_that_is_not_there_ends_with_code_2_before_the_model_is_loaded(tmp_path):
-    code, printed = cli(app, "--preset", "tiny-signs", "--name", "no-reward", "--reward-model", str(tmp_path))
-    assert code == 2, printed
-    assert "Traceback" not in printed
-    assert "reader.safetensors" in printed.splitlines()[-1]
-    assert not (REPO / "runs" / "no-reward").exists()
+def test_a_reward_that_is_not_there_ends_with_code_2_before_the_model_is_loaded(here):
+    life = lives.train(
+        here, change(TINY, name="no-reward", reward_model=str(here)), trainer=app, before=lives.no_loading
+    )
+    assert life.wait() == [2], life.text()
+    assert "Traceback" not in life.text()
+    assert "reader.safetensors" in life.text().splitlines()[-1]
+    assert not (here / "runs" / "no-reward").exists()

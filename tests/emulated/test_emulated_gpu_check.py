@@ -26,7 +26,7 @@ GROUPS = {
 EXACT = ("tiny-signs", "gate", "backward", "bits", "step", "beside")  # the others tell speed, which a CPU cannot
 
 
-@in_turn(0, 2)
+@in_turn(0, 3)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("group", sampled(GROUPS, 1))
 def test_its_rows_hold_on_the_emulated_accelerator(tmp_path, alone, group):
@@ -260,7 +260,7 @@ def with_network_refused(folder, *command):
     return done, asked.read_text().split()
 
 
-@in_turn(1, 2)
+@in_turn(1, 3)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "rows",
@@ -286,7 +286,7 @@ def test_a_program_that_asks_for_a_host_is_found(tmp_path):
     assert (done.returncode, hosts) == (0, ["hub.test"])
 
 
-@in_turn(0, 2)
+@in_turn(2, 3)
 def test_it_runs_from_a_folder_of_packages_that_are_not_installed(tmp_path):
     for package in (REPO / "packages").glob("*/src"):
         shutil.copytree(package, tmp_path / "site", dirs_exist_ok=True)
