@@ -376,13 +376,13 @@ def test_a_plan_counts_what_one_compiled_block_keeps_in_a_rollout():
 
 def test_a_plan_counts_what_waits_on_the_host():
     """The text encoder and AdamW's moments, and the net's weights before they are quantized."""
-    _, args = settings(case := "adapters, guidance, recomputation")
-    bare, offloaded = (planned(case, memory_offload=each) for each in ("", "encoder,optimizer"))
-    quantized = planned(case, memory_base_dtype="nf4")
-    parts = open_model(args.policy.model).load(device="cpu", dtype=torch.float32)
+    case, model = "adapters, guidance, recomputation", str(CHECKPOINT)
+    bare, offloaded = (planned(case, model=model, memory_offload=each) for each in ("", "encoder,optimizer"))
+    quantized = planned(case, model=model, memory_base_dtype="nf4")
+    parts = open_model(model).load(device="cpu", dtype=torch.float32)
     encoder = sum(tensor.nbytes for tensor in (*parts.text_encoder.parameters(), *parts.text_encoder.buffers()))
     net = sum(p.nbytes for p in parts.net.parameters())
-    add_lora(parts.net, open_model(args.policy.model).LORA_TARGETS, rank=8, alpha=16, seed=0)
+    add_lora(parts.net, open_model(model).LORA_TARGETS, rank=8, alpha=16, seed=0)
     moments = 2 * sum(p.nbytes for p in parts.net.parameters() if p.requires_grad)
     assert offloaded.host - bare.host == pytest.approx(encoder + moments, rel=0.1)
     assert quantized.host - bare.host == pytest.approx(net, rel=0.05)
@@ -390,13 +390,13 @@ def test_a_plan_counts_what_waits_on_the_host():
 
 
 def test_a_plan_keeps_all_blocks_but_one_on_the_host():
-    _, args = settings(case := "adapters, guidance, recomputation")
-    streamed, there = (planned(case, memory_offload=each) for each in ("blocks", ""))
-    net = open_model(args.policy.model).load(device="cpu", dtype=torch.float32).net
+    case, model = "adapters, guidance, recomputation", str(CHECKPOINT)
+    streamed, there = (planned(case, model=model, memory_offload=each) for each in ("blocks", ""))
+    net = open_model(model).load(device="cpu", dtype=torch.float32).net
     *others, _ = (sum(p.nbytes for p in block.parameters()) for block in net.transformer_blocks)
     for phase in ("rollout", "update"):
         assert there.peaks[phase] - streamed.peaks[phase] == pytest.approx(sum(others), rel=0.01)
-    add_lora(net, open_model(args.policy.model).LORA_TARGETS, rank=8, alpha=16, seed=0)
+    add_lora(net, open_model(model).LORA_TARGETS, rank=8, alpha=16, seed=0)
     loaded = sum(p.nbytes for p in net.parameters())
     assert streamed.host - there.host == pytest.approx(loaded, rel=0.02)
 
