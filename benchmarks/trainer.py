@@ -1,4 +1,4 @@
-"""FlowGRPO's own training step for benchmarks: of the shipped model, or of random weights that are on no disk.
+"""A trainer's own step for benchmarks, FlowGRPO's by default: of the shipped model, or of random weights on no disk.
 
     with model(args) as path:
         train(settings(args, path, memory_gradient_checkpointing=True), steps)
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -170,12 +171,16 @@ def in_order(media: Mapping[str, np.ndarray], texts: Sequence[str]) -> list[Scor
 
 
 def train(
-    args: app.Args,
-    steps: Callable[[MediaRun[app.Args]], Iterator[Step]],
+    args: Any,
+    steps: Callable[[MediaRun[Any]], Iterator[Step]],
     grade: Grade = in_order,
     texts: Sequence[str] = TEXTS,
+    app: ModuleType = app,
 ) -> None:
-    """Run the trainer's `main` on the steps that are given, without its report, in a folder that is gone afterwards."""
+    """Run a trainer's `main` on the steps that are given, without its report, in a folder that is gone afterwards.
+
+    app: the trainer's file. args: its settings.
+    """
 
     class Steps(Loop):
         def __iter__(self) -> Iterator[Step]:
@@ -183,6 +188,8 @@ def train(
                 for name, param in self.run.policy.net.named_parameters():
                     if ".lora_B." in name:  # as after training: a zero would leave A without a gradient
                         local_rows(param)[0].normal_(std=0.02)
+            if "old" in self.run.policy.adapters:
+                self.run.policy.move_old(0.0)
             yield from steps(self.run)
 
     kept = app.Loop, World.connect, omni_rl.run.session.ReportProcess
@@ -203,7 +210,7 @@ def lone_rank() -> Iterator[None]:
     """Within the `with` block this process is as torchrun starts the only rank; then the process group ends."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= place
     try:
         yield
@@ -218,7 +225,7 @@ def brightness(media: Mapping[str, np.ndarray], texts: Sequence[str]) -> list[Sc
     return [Score(float(image.mean()) / 255) for image in media["image"]]
 
 
-def clock(run: MediaRun[app.Args], spent: Counter[str]) -> None:
+def clock(run: MediaRun[Any], spent: Counter[str]) -> None:
     """Add up the seconds of the run's phases, and of the VAE's part in them; the device is waited for at both ends."""
     phase, decode = run.phase, run.model.decode
 

@@ -1,17 +1,20 @@
-"""The trainer's FlowGRPO step beside that of flow_grpo's own trainer: seconds of CPU, of rollout and update.
+"""A trainer's step beside that of another project's own trainer: seconds of CPU, of rollout and update, and memory.
 
 git clone https://github.com/yifan123/flow_grpo && git -C flow_grpo checkout ac4c86e
 python benchmarks/versus_peer.py --peer flow_grpo
+git clone https://github.com/NVlabs/DiffusionNFT && git -C DiffusionNFT checkout 24af555
+python benchmarks/versus_peer.py --peer DiffusionNFT
 python benchmarks/versus_peer.py --peer flow_grpo --device-rows
 
-All train the same random net of SD3.5's shape, by the recipe sd35-medium-flowgrpo-ocr-1gpu without its KL and moving
-average: as many images, guided and trained denoising steps, adapters and optimizer steps. The first step of a process
-does not count. flow_grpo's files run as they are: absl, ml_collections, wandb and its rewards have stand-ins here, and
-what it logs tells where rollout and update end.
+All train the same random net of SD3.5's shape by a recipe that has the peer's settings: as many images, denoising
+steps, trained noise levels, forwards of each policy, adapters and optimizer steps. flow_grpo's FlowGRPO is without its
+KL and moving average; DiffusionNFT has all of its own. The first step of a process does not count. The peer's files
+run as they are: absl, ml_collections, wandb and its rewards have stand-ins here, and what it logs tells where rollout
+and update end. On a CPU, DiffusionNFT's words for CUDA are replaced as they are read, since it knows no other device.
 
 On a CPU both compute in float32, each in a process with one thread, at once, so that what else the machine does meets
 both. With `--device-rows` they run one after the other on the accelerator, ours eager and compiled, by default with
-SD3.5-medium's 24 blocks, 512 x 512 pixels, and the data type of the device; the most memory of each is told too.
+SD3.5-medium's 24 blocks, 512 x 512 pixels, and the data type of the device.
 """
 
 import contextlib
@@ -38,18 +41,76 @@ from omni_rl.settings.fields import at_least, change, require
 from omni_rl.settings.toml import from_toml, recipes
 from omni_train.dist import default_compute_dtype, local_device, memory
 from runner import quiet
-from trainer import app
 
-sys.path.append(str(runner.REPO / "scripts"))
+sys.path += [str(runner.REPO / "scripts"), str(runner.REPO / "apps")]
 import build_tiny_models
+import train_flowgrpo
+import train_nft
 
-RECIPE = "sd35-medium-flowgrpo-ocr-1gpu"  # after the peer's settings of that name
-PEER_FILES = ("scripts/train_sd3.py", "config/base.py", "flow_grpo/stat_tracking.py")
-PEER = "flow_grpo"
 NUM_UPDATES = 2  # optimizer steps of a step
 HEAD_SIZE = 64  # SD3.5's
 
 
+class Peer(NamedTuple):
+    """Another project, and our work that equals its own.
+
+    program: its trainer, which needs `files`. sampled: a metric that it logs after sampling. prepare: sets what its
+    defaults lack or a run of a few minutes changes. on_cpu: what replaces words of the program on a CPU. app, recipe,
+    changes: our trainer, with settings in place of the recipe's.
+    """
+
+    name: str
+    program: str
+    sampled: str
+    prepare: Callable[[Any], None]
+    on_cpu: Mapping[str, str]
+    app: ModuleType
+    recipe: str
+    changes: Mapping[str, Any]
+    files: tuple[str, ...] = ("config/base.py", "flow_grpo/stat_tracking.py")
+
+
+def prepare_grpo(config: Any) -> None:
+    """Set what flow_grpo's recipes add to its defaults."""
+    config.sample.eval_num_steps, config.sample.guidance_scale = 2, 4.5
+    config.train.timestep_fraction = 1 - 0.5 / config.sample.num_steps
+
+
+def prepare_nft(config: Any) -> None:
+    """Set what DiffusionNFT's sd3_ocr adds to its defaults; no evaluation and no file."""
+    config.debug, config.beta, config.decay_type, config.train.adv_mode = True, 0.1, 2, "all"
+    config.sample.guidance_scale, config.sample.noise_level = 1.0, 0.7
+    config.sample.deterministic, config.sample.solver = True, "dpm2"
+    config.train.timestep_fraction = 1 - 0.5 / config.sample.num_steps
+
+
+PEERS = (
+    Peer(
+        "flow_grpo",
+        "scripts/train_sd3.py",
+        "actual_batch_size",
+        prepare_grpo,
+        {},
+        train_flowgrpo,
+        "sd35-medium-flowgrpo-ocr-1gpu",
+        {"kl_coef": 0.0, "ema_decay": 0.0, "lora.rank": 32, "lora.alpha": 64},
+    ),
+    Peer(
+        "DiffusionNFT",
+        "scripts/train_nft_sd3.py",
+        "group_size",
+        prepare_nft,
+        {
+            '"nccl"': '"gloo"',
+            "torch.cuda.set_device(lock_rank)": "pass",
+            'f"cuda:{local_rank}"': '"cpu"',
+            "device_ids=[local_rank], output_device=local_rank, ": "",
+        },
+        train_nft,
+        "sd35-medium-nft-ocr",
+        {},
+    ),
+)
 SMALL = {"side": 128, "num_inference_steps": 6, "batch_size": 4, "blocks": 4, "heads": 6}
 REAL = {"side": 512, "num_inference_steps": 10, "batch_size": 8, "blocks": 24, "heads": 24}  # SD3.5-medium's
 
@@ -58,7 +119,7 @@ REAL = {"side": 512, "num_inference_steps": 10, "batch_size": 8, "blocks": 24, "
 class Args:
     """Settings of the benchmark. A size of 0 is that of SMALL, or of REAL with device_rows."""
 
-    peer: str = ""  # Folder with flow_grpo's files
+    peer: str = ""  # Folder with the files of flow_grpo or of DiffusionNFT
     device_rows: bool = False  # One after the other on the accelerator, ours eager and compiled, with their memory
     rounds: Annotated[int, at_least(1)] = 2  # Times that each runs
     steps: Annotated[int, at_least(1)] = 2  # Steps of each process that count
@@ -71,13 +132,25 @@ class Args:
 
     def check(self) -> None:
         """Raise ValueError unless the peer's files are there."""
-        missing = [name for name in PEER_FILES if not (Path(self.peer) / name).is_file()]
-        require((not missing, f"--peer must be a folder with flow_grpo's files, got {self.peer!r} without {missing}"))
+        peer_in(self.peer)
 
     def sized(self) -> "Args":
         """Return the arguments with all sizes."""
         sizes = REAL if self.device_rows else SMALL
         return replace(self, **{name: getattr(self, name) or size for name, size in sizes.items()})
+
+
+def peer_in(folder: str) -> Peer:
+    """Return the project whose files are in the folder.
+
+    Raises:
+        ValueError: it has not all files of one.
+    """
+    for peer in PEERS:
+        if all((Path(folder) / name).is_file() for name in (peer.program, *peer.files)):
+            return peer
+    needed = " or ".join(f"{peer.name}'s {', '.join((peer.program, *peer.files))}" for peer in PEERS)
+    raise ValueError(f"--peer must be a folder with {needed}, got {folder!r}")
 
 
 class Seconds(NamedTuple):
@@ -88,7 +161,7 @@ class Seconds(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The steps of a process, and the most memory that it took of the device, in MB."""
+    """The steps of a process, and the most memory that it took of the device, or of the host on a CPU, in MB."""
 
     steps: list[Seconds]
     peak_mb: float
@@ -114,9 +187,9 @@ def build(args: Args, folder: Path) -> int:
 
 def ours(args: Args, model: str) -> Result:
     """Return the trainer's steps."""
-    found, spent, device = list[Seconds](), Counter[str](), local_device()
+    peer, found, spent, device = peer_in(args.peer), list[Seconds](), Counter[str](), local_device()
 
-    def steps(run: MediaRun[app.Args]) -> Iterator[Step]:
+    def steps(run: MediaRun[Any]) -> Iterator[Step]:
         trainer.clock(run, spent)
         for number in range(1 + args.steps):
             start, before = runner.now(device), spent["update"]
@@ -124,15 +197,13 @@ def ours(args: Args, model: str) -> Result:
             update = spent["update"] - before
             found.append(Seconds(runner.now(device) - start - update, update))
 
-    settings = from_toml(recipes("train_flowgrpo")[RECIPE], app.Args, RECIPE) | {
+    settings = from_toml(recipes(peer.app.__name__)[peer.recipe], peer.app.Args, peer.recipe) | {
         "name": "run",
         "model": model,
         "prompts": "prompts.txt",
         "eval.prompts": "prompts.txt",
         "scorer.url": "http://127.0.0.1:1",
         "dtype": dtype_of(args),
-        "kl_coef": 0.0,
-        "ema_decay": 0.0,
         "height": args.side,
         "width": args.side,
         "num_inference_steps": args.num_inference_steps,
@@ -140,11 +211,11 @@ def ours(args: Args, model: str) -> Result:
         "group_size": args.batch_size,
         "batch_size": args.batch_size,
         "num_minibatches": NUM_UPDATES,
-        "lora.rank": 32,
-        "lora.alpha": 64,
         "compile": args.compile,
+        **peer.changes,
+        **({"train_levels": args.num_inference_steps - 1} if peer.app is train_nft else {}),
     }
-    trainer.train(change(app.Args(), **settings), steps)
+    trainer.train(change(peer.app.Args(), **settings), steps, app=peer.app)
     return Result(found[1:], memory(device).peak_mb)
 
 
@@ -164,11 +235,11 @@ class Enough(Exception):  # noqa: N818 - as StopIteration
 
 def theirs(args: Args, model: str) -> Result:
     """Return the peer's steps."""
-    found, device = list[Seconds](), local_device()
+    peer, folder, found, device = peer_in(args.peer), Path(args.peer).resolve(), list[Seconds](), local_device()
     marks = [runner.now(device)]
 
     def log(values: Mapping[str, object], step: int = 0) -> None:
-        if values.keys() & {"actual_batch_size", "inner_epoch"}:  # after sampling, and after an optimizer step
+        if values.keys() & {peer.sampled, "inner_epoch"}:  # after sampling, and after an optimizer step
             marks.append(runner.now(device))
         if len(marks) == 2 + NUM_UPDATES:
             start, sampled, *_, end = marks
@@ -177,32 +248,44 @@ def theirs(args: Args, model: str) -> Result:
         if len(found) > args.steps:
             raise Enough
 
-    peer = str(Path(args.peer).resolve())
-    sys.path.insert(0, peer)
+    sys.path.insert(0, str(folder))
     set_start_method("fork", force=True)  # for its loaders, as in a program that was not spawned
-    stand_in("ml_collections", ConfigDict=SimpleNamespace, config_flags=SimpleNamespace(DEFINE_config_file=ignore))
-    config = peer_config(args, model, runpy.run_path(f"{peer}/config/base.py")["get_config"]())
+    stand_in("ml_collections", ConfigDict=Config, config_flags=SimpleNamespace(DEFINE_config_file=ignore))
+    config = peer_config(args, model, runpy.run_path(f"{folder}/config/base.py")["get_config"]())
+    peer.prepare(config)
     flags = SimpleNamespace(FLAGS=SimpleNamespace(config=config))
     stand_in("absl", app=SimpleNamespace(run=lambda main: main([])), flags=flags)
     stand_in("wandb", init=ignore, log=log, Image=ignore)
     stand_in("flow_grpo.rewards", multi_score=lambda device, wanted: scores)
-    with quiet(), contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(Enough):
+    program = (folder / peer.program).read_text("utf-8")
+    for old, new in peer.on_cpu.items() if device.type == "cpu" else ():
+        require((program.count(old) == 1, f"{peer.program} must have {old} once, got {program.count(old)}"))
+        program = program.replace(old, new)
+    alone = trainer.lone_rank() if peer.on_cpu else contextlib.nullcontext()  # what it expects of torchrun
+    with quiet(), contextlib.redirect_stderr(io.StringIO()), alone, contextlib.suppress(Enough):
         for name in ("train.txt", "test.txt"):
             Path(name).write_text("\n".join(trainer.TEXTS[:2]) + "\n")
-        runpy.run_path(f"{peer}/scripts/train_sd3.py", run_name="__main__")
+        exec(compile(program, folder / peer.program, "exec"), {"__name__": "__main__"})
     return Result(found[1:], memory(device).peak_mb)
 
 
+class Config(SimpleNamespace):
+    """In place of ml_collections' ConfigDict."""
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the values."""
+        return vars(self)
+
+
 def peer_config(args: Args, model: str, config: Any) -> Any:
-    """Return the peer's own defaults, with what RECIPE, or else a run of a few minutes, changes."""
+    """Return the peer's own defaults with the sizes of the work."""
     config.mixed_precision = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}[dtype_of(args)]
     config.pretrained.model = model
     config.dataset, config.prompt_fn, config.resolution = ".", "general_ocr", args.side
     sample, train, size = config.sample, config.train, args.batch_size
-    sample.num_steps, sample.eval_num_steps, sample.guidance_scale = args.num_inference_steps, 2, 4.5
+    sample.num_steps, sample.num_batches_per_epoch = args.num_inference_steps, NUM_UPDATES
     sample.train_batch_size = sample.num_image_per_prompt = train.batch_size = size
-    sample.num_batches_per_epoch, train.gradient_accumulation_steps = NUM_UPDATES, 1
-    train.timestep_fraction = 1 - 0.5 / args.num_inference_steps
+    train.gradient_accumulation_steps = 1
     return config
 
 
@@ -253,7 +336,7 @@ def in_turn(sides: Mapping[str, Side], args: Args, model: str) -> dict[str, Resu
 def measure(args: Args) -> tuple[int, dict[str, list[Result]]]:
     """Return the number of the net's weights, and the results of each side in each round."""
     args = args.sized()
-    sides: dict[str, Side] = {PEER: theirs, "trainer": ours}
+    sides: dict[str, Side] = {peer_in(args.peer).name: theirs, "trainer": ours}
     sides |= {"trainer, compiled": ours_compiled} if args.device_rows else {}
     with TemporaryDirectory() as folder:
         num_weights = build(args, Path(folder))
@@ -262,19 +345,19 @@ def measure(args: Args) -> tuple[int, dict[str, list[Result]]]:
     return num_weights, {name: [each[name] for each in rounds] for name in sides}
 
 
-def rows_of(found: Mapping[str, Sequence[Result]], *, memory: bool) -> list[tuple[str, ...]]:
-    """Return a row for each phase of each side: its median and range, and that of the ratio to the peer's steps.
+def rows_of(found: Mapping[str, Sequence[Result]]) -> list[tuple[str, ...]]:
+    """Return a row for each phase of each side, and for its memory: its median and range, and the ratio to the first.
 
-    memory: True for rows of the most memory of the device.
+    found: by side, the results of each round; the peer is the first.
     """
     steps = {name: [one for result in results for one in result.steps] for name, results in found.items()}
-    rows = []
+    peer, rows = next(iter(found)), []
     for phase in (*Seconds._fields, "step"):
         seconds = {n: [sum(s) if phase == "step" else getattr(s, phase) for s in all_] for n, all_ in steps.items()}
         for name, own in seconds.items():
-            rows.append((phase, name, runner.spread(own, 2), runner.ratio(own, seconds[PEER])))
-    for name, results in found.items() if memory else ():
-        peaks = [[result.peak_mb / 1e3 for result in each] for each in (results, found[PEER])]
+            rows.append((phase, name, runner.spread(own, 2), runner.ratio(own, seconds[peer])))
+    for name, results in found.items():
+        peaks = [[result.peak_mb / 1e3 for result in each] for each in (results, found[peer])]
         rows.append(("most memory, GB", name, runner.spread(peaks[0], 2), runner.ratio(*peaks)))
     return rows
 
@@ -284,8 +367,7 @@ def versus_peer(args: Args) -> None:
     num_weights, found = measure(args)
     print(runner.stamp(f"{num_weights / 1e6:.1f} M weights", args.sized()))
     unit = "s" if args.device_rows else "s of CPU"
-    head = ("phase", "of", unit, f"over {PEER}")
-    print(runner.table(head, rows_of(found, memory=args.device_rows and local_device().type != "cpu")))
+    print(runner.table(("phase", "of", unit, f"over {next(iter(found))}"), rows_of(found)))
 
 
 if __name__ == "__main__":

@@ -137,7 +137,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Visit:
-    """Inputs of the rows. predictions: by variant; may be empty. peer: a checkout of flow_grpo, or "".
+    """Inputs of the rows. predictions: by variant; may be empty. peer: a checkout of flow_grpo or DiffusionNFT, or "".
 
     folder: where pictures are kept; None keeps none.
     """
@@ -458,7 +458,7 @@ def versus(visit: Visit) -> Iterator[Row]:
 
 
 def beside_peer(visit: Visit) -> Iterator[Row]:
-    """Yield the seconds and memory of flow_grpo's own trainer, and of this one, eager and compiled."""
+    """Yield the seconds and memory of a peer's own trainer, and of this one, eager and compiled."""
     small = (
         {"side": 32, "num_inference_steps": 3, "batch_size": 2, "blocks": 2, "heads": 1} if visit.size == SMALL else {}
     )
@@ -468,8 +468,8 @@ def beside_peer(visit: Visit) -> Iterator[Row]:
     except ValueError as problem:
         raise LeftOutError(str(problem)) from problem
     _, found = versus_peer.measure(args)
-    for phase, side, value, over in versus_peer.rows_of(found, memory=local_device().type != "cpu"):
-        yield Row(f"{phase}, {side}", value, f"{over} of {versus_peer.PEER}")
+    for phase, side, value, over in versus_peer.rows_of(found):
+        yield Row(f"{phase}, {side}", value, f"{over} of {next(iter(found))}")
 
 
 def profile(visit: Visit) -> Iterator[Row]:
