@@ -44,6 +44,7 @@ from runner import quiet
 
 sys.path += [str(runner.REPO / "scripts"), str(runner.REPO / "apps")]
 import build_tiny_models
+
 import train_flowgrpo
 import train_nft
 
@@ -258,15 +259,25 @@ def theirs(args: Args, model: str) -> Result:
     stand_in("wandb", init=ignore, log=log, Image=ignore)
     stand_in("flow_grpo.rewards", multi_score=lambda device, wanted: scores)
     program = (folder / peer.program).read_text("utf-8")
-    for old, new in peer.on_cpu.items() if device.type == "cpu" else ():
-        require((program.count(old) == 1, f"{peer.program} must have {old} once, got {program.count(old)}"))
-        program = program.replace(old, new)
+    program = for_cpu(program, peer) if device.type == "cpu" else program
     alone = trainer.lone_rank() if peer.on_cpu else contextlib.nullcontext()  # what it expects of torchrun
     with quiet(), contextlib.redirect_stderr(io.StringIO()), alone, contextlib.suppress(Enough):
         for name in ("train.txt", "test.txt"):
             Path(name).write_text("\n".join(trainer.TEXTS[:2]) + "\n")
         exec(compile(program, folder / peer.program, "exec"), {"__name__": "__main__"})
     return Result(found[1:], memory(device).peak_mb)
+
+
+def for_cpu(program: str, peer: Peer) -> str:
+    """Return the peer's program with its words for CUDA replaced.
+
+    Raises:
+        ValueError: it has not each of them once.
+    """
+    for old, new in peer.on_cpu.items():
+        require((program.count(old) == 1, f"{peer.program} must have {old} once, got {program.count(old)}"))
+        program = program.replace(old, new)
+    return program
 
 
 class Config(SimpleNamespace):

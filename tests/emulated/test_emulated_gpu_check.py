@@ -77,7 +77,7 @@ def test_the_row_beside_a_peer_is_asked_with_a_checkout_only(tmp_path, capsys):
     check(tmp_path / "found", "--peer", str(tmp_path), "--only", "beside flow_grpo")
     (row,) = gpu_check.read(tmp_path / "found")["beside flow_grpo"].rows
     assert row.what == "left out"
-    assert "--peer must be a folder with flow_grpo's files" in row.found
+    assert "--peer must be a folder with flow_grpo's scripts/train_sd3.py" in row.found
 
 
 def test_the_timetable_takes_90_minutes_and_its_first_10_tell_what_no_card_has_told(capsys):

@@ -197,23 +197,63 @@ def get_config():
 """
 
 
+NFT_PEER = """
+import os
+import time
+
+import flow_grpo.rewards
+import torch
+import torch.distributed as dist
+import wandb
+from absl import app, flags
+
+def burn(seconds):
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+
+def main(argv):
+    config, local_rank, lock_rank = flags.FLAGS.config, int(os.environ["LOCAL_RANK"]), 0
+    dist.init_process_group("nccl", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+    torch.cuda.set_device(lock_rank)
+    torch.zeros(1, device=torch.device(f"cuda:{local_rank}"))
+    dict(device_ids=[local_rank], output_device=local_rank, find_unused_parameters=False)
+    assert config.to_dict()["debug"] and config.sample.solver == "dpm2" and config.given
+    while True:
+        burn(0.01)
+        wandb.log({"reward_avg": 0.0}, step=0)
+        wandb.log({"group_size": 2}, step=0)
+        for _ in range(config.sample.num_batches_per_epoch):
+            burn(0.02)
+            wandb.log({"inner_epoch": 0})
+
+if __name__ == "__main__":
+    app.run(main)
+"""
+PROGRAMS = {"flow_grpo": PEER, "DiffusionNFT": NFT_PEER}
+
+
 @in_turn(2, 4)
-@pytest.mark.parametrize("one_by_one", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_peers_program_runs_beside_the_trainer(capfd, tmp_path, monkeypatch, one_by_one):
+@pytest.mark.parametrize(
+    ("name", "one_by_one"),
+    [("flow_grpo", False), ("DiffusionNFT", False), pytest.param("flow_grpo", True, marks=pytest.mark.slow)],
+)
+def test_a_peers_program_runs_beside_the_trainer(capfd, tmp_path, monkeypatch, name, one_by_one):
     """One by one without what compiles, for which a small net is too small to take a minute."""
     import versus_peer
 
     monkeypatch.setattr(versus_peer, "ours_compiled", versus_peer.ours)
-    for name, text in zip(versus_peer.PEER_FILES, (PEER, DEFAULTS, ""), strict=True):
-        (tmp_path / "peer" / name).parent.mkdir(parents=True)
-        (tmp_path / "peer" / name).write_text(text)
+    (peer,) = (peer for peer in versus_peer.PEERS if peer.name == name)
+    for file, text in zip((peer.program, *peer.files), (PROGRAMS[name], DEFAULTS, ""), strict=True):
+        (tmp_path / "peer" / file).parent.mkdir(parents=True)
+        (tmp_path / "peer" / file).write_text(text)
     sizes = {"side": 16, "num_inference_steps": 3, "blocks": 2, "heads": 1, "batch_size": 2}
     versus_peer.versus_peer(versus_peer.Args(peer="peer", rounds=1, steps=1, device_rows=one_by_one, **sizes))
     found = {(phase, side): float(cell.split()[0]) for phase, side, cell, _ in table(capfd.readouterr().out)}
-    sides = ["flow_grpo", "trainer", *["trainer, compiled"] * one_by_one]
-    assert [*found] == [(phase, side) for phase in ("rollout", "update", "step") for side in sides]
-    assert found["rollout", "flow_grpo"] >= 0.01
-    assert found["update", "flow_grpo"] >= 0.04
+    sides = [name, "trainer", *["trainer, compiled"] * one_by_one]
+    assert [*found] == [(what, side) for what in ("rollout", "update", "step", "most memory, GB") for side in sides]
+    assert found["rollout", name] >= 0.01
+    assert found["update", name] >= 0.04
     assert min(found.values()) > 0
     for side in sides:
         assert found["step", side] == pytest.approx(found["rollout", side] + found["update", side], abs=0.02)
@@ -226,7 +266,7 @@ def test_rows_beside_a_peer_have_its_time_and_memory():
         "flow_grpo": [versus_peer.Result([versus_peer.Seconds(1.0, 2.0), versus_peer.Seconds(1.0, 4.0)], 2000.0)],
         "trainer": [versus_peer.Result([versus_peer.Seconds(0.5, 1.0), versus_peer.Seconds(1.0, 1.0)], 1500.0)],
     }
-    assert versus_peer.rows_of(found, memory=True)[3::2] == [
+    assert versus_peer.rows_of(found)[3::2] == [
         ("update", "trainer", "1.00 (1.00 to 1.00)", "0.375 (0.250 to 0.500)"),
         ("step", "trainer", "1.75 (1.50 to 2.00)", "0.450 (0.400 to 0.500)"),
         ("most memory, GB", "trainer", "1.50", "0.750"),
@@ -248,7 +288,14 @@ def test_a_folder_without_the_peers_files_is_refused(capfd):
         with pytest.raises(SystemExit) as stopped:
             runner.run("", versus_peer.versus_peer, argv=given)
         assert stopped.value.code == 2
-        assert "--peer must be a folder with flow_grpo's files" in capfd.readouterr().err
+        assert "--peer must be a folder with flow_grpo's scripts/train_sd3.py" in capfd.readouterr().err
+
+
+def test_a_peer_whose_words_for_cuda_have_changed_is_refused(tmp_path):
+    import versus_peer
+
+    with pytest.raises(ValueError, match='must have "nccl" once, got 0'):
+        versus_peer.for_cpu("dist.init()", versus_peer.PEERS[1])
 
 
 @pytest.mark.parametrize("kind", sampled(["all weights", "LoRA"], 1))
