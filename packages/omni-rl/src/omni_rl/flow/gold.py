@@ -43,7 +43,8 @@ def judge(
     params = held.params
     sampling = params.num_inference_steps, params.height, params.width, params.guidance_scale, params.guidance
     about = repr([*sampling, *((p.text, p.seed, p.size) for p in prompts)])
-    first = first_rows(run.session.checkpoints.kept, f"gold-{hashlib.sha256(about.encode()).hexdigest()}", rows)
+    name, kept = f"gold-{hashlib.sha256(about.encode()).hexdigest()}", run.session.checkpoints.kept
+    first = kept.setdefault(name, rows) if rows.isfinite().all() else kept.get(name, rows)
     found, spread = dict[str, float](), (2 * first.var(dim=0).mean()).sqrt().item()
     if spread:
         within = (2 * rows.unflatten(0, (-1, held.samples)).var(dim=1).mean()).sqrt().item()
@@ -70,11 +71,3 @@ def rows_of(dist: Dist, batches: Sequence[Trajectory], total: int) -> Tensor:
         own |= zip(batch.indices.tolist(), flat.float().cpu()[:, places].tolist(), strict=True)
     found = {index: row for rank in gather_json(dist, list(own.items())) for index, row in rank}
     return torch.tensor([found[index] for index in range(total)])
-
-
-def first_rows(kept: dict[str, Tensor], name: str, rows: Tensor) -> Tensor:
-    """Return the rows of the run's first evaluation of a set, which checkpoints keep; these if they are the first.
-
-    kept: of the checkpoints. name: a digest of the set's prompts, seeds and sampling parameters.
-    """
-    return kept.setdefault(name, rows) if rows.isfinite().all() else kept.get(name, rows)

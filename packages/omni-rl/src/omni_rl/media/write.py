@@ -176,13 +176,10 @@ def _add_sound(file: Any, codec: str, sound: np.ndarray, rate: float) -> Callabl
 
     layout = "mono" if sound.shape[1] == 1 else "stereo"
     stream = file.add_stream(codec, rate=round(rate), layout=layout)
-    frame = av.AudioFrame.from_ndarray(_levels(sound).reshape(1, -1), format="s16", layout=layout)
+    levels = (sound.clip(-1, 1) * 32767).round().astype(np.int16)
+    frame = av.AudioFrame.from_ndarray(levels.reshape(1, -1), format="s16", layout=layout)
     frame.sample_rate = round(rate)
     return lambda: [*stream.encode(frame), *stream.encode()]
-
-
-def _levels(sound: np.ndarray) -> np.ndarray:
-    return (sound.clip(-1, 1) * 32767).round().astype(np.int16)
 
 
 def contact_sheet(

@@ -5,7 +5,6 @@ from. The scale is read from wherever it is stored (`omni_train.weights.adapters
 """
 
 import inspect
-import json
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,13 +24,13 @@ from omni_train.weights.adapters import (
     SIDES,
     alpha_in,
     config_of,
+    config_text,
     find_adapter,
     read_adapter,
     scaled_state,
     scaling_of,
 )
 from omni_train.weights.load import check_numbers, read_shapes
-from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from peft.utils import CONFIG_NAME
 from safetensors import safe_open
@@ -172,17 +171,11 @@ def named(factors: Factors) -> dict[str, Tensor]:
 def write_peft(factors: Factors, target: Path, model: str) -> str:
     """Write a folder in peft's layout, which PeftModel.from_pretrained and trainers built on it read."""
     rank = len(next(iter(factors.values()))[0])
-    config = LoraConfig(
-        r=rank,
-        lora_alpha=rank,  # B has the scale
-        target_modules=sorted(factors),
-        base_model_name_or_path=model,
-        inference_mode=True,
-    )
+    config = config_text(rank, target_modules=sorted(factors), base_model_name_or_path=model)
     state = {name.replace(PART, PEFT_PART, 1): tensor for name, tensor in named(factors).items()}
     with new_folder(target) as folder:
         save_file(state, folder / PEFT_FILE, metadata={"format": "pt"})
-        (folder / CONFIG_NAME).write_text(json.dumps(config.to_dict(), indent=2, default=sorted) + "\n", "utf-8")
+        (folder / CONFIG_NAME).write_text(config, "utf-8")
     return f"{target}: {len(factors)} layers of rank {rank}, in peft's layout"
 
 

@@ -19,7 +19,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -618,13 +618,11 @@ def _tokens_of(net: nn.Module, block_names: Collection[str]) -> Iterator[dict[nn
         samples = len(streams[0]) if streams else 0  # blocks of towers have no axis of samples
         seen.setdefault(block, []).extend([sum(t.shape[1] for t in streams)] * samples)
 
-    blocks = [block for block in net.modules() if type(block).__name__.removeprefix("FSDP") in block_names]
-    hooks = [block.register_forward_hook(note) for block in blocks]
-    try:
+    with ExitStack() as hooks:
+        for block in net.modules():
+            if type(block).__name__.removeprefix("FSDP") in block_names:
+                hooks.enter_context(block.register_forward_hook(note))
         yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 class _Record(torch.autograd.Function):

@@ -10,6 +10,7 @@ Trainers keep this scale in different places. It is read from all of them, and t
 A file with none of them has its scale in B, as diffusers writes it.
 """
 
+import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -236,6 +237,12 @@ def checked_config(values: Mapping[str, Any], place: str) -> LoraConfig:
             raise ValueError(f"{key} of {place} must be true or false, got {values[key]!r:.80}")
     read = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora")
     return LoraConfig(**{key: values[key] for key in read if values.get(key) is not None})
+
+
+def config_text(rank: int, **facts: Any) -> str:
+    """Return the text of adapter_config.json for factors whose B has the scale. facts: more of peft's `LoraConfig`."""
+    config = LoraConfig(r=rank, lora_alpha=rank, inference_mode=True, **facts)
+    return json.dumps(config.to_dict(), indent=2, default=sorted) + "\n"  # sets become lists
 
 
 def scale_in(config: LoraConfig, layer: str, rank: int, file: Path) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 from uuid import uuid4
 
 import torch
-from peft import LoraConfig, TaskType
+from peft import TaskType
 from peft.utils import CONFIG_NAME
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -42,6 +42,7 @@ from omni_train.weights.adapters import (
     PEFT_FILE,
     PEFT_PART,
     SavedAdapter,
+    config_text,
     factors_by_name,
     find_adapter,
     read_adapter,
@@ -210,17 +211,15 @@ def save_peft(
     layers = adapter_layers(module, "default")
     rank = next(layer.r["default"] * (1 + (INITIAL in layer.lora_A)) for layer in layers.values())
     of_experts = [name for name, layer in adapted_params(module).items() if isinstance(layer, ParamWrapper)]
-    config = LoraConfig(
+    config = config_text(
+        rank,
         task_type=TaskType.CAUSAL_LM,
         base_model_name_or_path=base,
-        r=rank,
-        lora_alpha=rank,  # B is multiplied by alpha / rank already
         target_modules=[f"{prefix}{name}" for name, layer in layers.items() if isinstance(layer, LoraLinear)],
         target_parameters=[f"{prefix}{name}" for name in of_experts] or None,
         use_dora=any(has_dora(layer, "default") for layer in layers.values()),
-        inference_mode=True,
     )
-    texts = {CONFIG_NAME: json.dumps(config.to_dict(), indent=2, default=sorted) + "\n"}  # sets become lists
+    texts = {CONFIG_NAME: config}
     if card is not None:
         texts[CARD_FILE] = model_card(card, is_lora=True, library="transformers")
     state = factors_by_name(module, "default", f"{PEFT_PART}.{prefix}".rstrip("."), _saved_shapes)
