@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from omni_rollout.conditioning import TEXT_CACHE, Conditioner, TextCache
 from omni_rollout.model import Model
-from omni_rollout.shared_starts import SharedStarts, initial_seed
+from omni_rollout.shared_starts import SharedStarts
 from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Trajectory, to_device
 
 
@@ -81,7 +81,10 @@ class Sampler:
         self, prompts: Sequence[Prompt], params: Params, sigmas: Tensor, cond: Cond, shape: Sequence[int], version: int
     ) -> tuple[Tensor, list[tuple[Tensor, Transition]]]:
         """Return clean latents [B, ...], and for each stochastic step the latents before it and its transition."""
-        x, start = self._begin(prompts, params, sigmas, cond, shape, version)
+        if params.sde_steps and any(prompt.initial_seed is not None for prompt in prompts):
+            x, start = self._shared_start(prompts, params, sigmas, cond, shape, version), params.sde_steps[0]
+        else:
+            x, start = to_device(self._noise(prompts, shape), next(iter(cond.values())).device), 0
         kept, data, last_sigma = list[tuple[Tensor, Transition]](), None, None
         for i, (sigma, sigma_next) in islice(enumerate(pairwise(sigmas)), start, None):  # on the host
             velocity = self._velocity(x, sigma, cond, params)
@@ -97,27 +100,23 @@ class Sampler:
                 x = euler_step(velocity, x, sigma, sigma_next)
         return x, kept
 
-    def _begin(
+    def _shared_start(
         self, prompts: Sequence[Prompt], params: Params, sigmas: Tensor, cond: Cond, shape: Sequence[int], version: int
-    ) -> tuple[Tensor, int]:
-        """Return the noise [B, ...] and 0; for shared starts latents, and the number of the step that follows them."""
-        device = next(iter(cond.values())).device
-        if not params.sde_steps or all(prompt.initial_seed is None for prompt in prompts):
-            return to_device(self._noise(prompts, shape), device), 0
-        start = params.sde_steps[0]
+    ) -> Tensor:
+        """Return the latents [B, ...] before the first stochastic step, computed once for samples with equal starts."""
 
         def compute(places: list[int]) -> Tensor:
             rows = {name: tensor[places] for name, tensor in cond.items()}
-            x = to_device(self._noise([prompts[i] for i in places], shape), device)
-            for sigma, sigma_next in islice(pairwise(sigmas), start):
+            x = to_device(self._noise([prompts[i] for i in places], shape), next(iter(cond.values())).device)
+            for sigma, sigma_next in islice(pairwise(sigmas), params.sde_steps[0]):
                 x = euler_step(self._velocity(x, sigma, rows, params), x, sigma, sigma_next)
             return x
 
-        return self._starts.latents(prompts, (version, params), compute), start
+        return self._starts.latents(prompts, (version, params), compute)
 
     def _noise(self, prompts: Sequence[Prompt], shape: Sequence[int]) -> Tensor:
         """Return the initial noise [B, ...] of samples."""
-        return self._start_noise(tuple(map(initial_seed, prompts)), tuple(shape))
+        return self._start_noise(tuple(prompt.start_seed for prompt in prompts), tuple(shape))
 
     def _velocity(self, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
         """Return the net's velocity [B, ...] at latents x [B, ...] of one noise level."""

@@ -45,11 +45,6 @@ class SharedStarts:
         return last.x[row_of]
 
 
-def initial_seed(prompt: Prompt) -> int:
-    """Return the seed of a sample's initial noise."""
-    return prompt.seed if prompt.initial_seed is None else prompt.initial_seed
-
-
 def _distinct_starts(prompts: Sequence[Prompt]) -> tuple[list[int], list[int]]:
     """Return the index of the first sample of each distinct start, and for each sample its position among those."""
     starts = [_start(prompt) for prompt in prompts]
@@ -59,4 +54,4 @@ def _distinct_starts(prompts: Sequence[Prompt]) -> tuple[list[int], list[int]]:
 
 def _start(prompt: Prompt) -> tuple[str | int, ...]:
     """Return what samples with an equal start share: texts, ids of images, and the seed of the noise."""
-    return prompt.text, prompt.negative, *map(id, prompt.images), initial_seed(prompt)
+    return prompt.text, prompt.negative, *map(id, prompt.images), prompt.start_seed

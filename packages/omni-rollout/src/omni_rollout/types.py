@@ -64,6 +64,11 @@ class Prompt:
         """Shapes that all samples of a batch share: the prompt's size or None, and the sizes of its references."""
         return self.size, tuple(tuple(image.shape) for image in self.images)
 
+    @property
+    def start_seed(self) -> int:
+        """The seed of its initial noise."""
+        return self.seed if self.initial_seed is None else self.initial_seed
+
 
 @dataclass(frozen=True)
 class Params:
