@@ -120,7 +120,7 @@ def ranks(place: str) -> int:
     return {"one rank": 1, "two by two": 4}.get(place, 2)
 
 
-def settings(name: str, url: str, weights: str = "all weights", place: str = "one rank", **changes: Any) -> tuple:
+def settings(name: str, url: str, weights: str = "all weights", place: str = "one rank", /, **changes: Any) -> tuple:
     """The module of a row and its settings in the working folder, where the files that it reads are written."""
     row = TRAINERS[name]
     app = importlib.import_module(row.app)

@@ -1,7 +1,7 @@
 """Every model takes a training step in bfloat16, with LoRA and with all weights, and so does every algorithm.
 
-`make test` has some models, and one algorithm of each trainer. Each run is as a user's, with the count
-of operations, in a forked process. tests/emulated has float16.
+`make test` has some of each; a recipe of each trainer takes a step in test_app_recipe_steps.py. Each run is as a
+user's, with the count of operations, in a forked process. tests/emulated has float16.
 """
 
 import pytest
@@ -32,17 +32,10 @@ BFLOAT16 = {"dtype": "bfloat16"}
 CHATS = {"qwen3": "", "qwen2.5-vl": "-silent", "qwen3-omni": "-seen"}  # the ends of the names of their prompts' files
 WHOLE = [(each, "all weights") for each in ("nft", "dpo", "srpo", "sft", "distill")]  # one of each trainer
 STEPS = [*((each, "LoRA") for each in ALGORITHMS), *WHOLE]
-TRAINED = dict.fromkeys(app for app, _ in ALGORITHMS.values())
-BY_TRAINER = [[step for step in STEPS if ALGORITHMS[step[0]][0] is app] for app in TRAINED]
 TEXT_STEPS = [
-    *([(model, "gspo", kind) for kind in KINDS] for model in CHATS),
-    [("qwen3", algo, "LoRA") for algo in train_gspo.ALGOS if algo != "gspo"],
+    *((model, "gspo", kind) for model in CHATS for kind in KINDS),
+    *(("qwen3", algo, "LoRA") for algo in train_gspo.ALGOS if algo != "gspo"),
 ]
-
-
-def one_of_each(groups):
-    """The cases of all groups, of each of which one runs always."""
-    return [case for cases in groups for case in sampled(cases, 1)]
 
 
 @pytest.mark.parametrize("case", sampled([(name, kind) for name in ROWS for kind in KINDS], 3))
@@ -55,7 +48,7 @@ def test_every_model_takes_a_step_in_bfloat16(case, tmp_path, bright_urls):
     assert_trained(name, kind, tmp_path, lines)
 
 
-@pytest.mark.parametrize("case", one_of_each(BY_TRAINER))
+@pytest.mark.parametrize("case", sampled(STEPS, 2))
 def test_every_algorithm_takes_a_step_in_bfloat16(case, tmp_path, bright_urls):
     algorithm, kind = case
     args = settings("qwen-image", algorithm, tmp_path, bright_urls, **ONE_STEP, **KINDS[kind], **BFLOAT16)
@@ -67,7 +60,7 @@ def test_every_algorithm_takes_a_step_in_bfloat16(case, tmp_path, bright_urls):
 CHAT_STEP = ONE_STEP | BFLOAT16 | {"group_size": 8, "batch_size": 8, "max_new_tokens": 5, "lr": 1e-3, "reward": "regex"}
 
 
-@pytest.mark.parametrize("case", one_of_each(TEXT_STEPS))
+@pytest.mark.parametrize("case", sampled(TEXT_STEPS, 2))
 def test_every_language_model_and_algorithm_of_texts_takes_a_step_in_bfloat16(case, tmp_path):
     model, algorithm, kind = case
     write_chats(tmp_path)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import CHECKPOINT, REPO, sampled
+from helpers import CHECKPOINT, REPO, in_turn, sampled
 from omni_reward import Score
 from omni_reward.serving import serving_here
 from omni_train.files import load_metrics
@@ -103,6 +103,7 @@ def test_ranks_change_a_run_only_by_the_order_of_sums(case, url):
     assert largest > off
 
 
+@in_turn(0, 3)
 @pytest.mark.parametrize("page", sampled(PAGES, 1))
 def test_a_student_that_samples_as_the_teacher_does_stays(page, url):
     """The fake net is not trained, so that it stays the teacher; then the two agree on all samples, to the bit."""
@@ -113,6 +114,7 @@ def test_a_student_that_samples_as_the_teacher_does_stays(page, url):
     assert not any(tensor.any() for name, tensor in exported(page).items() if "lora_B" in name)
 
 
+@in_turn(1, 3)
 def test_without_the_rewards_weight_the_student_of_tdm_r1_is_that_of_tdm(url):
     run_script(PAGES["tdm"], flags("tdm", url))
     run_script(
@@ -126,6 +128,7 @@ def corner(media, prompts, meta):
     return [Score(float(image[:16, :48].mean()) / 255) for image in media["image"]]
 
 
+@in_turn(2, 3)
 def test_the_reward_moves_the_student_of_tdm_r1_to_better_samples(url):
     """From the same start, following the learned reward scores higher than fleeing it."""
     own = {"prompts_per_step": 4, "group_size": 4, "batch_size": 4, "train_steps": 8, "eval_every": 8, "lora_rank": 8}

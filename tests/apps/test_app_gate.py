@@ -5,32 +5,19 @@ import os
 import re
 from pathlib import Path
 
-import build_tiny_models
 import pytest
 import torch
-from helpers import REPO, sampled
+from helpers import sampled
 from omni_rl.run.failures import advice
 from omni_rl.settings.fields import change, leaves
 from omni_rollout.models import bagel_sequence
 from torch.nn import functional
-from trainer_runs import recipe, tiny, train, train_on_ranks, write_eval_prompts
-
-import train_flowgrpo
-import train_gspo
-import train_nft
-import train_unigrpo
+from trainer_runs import train, train_on_ranks
+from trainer_table import settings as row_settings
 
 ATTENTION = functional.scaled_dot_product_attention
-SMALL = {"prompts_per_step": 2, "group_size": 4, "batch_size": 2, "eval_every": 9, "eval_first": False, "lr": 1e-3}
-GSPO = change(
-    train_gspo.Args(), prompts="train.jsonl", eval_prompts="eval.jsonl", eval_every=2, prompts_per_step=2,
-    group_size=4, batch_size=4, max_new_tokens=5, train_steps=2, lr=1e-3, reward="regex", num_minibatches=2,
-)  # fmt: skip
-UNIGRPO = change(
-    train_unigrpo.Args(), prompts="train.jsonl", eval_prompts="eval.jsonl", eval_every=2, eval_num_inference_steps=2,
-    prompts_per_step=2, group_size=4, batch_size=2, height=32, width=48, num_inference_steps=3, max_thought_tokens=4,
-    train_steps=2, lr=1e-3, thought_reward="0.5*regex", num_minibatches=2,
-)  # fmt: skip
+ENDS = {"eval_every": 9, "eval_first": False}
+OWN = {"flowgrpo": {"clip_range": 1e-4, "num_inner_epochs": 1, "optim_lr_scheduler_type": "constant"}}
 TRAINERS = ["flowgrpo", "awm", "gspo", "unigrpo"]
 CASES = [f"{name} on {ranks}" for name in TRAINERS for ranks in (1, 2)]
 ON_RANKS = sampled(CASES, 1)
@@ -49,37 +36,9 @@ def noisy(*args, **kwargs):
 
 
 @pytest.fixture
-def settings(tmp_path, monkeypatch, bright_url):
+def settings(here, bright_url):
     """`settings(name, **changes)`: a trainer and its settings, in a working folder of their own."""
-    monkeypatch.chdir(tmp_path)
-    write_eval_prompts(tmp_path)
-    for name, count in (("train", 8), ("eval", 2)):
-        lines = [{"prompt": f"say {i}", "pattern": "[a-mA-M]"} for i in range(count)]
-        Path(f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-    def of(trainer, /, **changes):
-        if trainer in ("gspo", "unigrpo"):
-            app, args, kind = (train_gspo, GSPO, "qwen3") if trainer == "gspo" else (train_unigrpo, UNIGRPO, "bagel")
-            model = build_tiny_models.tiny_checkpoint(kind, REPO / ".pytest_cache" / "tiny-models")
-            places = {"model": str(model)} | ({"scorer_url": bright_url} if trainer == "unigrpo" else {})
-            return app, change(args, **(places | changes))
-        app, preset = (train_flowgrpo, "tiny-signs") if trainer == "flowgrpo" else (train_nft, "tiny-signs-awm")
-        own = (
-            {
-                "algo": "flowgrpo",
-                "window_low": 0,
-                "window_high": 2,
-                "clip_range": 1e-4,
-                "optim_lr_scheduler_type": "constant",
-            }
-            if trainer == "flowgrpo"
-            else {}
-        )
-        own |= {"train_levels": 2} if trainer == "awm" else {}
-        args = tiny(recipe(app, preset), num_minibatches=2, scorer_url=bright_url, **(SMALL | own))
-        return app, change(args, **changes)
-
-    return of
+    return lambda name, **changes: row_settings(name, bright_url, **(ENDS | OWN.get(name, {}) | changes))
 
 
 def give_attention(monkeypatch, attention):
@@ -113,7 +72,7 @@ def gates(name="run"):
 @pytest.mark.parametrize("case", ON_RANKS)
 def test_a_run_goes_on_where_kernels_differ_with_gradients(settings, monkeypatch, case):
     name, _, ranks = case.partition(" on ")
-    app, args = settings(name, name="run", save_every=1)
+    app, args = settings(name, save_every=1)
     give_attention(monkeypatch, by_gradients)
     first, second = run_on(int(ranks), app, args)[-2:]
     assert 0 < first["policy/gap_by_gradients"] < 1e-4
@@ -125,7 +84,7 @@ def test_a_run_goes_on_where_kernels_differ_with_gradients(settings, monkeypatch
 @pytest.mark.parametrize("case", ON_RANKS)
 def test_a_run_goes_on_where_kernels_do_not_repeat_themselves(settings, monkeypatch, case):
     name, _, ranks = case.partition(" on ")
-    app, args = settings(name, name="run", save_every=1)
+    app, args = settings(name, save_every=1)
     give_attention(monkeypatch, noisy)
     first, second = run_on(int(ranks), app, args)[-2:]
     assert 0 < first["policy/gap_noisy"] < 1e-4
@@ -134,7 +93,7 @@ def test_a_run_goes_on_where_kernels_do_not_repeat_themselves(settings, monkeypa
 
 
 def test_all_ranks_take_the_worst_class_of_any(settings, monkeypatch):
-    app, args = settings("flowgrpo", name="run", save_every=1)
+    app, args = settings("flowgrpo", save_every=1)
     kinds = {"0": by_gradients, "1": noisy}
     give_attention(monkeypatch, lambda *args, **kwargs: kinds[os.environ["RANK"]](*args, **kwargs))
     assert train_on_ranks(app, args)[-2]["policy/gap_noisy"] > 0
@@ -144,7 +103,7 @@ def test_all_ranks_take_the_worst_class_of_any(settings, monkeypatch):
 @pytest.mark.parametrize("case", ON_RANKS)
 def test_weights_that_changed_behind_the_engine_stop_a_run(settings, monkeypatch, case):
     name, _, ranks = case.partition(" on ")
-    app, args = settings(name, name="run")
+    app, args = settings(name)
     drawn = "sample_round" if name == "gspo" else "sample"
     monkeypatch.setattr(app, drawn, then_changed(getattr(app, drawn), by=1e-2))
     with pytest.raises(Exception, match=r"before the first update the ratio must be 1"):
@@ -152,7 +111,7 @@ def test_weights_that_changed_behind_the_engine_stop_a_run(settings, monkeypatch
 
 
 def test_a_change_as_small_as_rounding_stops_a_run_whose_kernels_repeat_themselves(settings, monkeypatch):
-    app, args = settings("flowgrpo", name="run")
+    app, args = settings("flowgrpo")
     monkeypatch.setattr(app, "sample", then_changed(app.sample, by=2e-6))
     off = r"the ratio must be 1 within 0.0, but is off by \d(\.\d+)?e-0[67]:"
     with pytest.raises(RuntimeError, match=off) as stopped:
@@ -175,7 +134,7 @@ def test_the_advice_on_a_ratio_names_only_flags_of_the_trainer_that_are_not_set(
 
 
 def test_a_run_that_goes_on_keeps_its_class(settings, monkeypatch):
-    app, args = settings("flowgrpo", name="run", save_every=1)
+    app, args = settings("flowgrpo", save_every=1)
     with monkeypatch.context() as patched:
         give_attention(patched, by_gradients)
         train(app, change(args, train_steps=1))
@@ -193,7 +152,7 @@ def test_a_tolerance_given_by_hand_is_kept(settings, monkeypatch):
 
 @pytest.mark.parametrize("name", sampled(TRAINERS, 1))
 def test_an_exact_run_is_not_touched(settings, name):
-    app, args = settings(name, name="run")
+    app, args = settings(name)
     lines = train(app, args)
     assert not any("policy/gap_by_gradients" in line or "policy/gap_noisy" in line for line in lines)
     assert set(gates()) == {None}

@@ -4,7 +4,6 @@ import json
 import zlib
 from pathlib import Path
 
-import build_tiny_models
 import pytest
 import tiny_colors
 import torch
@@ -21,25 +20,15 @@ from omni_rollout.models import open_model
 from omni_rollout.models.bagel_think import ThinkingBagel
 from safetensors.torch import load_file
 from trainer_runs import exported, place, recipe, train, undocumented
+from trainer_table import settings
 
 import train_unigrpo as app
 
-TINY = change(
-    app.Args(), prompts="train.jsonl", eval_prompts="eval.jsonl", eval_every=2, eval_num_inference_steps=2,
-    prompts_per_step=2, group_size=2, batch_size=2, height=32, width=48, num_inference_steps=3, max_thought_tokens=4,
-    train_steps=2, save_every=1, lr=1e-3, thought_reward="0.5*regex", hang_timeout_s=60.0,
-)  # fmt: skip
-
 
 @pytest.fixture
-def tiny(tmp_path, monkeypatch, bright_url):
+def tiny(here, bright_url):
     """`tiny(**changes)`: settings of a small run in a working folder of its own."""
-    monkeypatch.chdir(tmp_path)
-    for name, count in (("train", 4), ("eval", 2)):
-        lines = [{"prompt": f"a sign {i}" + " that is red" * i, "pattern": "[a-m]"} for i in range(count)]
-        Path(f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    model = build_tiny_models.tiny_checkpoint("bagel", REPO / ".pytest_cache" / "tiny-models")
-    return lambda **changes: change(TINY, **({"model": str(model), "scorer_url": bright_url} | changes))
+    return lambda **changes: settings("unigrpo", bright_url, **changes)[1]
 
 
 def test_both_ratios_are_one_before_the_first_update_and_both_parts_move(tiny):
