@@ -121,7 +121,7 @@ def ranks(place: str) -> int:
 
 
 def settings(name: str, url: str, weights: str = "all weights", place: str = "one rank", /, **changes: Any) -> tuple:
-    """The module of a row and its settings in the working folder, where the files that it reads are written."""
+    """Return the module of a row and its settings in the working folder, where it writes the files that they name."""
     row = TRAINERS[name]
     app = importlib.import_module(row.app)
     given = SIZE | row.settings | WEIGHTS[weights] | PLACES[place]
