@@ -13,7 +13,7 @@ from records import record
 
 RECORD = json.loads(record.FILE.read_text())
 IS_SAME_MACHINE = RECORD["machine"] == record.machine()
-DRAWN = {"grpo": 2, "nft": 1, "awm": 1, "dpo": 1, "srpo": 1, "distill": 1}  # of each kind, beside those of ALWAYS
+DRAWN = {"grpo": 1, "nft": 1, "awm": 1, "dpo": 1, "srpo": 1, "distill": 1}  # of each kind, beside those of ALWAYS
 ALWAYS = {"grpo-lora-ddp"}
 TOLERANCE = {"rel": 1e-3, "abs": 1e-5}  # what rounding elsewhere makes of two steps; losses near 0 are differences
 COARSE = 50  # times as much in bfloat16 for what scores' differences make: other kernels moved it by up to 3.4 %

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
-from helpers import REPO, TRAINERS
+from helpers import REPO, TRAINERS, sampled
 from omni_reward.errors import RewardConnectError, RewardHTTPError, RewardTimeoutError
 from omni_reward.transport import Transport
 from omni_rl.settings import cli
@@ -347,7 +347,7 @@ def shown(capsys, *words: str) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("app", ["train_flowgrpo", "train_gspo", "train_unigrpo"])
+@pytest.mark.parametrize("app", sampled(["train_flowgrpo", "train_gspo", "train_unigrpo"], 1))
 def test_help_is_that_of_tyro_s_own_reading_of_comments(app: str, capsys, monkeypatch):
     module, texts = importlib.import_module(app), []
     own = ConstructorRegistry()
@@ -480,7 +480,10 @@ def test_a_list_into_a_closed_pipe_is_no_error(words):
     assert (done.stderr, done.returncode) == ("", 0)
 
 
-@pytest.mark.parametrize("name", [name for name, own in leaves(train_gspo.Args).items() if kind_of(own.type) is bool])
+SWITCHES = [name for name, own in leaves(train_gspo.Args).items() if kind_of(own.type) is bool]
+
+
+@pytest.mark.parametrize("name", sampled(SWITCHES, 3))
 def test_a_switch_with_a_value_is_told_its_two_flags(name, tmp_path):
     on = f"--{name.replace('_', '-')}"
     *group, own = on[2:].split(".")

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from diffusers import QwenImageTransformer2DModel
-from helpers import REPO
+from helpers import REPO, sampled
 from model_rows import ROWS
 from omni_rl.tools import lora
 from omni_rollout.models import open_model
@@ -91,7 +91,7 @@ def test_a_file_becomes_a_start_of_training_with_its_scale(tmp_path, layers, cap
 
 
 @pytest.mark.parametrize("layout", ["diffusers", "peft"])
-@pytest.mark.parametrize("name", ["qwen-image-edit", "z-image", "flux-dev", "sd35-medium"])
+@pytest.mark.parametrize("name", sampled(["qwen-image-edit", "z-image", "flux-dev", "sd35-medium"], 1))
 def test_diffusers_reads_each_layout_that_a_run_goes_to(tmp_path, name, layout):
     folder = ROWS[name].checkpoint()
     model = open_model(folder)
@@ -145,7 +145,7 @@ def write_form(folder, made, header, config):
     return state
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", sampled(FORMS, 4))
 def test_every_reader_honors_a_scale_wherever_it_is_stored(tmp_path, layers, form):
     """--init-weights and teachers, `omni-rl lora`, and `omni-rl sample --weights`."""
     header, config, scale = FORMS[form]

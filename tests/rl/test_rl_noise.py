@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from helpers import sampled
 from omni_rl.run.media import MIN_NOISE, check_noise
 from omni_sched import cps_step, dance_step, linear_sigmas, sde_step, shift_sigmas
 
@@ -55,7 +56,7 @@ def test_published_levels_and_those_near_them_are_taken(rule, sigmas):
         assert fault(take, SIGMAS[sigmas], level) == ""
 
 
-@pytest.mark.parametrize("sigmas", SIGMAS)
+@pytest.mark.parametrize("sigmas", sampled(SIGMAS, 1))
 @pytest.mark.parametrize("rule", RULES)
 def test_of_a_level_that_is_taken_float32_keeps_the_noise(rule, sigmas):
     """Of each power of two: taken levels lose less than a thousandth, and those with a loss of a tenth are refused."""

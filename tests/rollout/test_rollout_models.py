@@ -92,7 +92,7 @@ def pipe(case):
 STOCK = [
     (name, guided, batch) for name, row in ROWS.items() if row.stock for guided in (False, True) for batch in (1, 3)
 ]
-DRAWN = sampled(STOCK, 4)
+DRAWN = sampled(STOCK, 3)
 
 
 @pytest.mark.parametrize(

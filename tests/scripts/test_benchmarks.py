@@ -51,6 +51,7 @@ def test_the_frameworks_cost_is_a_step_over_the_model_in_it(capfd, monkeypatch):
     assert float(tax) > float(without) > 1
 
 
+@in_turn(4, 8)
 def test_a_step_of_the_demonstration_is_shared_out_among_its_parts():
     import demonstration
 
@@ -111,6 +112,7 @@ def test_noise_is_drawn_in_turn_with_torchs(capfd):
     assert float(ratio) == pytest.approx(float(ours) / float(plain), rel=0.05)
 
 
+@in_turn(5, 8)
 def test_a_step_computes_what_its_samples_need_and_recomputed_blocks_more(capfd, monkeypatch):
     import step_cost
     import trainer
@@ -133,6 +135,7 @@ def test_the_plain_loop_takes_the_trainers_step(capfd):
     assert all(float(seconds) > 0 for _, seconds, *_ in rows)
 
 
+@in_turn(6, 8)
 def test_the_roofline_speaks_of_each_phase(capfd, monkeypatch):
     import roofline
 
@@ -233,7 +236,7 @@ if __name__ == "__main__":
 PROGRAMS = {"flow_grpo": PEER, "DiffusionNFT": NFT_PEER}
 
 
-@in_turn(2, 4)
+@in_turn(2, 8)
 @pytest.mark.parametrize(
     ("name", "one_by_one"),
     [("flow_grpo", False), ("DiffusionNFT", False), pytest.param("flow_grpo", True, marks=pytest.mark.slow)],
@@ -298,6 +301,7 @@ def test_a_peer_whose_words_for_cuda_have_changed_is_refused(tmp_path):
         versus_peer.for_cpu("dist.init()", versus_peer.PEERS[1])
 
 
+@in_turn(7, 8)
 @pytest.mark.parametrize("kind", sampled(["all weights", "LoRA"], 1))
 def test_what_two_ranks_exchange_predicts_four(kind):
     """Of a step of other batches and optimizer steps too."""

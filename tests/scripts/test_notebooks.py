@@ -17,7 +17,7 @@ def printed(notebook) -> str:
     return "".join(output.text for output in outputs if output.output_type == "stream")
 
 
-@in_turn(1, 4)
+@in_turn(1, 8)
 @pytest.mark.parametrize("steps", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_the_notebook_learns(steps):
     notebook = nbformat.read(PATH, as_version=4)

@@ -18,7 +18,7 @@ def run(name, out):
     return subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, check=False)
 
 
-@in_turn(0, 4)
+@in_turn(0, 8)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", sampled(real_size.ROWS, 1))
 def test_a_model_is_built_planned_trained_killed_continued_and_opened(name, tmp_path):

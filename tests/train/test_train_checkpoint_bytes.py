@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import REPO, load_newest
+from helpers import REPO, load_newest, sampled
 from model_rows import ROWS, built
 from omni_rollout.models import open_model
 from omni_rollout.models.tokens import open_token_model
@@ -44,7 +44,7 @@ def trained(net):
 
 
 @pytest.mark.parametrize("rank", [RANK, 0], ids=["lora", "all"])
-@pytest.mark.parametrize("name", [*ROWS, *TEXT])
+@pytest.mark.parametrize("name", sampled([*ROWS, *TEXT], 6))
 def test_the_bytes_are_those_of_what_is_trained(name, rank, alone, tmp_path):
     model = open_row(name)
     lora = Lora(model.LORA_TARGETS, rank, 2.0 * rank, "default", seed=0)

@@ -117,12 +117,15 @@ def test_a_block_is_one_graph_and_few_are_made_whatever_comes(tiny_qwen, graphs)
         everything()
 
 
-@pytest.mark.parametrize("budget", [None, 0, 1e9], ids=["kept", "recomputed", "kept within a budget"])
+BUDGETS = {"kept": None, "recomputed": 0, "kept within a budget": 1e9}
+
+
+@pytest.mark.parametrize("kept", sampled(BUDGETS, 1))
 @pytest.mark.parametrize("rank", [0, 4])
-def test_each_block_samples_by_the_graph_that_is_trained_and_keeps_nothing(tiny_qwen, monkeypatch, rank, budget):
+def test_each_block_samples_by_the_graph_that_is_trained_and_keeps_nothing(tiny_qwen, monkeypatch, rank, kept):
     """The first block, whose inputs need no gradients with LoRA, and the second; sampled before and after training."""
     graphs, ran = capture_graphs(monkeypatch)
-    net = build(tiny_qwen, rank=rank, num_blocks=2)
+    net, budget = build(tiny_qwen, rank=rank, num_blocks=2), BUDGETS[kept]
     if not rank:
         net.requires_grad_(True)
     recompute = Recompute(budget or 0, compiled=True)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from accelerate import init_empty_weights
 from diffusers import QwenImageTransformer2DModel, WanTransformer3DModel
-from helpers import sampled
+from helpers import in_turn, sampled
 from omni_train.lora import add_lora, base_name, init_adapter
 from omni_train.optim import build_adamw, optimizer_step
 from omni_train.shard import shard
@@ -285,6 +285,7 @@ def peaks(run_ranks, world_size, load, config, files):
     return run_ranks(work, world_size)
 
 
+@in_turn(0, 2)
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_a_rank_never_holds_much_more_than_its_shard(run_ranks, mid_size, world_size):
     config, files, block = mid_size
@@ -293,6 +294,7 @@ def test_a_rank_never_holds_much_more_than_its_shard(run_ranks, mid_size, world_
         assert own <= most <= 1.3 * own + block
 
 
+@in_turn(1, 2)
 def test_a_rank_never_holds_much_more_than_its_shard_of_a_net_under_adapters(run_ranks, mid_size):
     """Frozen weights in bfloat16; of the adapters each rank holds its rows, and one factor whole while it is drawn."""
     config, files, block = mid_size

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from helpers import sampled
 from omni_train.optim import (
     SummedBackward,
     build_adamw,
@@ -204,7 +205,7 @@ def test_two_ranks_step_like_one(run_ranks, alone, mode):
             assert got == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("on_host", [False, True])
+@pytest.mark.parametrize("on_host", sampled([False, True], 1))
 def test_sharded_parameters_step_together_with_the_same_bits(run_ranks, on_host):
     class Count(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):

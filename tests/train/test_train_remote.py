@@ -461,10 +461,16 @@ def test_one_missing_answer_does_not_end_a_lease(tmp_path, url, monkeypatch):
     lock.release()
 
 
-@pytest.mark.parametrize("text", ["[" * 10**5, "{}", "[]", "12", '{"holder": 1, "token": []}', "\x00"])
-def test_a_lock_that_no_run_has_written_is_one_that_is_not_renewed(tmp_path, url, monkeypatch, text):
+FOREIGN = {
+    "deep": "[" * 10**5, "empty": "{}", "list": "[]", "number": "12", "zero": "\x00",
+    "types": '{"holder": 1, "token": []}',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sampled(FOREIGN, 2))
+def test_a_lock_that_no_run_has_written_is_one_that_is_not_renewed(tmp_path, url, monkeypatch, name):
     monkeypatch.setattr(omni_train.lock, "LEASE_S", 1.0)
-    Remote(url).write("lock", text.encode())
+    Remote(url).write("lock", FOREIGN[name].encode())
     lock = RunLock(tmp_path / "a", init_distributed(), url=url)
     lock.check()
     lock.release()
