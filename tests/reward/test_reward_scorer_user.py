@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import sampled
 from omni_reward import Scorer
 from omni_reward.rules import check_meta, open_rules
 from omni_reward.scorers import check_scorer, load_scorer
@@ -75,24 +76,25 @@ def test_a_library_that_the_file_lacks_is_named(own: Path) -> None:
         load_scorer(f"python:{own}:red")
 
 
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        ("def red(media, prompts): ...", "{own}, line 1: red must be {rule}, got (media, prompts)"),
-        (
-            "def red(media, prompts, meta, more): ...",
-            "{own}, line 1: red must be {rule}, got (media, prompts, meta, more)",
-        ),
-        (
-            "def red(media, prompts, meta, *, k): ...",
-            "{own}, line 1: red must be {rule}, got (media, prompts, meta, *, k)",
-        ),
-        ("red = lambda media, prompts: 0", "a scorer must be {rule}: too many positional arguments"),
-        ("def red(", "{own} must be a file of Python: '(' was never closed (<unknown>, line 1)"),
-        ("import math\nred = math.nan + x", "{own} must run, line 2 raised NameError: name 'x' is not defined"),
-    ],
-)
-def test_a_function_of_other_arguments_is_refused_at_the_start(own: Path, function: str, message: str) -> None:
+WRONG = [  # functions, and what is said of them
+    ("def red(media, prompts): ...", "{own}, line 1: red must be {rule}, got (media, prompts)"),
+    (
+        "def red(media, prompts, meta, more): ...",
+        "{own}, line 1: red must be {rule}, got (media, prompts, meta, more)",
+    ),
+    (
+        "def red(media, prompts, meta, *, k): ...",
+        "{own}, line 1: red must be {rule}, got (media, prompts, meta, *, k)",
+    ),
+    ("red = lambda media, prompts: 0", "a scorer must be {rule}: too many positional arguments"),
+    ("def red(", "{own} must be a file of Python: '(' was never closed (<unknown>, line 1)"),
+    ("import math\nred = math.nan + x", "{own} must run, line 2 raised NameError: name 'x' is not defined"),
+]
+
+
+@pytest.mark.parametrize("case", sampled(WRONG, 2))
+def test_a_function_of_other_arguments_is_refused_at_the_start(own: Path, case: tuple[str, str]) -> None:
+    function, message = case
     own.write_text(function)
     command = [sys.executable, "-m", "omni_reward.server", "--scorer", f"python:{own}:red"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

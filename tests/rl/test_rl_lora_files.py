@@ -200,34 +200,35 @@ def test_a_scale_that_is_the_run_s_own_changes_no_bit(tmp_path, layers):
         assert all(map(torch.equal, factors(layer, "default"), made[name]))
 
 
-@pytest.mark.parametrize(
-    ("header", "config", "fault"),
-    [
-        ({"lora_scale": "2"}, {}, "has 'lora_scale' in its header, which may be a scale and is not known"),
-        ({"lora_alpha": "many"}, {}, "must have a number as 'lora_alpha' in its header, got 'many'"),
-        ({"lora_alpha": "0"}, {}, "must have scales that are finite and > 0, got 0.0 by lora_alpha of its header"),
-        ({"alpha": "-4"}, {}, "must have scales that are finite and > 0, got -1.0"),
-        ({"alpha": "nan"}, {}, "must have scales that are finite and > 0, got nan"),
-        ({"lora_alpha": "4"}, CONFIG, "must have one scale for each layer, got 0.5 and, by lora_alpha"),
-        ({"lora_adapter_metadata": "{"}, {}, "is not valid JSON"),
-        ({}, CONFIG | {"r": 3}, "must have the rank of its configuration, 3, got 4"),
-        ({"lora_adapter_metadata": "{}"}, {}, "r of lora_adapter_metadata of .* must be a number > 0, got None"),
-        ({}, CONFIG | {"lora_alpha": 0}, "must be a number > 0, got 0"),
-        ({}, CONFIG | {"lora_alpha": "2"}, "lora_alpha of .* must be a number > 0, got '2'"),
-        ({}, CONFIG | {"lora_alpha": 10**400}, "lora_alpha of .* must be a number > 0, got 1000"),
-        ({}, CONFIG | {"use_rslora": "false"}, "use_rslora of .* must be true or false, got 'false'"),
-        ({}, CONFIG | {"rank_pattern": ["a"]}, "rank_pattern of .* must have numbers by names of layers"),
-        ({}, CONFIG | {"rank_pattern": {"to_q": "4"}}, "rank_pattern of .* must be a number > 0, got '4'"),
-        ({}, CONFIG | {"alpha_pattern": {"to_q\\\\": 3}}, "alpha_pattern of .* must have numbers by names of layers"),
-        ({}, CONFIG | {"peft_type": "LOHA"}, "peft_type of .* must be LORA, got 'LOHA'"),
-        ({}, CONFIG | {"bias": "all"}, "bias of .* must be 'none', got 'all'"),
-        ({}, CONFIG | {"use_dora": True}, "must have magnitudes if and only if use_dora is set"),
-        ({}, CONFIG | {"init_lora_weights": "pissa_niter_16"}, "must not change the weights below the adapter"),
-        ({}, CONFIG | {"alpha_pattern": {"(a+)+b": 3}}, "alpha_pattern of .* must have numbers by names of layers"),
-        ({}, CONFIG | {"new_kind": 3}, "has 'new_kind', which the installed peft does not know"),
-    ],
-)
-def test_a_scale_that_is_not_known_is_refused_by_name(tmp_path, layers, capsys, header, config, fault):
+REFUSED = {  # what is said of a scale: the text of the header, and adapter_config.json
+    "has 'lora_scale' in its header, which may be a scale and is not known": ({"lora_scale": "2"}, {}),
+    "must have a number as 'lora_alpha' in its header, got 'many'": ({"lora_alpha": "many"}, {}),
+    "must have scales that are finite and > 0, got 0.0 by lora_alpha of its header": ({"lora_alpha": "0"}, {}),
+    "must have scales that are finite and > 0, got -1.0": ({"alpha": "-4"}, {}),
+    "must have scales that are finite and > 0, got nan": ({"alpha": "nan"}, {}),
+    "must have one scale for each layer, got 0.5 and, by lora_alpha": ({"lora_alpha": "4"}, CONFIG),
+    "is not valid JSON": ({"lora_adapter_metadata": "{"}, {}),
+    "must have the rank of its configuration, 3, got 4": ({}, CONFIG | {"r": 3}),
+    "r of lora_adapter_metadata of .* must be a number > 0, got None": ({"lora_adapter_metadata": "{}"}, {}),
+    "must be a number > 0, got 0": ({}, CONFIG | {"lora_alpha": 0}),
+    "lora_alpha of .* must be a number > 0, got '2'": ({}, CONFIG | {"lora_alpha": "2"}),
+    "lora_alpha of .* must be a number > 0, got 1000": ({}, CONFIG | {"lora_alpha": 10**400}),
+    "use_rslora of .* must be true or false, got 'false'": ({}, CONFIG | {"use_rslora": "false"}),
+    "rank_pattern of .* must have numbers by names of layers": ({}, CONFIG | {"rank_pattern": ["a"]}),
+    "rank_pattern of .* must be a number > 0, got '4'": ({}, CONFIG | {"rank_pattern": {"to_q": "4"}}),
+    "alpha_pattern of .* must have numbers by names of layers": ({}, CONFIG | {"alpha_pattern": {"to_q\\\\": 3}}),
+    "peft_type of .* must be LORA, got 'LOHA'": ({}, CONFIG | {"peft_type": "LOHA"}),
+    "bias of .* must be 'none', got 'all'": ({}, CONFIG | {"bias": "all"}),
+    "must have magnitudes if and only if use_dora is set": ({}, CONFIG | {"use_dora": True}),
+    "must not change the weights below the adapter": ({}, CONFIG | {"init_lora_weights": "pissa_niter_16"}),
+    "alpha_pattern of .* must have numbers by names": ({}, CONFIG | {"alpha_pattern": {"(a+)+b": 3}}),
+    "has 'new_kind', which the installed peft does not know": ({}, CONFIG | {"new_kind": 3}),
+}
+
+
+@pytest.mark.parametrize("fault", sampled(REFUSED, 8))
+def test_a_scale_that_is_not_known_is_refused_by_name(tmp_path, layers, capsys, fault):
+    header, config = REFUSED[fault]
     write_form(tmp_path / "their", random_factors(layers), header, config)
     net = open_model(MODEL).empty_net()
     add_lora(net, TARGETS, rank=4, alpha=8, seed=0)

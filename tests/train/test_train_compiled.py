@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.fx.experimental._config as symbols
-from helpers import capture_graphs, sampled
+from helpers import capture_graphs, in_turn, sampled
 from omni_train.dist import Dist
 from omni_train.kernels import EXACT, MAX_GRAPHS, check_compiler, choose_attention, compile_blocks
 from omni_train.lora import adapter, adapter_params, add_lora
@@ -202,6 +202,7 @@ def test_gradients_or_not_and_recomputed_or_not_the_bits_are_the_same(tiny_qwen,
                 torch.testing.assert_close(grad, p.grad, rtol=1e-3, atol=1e-5)
 
 
+@in_turn(0, 2)
 def test_as_many_compiled_blocks_keep_what_they_need_as_the_budget_holds(tiny_qwen, graphs):
     """The others are computed again, with the same bits, and the room is there again after the backward pass."""
     net, again, found = build(tiny_qwen, rank=0, num_blocks=2), Counter(), []
