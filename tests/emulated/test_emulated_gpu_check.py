@@ -64,10 +64,11 @@ def test_its_rows_that_start_trainers_hold(tmp_path):
 @pytest.mark.timeout(900)
 def test_its_rows_of_compiled_blocks_hold_on_a_cpu(tmp_path):
     """By torch's own compiler, which the emulated accelerator lacks."""
-    gpu_check.main(["--small", "--folder", str(tmp_path), "--only", "gate: compiled, a"], here=True)
-    found = gpu_check.read(tmp_path)
-    assert [name.split(", ")[1] for name in found] == ["as it is", "all weights"]
-    assert {record.rows[0].verdict for record in found.values()} == {"holds"}
+    names = ["gate: compiled, as it is", "gate: compiled, all weights"]
+    gpu_check.run(names, Visit(gpu_rows.SMALL), tmp_path)
+    assert {name: record.rows[0].verdict for name, record in gpu_check.read(tmp_path).items()} == dict.fromkeys(
+        names, "holds"
+    )
 
 
 def test_the_row_beside_a_peer_is_asked_with_a_checkout_only(tmp_path, capsys):
