@@ -104,11 +104,11 @@ def test_a_scorer_lost_in_an_evaluation_costs_no_steps_and_the_run_goes_on_with_
     args = settings(server, train_steps=3, eval_every=2, save_every=9, scorer_timeout_s=2.0)
     process, hold_out = server(), loop.hold_out
 
-    def hold_out_without_scorer(run, done, evals):
+    def hold_out_without_scorer(run, done, *others):
         if done == 2:
             process.kill()
             process.wait()
-        return hold_out(run, done, evals)
+        return hold_out(run, done, *others)
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "hold_out", hold_out_without_scorer)
