@@ -3,7 +3,7 @@
 python scripts/gpu_check.py --predict      beforehand, on any CPU: plans and counts, which take minutes
 python scripts/gpu_check.py                on one card of 80 GB or more, at most 25 minutes, without a network
 python scripts/gpu_check.py --time 10m     the first rows of TIMETABLE that fit in 10 minutes
-python scripts/gpu_check.py --peer DIR     also beside flow_grpo's trainer, of which DIR is a checkout
+python scripts/gpu_check.py --peer DIR     also beside flow_grpo's or DiffusionNFT's trainer, in the checkout DIR
 python scripts/gpu_check.py --dry-run      only list them
 python scripts/gpu_check.py --small        the same in a small size, on any device
 
@@ -75,7 +75,7 @@ TIMETABLE: dict[str, Entry] = {
     "machine": Entry(ask.machine, 0.1),
     **compiled("as it is"),
     "gate: compiled, all weights": Entry(partial(ask.gate, attention="auto", variant="compiled, all weights"), 1.2),
-    "beside flow_grpo": Entry(ask.beside_peer, 10.0),
+    "beside a peer": Entry(ask.beside_peer, 10.0),
     "a second life": Entry(ask.second_life, 2.0),
     "from scratch": Entry(ask.from_scratch, 34.0),
     "step: nf4": Entry(partial(ask.step, variant="nf4"), 1.0),
@@ -386,9 +386,7 @@ def main(argv: Sequence[str] | None = None, *, here: bool = False) -> int:
     """Run the rows that do not stand; the exit code. here: in this process, not in others."""
     args = parse(argv)
     size, folder = SMALL if args.small else Size(), args.folder.resolve()
-    names = [
-        name for name in TIMETABLE if name.startswith(tuple(args.only)) and (args.peer or name != "beside flow_grpo")
-    ]
+    names = [name for name in TIMETABLE if name.startswith(tuple(args.only)) and (args.peer or name != "beside a peer")]
     if args.dry_run:
         print(listed(names, args.time))
         return 0

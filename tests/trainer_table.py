@@ -2,7 +2,7 @@
 
 TRAINERS has a row for each trainer and each kind of data that it reads. HELD has the cases of each property: a row,
 what is trained, and where. `cases` gives those of a property as test parameters. `make test` has one case at least of
-each property and trainer, of all weights and of adapters, and of each sharding; `make test-all` has all.
+each property, trainer, kind of weights, and place where a CPU's ranks train; `make test-all` has all.
 """
 
 import importlib
@@ -65,11 +65,11 @@ class Trainer:
 TRAINERS = {
     "flowgrpo": Trainer(
         "train_flowgrpo",
-        GRPO | ADAM | {"num_minibatches": 2, "kl_coef": 0.1, "num_inner_epochs": 2,
+        GRPO | ADAM | {"true_cfg_scale": 3.0, "num_minibatches": 2, "kl_coef": 0.1, "num_inner_epochs": 2,
                        "timestep_fraction": 0.7, "memory_gradient_checkpointing": True, "lr": 1e-3},
     ),
     "nft": Trainer("train_nft", OLD),
-    "awm": Trainer("train_nft", OLD | {"algo": "awm", "old_kl_coef": 0.1, "num_inner_epochs": 2}),
+    "awm": Trainer("train_nft", OLD | {"algo": "awm", "old_every": 2, "old_kl_coef": 0.1, "num_inner_epochs": 2}),
     "dgpo": Trainer("train_nft", OLD | {"algo": "dgpo", "clip_range": 0.01, "num_inner_epochs": 2, "group_size": 2,
                                        "prompts_per_step": 4}),
     "dpo": Trainer("train_dpo", {"levels_per_pair": 2, "lr": 1e-3, "prompts_per_step": 4, "num_minibatches": 2}),
@@ -217,7 +217,7 @@ HELD: dict[str, list[Case]] = {
 
 
 def cover(held: dict[str, list[Case]]) -> set[tuple[str, Case]]:
-    """Draw cases until each property and trainer, all weights and adapters, and each sharding have come.
+    """Draw cases until each property, trainer, kind of weights, and place where a CPU's ranks train have come.
 
     Those on the accelerator, which take longest, are drawn where no other does as well.
     """
@@ -225,8 +225,8 @@ def cover(held: dict[str, list[Case]]) -> set[tuple[str, Case]]:
     random.Random(f"{TEST_SEED} trainers").shuffle(order)
     order.sort(key=lambda each: "accelerator" in each[0])
     values = {
-        (shows, case): {shows, TRAINERS[case[0]].app, case[1] == "all weights", PLACES[case[2]].get("sharding_mode")}
-        for shows, case in order
+        (shows, (name, weights, place)): {shows, TRAINERS[name].app, weights, "accelerator" in shows or place}
+        for shows, (name, weights, place) in order
     }
     missing, drawn = set[object]().union(*values.values()), set[tuple[str, Case]]()
     while missing:

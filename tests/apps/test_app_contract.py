@@ -80,6 +80,10 @@ EXACT = (
     "policy/old_decay",
     "policy/pairs",
 )
+CLOSE = {
+    *("policy/loss", "policy/grad_norm", "policy/entropy", "policy/approx_kl", "policy/clip_fraction"),
+    *("policy/ratio_mean", "policy/tokens_mean", "answer/tokens_mean", "thought/tokens_mean"),
+}
 
 
 @pytest.mark.timeout(600)
@@ -94,11 +98,15 @@ def test_a_trainer_trains_on_two_ranks_as_on_one(here, bright_url, monkeypatch, 
     app, args = settings(name, bright_url, weights)
     one = train(app, change(args, name="one"))
     two = train_on_ranks(app, change(args, name="two", **PLACES[place]))
-    assert {line.get("policy/first_ratio_max_dev", 0) for line in (*one[1:], *two[1:])} == {0}
+    ratios = [
+        line["policy/first_ratio_max_dev"] for line in (*one[1:], *two[1:]) if "policy/first_ratio_max_dev" in line
+    ]
+    assert ratios == [0] * len(ratios)
+    assert ratios or name not in ("flowgrpo", "gspo", "unigrpo")
     assert two[0].get("eval/reward") == one[0].get("eval/reward")
     assert {key: two[1].get(key) for key in EXACT} == {key: one[1].get(key) for key in EXACT}
     assert one[1]["policy/grad_norm"] > 0
-    for key in ("policy/loss", "policy/grad_norm"):
+    for key in one[1].keys() & CLOSE:
         assert two[1][key] == pytest.approx(one[1][key], rel=1e-3, abs=1e-6), key
     assert two[-1].get("eval/reward") == pytest.approx(one[-1].get("eval/reward"), rel=2e-3)
     assert_same_weights("one", "two")

@@ -74,9 +74,9 @@ def test_its_rows_of_compiled_blocks_hold_on_a_cpu(tmp_path):
 def test_the_row_beside_a_peer_is_asked_with_a_checkout_only(tmp_path, capsys):
     for words, is_there in (([], False), (["--peer", str(tmp_path)], True)):
         gpu_check.main(["--dry-run", *words])
-        assert ("beside flow_grpo" in capsys.readouterr().out) == is_there
-    check(tmp_path / "found", "--peer", str(tmp_path), "--only", "beside flow_grpo")
-    (row,) = gpu_check.read(tmp_path / "found")["beside flow_grpo"].rows
+        assert ("beside a peer" in capsys.readouterr().out) == is_there
+    check(tmp_path / "found", "--peer", str(tmp_path), "--only", "beside a peer")
+    (row,) = gpu_check.read(tmp_path / "found")["beside a peer"].rows
     assert row.what == "left out"
     assert "--peer must be a folder with flow_grpo's scripts/train_sd3.py" in row.found
 

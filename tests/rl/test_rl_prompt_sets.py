@@ -132,7 +132,8 @@ def test_a_download_of_another_content_is_refused(server, capsys):
     Path("data/signs").mkdir(parents=True)
     Path("data/signs/notes.txt").write_bytes(b"mine")
     server.files["/o/r/raw/c1/data/train.txt"] = TRAIN[:-2]
-    assert re.search(r"train\.txt must have the hash \w{64}, got \w{64}: fetch http.* again", refusal(capsys))
+    fault = r"http\S+train\.txt must have the hash \w{64}, got \w{64}: the same command tries again"
+    assert re.search(fault, refusal(capsys))
     assert fetched().keys() == {"notes.txt"}
     server.files["/o/r/raw/c1/data/train.txt"] = TRAIN
     prompts.main(["signs"])

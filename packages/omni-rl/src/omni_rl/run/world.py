@@ -16,6 +16,7 @@ from omni_train.signals import STOP_SIGNALS
 from omni_rl.flow.scorers import connect
 from omni_rl.run.engines import ENGINES
 from omni_rl.settings.args import RunArgs, dp_size, num_trainers
+from omni_rl.settings.cli import end_imports
 from omni_rl.settings.fields import flat
 from omni_rl.settings.groups import Scorer
 
@@ -51,6 +52,7 @@ class World:
         Raises:
             ValueError: ranks have other settings.
         """
+        end_imports()
         if args.run.dry_run:
             size = num_trainers(args)
             one = Dist(rank=0, world_size=size, local_rank=0, device=local_device(), mesh=None)

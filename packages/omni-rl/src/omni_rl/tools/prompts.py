@@ -66,10 +66,11 @@ def fetch_set(wanted: PromptSet, folder: Path) -> None:
         try:
             data = within(LIMIT_S, partial(download, url))
         except (TimeoutError, requests.RequestException, urllib3.exceptions.HTTPError) as exc:
-            fault = str(exc) or f"it takes more than {LIMIT_S} s"
+            late = isinstance(exc, TimeoutError) and f"it takes more than {LIMIT_S} s"
+            fault = late or str(exc) or type(exc).__name__
             remedy = "The same command tries again; without a network, bring the file yourself"
             raise ValueError(f"{path} must be a file that can be fetched, got {url}: {fault}. {remedy}") from exc
-        check_hash(path, data, file["hash"], f"fetch {url} again")
+        check_hash(url, data, file["hash"], "the same command tries again")
         write_atomically(path, data)
 
 
@@ -89,12 +90,12 @@ def download(url: str) -> bytes:
     return bytes(data)
 
 
-def check_hash(path: Path, data: bytes, wanted: str, remedy: str) -> None:
-    """Raise ValueError unless a file's bytes have a SHA-256, or git's id of its content if the hash has 40 digits."""
+def check_hash(place: Path | str, data: bytes, wanted: str, remedy: str) -> None:
+    """Raise ValueError unless data has a SHA-256, or git's id of its content if the hash has 40 digits."""
     blob = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False)
     found = (blob if len(wanted) == 40 else hashlib.sha256(data)).hexdigest()
     if found != wanted:
-        raise ValueError(f"{path} must have the hash {wanted}, got {found}: {remedy}")
+        raise ValueError(f"{place} must have the hash {wanted}, got {found}: {remedy}")
 
 
 def main(argv: list[str] | None = None) -> None:
