@@ -350,7 +350,7 @@ def test_a_checkpoint_of_two_ranks_opens_on_one(enter, bright_url, shard):
     assert_ends_well(lives.train(home, settings(bright_url, sharding_mode=shard), ranks=2))
 
     def only_load(rank):
-        def save(run):
+        def save(run, *others):
             save_file(train_state(run.policy.net, run.policy.optimizer, run.policy.ema), home / "loaded")
             sys.exit(0)
 

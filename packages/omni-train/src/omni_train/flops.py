@@ -1,7 +1,7 @@
 """Floating-point operations of a net's calls, counted on the meta device, and the peak of devices."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,15 +69,15 @@ class FlopTable:
 
     def _learn(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         first = first_of(args, kwargs)
-        key = first.shape[1:], kwargs.get("expert")
-        if key in self._seen or key[0] in self.known or not first.is_floating_point():  # text has many shapes
+        key = first[0].shape, kwargs.get("expert")
+        if key in self._seen or key[0] in self.known or not first[0].is_floating_point():  # text has many shapes
             return
         self._seen[key] = tree_map_only(Tensor, lambda t: torch.empty_like(t, device="meta"), (args, dict(kwargs)))
 
     @torch.enable_grad()
     def _count(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         first = first_of(args, kwargs)
-        if first.shape[1:] in self.known:
+        if first[0].shape in self.known:
             return
         with FlopCounterMode(display=False) as counter:
             out = self.make()(*args, **kwargs)
@@ -85,10 +85,10 @@ class FlopTable:
             trained = [t.sum() for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
             torch.autograd.backward(trained)
         if trained:  # else a frozen expert; the next call may be another one's
-            self.known[first.shape[1:]] = forward / len(first), counter.get_total_flops() / len(first)
+            self.known[first[0].shape] = forward / len(first), counter.get_total_flops() / len(first)
 
 
-def first_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """Return the first input of a call, whose first dimension is the batch."""
-    first: Tensor = next(iter((*args, *kwargs.values())))
+def first_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Tensor]:
+    """Return the first input of a call: a batch, as one tensor or as a list of one for each sample."""
+    first: Sequence[Tensor] = next(iter((*args, *kwargs.values())))
     return first
