@@ -19,11 +19,11 @@ leaderboard: ## Train the algorithms that are missing from the leaderboard (take
 
 test: ## Run the tests that need no accelerator, with a sample of the similar cases; tests of the report use Chromium
 	scripts/chromium
-	scripts/env pytest -q -n 3 --dist worksteal $(ARGS)
+	scripts/env pytest -q -n 2 --dist worksteal $(ARGS)
 
 test-all: ## Run the same tests with all similar cases
 	scripts/chromium
-	scripts/env pytest -q -n 3 --dist worksteal -m "not gpu"
+	scripts/env pytest -q -n 2 --dist worksteal -m "not gpu"
 
 test-trackers: ## Run only the tests of the trackers, whose libraries have their own environment
 	scripts/env pytest -q tests/rl/test_rl_sinks.py

@@ -46,7 +46,7 @@ def test_ranks_show_a_bar_and_ctrl_c_saves_and_tells_how_to_go_on(here, bright_u
     assert code == 130
     assert not re.search("Traceback|Warning|Loading weights|death signal", shown), shown
     assert re.search(r" 2/320 eta 0:\d\d:\d\d eval/reward=\S+ reward/mean=\S+ \([+-]\S+\) perf/samples_per_s", shown)
-    assert re.search(r" (evaluating|step \d: (rollout|update)) \d of \d (samples|batches), ", shown), shown
+    assert re.search(r" (evaluating|step \d: (rollout|update))(: scores)? \d of \d (samples|batches), ", shown), shown
     stopped = re.search(r"stopped after step (\d+); this continues:\s", shown)
     assert shlex.join(["torchrun", "--nproc-per-node", "2", *trainer]) in shown[stopped.end() :]  # in one line
     assert (here / "runs" / "tiny-signs" / "checkpoints" / f"step-{int(stopped[1]):08}").is_dir()
