@@ -39,7 +39,7 @@ PAGE = RECIPES.parent / "docs" / "choosing.md"
 CARDS = (16, 24, 32, 40, 48, 64, 80, 96, 141, 192)  # GB of accelerators' memory
 LINE = re.compile(r"^# Planned: (\d+) x .*$", re.MULTILINE)
 LEVELS = {  # start of a line `# Verified:` -> what it means, in ascending order
-    "one step at small widths": "the recipe's own settings take a step through its trainer, on the released "
+    "one step at small widths": "the trainer takes one step with the recipe's settings, on the released "
     "configuration with fewer layers and smaller widths, random weights, and few small samples",
     "two steps at real size": "the same with all layers and widths of the release; "
     "[the page](evidence/real_size.md) has the cost",
