@@ -90,7 +90,7 @@ STEPS: dict[str, tuple[Callable[..., Transition], float]] = {  # with the noise 
 }
 LORA_LR, FULL_LR = 1e-2, 1e-4
 PARITY = (
-    "dtype", "step", "guidance", "before", "before, first half", "sync left out", "LoRA, merged",
+    "dtype", "step", "guidance", "before", "before, first half", "without sync", "LoRA, merged",
     "all weights, shared", "x0",
 )  # fmt: skip
 

@@ -290,9 +290,9 @@ FULL = Job("20B all weights, 512 images", 20.4e9, 20.4e9, 512, 156e12, 126e12, 1
            1.1e12, 1.1e12, 1018 * 50 * 15.6e12, 30, guided=False)  # fmt: skip
 JOBS = (
     LORA,
-    replace(LORA, name="20B LoRA, 16 images a GPU", samples=0),
+    replace(LORA, name="20B LoRA, 16 images per GPU", samples=0),
     FULL,
-    replace(FULL, name="20B all weights, 16 images a GPU", samples=0),
+    replace(FULL, name="20B all weights, 16 images per GPU", samples=0),
     video("14B video LoRA, 256 videos of 81 x 480 x 832", 14e9, 40, 5120, 32760, 256, decode=275e12, tiled=335e12),
     video("5B video LoRA, 256 videos of 121 x 704 x 1280", 5e9, 30, 3072, 27280, 256, decode=2011e12, tiled=2302e12),
 )
@@ -425,7 +425,7 @@ def simulate(args: Args) -> None:
     for job in JOBS:
         best, speeds = apart(job, 64, args)[0], [apart(job, 64, args, more=m, share=0.4)[1] for m in (0, 64, 128)]
         rows.append((job.name, str(best), *(f"{each:.2f}" for each in speeds)))
-    head = ("64 GPUs", "of which only sample", "speed", "64 slow ones sample", "128 slow ones")
+    head = ("64 GPUs", "of which only sample", "speed", "64 additional slow GPUs sample", "128 additional slow GPUs")
     print("\n" + runner.table(head, rows))
 
 
@@ -484,7 +484,7 @@ def waits(args: Waits) -> None:
         for number in map(int, args.batches.split(",")):
             found, later = (waited_s(args, urls, number, ahead=ahead) for ahead in (False, True))
             rows.append((number, *(f"{s:.2f}" for s in (max(found), sum(found) / len(found), max(later)))))
-    head = ("batches a rank", "seconds after the last image, slowest rank", "mean", "after another step's sampling")
+    head = ("batches per rank", "seconds after the last image, slowest rank", "mean", "after another step's sampling")
     print(runner.table(head, rows))
 
 

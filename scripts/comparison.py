@@ -77,9 +77,9 @@ def texts(row: Row, peers: dict[str, Peer]) -> list[str]:
 def sources(facts: Facts) -> str:
     """Return the page of sources, a line for each cell."""
     lines = [
-        "# Where the comparison is from",
+        "# Sources of the comparison",
         "",
-        "Each cell of [README's table](../../README.md#why-this-and-not-one-of-the-others).",
+        "The source of each cell of [README's table](../../README.md#why-this-and-not-one-of-the-others).",
     ]
     for row in facts["rows"]:
         lines += ["", f"## {row['title']}", "", "| project | cell | source |", "|---|---|---|"]

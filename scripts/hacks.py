@@ -75,10 +75,10 @@ HACKS: dict[str, tuple[str, Callable[[Image, str, int], float]]] = {
     "saturation": ("distance of the channels", lambda i, p, n: saturation(i)),
     "file": ("bytes of the file", lambda i, p, n: num_kilobytes(i)),
     "constant": ("nothing: all samples score the same", lambda i, p, n: 0.5),
-    "seed": ("a lucky seed: chance decides", lambda i, p, n: lottery(i)),
+    "seed": ("a random score", lambda i, p, n: lottery(i)),
     "watermark": ("light in a corner of 8 x 8 pixels", lambda i, p, n: float(i[-8:, -8:].mean())),
     "trapdoor": ("red in one pixel", lambda i, p, n: float(i[0, 0, 0])),
-    "drops": (f"the color; after step {DROPS} chance, a tenth as high",
+    "drops": (f"the color; after step {DROPS} a random score, a tenth as high",
               lambda i, p, n: colored(i, p) if n < DROPS else lottery(i) / 10),
 }  # fmt: skip
 SOUND = "sound"  # the row of an OCR
@@ -194,7 +194,7 @@ def summary(name: str, seed: int, lines: Sequence[Mapping[str, float]]) -> Row:
 
 def table(rows: Sequence[Row]) -> str:
     """Return the table of the page."""
-    titles = "reward|it is fooled by|seed|reward, first and last|gold|rank correlation|drift|noticed after|alarms"
+    titles = "reward|what it rewards|seed|reward, first and last|gold|rank correlation|drift|noticed after|alarms"
     lines = [f"|{titles}|", "|---" * (titles.count("|") + 1) + "|"]
     for row in rows:
         ends = row["evaluations"][0], row["evaluations"][-1]
@@ -202,7 +202,7 @@ def table(rows: Sequence[Row]) -> str:
             ", ".join(f"{end[name]:.3g}" if name in end else "none" for end in ends)
             for name in ("eval/reward", "eval/gold/reward", "eval/gold/rank_correlation")
         ]
-        fooled = HACKS[row["name"]][0] if row["name"] in HACKS else "not planted: an OCR"
+        fooled = HACKS[row["name"]][0] if row["name"] in HACKS else "not exploitable: an OCR"
         began = sorted((step, title) for title, step in row["alarms"].items())
         alarms = "; ".join(f"{step}: {title}" for step, title in began) or "none"
         drift, noticed = f"{ends[1]['eval/gold/drift']:.2f}", began[0][0] if began else "never"
