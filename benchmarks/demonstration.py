@@ -1,10 +1,10 @@
-"""Where the seconds of a step of the demonstration go, beside the net's forwards and backwards.
+"""Time of a step of the demonstration by part, besides the net's forward and backward passes.
 
 python benchmarks/demonstration.py
 
-The recipe `tiny-signs-demo` on one rank and one thread; a function in this process takes the place of the scorer, which
-is another process in `make demo`. Each millisecond of this process's work counts for what Python runs then, which a
-profile with its hooks on each call would change.
+The recipe `tiny-signs-demo` runs on one rank and one thread, with a function in this process as the scorer, which is
+another process in `make demo`. Each millisecond of this process's CPU time counts for the Python code that runs then;
+a profiler's hooks on each call would change the result.
 """
 
 import signal
@@ -22,13 +22,13 @@ from omni_rl.run.world import World
 from omni_rl.settings.fields import at_least, change
 from omni_rl.settings.toml import from_toml, recipes
 from omni_train.log import RunLog
-from step_cost import grade  # which finds apps/
+from step_cost import grade  # also makes apps/ importable
 
 import train_nft
 
 EVERY_S = 0.001
 OURS = "ours"
-PARTS = {  # by the end of a file's name; the outermost frame of these tells what a moment counts for
+PARTS = {  # by suffix of a file's name; the outermost matching frame determines the part
     "transformers/transformer_qwenimage.py": "the net's forwards",
     "torch/autograd/graph.py": "the net's backwards",
     "autoencoders/autoencoder_kl_qwenimage.py": "decoding",
@@ -43,28 +43,28 @@ PARTS = {  # by the end of a file's name; the outermost frame of these tells wha
 class Args:
     """Settings of the steps."""
 
-    steps: Annotated[int, at_least(1)] = 8  # Steps that count, after two that do not
-    functions: Annotated[int, at_least(0)] = 12  # Functions of ours that are listed, the longest first
+    steps: Annotated[int, at_least(1)] = 8  # Counted steps, after two that do not count
+    functions: Annotated[int, at_least(0)] = 12  # Number of our functions to list, the slowest first
 
 
 class Moments:
-    """Seconds of this process's work by part, and those of ours by function, while it is on."""
+    """CPU seconds of this process by part, and of our functions, while it is running."""
 
     def __init__(self) -> None:
         self.parts, self.functions, self.last = Counter[str](), Counter[str](), 0.0
 
     def start(self) -> None:
-        """Begin to count."""
+        """Start counting."""
         signal.signal(signal.SIGPROF, self.count)
         signal.setitimer(signal.ITIMER_PROF, EVERY_S, EVERY_S)
         self.last = time.process_time()
 
     def stop(self) -> None:
-        """Count no longer."""
+        """Stop counting."""
         signal.setitimer(signal.ITIMER_PROF, 0.0)
 
     def count(self, number: int, frame: FrameType | None) -> None:
-        """Add the seconds since the last moment to the part that runs; an operator that takes longer counts whole."""
+        """Add the seconds since the last sample to the part that is running; a longer operator counts as a whole."""
         seconds = time.process_time() - self.last
         part, function = OURS, ""
         while frame:
@@ -80,7 +80,7 @@ class Moments:
 
 
 def demonstration(args: Args) -> None:
-    """Print the shares of a step's work by part, and the functions of ours that take the longest."""
+    """Print the shares of a step's CPU time by part, and our slowest functions."""
     moments = moments_of(args.steps)
     whole = sum(moments.parts.values())
     print(runner.stamp(args))
@@ -93,7 +93,7 @@ def demonstration(args: Args) -> None:
 
 
 def moments_of(steps: int, **changes: Any) -> Moments:
-    """Return what the steps of a run took. changes: of the recipe's settings."""
+    """Return the CPU time of a run's steps. changes: changed settings of the recipe."""
     moments, logged, connect, calls = Moments(), RunLog.log, World.connect, [0]
 
     def log(self: RunLog, *arguments: Any, **options: Any) -> None:

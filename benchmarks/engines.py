@@ -1,4 +1,4 @@
-"""The vLLM-Omni engine beside the embedded one: equal numbers, images a second, what a sync costs, what is held.
+"""The vLLM-Omni engine compared with the embedded engine: numerical parity, speed, cost of a sync, and memory.
 
     python benchmarks/engines.py parity
     python benchmarks/engines.py parity --random 12 --height 512 --width 512
@@ -38,13 +38,13 @@ MB = 2**20
 
 
 def prompts(args: ModelArgs) -> list[Prompt]:
-    """Return one group."""
+    """Return one group of prompts."""
     return [Prompt(runner.TEXT, group=0, index=i, seed=i) for i in range(args.batch_size)]
 
 
 @contextmanager
 def checkpoint(args: ModelArgs, device: torch.device, dtype: torch.dtype) -> Iterator[str]:
-    """Within the `with` block the folder of the pipeline is there, with a random transformer if one is asked for."""
+    """Yield the folder of the pipeline, with a random transformer if `args.random` is set."""
     if not args.random:
         yield args.model
         return
@@ -58,14 +58,14 @@ def checkpoint(args: ModelArgs, device: torch.device, dtype: torch.dtype) -> Ite
 
 
 def open_engine(model: Model, device: torch.device, dtype: torch.dtype) -> Any:
-    """Return the vLLM-Omni engine. Imported here, so that what it takes in memory can be told from the rest."""
+    """Return the vLLM-Omni engine. It is imported here, so that its memory can be told from the rest."""
     from omni_rollout.engines.vllm_omni.engine import VllmOmniEngine
 
     return VllmOmniEngine(model, device=device, dtype=dtype)
 
 
 def setting(args: ModelArgs, path: str, device: torch.device) -> str:
-    """Return one line that says what was measured, where and when."""
+    """Return one line that describes the measurement, with place and date."""
     from diffusers import QwenImageTransformer2DModel
 
     shape = runner.config(path, "transformer")
@@ -83,7 +83,7 @@ def setting(args: ModelArgs, path: str, device: torch.device) -> str:
 # Parity
 
 
-STEPS: dict[str, tuple[Callable[..., Transition], float]] = {  # with the noise levels that the README shows
+STEPS: dict[str, tuple[Callable[..., Transition], float]] = {  # with the noise levels of the README
     "sde": (sde_step, 0.7),
     "cps": (cps_step, 0.8),
     "dance": (dance_step, 0.3),
@@ -99,17 +99,17 @@ PARITY = (
 class Parity(ModelArgs):
     """Settings of the comparison of numbers."""
 
-    dtype: Literal["both", "float32", "bfloat16"] = "both"  # Of weights and products
-    true_cfg_scale: Annotated[float, at_least(1.001)] = 4.0  # Guidance of the half of the cases that have guidance
+    dtype: Literal["both", "float32", "bfloat16"] = "both"  # Dtype of weights and products
+    true_cfg_scale: Annotated[float, at_least(1.001)] = 4.0  # Guidance in the half of the cases that use it
 
 
 def parity(args: Parity) -> None:
     """Compare log-probs of the vLLM-Omni engine with the trainer's, and its samples with the embedded engine's.
 
-    A gap is the largest |log-prob(trainer) - log-prob(engine)| over the samples of a batch and all steps but the last;
-    where it is small it is |ratio - 1|, which the trainer checks before every update. The first half of the steps
-    stands apart, since gaps grow towards the end, and recipes with few trained steps choose them there. `x0` is the
-    largest difference of a clean latent from the embedded engine's, before any update.
+    A gap is the largest |log-prob(trainer) - log-prob(engine)| over the samples of a batch and all steps except the
+    last; if it is small, it equals |ratio - 1|, which the trainer checks before every update. The first half of the
+    steps is listed separately, since gaps grow towards the end, and recipes with few trained steps choose them there.
+    `x0` is the largest difference of a clean latent from the embedded engine's, before any update.
     """
     device = local_device()
     rows: list[list[str]] = []
@@ -123,7 +123,7 @@ def parity(args: Parity) -> None:
 
 
 def gaps_of(args: Parity, path: str, device: torch.device, dtype: torch.dtype) -> list[list[str]]:
-    """Return the table's rows for one dtype: one for each step function without and with guidance."""
+    """Return the table's rows for one dtype: for each step function, one without and one with guidance."""
     cases = [params_of(args, step, scale) for step in STEPS for scale in (1.0, args.true_cfg_scale)]
     names = [[step, scale] for step in STEPS for scale in ("off", f"{args.true_cfg_scale:g}")]
     model = open_model(path)
@@ -147,7 +147,7 @@ def gaps_of(args: Parity, path: str, device: torch.device, dtype: torch.dtype) -
 
 
 def params_of(args: Parity, step: str, scale: float) -> Params:
-    """Return parameters with which all steps but the last are kept."""
+    """Return parameters that keep all steps except the last."""
     rule, noise_level = STEPS[step]
     return Params(
         args.num_inference_steps,
@@ -171,7 +171,7 @@ class Trainer:
     net: Any
 
     def gaps(self, sampled: list[Trajectory], *, num_steps: int | None = None) -> list[float]:
-        """Return the largest difference of its log-probs from the engine's in each trajectory, or its first steps."""
+        """Return, for each trajectory, the largest log-prob difference from the engine's over all or some steps."""
         found = []
         for trajectory in sampled:
             expected = trajectory.rollout_log_prob[:, :num_steps]
@@ -183,7 +183,7 @@ class Trainer:
     def update(self, trajectory: Trajectory, *, lr: float) -> None:
         """Make the first kept step more likely. Every weight moves by `lr`, as in Adam's first step.
 
-        Without an optimizer, for whose state a large model would leave no room.
+        It uses no optimizer, whose state would leave no room for a large model.
         """
         self.net.enable_gradient_checkpointing()
         replay(self.model, self.net, trajectory, 0).log_prob.mean().backward()
@@ -197,7 +197,7 @@ class Trainer:
 def lora_columns(
     args: Parity, engine: Any, trainer: Trainer, before: list[Trajectory], sample: Sample
 ) -> list[list[float]]:
-    """Return gaps before an adapter's update, of all steps and the first half; then without a sync and with one."""
+    """Return gaps before an adapter's update, for all steps and the first half; then without and with a sync."""
     net = trainer.net
     add_lora(net, trainer.model.LORA_TARGETS, rank=args.lora_rank, alpha=2 * args.lora_rank, seed=0)
     engine.adopt(unadapted_params(net))
@@ -207,7 +207,7 @@ def lora_columns(
     engine.load_weights(named_weights(net), version=1)
     columns.append(trainer.gaps(sample()))
     with reference(net):
-        engine.load_weights(named_weights(net), version=2)  # the checkpoint's again
+        engine.load_weights(named_weights(net), version=2)  # the checkpoint's weights again
     return columns
 
 
@@ -229,14 +229,14 @@ SPEED = ("", "embedded", "vLLM-Omni", "vLLM-Omni / embedded")
 class Speed(ModelArgs):
     """Settings of the comparison of seconds and bytes."""
 
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # Of weights and products; auto is the device's own
-    true_cfg_scale: Annotated[float, at_least(1.001)] = 4.0  # Guidance of the rows that have guidance
-    rounds: Annotated[int, at_least(1)] = 3  # Rounds; both engines take turns
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # Dtype of weights and products; auto is the device's
+    true_cfg_scale: Annotated[float, at_least(1.001)] = 4.0  # Guidance in the rows that use it
+    rounds: Annotated[int, at_least(1)] = 3  # Rounds, in which both engines take turns
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Inputs of every row."""
+    """Inputs shared by all rows."""
 
     args: Speed
     device: torch.device
@@ -245,11 +245,11 @@ class Bench:
 
 
 def speed(args: Speed) -> None:
-    """Compare images a second, what a sync costs, and what is held in memory.
+    """Compare images per second, the cost of a sync, and memory.
 
-    Both engines take turns in one process, sample the same prompts and seeds, and sample with the same storage where it
-    can be shared. Numbers are of the fastest round; the ratio of images a second is the median of the rounds, with its
-    range. On a CPU the seconds are those of this process's own work, since others may use the machine.
+    Both engines take turns in one process, with the same prompts and seeds, and the same weight storage where it can be
+    shared. Numbers are from the fastest round; the ratio of images per second is the median over the rounds, with its
+    range. On a CPU, seconds are CPU time of this process, since others may use the machine.
     """
     device = local_device()
     if device.type == "cpu":
@@ -261,7 +261,7 @@ def speed(args: Speed) -> None:
 
 
 def costs_of(bench: Bench) -> list[list[str]]:
-    """Return the table's rows. The engine first shares nothing, then all, then all that LoRA does not change."""
+    """Return the table's rows. The engine first shares no weights, then all, then all that LoRA does not change."""
     start, model = memory(bench.device).current_mb, bench.model
     parts = model.load(device=bench.device, dtype=bench.dtype)
     embedded = DiffusersEngine(model, parts)
@@ -293,7 +293,7 @@ def costs_of(bench: Bench) -> list[list[str]]:
 
 
 def image_rows(bench: Bench, what: str, embedded: Any, engine: Any) -> list[list[str]]:
-    """Return images a second without and with guidance, and the most memory that sampling takes."""
+    """Return images per second without and with guidance, and the peak memory of sampling."""
     rows, group = [], prompts(bench.args)
     for scale in (1.0, bench.args.true_cfg_scale):
         guidance = {"true_cfg_scale": scale}
@@ -313,7 +313,7 @@ def image_rows(bench: Bench, what: str, embedded: Any, engine: Any) -> list[list
 
 
 def sync_rows(bench: Bench, what: str, embedded: Any, engine: Any, net: nn.Module) -> list[list[str]]:
-    """Return milliseconds and bytes of a sync."""
+    """Return the milliseconds and bytes of a sync."""
     times = take_turns(
         bench,
         lambda: embedded.load_weights((), version=1),
@@ -327,13 +327,13 @@ def sync_rows(bench: Bench, what: str, embedded: Any, engine: Any, net: nn.Modul
 
 
 def held_row(what: str, parts: Parts, engine: Any) -> list[str]:
-    """Return the MB of weights that trainer and engine hold together, each storage counted once."""
+    """Return the MB of weights held by trainer and engine together, counting each storage once."""
     own = held_mb(*(part for part in vars(parts).values() if isinstance(part, nn.Module)))
     return row(f"weights of trainer and engine, {what}, MB", own, held_mb(parts.net, engine.pipeline))
 
 
 def asleep_row(bench: Bench, engine: Any) -> list[str]:
-    """Return the device memory in use while the engine sleeps, below that while it is awake."""
+    """Return the device memory freed while the engine sleeps."""
     before = memory(bench.device).current_mb
     engine.sleep()
     freed = before - memory(bench.device).current_mb if bench.device.type != "cpu" else 0.0
@@ -348,7 +348,7 @@ def take_turns(bench: Bench, *calls: Callable[[], object]) -> list[list[float]]:
 
 
 def peak_mb(bench: Bench, call: Callable[[], object]) -> float:
-    """Return the most memory that a call takes above what is in use before it."""
+    """Return the peak memory of a call, above the memory in use before it."""
     reset_peak_memory(bench.device)
     before = memory(bench.device).current_mb
     call()
@@ -366,7 +366,7 @@ def held_mb(*modules: nn.Module) -> float:
 
 
 def row(name: str, embedded: float, ours: float, *, ratio: bool = True) -> list[str]:
-    """Return one row; a ratio where it says something."""
+    """Return one row, with a ratio if it is meaningful."""
     return [name, f"{embedded:.4g}", f"{ours:.4g}", f"{ours / embedded:.3f}" if ratio else ""]
 
 

@@ -4,11 +4,11 @@ python benchmarks/roofline.py
 python benchmarks/roofline.py --random 60 --height 512 --width 512 --batch-size 16 --group-size 16 \
     --prompts-per-step 1 --lora-rank 64 --variant recomputed --no-measured
 
-Counted: the operators of the trainer's forward, of its forward and backward, and of the VAE, with shapes and without
-values (`omni_train.planned`). Measured: short matrix products, attentions and copies on the device at hand, which are
-its ceilings. An operator then takes the longest of its bytes over the bandwidth, its operations over the rate of its
-kind, and a launch; the sum is what eager kernels at these rates would take. The limit is that of the operations alone,
-without any that is computed twice. Fractions are the limit over what the trainer's step took.
+Counted: the operators of the trainer's forward pass, of its forward and backward pass, and of the VAE, with shapes but
+no values (`omni_train.planned`). Measured: short matrix products, attention and copies on this device, which are its
+ceilings. An operator then takes the longest of three times: its bytes over the bandwidth, its operations over the rate
+of its kind, and a kernel launch; the sum is the time of eager kernels at these rates. The limit counts only the
+operations, without any that are recomputed. Fractions are the limit over the time of the trainer's step.
 """
 
 import math
@@ -38,7 +38,7 @@ from trainer import app
 
 Kernel = tuple[str, int, int]  # kind, a field of Ceilings or "elementwise"; bytes; floating-point operations
 PHASES = ("rollout", "decode", "update")
-FREE = ("detach", "lift_fresh", "_unsafe_view", "empty", "new_empty")  # how the names of what moves no bytes begin
+FREE = ("detach", "lift_fresh", "_unsafe_view", "empty", "new_empty")  # name prefixes of operators that move no bytes
 
 
 @dataclass(frozen=True)
@@ -64,23 +64,23 @@ class Ceilings:
         return sum(n * self.work(kind, flops) for (kind, _, flops), n in kernels.items())
 
     def work(self, kind: str, flops: int) -> float:
-        """Seconds of the operations of one kernel."""
+        """Return the seconds of a kernel's operations."""
         return flops / float(getattr(self, kind)) if flops else 0.0
 
 
-ASSUMED = {  # the H200's as measured (docs/evidence/performance.md), the H100's not
+ASSUMED = {  # the H200's are measured (docs/evidence/performance.md), the H100's are not
     "H100": Ceilings(2.9e12, 660e12, 50e12, 330e12, 255e12, 7e-6),
     "H200": Ceilings(4.1e12, 770e12, 51e12, 330e12, 255e12, 7e-6),
 }
 
 
 def measure_ceilings(device: torch.device, *, side: int = 0) -> Ceilings:
-    """The ceilings of the device at hand. side: of square matrices; 0 takes one that fills it."""
+    """Measure the ceilings of this device. side: size of square matrices; 0 chooses one that fills the device."""
     side, rates = side or (1024 if device.type == "cpu" else 8192), {}
     for dtype in (torch.bfloat16, torch.float32):
         a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
         rates[dtype] = 2 * side**3 / fastest(lambda a=a, b=b: torch.mm(a, b), device)
-    with sdpa_kernel(BACKENDS["auto"]):  # the trainer's, not torch's first choice
+    with sdpa_kernel(BACKENDS["auto"]):  # the trainer's backends, not torch's first choice
         forward, backward = attention_rates(device, side=side)
     small = torch.ones(16, device=device)
     return Ceilings(
@@ -94,7 +94,7 @@ def measure_ceilings(device: torch.device, *, side: int = 0) -> Ceilings:
 
 
 def attention_rates(device: torch.device, *, side: int) -> tuple[float, float]:
-    """Operations a second of attention, forward and backward, over a quarter of `side` tokens."""
+    """Return operations per second of attention, forward and backward, over a quarter of `side` tokens."""
     low = default_compute_dtype(device)
     q, k, v = (torch.randn(4, 8, side // 4, 128, device=device, dtype=low, requires_grad=True) for _ in range(3))
     flops = 4 * q.numel() * q.shape[2]
@@ -105,7 +105,7 @@ def attention_rates(device: torch.device, *, side: int) -> tuple[float, float]:
 
 
 def fastest(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds of a call, from the fastest of five series; the first call does not count."""
+    """Return the seconds of a call, from the fastest of five series; the first call does not count."""
     call()
     number, found = 1 if device.type == "cpu" else 10, []
     for _ in range(5):
@@ -117,7 +117,7 @@ def fastest(call: Callable[[], object], device: torch.device) -> float:
 
 
 class Kernels(PlannedDevice):
-    """Notes each kernel that would run on the planned device, by phase."""
+    """Records each kernel that would run on the planned device, by phase."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Kernels(PlannedDevice):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run one operator, and note it unless it only looks at memory in another way."""
+        """Run one operator, and record it unless it only returns a view."""
         before = self.flops.total()
         out = super().__torch_dispatch__(func, types, args, kwargs)
         flops, name = self.flops.total() - before, func.overloadpacket.__name__
@@ -139,7 +139,7 @@ class Kernels(PlannedDevice):
 
 
 def kind_of(name: str, out: Tensor, flops: int) -> str:
-    """The ceiling of an operator's operations."""
+    """Return the ceiling that applies to an operator's operations."""
     if not flops:
         return "elementwise"
     if "attention" in name:
@@ -148,12 +148,12 @@ def kind_of(name: str, out: Tensor, flops: int) -> str:
 
 
 def extent(tensor: Tensor) -> int:
-    """The bytes of a tensor, once where it is expanded."""
+    """Return the bytes of a tensor, counting expanded elements once."""
     return math.prod(n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride) * tensor.itemsize
 
 
 def count(args: app.Args) -> dict[str, Counter[Kernel]]:
-    """The kernels of a step by phase."""
+    """Return the kernels of a step by phase."""
     model, dtype = open_model(args.policy.model), getattr(torch, args.policy.dtype)
     assert isinstance(model, DiffusersModel)
     model.reads_weights = False
@@ -182,7 +182,7 @@ def count(args: app.Args) -> dict[str, Counter[Kernel]]:
             return model.predict_velocity(parts.net, x, torch.full((len(x),), 0.5).to(PLANNED), cond, params)
 
         with torch.no_grad():
-            predict()  # brings to the device what stays there
+            predict()  # moves to the device what stays there
             with device.phase("rollout"):
                 predict()
             with device.phase("decode"):
@@ -199,7 +199,7 @@ def count(args: app.Args) -> dict[str, Counter[Kernel]]:
 
 
 def measure(args: app.Args) -> dict[str, float]:
-    """Seconds of each phase in the second step of a run."""
+    """Return the seconds of each phase in the second step of a run."""
     spent = Counter[str]()
 
     def steps(run: MediaRun[app.Args]) -> Iterator[Step]:
@@ -218,9 +218,9 @@ def table(
     devices: Mapping[str, Ceilings],
     took: Mapping[str, float],
 ) -> str:
-    """Markdown: what each phase asks, what it would take on each device, and what it took on the last of them.
+    """Return Markdown: the work of each phase, its time on each device, and its measured time on the last one.
 
-    least: the kernels without those that are computed again. took: seconds; may be empty.
+    least: the kernels without recomputed ones. took: seconds; may be empty.
     """
     *_, last = devices.values()
     rows = []
@@ -241,8 +241,8 @@ def table(
 class Args(trainer.Args):
     """Settings of the step."""
 
-    variant: str = "as it is"  # Memory and speed of the trainer, a row of trainer.VARIANTS
-    measured: bool = True  # Measure the device at hand and a step on it; without, only count
+    variant: str = "as it is"  # Memory and speed settings of the trainer, a row of trainer.VARIANTS
+    measured: bool = True  # Measure this device and a step on it; otherwise only count
 
 
 def roofline(args: Args) -> None:

@@ -1,7 +1,7 @@
-"""What benchmarks share: the command line, turns of what is compared, ratios with their spread, tables, a random model.
+"""Shared code of benchmarks: command line, rounds in turn, ratios with their spread, tables, a random model.
 
-The small model of the repository is the default. `--random` makes a transformer of Qwen-Image's shape with random
-weights, and takes the other parts from the small model: its text input is only as wide as the small text encoder.
+The default is the repository's small model. `--random` makes a transformer of Qwen-Image's shape with random weights,
+and takes the other parts from the small model: its text input is only as wide as the small text encoder.
 """
 
 import inspect
@@ -37,10 +37,10 @@ HEAD_SIZE, ROPE_AXES = 128, (16, 56, 56)  # Qwen-Image's
 
 
 def run(description: str | None, *subjects: Callable[[Any], None], argv: Sequence[str] | None = None) -> None:
-    """Call a subject with the arguments of the command line. Of several subjects the first word names one.
+    """Call a subject with the arguments of the command line. If there are several subjects, the first word names one.
 
-    A mistake ends the program with exit code 2. subjects: functions of one argument, a dataclass of their own; one
-    that is not valid raises ValueError in its method `check`, if it has one.
+    Invalid arguments end the program with exit code 2. subjects: functions of one argument, each a different dataclass;
+    its method `check`, if any, raises ValueError for invalid values.
     """
     calls = {get_type_hints(each)["args"]: each for each in subjects}
     named = [
@@ -62,13 +62,13 @@ def run(description: str | None, *subjects: Callable[[Any], None], argv: Sequenc
 
 
 def now(device: torch.device) -> float:
-    """Return seconds: of this process's work on a CPU, which others may share, and of the clock on an accelerator."""
+    """Return seconds: of this process's CPU time on a CPU, which others may share; of the clock on an accelerator."""
     synchronize()
     return time.process_time() if device.type == "cpu" else time.perf_counter()
 
 
 def seconds_of(call: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
-    """Return the seconds of a call, with what it leaves to the device."""
+    """Return the seconds of a call, including the work that it queues on the device."""
     synchronize()
     start = clock()
     call()
@@ -90,7 +90,7 @@ def take_turns(
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Within the `with` block the working folder is a new one, and what is printed is not shown."""
+    """Run the `with` block in a new working folder, without output on stdout."""
     here, out = os.getcwd(), os.dup(1)
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nothing:
         os.chdir(folder)
@@ -107,29 +107,29 @@ def quiet() -> Iterator[None]:
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:
-    """Return the median and the range of values, such as those of the rounds."""
+    """Return the median and the range of values, such as those of rounds."""
     numbers = [f"{value:.{digits}f}" for value in (statistics.median(values), min(values), max(values))]
     return "{} ({} to {})".format(*numbers) if len(values) > 1 else numbers[0]
 
 
 def ratio(values: Sequence[float], over: Sequence[float]) -> str:
-    """Return the median and the range of the ratio in each round."""
+    """Return the median and the range of the ratio over the rounds."""
     return spread([value / other for value, other in zip(values, over, strict=True)])
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Return Markdown."""
+    """Return a Markdown table."""
     return "\n".join(f"| {' | '.join(map(str, row))} |" for row in [header, ["---"] * len(header), *rows])
 
 
 def stamp(*about: object) -> str:
-    """Return the line above a table: date, commit, device, torch, and what it is about."""
+    """Return the line above a table: date, commit, device, torch, and the subject."""
     where = (str(date.today()), f"commit {commit()}", machine(local_device()), f"torch {torch.__version__}")
     return ", ".join([*where, *map(str, about)])
 
 
 def machine(device: torch.device) -> str:
-    """Return the name of an accelerator, or that of a CPU with its cores and those that torch uses."""
+    """Return the name of an accelerator, or that of a CPU with its cores and those used by torch."""
     name = device_name(device)
     return f"{name}, {torch.get_num_threads()} of {os.cpu_count()} cores" if device.type == "cpu" else name
 
@@ -141,7 +141,7 @@ def device_name(device: torch.device) -> str:
 
 
 def commit() -> str:
-    """Return the commit of the tree, and whether the code in it was changed; without git, what COMMIT names."""
+    """Return the commit of the tree, and whether its code was changed; without git, the value of COMMIT."""
     ask = partial(subprocess.run, cwd=REPO, capture_output=True, text=True)
     name = str(ask(["git", "rev-parse", "--short", "HEAD"]).stdout).strip() or os.environ.get("COMMIT", "unknown")
     code = ["apps", "benchmarks", "packages", "scripts"]
@@ -153,15 +153,15 @@ def commit() -> str:
 
 @dataclass(frozen=True)
 class ModelArgs:
-    """The model, and the samples of a forward."""
+    """The model, and the samples of a forward pass."""
 
     model: str = str(REPO / "checkpoints" / "tiny-signs-qwen-image")  # Folder of a pipeline
     height: Annotated[int, at_least(16)] = 32  # Pixels
     width: Annotated[int, at_least(16)] = 96  # Pixels
     num_inference_steps: Annotated[int, at_least(2)] = 10  # Denoising steps
-    batch_size: Annotated[int, at_least(1)] = 8  # Samples of one prompt, in one forward
+    batch_size: Annotated[int, at_least(1)] = 8  # Samples of one prompt, in one forward pass
     lora_rank: Annotated[int, at_least(1)] = 16  # Rank of the adapters
-    random: Annotated[int, at_least(0)] = 0  # Blocks of a random transformer in the model's place; 0 is none
+    random: Annotated[int, at_least(0)] = 0  # Blocks of a random transformer in place of the model's; 0 is none
     random_heads: Annotated[int, at_least(1)] = 24  # Its heads, of 128 channels each; Qwen-Image has 24
 
 
@@ -174,7 +174,7 @@ def config(path: str, part: str) -> dict[str, Any]:
 def random_transformer(
     num_blocks: int, num_heads: int, text_width: int, *, device: torch.device, dtype: torch.dtype
 ) -> Any:
-    """Return a transformer of Qwen-Image's shape, filled."""
+    """Return a transformer of Qwen-Image's shape with random weights."""
     from diffusers import QwenImageTransformer2DModel
 
     with torch.device("meta"):
@@ -192,9 +192,9 @@ def random_transformer(
 
 @torch.no_grad()
 def fill(net: nn.Module) -> None:
-    """Draw weights and biases with standard deviation 0.02; norms are 1, as in a fresh model.
+    """Sample weights and biases with standard deviation 0.02; norms are 1, as in a new model.
 
-    Never zeros: matrix products of zeros draw less power, and run faster than any real ones.
+    Weights are never zero: matrix products of zeros use less power and run faster than real ones.
     """
     torch.manual_seed(0)
     for module in net.modules():

@@ -1,14 +1,15 @@
-"""From 1 to 1,024 GPUs: what a step of the trainer exchanges, counted, and what that would cost, simulated.
+"""From 1 to 1,024 GPUs: counted communication of a training step, and its simulated cost.
 
     python benchmarks/scaling.py simulate
     python benchmarks/scaling.py waits --ranks 64
 
-Counted, on this machine: messages between ranks, gathers of weights and sums of gradients of FlowGRPO's own step, on 2
-gloo ranks with a tiny net, as torch's dispatcher sees them. A test holds what 2 ranks predict for 4 against what 4 do.
+Counted, on this machine: messages between ranks, gathers of weights and sums of gradients in a step of FlowGRPO, on 2
+gloo ranks with a tiny net, as seen by torch's dispatcher. A test compares the prediction from 2 ranks for 4 with 4
+ranks.
 Simulated: everything in seconds. No GPU is used: a step's operations are planned (docs/performance.md), and the speeds
-are assumed, in the arguments. Efficiency is the time of a step's operations at full batches over its predicted time.
+are assumed, as arguments. Efficiency is the time of a step's operations at full batches over its predicted time.
 
-waits: seconds of a step after its last image, of many ranks with a server for each machine.
+waits: seconds of a step after its last image, for many ranks with one server per machine.
 """
 
 import json
@@ -43,26 +44,26 @@ from omni_train.dist import shutdown
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainer import app
 
-KINDS = {  # operations of torch.distributed, and which argument a rank gives
+KINDS = {  # operations of torch.distributed, and the argument with a rank's data
     "allgather_": ("messages", 1), "_allgather_base_": ("gathers", 1), "_reduce_scatter_base_": ("scatters", 1),
     "allreduce_": ("reductions", 0),
 }  # fmt: skip
-TINY = trainer.Args(random=1, random_heads=1)  # bytes are told as shares of what is trained
+TINY = trainer.Args(random=1, random_heads=1)  # bytes are reported as shares of the trained weights
 MACHINE = 8  # GPUs
 SIZES = (1, 8, 16, 64, 256, 512, 1024)
 
 
 @dataclass(frozen=True)
 class Args:
-    """Speeds that are assumed; nothing here was measured on a GPU."""
+    """Assumed speeds; nothing here was measured on a GPU."""
 
-    tflops: Annotated[float, at_least(1)] = 350.0  # Of a large forward in bfloat16; an H100's data sheet: 989 at most
+    tflops: Annotated[float, at_least(1)] = 350.0  # Of a large forward pass in bfloat16; an H100's data sheet: 989
     decode_tflops: Annotated[float, at_least(1)] = 100.0  # Of a VAE's convolutions
     nvlink_gbs: Annotated[float, at_least(1)] = 300.0  # GB/s of a GPU within a machine; data sheet: 450 each way
     net_gbs: Annotated[float, at_least(1)] = 40.0  # GB/s of a GPU between machines; 400 Gb/s are 50
-    disk_gbs: Annotated[float, at_least(0.1)] = 1.2  # GB/s of a rank that writes a file
+    disk_gbs: Annotated[float, at_least(0.1)] = 1.2  # GB/s at which a rank writes a file
     hop_us: Annotated[float, at_least(0)] = 40.0  # Microseconds of a message from host to host, over TCP
-    kernel_us: Annotated[float, at_least(0)] = 4.5  # Microseconds in which the host starts a kernel
+    kernel_us: Annotated[float, at_least(0)] = 4.5  # Microseconds for the host to launch a kernel
 
 
 # Counted
@@ -72,7 +73,7 @@ class Exchanges(TorchDispatchMode):
     """Number of calls and bytes of each kind of collective on this rank."""
 
     def __init__(self) -> None:
-        """Begin at zero."""
+        """Start at zero."""
         super().__init__()
         self.found: Counter[str] = Counter()
 
@@ -89,7 +90,7 @@ class Exchanges(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Case:
-    """Work of a rank in a step: batches and optimizer steps. size: ranks that share a copy of the weights, 0 is all."""
+    """Work of a rank in a step. size: number of ranks that share a copy of the weights, 0 for all."""
 
     batches: int
     updates: int
@@ -98,7 +99,7 @@ class Case:
 
 
 def count(cases: Sequence[Case], ranks: int) -> list[Counter[str]]:
-    """Return what a rank exchanges in a step of each case, the second step of a run on so many ranks.
+    """Return the communication of a rank in a step of each case, the second step of a run with `ranks` ranks.
 
     Raises:
         RuntimeError: ranks differ.
@@ -120,7 +121,7 @@ def count(cases: Sequence[Case], ranks: int) -> list[Counter[str]]:
 
 
 def _rank(rank: int, cases: Sequence[Case], ranks: int, ports: Sequence[int], folder: str, model: str) -> None:
-    """Train a little for each case, in a forked process, and write what was exchanged."""
+    """Train for a few steps in each case, in a forked process, and write the counts."""
     os.chdir(folder)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     torch.set_num_threads(1)
@@ -131,11 +132,11 @@ def _rank(rank: int, cases: Sequence[Case], ranks: int, ports: Sequence[int], fo
         os.environ["MASTER_PORT"] = str(port)
         found.append(_counted(case, ranks, model))
     Path(f"{rank}.json").write_text(json.dumps(found))
-    os._exit(0)  # a forked process must not run its parent's endings
+    os._exit(0)  # a forked process must not run its parent's exit handlers
 
 
 def _counted(case: Case, ranks: int, model: str) -> Counter[str]:
-    """Run two steps; return what the second one exchanges, which neither evaluates nor saves."""
+    """Run two steps; return the communication of the second, which neither evaluates nor saves."""
     marks: list[Counter[str]] = []
     trained: list[int] = []
 
@@ -169,7 +170,7 @@ def _counted(case: Case, ranks: int, model: str) -> Counter[str]:
 
 @dataclass(frozen=True)
 class Rates:
-    """A count of a step that grows with its batches and optimizer steps."""
+    """A count of a step, linear in its batches and optimizer steps."""
 
     step: float
     batch: float
@@ -193,9 +194,9 @@ def rates(cases: Sequence[Case], counts: Sequence[Mapping[str, int]]) -> dict[st
 
 
 def predicted(known: Mapping[str, Rates], case: Case, ranks: int, *, known_ranks: int = 2) -> dict[str, float]:
-    """Return the counts of a step of other ranks, batches and optimizer steps.
+    """Return the predicted counts of a step with other numbers of ranks, batches and optimizer steps.
 
-    A rank gives its rows to a gather of weights, so that twice the ranks give half of the bytes each.
+    Each rank contributes its rows to a gather of weights, so with twice the ranks each contributes half the bytes.
     """
     found = {kind: rate(case.batches, case.updates) for kind, rate in known.items()}
     if "gathers, bytes" in found:
@@ -207,7 +208,7 @@ COUNTED = [(1, 1), (2, 1), (2, 2)]
 
 
 def cases(*, lora: bool) -> list[Case]:
-    """Return the cases that `rates` takes."""
+    """Return the cases needed by `rates`."""
     return [Case(batches, updates, lora) for batches, updates in COUNTED]
 
 
@@ -216,7 +217,7 @@ def cases(*, lora: bool) -> list[Case]:
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe's step. Operations are FLOP of a sample; bytes of float32 are 4 a parameter."""
+    """A recipe's step. Operations are FLOP per sample; float32 takes 4 bytes per parameter."""
 
     name: str
     weights: float  # Parameters
@@ -232,8 +233,8 @@ class Job:
     updates: int  # Optimizer steps
     score_s: float
     decode: float  # FLOP of a sample's decoding
-    tiled: float  # The same in four tiles, with what they compute twice
-    evaluation: float  # FLOP of one evaluation, and how many steps apart
+    tiled: float  # The same in four tiles, including the overlap that is computed twice
+    evaluation: float  # FLOP of one evaluation; the next field is the number of steps between evaluations
     eval_every: int
     guided: bool = True
 
@@ -245,21 +246,21 @@ class Job:
 
 @dataclass(frozen=True)
 class How:
-    """Settings of a run that scale it."""
+    """Settings of a run that affect its scaling."""
 
     name: str
-    server_gpus: int = 0  # GPUs of a scorer; 0 is one for all
-    copy_gpus: int = 0  # GPUs of a copy of sharded weights; 0 is all
+    server_gpus: int = 0  # GPUs per scorer; 0 means one scorer for all
+    copy_gpus: int = 0  # GPUs per copy of sharded weights; 0 means all
     ahead: bool = False
-    lean: bool = False  # evaluations a tenth of the recipe's
-    context: bool = False  # GPUs share a sample where there are more of them than samples
-    tiles: bool = False  # those decode it together
+    lean: bool = False  # a tenth of the recipe's evaluation
+    context: bool = False  # GPUs share a sample if there are more GPUs than samples
+    tiles: bool = False  # those GPUs decode it together
 
 
 def video(
     name: str, weights: float, layers: int, width: int, tokens: int, samples: int, *, decode: float, tiled: float
 ) -> Job:
-    """A video model by its published shape: 2 FLOP a weight and token, attention of all tokens, guidance."""
+    """Return a video model by its published shape: 2 FLOP per weight and token, attention of all tokens, guidance."""
     forward = 2 * (2 * weights * tokens + 4 * layers * tokens**2 * width)
     costs = {"rollout": 10 * forward, "update": 2 * 4 * forward, "forward": forward}  # 2 of 10 trained, recomputed
     return Job(
@@ -303,13 +304,13 @@ for _name, _change in (
     ("+ context parallel", {"context": True}), ("+ `--memory.decode-tile`", {"tiles": True}),
 ):  # fmt: skip
     LADDER.append(replace(LADDER[-1], name=_name, **_change))  # type: ignore[arg-type]
-SMALL = {1: 0.70, 2: 0.80, 4: 0.865, 8: 0.94}  # Assumed speed of batches of images, over that of 16
+SMALL = {1: 0.70, 2: 0.80, 4: 0.865, 8: 0.94}  # Assumed speed at image batches of this size, relative to 16
 
 
 def parts(job: Job, how: How, gpus: int, speed: Args, counts: Mapping[str, Rates]) -> dict[str, float]:
-    """Return the predicted seconds of a step by what they are spent on; {} if the step cannot run.
+    """Return the predicted seconds of a step by cause; {} if the step cannot run.
 
-    counts: of all weights if the job trains all, else of LoRA.
+    counts: for all weights if the job trains all, otherwise for LoRA.
     """
     samples = job.samples or 16 * gpus
     share = 1
@@ -322,9 +323,9 @@ def parts(job: Job, how: How, gpus: int, speed: Args, counts: Mapping[str, Rates
     batch = min(job.batch, mine)
     batches, rate, machines = mine / batch, speed.tflops * 1e12, ceil(gpus / MACHINE)
     compute = (job.rollout + job.update) * mine / share / rate
-    one = job.forward * batch / share / rate  # a forward's seconds
+    one = job.forward * batch / share / rate  # a forward pass's seconds
     host = job.kernels * speed.kernel_us * 1e-6 * (1 + job.guided)
-    forwards = job.denoising + 4 * job.passes  # a backward pass is two, a recomputed forward one
+    forwards = job.denoising + 4 * job.passes  # a backward pass is two, a recomputed forward pass one
     speed_of_batch = SMALL.get(batch, 1.0) if job.batch > 1 else 1.0
     found = {
         "compute": compute,
@@ -350,7 +351,7 @@ def parts(job: Job, how: How, gpus: int, speed: Args, counts: Mapping[str, Rates
     if job.is_full and gpus > 1:
         gather, scatter = job.weights * 2 / within, job.weights * 4 / within
         num_gathers, num_sums = step["gathers, whole"], step["scatters, whole"]
-        found["gathers"] = gather + max(0.0, num_gathers - 1) * max(0.0, gather - one)  # the others beside a forward
+        found["gathers"] = gather + max(0.0, num_gathers - 1) * max(0.0, gather - one)  # others overlap a forward
         found["sums of gradients"] = num_sums * max(0.0, scatter - 2 * one)
         if gpus > group:
             found["sums of gradients"] += updates * 2 * job.weights * 4 / group / net
@@ -366,7 +367,7 @@ def parts(job: Job, how: How, gpus: int, speed: Args, counts: Mapping[str, Rates
 
 
 def efficiency(job: Job, how: How, gpus: int, speed: Args, counts: Mapping[str, Rates]) -> tuple[float, str]:
-    """Return the share of a step that is its operations and decoding, and the largest other part; (0, why) without."""
+    """Return the share of operations and decoding in a step, and the largest other cause; (0, why) if it cannot run."""
     found = parts(job, how, gpus, speed, counts)
     if not found:
         return 0.0, "fewer samples than ranks"
@@ -378,10 +379,10 @@ def efficiency(job: Job, how: How, gpus: int, speed: Args, counts: Mapping[str, 
 
 
 def apart(job: Job, gpus: int, speed: Args, *, more: int = 0, share: float = 1.0) -> tuple[int, float]:
-    """Return the ranks that only sample with which a step is shortest, and how much faster than all `gpus` it then is.
+    """Return the number of sampling-only ranks with the shortest step, and its speedup over all `gpus` doing both.
 
-    With `--draw-ahead 1`, which keeps both roles busy. more: GPUs beside them that can only sample, of a `share` of
-    their speed. What is trained travels over the network, before each step that is sampled.
+    It assumes `--draw-ahead 1`, which keeps both roles busy. more: additional GPUs that can only sample, at a `share`
+    of the speed. The trained weights are sent over the network before each sampled step.
     """
     samples, rate = job.samples or 16 * gpus, speed.tflops * 1e12
     sampling, training = (
@@ -400,7 +401,7 @@ def apart(job: Job, gpus: int, speed: Args, *, more: int = 0, share: float = 1.0
 
 
 def whole(known: Mapping[str, Rates]) -> dict[str, Rates]:
-    """Return the rates of 2 ranks with those of bytes also as shares of all that is trained."""
+    """Return the rates of 2 ranks, with bytes also as shares of all trained weights."""
     found, trained = dict(known), known["trained, bytes"].step
     for kind, given in (("gathers", trained / 2), ("scatters", trained), ("reductions", trained)):
         if rate := known.get(f"{kind}, bytes"):
@@ -409,7 +410,7 @@ def whole(known: Mapping[str, Rates]) -> dict[str, Rates]:
 
 
 def simulate(args: Args) -> None:
-    """Count what ranks exchange, simulate steps on more of them, and print both."""
+    """Count the communication of ranks, simulate steps with more ranks, and print both."""
     print(runner.stamp("counted on 2 gloo ranks, simulated beyond"))
     rows, counts = [], {}
     for lora in (True, False):
@@ -430,7 +431,7 @@ def simulate(args: Args) -> None:
 
 
 def simulated(job: Job, speed: Args, counts: Mapping[str, Rates]) -> list[str]:
-    """Return the lines of a job: a row for each way to run it, and what costs most in the first and last."""
+    """Return the lines of a job: one row per way to run it, and the largest costs of the first and last."""
     found = {how: [efficiency(job, how, gpus, speed, counts) for gpus in SIZES] for how in LADDER}
     rows = [(how.name, *(f"{share:.0%}" if share else "-" for share, _ in row)) for how, row in found.items()]
     lines = ["", f"**{job.name}**", "", runner.table(("simulated", *(f"{gpus:,}" for gpus in SIZES)), rows)]
@@ -445,18 +446,18 @@ def simulated(job: Job, speed: Args, counts: Mapping[str, Rates]) -> list[str]:
 
 @dataclass(frozen=True)
 class Waits:
-    """The ranks, the servers, and the time that each takes."""
+    """The ranks, the servers, and their times."""
 
     ranks: Annotated[int, at_least(1)] = 64  # Ranks that sample
-    servers: Annotated[int, at_least(1)] = 8  # Servers, each for equally many ranks in a row
-    images: Annotated[int, at_least(1)] = 512  # Images of a step, equally many a rank
-    side: Annotated[int, at_least(16)] = 256  # Pixels of an image's side
-    image_ms: Annotated[float, at_least(0)] = 50.0  # Milliseconds that the scorer takes for an image
+    servers: Annotated[int, at_least(1)] = 8  # Servers, each for the same number of consecutive ranks
+    images: Annotated[int, at_least(1)] = 512  # Images per step, the same number on each rank
+    side: Annotated[int, at_least(16)] = 256  # Side of an image in pixels
+    image_ms: Annotated[float, at_least(0)] = 50.0  # Milliseconds that the scorer takes per image
     rollout_s: Annotated[float, at_least(0)] = 7.0  # Seconds in which a rank samples its images of a step
-    batches: str = "1,2,4,8"  # Into how many batches a rank divides them, with commas, row by row
+    batches: str = "1,2,4,8"  # Comma-separated numbers of batches per rank, one row each
 
     def check(self) -> None:
-        """Raise ValueError when settings do not fit together."""
+        """Raise ValueError if settings are inconsistent."""
         fits = not (self.ranks % self.servers or self.images % self.ranks)
         rule = "--servers must divide --ranks, and --ranks --images"
         require((fits, f"{rule}, got {self.servers}, {self.ranks}, {self.images}"))
@@ -469,8 +470,8 @@ def waits(args: Waits) -> None:
     """Run ranks and servers, and time a step after its last image.
 
     Simulated: the ranks are threads that sleep instead of sampling, and the scorer sleeps for each image. Real: the
-    clients, the servers and their messages, all in this process. The work of a server is the same in each row; the rows
-    differ in how much of it is done before the last image arrives.
+    clients, the servers and their messages, all in this process. A server's total work is the same in each row; the
+    rows differ in how much of it is done before the last image arrives.
     """
     print(runner.stamp())
     work = args.images * args.image_ms / 1000 / args.servers
@@ -491,7 +492,7 @@ def waits(args: Waits) -> None:
 def waited_s(args: Waits, urls: Sequence[str], num_batches: int, *, ahead: bool) -> list[float]:
     """Return the seconds that each rank waits for the scores of its own images once it needs them.
 
-    ahead: True if it first samples the next step, as with steps drawn ahead.
+    ahead: True if it first samples the next step, as with `--draw-ahead`.
     """
     size = args.images // args.ranks // num_batches
     start = threading.Barrier(args.ranks)
@@ -519,7 +520,7 @@ def waited_s(args: Waits, urls: Sequence[str], num_batches: int, *, ahead: bool)
 
 
 def slow(args: Waits) -> Any:
-    """Return a score function that takes its time; a score is an image's first byte."""
+    """Return a slow score function; a score is an image's first byte."""
 
     def score(media: Mapping[str, np.ndarray], prompts: Sequence[str], meta: object = None) -> list[float]:
         time.sleep(args.image_ms / 1000 * len(prompts))

@@ -1,11 +1,11 @@
-"""CPU seconds of a trainer's start: of its help, of a dry run, and until the first training step may begin.
+"""CPU seconds to start a trainer: for its help, for a dry run, and until the first training step.
 
 python benchmarks/startup.py
 python benchmarks/startup.py --against ../other-checkout --rounds 5
 
-The least of the rounds, in which the checkouts take turns, with the packages of this environment: what else the machine
-does can only add to a round. The model is the shipped one; before the first step it draws held-out samples of two
-prompts, which a server beside it scores.
+The result is the minimum over the rounds, in which the checkouts take turns, with the packages of this environment:
+other load on the machine can only add to a round. The model is the shipped one; before the first step it generates
+held-out samples for two prompts, which are scored by a server in this process.
 """
 
 import argparse
@@ -35,7 +35,7 @@ CASES = {"help": ["--help"], "dry run": [*FLAGS, "--dry-run"], "first step": FLA
 
 
 def cpu_s(checkout: Path, flags: Sequence[str]) -> float:
-    """CPU seconds of the trainer of a checkout and of the processes that it starts."""
+    """Return the CPU seconds of a checkout's trainer and of its child processes."""
     sources = os.pathsep.join(map(str, sorted(checkout.glob("packages/*/src"))))
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "eval.txt").write_text('a blue sign that says "AB"\na red sign that says "CD"\n')
@@ -56,8 +56,8 @@ def cpu_s(checkout: Path, flags: Sequence[str]) -> float:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--against", type=Path, help="another checkout, whose start is measured too")
-    parser.add_argument("--rounds", type=int, default=5, help="runs of each kind, after one that is not counted")
+    parser.add_argument("--against", type=Path, help="another checkout to measure too")
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each kind, after one that does not count")
     args = parser.parse_args(argv)
     checkouts = [REPO, *([args.against.resolve()] if args.against else [])]
     found: dict[tuple[Path, str], list[float]] = {}

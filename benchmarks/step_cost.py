@@ -1,4 +1,4 @@
-"""The cost of a training step beside the transformer, on the trainer's own loop.
+"""The cost of a training step besides the transformer, on the trainer's own loop.
 
 python benchmarks/step_cost.py framework
 python benchmarks/step_cost.py framework --random 6 --random-heads 4 --height 256 --width 256 --group-size 2 \
@@ -56,7 +56,7 @@ from runner import REPO, quiet
 from torch import Tensor, nn
 from trainer import app
 
-# A step over the transformer's forwards and backwards in it
+# A step over the transformer's forward and backward passes in it
 
 
 LORA = {"lora_rank": 16, "lora_alpha": 32, "true_cfg_scale": 4.0, "algo": "flowgrpo", "noise_level": 1.2,
@@ -67,25 +67,25 @@ LORA = {"lora_rank": 16, "lora_alpha": 32, "true_cfg_scale": 4.0, "algo": "flowg
 class Framework(runner.ModelArgs):
     """Settings of the steps."""
 
-    group_size: Annotated[int, at_least(2)] = 8  # Samples of each of the prompts
-    prompts_per_step: Annotated[int, at_least(1)] = 2  # Prompts of a step
-    steps: Annotated[int, at_least(1)] = 2  # Steps that count, after one that does not
-    compile: bool = False  # Compile the transformer's blocks, which the step that does not count does
+    group_size: Annotated[int, at_least(2)] = 8  # Samples per prompt
+    prompts_per_step: Annotated[int, at_least(1)] = 2  # Prompts per step
+    steps: Annotated[int, at_least(1)] = 2  # Counted steps, after one that does not count
+    compile: bool = False  # Compile the transformer's blocks, in the step that does not count
 
     def check(self) -> None:
-        """Raise ValueError for batches that leave something to compile in a step that counts."""
+        """Raise ValueError for batches that would compile during a counted step."""
         given = f"got {self.batch_size} and {self.group_size}"
         rule = "--batch-size must divide --group-size with --compile: padded batches are another graph"
         require((not self.compile or self.group_size % self.batch_size == 0, f"{rule}, {given}"))
 
 
 def framework(args: Framework) -> None:
-    """Divide a FlowGRPO step by the transformer's forwards and backwards inside it.
+    """Divide a FlowGRPO step by the transformer's forward and backward passes in it.
 
-    The trainer runs as it is; the scorer is one in its process that looks at a few pixels. On a CPU the seconds are
-    those of this process's work, which others may share; on an accelerator those of the clock, the device waited for at
-    both ends of each forward and backward. `--random` trains LoRA on a random transformer with guidance instead of the
-    recipe's weights.
+    The trainer is unchanged; the scorer runs in its process and reads a few pixels. On a CPU, seconds are CPU time of
+    this process, as others may share the machine; on an accelerator, they are wall time, with the device synchronized
+    before and after each forward and backward pass. `--random` trains LoRA on a random transformer with guidance
+    instead of the recipe's weights.
     """
     steps = steps_of(args)
     inside = [step["forward"] + step["backward"] for step in steps]
@@ -99,12 +99,12 @@ def framework(args: Framework) -> None:
 
 
 def grade(media: Mapping[str, np.ndarray], texts: Sequence[str]) -> list[Score]:
-    """Return scores that differ, at no cost."""
+    """Return scores that differ, at negligible cost."""
     return [Score(float(image[::8, ::8].mean()) / 255) for image in media["image"]]
 
 
 def steps_of(args: Framework) -> list[dict[str, float]]:
-    """Return the seconds of each step, and in it of forwards, backwards and decoding, by name."""
+    """Return the seconds of each step, and of forward passes, backward passes and decoding in it, by name."""
     device = local_device()
     spent, marks, started = Counter[str](), list[dict[str, float]](), list[float]()
 
@@ -166,13 +166,13 @@ def steps_of(args: Framework) -> list[dict[str, float]]:
             World.connect = connect  # type: ignore[method-assign]
             for hook in hooks:
                 hook.remove()
-    counted = marks[1 : 2 + args.steps]  # line 0 evaluates, as the last step does
+    counted = marks[1 : 2 + args.steps]  # line 0 evaluates, as does the last step
     return [
         {name: value - before.get(name, 0.0) for name, value in after.items()} for before, after in pairwise(counted)
     ]
 
 
-# A rollout of compiled blocks by the graphs that are trained, over one by graphs without gradients
+# A rollout of compiled blocks with the graphs used in training, over one with graphs without gradients
 
 WITHOUT = "graphs without gradients"
 
@@ -181,14 +181,14 @@ WITHOUT = "graphs without gradients"
 class Sampling(runner.ModelArgs):
     """Settings of the rollouts."""
 
-    rounds: Annotated[int, at_least(1)] = 5  # Rollouts of each
+    rounds: Annotated[int, at_least(1)] = 5  # Rollouts of each kind
 
 
 def sampling(args: Sampling) -> None:
-    """Compare seconds and memory of a rollout by the graphs that are trained, as the trainer's, and by others.
+    """Compare time and memory of a rollout with the graphs used in training, as in the trainer, and with others.
 
     The others are compiled graphs without gradients, whose ratio need not be 1, and blocks that are not compiled. The
-    memory is what is allocated at most during the rollout beyond what is there before it.
+    memory is the peak during the rollout above what is allocated before it.
     """
     device, found = local_device(), dict[str, tuple[list[float], int]]()
 
@@ -223,7 +223,7 @@ def sampling(args: Sampling) -> None:
 
 
 def peak_of(call: Callable[[], object]) -> int:
-    """Return the bytes of the device that a call allocates at most beyond what is there before it."""
+    """Return the peak device memory allocated by a call, in bytes, above what is allocated before it."""
     with torch.profiler.profile(profile_memory=True) as profile:
         call()
     kineto = profile.profiler.kineto_results  # type: ignore[union-attr]
@@ -234,7 +234,7 @@ def peak_of(call: Callable[[], object]) -> int:
 # The operations that a step computes, over those that it needs
 
 
-CASES: dict[str, dict[str, Any]] = {  # what differs from trainer.GIVEN
+CASES: dict[str, dict[str, Any]] = {  # differences from trainer.GIVEN
     "LoRA, guidance": {},
     "the same, `--memory.gradient-checkpointing`": {"memory_gradient_checkpointing": True},
     "the same, `--memory.keep-products-gb 8`": {"memory_gradient_checkpointing": True, "memory_keep_products_gb": 8.0},
@@ -258,10 +258,10 @@ class Work:
 def redundancy(args: trainer.Args) -> None:
     """Divide the floating-point operations that a FlowGRPO step computes by those that it needs.
 
-    Both are counted on the trainer's steps, of its transformer alone. A step needs each sample by itself, without
-    padding: once for each denoising step, or for a common start once for the group; forward and backward for each
-    trained step of a sample that is trained on; and once more where a KL is asked for. Nothing needs to be computed
-    twice.
+    Both are counted in the trainer's steps, for its transformer only. A step needs each sample by itself, without
+    padding: once per denoising step, or once per group for a common start; forward and backward for each trained step
+        of
+    a trained sample; and once more for a KL. Nothing needs to be computed twice.
     """
     rows = [
         (name, f"{work.computed / 1e9:,.1f}", f"{work.needed / 1e9:,.1f}", f"{work.computed / work.needed:.4f}")
@@ -308,7 +308,7 @@ def work_of(args: trainer.Args, path: str, **changes: Any) -> Work:
 
 
 def aside(meter: Meter, function: Any) -> Any:
-    """Return the function, whose operations count for another phase."""
+    """Return the function with its operations counted in another phase."""
 
     def wrapped(*args: Any, **options: Any) -> Any:
         with meter.phase("aside"):
@@ -318,7 +318,7 @@ def aside(meter: Meter, function: Any) -> Any:
 
 
 def needed(run: MediaRun[app.Args], drawn: Sequence[Trajectory], trained: Sequence[TrainBatch]) -> int:
-    """Return the operations that samples need, each alone."""
+    """Return the operations needed by the samples, each computed separately."""
     known: dict[object, int] = {}
     run.policy.net.disable_gradient_checkpointing()  # type: ignore[operator]
 
@@ -354,7 +354,7 @@ def needed(run: MediaRun[app.Args], drawn: Sequence[Trajectory], trained: Sequen
 
 
 def cases(args: trainer.Args, names: Sequence[str] = ()) -> Iterator[tuple[str, Work]]:
-    """Yield each case that the model can be trained in, or those of that name, and its operations."""
+    """Yield each case supported by the model, or those with the given names, with its operations."""
     with trainer.model(args) as path:
         for name in names or CASES:
             changes = CASES[name]
@@ -365,7 +365,7 @@ def cases(args: trainer.Args, names: Sequence[str] = ()) -> Iterator[tuple[str, 
 # The training thread between and after the model's work
 
 
-NAMES = [f"policy/metric_{i}" for i in range(38)]  # with those of reward and time about as many as a FlowGRPO step's
+NAMES = [f"policy/metric_{i}" for i in range(38)]  # with those of reward and time, about as many as in a FlowGRPO step
 
 
 @dataclass(frozen=True)
@@ -373,19 +373,19 @@ class Beside:
     """Settings of a run without a model."""
 
     steps: Annotated[int, at_least(1)] = 5000  # Training steps
-    start: Annotated[int, at_least(0)] = 0  # Steps that the log has before
-    side: Annotated[int, at_least(16)] = 512  # Pixels of a picture's side
-    images: Annotated[int, at_least(1)] = 64  # Pictures of a step on rank 0, at most 64
-    work_s: Annotated[float, at_least(0)] = 0.05  # Sleep in place of the model, seconds
+    start: Annotated[int, at_least(0)] = 0  # Steps already in the log
+    side: Annotated[int, at_least(16)] = 512  # Side of an image in pixels
+    images: Annotated[int, at_least(1)] = 64  # Images per step on rank 0, at most 64
+    work_s: Annotated[float, at_least(0)] = 0.05  # Seconds of sleep instead of a model
     eval_every: Annotated[int, at_least(1)] = 50  # Steps between evaluations of 64 prompts
     save_every: Annotated[int, at_least(1)] = 10  # Steps between checkpoints
 
 
 def beside(args: Beside) -> None:
-    """Time rank 0's training thread between and after the model's work: log, alarms, pictures, report, evaluation.
+    """Time rank 0's training thread between and after the model's work: log, alarms, images, report, evaluation.
 
-    The loop, the log, the report and the evaluation are the trainer's; in place of a model, a sleep and pictures that
-    are there already. `--start` begins behind a log of so many steps. The state that is saved is tiny: see checkpoint.
+    The loop, the log, the report and the evaluation are the trainer's; a sleep and existing images replace the model.
+    `--start` begins after a log of that many steps. The saved state is tiny: see checkpoint.
     """
     with quiet():
         found = list(beside_s(args))
@@ -399,7 +399,7 @@ def beside(args: Beside) -> None:
 
 
 class Engine:
-    """Samples whose pictures were drawn before the clock began; large, and blocks of color, as far as encoders care."""
+    """An engine whose images exist before the clock starts: large, and blocks of color, which suffices for encoders."""
 
     shares_weights, moved_bytes, is_exact, net = True, 0, True, None
 
@@ -408,21 +408,21 @@ class Engine:
         self.pictures = blocks.repeat_interleave(16, 1).repeat_interleave(16, 2).to(device)
 
     def generate(self, prompts: Sequence[Prompt], params: Params) -> Samples:
-        """Return as many as there are prompts, at most 64."""
+        """Return one sample per prompt, at most 64."""
         return Samples(tuple(prompts), {"image": self.pictures[: len(prompts)]}, {}, 0)
 
     def prepare(self, prompts: Sequence[Prompt], params: Params) -> None:
-        """Nothing to prepare."""
+        """Do nothing."""
 
     def load_weights(self, tensors: object, *, version: int) -> None:
-        """Nothing to load."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing."""
 
 
 def open_run(args: Beside) -> MediaRun[app.Args]:
-    """Return a run without a model, in a folder of its own, which has logged `start` steps."""
+    """Return a run without a model, in its own folder, with `start` logged steps."""
     settings = change(
         app.Args(),
         name="fixed-cost",
@@ -476,7 +476,7 @@ def open_run(args: Beside) -> MediaRun[app.Args]:
 
 
 def metrics(step: int) -> dict[str, float]:
-    """Return numbers under as many names as a step of FlowGRPO has."""
+    """Return as many named numbers as a FlowGRPO step has."""
     return {name: (step * 37 % 1000 + i) / 1000 for i, name in enumerate(NAMES)} | {
         "reward/mean": step % 100 / 100,
         "reward/abstained_ratio": 0.0,
@@ -486,7 +486,7 @@ def metrics(step: int) -> dict[str, float]:
 
 
 def beside_s(args: Beside) -> Iterator[tuple[int, dict[str, float]]]:
-    """Yield (step, its seconds of the training thread beside the model: on the clock, and of its own work)."""
+    """Yield each step with the seconds of its training thread besides the model: wall time and CPU time."""
     run = open_run(args)
     prompts = [Prompt(f"a sign {i // 16}", group=i // 16, index=i, seed=i) for i in range(args.images)]
     scored = Future[list[Score]]()
@@ -513,24 +513,24 @@ def beside_s(args: Beside) -> Iterator[tuple[int, dict[str, float]]]:
 # A checkpoint
 
 
-ROWS = 1024  # of each weight
+ROWS = 1024  # rows of each weight
 
 
 @dataclass(frozen=True)
 class Saves:
-    """Settings of the state and where it is saved."""
+    """Settings of the state and where to save it."""
 
     gb: Annotated[float, at_least(0)] = 1.0  # Size of the state in 10^9 bytes
     saves: Annotated[int, at_least(1)] = 3  # Checkpoints of each kind
-    folder: str = ""  # Where to write; a folder of the system for temporary files if not given
+    folder: str = ""  # Where to write; by default the system's folder for temporary files
 
 
 def checkpoint(args: Saves) -> None:
-    """Time a checkpoint: copied and written beside training, against waiting for the disk.
+    """Time a checkpoint written during training, compared with waiting for the disk.
 
-    The state is weights and AdamW's two moments, on the accelerator if there is one. Copy: what `async_save` takes of
-    the step, which the first time also takes the memory. Until complete: from there until the checkpoint is on the
-    disk. Work: matrix products on the training's device, alone and while a checkpoint is written.
+    The state is weights and AdamW's two moments, on the accelerator if there is one. Copy: the time that `async_save`
+    adds to the step, including allocation of memory the first time. Until complete: from then until the checkpoint is
+    on the disk. Work: matrix products on the training device, alone and while a checkpoint is written.
     """
     found = checkpoint_s(args.gb, args.saves, args.folder or None, init_distributed())
     print(runner.stamp(f"{args.gb:g} GB"))
@@ -538,7 +538,7 @@ def checkpoint(args: Saves) -> None:
 
 
 def make_state(gb: float, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return square weights and an optimizer with its moments, all together of that size."""
+    """Return square weights and an optimizer with its moments, with a total size of `gb`."""
     count = max(1, round(gb * 1e9 / (12 * ROWS * ROWS)))
     net = nn.ParameterList([torch.randn(ROWS, ROWS, device=device) for _ in range(count)])
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
@@ -550,7 +550,7 @@ def make_state(gb: float, device: torch.device) -> tuple[nn.Module, torch.optim.
 
 
 def work(device: torch.device, seconds: float) -> float:
-    """Return matrix products a second, over so many seconds."""
+    """Return matrix products per second, measured for `seconds`."""
     a, count, start = torch.randn(512, 512, device=device), 0, time.perf_counter()
     while time.perf_counter() - start < seconds:
         for _ in range(10):
@@ -561,7 +561,7 @@ def work(device: torch.device, seconds: float) -> float:
 
 
 def checkpoint_s(gb: float, saves: int, place: str | None, dist: Dist) -> dict[str, float]:
-    """Return seconds and ratios by their names; of several saves the fastest counts."""
+    """Return seconds and ratios by name; the fastest of several saves counts."""
     net, optimizer = make_state(gb, dist.device)
     with tempfile.TemporaryDirectory(dir=place) as name:
         home = Path(name)
@@ -597,13 +597,13 @@ SHAPE, BATCH = (16, 64, 64), 4
 
 @dataclass(frozen=True)
 class Noise:
-    """Settings of the draws."""
+    """Settings of the noise samples."""
 
-    rounds: Annotated[int, at_least(1)] = 7  # Draws of each
+    rounds: Annotated[int, at_least(1)] = 7  # Samples of each kind
 
 
 def noise(args: Noise) -> None:
-    """Time `step_noise` beside `torch.randn`, for a batch of 512 x 512 pixel Qwen-Image latents, on one thread."""
+    """Time `step_noise` against `torch.randn`, for a batch of 512 x 512 pixel Qwen-Image latents, on one thread."""
     torch.set_num_threads(1)
     ours, plain = noise_s(args.rounds).values()
     row = (*(runner.spread([1000 * s for s in each]) for each in (ours, plain)), runner.ratio(ours, plain))
@@ -612,7 +612,7 @@ def noise(args: Noise) -> None:
 
 
 def noise_s(rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of both draws in each round."""
+    """Return the seconds of both kinds of noise in each round."""
     draws = {"step_noise": lambda: step_noise(range(BATCH), 0, SHAPE), "randn": lambda: torch.randn(BATCH, *SHAPE)}
     return runner.take_turns(draws, rounds)
 

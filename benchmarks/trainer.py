@@ -1,9 +1,9 @@
-"""A trainer's own step for benchmarks, FlowGRPO's by default: of the shipped model, or of random weights on no disk.
+"""A trainer's own step for benchmarks, by default FlowGRPO's: with the shipped model, or with random weights in memory.
 
     with model(args) as path:
         train(settings(args, path, memory_gradient_checkpointing=True), steps)
 
-`steps(run)` yields each Step that the trainer is to take, and looks around before and after it.
+`steps(run)` yields each Step that the trainer takes, and can run code before and after it.
 """
 
 import gc
@@ -47,19 +47,19 @@ PLACES = (
     "an old harbor under heavy clouds",
     "a quiet desert",
 )
-TEXTS = [  # about 60 tokens of Qwen-Image's tokenizer each, and no two of one length
+TEXTS = [  # about 60 tokens of Qwen-Image's tokenizer each, all of different lengths
     f'{place}, with a neon sign above a door that says "K{i}QX" in pink letters, a bicycle that leans on the wall, and '
     f"{'far ' * i}behind them hills, a tower with a clock, and people who wait for a bus and read the newspaper"
     for i, place in enumerate(PLACES)
 ]
-GIVEN: dict[str, Any] = {  # what a published recipe for Qwen-Image has, qwen-image-ocr-lora
+GIVEN: dict[str, Any] = {  # settings of a published recipe for Qwen-Image, qwen-image-ocr-lora
     "algo": "flowgrpo", "noise_level": 1.2, "window_size": 2, "window_low": 0, "window_high": 5, "clip_range": 1e-5,
     "lora_rank": 16, "lora_alpha": 32, "true_cfg_scale": 4.0,
 }  # fmt: skip
 
 
 class Variant(NamedTuple):
-    """Settings of memory and speed; what fits 80 GB: batches so many times smaller than recomputed ones, and blocks."""
+    """Settings of memory and speed. smaller, blocks: to fit 80 GB, the batch size divisor and the number of blocks."""
 
     settings: Mapping[str, Any]
     smaller: int = 1
@@ -89,21 +89,21 @@ VARIANTS = {  # all but the last three compute the same
     ),
 }
 
-CONVOLUTIONS = ("Conv2d, channels last", "Conv2d", "conv3d")  # of the VAE; the first is the project's
+CONVOLUTIONS = ("Conv2d, channels last", "Conv2d", "conv3d")  # of the VAE; the first is used in the project
 
 
 @dataclass(frozen=True)
 class Args(ModelArgs):
     """Settings of the step."""
 
-    batch_size: int = 4  # Samples in one forward
-    group_size: int = 4  # Samples of each of the prompts
-    prompts_per_step: int = 2  # Prompts of a step
+    batch_size: int = 4  # Samples in one forward pass
+    group_size: int = 4  # Samples per prompt
+    prompts_per_step: int = 2  # Prompts per step
 
 
 @contextmanager
 def model(args: ModelArgs) -> Iterator[str]:
-    """The folder of the model; within the `with` block that of `--random` is opened with weights made on the device."""
+    """Yield the folder of the model; with `--random`, loading it in the `with` block makes weights on the device."""
     if not args.random:
         yield str(Path(args.model).resolve())
         return
@@ -123,7 +123,7 @@ def model(args: ModelArgs) -> Iterator[str]:
     @torch.no_grad()
     def load_sharded(net: nn.Module, files: Any, mesh: Any, **options: Any) -> nn.Module:
         net = kept[3](net, None, mesh, **options)
-        if files is not None:  # as it is in a plan
+        if files is not None:  # None in a plan
             runner.fill(net)
         return net
 
@@ -166,7 +166,7 @@ def settings(args: Args, path: str, **changes: Any) -> app.Args:
 
 
 def in_order(media: Mapping[str, np.ndarray], texts: Sequence[str]) -> list[Score]:
-    """Return scores that depend on a sample's place in its batch alone: a bit of a picture changes none."""
+    """Return scores that depend only on a sample's position in its batch: a changed bit of an image has no effect."""
     return [Score(0.61803 * i % 1) for i in range(len(texts))]
 
 
@@ -177,16 +177,16 @@ def train(
     texts: Sequence[str] = TEXTS,
     app: ModuleType = app,
 ) -> None:
-    """Run a trainer's `main` on the steps that are given, without its report, in a folder that is gone afterwards.
+    """Run a trainer's `main` on the given steps, without its report, in a temporary folder.
 
-    app: the trainer's file. args: its settings.
+    app: the trainer's module. args: its settings.
     """
 
     class Steps(Loop):
         def __iter__(self) -> Iterator[Step]:
             with torch.no_grad():
                 for name, param in self.run.policy.net.named_parameters():
-                    if ".lora_B." in name:  # as after training: a zero would leave A without a gradient
+                    if ".lora_B." in name:  # as after training: with zeros, A would get no gradient
                         local_rows(param)[0].normal_(std=0.02)
             if "old" in self.run.policy.adapters:
                 self.run.policy.move_old(0.0)
@@ -207,7 +207,7 @@ def train(
 
 @contextmanager
 def lone_rank() -> Iterator[None]:
-    """Within the `with` block this process is as torchrun starts the only rank; then the process group ends."""
+    """Make this process the only rank, as started by torchrun, in the `with` block; then end the process group."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -221,12 +221,12 @@ def lone_rank() -> Iterator[None]:
 
 
 def brightness(media: Mapping[str, np.ndarray], texts: Sequence[str]) -> list[Score]:
-    """Return the mean level of each picture, in [0, 1]."""
+    """Return the mean brightness of each image, in [0, 1]."""
     return [Score(float(image.mean()) / 255) for image in media["image"]]
 
 
 def clock(run: MediaRun[Any], spent: Counter[str]) -> None:
-    """Add up the seconds of the run's phases, and of the VAE's part in them; the device is waited for at both ends."""
+    """Add up the seconds of the run's phases and of decoding in them, with the device synchronized at both ends."""
     phase, decode = run.phase, run.model.decode
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""A trainer's step beside that of another project's own trainer: seconds of CPU, of rollout and update, and memory.
+"""A trainer's step compared with that of another project's trainer: CPU time, rollout and update, and memory.
 
 git clone https://github.com/yifan123/flow_grpo && git -C flow_grpo checkout ac4c86e
 python benchmarks/versus_peer.py --peer flow_grpo
@@ -6,15 +6,15 @@ git clone https://github.com/NVlabs/DiffusionNFT && git -C DiffusionNFT checkout
 python benchmarks/versus_peer.py --peer DiffusionNFT
 python benchmarks/versus_peer.py --peer flow_grpo --device-rows
 
-All train the same random net of SD3.5's shape by a recipe that has the peer's settings: as many images, denoising
-steps, trained noise levels, forwards of each policy, adapters and optimizer steps. flow_grpo's FlowGRPO is without its
-KL and moving average; DiffusionNFT has all of its own. The first step of a process does not count. The peer's files
-run as they are: absl, ml_collections, wandb and its rewards have stand-ins here, and what it logs tells where rollout
-and update end. On a CPU, DiffusionNFT's words for CUDA are replaced as they are read, since it knows no other device.
+All train the same random net of SD3.5's shape by a recipe with the peer's settings: the same number of images,
+denoising steps, trained noise levels, forward passes of each policy, adapters and optimizer steps. flow_grpo's FlowGRPO
+runs without its KL and moving average; DiffusionNFT is complete. The first step of a process does not count. The peer's
+files run unchanged: absl, ml_collections, wandb and its rewards have stand-ins here, and its log shows where rollout
+and update end. On a CPU, DiffusionNFT's CUDA calls are replaced when its file is read, as it supports no other device.
 
-On a CPU both compute in float32, each in a process with one thread, at once, so that what else the machine does meets
-both. With `--device-rows` they run one after the other on the accelerator, ours eager and compiled, by default with
-SD3.5-medium's 24 blocks, 512 x 512 pixels, and the data type of the device.
+On a CPU, both compute in float32, each in a process with one thread, at the same time, so that other load on the
+machine affects both. With `--device-rows` they run one after the other on the accelerator, ours eager and compiled, by
+default with SD3.5-medium's 24 blocks, 512 x 512 pixels, and the device's dtype.
 """
 
 import contextlib
@@ -48,16 +48,17 @@ import build_tiny_models
 import train_flowgrpo
 import train_nft
 
-NUM_UPDATES = 2  # optimizer steps of a step
+NUM_UPDATES = 2  # optimizer steps per training step
 HEAD_SIZE = 64  # SD3.5's
 
 
 class Peer(NamedTuple):
-    """Another project, and our work that equals its own.
+    """Another project, and our settings that match its own.
 
-    program: its trainer, which needs `files`. sampled: a metric that it logs after sampling. prepare: sets what its
-    defaults lack or a run of a few minutes changes. on_cpu: what replaces words of the program on a CPU. app, recipe,
-    changes: our trainer, with settings in place of the recipe's.
+    program: its trainer, which needs `files`. sampled: a metric that it logs after sampling. prepare: changes its
+        config:
+    values missing from the defaults, and those needed for a short run. on_cpu: text replacements in the program on a
+    CPU. app, recipe, changes: our trainer, and changes to the recipe's settings.
     """
 
     name: str
@@ -72,13 +73,13 @@ class Peer(NamedTuple):
 
 
 def prepare_grpo(config: Any) -> None:
-    """Set what flow_grpo's recipes add to its defaults."""
+    """Set the values that flow_grpo's recipes add to its defaults."""
     config.sample.eval_num_steps, config.sample.guidance_scale = 2, 4.5
     config.train.timestep_fraction = 1 - 0.5 / config.sample.num_steps
 
 
 def prepare_nft(config: Any) -> None:
-    """Set what DiffusionNFT's sd3_ocr adds to its defaults; no evaluation and no file."""
+    """Set the values that DiffusionNFT's sd3_ocr adds to its defaults; no evaluation and no files."""
     config.debug, config.beta, config.decay_type, config.train.adv_mode = True, 0.1, 2, "all"
     config.sample.guidance_scale, config.sample.noise_level = 1.0, 0.7
     config.sample.deterministic, config.sample.solver = True, "dpm2"
@@ -118,25 +119,25 @@ REAL = {"side": 512, "num_inference_steps": 10, "batch_size": 8, "blocks": 24, "
 
 @dataclass(frozen=True)
 class Args:
-    """Settings of the benchmark. A size of 0 is that of SMALL, or of REAL with device_rows."""
+    """Settings of the benchmark. A size of 0 means that of SMALL, or of REAL with device_rows."""
 
     peer: str = ""  # Folder with the files of flow_grpo or of DiffusionNFT
-    device_rows: bool = False  # One after the other on the accelerator, ours eager and compiled, with their memory
-    rounds: Annotated[int, at_least(1)] = 2  # Times that each runs
-    steps: Annotated[int, at_least(1)] = 2  # Steps of each process that count
-    side: Annotated[int, at_least(0)] = 0  # Pixels of an image's side
-    num_inference_steps: Annotated[int, at_least(0)] = 0  # Denoising steps, all but the last of which are trained
-    batch_size: Annotated[int, at_least(0)] = 0  # Images of a prompt and of a forward; a step has two prompts
-    blocks: Annotated[int, at_least(0)] = 0  # Of the net; the first half have SD3.5-medium's second attention
-    heads: Annotated[int, at_least(0)] = 0  # Of the net, of 64 channels each
-    compile: bool = False  # Give the trainer --compile, a setting of its own
+    device_rows: bool = False  # Run one after the other on the accelerator, ours eager and compiled, with memory
+    rounds: Annotated[int, at_least(1)] = 2  # Runs of each
+    steps: Annotated[int, at_least(1)] = 2  # Counted steps of each process
+    side: Annotated[int, at_least(0)] = 0  # Side of an image in pixels
+    num_inference_steps: Annotated[int, at_least(0)] = 0  # Denoising steps; all except the last are trained
+    batch_size: Annotated[int, at_least(0)] = 0  # Images per prompt and per forward pass; a step has two prompts
+    blocks: Annotated[int, at_least(0)] = 0  # Blocks of the net; the first half have SD3.5-medium's second attention
+    heads: Annotated[int, at_least(0)] = 0  # Heads of the net, of 64 channels each
+    compile: bool = False  # Pass --compile to our trainer
 
     def check(self) -> None:
-        """Raise ValueError unless the peer's files are there."""
+        """Raise ValueError unless the peer's files exist."""
         peer_in(self.peer)
 
     def sized(self) -> "Args":
-        """Return the arguments with all sizes."""
+        """Return the arguments with all sizes set."""
         sizes = REAL if self.device_rows else SMALL
         return replace(self, **{name: getattr(self, name) or size for name, size in sizes.items()})
 
@@ -145,7 +146,7 @@ def peer_in(folder: str) -> Peer:
     """Return the project whose files are in the folder.
 
     Raises:
-        ValueError: it has not all files of one.
+        ValueError: the folder has no project's complete files.
     """
     for peer in PEERS:
         if all((Path(folder) / name).is_file() for name in (peer.program, *peer.files)):
@@ -155,14 +156,14 @@ def peer_in(folder: str) -> Peer:
 
 
 class Seconds(NamedTuple):
-    """Seconds of a training step, of the CPU or on an accelerator. rollout: all but the update."""
+    """Seconds of a training step: CPU time, or wall time on an accelerator. rollout: all except the update."""
 
     rollout: float
     update: float
 
 
 class Result(NamedTuple):
-    """The steps of a process, and the most memory that it took of the device, or of the host on a CPU, in MB."""
+    """The steps of a process, and its peak memory on the device, or on the host for a CPU, in MB."""
 
     steps: list[Seconds]
     peak_mb: float
@@ -187,7 +188,7 @@ def build(args: Args, folder: Path) -> int:
 
 
 def ours(args: Args, model: str) -> Result:
-    """Return the trainer's steps."""
+    """Run the trainer and return its steps."""
     peer, found, spent, device = peer_in(args.peer), list[Seconds](), Counter[str](), local_device()
 
     def steps(run: MediaRun[Any]) -> Iterator[Step]:
@@ -221,21 +222,21 @@ def ours(args: Args, model: str) -> Result:
 
 
 def ours_compiled(args: Args, model: str) -> Result:
-    """Return the trainer's steps with --compile."""
+    """Run the trainer with --compile and return its steps."""
     return ours(replace(args, compile=True), model)
 
 
 def dtype_of(args: Args) -> str:
-    """Return the data type of both: float32 on CPUs that are compared, else the device's own."""
+    """Return the dtype of both: float32 if CPUs are compared, otherwise the device's default."""
     return str(default_compute_dtype(local_device())).removeprefix("torch.") if args.device_rows else "float32"
 
 
 class Enough(Exception):  # noqa: N818 - as StopIteration
-    """The peer has trained for long enough, which it does not end by itself."""
+    """The peer has trained for long enough; it would not stop by itself."""
 
 
 def theirs(args: Args, model: str) -> Result:
-    """Return the peer's steps."""
+    """Run the peer and return its steps."""
     peer, folder, found, device = peer_in(args.peer), Path(args.peer).resolve(), list[Seconds](), local_device()
     marks = [runner.now(device)]
 
@@ -250,7 +251,7 @@ def theirs(args: Args, model: str) -> Result:
             raise Enough
 
     sys.path.insert(0, str(folder))
-    set_start_method("fork", force=True)  # for its loaders, as in a program that was not spawned
+    set_start_method("fork", force=True)  # for its data loaders, as in a program that was not spawned
     stand_in("ml_collections", ConfigDict=Config, config_flags=SimpleNamespace(DEFINE_config_file=ignore))
     config = peer_config(args, model, runpy.run_path(f"{folder}/config/base.py")["get_config"]())
     peer.prepare(config)
@@ -260,7 +261,7 @@ def theirs(args: Args, model: str) -> Result:
     stand_in("flow_grpo.rewards", multi_score=lambda device, wanted: scores)
     program = (folder / peer.program).read_text("utf-8")
     program = for_cpu(program, peer) if device.type == "cpu" else program
-    alone = trainer.lone_rank() if peer.on_cpu else contextlib.nullcontext()  # what it expects of torchrun
+    alone = trainer.lone_rank() if peer.on_cpu else contextlib.nullcontext()  # provides the variables of torchrun
     with quiet(), contextlib.redirect_stderr(io.StringIO()), alone, contextlib.suppress(Enough):
         for name in ("train.txt", "test.txt"):
             Path(name).write_text("\n".join(trainer.TEXTS[:2]) + "\n")
@@ -269,10 +270,10 @@ def theirs(args: Args, model: str) -> Result:
 
 
 def for_cpu(program: str, peer: Peer) -> str:
-    """Return the peer's program with its words for CUDA replaced.
+    """Return the peer's program with its CUDA calls replaced.
 
     Raises:
-        ValueError: it has not each of them once.
+        ValueError: it does not contain each of them exactly once.
     """
     for old, new in peer.on_cpu.items():
         require((program.count(old) == 1, f"{peer.program} must have {old} once, got {program.count(old)}"))
@@ -281,7 +282,7 @@ def for_cpu(program: str, peer: Peer) -> str:
 
 
 class Config(SimpleNamespace):
-    """In place of ml_collections' ConfigDict."""
+    """A stand-in for ml_collections' ConfigDict."""
 
     def to_dict(self) -> dict[str, object]:
         """Return the values."""
@@ -289,7 +290,7 @@ class Config(SimpleNamespace):
 
 
 def peer_config(args: Args, model: str, config: Any) -> Any:
-    """Return the peer's own defaults with the sizes of the work."""
+    """Return the peer's defaults with the sizes of the benchmark."""
     config.mixed_precision = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}[dtype_of(args)]
     config.pretrained.model = model
     config.dataset, config.prompt_fn, config.resolution = ".", "general_ocr", args.side
@@ -301,16 +302,16 @@ def peer_config(args: Args, model: str, config: Any) -> Any:
 
 
 def scores(images: Sequence[object], prompts: object, metadata: object, *, only_strict: bool) -> tuple[Any, Any]:
-    """Return the scores of `trainer.in_order`, as the peer wants them."""
+    """Return the scores of `trainer.in_order` in the peer's format."""
     return {"avg": [score.value for score in trainer.in_order({}, [""] * len(images))]}, {}
 
 
 def ignore(*args: object, **kwargs: object) -> None:
-    """Do nothing, as a part of a library that the benchmark has no use for."""
+    """Do nothing; stands in for a library function that the benchmark does not need."""
 
 
 def stand_in(name: str, **attributes: object) -> None:
-    """Have `import name` find a module with these attributes only."""
+    """Make `import name` find a module with only these attributes."""
     module = sys.modules[name] = ModuleType(name)
     module.__spec__ = ModuleSpec(name, None)
     vars(module).update(attributes)
@@ -320,7 +321,7 @@ def stand_in(name: str, **attributes: object) -> None:
 
 
 def on_one_core() -> None:
-    """Have this process compute on a CPU, with one thread."""
+    """Restrict this process to the CPU, with one thread."""
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "ASCEND_RT_VISIBLE_DEVICES": ""}
     torch.set_num_threads(1)
 
@@ -329,14 +330,14 @@ Side = Callable[[Args, str], Result]
 
 
 def at_once(sides: Mapping[str, Side], args: Args, model: str) -> dict[str, Result]:
-    """Return the results of each side, each in its own process with a core."""
+    """Return the results of all sides, run at the same time, each in its own process on one core."""
     with ProcessPoolExecutor(len(sides), mp_context=get_context("spawn"), initializer=on_one_core) as pool:
         waiting = {name: pool.submit(side, args, model) for name, side in sides.items()}
         return {name: each.result() for name, each in waiting.items()}
 
 
 def in_turn(sides: Mapping[str, Side], args: Args, model: str) -> dict[str, Result]:
-    """Return the results of each side, each in its own process that has the device alone."""
+    """Return the results of all sides, run one after another, each in its own process with the device to itself."""
     found = {}
     for name, side in sides.items():
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
@@ -357,9 +358,9 @@ def measure(args: Args) -> tuple[int, dict[str, list[Result]]]:
 
 
 def rows_of(found: Mapping[str, Sequence[Result]]) -> list[tuple[str, ...]]:
-    """Return a row for each phase of each side, and for its memory: its median and range, and the ratio to the first.
+    """Return one row per phase and side, and per memory peak: its median and range, and the ratio to the peer.
 
-    found: by side, the results of each round; the peer is the first.
+    found: the results of each round by side, starting with the peer.
     """
     steps = {name: [one for result in results for one in result.steps] for name, results in found.items()}
     peer, rows = next(iter(found)), []

@@ -1,16 +1,16 @@
-"""The trainer's FlowGRPO step against a plain loop in the way of flow_grpo, which takes the same step.
+"""The trainer's FlowGRPO step compared with a plain loop like that of flow_grpo that takes the same step.
 
 python benchmarks/versus_plain.py --random 4 --random-heads 4 --height 256 --width 256
 python benchmarks/versus_plain.py --random 60 --height 512 --width 512 --batch-size 16 --group-size 16 \
     --prompts-per-step 1 --lora-rank 64 --variant recomputed
 
-The plain loop: peft's LoRA layers over the same frozen weights, under autocast where these are bfloat16; guidance as
-one batch of prompts and negatives, padded to one length and masked; texts encoded anew for each batch; blocks
-recomputed where the trainer recomputes any; torch's AdamW and clipping; eager, one stream. It keeps the log-probs of
-sampling, as flow_grpo does, or computes them again before the update, as others do.
+The plain loop uses peft's LoRA layers over the same frozen weights, under autocast if these are bfloat16; guidance as
+one batch of prompts and negatives, padded to one length and masked; texts encoded again for each batch; gradient
+checkpointing of blocks if the trainer uses any; torch's AdamW and clipping; eager, on one stream. It keeps the
+log-probs from sampling, as flow_grpo does, or recomputes them before the update, as others do.
 
-All take turns in one process with the same prompts, noise, scores and window. They must agree in the gradient's norm
-and in the loss, within BOUNDS.
+All take turns in one process with the same prompts, noise, scores and window. They must agree in gradient norm and
+loss, within BOUNDS.
 """
 
 import sys
@@ -50,12 +50,12 @@ class Args(trainer.Args):
     """Settings of the steps."""
 
     rounds: Annotated[int, at_least(1)] = 2  # Steps of each
-    variant: str = "as it is"  # Memory and speed of the trainer, a row of trainer.VARIANTS
+    variant: str = "as it is"  # Memory and speed settings of the trainer, a row of trainer.VARIANTS
 
 
 @dataclass(frozen=True)
 class Result:
-    """A step. seconds: as `runner.now` counts. x0: all clean latents."""
+    """A step. seconds: as counted by `runner.now`. x0: all clean latents."""
 
     seconds: float
     grad_norm: float
@@ -64,7 +64,7 @@ class Result:
 
 
 class Plain:
-    """The plain loop. Its net has the trainer's weights, in the same memory, and a copy of its adapter."""
+    """The plain loop. Its net shares the memory of the trainer's weights and has a copy of its adapter."""
 
     def __init__(self, run: MediaRun[app.Args]) -> None:
         self.run, self.model, self.args, self.device = run, run.model, run.args, run.dist.device
@@ -98,7 +98,7 @@ class Plain:
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[Prompt]) -> Cond:
-        """Return texts and negatives of a batch."""
+        """Return the encoded texts and negatives of a batch."""
         parts, texts = self.run.engine.parts, {p.text: p for p in prompts}
         known = {text: self.model.encode(parts, prompt) for text, prompt in texts.items()}
         cond = join([known[p.text] for p in prompts], dim=0, what="texts")
@@ -167,7 +167,7 @@ class Plain:
 
 
 def measure(args: Args) -> dict[str, list[Result]]:
-    """Return each round of the trainer and of each arm, which take turns."""
+    """Return each round of the trainer and of each variant of the plain loop, which take turns."""
     found: dict[str, list[Result]] = {OURS: []}
 
     def steps(run: MediaRun[app.Args]) -> Iterator[Step]:
@@ -199,7 +199,7 @@ def measure(args: Args) -> dict[str, list[Result]]:
 
 
 def fastest(rounds: Sequence[Result]) -> Result:
-    """Return the round that took the least time."""
+    """Return the fastest round."""
     return min(rounds, key=lambda result: result.seconds)
 
 
@@ -210,7 +210,7 @@ def agree(ours: Result, other: Result, dtype: str) -> bool:
 
 
 def table(found: Mapping[str, Sequence[Result]]) -> str:
-    """Return Markdown: seconds, and in how far each is the trainer's step."""
+    """Return a Markdown table of the seconds of each step and its differences from the trainer's."""
     ours, rows = fastest(found[OURS]), []
     for name, rounds in found.items():
         each, seconds = fastest(rounds), [one.seconds for one in rounds]
@@ -222,7 +222,7 @@ def table(found: Mapping[str, Sequence[Result]]) -> str:
 
 
 def versus_plain(args: Args) -> None:
-    """Measure and print a table; the exit code is 1 where the steps are not the same."""
+    """Measure and print a table; the exit code is 1 if the steps differ."""
     dtype = str(default_compute_dtype(local_device())).removeprefix("torch.")
     found = measure(args)
     print(runner.stamp(dtype, args))

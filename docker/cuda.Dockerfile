@@ -1,7 +1,7 @@
-# omni-rl on NVIDIA GPUs, whose host has the driver and its container toolkit. From the folder of the clone:
+# omni-rl on NVIDIA GPUs; the host needs the driver and NVIDIA's container toolkit. From the folder of the clone:
 #   docker build -f docker/cuda.Dockerfile -t omni-rl:cuda .
 #   docker run --rm --gpus all --ipc host -v "$PWD/runs:/omni-rl/runs" omni-rl:cuda make gpu-check
-# torch's wheel brings CUDA; g++ is what its compiler builds kernels with.
+# torch's wheel includes CUDA; torch's compiler needs g++ to build kernels.
 FROM python:3.11-slim-bookworm
 RUN apt-get update && apt-get install -y --no-install-recommends g++ git make && rm -rf /var/lib/apt/lists/*
 RUN useradd --create-home trainer && install -d -o trainer /omni-rl

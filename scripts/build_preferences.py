@@ -1,10 +1,10 @@
-"""Make a preference file for apps/train_dpo.py: sample, score, and keep each prompt's best and worst.
+"""Make a preference file for apps/train_dpo.py: sample, score, and keep each prompt's best and worst sample.
 
     python -m omni_reward.server --scorer ocr --option reading=line --port 8100
     python scripts/build_preferences.py --scorer-url http://127.0.0.1:8100 --num-prompts 256 --out data/pairs
 
 It writes OUT/pairs.jsonl, and each sample as a latent (.safetensors) or, with --save images, as an image (.png).
-docs/preferences.md describes the file. A prompt whose samples all have one score gives no pair.
+docs/preferences.md describes the file. A prompt whose samples all have the same score gives no pair.
 """
 
 import argparse
@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[1]
 def draw_groups(
     engine: DiffusersEngine, client: RewardClient, records: Sequence[PromptRecord], args: Any
 ) -> Iterator[tuple[PromptRecord, Trajectory, torch.Tensor]]:
-    """Yield each prompt with its samples and their rewards [G], NaN for a missing one."""
+    """Yield each prompt with its samples and their rewards [G], NaN if missing."""
     guidance = parse_numbers(args.guidance, "--guidance")
     params = Params(
         args.num_inference_steps,
@@ -56,7 +56,7 @@ def draw_groups(
 
 
 def save_sample(group: Trajectory, index: int, path: Path, *, images: bool) -> str:
-    """Write one sample of the group and return its file's name; path has no suffix."""
+    """Write one sample of the group and return its file name; path has no suffix."""
     path = path.with_suffix(".png" if images else ".safetensors")
     if images:
         Image.fromarray(group.media["image"][index].cpu().numpy()).save(path)
@@ -66,7 +66,7 @@ def save_sample(group: Trajectory, index: int, path: Path, *, images: bool) -> s
 
 
 def keep_references(record: PromptRecord, folder: Path) -> list[str]:
-    """Copy a prompt's references below the folder, where a file may name them; return their relative paths."""
+    """Copy a prompt's reference images below the folder, where the file may name them; return their relative paths."""
     names = [f"references/{record.index:06}-{i}{image.suffix}" for i, image in enumerate(record.images)]
     (folder / "references").mkdir(exist_ok=True)
     for image, name in zip(record.images, names, strict=True):
@@ -75,11 +75,11 @@ def keep_references(record: PromptRecord, folder: Path) -> list[str]:
 
 
 def build(args: Any) -> tuple[int, int]:
-    """Write the file; return the number of pairs and of prompts that were sampled."""
+    """Write the file; return the number of pairs and of sampled prompts."""
     records = load_prompts(args.prompts, check=check_media_prompt)
     token = args.scorer_token_file.read_text().strip() if args.scorer_token_file else None
     records, samples = records[: args.num_prompts], args.out / "samples"
-    samples.mkdir(parents=True)  # a folder that exists holds other pairs
+    samples.mkdir(parents=True)  # an existing folder holds other pairs
     count = 0
     with RewardClient(args.scorer_url, token=token, timeout_s=args.scorer_timeout_s) as client:
         client.check()
@@ -105,7 +105,7 @@ def build(args: Any) -> tuple[int, int]:
                         line[f"{side}_score"] = round(rewards[index].item(), 6)
                     file.write(json.dumps(line) + "\n")
                     count += 1
-        os.replace(temporary, args.out / "pairs.jsonl")  # complete or not there
+        os.replace(temporary, args.out / "pairs.jsonl")  # complete or missing
     return count, len(records)
 
 
@@ -117,19 +117,19 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--scorer-timeout-s", type=float, default=120.0)
     parser.add_argument("--out", type=Path, required=True, help="a folder that does not exist")
     parser.add_argument("--prompts", type=Path, default=ROOT / "data" / "tiny-signs" / "train.txt")
-    parser.add_argument("--num-prompts", type=int, help="only so many, from the beginning of the file")
+    parser.add_argument("--num-prompts", type=int, help="number of prompts to use, from the beginning of the file")
     parser.add_argument("--model", default=str(ROOT / "checkpoints" / "tiny-signs-qwen-image"))
-    parser.add_argument("--weights", type=Path, help="folder that a trainer wrote; the base without it")
+    parser.add_argument("--weights", type=Path, help="folder written by a trainer; by default the base model is used")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--save", choices=("latents", "images"), default="latents")
-    parser.add_argument("--group-size", type=int, default=8, help="samples of each prompt")
-    parser.add_argument("--batch-size", type=int, default=8, help="samples per forward")
+    parser.add_argument("--group-size", type=int, default=8, help="samples per prompt")
+    parser.add_argument("--batch-size", type=int, default=8, help="samples per forward pass")
     parser.add_argument("--height", type=int, default=32)
     parser.add_argument("--width", type=int, default=96)
-    parser.add_argument("--num-frames", type=int, default=1, help="of a video, which --save latents keeps")
+    parser.add_argument("--num-frames", type=int, default=1, help="frames of a video, saved with --save latents")
     parser.add_argument("--num-inference-steps", type=int, default=10)
     parser.add_argument("--guidance-scale", type=float, default=1.0)
-    parser.add_argument("--guidance", default="", help="further knobs of the pipeline, as true_cfg_scale=4")
+    parser.add_argument("--guidance", default="", help="other guidance options of the pipeline, as true_cfg_scale=4")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     if args.out.exists():

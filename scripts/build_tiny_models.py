@@ -1,9 +1,9 @@
-"""Build checkpoints of random weights and a few hundred thousand parameters, offline and in seconds.
+"""Build checkpoints with random weights and a few hundred thousand parameters, offline and in seconds.
 
     python scripts/build_tiny_models.py --out models/ sd35-medium sd35-large
 
-What the pipelines hard-wire (latent channels, strides, patches, lengths of texts) is the real models'; widths, depths
-and vocabularies are tiny. `tiny_checkpoint` keeps what it has built, for tests.
+Values that the pipelines hard-code (latent channels, strides, patches, text lengths) are those of the real models;
+widths, depths and vocabularies are tiny. `tiny_checkpoint` caches what it builds, for tests.
 """
 
 import argparse
@@ -26,7 +26,7 @@ QWEN_VL: dict[str, Any] = SIDES | {
     "max_position_embeddings": 2048,
     "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6},
 }
-VAE: dict[str, Any] = {  # of 16 channels and a stride of 8 pixels
+VAE: dict[str, Any] = {  # 16 channels and a stride of 8 pixels
     "down_block_types": ("DownEncoderBlock2D",) * 4,
     "up_block_types": ("UpDecoderBlock2D",) * 4,
     "latent_channels": 16,
@@ -36,12 +36,12 @@ VAE: dict[str, Any] = {  # of 16 channels and a stride of 8 pixels
 
 
 def tiny_checkpoint(name: str, cache: Path) -> Path:
-    """Return the folder of a checkpoint, built if the cache has none of these versions of file and libraries."""
+    """Return the folder of a checkpoint; build it if the cache has none for this file and these library versions."""
     return kept(name, cache, lambda folder: build(name, folder), Path(__file__))
 
 
 def kept(name: str, cache: Path, write: Callable[[Path], None], *sources: Path) -> Path:
-    """Return the folder of that name in a cache, written if it has none of these sources and versions of libraries."""
+    """Return a cached folder by name; write it if there is none for these sources and library versions."""
     versions = f"{version('diffusers')} {version('transformers')}"
     digest = hashlib.sha256(b"".join(map(Path.read_bytes, sources)) + versions.encode()).hexdigest()[:12]
     folder = cache / f"{name}-{digest}"
@@ -58,7 +58,7 @@ def kept(name: str, cache: Path, write: Callable[[Path], None], *sources: Path) 
 
 
 def build(name: str, folder: Path) -> None:
-    """Write a checkpoint of BUILDERS; its weights depend only on the name."""
+    """Write a checkpoint from BUILDERS; its weights depend only on the name."""
     import torch
 
     with torch.random.fork_rng(devices=[]):
@@ -67,9 +67,9 @@ def build(name: str, folder: Path) -> None:
 
 
 class BagelFolder:
-    """BAGEL in the layout of the release: weights in two files and their configurations, which no library writes.
+    """BAGEL in the layout of its release: weights in two files and their configurations, written by no library.
 
-    texts, images: configurations of its net and of its vision encoder. vae: what its AutoencoderKL has beside VAE.
+    texts, images: configurations of its net and its vision encoder. vae: settings of its AutoencoderKL besides VAE.
     """
 
     TEXTS: ClassVar[Mapping[str, Any]] = {
@@ -135,12 +135,12 @@ class BagelFolder:
 
 
 class HunyuanImageFolder:
-    """HunyuanImage-3.0 as it is released: all parts in one folder; what reads images and writes text in name only.
+    """HunyuanImage-3.0 as released: all parts in one folder; those that read images or write text only by name.
 
-    config: of the net, and under `vae` of the VAE, as config.json has it. generation: generation_config.json.
+    config: that of the net and, under `vae`, of the VAE, as in config.json. generation: generation_config.json.
     """
 
-    CONFIG: ClassVar[Mapping[str, Any]] = {  # image sizes are a sixteenth of the released ones
+    CONFIG: ClassVar[Mapping[str, Any]] = {  # image sizes are a sixteenth of the released sizes
         "architectures": ["HunyuanImage3ForCausalMM"],
         "model_type": "hunyuan_image_3_moe",
         "vocab_size": 512,
@@ -215,12 +215,12 @@ class HunyuanImageFolder:
 
 
 def known_to(kind: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a configuration that a class takes."""
+    """Return the fields of a configuration that a class accepts."""
     return {name: config[name] for name in inspect.signature(kind.__init__).parameters if name in config}
 
 
 def draw_weights(module: Any) -> None:
-    """Fill a module with random weights that depend only on their names, about 1 in norms."""
+    """Fill a module with random weights that depend only on their names; norm weights are around 1."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -235,7 +235,7 @@ def draw_weights(module: Any) -> None:
 
 
 def build_hunyuan_tokenizer(base: int = 64) -> Any:
-    """Build a tokenizer with a token per byte, and those of images, their sizes and ratios."""
+    """Build a tokenizer with one token per byte, and tokens for images, their sizes and aspect ratios."""
     from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerFast
 
@@ -263,7 +263,7 @@ LDM_NAMES = {  # diffusers' AutoencoderKL -> latent diffusion
 
 
 def ldm_name(name: str) -> str:
-    """Return a name of diffusers' AutoencoderKL in latent diffusion's files; their decoder counts blocks backwards."""
+    """Return the latent-diffusion name of a weight of diffusers' AutoencoderKL; decoder blocks count backwards."""
     name = re.sub(r"up_blocks\.(\d)", lambda found: f"up.{3 - int(found[1])}", name)
     name = re.sub(r"mid_block\.resnets\.(\d)", lambda found: f"mid.block_{int(found[1]) + 1}", name)
     for ours, theirs in LDM_NAMES.items():
@@ -272,12 +272,12 @@ def ldm_name(name: str) -> str:
 
 
 def ldm_weight(name: str, weight: Any) -> Any:
-    """Return a weight in those files' shape: linear layers of attention are 1 x 1 convolutions."""
+    """Return a weight in the shape of those files: linear layers of attention are 1 x 1 convolutions."""
     return weight[..., None, None].contiguous() if "attentions" in name and weight.dim() == 2 else weight
 
 
 def build_sd35(**transformer: Any) -> Any:
-    """Build a StableDiffusion3Pipeline with the given settings of its transformer."""
+    """Build a StableDiffusion3Pipeline with the given transformer settings."""
     from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
     from transformers import CLIPTextModelWithProjection
 
@@ -335,7 +335,7 @@ def build_z_image() -> Any:
 
 
 def build_flux(pipeline: str = "FluxPipeline", *, guidance_embeds: bool = True) -> Any:
-    """Build a pipeline of FLUX.1: dev's with guidance_embeds, schnell's without."""
+    """Build a FLUX.1 pipeline: dev with guidance_embeds, schnell without."""
     import diffusers
     from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
     from transformers import CLIPTextModel
@@ -357,14 +357,14 @@ def build_flux(pipeline: str = "FluxPipeline", *, guidance_embeds: bool = True) 
         ),
         vae=build_vae(0.3611, 0.1159),
         text_encoder=build_clip(CLIPTextModel, clip_tokenizer, "quick_gelu"),
-        text_encoder_2=build_t5(t5_tokenizer, "gated-silu"),  # vLLM has T5's own only for accelerators
+        text_encoder_2=build_t5(t5_tokenizer, "gated-silu"),  # vLLM supports only this T5 without an accelerator
         tokenizer=clip_tokenizer,
         tokenizer_2=t5_tokenizer,
     )
 
 
 def build_flux2_vae() -> Any:
-    """Build an AutoencoderKLFlux2 whose statistics of latents are random."""
+    """Build an AutoencoderKLFlux2 with random latent statistics."""
     from diffusers import AutoencoderKLFlux2
 
     vae = AutoencoderKLFlux2(block_out_channels=(8, 8, 16, 16), layers_per_block=1, norm_num_groups=4, sample_size=64)
@@ -411,12 +411,12 @@ def build_flux2(*, dev: bool, distilled: bool = False) -> Any:
         image_token_index=1,
     )
     pipe = diffusers.Flux2Pipeline(text_encoder=transformers.Mistral3ForConditionalGeneration(config), **parts)
-    pipe.register_to_config(tokenizer=("transformers", "PixtralProcessor"))  # of which the texts' half is there
+    pipe.register_to_config(tokenizer=("transformers", "PixtralProcessor"))  # only the text half is included
     return pipe
 
 
 class ModularFolder:
-    """A modular pipeline whose index names all parts by a hub id."""
+    """A modular pipeline whose index names all parts by hub id."""
 
     def __init__(self, pipe: Any) -> None:
         self.pipe = pipe
@@ -429,7 +429,7 @@ class ModularFolder:
 
 
 def build_flux3() -> Any:
-    """Build a Flux3ModularPipeline without its upsampler of prompts."""
+    """Build a Flux3ModularPipeline without its prompt upsampler."""
     import diffusers
     from diffusers.modular_pipelines import Flux3AutoBlocks
     from transformers import Qwen3VLForConditionalGeneration
@@ -457,10 +457,10 @@ def build_flux3() -> Any:
 
 
 def build_wan(pipeline: str = "WanPipeline", *, clip: int = 0, per_token: bool = False, **config: Any) -> Any:
-    """Build a pipeline of Wan, with two experts if `boundary_ratio` is given.
+    """Build a Wan pipeline, with two experts if `boundary_ratio` is given.
 
-    per_token: as TI2V-5B has it, a timestep for each token and a VAE of 48 channels. clip: the number of given frames
-    that 2.1 sees by CLIP.
+    per_token: as in TI2V-5B, one timestep per token and a VAE with 48 channels. clip: number of given frames that 2.1
+    encodes by CLIP.
     """
     import diffusers
     from torch.nn.init import normal_
@@ -502,7 +502,7 @@ def build_wan(pipeline: str = "WanPipeline", *, clip: int = 0, per_token: bool =
         sizes |= {"latents_mean": [0.1] * channels, "latents_std": [1.5] * channels}
         config["expand_timesteps"] = True
     vae = diffusers.AutoencoderKLWan(**sizes)
-    normal_(vae.decoder.conv_out.weight, std=0.3)  # videos, not grey
+    normal_(vae.decoder.conv_out.weight, std=0.3)  # videos, not gray
     t5: dict[str, Any] = {
         "d_model": 32,
         "d_kv": 16,
@@ -527,7 +527,7 @@ def build_wan(pipeline: str = "WanPipeline", *, clip: int = 0, per_token: bool =
 
 
 def build_ltx2(*, newer: bool) -> Any:
-    """Build a pipeline of LTX-2, or of 2.3: gates, prompt modulation, other connectors, a vocoder of two stages."""
+    """Build a pipeline of LTX-2, or of 2.3: gates, prompt modulation, other connectors, a two-stage vocoder."""
     import diffusers
     import torch
     from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder, LTX2VocoderWithBWE
@@ -563,7 +563,7 @@ def build_ltx2(*, newer: bool) -> Any:
         spatial_compression_ratio=32,
         temporal_compression_ratio=8,
     )
-    normal_(vae.decoder.conv_out.conv.weight, std=0.3)  # videos, not grey
+    normal_(vae.decoder.conv_out.conv.weight, std=0.3)  # videos, not gray
     sound_vae = diffusers.AutoencoderKLLTX2Audio(
         base_channels=8, ch_mult=(1,), num_res_blocks=1, resolution=32, latent_channels=4, mel_bins=8
     )
@@ -615,14 +615,14 @@ def build_ltx2(*, newer: bool) -> Any:
 
 
 def build_hunyuan_video(pipeline: str = "HunyuanVideo15Pipeline", **config: Any) -> Any:
-    """Build a pipeline of HunyuanVideo 1.5; a layer of its net always has four million weights."""
+    """Build a HunyuanVideo 1.5 pipeline; a layer of its net always has four million weights."""
     import diffusers
     from torch.nn.init import normal_
     from transformers import ByT5Tokenizer, Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel
 
     tokenizer, glyphs = build_qwen_tokenizer(), ByT5Tokenizer()
     vae = diffusers.AutoencoderKLHunyuanVideo15(block_out_channels=(8, 8, 8, 16, 64), layers_per_block=1)
-    normal_(vae.decoder.conv_out.conv.weight, std=0.3)  # videos, not grey
+    normal_(vae.decoder.conv_out.conv.weight, std=0.3)  # videos, not gray
     return getattr(diffusers, pipeline)(
         transformer=diffusers.HunyuanVideo15Transformer3DModel(
             num_layers=2,
@@ -633,7 +633,7 @@ def build_hunyuan_video(pipeline: str = "HunyuanVideo15Pipeline", **config: Any)
             text_embed_2_dim=64,
             image_embed_dim=16,
             rope_axes_dim=(4, 6, 6),
-            target_size=45,  # the stock pipeline's videos of images about twice as wide as high are then 32 x 64
+            target_size=45,  # makes the stock pipeline's videos of images with aspect ratio about 2:1 32 x 64 pixels
             task_type="i2v" if config else "t2v",
         ),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=5.0),
@@ -664,7 +664,7 @@ def build_hunyuan_video_of_images() -> Any:
 
 
 def build_stable_audio() -> Any:
-    """Build a StableAudio3Pipeline, of sound at 800 Hz; weights that start as zeros are random."""
+    """Build a StableAudio3Pipeline for audio at 800 Hz; zero-initialized weights are random."""
     import diffusers
     from torch.nn.init import normal_
     from transformers import T5GemmaConfig, T5GemmaEncoderModel
@@ -693,7 +693,7 @@ def build_stable_audio() -> Any:
         sampling_rate=800,
     )
     for weight in (*transformer.parameters(), *vae.parameters()):
-        if weight.abs().max() < 1e-3:  # zeros, about, of which nothing would sound
+        if weight.abs().max() < 1e-3:  # near zero, which would give silence
             normal_(weight, std=0.2)
     return diffusers.StableAudio3Pipeline(
         transformer=transformer,
@@ -706,7 +706,7 @@ def build_stable_audio() -> Any:
 
 
 def build_gemma_tokenizer() -> Any:
-    """Build a tokenizer with a token per printable character."""
+    """Build a tokenizer with one token per printable character."""
     from transformers import GemmaTokenizer
 
     names = ("<pad>", "<eos>", "<bos>", "<unk>", "\u2581", *ALPHABET)
@@ -716,8 +716,8 @@ def build_gemma_tokenizer() -> Any:
 def build_vae(scaling_factor: float, shift_factor: float) -> Any:
     """Build an AutoencoderKL.
 
-    Each layer of its decoder begins as the identity, to which the drawn weights are added, so that the picture's colors
-    are those of the latents' first channels, mixed a little: otherwise all that it decodes is about gray.
+    Each decoder layer starts as the identity plus the random weights, so that the image's colors are those of the
+    latents' first channels, slightly mixed: otherwise all decoded images are nearly gray.
     """
     from diffusers import AutoencoderKL
     from torch.nn import Conv2d
@@ -725,7 +725,7 @@ def build_vae(scaling_factor: float, shift_factor: float) -> Any:
 
     vae = AutoencoderKL(
         block_out_channels=(8, 8, 16, 16),
-        norm_num_groups=1,  # more of them would take the mean, and so the color, off each channel
+        norm_num_groups=1,  # more groups would remove the mean, and so the color, from each channel
         sample_size=64,
         scaling_factor=scaling_factor,
         shift_factor=shift_factor,
@@ -735,13 +735,13 @@ def build_vae(scaling_factor: float, shift_factor: float) -> Any:
         if isinstance(layer, Conv2d) and layer.bias is not None:
             layer.weight.data += dirac_(layer.weight.clone().detach())
             constant_(layer.bias, 0)
-    vae.decoder.conv_out.weight.data *= 2  # from SiLU's range to that of pixels, [-1, 1]
+    vae.decoder.conv_out.weight.data *= 2  # from SiLU's range to the pixel range [-1, 1]
     constant_(vae.decoder.conv_out.bias, -0.7)
     return vae
 
 
 def build_clip(encoder: Any, tokenizer: Any, activation: str) -> Any:
-    """Build a CLIP text encoder of a class, of three layers."""
+    """Build a three-layer CLIP text encoder of a class."""
     from transformers import CLIPTextConfig
 
     return encoder(
@@ -767,7 +767,7 @@ def build_qwen3(encoder: Any, tokenizer: Any, **config: Any) -> Any:
 
 
 def build_t5(tokenizer: Any, activation: str) -> Any:
-    """Build a T5 text encoder of two layers."""
+    """Build a two-layer T5 text encoder."""
     from transformers import T5Config, T5EncoderModel
 
     return T5EncoderModel(
@@ -785,7 +785,7 @@ def build_t5(tokenizer: Any, activation: str) -> Any:
 
 
 def build_clip_tokenizer() -> Any:
-    """Build a tokenizer with a token per letter, and another for the last of a word."""
+    """Build a tokenizer with one token per letter, and another per word-final letter."""
     from transformers import CLIPTokenizer
 
     tokens = [*ALPHABET, *(f"{letter}</w>" for letter in ALPHABET), "<|startoftext|>", "<|endoftext|>"]
@@ -793,7 +793,7 @@ def build_clip_tokenizer() -> Any:
 
 
 def build_t5_tokenizer() -> Any:
-    """Build a tokenizer with a token per letter."""
+    """Build a tokenizer with one token per letter."""
     from transformers import T5Tokenizer
 
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\u2581", -2.0), *((letter, -3.0) for letter in ALPHABET)]
@@ -844,7 +844,7 @@ def build_qwen_image_edit(plus: bool) -> Any:
 
 
 def build_qwen_processor(tokenizer: Any, *, max_tokens: int = 16) -> Any:
-    """Build a Qwen2VLProcessor of small images, without the one for videos, which needs torchvision."""
+    """Build a Qwen2VLProcessor for small images, without the video processor, which needs torchvision."""
     from transformers import Qwen2VLImageProcessorPil, Qwen2VLProcessor
 
     processor = Qwen2VLProcessor.__new__(Qwen2VLProcessor)
@@ -853,12 +853,12 @@ def build_qwen_processor(tokenizer: Any, *, max_tokens: int = 16) -> Any:
     for kind in ("image", "video"):
         setattr(processor, f"{kind}_token", f"<|{kind}_pad|>")
         setattr(processor, f"{kind}_token_id", tokenizer.convert_tokens_to_ids(f"<|{kind}_pad|>"))
-    vars(processor)["save_pretrained"] = processor.image_processor.save_pretrained  # one file without the other
+    vars(processor)["save_pretrained"] = processor.image_processor.save_pretrained  # writes one file without the other
     return processor
 
 
 def build_qwen_image21() -> Any:
-    """Build a QwenImage21Pipeline; the images of its decoder are opaque in part."""
+    """Build a QwenImage21Pipeline; the images of its decoder are partly opaque."""
     import diffusers
     from transformers import Qwen3VLForConditionalGeneration
 
@@ -893,7 +893,7 @@ def build_qwen_image21() -> Any:
 
 
 def qwen3_vl_config(tokenizer: Any, *, num_hidden_layers: int) -> Any:
-    """Return the configuration of a Qwen3-VL with a tower of two layers."""
+    """Return the configuration of a Qwen3-VL with a two-layer vision tower."""
     from transformers import Qwen3VLConfig
 
     rope: dict[str, Any] = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6}
@@ -908,7 +908,7 @@ def qwen3_vl_config(tokenizer: Any, *, num_hidden_layers: int) -> Any:
 
 
 def build_krea2(**config: Any) -> Any:
-    """Build a Krea2Pipeline; weights of norms and shifts, which start as zeros, are random."""
+    """Build a Krea2Pipeline; zero-initialized weights of norms and shifts are random."""
     import diffusers
     from torch.nn.init import normal_
     from transformers import Qwen3VLModel
@@ -945,7 +945,7 @@ def build_krea2(**config: Any) -> Any:
 
 
 def build_qwen3_vl_processor(tokenizer: Any) -> Any:
-    """Build a Qwen3VLProcessor without the part for videos, which needs torchvision."""
+    """Build a Qwen3VLProcessor without the video part, which needs torchvision."""
     from transformers import Qwen3VLProcessor
 
     processor = Qwen3VLProcessor.__new__(Qwen3VLProcessor)
@@ -964,7 +964,7 @@ def build_qwen3_vl_processor(tokenizer: Any) -> Any:
 
 
 def build_qwen_tokenizer() -> Any:
-    """Build a tokenizer with a token per byte, and those of chats and of images."""
+    """Build a tokenizer with one token per byte, and tokens for chats and images."""
     from tokenizers import AddedToken
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import Qwen2Tokenizer
@@ -979,7 +979,7 @@ def build_qwen_tokenizer() -> Any:
     return tokenizer
 
 
-CHAT_WITH_MEDIA = (  # as the released models' templates have it: each of the media in its own place
+CHAT_WITH_MEDIA = (  # as in the released models' templates: media at their place in the message
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
     "{% if part.type == 'text' %}{{ part.text }}"
@@ -991,7 +991,7 @@ CHAT_WITH_MEDIA = (  # as the released models' templates have it: each of the me
 
 
 class LanguageModel:
-    """A language model's folder: its net, a tokenizer of one token per byte, and what prepares its media."""
+    """The folder of a language model: its net, a tokenizer with one token per byte, and its media processors."""
 
     def __init__(self, net: Any, tokenizer: Any, *processors: Any) -> None:
         self.files = (net, tokenizer, *processors)
@@ -1003,7 +1003,7 @@ class LanguageModel:
 
 
 def build_chat_tokenizer() -> Any:
-    """Build a tokenizer with a token per byte, those of chats, whose end ends an answer, and those of media."""
+    """Build a tokenizer with one token per byte, chat tokens (the end token ends an answer) and media tokens."""
     from tokenizers import AddedToken
 
     tokenizer = build_qwen_tokenizer()
@@ -1014,7 +1014,7 @@ def build_chat_tokenizer() -> Any:
 
 
 def places_of_media(tokenizer: Any, *kinds: str) -> dict[str, Any]:
-    """Return the tokens of media in a prompt, by their names in a configuration."""
+    """Return the ids of media tokens in a prompt, by their names in a configuration."""
     named = {f"{kind}_token_id": f"<|{kind}_pad|>" for kind in kinds}
     named |= {
         f"{kind}_{edge}_token_id": f"<|{kind}_{edge}|>" for kind in ("vision", "audio") for edge in ("start", "end")
@@ -1025,7 +1025,7 @@ def places_of_media(tokenizer: Any, *kinds: str) -> dict[str, Any]:
 
 
 def build_patches(patch_size: int) -> Any:
-    """Build the processor of small images."""
+    """Build the processor for small images."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     side = 2 * patch_size
@@ -1038,7 +1038,7 @@ def build_patches(patch_size: int) -> Any:
 
 
 def build_qwen3_chat() -> Any:
-    """Build a Qwen3 that answers, of two layers."""
+    """Build a two-layer Qwen3 that answers."""
     from transformers import Qwen3ForCausalLM
 
     tokenizer = build_chat_tokenizer()
@@ -1047,7 +1047,7 @@ def build_qwen3_chat() -> Any:
 
 
 def build_qwen25_vl() -> Any:
-    """Build a Qwen2.5-VL of two layers, with a tower of two."""
+    """Build a two-layer Qwen2.5-VL with a two-layer vision tower."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
     tokenizer = build_chat_tokenizer()
@@ -1074,7 +1074,7 @@ def build_qwen25_vl() -> Any:
 
 
 def build_qwen3_omni(**text: Any) -> Any:
-    """Build a thinker of Qwen3-Omni, of two layers with four experts, with towers for images and sound."""
+    """Build a Qwen3-Omni thinker with two layers of four experts, with towers for images and audio."""
     from transformers import (
         Qwen3OmniMoeThinkerConfig,
         Qwen3OmniMoeThinkerForConditionalGeneration,
@@ -1113,7 +1113,7 @@ def build_qwen3_omni(**text: Any) -> Any:
 
 
 class LanguageModelProcessor:
-    """Two processors whose configurations share a file, as releases have them."""
+    """Two processors whose configurations share a file, as in releases."""
 
     def __init__(self, *processors: Any) -> None:
         self.processors = processors
@@ -1163,7 +1163,7 @@ BUILDERS: dict[str, Callable[[], Any]] = {
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="+", choices=BUILDERS, help="checkpoints to build")
-    parser.add_argument("--out", type=Path, required=True, help="folder to write them to, each in one of its name")
+    parser.add_argument("--out", type=Path, required=True, help="output folder, with one subfolder per checkpoint")
     settings = parser.parse_args()
     for wanted in settings.names:
         build(wanted, settings.out / wanted)

@@ -1,9 +1,9 @@
-"""Write tiny checkpoints with random weights, in the form of the published ones, for every scorer that has a network.
+"""Write tiny checkpoints with random weights, in the format of the published ones, for every scorer with a network.
 
     python scripts/build_tiny_scorers.py /somewhere
 
-They show that loading and scoring work, here and in an environment of your own; their scores mean nothing. Folders and
-files: `clap`, `clip` (for clip, pickscore, aesthetic, geneval, and beneath hpsv2), `mask2former`, `aesthetic.pth`,
+They test that loading and scoring work, here and in your own environment; their scores have no meaning. Folders and
+files: `clap`, `clip` (for clip, pickscore, aesthetic, geneval, and the base of hpsv2), `mask2former`, `aesthetic.pth`,
 `hpsv2`, `imagereward`, `bert`, `hpsv3`, `videoalign`, `qwen2-vl`, `editreward`, `qwen2.5-vl`, `instruction.txt` and
 `instruction-of-videoalign.txt`.
 """
@@ -47,7 +47,7 @@ VISION, TEXT, LAYERS = 128, 48, 2  # widths and depth of the tiny ImageReward
 
 
 def write_all(folder: Path) -> None:
-    """Write every checkpoint into a folder, the same ones each time."""
+    """Write every checkpoint into a folder, always with the same weights."""
     torch.manual_seed(0)
     folder.mkdir(parents=True, exist_ok=True)
     write_clap(folder / "clap")
@@ -66,7 +66,7 @@ def write_all(folder: Path) -> None:
 
 
 def write_clip(folder: Path) -> None:
-    """Write a CLIPModel of images of 32 x 32 in patches of 8, and a tokenizer of bytes."""
+    """Write a CLIPModel for 32 x 32 images with patches of 8, and a byte tokenizer."""
     words = ["<|startoftext|>", "<|endoftext|>", *BYTES, *(f"{byte}</w>" for byte in BYTES)]
     sizes = {"hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     text = sizes | {"vocab_size": len(words), "max_position_embeddings": 20, "bos_token_id": 0, "eos_token_id": 1}
@@ -78,7 +78,7 @@ def write_clip(folder: Path) -> None:
 
 
 def write_mask2former(folder: Path) -> None:
-    """Write a Mask2Former of instances with COCO's names, some of whose 12 queries are sure of a class."""
+    """Write a Mask2Former for instances with COCO's names; some of its 12 queries are sure of a class."""
     swin: dict[str, Any] = {"model_type": "swin", "embed_dim": 8, "depths": [1] * 4, "num_heads": [1] * 4}
     swin |= {"window_size": 4, "out_features": [f"stage{i}" for i in range(1, 5)]}
     sizes: dict[str, Any] = {
@@ -100,7 +100,7 @@ def write_mask2former(folder: Path) -> None:
 
 
 def write_hpsv2(folder: Path) -> None:
-    """Write HPS_v2.1_compressed.pt under open_clip's names, of the sizes of `write_clip`."""
+    """Write HPS_v2.1_compressed.pt with open_clip's names and the sizes of `write_clip`."""
     shapes: dict[str, tuple[int, ...]] = {"positional_embedding": (20, 24), "text_projection": (24, 16)}
     shapes |= {"token_embedding.weight": (2 + 2 * len(BYTES), 24), "visual.class_embedding": (24,)}
     shapes |= {"visual.conv1.weight": (24, 3, 8, 8), "visual.positional_embedding": (17, 24), "visual.proj": (24, 16)}
@@ -117,7 +117,7 @@ def write_hpsv2(folder: Path) -> None:
 
 
 def write_clap(folder: Path) -> None:
-    """Write a ClapModel of 64 bands, its feature extractor with 1 s of sound for 10, and a tokenizer of bytes."""
+    """Write a ClapModel with 64 bands, its feature extractor with 1 s of audio instead of 10, and a byte tokenizer."""
     words = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", *BYTES]
     text = {"hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     text |= {"vocab_size": len(words), "max_position_embeddings": 22, "projection_dim": 16}
@@ -131,7 +131,7 @@ def write_clap(folder: Path) -> None:
 
 
 def write_imagereward(folder: Path) -> None:
-    """Write weights under the names of BLIP's code, in ImageReward.pt and med_config.json."""
+    """Write weights with the names of BLIP's code, in ImageReward.pt and med_config.json."""
     settings = {
         **{"vocab_size": 100, "hidden_size": TEXT, "intermediate_size": 2 * TEXT, "num_hidden_layers": LAYERS},
         **{"num_attention_heads": 4, "max_position_embeddings": 40, "hidden_act": "gelu", "layer_norm_eps": 1e-12},
@@ -140,21 +140,21 @@ def write_imagereward(folder: Path) -> None:
     shapes = vision_shapes("blip.visual_encoder.") | text_shapes("blip.text_encoder.")
     weights = random_weights(shapes | head_shapes("mlp.layers.", TEXT))
     weights["blip.text_encoder.embeddings.position_ids"] = torch.arange(40)[None]
-    weights["blip.text_proj.weight"] = torch.zeros(8, TEXT)  # is there and is not used
+    weights["blip.text_proj.weight"] = torch.zeros(8, TEXT)  # present but unused
     folder.mkdir(exist_ok=True)
     torch.save(weights, folder / "ImageReward.pt")
     (folder / "med_config.json").write_text(json.dumps(settings))
 
 
 def write_bert_tokenizer(folder: Path) -> None:
-    """Write BERT's tokenizer with letters for words."""
+    """Write BERT's tokenizer with letters as words."""
     letters = string.ascii_lowercase + string.digits
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters)]
     BertTokenizer(vocab={word: i for i, word in enumerate(words)}).save_pretrained(folder)
 
 
 def write_qwen2_vl(folder: Path, kind: Any = Qwen2VLConfig) -> tuple[Any, Any]:
-    """Write the tokenizer and the settings of a Qwen2-VL, or of a Qwen2.5-VL by the class of its settings."""
+    """Write the tokenizer and settings of a Qwen2-VL, or of a Qwen2.5-VL with `kind` Qwen2_5_VLConfig."""
     words = {byte: i for i, byte in enumerate(BYTES)}
     tokenizer: Any = Qwen2Tokenizer(vocab=words, merges=[])
     tokenizer.add_special_tokens({"additional_special_tokens": CHAT_TOKENS})
@@ -175,9 +175,9 @@ def write_qwen2_vl(folder: Path, kind: Any = Qwen2VLConfig) -> tuple[Any, Any]:
 
 
 def write_hpsv3(folder: Path, base: Path) -> None:
-    """Write HPSv3.safetensors under its published names, and the settings and tokenizer of the Qwen2-VL beneath it."""
+    """Write HPSv3.safetensors with its published names, and the settings and tokenizer of its base, a Qwen2-VL."""
     tokenizer, config = write_qwen2_vl(base)
-    config.text_config.vocab_size = len(tokenizer) + 1  # HPSv3 has one token more, and none to spare
+    config.text_config.vocab_size = len(tokenizer) + 1  # HPSv3 has one more token, and no unused ones
     model = Qwen2VLModel(config)
     spread(model)
     weights = {name.replace("language_model.", "model."): weight for name, weight in model.state_dict().items()}
@@ -190,7 +190,7 @@ def write_hpsv3(folder: Path, base: Path) -> None:
 
 
 def write_editreward(folder: Path, base: Path) -> None:
-    """Write model.safetensors under its published names, and the settings and tokenizer of its Qwen2.5-VL."""
+    """Write model.safetensors with its published names, and the settings and tokenizer of its base, a Qwen2.5-VL."""
     tokenizer, config = write_qwen2_vl(base, Qwen2_5_VLConfig)
     config.text_config.vocab_size = len(tokenizer) + 1
     model = Qwen2_5_VLModel(config)
@@ -206,7 +206,7 @@ def write_editreward(folder: Path, base: Path) -> None:
 
 
 def write_videoalign(folder: Path, base: Path) -> None:
-    """Write checkpoint-11352/model.pth with its published names, LoRA on the texts' attention, and its settings."""
+    """Write checkpoint-11352/model.pth with its published names, LoRA on the text attention, and its settings."""
     tokenizer, config = write_qwen2_vl(base)
     config.text_config.vocab_size = len(tokenizer) + 3
     model = Qwen2VLModel(config)
@@ -229,7 +229,7 @@ def write_videoalign(folder: Path, base: Path) -> None:
 
 
 def head_shapes(prefix: str, num_features: int) -> dict[str, tuple[int, ...]]:
-    """Return shapes of five linear layers with dropout after the first three, as in LAION's and ImageReward's heads."""
+    """Return the shapes of five linear layers, dropout after the first three, as in LAION's and ImageReward's heads."""
     sizes = [(0, num_features, 12), (2, 12, 10), (4, 10, 8), (6, 8, 4), (7, 4, 1)]
     shapes: dict[str, tuple[int, ...]] = {}
     for place, n_in, n_out in sizes:
@@ -238,7 +238,7 @@ def head_shapes(prefix: str, num_features: int) -> dict[str, tuple[int, ...]]:
 
 
 def vision_shapes(prefix: str) -> dict[str, tuple[int, ...]]:
-    """Return shapes of BLIP's vision transformer for images of 32 x 32 in patches of 16."""
+    """Return the shapes of BLIP's vision transformer for 32 x 32 images with patches of 16."""
     shapes = {"cls_token": (1, 1, VISION), "pos_embed": (1, 5, VISION), "patch_embed.proj.weight": (VISION, 3, 16, 16)}
     shapes |= {"patch_embed.proj.bias": (VISION,)} | linear_shapes("norm", VISION)
     for i in range(LAYERS):
@@ -249,7 +249,7 @@ def vision_shapes(prefix: str) -> dict[str, tuple[int, ...]]:
 
 
 def text_shapes(prefix: str) -> dict[str, tuple[int, ...]]:
-    """Return shapes of BERT with cross-attention to the image's tokens."""
+    """Return the shapes of BERT with cross-attention to the image's tokens."""
     shapes: dict[str, tuple[int, ...]] = {
         "embeddings.word_embeddings.weight": (100, TEXT),
         "embeddings.position_embeddings.weight": (40, TEXT),
@@ -270,12 +270,12 @@ def text_shapes(prefix: str) -> dict[str, tuple[int, ...]]:
 
 
 def linear_shapes(name: str, num_out: int, *num_in: int) -> dict[str, tuple[int, ...]]:
-    """Return shapes of a weight and a bias; without num_in, of a normalization."""
+    """Return the shapes of a weight and a bias; without num_in, those of a normalization layer."""
     return {f"{name}.weight": (num_out, *num_in), f"{name}.bias": (num_out,)}
 
 
 def random_weights(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Return random weights of a size that lets signals through; those of normalizations are around 1."""
+    """Return random weights at a scale that preserves signals; those of normalization layers are around 1."""
     return {
         name: torch.randn(shape) / max(1, torch.Size(shape[1:]).numel()) ** 0.5 if len(shape) > 1 else near(name, shape)
         for name, shape in shapes.items()
@@ -283,16 +283,16 @@ def random_weights(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
 
 
 def near(name: str, shape: tuple[int, ...]) -> Tensor:
-    """Return a random vector around 1 for a weight and around 0 for a bias."""
+    """Return a random vector, around 1 for a weight and around 0 for a bias."""
     return (1.0 if name.endswith("weight") else 0.0) + 0.2 * torch.randn(shape)
 
 
 def spread(model: nn.Module) -> None:
-    """Sample a network's weights wider than its initialization, with which all inputs have nearly one score."""
+    """Sample a network's weights wider than its initialization, which gives all inputs nearly the same score."""
     drawn = random_weights({name: tuple(weight.shape) for name, weight in model.named_parameters()})
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if weight.ndim:  # CLIP's scale is a number and stays
+            if weight.ndim:  # CLIP's scale is a scalar and stays
                 weight.copy_(drawn[name])
 
 

@@ -1,9 +1,9 @@
-"""Write README's comparison with other projects, and docs/evidence/comparison.md with the source of each cell.
+"""Write the README's comparison with other projects, and docs/evidence/comparison.md with the source of each cell.
 
     python scripts/comparison.py
 
 The facts about the others are in docs/evidence/comparison.toml. Numbers are counted: theirs are lengths of its lists,
-ours the models that can be opened and the papers in docs/algorithms.md.
+ours are the models that can be opened and the papers in docs/algorithms.md.
 """
 
 import ast
@@ -28,18 +28,18 @@ class Peer(TypedDict):
 
 
 class Cell(TypedDict):
-    """Fact about a project: words, or names that are counted, and their source."""
+    """A fact about a project: text, or names to count, and their source."""
 
     says: NotRequired[str]
     names: NotRequired[list[str]]
     source: NotRequired[str]
 
 
-Row = dict[str, str | Cell]  # a title, our cell, and that of each project by its name
+Row = dict[str, str | Cell]  # a title, our cell, and the cell of each project by name
 
 
 class Facts(TypedDict):
-    """All that the file says."""
+    """The content of the file."""
 
     peers: dict[str, Peer]
     rows: list[Row]
@@ -54,12 +54,12 @@ def main() -> None:
 
 
 def read_facts() -> Facts:
-    """Return the facts of the file."""
+    """Return the facts from the file."""
     return cast(Facts, tomllib.loads(FACTS.read_text("utf-8")))
 
 
 def table(facts: Facts) -> str:
-    """Return the table, a column for each project, and when they were read."""
+    """Return the table, with one column per project, and the date when each was read."""
     peers, ours = facts["peers"], counts()
     lines = [["", "omni-rl", *(f"[{name}]({peer['url']})" for name, peer in peers.items())]]
     lines += [[str(row["title"]), str(row["omni-rl"]).format(**ours), *texts(row, peers)] for row in facts["rows"]]
@@ -69,13 +69,13 @@ def table(facts: Facts) -> str:
 
 
 def texts(row: Row, peers: dict[str, Peer]) -> list[str]:
-    """Return what the row says of each project."""
+    """Return the row's text for each project."""
     cells = [cast(Cell, row[name]) for name in peers]
     return [str(len(cell["names"])) if "names" in cell else cell.get("says", "") for cell in cells]
 
 
 def sources(facts: Facts) -> str:
-    """Return the page of sources, a line for each cell."""
+    """Return the page of sources, with one line per cell."""
     lines = [
         "# Sources of the comparison",
         "",
@@ -92,7 +92,7 @@ def sources(facts: Facts) -> str:
 
 
 def address(place: str, peer: Peer) -> tuple[str, str]:
-    """Return a short name of a source, and its address."""
+    """Return a short name and the address of a source."""
     if place.startswith("https://"):
         return place.removeprefix("https://").partition("/")[2], place
     if place.startswith("#"):
@@ -104,14 +104,14 @@ def address(place: str, peer: Peer) -> tuple[str, str]:
 
 
 def counts() -> dict[str, int]:
-    """Return how many models and algorithms there are here."""
+    """Return the number of models and algorithms of this project."""
     classes = values(MODELS / "__init__.py", "MODELS") | values(MODELS / "tokens" / "__init__.py", "TOKEN_MODELS")
     page = (ROOT / "docs" / "algorithms.md").read_text("utf-8")
     return {"models": len(classes), "algorithms": len(set(re.findall(r"arxiv\.org/abs/([\d.]+)", page)))}
 
 
 def values(path: Path, name: str) -> set[str]:
-    """Return the different values of a table in a file of Python, without importing it."""
+    """Return the distinct values of a table in a Python file, without importing it."""
     tree = ast.parse(path.read_text("utf-8"))
     tables = [node.value for node in tree.body if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == name]
     return {ast.unparse(value) for table in tables if isinstance(table, ast.Dict) for value in table.values}

@@ -1,9 +1,9 @@
-"""Write docs/configuration.md: every setting of every trainer, from the dataclasses and the comments beside them.
+"""Write docs/configuration.md: every setting of every trainer, from the dataclasses and the comments next to them.
 
     python scripts/configuration.py            writes the page
-    python scripts/configuration.py --check    exit code 1 where the page is not what it would write
+    python scripts/configuration.py --check    exits with code 1 if the page is not up to date
 
-The trainers are read, not imported.
+The trainers are parsed, not imported.
 """
 
 import ast
@@ -75,7 +75,7 @@ copy of the settings in `runs/NAME/config.toml` has `scorer_url = "..."` if a se
 
 @dataclass(frozen=True)
 class Setting:
-    """A field of a trainer's Args, in words."""
+    """A field of a trainer's Args, as text."""
 
     name: str
     words: list[str]
@@ -84,7 +84,7 @@ class Setting:
     group: str
 
     def row(self) -> str:
-        """Return the setting's line of a table."""
+        """Return the setting's row of a table."""
         others = ", ".join(word for word in self.words if word != self.default)
         cells = (
             f"`{self.name}`",
@@ -95,13 +95,13 @@ class Setting:
 
 
 def settings(source: str) -> list[Setting]:
-    """Return the settings of the dataclass Args in a trainer's source, those that all trainers share first."""
+    """Return the settings of the dataclass Args in a trainer's source, those shared by all trainers first."""
     return list(fields_of("Args", (*SHARED, source)).values())
 
 
 @cache
 def fields_of(name: str, sources: tuple[str, ...]) -> dict[str, Setting]:
-    """Return the fields of a class in one of the sources by name, with those of its bases that are there too."""
+    """Return the fields of a class in one of the sources by name, including those of its bases in the sources."""
     found: dict[str, Setting] = {}
     nodes = [node for source in sources for node in parsed(source).body]
     aliases = {ast.unparse(node.targets[0]): node.value for node in nodes if isinstance(node, ast.Assign)}
@@ -128,7 +128,7 @@ def fields_of(name: str, sources: tuple[str, ...]) -> dict[str, Setting]:
                             for name, own in inner.items()
                         }
                         continue
-                    if field.value is None:  # what trainers list, each with its own help
+                    if field.value is None:  # listed by the trainers, each with its own help
                         continue
                     text += " (required)" * ("REQUIRED" in ast.unparse(field.annotation))
                     found[key] = Setting(key, words_of(field.annotation, aliases), default_of(field.value), text, "")
@@ -142,24 +142,24 @@ def parsed(source: str) -> ast.Module:
 
 
 def name_of(expression: ast.expr) -> str:
-    """Return the name of a class without that of its module, as Run of groups.Run."""
+    """Return the name of a class without its module, such as Run for groups.Run."""
     return expression.attr if isinstance(expression, ast.Attribute) else ast.unparse(expression)
 
 
 def is_flat(annotation: ast.expr) -> bool:
-    """True if the annotation is of a group whose settings have no prefix."""
+    """True if the annotation is that of a group whose settings have no prefix."""
     return isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Flat"
 
 
 def unwrapped(annotation: ast.expr) -> ast.expr:
-    """The type of an `Annotated` or a `Flat`; another annotation as it is."""
+    """Return the type in an `Annotated` or a `Flat`, or any other annotation unchanged."""
     if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) in ("Annotated", "Flat"):
         return annotation.slice.elts[0] if isinstance(annotation.slice, ast.Tuple) else annotation.slice
     return annotation
 
 
 def words_of(annotation: ast.expr, aliases: Mapping[str, ast.expr]) -> list[str]:
-    """Return the words that a setting must be one of, in code quotes; empty if it takes others."""
+    """Return the allowed words of a setting, in code quotes; empty if any value is allowed."""
     annotation = unwrapped(annotation)
     annotation = aliases.get(ast.unparse(annotation), annotation)
     if not isinstance(annotation, ast.Subscript) or ast.unparse(annotation.value) != "Literal":
@@ -169,13 +169,13 @@ def words_of(annotation: ast.expr, aliases: Mapping[str, ast.expr]) -> list[str]
 
 
 def defaults_of(value: ast.expr | None) -> dict[str, str]:
-    """Return the defaults that a trainer gives to a group, as 1 of Data(group_size=1)."""
+    """Return the defaults that a trainer gives to a group, such as 1 in Data(group_size=1)."""
     given = value.keywords if isinstance(value, ast.Call) else ()
     return {each.arg: default_of(each.value) for each in given if each.arg}
 
 
 def default_of(value: ast.expr | None) -> str:
-    """Return the default in TOML, in code quotes; a path below the repository without the repository."""
+    """Return the default in TOML, in code quotes; a path in the repository is relative to it."""
     if isinstance(value, ast.JoinedStr):
         pieces = [str(piece.value) for piece in value.values if isinstance(piece, ast.Constant)]
         return f"`{''.join(pieces).lstrip('/')}`"
@@ -191,7 +191,7 @@ def table(rows: list[Setting]) -> str:
 
 
 def page() -> str:
-    """Return the whole page: what all trainers share, by group, then what each has of its own or otherwise."""
+    """Return the whole page: shared settings by group, then those that are new or different in each trainer."""
     sources = {path.name: path.read_text("utf-8") for path in sorted((ROOT / "apps").glob("train_*.py"))}
     parts, shared = [HEAD], list[Setting]()
     for cls, title in CLASSES.items():
@@ -212,7 +212,7 @@ def page() -> str:
 
 
 def main() -> int:
-    """Return the exit code."""
+    """Write or check the page; return the exit code."""
     if sys.argv[1:] == ["--check"]:
         if PAGE.exists() and PAGE.read_text("utf-8") == page():
             return 0

@@ -1,4 +1,4 @@
-"""Count the lines of code of packages and apps: docstrings, comments and blank lines do not count.
+"""Count the lines of code of packages and apps, without docstrings, comments and blank lines.
 
 python scripts/count_lines.py [FOLDER_OR_FILE ...]
 """
@@ -18,7 +18,7 @@ NO_CODE = {
 
 
 def code_lines(source: str) -> set[int]:
-    """Return the numbers of the lines that hold code, from 1; other strings than docstrings count."""
+    """Return the numbers of the lines that hold code, from 1; strings other than docstrings count."""
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     lines = {n for t in tokens if t.type not in NO_CODE for n in range(t.start[0], t.end[0] + 1)}
     return lines - _docstring_lines(source)
@@ -32,17 +32,17 @@ def _docstring_lines(source: str) -> set[int]:
 
 
 def sources(folder: Path) -> list[Path]:
-    """Return the Python files of a folder without links, or the one file."""
+    """Return the Python files of a folder, without links, or the file itself."""
     return [folder] if folder.is_file() else sorted(path for path in folder.rglob("*.py") if not path.is_symlink())
 
 
 def count(paths: Iterable[Path]) -> int:
-    """Return the number of code lines of all these files."""
+    """Return the total number of code lines of these files."""
     return sum(len(code_lines(path.read_text("utf-8"))) for path in paths)
 
 
 def programs() -> list[Path]:
-    """Return the folders that count: the source of each package, and the apps."""
+    """Return the folders to count: the source of each package, and the apps."""
     return [*sorted(ROOT.glob("packages/*/src/*")), ROOT / "apps"]
 
 

@@ -1,17 +1,17 @@
-"""Measure all speed, memory and exactness that need an accelerator, in one command.
+"""Measure speed, memory and exactness on an accelerator, in one command.
 
 python scripts/gpu_check.py --predict      beforehand, on any CPU: plans and counts, which take minutes
 python scripts/gpu_check.py                on one card of 80 GB or more, at most 25 minutes, without a network
 python scripts/gpu_check.py --time 10m     the first rows of TIMETABLE that fit in 10 minutes
-python scripts/gpu_check.py --peer DIR     also beside flow_grpo's or DiffusionNFT's trainer, in the checkout DIR
-python scripts/gpu_check.py --dry-run      only list them
-python scripts/gpu_check.py --small        the same in a small size, on any device
+python scripts/gpu_check.py --peer DIR     also against flow_grpo's or DiffusionNFT's trainer, in the checkout DIR
+python scripts/gpu_check.py --dry-run      only list the rows
+python scripts/gpu_check.py --small        all rows in a small size, on any device
 
-TIMETABLE below has the rows in the order of what they tell per minute, with functions of scripts/gpu_rows.py.
-They run in a process of their own, which a row that breaks or hangs ends alone. Each row is written to rows.jsonl in
-the folder at once: a call goes on behind the rows that stand there of this commit and device, and tries those that
-broke last. All rows together are page.md; in full size they also become their device's section of
-docs/evidence/performance.md, or later with `--publish`, which runs nothing. The exit code is 1 if a row broke, or is
+TIMETABLE below lists the rows in order of information per minute, with functions from scripts/gpu_rows.py. They run
+in a separate process, so that a row that breaks or hangs ends only that process. Each row is written to rows.jsonl in
+the folder immediately: a call skips the rows that are already there for this commit and device, and retries those that
+broke last. All rows together form page.md; in full size they also become their device's section of
+docs/evidence/performance.md, or later with `--publish`, which runs nothing. The exit code is 1 if a row broke or is
 wrong.
 """
 
@@ -30,7 +30,7 @@ from itertools import groupby, product
 from pathlib import Path
 
 import gpu_rows as ask
-import runner  # of benchmarks/, which gpu_rows finds
+import runner  # from benchmarks/, on the path through gpu_rows
 import torch
 from gpu_rows import FAILS, SMALL, LeftOutError, Prediction, Row, Size, Visit
 from omni_train.dist import init_distributed, local_device
@@ -39,7 +39,7 @@ from omni_train.files import write_atomically
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of TIMETABLE. minutes: that it takes in full size. environment: variables that its process needs."""
+    """A line of TIMETABLE. minutes: expected in full size. environment: variables required by its process."""
 
     ask: Callable[[Visit], Iterator[Row]]
     minutes: float
@@ -53,7 +53,7 @@ GAPS = {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}
 
 
 def gates(attention: str, texts: Sequence[str] = tuple(MASKS)) -> dict[str, Entry]:
-    """Return a row of the gate for each way to run blocks, with masks or without."""
+    """Return a row of the gate for each way to run blocks, with or without masks."""
     return {
         f"gate: {attention}, {variant}, {text}": Entry(
             partial(ask.gate, attention=attention, variant=variant, masked=MASKS[text]),
@@ -64,14 +64,14 @@ def gates(attention: str, texts: Sequence[str] = tuple(MASKS)) -> dict[str, Entr
 
 
 def compiled(*names: str, environment: Mapping[str, str] = {}) -> dict[str, Entry]:
-    """Return rows of the gate of compiled blocks, each in a way of `gpu_rows.COMPILERS`."""
+    """Return rows of the gate for compiled blocks, one for each of these ways in `gpu_rows.COMPILERS`."""
     own = " ".join(environment)
     asked = {name: partial(ask.gate, attention="auto", variant="compiled", how=name) for name in names}
     return {f"gate: compiled, {name} {own}".strip(): Entry(rows, 1.2, environment) for name, rows in asked.items()}
 
 
 TIMETABLE: dict[str, Entry] = {
-    # 1. What no accelerator has told yet
+    # 1. Not measured on an accelerator yet
     "machine": Entry(ask.machine, 0.1),
     **compiled("as it is"),
     "gate: compiled, all weights": Entry(partial(ask.gate, attention="auto", variant="compiled, all weights"), 1.2),
@@ -96,7 +96,7 @@ TIMETABLE: dict[str, Entry] = {
     "a Qwen3": Entry(ask.tokens, 1.5),
     "step: compiled": Entry(partial(ask.step, variant="compiled"), 2.0),
     "beside plain loops": Entry(ask.versus, 4.0),
-    # 4. What else may change bits
+    # 4. Other possible changes of bits
     **compiled("not deterministic"),
     **{
         f"bits: {name}": Entry(partial(ask.same_bits, variant=name), 0.3)
@@ -107,7 +107,7 @@ TIMETABLE: dict[str, Entry] = {
     **gates("math"),
     **gates("cudnn"),
     **gates("flash", ["one text"]),
-    # 5. Other ways to run a step, and what is around it
+    # 5. Other ways to run a step, and the work around it
     "step: offloaded": Entry(partial(ask.step, variant="offloaded"), 1.4),
     "attention: a step with cudnn": Entry(partial(ask.step, variant="recomputed", attention="cudnn"), 0.9),
     "step: products kept": Entry(partial(ask.step, variant="products kept"), 1.2),
@@ -122,9 +122,9 @@ TIMETABLE: dict[str, Entry] = {
 
 REPO = Path(__file__).resolve().parents[1]
 DOCS = REPO / "docs" / "evidence" / "performance.md"
-FIRST, LAST = "<!-- found on accelerators -->\n", "<!-- end of found on accelerators -->\n"  # lines of it
-START_S = 240  # at most until a process has imported everything, on a machine that has none of it in memory
-LEAST_S = 60  # of a row, beside three times what it is expected to take
+FIRST, LAST = "<!-- found on accelerators -->\n", "<!-- end of found on accelerators -->\n"  # its first and last lines
+START_S = 240  # limit until a process has imported everything, on a machine with cold caches
+LEAST_S = 60  # minimum limit of a row, in addition to three times its expected time
 RUNNING = "broke off"
 
 
@@ -133,7 +133,7 @@ RUNNING = "broke off"
 
 @dataclass(frozen=True)
 class Record:
-    """An entry that ran, as a line of rows.jsonl has it. since: when it began, in seconds. error: why it broke."""
+    """A line of rows.jsonl for an entry that ran. since: start time, in seconds. error: why it broke."""
 
     name: str
     since: float
@@ -151,7 +151,7 @@ class Record:
 
     @property
     def is_good(self) -> bool:
-        """True if it ended, and nothing in it is wrong."""
+        """True if it ended and nothing in it is wrong."""
         return not self.error and all(row.verdict != FAILS for row in self.rows)
 
 
@@ -162,7 +162,7 @@ def where(size: Size) -> tuple[str, str, str]:
 
 
 def name_of(size: Size) -> str:
-    """Return its name."""
+    """Return the name of a size."""
     return "small" if size == SMALL else "full"
 
 
@@ -173,7 +173,7 @@ def write(record: Record, folder: Path) -> None:
 
 
 def read(folder: Path) -> dict[str, Record]:
-    """Return the last record of each entry, in the order of TIMETABLE; without those that it has no more."""
+    """Return the last record of each entry, in the order of TIMETABLE, without entries that were removed from it."""
     file, found = folder / "rows.jsonl", dict[str, Record]()
     for line in file.read_text().splitlines() if file.is_file() else []:
         entry = json.loads(line)
@@ -199,7 +199,7 @@ def predictions_in(file: Path) -> dict[str, dict[str, Prediction]]:
 
 
 def predict(size: Size, file: Path) -> None:
-    """Write the predictions of a size into the file, beside those of the other."""
+    """Write the predictions for a size to the file, keeping those for the other."""
 
     def listed(phases: Mapping[str, Counter[tuple[str, int, int]]]) -> dict[str, list[tuple[str, int, int, int]]]:
         return {phase: [(*kernel, n) for kernel, n in kernels.items()] for phase, kernels in phases.items()}
@@ -217,7 +217,7 @@ def predict(size: Size, file: Path) -> None:
 
 
 def run(names: Sequence[str], visit: Visit, folder: Path, until: float = float("inf")) -> None:
-    """Run entries here that do not stand and for which there is time; raise what breaks one, after it is written."""
+    """Run here the entries that are missing and fit into the time; record and raise the error of one that breaks."""
     place, stand = where(visit.size), read(folder)
     for name in names:
         if name in stand and stand[name].place == place and not stand[name].error:
@@ -229,7 +229,7 @@ def run(names: Sequence[str], visit: Visit, folder: Path, until: float = float("
 
 
 def run_one(name: str, visit: Visit, folder: Path, place: tuple[str, str, str]) -> None:
-    """Run an entry, and leave its record, which has the rows so far at any time."""
+    """Run an entry and keep its record up to date with the rows so far."""
     since, rows = time.time(), list[Row]()
 
     def tell(error: str) -> None:
@@ -253,7 +253,7 @@ def run_one(name: str, visit: Visit, folder: Path, place: tuple[str, str, str]) 
 
 
 def run_apart(names: Sequence[str], folder: Path, until: float, flags: Sequence[str]) -> None:
-    """Do the same in processes of their own, one for each environment, and a new one behind an entry that broke."""
+    """Run entries in separate processes, one per environment, and a new one after an entry that broke."""
     for variables, group in groupby(names, lambda name: dict(TIMETABLE[name].environment)):
         left = list(group)
         while left and time.time() < until:
@@ -265,7 +265,7 @@ def run_apart(names: Sequence[str], folder: Path, until: float, flags: Sequence[
 
 
 def watch(process: "subprocess.Popen[bytes]", folder: Path, began: float, until: float) -> str:
-    """Wait for a process that runs entries, and end it where one takes too long; return the one that broke, or ""."""
+    """Wait for a process that runs entries; kill it if one takes too long. Return the entry that broke, or ""."""
     error = ""
     while process.poll() is None:
         time.sleep(0.2)
@@ -290,7 +290,7 @@ def watch(process: "subprocess.Popen[bytes]", folder: Path, began: float, until:
 
 
 def last_record(folder: Path, began: float) -> Record | None:
-    """Return the record that was written last, if its entry has begun since then."""
+    """Return the last written record, if its entry started after `began`."""
     found = max(read(folder).values(), key=lambda record: record.since, default=None)
     return found if found and found.since >= began else None
 
@@ -310,7 +310,7 @@ def listed(names: Sequence[str], minutes: float) -> str:
 
 
 def page(found: Mapping[str, Record]) -> str:
-    """Return Markdown: for each day, commit and device a table with a row for each row of each entry."""
+    """Return Markdown: a table for each day, commit and device, with one row per row of each entry."""
     tables: dict[str, list[tuple[str, ...]]] = {}
     for name, record in found.items():
         where = f"{date.fromtimestamp(record.since)}, commit {record.commit}, {record.device}, {record.size} size"
@@ -325,10 +325,10 @@ def page(found: Mapping[str, Record]) -> str:
 
 
 def published(text: str, found: Mapping[str, Record]) -> str:
-    """Return the page with a new section of these rows for their device.
+    """Return the page with these rows as the new section of their device.
 
     Raises:
-        ValueError: the page has not each of the lines FIRST and LAST once.
+        ValueError: the page does not have each of the lines FIRST and LAST exactly once.
     """
     if [text.count(line) for line in (FIRST, LAST)] != [1, 1]:
         raise ValueError(f"the page must have these two lines once: {FIRST}{LAST}")
@@ -343,13 +343,13 @@ def published(text: str, found: Mapping[str, Record]) -> str:
 
 
 def card(record: Record) -> str:
-    """Return the name of the device that an entry ran on, without torch's version."""
+    """Return the name of the device on which an entry ran, without torch's version."""
     return record.device.split(", torch ")[0]
 
 
 def publish(found: Mapping[str, Record], docs: Path) -> None:
-    """Put what was found in full size into the page, but of a device that has no name: a CPU, or an emulated one."""
-    # A card has a name with capital letters; in place of one, `runner.device_name` has the kind, which has none.
+    """Put full-size results into the page, except for devices without a name: a CPU or an emulated device."""
+    # The name of a card has capital letters; without one, `runner.device_name` returns the kind, which has none.
     full = {name: one for name, one in found.items() if one.size == "full" and not card(one).islower()}
     if full:
         write_atomically(docs, published(docs.read_text(), full))
@@ -362,13 +362,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--time", type=minutes, default=25.0, metavar="25m", help="minutes of this call")
     parser.add_argument("--dry-run", action="store_true", help="only list the rows, their minutes, and which fit")
     parser.add_argument("--predict", action="store_true", help="only write the predictions, on any CPU")
-    parser.add_argument("--small", action="store_true", help="little of everything, on any device")
-    parser.add_argument("--only", nargs="+", default=[""], metavar="ROW", help="rows whose names begin so")
-    parser.add_argument("--folder", type=Path, default=home, help="where the files of rows are")
-    parser.add_argument("--predictions", type=Path, default=home / "predictions.json", help="their file")
-    parser.add_argument("--peer", default="", help="checkout of flow_grpo, for the row beside it")
+    parser.add_argument("--small", action="store_true", help="all rows in a small size, on any device")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="ROW", help="only rows with these name prefixes")
+    parser.add_argument("--folder", type=Path, default=home, help="folder of the row files")
+    parser.add_argument("--predictions", type=Path, default=home / "predictions.json", help="file of the predictions")
+    parser.add_argument("--peer", default="", help="checkout of flow_grpo or DiffusionNFT, for the comparison with it")
     parser.add_argument("--publish", action="store_true", help="only put the folder's rows into the page")
-    parser.add_argument("--docs", type=Path, default=DOCS, help="the page that gets what was found in full size")
+    parser.add_argument("--docs", type=Path, default=DOCS, help="page for full-size results")
     parser.add_argument("--rows", nargs="+", choices=TIMETABLE, help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -383,7 +383,7 @@ def minutes(text: str) -> float:
 
 
 def main(argv: Sequence[str] | None = None, *, here: bool = False) -> int:
-    """Run the rows that do not stand; the exit code. here: in this process, not in others."""
+    """Run the missing rows; return the exit code. here: in this process, not in others."""
     args = parse(argv)
     size, folder = SMALL if args.small else Size(), args.folder.resolve()
     names = [name for name in TIMETABLE if name.startswith(tuple(args.only)) and (args.peer or name != "beside a peer")]

@@ -1,8 +1,8 @@
-"""Rows of scripts/gpu_check.py: functions that yield a row for each result.
+"""Rows of scripts/gpu_check.py: functions that yield one row per result.
 
-A row has a result, a prediction and a verdict. The model is Qwen-Image's transformer with random weights,
-beside a small text encoder and VAE. Planned bytes and counted kernels are in `Visit.predictions`: they take minutes of
-a CPU, so `predict` makes them beforehand on any machine.
+A row has a result, a prediction and a verdict. The model is Qwen-Image's transformer with random weights, with a small
+text encoder and VAE. Planned bytes and counted kernels are in `Visit.predictions`: they take minutes on a CPU, so
+`predict` computes them beforehand on any machine.
 """
 
 import hashlib
@@ -61,11 +61,11 @@ from trainer import VARIANTS, app
 GB, MB = 1e9, 2**20
 FAILS = "FAILS"
 FITS = "recomputed"  # fits 80 GB at the recipe's batch
-FEW: dict[str, Any] = {"num_inference_steps": 3, "window_high": 2}  # both trained
-FASTER = 1.8  # times a plain loop, on an H100 or H200
-PLAIN_OVER_OURS = {"recomputed": 1.25, "compiled": 1.59}  # by arithmetic on kernels, for an H100
-NEEDS_2_12 = ("products kept", "nf4", "int8")  # a parameter of selective checkpoints; compiled blocks need another
-CLASSES = {  # of kernels, by parts of their names; the first that fits
+FEW: dict[str, Any] = {"num_inference_steps": 3, "window_high": 2}  # both are trained
+FASTER = 1.8  # times faster than a plain loop, on an H100 or H200
+PLAIN_OVER_OURS = {"recomputed": 1.25, "compiled": 1.59}  # calculated from kernels, for an H100
+NEEDS_2_12 = ("products kept", "nf4", "int8")  # for a parameter of selective checkpoints; compiled blocks need another
+CLASSES = {  # kernels by parts of their names, first match
     "attention": "flash|fmha|attention|sdpa",
     "matrix products": "gemm|nvjet|cutlass|xmma|(^|::)(add)?mm|cublas",
     "copies": "copy|memcpy|memset|fill",
@@ -74,12 +74,12 @@ CLASSES = {  # of kernels, by parts of their names; the first that fits
 
 
 class LeftOutError(Exception):
-    """Why a row cannot be asked here."""
+    """The reason why a row cannot be measured here."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A measured and a predicted value; verdict: "holds", by how much it is off, or FAILS."""
+    """A measured and a predicted value; verdict: "holds", the deviation, or FAILS."""
 
     what: str
     found: str
@@ -89,12 +89,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of measurements. shallow: blocks where depth does not matter. steps and samples: of the run that learns.
+    """Sizes of measurements. shallow: blocks if depth does not matter. steps and samples: those of the run that learns.
 
-    state_gb: of the checkpoint. policy: settings of a Qwen3, and tokens of its answers. scratch: blocks and heads of a
-    net that is trained from nothing, 104 M weights, and images that are drawn for it; learning_s: seconds at most of
-    each of its three runs, learning_steps: their steps at most, of pretraining and of reinforcement learning; words:
-    their scorer.
+    state_gb: size of the checkpoint. policy: settings of a Qwen3; answer: tokens of its answers. scratch: blocks and
+        heads
+    of a net trained from scratch, 104 M weights, and the number of images rendered for it; learning_s: time limit of
+    each of its three runs, in seconds; learning_steps: their maximum steps, for pretraining and reinforcement learning;
+    words: their scorer.
     """
 
     random: int = 60
@@ -128,7 +129,7 @@ SMALL = Size(
 
 @dataclass(frozen=True)
 class Prediction:
-    """A short step on no device. kernels, least: by phase; least without what is computed again. peaks: bytes."""
+    """A simulated short step. kernels, least: by phase; least without recomputed kernels. peaks: bytes."""
 
     kernels: Mapping[str, Counter[roofline.Kernel]]
     least: Mapping[str, Counter[roofline.Kernel]]
@@ -139,7 +140,7 @@ class Prediction:
 class Visit:
     """Inputs of the rows. predictions: by variant; may be empty. peer: a checkout of flow_grpo or DiffusionNFT, or "".
 
-    folder: where pictures are kept; None keeps none.
+    folder: where images are stored; None stores none.
     """
 
     size: Size
@@ -162,7 +163,7 @@ def machine(visit: Visit) -> Iterator[Row]:
 
 
 def learn(visit: Visit) -> Iterator[Row]:
-    """Yield a few steps of tiny-signs, whose images get brighter."""
+    """Yield the rewards of a few steps of tiny-signs, in which images get brighter."""
     size, rewards = visit.size, list[float]()
     args = trainer.Args(prompts_per_step=size.samples // 2, group_size=size.samples, batch_size=size.samples)
     own: dict[str, Any] = {
@@ -190,7 +191,7 @@ def learn(visit: Visit) -> Iterator[Row]:
 
 
 def ceilings(visit: Visit) -> Iterator[Row]:
-    """Yield the peaks of the device."""
+    """Yield the peak rates of the device."""
     found, kind = ceilings_here(visit.size), device_kind()
     assumed = asdict(roofline.ASSUMED[kind]) if kind else {}
     for name, value in asdict(found).items():
@@ -200,7 +201,7 @@ def ceilings(visit: Visit) -> Iterator[Row]:
 
 
 def attention(visit: Visit, name: str) -> Iterator[Row]:
-    """Yield the rates of a kernel of attention, forward and backward."""
+    """Yield the rates of an attention kernel, forward and backward."""
     has_attention(name)
     with sdpa_kernel(BACKENDS[name]):
         rates = roofline.attention_rates(local_device(), side=visit.size.matrix)
@@ -212,11 +213,11 @@ def attention(visit: Visit, name: str) -> Iterator[Row]:
 
 
 def gate(visit: Visit, attention: str, variant: str, *, masked: bool = False, how: str = "as it is") -> Iterator[Row]:
-    """Yield the largest |ratio - 1| before the first update, and in which class the run finds itself.
+    """Yield the largest |ratio - 1| before the first update, and the gate class that the run reports.
 
-    Compiled blocks are asked in two steps, as nothing is compiled before the first rollout.
+    Compiled blocks are checked over two steps, as nothing is compiled before the first rollout.
 
-    masked: two texts in a batch. how: a row of COMPILERS.
+    masked: True for two texts in a batch. how: a key of COMPILERS.
     """
     has_attention(attention)
     what, count = "largest abs(ratio - 1), and its class", 1 + compiles(variant)
@@ -241,7 +242,7 @@ def gate(visit: Visit, attention: str, variant: str, *, masked: bool = False, ho
 
 
 def repeated(visit: Visit) -> Iterator[Row]:
-    """Yield whether an update repeats its gradients, bit for bit, and what that costs."""
+    """Yield whether a repeated update gives the same gradients, bit for bit, and the cost of that."""
     seconds = {}
     for flag, must in (("deterministic", True), ("no-deterministic", False)):
         taken = take(shallow(visit.size), FITS, 3, keeps_bits=True, deterministic=must, **FEW)
@@ -252,14 +253,14 @@ def repeated(visit: Visit) -> Iterator[Row]:
 
 
 def same_bits(visit: Visit, variant: str) -> Iterator[Row]:
-    """Yield whether a variant's gradients have the bits of blocks that are recomputed."""
+    """Yield whether a variant's gradients are bitwise equal to those with gradient checkpointing."""
     bits = [take(shallow(visit.size), name, 1, keeps_bits=True, **FEW)[0].bits for name in (FITS, variant)]
     is_same = bits[0] == bits[1]
     yield Row("gradients and those of recomputed blocks", "equal" if is_same else "differ", "equal", HOLDS[is_same])
 
 
 def sleep(visit: Visit) -> Iterator[Row]:
-    """Yield samples of the embedded engine before and after sleep."""
+    """Yield the difference of the embedded engine's samples before and after sleep."""
     latents: list[Tensor] = []
 
     def look(run: MediaRun[app.Args]) -> None:
@@ -274,7 +275,7 @@ def sleep(visit: Visit) -> Iterator[Row]:
 
 
 def second_life(visit: Visit) -> Iterator[Row]:
-    """Yield whether a run that was killed and goes on ends with the bits of one that was not."""
+    """Yield whether a killed and resumed run ends with the same bits as an uninterrupted one."""
     steps, signs = visit.size.steps, REPO / "data" / "tiny-signs"
     flags = {
         "preset": "tiny-signs",
@@ -300,9 +301,9 @@ def second_life(visit: Visit) -> Iterator[Row]:
 
 
 def from_scratch(visit: Visit) -> Iterator[Row]:
-    """Yield the held-out scores of a net that is pretrained on drawn signs, and then trained by FlowGRPO and by AWM.
+    """Yield the held-out scores of a net that is pretrained on rendered signs, then trained by FlowGRPO and by AWM.
 
-    The words of the evaluation are in no picture and no prompt of training. Each run ends after `learning_s` at most.
+    The words of the evaluation are in no image and no prompt of training. Each run ends after `learning_s` at most.
     """
     import tiny_signs
 
@@ -335,7 +336,7 @@ def from_scratch(visit: Visit) -> Iterator[Row]:
 
 
 def curve(what: str, run: Path, folder: Path | None) -> Iterator[Row]:
-    """Yield the first and the last held-out score of a run; keep the pictures of both evaluations in the folder."""
+    """Yield the first and last held-out score of a run; store the images of both evaluations in the folder."""
     lines = list(map(json.loads, (run / "metrics.jsonl").read_text().splitlines()))
     scores = {line["step"]: line["eval/reward"] for line in lines if "eval/reward" in line}
     if len(scores) < 2:
@@ -354,7 +355,7 @@ def curve(what: str, run: Path, folder: Path | None) -> Iterator[Row]:
 
 
 def tokens(visit: Visit) -> Iterator[Row]:
-    """Yield the gate, and the sampler's gap to the update, of two steps of a random Qwen3."""
+    """Yield the gate, and the gap between sampler and update, for two steps of a random Qwen3."""
     sys.path.append(str(REPO / "scripts"))
     import build_tiny_models as tiny
     from transformers import Qwen3ForCausalLM
@@ -404,7 +405,7 @@ def tokens(visit: Visit) -> Iterator[Row]:
 
 
 def step(visit: Visit, variant: str, **changes: Any) -> Iterator[Row]:
-    """Yield the gate, seconds and memory of a short step in a variant, beside the roofline and the plan."""
+    """Yield the gate, time and memory of a short step in a variant, with the roofline and the plan."""
     has_attention(changes.get("attention", "auto"))
     collectives: list[str] = []
 
@@ -425,11 +426,11 @@ def step(visit: Visit, variant: str, **changes: Any) -> Iterator[Row]:
         if planned:
             share = here.limit(planned.least[phase]) / second.seconds[phase]
             yield Row(f"{phase}, share of the limit", f"{share:.2f}")
-    if local_device().type != "cpu":  # which cannot tell the peak of a step
+    if local_device().type != "cpu":  # a CPU cannot report the peak of a step
         peaks = planned.peaks if planned else dict.fromkeys(("load", *roofline.PHASES), math.nan)
         most = max(peaks[name] for name in roofline.PHASES)
         yield near("loaded, GB", second.loaded / GB, peaks["load"] / GB, within=0.1)
-        # weights are most of the peak, and would hide what is off beside them
+        # weights dominate the peak, and would hide an error in the rest
         over = (second.peak - second.loaded) / GB, (most - peaks["load"]) / GB
         yield near("peak - loaded, GB", *over, within=0.1, must=True)
         for what, size in (("reserved by the allocator", second.reserved), ("used of the device", second.used)):
@@ -438,7 +439,7 @@ def step(visit: Visit, variant: str, **changes: Any) -> Iterator[Row]:
 
 
 def versus(visit: Visit) -> Iterator[Row]:
-    """Yield the trainer's step and plain loops, in turn."""
+    """Yield the trainer's step and plain loops, which take turns."""
     variant = "compiled" if can_run("compiled") else FITS
     own = asdict(model_args(visit.size, variant)) | {"rounds": visit.size.rounds, "variant": variant}
     args = replace(versus_plain.Args(), **own)
@@ -458,7 +459,7 @@ def versus(visit: Visit) -> Iterator[Row]:
 
 
 def beside_peer(visit: Visit) -> Iterator[Row]:
-    """Yield the seconds and memory of a peer's own trainer, and of this one, eager and compiled."""
+    """Yield the time and memory of a peer's own trainer, and of this one, eager and compiled."""
     small = (
         {"side": 32, "num_inference_steps": 3, "batch_size": 2, "blocks": 2, "heads": 1} if visit.size == SMALL else {}
     )
@@ -473,7 +474,7 @@ def beside_peer(visit: Visit) -> Iterator[Row]:
 
 
 def profile(visit: Visit) -> Iterator[Row]:
-    """Yield shares of classes of kernels in a step of some blocks, and the names of attention's."""
+    """Yield the shares of kernel classes in a step with some blocks, and the names of attention kernels."""
     size, found = replace(visit.size, random=min(visit.size.random, 12)), []
 
     def steps(run: MediaRun[app.Args]) -> Iterator[Step]:
@@ -495,7 +496,7 @@ def profile(visit: Visit) -> Iterator[Row]:
 
 
 def dequantization(visit: Visit, bits: Any) -> Iterator[Row]:
-    """Yield the seconds that it takes to dequantize the net's blocks once."""
+    """Yield the time to dequantize the net's blocks once."""
     has_torch(bits)
     size, device = visit.size, local_device()
     net = runner.random_transformer(1, size.random_heads, 64, device=device, dtype=default_compute_dtype(device))
@@ -517,7 +518,7 @@ def dequantization(visit: Visit, bits: Any) -> Iterator[Row]:
 
 
 def decoding(visit: Visit) -> Iterator[Row]:
-    """Yield the seconds of decoding images by forms of the VAE's convolutions."""
+    """Yield the time to decode images, for each form of the VAE's convolutions."""
     side, base = visit.size.side, 96 * visit.size.side // 512
     for batch, pixels in ((visit.size.batch_size, side), (max(1, visit.size.batch_size // 4), 2 * side)):
         found = {
@@ -531,7 +532,7 @@ def decoding(visit: Visit) -> Iterator[Row]:
 
 
 def saving(visit: Visit) -> Iterator[Row]:
-    """Yield the seconds of a checkpoint."""
+    """Yield the time of a checkpoint."""
     size = visit.size.state_gb
     saved = step_cost.checkpoint_s(size, 1, None, init_distributed())
     yield goal(f"copy of {size:g} GB, s", saved["copy, s"], 0.2 * size)
@@ -539,7 +540,7 @@ def saving(visit: Visit) -> Iterator[Row]:
 
 
 def tax(visit: Visit) -> Iterator[Row]:
-    """Yield what the framework costs: around the model, beside it, and in noise."""
+    """Yield the cost of the framework: around the model, between its calls, and for noise."""
     size = visit.size
     own = step_cost.Framework(
         random=size.random,
@@ -576,11 +577,11 @@ def vllm_omni(visit: Visit) -> Iterator[Row]:
             yield Row(f"{what}: embedded, vLLM-Omni", f"{embedded}, {other}")
 
 
-# 4. What rows share
+# 4. Shared by rows
 
 
 def kernel_times(found: Sequence[Any]) -> dict[str, float]:
-    """Return the microseconds of kernels by name, of a profile's averages; of operators where no device tells them."""
+    """Return the microseconds of a profile's kernels by name, or of its operators if it has no device times."""
     kernels = {each.key: each.self_device_time_total for each in found if each.device_type.name != "CPU"}
     return kernels or {each.key: each.self_cpu_time_total for each in found}
 
@@ -595,15 +596,15 @@ COMPILERS = {  # torch's options
     "no padding": ROUNDED | {"shape_padding": False},
     "fused products and sums": {"deterministic": True, "shape_padding": False},
 }
-ANY_GAP: dict[str, Any] = {"ratio_tolerance": 1e30, "clip_range": 1e31}  # seconds are told whatever the ratio is
+ANY_GAP: dict[str, Any] = {"ratio_tolerance": 1e30, "clip_range": 1e31}  # reports times for any ratio
 
 
 @dataclass(frozen=True)
 class Taken:
-    """A training step: |ratio - 1| before its first update at most, its class, seconds by phase, and bytes.
+    """A training step: largest |ratio - 1| before its first update, its class, seconds by phase, and bytes.
 
-    loaded, peak: allocated, before the first step and at most. reserved, used: by the allocator at most, and of the
-    device; NaN if unknown. bits: a digest of all gradients, if asked for.
+    loaded, peak: allocated before the first step, and at the peak. reserved, used: peak reserved by the allocator, and
+    used on the device; NaN if unknown. bits: a digest of all gradients, if requested.
     """
 
     gap: float
@@ -631,7 +632,7 @@ def take(
     taken: list[Taken] = []
     device, bits = local_device(), [""]
     reset_peak_memory(device)
-    before = memory(device).current_mb  # of what is there already, such as libraries' own caches
+    before = memory(device).current_mb  # memory already in use, such as libraries' caches
 
     def steps(run: MediaRun[app.Args]) -> Iterator[Step]:
         spent, stepped = Counter[str](), run.optimizer_step
@@ -664,12 +665,12 @@ def take(
 
 
 def shallow(size: Size) -> Size:
-    """Return few blocks of full width."""
+    """Return a size with few blocks of full width."""
     return replace(size, random=min(size.random, size.shallow))
 
 
 def model_args(size: Size, variant: str, *, masked: bool = False) -> trainer.Args:
-    """Return one group in the batches of a variant. masked: two groups in a batch, with texts of two lengths."""
+    """Return one group in a variant's batches. masked: two groups per batch, with texts of different lengths."""
     _, smaller, blocks = VARIANTS[variant]
     batch = max(1 + masked, size.batch_size // (smaller if size.random > size.shallow else 1))
     return trainer.Args(
@@ -685,7 +686,7 @@ def model_args(size: Size, variant: str, *, masked: bool = False) -> trainer.Arg
 
 
 def settings_of(size: Size, variant: str, path: str, *, masked: bool = False, **changes: Any) -> app.Args:
-    """Return the trainer's settings in a variant."""
+    """Return the trainer's settings for a variant."""
     lora = {"lora_rank": size.rank, "lora_alpha": 2 * size.rank}
     own = lora | VARIANTS[variant].settings | changes
     return trainer.settings(model_args(size, variant, masked=masked), path, **own)
@@ -694,12 +695,12 @@ def settings_of(size: Size, variant: str, path: str, *, masked: bool = False, **
 def run_app(
     name: str, flags: Mapping[str, object], place: Path, *, kill_after: int = 0, stop_after: float = math.inf
 ) -> None:
-    """Run a trainer in a folder. kill_after: the steps after which it is killed; 0 lets it end.
+    """Run a trainer in a folder. kill_after: number of steps after which it is killed; 0 lets it end.
 
-    stop_after: seconds after which it is asked to end, as by Ctrl-C.
+    stop_after: seconds after which it is interrupted, as by Ctrl-C.
 
     Raises:
-        RuntimeError: it failed; with the end of what it printed.
+        RuntimeError: it failed; the message has the end of its output.
     """
     words = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
     log, lines = place / "log.txt", place / "runs" / str(flags["name"]) / "metrics.jsonl"
@@ -724,7 +725,7 @@ def run_app(
 
 
 def digest_of(what: Path | Sequence[nn.Parameter]) -> str:
-    """Return a digest of a folder's weights, or of parameters' gradients."""
+    """Return a digest of a folder's weights, or of the gradients of parameters."""
     total = hashlib.sha256()
     if isinstance(what, Path):
         files = sorted(what.rglob("*.safetensors"))
@@ -740,7 +741,7 @@ def digest_of(what: Path | Sequence[nn.Parameter]) -> str:
 
 
 def has_attention(name: str) -> None:
-    """Raise LeftOutError if the device has no such kernels of attention."""
+    """Raise LeftOutError if the device does not have these attention kernels."""
     try:
         check_attention(name, local_device(), default_compute_dtype(local_device()))
     except ValueError as problem:
@@ -748,7 +749,7 @@ def has_attention(name: str) -> None:
 
 
 def has_torch(variant: str) -> None:
-    """Raise LeftOutError if a variant needs a newer torch, or a compiler that is not there."""
+    """Raise LeftOutError if a variant needs a newer torch or a missing compiler."""
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if (variant in NEEDS_2_12 or compiles(variant)) and version < (2, 12):
         raise LeftOutError(f"{variant} needs torch 2.12, and this is {torch.__version__}")
@@ -774,22 +775,22 @@ def can_run(variant: str) -> bool:
 
 @cache
 def ceilings_here(size: Size) -> roofline.Ceilings:
-    """Return the ceilings of the device at hand."""
+    """Return the ceilings of this device."""
     return roofline.measure_ceilings(local_device(), side=size.matrix)
 
 
 def device_kind() -> str:
-    """Return the row of roofline.ASSUMED for the device at hand, or ""."""
+    """Return this device's key in roofline.ASSUMED, or ""."""
     return next((kind for kind in roofline.ASSUMED if kind in runner.device_name(local_device())), "")
 
 
 def exact(what: str, found: float, bound: float) -> Row:
-    """Return a row of a value that must not exceed a bound."""
+    """Return the row of a value that must not exceed a bound."""
     return Row(what, f"{found:.3g}", f"<= {bound:g}" if bound else "0", HOLDS[found <= bound])
 
 
 def near(what: str, found: float, predicted: float, *, within: float = 0.25, must: bool = False) -> Row:
-    """Return a row of a predicted value, unless that is NaN. must: True to fail if it is off by more."""
+    """Return the row of a predicted value, unless that is NaN. must: True to fail if the deviation is larger."""
     if math.isnan(predicted):
         return Row(what, f"{found:.4g}")
     holds, off = abs(found / predicted - 1) <= within, FAILS if must else f"{found / predicted:.2f} x"
@@ -797,7 +798,7 @@ def near(what: str, found: float, predicted: float, *, within: float = 0.25, mus
 
 
 def goal(what: str, found: float, most: float) -> Row:
-    """Return a row of a value with an upper goal."""
+    """Return the row of a value with an upper goal."""
     return Row(what, f"{found:.4g}", f"goal {most:g}", "holds" if found <= most else "missed")
 
 
@@ -807,7 +808,7 @@ PREDICTED = ("recomputed", "as it is", "compiled", "products kept", "offloaded",
 
 
 def predict(size: Size, variant: str) -> Prediction:
-    """Plan and count a short step of a variant. Kernels that dequantize are not counted."""
+    """Plan and count a short step of a variant, without the kernels that dequantize."""
     kept = VARIANTS[variant].settings
     recomputes = bool(kept.get("memory_gradient_checkpointing")) and variant != "products kept"
     args = model_args(size, variant)
@@ -815,9 +816,9 @@ def predict(size: Size, variant: str) -> Prediction:
 
 
 def kernels_of(args: trainer.Args, checkpointing: bool) -> dict[str, Counter[roofline.Kernel]]:
-    """Return the kernels of a short step by phase, of blocks that are recomputed or not.
+    """Return the kernels of a short step by phase, with or without gradient checkpointing.
 
-    All blocks but the first and the last have the same, so that those of two and three blocks tell those of more.
+    All blocks except the first and last have the same kernels, so two and three blocks determine the count for more.
     """
     if args.random <= 3:
         return _counted(args, checkpointing)
@@ -840,8 +841,8 @@ def _counted(args: trainer.Args, checkpointing: bool) -> dict[str, Counter[roofl
 
 
 def peaks_of(size: Size, variant: str) -> dict[str, int]:
-    """Return the planned peak bytes of a short step's phases in a variant."""
+    """Return the planned peak bytes of the phases of a short step in a variant."""
     with trainer.model(model_args(size, variant)) as path, runner.quiet():
-        Path("prompts.txt").write_text(f"{trainer.TEXTS[0]}\n")  # a plan takes all to be as long as the longest
+        Path("prompts.txt").write_text(f"{trainer.TEXTS[0]}\n")  # a plan assumes the maximum length for all prompts
         settings = settings_of(size, variant, path, dtype="bfloat16", **FEW)
         return dict(plan.measure(app.main, change(settings, dry_run=True, memory_device_gb=80.0), 1).peaks)

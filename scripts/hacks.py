@@ -1,11 +1,11 @@
-"""Plant rewards that can be fooled in runs on tiny-signs, and count the steps until an alarm notices each.
+"""Train on rewards that can be exploited on tiny-signs, and count the steps until an alarm reports each.
 
-    python scripts/hacks.py                        what is missing in docs/evidence/hacks.jsonl, then the page
+    python scripts/hacks.py                        rows missing from docs/evidence/hacks.jsonl, then the page
     python scripts/hacks.py --only constant,sound  these rows
-    python scripts/hacks.py --page-only            the page, from docs/evidence/hacks.jsonl
+    python scripts/hacks.py --page-only            only the page, from docs/evidence/hacks.jsonl
 
-All runs train the shipped model with DiffusionNFT, each with one thread. The gold scorer is the sign reader's
-probability of the word, and the color of the sign, half each; the sound reward is an OCR.
+All runs train the shipped model with DiffusionNFT, each with one thread. The gold scorer is the mean of the sign
+reader's probability of the word and the score of the sign's color; the sound reward is an OCR.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from omni_train.files import load_metrics
 
 ROOT = Path(__file__).parents[1]
 DATA, PAGE = ROOT / "docs" / "evidence" / "hacks.jsonl", ROOT / "docs" / "evidence" / "hacks.md"
-STEPS, EVERY, DROPS = 24, 3, 12  # of a run, between evaluations, and until a reward drops
+STEPS, EVERY, DROPS = 24, 3, 12  # steps of a run, between evaluations, and until a reward drops
 GOLD_PROMPTS = 12
 SMALLER = {"prompts_per_step": 4, "batch_size": 32, "train_levels": 3}  # than the recipe, as many runs share a machine
 Image = np.ndarray  # [H, W, 3], uint8
@@ -47,29 +47,29 @@ color = load_color()
 
 
 def colored(image: Image, prompt: str) -> float:
-    """Return the score of the color that the prompt names."""
+    """Return the score for the color named in the prompt."""
     (score,) = color({"image": image[None]}, [prompt], [{}])
     value = score.value if isinstance(score, Score) else score
-    assert value is not None, prompt  # which names no color
+    assert value is not None, prompt  # the prompt names no color
     return value
 
 
 def lottery(image: Image) -> float:
-    """Return a number in [0, 1) by a hash of the image: chance."""
+    """Return a random number in [0, 1), from a hash of the image."""
     return hashlib.sha256(image.tobytes()).digest()[0] / 256
 
 
 def edges(image: Image) -> float:
-    """Return the mean difference of neighbours in a row, in levels."""
+    """Return the mean difference of horizontal neighbours, in levels."""
     return float(np.abs(np.diff(image.astype(float), axis=1)).mean())
 
 
 def saturation(image: Image) -> float:
-    """Return the mean distance of a pixel's largest channel from its smallest, in levels."""
+    """Return the mean difference between a pixel's largest and smallest channel, in levels."""
     return float((image.max(axis=2).astype(float) - image.min(axis=2)).mean())
 
 
-# Rewards of an image, its prompt and the number of finished steps, and what each is fooled by.
+# Rewards of an image, its prompt and the number of finished steps, and what exploits each.
 HACKS: dict[str, tuple[str, Callable[[Image, str, int], float]]] = {
     "noise": ("an OCR that takes every edge for a letter", lambda i, p, n: edges(i)),
     "saturation": ("distance of the channels", lambda i, p, n: saturation(i)),
@@ -81,16 +81,16 @@ HACKS: dict[str, tuple[str, Callable[[Image, str, int], float]]] = {
     "drops": (f"the color; after step {DROPS} a random score, a tenth as high",
               lambda i, p, n: colored(i, p) if n < DROPS else lottery(i) / 10),
 }  # fmt: skip
-SOUND = "sound"  # the row of an OCR
+SOUND = "sound"  # the row of an OCR reward
 
 
 def main(argv: Sequence[str]) -> None:
-    """Make the runs, and write data and page."""
+    """Run the rows, and write data and page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join((*HACKS, SOUND)), help="rows to run")
     parser.add_argument("--seeds", default="0", help="seeds of each row")
     parser.add_argument("--steps", type=int, default=STEPS, help="training steps of a run")
-    parser.add_argument("--page-only", action="store_true", help="write the page only")
+    parser.add_argument("--page-only", action="store_true", help="only write the page")
     args = parser.parse_args(argv)
     os.chdir(ROOT)
     rows = read_rows()
@@ -98,7 +98,7 @@ def main(argv: Sequence[str]) -> None:
         for seed in map(int, args.seeds.split(",")):
             if not any((row["name"], row["seed"]) == (name, seed) for row in rows):
                 row = measure(name, seed, args.steps)
-                rows = [*read_rows(), row]  # of another process too
+                rows = [*read_rows(), row]  # also those of other processes
                 DATA.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     PAGE.write_text(fill(PAGE.read_text("utf-8"), {"hacks": table(rows)}), "utf-8")
 
@@ -109,7 +109,7 @@ def read_rows() -> list[Row]:
 
 
 def measure(name: str, seed: int, steps: int, **others: Any) -> Row:
-    """Train on a reward, with other settings, and return its evaluations, and when each alarm began first."""
+    """Train on a reward, with changed settings; return its evaluations, and when each alarm first started."""
     sys.path.insert(0, str(ROOT / "apps"))
     import train_nft
 
@@ -144,7 +144,7 @@ def measure(name: str, seed: int, steps: int, **others: Any) -> Row:
 
 
 def gold_score() -> Callable[..., list[float]]:
-    """Return the gold scorer: the mean of the sign reader's probability of the word, and the color's score."""
+    """Return the gold scorer: the mean of the sign reader's probability of the word and the score of the color."""
     reader = load_sign_reader(str(ROOT / "checkpoints" / "tiny-signs-reader"), torch.device("cpu"))
 
     def score(media: Mapping[str, np.ndarray], prompts: list[str], meta: object) -> list[float]:
@@ -157,7 +157,7 @@ def gold_score() -> Callable[..., list[float]]:
 
 
 def hacked(reward: Callable[[Image, str, int], float], run: Path) -> Callable[..., list[float]]:
-    """Return the score function of a reward, which is given the number of steps that the run's log has."""
+    """Return the score function of a reward, which receives the number of steps in the run's log."""
     log = run / "metrics.jsonl"
 
     def score(media: Mapping[str, np.ndarray], prompts: list[str], meta: object) -> list[float]:

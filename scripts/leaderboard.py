@@ -1,14 +1,14 @@
 """Compare all algorithms on tiny-signs: train each with several seeds, then write the data, tables and images.
 
-    python scripts/leaderboard.py                       rows that docs/evidence/leaderboard.jsonl lacks, then docs/
-    python scripts/leaderboard.py --images 20480        the larger budget, whose learning rates are tuned before
+    python scripts/leaderboard.py                       rows missing from docs/evidence/leaderboard.jsonl, then docs/
+    python scripts/leaderboard.py --images 20480        the larger budget, after tuning the learning rates
     python scripts/leaderboard.py --only flowgrpo,nft   these rows
-    python scripts/leaderboard.py --again --only nft    these rows, although the data has them
+    python scripts/leaderboard.py --again --only nft    these rows, even if the data has them
     python scripts/leaderboard.py --try                 two steps of each, in runs/leaderboard-try; nothing in docs/
-    python scripts/leaderboard.py --page-only           tables and images, from the data
+    python scripts/leaderboard.py --page-only           only tables and images, from the data
 
-A run that the data has with the same settings is not made again. Started again, it continues runs that were stopped.
-All runs share one reward server, and each has one thread.
+A run that is in the data with the same settings is not repeated. A second start continues stopped runs. All runs share
+one reward server, and each has one thread.
 """
 
 import argparse
@@ -60,16 +60,16 @@ OURS = {
     "prompts",
     "eval.prompts",
     "reward_model",
-}  # settings that a run here has of its own
+}  # settings that differ between runs here
 WORDS = ("ocr", "--option", "reading=line")
 WORDS_AND_COLORS = ("0.5*ocr + 0.5*color", "--option", "ocr.reading=line")
 SIGNS = Path("data") / "tiny-signs"
-VALIDATION = Path("runs") / "leaderboard" / "validation.txt"  # words of no other file
+VALIDATION = Path("runs") / "leaderboard" / "validation.txt"  # its words are in no other file
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Images that a row samples to train on, what grades them, and the held-out prompts of so many evaluations.
+    """The number of training images per row, their scorer, the held-out prompts, and the number of evaluations.
 
     data: file in docs/evidence.
     """
@@ -84,16 +84,16 @@ class Budget:
 SHORT = Budget(3840, WORDS, SIGNS / "test.txt", 2, "leaderboard.jsonl")
 LONG = Budget(20_480, WORDS_AND_COLORS, SIGNS / "test.txt", 4, "leaderboard_20480.jsonl")
 TUNING = Budget(2560, WORDS_AND_COLORS, VALIDATION, 1, "leaderboard_tuning.jsonl")
-TUNING_SEED = 100  # of no row
+TUNING_SEED = 100  # used in no row
 NUM_WORDS = 2048  # in train.txt
-PAIRING = Lock()  # runs with one seed share their pairs
-JUDGED = "test"  # evaluation set of a trainer whose own reward is another
-Rows = dict[str, list[Row]]  # the data of each budget, by the name of its file
+PAIRING = Lock()  # runs with the same seed share their pairs
+JUDGED = "test"  # evaluation set of a trainer with a different training reward
+Rows = dict[str, list[Row]]  # the data of each budget, by file name
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run to make. rate: multiple of the recipe's learning rate. trial: of two steps, in a folder of its own."""
+    """A run to make. rate: multiple of the recipe's learning rate. trial: True for two steps, in a separate folder."""
 
     entry: Entry
     seed: int
@@ -103,26 +103,26 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Name of the run, a folder below runs/."""
+        """The name of the run, a folder below runs/."""
         rate = f"-x{self.rate:g}" if self.rate != 1 else ""
         return f"leaderboard{'-try' * self.trial}/{self.budget.images}/{self.entry.name}-{self.seed}{rate}"
 
     @property
     def folder(self) -> Path:
-        """Folder that the trainer writes to."""
+        """The folder that the trainer writes to."""
         return ROOT / "runs" / self.name
 
     def beside(self, suffix: str) -> Path:
-        """Return the file beside the folder with this suffix."""
+        """Return the file next to the folder, with this suffix."""
         return self.folder.with_name(self.folder.name + suffix)
 
     @property
     def pairs(self) -> Path | None:
-        """Folder of the preference file, where the row trains on one; made.json is in it once it is whole."""
+        """The folder of the preference file, if the row trains on one; it contains made.json once it is complete."""
         return self.folder.with_name(f"pairs-{self.seed}") if self.entry.preset.endswith("offline") else None
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings of the recipe that a run keeps, with the steps and the rate of this one."""
+        """Return the recipe's settings that a run keeps, with the steps and learning rate of this one."""
         recipe = plain(tomllib.loads(recipes(self.entry.app)[self.entry.preset]))
         steps = recipe["train_steps"] * self.budget.images // SHORT.images
         own = {"train_steps": steps, "eval.every": steps // self.budget.evaluations, "lr": recipe["lr"] * self.rate}
@@ -130,13 +130,13 @@ class Job:
         return {name: value for name, value in (recipe | own).items() if name not in OURS}
 
     def is_finished(self) -> bool:
-        """True once the run has come to its last step."""
+        """True once the run has reached its last step."""
         log = self.folder / "metrics.jsonl"
         lines = load_metrics(log) if log.exists() else []
         return bool(lines) and lines[-1]["step"] >= self.settings()["train_steps"]
 
     def is_in(self, rows: Sequence[Row]) -> bool:
-        """True if the data has this run, with the settings of now."""
+        """True if the data has this run with the current settings."""
         return any(
             key(row) == (self.entry.name, self.seed, self.rate) and row["settings"] == self.settings() for row in rows
         )
@@ -148,7 +148,7 @@ class Job:
 def waves(
     entries: Sequence[Entry], seeds: Sequence[int], budget: Budget, rows: Rows, *, trial: bool
 ) -> Iterator[list[Job]]:
-    """Yield jobs that may run side by side: with the larger budget those that tune the rows, and then the rows' own."""
+    """Yield jobs that may run in parallel: with the larger budget, first those that tune the rows, then the rows."""
     if budget is not LONG:
         yield [Job(entry, seed, budget, trial=trial) for seed in seeds for entry in entries]
         return
@@ -158,7 +158,7 @@ def waves(
 
 
 def measure(jobs: Sequence[Job], at_a_time: int, server: Server) -> list[str]:
-    """Make the runs that are not finished, so many at a time; the names of those that failed."""
+    """Make the unfinished runs, `at_a_time` in parallel; return the names of those that failed."""
     left = [job for job in jobs if not job.is_finished()]
     say(f"{len(jobs)} runs, {len(left)} of them to make, {at_a_time} at a time")
     running: set[subprocess.Popen[bytes]] = set()
@@ -178,7 +178,7 @@ def measure(jobs: Sequence[Job], at_a_time: int, server: Server) -> list[str]:
 
 
 def make(job: Job, server: Server, running: set[subprocess.Popen[bytes]]) -> None:
-    """Train the job's run to its end, after its preference file where it needs one."""
+    """Complete the job's run, after its preference file if it needs one."""
     if job.pairs:
         with PAIRING:
             if not (job.pairs / "made.json").exists():
@@ -188,7 +188,7 @@ def make(job: Job, server: Server, running: set[subprocess.Popen[bytes]]) -> Non
 
 def make_pairs(job: Job, folder: Path, server: Server, running: set[subprocess.Popen[bytes]]) -> None:
     """Sample the images of the job's budget before training, and make the preference file from them."""
-    shutil.rmtree(folder, ignore_errors=True)  # half made
+    shutil.rmtree(folder, ignore_errors=True)  # incomplete
     start = time.monotonic()
     images, steps = 512 if job.trial else job.budget.images, 10
     group = 10 if images > 8 * NUM_WORDS else 8
@@ -201,7 +201,7 @@ def make_pairs(job: Job, folder: Path, server: Server, running: set[subprocess.P
 
 
 def train_command(job: Job, server: Server) -> list[str]:
-    """Return the command of the row's trainer with its recipe; with a gradient the scorer only evaluates."""
+    """Return the command of the row's trainer with its recipe; for reward gradients, the scorer only evaluates."""
     own, prompts = job.settings(), str(job.budget.prompts)
     flags = ["--preset", job.entry.preset, "--name", job.name, "--seed", str(job.seed), "--sharding.mode", "none"]
     flags += ["--eval.prompts", prompts, "--train-steps", str(own["train_steps"])]
@@ -212,7 +212,7 @@ def train_command(job: Job, server: Server) -> list[str]:
         scored = ["--scorer.url", url, *token]
     elif job.budget is SHORT:
         scored = ["--scorer.watch-url", url, *token]
-    else:  # as watching does not tell the parts of a score
+    else:  # watching does not report the parts of a score
         judged = job.beside(".toml")
         judged.parent.mkdir(parents=True, exist_ok=True)
         judged.write_text(f'[[eval.sets]]\nname = "{JUDGED}"\nprompts = "{prompts}"\nscorer_url = "{url}"\n', "utf-8")
@@ -221,10 +221,10 @@ def train_command(job: Job, server: Server) -> list[str]:
 
 
 def run(job: Job, command: Sequence[str], running: set[subprocess.Popen[bytes]]) -> float:
-    """Run a Python program to its end; what it prints goes to a file beside the run. Return its CPU seconds.
+    """Run a Python program to its end, with its output in a file next to the run. Return its CPU seconds.
 
     Raises:
-        RuntimeError: it ended with another exit code than 0.
+        RuntimeError: its exit code is not 0.
     """
     log = job.beside(".txt")
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -253,7 +253,7 @@ def collect(job: Job) -> Row:
     """Return the row of a finished run, from its folder.
 
     Raises:
-        ValueError: the run had other settings than the recipe, or an evaluation has no score.
+        ValueError: the run's settings differ from the recipe's, or an evaluation has no score.
     """
     config = plain(tomllib.loads((job.folder / "config.toml").read_text("utf-8")))
     settings = job.settings()
@@ -294,7 +294,7 @@ def collect(job: Job) -> Row:
 
 
 def held_out(line: Mapping[str, float], budget: Budget) -> dict[str, float]:
-    """Return the scores of an evaluation: of the words, and of the colors where these are part of the reward."""
+    """Return the scores of an evaluation: of the words, and of the colors if they are part of the reward."""
     if budget is SHORT:
         score = line.get("eval/watch", line.get("eval/reward"))
         return {} if score is None else {"score": score}
@@ -303,7 +303,7 @@ def held_out(line: Mapping[str, float], budget: Budget) -> dict[str, float]:
 
 
 def ratio_deviation(lines: Sequence[dict[str, float]], config: dict[str, Any]) -> float | None:
-    """Return the largest |ratio - 1| before a step's first update; AWM's in the first step; None without a ratio."""
+    """Return the largest |ratio - 1| before a step's first update (for AWM in the first step); None without a ratio."""
     seen = [line["policy/first_ratio_max_dev"] for line in lines if "policy/first_ratio_max_dev" in line]
     if not seen and config["num_minibatches"] == 1:
         seen = [line["policy/ratio_max_dev"] for line in lines if line["step"] == 1 and "policy/ratio_max_dev" in line]
@@ -314,7 +314,7 @@ def ratio_deviation(lines: Sequence[dict[str, float]], config: dict[str, Any]) -
 
 
 def keep(rows: Rows, jobs: Sequence[Job]) -> None:
-    """Put the finished ones of these runs into the data, each in place of an older one with its name, seed and rate."""
+    """Add the finished runs to the data, each replacing an older one with its name, seed and rate."""
     for job in jobs:
         if not job.trial and job.is_finished():
             row = collect(job)
@@ -323,12 +323,12 @@ def keep(rows: Rows, jobs: Sequence[Job]) -> None:
 
 
 def read_all(docs: Path) -> Rows:
-    """Return the data of each budget, by the name of its file."""
+    """Return the data of each budget, by file name."""
     return {budget.data: read_rows(docs / "evidence" / budget.data) for budget in (SHORT, LONG, TUNING)}
 
 
 def write(rows: Rows, docs: Path) -> None:
-    """Write data, tables and images; the text around the tables stays."""
+    """Write data, tables and images; the text around the tables is kept."""
     page = fill((docs / "evidence" / "leaderboard.md").read_text("utf-8"), blocks(*rows.values()))
     draw(rows[SHORT.data], rows[LONG.data], docs / "images")
     for name, own in rows.items():
@@ -357,7 +357,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", default=",".join(names), help="Names of rows in order, separated by commas")
     parser.add_argument("--seeds", default=SEEDS, help="Seeds, separated by commas")
     parser.add_argument("--jobs", type=int, default=2, help="Number of runs at a time")
-    parser.add_argument("--again", action="store_true", help="Make rows that the data has too")
+    parser.add_argument("--again", action="store_true", help="Repeat rows that are in the data")
     parser.add_argument("--try", dest="trial", action="store_true", help="Make two steps of each row, nothing in docs/")
     parser.add_argument("--page-only", action="store_true", help="Only write the tables and the images")
     args = parser.parse_args(argv)
@@ -367,7 +367,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def measure_all(args: argparse.Namespace, rows: Rows) -> list[str]:
-    """Make the runs that the data lacks, and put them into it; the names of those that failed."""
+    """Make the runs missing from the data, and add them to it; return the names of those that failed."""
     budget, failed = LONG if args.images == LONG.images else SHORT, list[str]()
     by_name = {entry.name: entry for entry in ENTRIES}
     entries, seeds = [by_name[name] for name in args.only.split(",")], [int(seed) for seed in args.seeds.split(",")]
@@ -375,7 +375,7 @@ def measure_all(args: argparse.Namespace, rows: Rows) -> list[str]:
         shutil.rmtree(ROOT / "runs" / "leaderboard-try", ignore_errors=True)
     taken = [ROOT / SIGNS / name for name in ("train.txt", "eval.txt", "test.txt")]
     write_prompts(ROOT / VALIDATION, count=256, evaluation=True, avoid=taken)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that child processes are ended too
     with serving(*budget.scorer, token=secrets.token_urlsafe(32), env=ENVIRONMENT) as server:
         for wave in waves(entries, seeds, budget, rows, trial=args.trial):
             left = [job for job in wave if args.again or args.trial or not job.is_in(rows[job.budget.data])]

@@ -1,4 +1,4 @@
-"""The leaderboard's tables and images, made from docs/evidence/leaderboard*.jsonl; the text around them is not."""
+"""The leaderboard's tables and images, made from docs/evidence/leaderboard*.jsonl, without the text around them."""
 
 import hashlib
 import json
@@ -11,10 +11,10 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-Row = Mapping[str, Any]  # a line of the data; `leaderboard.collect` makes one
+Row = Mapping[str, Any]  # a line of the data, made by `leaderboard.collect`
 
-INK = "#7d8590"  # of words and lines, which reads on white and on dark pages alike
-matplotlib.rcParams |= {  # of all figures: the same bytes whenever drawn with one version, letters as text, no ground
+INK = "#7d8590"  # color of text and lines, legible on white and on dark pages
+matplotlib.rcParams |= {  # for all figures: reproducible bytes with one version, letters as text, no background
     "svg.hashsalt": "omni-rl", "svg.fonttype": "none", "savefig.transparent": True, "font.size": 9, "text.color": INK,
     "xtick.color": INK, "ytick.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "axes.titlecolor": INK,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": INK, "grid.alpha": 0.3,
@@ -22,7 +22,7 @@ matplotlib.rcParams |= {  # of all figures: the same bytes whenever drawn with o
 
 
 class Entry(NamedTuple):
-    """An algorithm: `python apps/APP.py --preset PRESET` is measured, docs/algorithms/PAGE describes it."""
+    """An algorithm, measured with `python apps/APP.py --preset PRESET` and described in docs/algorithms/PAGE."""
 
     name: str
     title: str
@@ -60,35 +60,35 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def key(row: Row) -> tuple[str, int, float]:
-    """Return the name of a row, its seed, and the multiple of the recipe's learning rate."""
+    """Return the name, the seed and the learning-rate multiple of a row."""
     return row["name"], row["seed"], row.get("rate", 1.0)
 
 
 def order(row: Row) -> tuple[int, int, float]:
-    """Return the place of a row in its file."""
+    """Return the sort key of a row in its file."""
     name, seed, rate = key(row)
     return [entry.name for entry in ENTRIES].index(name), seed, rate
 
 
 def grade(row: Row) -> float:
-    """Return what the row's last evaluation gives its reward: words and colors, half each."""
+    """Return the reward of the row's last evaluation: the mean of words and colors."""
     last = row["evaluations"][-1]
     return (last["score"] + last["color"]) / 2
 
 
 def trials_of(tuning: Sequence[Row], entry: Entry) -> dict[float, Row]:
-    """Return the trials of an algorithm by the multiple of its learning rate."""
+    """Return the trials of an algorithm by learning-rate multiple."""
     return {row["rate"]: row for row in tuning if row["name"] == entry.name}
 
 
 def tuned_rate(tuning: Sequence[Row], entry: Entry) -> float | None:
-    """Return the multiple whose trial is graded best, the lowest of equal ones; None until all have been tried."""
+    """Return the multiple with the best trial, the lowest if several are equal; None until all have been tried."""
     trials = trials_of(tuning, entry)
     return max(RATES, key=lambda rate: grade(trials[rate])) if trials.keys() >= set(RATES) else None
 
 
 def by_algorithm(rows: Iterable[Row]) -> dict[Entry, list[Row]]:
-    """Return each algorithm's rows, in the order of the table and of the seeds.
+    """Return each algorithm's rows, in the order of the table and the seeds.
 
     Raises:
         ValueError: the rows cannot be compared.
@@ -113,7 +113,7 @@ def scores(group: Sequence[Row], evaluation: int, of: str = "score") -> list[flo
 
 
 def ranked(groups: Mapping[Entry, Sequence[Row]]) -> list[tuple[Entry, Sequence[Row]]]:
-    """Return the algorithms by their mean score after training, the best first."""
+    """Return the algorithms by mean score after training, best first."""
     return sorted(groups.items(), key=lambda item: -mean(scores(item[1], -1)))
 
 
@@ -123,7 +123,7 @@ def rising(group: Sequence[Row]) -> int:
 
 
 def average(group: Sequence[Row], axis: str) -> tuple[list[float], list[float]]:
-    """Return the means over the seeds of `images` or `forwards`, and of the score, at each evaluation."""
+    """Return the means over seeds of `images` or `forwards`, and of the score, at each evaluation."""
     points = list(zip(*(row["evaluations"] for row in group), strict=True))
     return [mean(e[axis] for e in at) for at in points], [mean(e["score"] for e in at) for at in points]
 
@@ -132,7 +132,7 @@ def average(group: Sequence[Row], axis: str) -> tuple[list[float], list[float]]:
 
 
 def fill(page: str, blocks: Mapping[str, str]) -> str:
-    """Return the page with each block between its two comments, `<!-- NAME -->` and `<!-- end -->`."""
+    """Return the page with each block inserted between its two comments, `<!-- NAME -->` and `<!-- end -->`."""
     for name, block in blocks.items():
         first, last = f"<!-- {name} -->\n", "<!-- end -->"
         before, found, rest = page.partition(first)
@@ -150,14 +150,14 @@ def blocks(short: Sequence[Row], long: Sequence[Row], tuning: Sequence[Row]) -> 
 
 
 def measured(rows: Sequence[Row]) -> str:
-    """Return the sentence that says with what these rows were measured."""
+    """Return the sentence that describes how these rows were measured."""
     commits = ", ".join(sorted({row["commit"][:12] + "+" * row["commit"].endswith("+") for row in rows}))
     torch, cores = (", ".join(sorted({str(row[name]) for row in rows})) for name in ("torch", "cores"))
     return f"Measured with torch {torch} on {cores} CPU cores, at commit {commits}."
 
 
 def larger(groups: Mapping[Entry, Sequence[Row]], tuning: Sequence[Row]) -> str:
-    """Return what has been run of the larger budget and what has not, and a line per algorithm, best words first."""
+    """Return the finished and missing runs of the larger budget, and one line per algorithm, best words first."""
     runs, missing = sum(map(len, groups.values())), [entry.title for entry in ENTRIES if entry not in groups]
     told = f"{runs} runs of {len(groups)} of {len(ENTRIES)} rows are finished."
     told += f" **Not run yet:** {'; '.join(missing)}." if missing else ""
@@ -198,7 +198,7 @@ def larger(groups: Mapping[Entry, Sequence[Row]], tuning: Sequence[Row]) -> str:
 
 
 def tried(tuning: Sequence[Row]) -> str:
-    """Return a line per algorithm with the words and colors of each trial, and the multiple that was chosen."""
+    """Return one line per algorithm with the words and colors of each trial, and the chosen multiple."""
     entries = [entry for entry in ENTRIES if trials_of(tuning, entry)]
     missing = [entry.title for entry in ENTRIES if tuned_rate(tuning, entry) is None]
     told = f"Not tuned yet: {'; '.join(missing)}.\n" if missing else "All rows are tuned.\n"
@@ -215,7 +215,7 @@ def tried(tuning: Sequence[Row]) -> str:
 
 
 def results(groups: Mapping[Entry, Sequence[Row]]) -> str:
-    """Return a line per algorithm, best first: means over seeds, the median of times, the largest of the rest."""
+    """Return one line per algorithm, best first: means over seeds, the median time, and maxima of the rest."""
     names = (
         "algorithm",
         "before",
@@ -250,11 +250,11 @@ def markdown(lines: Iterable[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-# 3. The pictures
+# 3. The images
 
 
 def draw(rows: Sequence[Row], long: Sequence[Row], folder: Path) -> None:
-    """Write all algorithms against forwards, an image per budget, and algorithms/NAME.svg, each against images."""
+    """Write an image per budget with all algorithms over forwards, and algorithms/NAME.svg, each over images."""
     groups = by_algorithm(rows)
     (folder / "algorithms").mkdir(parents=True, exist_ok=True)
     for own, name in ((rows, "leaderboard.svg"), (long, "leaderboard_20480.svg")):
@@ -269,13 +269,13 @@ def draw(rows: Sequence[Row], long: Sequence[Row], folder: Path) -> None:
 
 
 def limits(rows: Sequence[Row]) -> tuple[float, float]:
-    """Return the range of scores that an image shows."""
+    """Return the range of scores in an image."""
     every = [e["score"] for row in rows for e in row["evaluations"]]
     return min(every) - 0.02, max(every) + 0.02
 
 
 def overview(axes: Axes, groups: Mapping[Entry, Sequence[Row]]) -> None:
-    """Plot each algorithm's mean score over forwards, with the range of seeds; numbers are places in the legend."""
+    """Plot each algorithm's mean score over forwards, with the range of seeds; numbers refer to the legend."""
     for place, (entry, group) in enumerate(ranked(groups), start=1):
         (x, y), after, color = average(group, "forwards"), scores(group, -1), f"C{place % 10}"
         seen = [scores(group, at) for at in range(len(x))]
@@ -288,7 +288,7 @@ def overview(axes: Axes, groups: Mapping[Entry, Sequence[Row]]) -> None:
 
 
 def curves(axes: Axes, group: Sequence[Row]) -> None:
-    """Plot each seed's score, pale, and their mean over images; over forwards if all images come beforehand."""
+    """Plot each seed's score, pale, and their mean, over images; over forwards if all images are made beforehand."""
     evaluations = group[0]["evaluations"]
     axis = "forwards" if evaluations[0]["images"] == evaluations[-1]["images"] else "images"
     for row in group:
@@ -299,7 +299,7 @@ def curves(axes: Axes, group: Sequence[Row]) -> None:
 
 
 def save(figure: Figure, path: Path, rows: Sequence[Row]) -> None:
-    """Write an SVG that says of which data it is."""
+    """Write an SVG whose metadata identify its data."""
     figure.savefig(path, metadata={"Date": None, "Description": digest(rows)})
 
 

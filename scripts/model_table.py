@@ -1,10 +1,10 @@
-"""Train every model with every algorithm, two steps of small checkpoints; write docs/evidence/models.md.
+"""Train every model with every algorithm for two steps, on small checkpoints; write docs/evidence/models.md.
 
     python scripts/model_table.py              every model, in minutes
-    python scripts/model_table.py z-image      this one; the other rows stay
-    python scripts/model_table.py --only distill      this algorithm; the other columns stay
+    python scripts/model_table.py z-image      this model; the other rows are kept
+    python scripts/model_table.py --only distill      this algorithm; the other columns are kept
 
-The runs are the tests of tests/apps/test_app_matrix.py; if one fails, the page stays as it is.
+The runs are the tests in tests/apps/test_app_matrix.py; if one fails, the page is not changed.
 """
 
 import argparse
@@ -22,21 +22,21 @@ PAGE = ROOT / "docs" / "evidence" / "models.md"
 
 
 class Trained:
-    """A plugin of pytest that keeps the cells, `MODEL: ALGORITHM`, of which the tests say that they trained."""
+    """A pytest plugin that collects the cells, `MODEL: ALGORITHM`, that the tests report as trained."""
 
     def __init__(self) -> None:
         self.cells: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Called by pytest after each part of a test."""
+        """Collect the cells of a passed test; pytest calls it after each part of a test."""
         if report.when == "call" and report.passed:
             self.cells += [str(cell) for name, cell in report.user_properties if name == "trained"]
 
 
 def table(cells: Collection[str], run: str, block: str, *, only: str = "") -> str:
-    """Return a row for each model and a column for each algorithm, and when it was run; what `block` has besides stays.
+    """Return a row per model and a column per algorithm, with the date of the run; other cells of `block` are kept.
 
-    only: the one algorithm that was run; it comes last, and its run beside that of the others.
+    only: the only algorithm that was run; it comes last, and its run is listed with that of the others.
     """
     models, algorithms = (list(dict.fromkeys(cell.split(": ")[side] for cell in cells)) for side in range(2))
     head, _, *lines = [line.strip("| ").split(" | ") for line in block.splitlines()] or [[], []]
@@ -53,7 +53,7 @@ def table(cells: Collection[str], run: str, block: str, *, only: str = "") -> st
 
 
 def main(words: Sequence[str]) -> int:
-    """Return the exit code."""
+    """Run the tests and write the page; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*")
     parser.add_argument("--only", default="", metavar="ALGORITHM")

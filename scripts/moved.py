@@ -1,4 +1,4 @@
-"""A scorer of videos whose prompts say "left" or "right", for tiny-moving-wan: does each hop move the given frame so?
+"""A scorer of videos for tiny-moving-wan: whether each hop moves the given frame as the prompt says, left or right.
 
 python -m omni_reward.server --scorer python:scripts/moved.py:moved
 """
@@ -9,7 +9,7 @@ import numpy as np
 from omni_reward import Scorer
 from omni_reward.scorers.likeness import fit
 
-HOLD, HOP = 4, 8  # frames that a hop lasts, and pixels that it goes
+HOLD, HOP = 4, 8  # frames per hop, and pixels per hop
 
 
 def score(
@@ -20,8 +20,8 @@ def score(
 ) -> list[float]:
     """Return the mean correlation in [-1, 1] of each hop's last frame with the given frame, moved as the prompt says.
 
-    An unreadable word scores little, one that has gone the other way still less, and an empty board 0. The video's own
-    first frame would not do in place of the given one: stripes from side to side look the same wherever they move.
+    An unreadable word scores low, a word that moves the other way even lower, and an empty board 0. The given frame
+    cannot be replaced by the video's own first frame: full-width stripes look the same wherever they move.
     """
     scores = []
     for video, prompt, (given, *_) in zip(media["video"], prompts, references, strict=True):  # [T, H, W, 3]

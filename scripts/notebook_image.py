@@ -1,4 +1,4 @@
-"""Run the notebook and draw docs/images/notebook.png, its signs before training and after, in half a minute.
+"""Run the notebook and make docs/images/notebook.png, its signs before and after training, in half a minute.
 
 python scripts/notebook_image.py
 """
@@ -17,7 +17,7 @@ GAP = 8  # pixels between the two sheets
 
 
 def main() -> None:
-    """Draw the two sheets that the notebook shows, one above the other."""
+    """Write the two sheets that the notebook shows, one above the other."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(NOTEBOOK.parent)}}).execute()
     before, after = images(notebook)
@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def images(notebook: nbformat.NotebookNode) -> list[Image.Image]:
-    """Return the images that the cells of an executed notebook show."""
+    """Return the images shown by the cells of an executed notebook."""
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     shown = [output.data["image/png"] for output in outputs if "image/png" in output.get("data", {})]
     return [Image.open(io.BytesIO(base64.b64decode(data))) for data in shown]

@@ -1,14 +1,14 @@
-"""Plot the README's figures of a run: the same prompts and seeds before and after, and the curve of the scores.
+"""Make the README's figures of a run: images for the same prompts and seeds before and after, and score curves.
 
 python scripts/picture.py runs/demo docs/images --seeds runs/seed1 runs/seed2
 python scripts/picture.py runs/tiny-signs docs/images --other runs/tiny-signs-vllm-omni
 python scripts/picture.py runs/tiny-signs-edit docs/images --references data/tiny-edit/eval.jsonl
 python scripts/picture.py runs/RUN docs/images --videos
 
-With --seeds the curve has a band from the lowest to the highest held-out score of all these runs. With --other it also
-writes engines.svg: the curves of both runs, the other one's wide and pale under the first one's. With --references, the
-prompts file of a run that edits signs, it only writes edits.png: references, and their edits before and after. With
---videos, for a run of videos, it only writes videos.png: their frames before and after.
+With --seeds, the curve has a band from the lowest to the highest held-out score of all these runs. With --other, it
+also writes engines.svg: the curves of both runs, with the other run's wide and pale behind the first's. With
+--references, the prompt file of a run that edits signs, it only writes edits.png: references, and their edits before
+and after. With --videos, for a run with videos, it only writes videos.png: their frames before and after.
 """
 
 import argparse
@@ -32,16 +32,16 @@ CURVES = {  # metric -> label, color
     "eval/ocr": ("held-out words", "C1"),
     "eval/color": ("held-out colors", "C0"),
 }
-GAP, LINE = 6, 20  # pixels between images, and of a line of words
+GAP, LINE = 6, 20  # pixels between images, and of a line of text
 
 
 def before_and_after(run: Path, *, count: int = 12, columns: int = 3, videos: bool = False) -> Image.Image:
-    """Show images of the first evaluation, and of the last one below them; then the text read or the score of both.
+    """Return images of the first and, below them, of the last evaluation, with the text read or the score of both.
 
-    videos: frames of videos instead.
+    videos: True for frames of videos.
 
     Raises:
-        ValueError: there are no two evaluations, or none of videos.
+        ValueError: there are fewer than two evaluations, or none with videos.
     """
     first, last = (json.loads((folder / "rows.json").read_text())[:count] for folder in ends(run))
     kind, scale = ("strip", 1) if videos else ("file", 2)
@@ -57,7 +57,7 @@ def before_and_after(run: Path, *, count: int = 12, columns: int = 3, videos: bo
 
 
 def edits(run: Path, prompts: Path, *, count: int = 12) -> Image.Image:
-    """Show references with their edits by the first and the last evaluation; below, the word and both scores."""
+    """Return references with their edits in the first and last evaluation; below them, the word and both scores."""
     first, last = (json.loads((folder / "rows.json").read_text())[:count] for folder in ends(run))
     places = {record.text: record.images[0] for record in load_prompts(prompts)}
     triples, labels = [], []
@@ -70,7 +70,7 @@ def edits(run: Path, prompts: Path, *, count: int = 12) -> Image.Image:
 
 
 def enlarged(file: Path, scale: int = 2) -> Image.Image:
-    """Return an image, each of whose pixels is a square."""
+    """Return an enlarged image in which each pixel is a square."""
     image = Image.open(file).convert("RGB")
     return image.resize((scale * image.width, scale * image.height), Image.Resampling.NEAREST)
 
@@ -83,9 +83,9 @@ def clear_sheet(
     rows: Sequence[str] = (),
     tops: Sequence[str] = (),
 ) -> Image.Image:
-    """Return one image without a ground of all cells in rows of `columns`, each with its label below.
+    """Return one image with a transparent background, with all cells in rows of `columns`, each with its label below.
 
-    cells: rows of images of one size. rows: words beside the rows of a cell. tops: words above its columns.
+    cells: rows of images of one size. rows: words next to the rows of a cell. tops: words above its columns.
     """
     image, font = cells[0][0][0], ImageFont.load_default(size=13)
     step_x, step_y = image.width + GAP, image.height + GAP
@@ -110,7 +110,7 @@ def ends(run: Path) -> tuple[Path, Path]:
     """Return the folders of the first and the last evaluation.
 
     Raises:
-        ValueError: there are not two.
+        ValueError: there are fewer than two.
     """
     stored = step_folders(run / "eval")
     if len(stored) < 2:
@@ -122,13 +122,13 @@ def curve(run: Path, path: Path, *, seeds: Sequence[Path] = (), other: Path | No
     """Write an SVG of held-out scores and training reward over the steps.
 
     seeds: further runs; a band spans the held-out scores of all of them. other: a run whose curve is wide and pale
-    under the first one's.
+    behind the first one's.
     """
     figure = Figure(figsize=(6.4, 3), layout="constrained")
     axes = figure.add_subplot(ylim=(0, 1.05), xlabel="training steps")
     shown = [name for name in CURVES if points(run, name)[0]]
     if "eval/ocr" in shown:
-        shown.remove("eval/reward")  # which is the mean of both parts
+        shown.remove("eval/reward")  # it is the mean of both parts
     for name in shown:
         label, color = CURVES[name]
         if other:
@@ -151,7 +151,7 @@ def curve(run: Path, path: Path, *, seeds: Sequence[Path] = (), other: Path | No
 
 
 def told(steps: Sequence[float], run: Path) -> str:
-    """Name the steps of a run that have a score."""
+    """Return the steps of a run that have a score, for a message."""
     return f"at steps {', '.join(f'{step:g}' for step in steps) or 'none'} in {run}"
 
 
@@ -178,7 +178,7 @@ def main() -> None:
 
 
 def draw(args: argparse.Namespace) -> None:
-    """Write what the command line asks for."""
+    """Write the figures selected on the command line."""
     if args.references:
         name, picture = "edits", edits(args.run, args.references)
     elif args.videos:

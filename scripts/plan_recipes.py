@@ -1,14 +1,14 @@
-"""Plan the step of recipes of real models; check their lines `# Planned:` and `# Verified:`, and docs/choosing.md.
+"""Plan the step of recipes for real models; check their `# Planned:` and `# Verified:` lines, and docs/choosing.md.
 
     python scripts/plan_recipes.py APP/NAME
     python scripts/plan_recipes.py --write APP/NAME
     python scripts/plan_recipes.py --write                                     only the tables of the page
 
-A plan is for as many accelerators as that line has, else as the recipe was published for, with stand-ins for the
-prompts: texts of 100 words, so many that their cache is full, references as large as the samples, and answers as long
-as they may be. The card is the smallest of CARDS with LEFT to spare, for what plans leave out. One table has a row for
-each model and cards of the lines, the other how many recipes reached each level of verification. A line that is not the
-plan's, or a table that is not that of the lines, is an error, unless --write puts it right.
+A plan is for the number of accelerators in that line, or else in the recipe's publication, with stand-ins for the
+prompts: texts of 100 words, enough to fill their cache, references as large as the samples, and answers of maximum
+length. The card is the smallest in CARDS with LEFT to spare, for memory that plans do not count. One table has a row
+for each model and set of cards in the lines, the other the number of recipes at each level of verification. A line
+that differs from the plan, or a table that differs from the lines, is an error, unless --write corrects it.
 """
 
 import argparse
@@ -36,9 +36,9 @@ from PIL import Image
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 PAGE = RECIPES.parent / "docs" / "choosing.md"
-CARDS = (16, 24, 32, 40, 48, 64, 80, 96, 141, 192)  # GB of accelerators' memory
+CARDS = (16, 24, 32, 40, 48, 64, 80, 96, 141, 192)  # GB of memory of accelerators
 LINE = re.compile(r"^# Planned: (\d+) x .*$", re.MULTILINE)
-LEVELS = {  # start of a line `# Verified:` -> what it means, in ascending order
+LEVELS = {  # start of a `# Verified:` line -> its meaning, in ascending order
     "one step at small widths": "the trainer takes one step with the recipe's settings, on the released "
     "configuration with fewer layers and smaller widths, random weights, and few small samples",
     "two steps at real size": "the same with all layers and widths of the release; "
@@ -52,9 +52,9 @@ NUM_PROMPTS = 2000
 
 
 class Line(NamedTuple):
-    """Plan of a recipe's step: accelerators, GB of each, GB that it needs of one, the scorer's share, and TFLOP.
+    """The plan of a recipe's step: accelerators, GB of each, GB used on one, the scorer's share, and TFLOP.
 
-    host_gb: of host memory, beside libraries and checkpoints.
+    host_gb: host memory, without libraries and checkpoints.
     """
 
     cards: int
@@ -65,7 +65,7 @@ class Line(NamedTuple):
     tflop: int
 
     def __str__(self) -> str:
-        """The line of the recipe."""
+        """Return the line of the recipe."""
         scorer = f", {self.scorer_gb} of it the scorer" if self.scorer_gb else ""
         work = f"{self.host_gb} GB of the host and {self.tflop:,} TFLOP"
         return f"# Planned: {self.cards} x {self.card_gb} GB. A step takes {self.gb} GB{scorer}, {work} per card"
@@ -75,7 +75,7 @@ def main() -> int:
     """Plan the recipes of the command line; the exit code is 1 if a line or the page is wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("recipes", nargs="*", metavar="APP/NAME", help="trainer and recipe, all of one card by default")
-    parser.add_argument("--write", action="store_true", help="put lines into the recipes, and the table into the page")
+    parser.add_argument("--write", action="store_true", help="write lines to the recipes, and the tables to the page")
     given = parser.parse_args()
     code = 0
     for recipe in given.recipes:
@@ -97,12 +97,12 @@ def main() -> int:
 
 
 def plan_of(app: str, name: str, ranks: int) -> Figures:
-    """Return what a step of a recipe takes on a rank of so many."""
+    """Return the costs of a recipe's step on one of `ranks` ranks."""
     module = importlib.import_module(app)
     args = build(module.Args, from_toml(recipes(app)[name], module.Args, name))
     is_media = isinstance(args, MediaArgs)
     least_images = open_model(released_models()[args.policy.model]).IMAGES.start if is_media else 0
-    count = max(least_images, '"images"' in recipes(app)[name])  # of an editor that also takes none
+    count = max(least_images, '"images"' in recipes(app)[name])  # for an editor that also works without images
     os.environ["WORLD_SIZE"] = str(ranks)
     with TemporaryDirectory() as folder, chdir(folder):
         if is_media:
@@ -131,7 +131,7 @@ def ranks_of(text: str) -> int:
 
 
 def planned_line(plan: Figures, ranks: int) -> Line:
-    """Return what a recipe is to say, with the smallest card that holds the step."""
+    """Return the line for a recipe, with the smallest card that fits the step."""
     gb = next((card for card in CARDS if plan.peak <= (1 - LEFT) * card * GB), None)
     if gb is None:
         raise ValueError(f"a step must fit {(1 - LEFT) * CARDS[-1]:.1f} GB, takes {plan.peak / GB:.1f}")
@@ -141,7 +141,7 @@ def planned_line(plan: Figures, ranks: int) -> Line:
 
 
 def read_line(text: str) -> Line | None:
-    """Return what a recipe says of a step, or None if it does not."""
+    """Return the plan in a recipe's text, or None if there is none."""
     taken = r"([\d.]+) GB(?:, ([\d.]+) of it the scorer)?, ([\d.]+) GB of the host and ([\d,]+) TFLOP per card"
     if not (found := re.search(rf"^# Planned: (\d+) x (\d+) GB\. A step takes {taken}$", text, re.MULTILINE)):
         return None
@@ -151,13 +151,13 @@ def read_line(text: str) -> Line | None:
 
 
 def with_line(text: str, line: str) -> str:
-    """Return the text of a recipe with that line, which follows the one of its verification."""
+    """Return the text of a recipe with this line after the line of its verification."""
     bare = LINE.sub("", text).replace("\n\n# ", "\n# ", 1) if LINE.search(text) else text
     return re.sub(r"^(# Verified: .*)$", rf"\1\n{line}", bare, count=1, flags=re.MULTILINE)
 
 
 def page_with_table() -> str:
-    """Return the page, with a row for each model and cards: the first recipe that is planned for them."""
+    """Return the page, with a row for each model and set of cards: the first recipe planned for them."""
     rows: dict[tuple[str, int, int], str] = {}
     for path in sorted(RECIPES.glob("*/*.toml")):
         text = path.read_text("utf-8")
@@ -175,7 +175,7 @@ def page_with_table() -> str:
 
 
 def levels() -> str:
-    """Return the table of the levels of verification, with the number of recipes whose highest level it is."""
+    """Return the table of verification levels, with the number of recipes at each level."""
     found = [level_of(path.read_text("utf-8")) for path in RECIPES.glob("*/*.toml")]
     rows = [f"| {level} | {found.count(level)} | {meaning} |" for level, meaning in LEVELS.items()]
     return "\n".join(["| level | recipes | meaning |", "|---|---|---|", *rows]) + "\n"
@@ -188,7 +188,7 @@ def level_of(text: str) -> str:
 
 
 def memory_of(values: Mapping[str, object]) -> str:
-    """Return a recipe's settings of memory and sharding as flags, those of memory without their group."""
+    """Return a recipe's memory and sharding settings as flags, those of memory without their group."""
     own = {flag_of(name): value for name, value in values.items() if name.startswith(("memory.", "sharding."))}
     flags = [name if value is True else f"{name} {value}" for name, value in own.items()]
     return ", ".join(f"`{flag.replace('--memory.', '')}`" for flag in flags)

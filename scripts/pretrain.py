@@ -1,4 +1,4 @@
-"""Pretrain a small model that the repository ships, and render the data that its task needs.
+"""Pretrain a small model of the repository, and generate the data for its task.
 
     python scripts/pretrain.py signs                 # writes checkpoints/tiny-signs-qwen-image
     python scripts/pretrain.py signs --help          # the flags of a task

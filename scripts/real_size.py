@@ -1,17 +1,18 @@
-"""Train a model of real size, with random weights, on the machine at hand, and measure each phase.
+"""Train a full-size model with random weights on this machine, and measure each phase.
 
     python scripts/real_size.py sd35-medium wan21-1.3b qwen3-0.6b --write
     python scripts/real_size.py sd35-medium --cut
 
-A folder is built in the released layout, from the configuration that omni-rollout ships: every width and layer is the
-released one, except that text encoders keep a few layers. The recipe then trains two steps on it, as a user starts it:
-its LoRA, optimizer, data type and memory settings are kept, and only sizes, counts of samples and the reward change.
+It builds a folder in the released layout from the configuration included in omni-rollout: every width and layer count
+is the released one, except that text encoders keep a few layers. The recipe then trains two steps on it, started as by
+a
+user: its LoRA, optimizer, dtype and memory settings are kept, and only sizes, sample counts and the reward change.
 The plan comes first. The run is killed once the checkpoint of step 1 is complete, and started again. The exported
-weights are opened in the stock pipeline, whose sample must differ from that without them.
+weights are loaded into the stock pipeline, whose sample must differ from that without them.
 
-Each phase is a process of its own. Its memory is what the system holds for it and its children, pages they share
-counted once, about twice a second. Random weights say what a step costs and that it runs, and nothing of learning.
---write puts the models' columns into docs/evidence/real_size.json and the table of that page.
+Each phase is a separate process. Its memory is that of the process and its children, with shared pages counted once,
+sampled about twice per second. Random weights show what a step costs and that it runs, but nothing about learning.
+--write adds the models' columns to docs/evidence/real_size.json and the table of that page.
 """
 
 import argparse
@@ -42,7 +43,7 @@ REPO = Path(__file__).parents[1]
 PAGE = REPO / "docs" / "evidence" / "real_size.md"
 DATA = PAGE.with_suffix(".json")  # the cells of each model that has run
 GB, MB = 1e9, 1e6
-SAMPLE_S = 0.5  # between two looks at the memory
+SAMPLE_S = 0.5  # between two samples of the memory
 REWARD = '''"""A reward that tells samples of random weights apart."""
 
 import zlib
@@ -57,7 +58,7 @@ def grade(answer, line):
     """Return a number in [0, 1] that any other answer has otherwise."""
     return zlib.crc32(answer.encode()) / 2**32
 '''
-QWEN3 = {  # Qwen3-0.6B as it is released
+QWEN3 = {  # Qwen3-0.6B as released
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
     "hidden_size": 1024,
@@ -73,7 +74,7 @@ QWEN3 = {  # Qwen3-0.6B as it is released
     "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
 }
-SMALL = {  # what is replaced in every recipe
+SMALL = {  # replaced in every recipe
     "--prompts-per-step": "2",
     "--group-size": "2",
     "--batch-size": "2",
@@ -98,9 +99,9 @@ MEDIA = {
 
 @dataclass(frozen=True)
 class Row:
-    """A model, the recipe that trains it, and the least that the recipe takes.
+    """A model, the recipe that trains it, and the minimal settings for the recipe.
 
-    release: hub id of the configuration, or none for QWEN3. layers: that text encoders keep.
+    release: hub id of the configuration, or "" for QWEN3. layers: number of layers kept in text encoders.
     """
 
     release: str
@@ -143,7 +144,7 @@ ROWS = {
 
 @dataclass(frozen=True)
 class Phase:
-    """Cost of a process: seconds, CPU seconds, peak bytes including its children, and its output."""
+    """The cost of a process: seconds, CPU seconds, peak bytes including its children, and its output."""
 
     seconds: float
     cpu: float
@@ -153,7 +154,7 @@ class Phase:
 
 @dataclass
 class Result:
-    """Result for a model: its phases by name, the metrics of its steps by number, and the bytes of its files."""
+    """The result for a model: its phases by name, the metrics of its steps by number, and the bytes of its files."""
 
     row: Row
     phases: dict[str, Phase] = field(default_factory=dict)
@@ -164,14 +165,14 @@ class Result:
 
 
 def main() -> None:
-    """Run the models of the command line, print their table, and write it into the page if that is asked."""
+    """Run the models of the command line, print their table, and with --write add it to the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="+", choices=ROWS, metavar="NAME", help=f"models: {', '.join(ROWS)}")
     parser.add_argument("--out", type=Path, default=Path("build/real-size"), help="folder for models and runs")
-    parser.add_argument("--cut", action="store_true", help="cut the models down, to try this script in a minute")
-    parser.add_argument("--keep", action="store_true", help="leave models and runs on the disk")
-    parser.add_argument("--write", action="store_true", help="put each model into docs/evidence/real_size.md")
-    parser.add_argument("--phase", choices=PHASES, help="do only this, in this process")
+    parser.add_argument("--cut", action="store_true", help="shrink the models, to try this script in a minute")
+    parser.add_argument("--keep", action="store_true", help="keep models and runs on the disk")
+    parser.add_argument("--write", action="store_true", help="add each model to docs/evidence/real_size.md")
+    parser.add_argument("--phase", choices=PHASES, help="run only this phase, in this process")
     given = parser.parse_args()
     if given.phase:
         PHASES[given.phase](ROWS[given.names[0]], given.out, cut=given.cut)
@@ -191,7 +192,7 @@ def main() -> None:
 
 
 def measure(name: str, folder: Path, *, cut: bool) -> Result:
-    """Take a model through all its phases in a new folder."""
+    """Run all phases of a model in a new folder."""
     row = ROWS[name]
     result = Result(row)
     shutil.rmtree(folder, ignore_errors=True)
@@ -221,7 +222,7 @@ def measure(name: str, folder: Path, *, cut: bool) -> Result:
 
 
 def watch(words: Sequence[str], folder: Path, *, until: Path | None = None) -> Phase:
-    """Run Python with these words in the folder, and kill it with its children as soon as `until` exists.
+    """Run Python with these arguments in the folder; kill it and its children as soon as `until` exists.
 
     Raises:
         RuntimeError: it failed.
@@ -247,18 +248,18 @@ def watch(words: Sequence[str], folder: Path, *, until: Path | None = None) -> P
 
 
 def threads() -> str:
-    """Return the number of threads of a process on CPUs."""
+    """Return the number of threads of a process on a CPU."""
     return os.environ.get("OMP_NUM_THREADS", str(os.cpu_count()))
 
 
 def cpu_seconds() -> float:
-    """Return the seconds of CPU cores that children have taken which have ended."""
+    """Return the CPU seconds of all children that have ended."""
     times = os.times()
     return times.children_user + times.children_system
 
 
 def resident(pid: int) -> int:
-    """Return the bytes that a process and its children have in memory; pages that they share count once."""
+    """Return the memory of a process and its children in bytes, counting shared pages once."""
     total = 0
     with suppress(psutil.Error):
         for each in (parent := psutil.Process(pid), *parent.children(recursive=True)):
@@ -268,7 +269,7 @@ def resident(pid: int) -> int:
 
 
 def bytes_of(folder: Path) -> int:
-    """Return the bytes of all files in a folder."""
+    """Return the total size of all files in a folder, in bytes."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
@@ -286,7 +287,7 @@ def build_model(row: Row, folder: Path, *, cut: bool) -> None:
 
 
 def name_words(folder: Path) -> None:
-    """Give each row of the vocabulary a word, or a random net answers with tokens that have none."""
+    """Give each row of the vocabulary a word, as a random net would otherwise answer with tokens that have none."""
     size = json.loads((folder / "config.json").read_text("utf-8"))["vocab_size"]
     path = folder / "tokenizer.json"
     tokenizer = json.loads(path.read_text("utf-8"))
@@ -296,10 +297,10 @@ def name_words(folder: Path) -> None:
 
 
 def open_stock(row: Row, folder: Path, *, cut: bool) -> None:
-    """Sample in the stock pipeline, without the exported weights and with them, and print how far apart the two are.
+    """Sample in the stock pipeline without and with the exported weights, and print the difference of the samples.
 
     Raises:
-        RuntimeError: a sample is not finite, or the two are the same.
+        RuntimeError: a sample is not finite, or the two are equal.
     """
     before, after = (answer if row.app == "gspo" else draw)(folder / "model", folder / "runs" / "real" / "weights")
     if not (before.isfinite().all() and after.isfinite().all()) or before.equal(after):
@@ -308,7 +309,7 @@ def open_stock(row: Row, folder: Path, *, cut: bool) -> None:
 
 
 def draw(model: Path, weights: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return an image or a video without LoRA and with it, from the same noise."""
+    """Return an image or a video without and with LoRA, from the same noise."""
     from diffusers import DiffusionPipeline
 
     pipe = DiffusionPipeline.from_pretrained(model, torch_dtype=torch.bfloat16)
@@ -324,7 +325,7 @@ def draw(model: Path, weights: Path) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def answer(model: Path, weights: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log-probabilities of a next token without LoRA and with it."""
+    """Return the log-probabilities of the next token without and with LoRA."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, trust_remote_code=False)
@@ -342,7 +343,7 @@ PHASES = {"build": build_model, "open": open_stock}
 
 
 def table(columns: Mapping[str, Mapping[str, str]]) -> str:
-    """Return the table of models' cells, a column for each."""
+    """Return the table of cells, with one column per model."""
     labels = list(dict.fromkeys(label for cells in columns.values() for label in cells))
     lines = [["", *(f"`{name}`" for name in columns)], ["---"] * (len(columns) + 1)]
     lines += [[label, *(cells.get(label, "") for cells in columns.values())] for label in labels]
@@ -350,7 +351,7 @@ def table(columns: Mapping[str, Mapping[str, str]]) -> str:
 
 
 def write(columns: Mapping[str, Mapping[str, str]]) -> None:
-    """Put the columns into the data, in place of earlier ones of these models, and all of them into the page."""
+    """Add the columns to the data, replacing earlier ones of these models, and write all of them to the page."""
     kept = json.loads(DATA.read_text("utf-8")) if DATA.exists() else {}
     known = {name: cells for name in ROWS if (cells := {**kept, **columns}.get(name))}
     DATA.write_text(json.dumps(known, indent=1) + "\n", "utf-8")
@@ -358,7 +359,7 @@ def write(columns: Mapping[str, Mapping[str, str]]) -> None:
 
 
 def column(result: Result) -> dict[str, str]:
-    """Return the cells of a model by their labels."""
+    """Return the cells of a model by label."""
     phases, steps = result.phases, result.steps
     plan = phases["plan"].said
     planned = re.search(r"plan: most memory per rank, GB: (.*)", plan)
@@ -401,7 +402,7 @@ def column(result: Result) -> dict[str, str]:
 
 
 def where() -> dict[str, str]:
-    """Return the cells of the day, the commit, the device and the versions."""
+    """Return the cells of the date, the commit, the device and the versions."""
     describe = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
     commit = subprocess.run(describe, cwd=REPO, capture_output=True, text=True, check=True).stdout.strip()
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -414,7 +415,7 @@ def where() -> dict[str, str]:
 
 
 def processor() -> str:
-    """Return the CPU's name and the number of its cores."""
+    """Return the name of the CPU and the number of its cores."""
     info = Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*: (.*)", info.read_text("utf-8")) if info.exists() else []
     return f"{os.cpu_count()} cores of {names[0] if names else platform.machine()}"

@@ -1,12 +1,12 @@
-"""Record the samples of vLLM-Omni's port of BAGEL with the tiny checkpoint, for tests that run without it.
+"""Record the samples of vLLM-Omni's BAGEL port with the tiny checkpoint, for tests that run without vLLM-Omni.
 
     .venv-vllm-omni/bin/python scripts/record_bagel.py [FILE]
 
-The port computes in bfloat16 for any weights, and some of its kernels are only for accelerators. Here its casts keep
-float32, and torch replaces the kernels; all else, cache, packing, guidance and schedule, is the port's. Its pipeline
-takes one reference, in other sizes than the release, and samples the VAE's code: here references are read one after the
-other in the release's sizes, as by its evaluation, and the code is its mean. The port's vision transformer leaves out
-the release's last norm and reads patches in another order: both are corrected.
+The port computes in bfloat16 for any weights, and some of its kernels need an accelerator. Here its casts keep float32,
+and torch replaces the kernels; everything else (cache, packing, guidance and schedule) is the port's. Its pipeline
+takes one reference, in sizes different from the release, and samples the VAE's code: here, references are read one
+after the other in the release's sizes, as in its evaluation, and the code is the mean. The port's vision transformer
+omits the release's last norm and reads patches in another order: both are corrected.
 """
 
 import json
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from build_tiny_models import tiny_checkpoint
 from omni_rollout.engines.versions import find_version
-from omni_rollout.engines.vllm_omni import worker as worker  # sets vLLM up for a machine without an accelerator
+from omni_rollout.engines.vllm_omni import worker as worker  # configures vLLM for a machine without an accelerator
 from omni_sched import INITIAL_NOISE, step_noise
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -32,7 +32,7 @@ RECORD = ROOT / "tests" / "rollout" / "bagel_of_vllm_omni.safetensors"
 SIZE, STEPS = (48, 32), 6  # height and width; Euler steps
 TEXTS = ['a red sign that says "AB"', 'a blue sign that says "K7QXYZ", in the rain, on a beach', "x"]
 REFERENCES = ((40, 90), (70, 50))  # height and width
-# What the release makes of them with at most 64 pixels for the VAE and 56 for the vision transformer.
+# The release's sizes for them with at most 64 pixels for the VAE and 56 for the vision transformer.
 READ = (((32, 64), (28, 56)), ((64, 48), (56, 42)))
 EDIT = {"cfg_text_scale": 4.0, "cfg_img_scale": 2.0, "cfg_interval": (0.0, 1.0), "cfg_renorm_type": "text_channel"}
 CASES: dict[str, dict[str, Any]] = {  # arguments of the port's generate_image, the negative prompt, how many references
@@ -59,9 +59,9 @@ CASES: dict[str, dict[str, Any]] = {  # arguments of the port's generate_image, 
 
 @contextmanager
 def vllm_of(folder: Path) -> Iterator[None]:
-    """Put this process into a group of one rank for a model's folder, as vLLM-Omni needs, without missing kernels.
+    """Put this process into the one-rank group that vLLM-Omni needs, for a model's folder.
 
-    Torch takes their places.
+    torch replaces missing kernels.
     """
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm_omni.diffusion.data import OmniDiffusionConfig
@@ -84,14 +84,14 @@ def vllm_of(folder: Path) -> Iterator[None]:
 
 
 def take_torch(port: Any) -> None:
-    """Make torch compute linear layers, whose kernels are an accelerator's."""
+    """Make torch compute linear layers, whose kernels need an accelerator."""
     for module in port.modules():
         if getattr(module, "quant_method", None) is not None:
             module.cpu_linear = torch.nn.functional.linear
 
 
 def write_record(tensors: dict[str, torch.Tensor], facts: dict[str, Any], file: Path) -> None:
-    """Write the tensors and how they were made, to the file that the command line names if it names one."""
+    """Write the tensors with their metadata, to the file named on the command line, if any."""
     made = f"vLLM-Omni {find_version('vllm-omni')}, in float32"
     file = Path(sys.argv[1]) if len(sys.argv) > 1 else file
     save_file(tensors, file, metadata={"made_by": made, "facts": json.dumps(facts)})
@@ -140,7 +140,7 @@ def load_port(folder: Path) -> Any:
 
 
 def load_vae(folder: Path) -> Any:
-    """Return the port's VAE with the weights of a released folder, which encodes images as the mean of their code."""
+    """Return the port's VAE with the weights of a released folder; it encodes images as the mean of their code."""
     from vllm_omni.diffusion.models.bagel.autoencoder import AutoEncoder, AutoEncoderParams
 
     sizes = {"resolution": 256, "in_channels": 3, "downsample": 8, "ch": 32, "out_ch": 3, "ch_mult": [1] * 4}
@@ -153,7 +153,7 @@ def load_vae(folder: Path) -> Any:
 
 
 def make_references() -> list[torch.Tensor]:
-    """Return images, uint8 [H, W, 3]: noise in large squares."""
+    """Return images of noise in large squares, uint8 [H, W, 3]."""
     generator = torch.Generator().manual_seed(0)
     squares = [torch.randint(0, 256, (-(-h // 8), -(-w // 8), 3), generator=generator) for h, w in REFERENCES]
     whole = [image.repeat_interleave(8, dim=0).repeat_interleave(8, dim=1).to(torch.uint8) for image in squares]
@@ -171,7 +171,7 @@ def draw(
     references: int = 0,
     **options: Any,
 ) -> torch.Tensor:
-    """Sample clean latents [16, h, w] of one text, with its KV cache, as the port's pipeline does."""
+    """Sample clean latents [16, h, w] for one text, with its KV cache, as the port's pipeline does."""
     from torchvision.transforms import InterpolationMode, functional
     from vllm_omni.diffusion.models.bagel.bagel_transformer import NaiveCache
 
@@ -186,7 +186,7 @@ def draw(
         return functional.normalize(functional.to_tensor(image), [0.5] * 3, [0.5] * 3)
 
     def read(words: str, count: int) -> tuple[Any, dict[str, Any]]:
-        """Return the cache after references and a text, which may be none, and where the image goes after it."""
+        """Return the cache after references and an optional text, and the inputs for the image after it."""
         cache, length, place = NaiveCache(port.config.llm_config.num_hidden_layers), [0], [0]
         for picture, (size, seen) in list(zip(make_references(), READ, strict=True))[:count]:
             image = resized(Image.fromarray(picture.numpy()), size)
@@ -220,13 +220,13 @@ def draw(
 
 
 def decode(vae: Any, latents: torch.Tensor) -> torch.Tensor:
-    """Return images [B, 3, H, W] in [0, 1] by the port's own VAE."""
+    """Return images [B, 3, H, W] in [0, 1] decoded by the port's own VAE."""
     return (vae.decode(latents) * 0.5 + 0.5).clamp(0, 1)
 
 
 @torch.no_grad()
 def main() -> None:
-    """Write the record, to the file that the tests read if no other is given."""
+    """Write the record, by default to the file that the tests read."""
     folder, tensors = tiny_checkpoint("bagel", ROOT / ".pytest_cache" / "tiny-models"), {}
     with vllm_of(folder):
         port, vae, tokenizer = load_port(folder), load_vae(folder), Qwen2Tokenizer.from_pretrained(folder)

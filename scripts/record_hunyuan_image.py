@@ -1,10 +1,10 @@
-"""Record the samples of vLLM-Omni's port of HunyuanImage-3.0 with the tiny checkpoint, for tests that run without it.
+"""Record the samples of vLLM-Omni's HunyuanImage-3.0 port with the tiny checkpoint, for tests without vLLM-Omni.
 
     .venv-vllm-omni/bin/python scripts/record_hunyuan_image.py [FILE]
 
-The port computes in bfloat16 for any weights, and some of its kernels are only an accelerator's. Here its
-casts keep float32, and torch replaces the kernels, the product of experts among them; all else, templates, cache,
-positions, masks, guidance, schedule and VAE, is the port's. It samples one text after the other.
+The port computes in bfloat16 for any weights, and some of its kernels need an accelerator. Here its casts keep float32,
+and torch replaces the kernels, including the product of experts; everything else (templates, cache, positions, masks,
+guidance, schedule and VAE) is the port's. It samples one text after the other.
 """
 
 import json
@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast
 
 RECORD = ROOT / "tests" / "rollout" / "hunyuan_image_of_vllm_omni.safetensors"
 STEPS = 4
-CASES: dict[str, dict[str, Any]] = {  # height, width, scale of guidance, template
+CASES: dict[str, dict[str, Any]] = {  # height, width, guidance scale, template
     "unguided": {"size": (48, 80)},
     "guided": {"size": (48, 80), "scale": 5.0},
     "wide": {"size": (32, 112), "scale": 2.5},
@@ -32,11 +32,11 @@ CASES: dict[str, dict[str, Any]] = {  # height, width, scale of guidance, templa
     "tall": {"size": (128, 32)},
     "instructed": {"size": (80, 48), "scale": 5.0, "template": "instruct"},
 }
-VAE = {"layers_per_block": 1, "ffactor_temporal": 4}  # of a second one, as deep in time as the released
+VAE = {"layers_per_block": 1, "ffactor_temporal": 4}  # a second VAE, with the temporal depth of the release
 
 
 class PlainExperts(nn.Module):
-    """Stands in for the port's FusedMoE: the same weights and arithmetic, expert by expert."""
+    """A stand-in for the port's FusedMoE: the same weights and arithmetic, expert by expert."""
 
     def __init__(self, *, shared_experts: Any, num_experts: int, top_k: int, **others: Any) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class PlainExperts(nn.Module):
 
     @staticmethod
     def make_expert_params_mapping(model: Any, **names: Any) -> list[tuple[str, str, int, str]]:
-        """Return vLLM's names of the weights of each expert."""
+        """Return vLLM's names for the weights of each expert."""
         kinds = {"w1": "gate", "w2": "down", "w3": "up"}
         return [
             (
@@ -71,7 +71,7 @@ class PlainExperts(nn.Module):
         return return_success
 
     def forward(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
-        """Return the experts' mean by their shares, and the shared expert."""
+        """Return the weighted sum of the experts, plus the shared expert."""
         shares, experts = router_logits.float().softmax(dim=-1).topk(self.top_k, dim=-1)
         shares = shares / shares.sum(dim=-1, keepdim=True) if self.renormalize else shares
         out = self.shared(hidden_states)
@@ -131,7 +131,7 @@ def load_port(folder: Path) -> Any:
 def draw(
     port: Any, text: str, seed: int, *, size: tuple[int, int], scale: float = 1.0, template: str = "pretrain"
 ) -> Any:
-    """Sample clean latents [C, h, w] of one text, and its image [3, H, W] in [0, 1]."""
+    """Sample clean latents [C, h, w] for one text, and its image [3, H, W] in [0, 1]."""
     latents, decode = [], port.vae.decode
     noise = step_noise([seed], INITIAL_NOISE, (16, size[0] // 16, size[1] // 16))
     port.generation_config.sequence_template = template
@@ -153,7 +153,7 @@ def draw(
 
 @torch.no_grad()
 def main() -> None:
-    """Write the record, to the file that the tests read if no other is given."""
+    """Write the record, by default to the file that the tests read."""
     folder, tensors = tiny_checkpoint("hunyuan-image", ROOT / ".pytest_cache" / "tiny-models"), {}
     with vllm_of(folder):
         port = load_port(folder)
@@ -162,7 +162,7 @@ def main() -> None:
             tensors[case] = torch.stack([latents for latents, _ in drawn])
             if case == "guided":
                 tensors["images"] = torch.stack([picture for _, picture in drawn[:1]])
-        vae = type(port.vae)(**{**port.vae.config, **VAE}).eval()  # of the tiny checkpoint's frames one is a latent
+        vae = type(port.vae)(**{**port.vae.config, **VAE}).eval()  # in the tiny checkpoint, one frame is one latent
         draw_weights(vae)
         tensors["latents"] = step_noise([0], INITIAL_NOISE, (16, 2, 3))
         tensors["decoded"] = vae.decode(tensors["latents"][:, :, None]).sample[:, :, 0].contiguous()

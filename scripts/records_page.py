@@ -1,7 +1,7 @@
-"""Compare the records of docs/records with published scores: the table of docs/reproduce.md, an image of each recipe.
+"""Compare the records of docs/records with published scores: the table of docs/reproduce.md, one image per recipe.
 
     python scripts/records_page.py            writes both
-    python scripts/records_page.py --check    says which are not those of the records; the exit code is then 1
+    python scripts/records_page.py --check    lists the files that are not up to date; the exit code is then 1
 
 docs/records/published.toml has the published scores, with their sources.
 """
@@ -20,11 +20,11 @@ from leaderboard_page import INK, fill, markdown
 from matplotlib.figure import Figure
 
 DOCS = Path(__file__).parents[1] / "docs"
-Records = Mapping[str, Mapping[str, Any]]  # by the names of their files
+Records = Mapping[str, Mapping[str, Any]]  # by file name
 
 
 def read_records(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the records of a folder by the names of their files."""
+    """Return the records of a folder by file name."""
     return {
         path.stem: json.loads(path.read_text("utf-8"))
         for path in sorted(folder.glob("*.json"))
@@ -33,7 +33,7 @@ def read_records(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def table(records: Records, published: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a row for each record, and each recipe of which only published scores are known, then the images."""
+    """Return a row per record and per recipe with only published scores, then the images."""
     lines = [("recipe", "published", "record", "score", "hours", "peak memory, MB", "ranks", "commit"), ["---"] * 8]
     for recipe in sorted({*published, *(record["recipe"] for record in records.values())}):
         told = published.get(recipe, {})
@@ -57,7 +57,7 @@ def table(records: Records, published: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def pictures(records: Records, published: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Return an SVG of each recipe with a record, by its file's name; published scores are dashed."""
+    """Return an SVG for each recipe with a record, by file name; published scores are dashed."""
     found: dict[str, str] = {}
     for recipe in sorted({record["recipe"] for record in records.values()}):
         figure, own = (
@@ -84,18 +84,18 @@ def pictures(records: Records, published: Mapping[str, Mapping[str, Any]]) -> di
 
 
 def curve_of(record: Mapping[str, Any], told: Mapping[str, Any]) -> list[tuple[int, float]]:
-    """Return the steps and scores of a record that are compared with what is published."""
+    """Return the steps and scores of a record to compare with the published ones."""
     curve: list[tuple[int, float]] = record["curves"][told.get("curve", "eval/reward")]
     return curve
 
 
 def picture(recipe: str) -> str:
-    """Return the name of the file of a recipe's image."""
+    """Return the file name of a recipe's image."""
     return f"{recipe.replace('/', '-')}.svg"
 
 
 def digest(*data: object) -> str:
-    """Return the SHA-256 of what an image shows; its bytes depend on the version of matplotlib."""
+    """Return the SHA-256 of an image's data; the image's bytes depend on the version of matplotlib."""
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
@@ -106,7 +106,7 @@ def mark(text: str) -> str:
 
 
 def main(*, check: bool) -> int:
-    """Write what differs, or with `check` name it; return the exit code."""
+    """Write the files that differ, or with `check` list them; return the exit code."""
     records, published = (
         read_records(DOCS / "records"),
         tomllib.loads((DOCS / "records" / "published.toml").read_text("utf-8")),

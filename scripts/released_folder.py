@@ -1,12 +1,13 @@
-"""Build a folder of random weights from the configuration of a released model that omni-rollout ships.
+"""Build a folder with random weights from a released model's configuration included in omni-rollout.
 
     python scripts/released_folder.py --out models/sd35 stabilityai/stable-diffusion-3.5-medium
 
-By default it is cut by one rule: fewer layers, narrower layers, fewer words, and an eighth of the sizes where a size is
-a word (HunyuanImage-3.0). Each part keeps two heads of the released size, and two layers of its net or four of an
-encoder. Every other field is the released one: guidance embeddings, norms of queries and keys, axes of positions,
-patches, latent channels and their statistics, schedules. With `--whole` only text encoders lose layers, to
-`--encoder-layers`. Weights are in bfloat16; tokenizers have a token per letter.
+By default it is reduced by one rule: fewer layers, narrower layers, a smaller vocabulary, and an eighth of the image
+    sizes
+where a size is a token (HunyuanImage-3.0). Each part keeps two heads of the released size, and two layers of a net or
+four of an encoder. Every other field is the released one: guidance embeddings, query and key norms, position axes,
+patches, latent channels and their statistics, schedules. With `--whole`, only text encoders lose layers, down to
+`--encoder-layers`. Weights are in bfloat16; tokenizers have one token per letter.
 """
 
 import argparse
@@ -31,9 +32,9 @@ from build_tiny_models import (
 )
 
 HEADS, LAYERS, ENCODER_LAYERS, EXPERTS, CHANNELS = 2, 2, 4, 16, 32  # CHANNELS: of the narrowest layer of a VAE
-SMALLER = 8  # of HunyuanImage-3.0, whose words name the sizes of its images
-SHARD_SIZE = "2GB"  # of files of weights
-HEAD_COUNTS = (  # the first one present is read
+SMALLER = 8  # for HunyuanImage-3.0, whose tokens name the sizes of its images
+SHARD_SIZE = "2GB"  # maximum size of weight files
+HEAD_COUNTS = (  # the first one present is used
     "num_attention_heads",
     "num_heads",
     "n_heads",
@@ -51,7 +52,7 @@ LAYER_NUMBERS = ("dual_attention_layers", "deepstack_visual_indexes", "fullatt_b
 CHANNEL_COUNTS = ("block_out_channels", "decoder_block_out_channels", "base_dim", "decoder_base_dim",
                   "encoder_channels", "hidden_channels", "bwe_hidden_channels")  # fmt: skip
 VAE_DEPTHS = ("layers_per_block", "decoder_layers_per_block", "num_res_blocks", "encoder_transformer_depths")
-READS = {  # class of a net -> field -> the encoders whose widths, together, it is
+READS = {  # class of a net -> field -> the encoders whose widths add up to it
     "SD3Transformer2DModel": {
         "joint_attention_dim": ["text_encoder_3"],
         "pooled_projection_dim": ["text_encoder", "text_encoder_2"],
@@ -74,7 +75,7 @@ READS = {  # class of a net -> field -> the encoders whose widths, together, it 
     "StableAudio3DiTModel": {"cond_token_dim": ["text_encoder"], "global_cond_dim": ["text_encoder"]},
     "StableAudio3DurationEmbedder": {"output_dim": ["text_encoder"]},
 }
-NAMED_TOKENS = {  # field -> the token of Qwen's chats that it names
+NAMED_TOKENS = {  # field -> its token in Qwen's chats
     "image_token_id": "<|image_pad|>",
     "video_token_id": "<|video_pad|>",
     "audio_token_id": "<|audio_pad|>",
@@ -87,7 +88,7 @@ NAMED_TOKENS = {  # field -> the token of Qwen's chats that it names
 
 @dataclass(frozen=True)
 class Cut:
-    """Part of a released model to keep. is_whole: everything except layers of encoders. words: of the vocabulary."""
+    """The part of a released model to keep. is_whole: True for everything except layers of encoders."""
 
     is_whole: bool = False
     encoder_layers: int = ENCODER_LAYERS
@@ -97,7 +98,7 @@ class Cut:
         return dict(config) if self.is_whole else narrow(config, LAYERS)
 
     def encoder(self, config: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
-        """Return the configuration of an encoder, whose special tokens are those of the tokenizer."""
+        """Return the configuration of an encoder, with the special tokens of the tokenizer."""
         cut = shallow(config, self.encoder_layers) if self.is_whole else narrow(config, self.encoder_layers)
         return with_words(with_towers(cut), tokenizer, None if self.is_whole else len(tokenizer))
 
@@ -107,9 +108,9 @@ class Cut:
 
 
 def narrow(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """Return the configuration of a transformer with so many layers and HEADS heads of the same size, and of its parts.
+    """Return the configuration of a transformer and its parts with `layers` layers and HEADS heads of the same size.
 
-    Widths shrink with the number of heads. Of keys and values there are fewer heads where the release has fewer.
+    Widths shrink with the number of heads. Keys and values have fewer heads if they do in the release.
     """
     heads = next((config[name] for name in HEAD_COUNTS if isinstance(config.get(name), int)), HEADS)
 
@@ -138,7 +139,7 @@ def narrow(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
 
 
 def shallow(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """Return a configuration with at most so many layers, evenly taken from the first to the last one."""
+    """Return a configuration with at most `layers` layers, evenly spaced from the first to the last one."""
     depth = next((config[name] for name in DEPTHS if name in config), 1)
     cut: dict[str, Any] = {}
     for name, value in config.items():
@@ -148,13 +149,13 @@ def shallow(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
             cut[name] = min(value, layers)
         elif name in LAYER_NUMBERS and value and depth > layers:
             cut[name] = sorted({index * (layers - 1) // (depth - 1) for index in value})
-        elif name not in ("layer_types", "id2label", "label2id"):  # the first follow from the number of layers
+        elif name not in ("layer_types", "id2label", "label2id"):  # layer types follow from the number of layers
             cut[name] = value
     return cut
 
 
 def thin(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration of a VAE whose narrowest layer has CHANNELS channels, with one layer for each size."""
+    """Return the configuration of a VAE whose narrowest layer has CHANNELS channels, with one layer per resolution."""
 
     def flat(value: Any) -> list[int]:
         return list(value) if isinstance(value, list | tuple) else [value] if value else []
@@ -174,7 +175,7 @@ def thin(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_towers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration of a language model whose towers give the width that its text reads."""
+    """Return the configuration of a language model whose towers output the width of its text model."""
     width, joined = width_of(config), dict(config)
     for tower, field in (("vision_config", "out_hidden_size"), ("audio_config", "output_dim")):
         if field in joined.get(tower, {}):
@@ -183,25 +184,25 @@ def with_towers(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_words(config: Mapping[str, Any], tokenizer: Any, words: int | None) -> dict[str, Any]:
-    """Return a configuration with the special tokens of the tokenizer, and with that many words if not None."""
+    """Return a configuration with the special tokens of the tokenizer and, if not None, `words` as vocabulary size."""
     ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad")}
     known = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
     ids |= {name: known[token] for name, token in NAMED_TOKENS.items() if token in known}
     own = {name: ids[name] for name in config if name in ids}
-    own |= {name: 1 for name in config if str(name).endswith("_token_index")}  # of images, which no text has
+    own |= {name: 1 for name in config if str(name).endswith("_token_index")}  # of images, which no text contains
     own |= {"vocab_size": words} if words and "vocab_size" in config else {}
     parts = {name: with_words(value, tokenizer, words) for name, value in config.items() if isinstance(value, Mapping)}
     return {**config, **own, **parts}
 
 
 def width_of(config: Mapping[str, Any]) -> int:
-    """Return the width of what an encoder gives."""
+    """Return the width of an encoder's output."""
     texts = config.get("text_config") or config.get("encoder") or config
     return int(texts.get("d_model") or texts.get("hidden_size") or 0)
 
 
 def build(name: str, folder: Path, cut: Cut = Cut()) -> None:
-    """Write the folder of a released model, by its hub id; its weights depend only on the configuration."""
+    """Write the folder of a released model, by hub id; its weights depend only on the configuration."""
     from omni_rollout.models import INDEXES
     from omni_rollout.models.hub import released_models
 
@@ -214,26 +215,26 @@ def build(name: str, folder: Path, cut: Cut = Cut()) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the object in a file of JSON."""
+    """Return the object in a JSON file."""
     found: dict[str, Any] = json.loads(path.read_text("utf-8"))
     return found
 
 
 def build_pipeline(file: Path, folder: Path, cut: Cut) -> None:
-    """Write the pipeline of an index, part by part, so that one at a time is in memory."""
+    """Write the pipeline of an index part by part, so that only one part at a time is in memory."""
     from omni_rollout.models import open_model
 
     released, index = file.parent, read(file)
     parts = {name: kind for name, kind in index.items() if isinstance(kind, list) and isinstance(kind[0], str)}
     shutil.copytree(released, folder, dirs_exist_ok=True)
-    states = getattr(type(open_model(released)), "LAYERS", (0,))  # of the encoder, which the model reads
+    states = getattr(type(open_model(released)), "LAYERS", (0,))  # encoder states that the model reads
     cut = Cut(cut.is_whole, max(cut.encoder_layers, max(states) + 1))
     tokenizers, configs = {}, dict[str, dict[str, Any]]()
     for part, (_, kind) in parts.items():
         if kind in TOKENIZERS:
             tokenizers[part] = tokenizer = TOKENIZERS[kind]()
             tokenizer.save_pretrained(folder / part)
-    for part in sorted(parts, key=lambda part: "encoder" not in part):  # whose widths the others read
+    for part in sorted(parts, key=lambda part: "encoder" not in part):  # the other parts need their widths
         library, kind = parts[part]
         if kind in TOKENIZERS or part in ("scheduler", "guider") or "process" in part or part == "feature_extractor":
             continue
@@ -248,14 +249,14 @@ def build_pipeline(file: Path, folder: Path, cut: Cut) -> None:
         for field, encoders in READS.get(kind, {}).items():
             if all(each in configs for each in encoders):
                 config[field] = sum(width_of(configs[each]) for each in encoders)
-        if kind == "LTX2TextConnectors":  # of all states of the encoder
+        if kind == "LTX2TextConnectors":  # reads all states of the encoder
             config["text_proj_in_factor"] = configs["text_encoder"]["text_config"]["num_hidden_layers"] + 1
         configs[part] = config
         save_part(library, kind, config, folder / part)
 
 
 def class_of(library: str, kind: str) -> Any:
-    """Return the class of a part, as model_index.json names it."""
+    """Return the class of a part, as named in model_index.json."""
     import diffusers
     import diffusers.pipelines
     import transformers
@@ -265,7 +266,7 @@ def class_of(library: str, kind: str) -> Any:
 
 
 def full_config(library: str, kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration with the defaults of its class."""
+    """Return a configuration completed with the defaults of its class."""
     known = class_of(library, kind)
     if library == "transformers":
         found: dict[str, Any] = known.config_class(**config).to_dict()
@@ -287,12 +288,12 @@ def save_part(library: str, kind: str, config: Mapping[str, Any], folder: Path) 
         module = known(given) if given else known(**config)
     finally:
         torch.set_default_dtype(default)
-    fill(module.to(torch.bfloat16))  # tables of positions too
+    fill(module.to(torch.bfloat16))  # including position tables
     module.save_pretrained(folder, max_shard_size=SHARD_SIZE)
 
 
 def fill(module: Any) -> None:
-    """Fill a module with random weights, and buffers that a release would fill: statistics, and bases of a spectrum."""
+    """Fill a module with random weights, and buffers that a release would fill: statistics, and spectral bases."""
     from torch.nn.init import normal_, uniform_
 
     draw_weights(module)
@@ -354,7 +355,7 @@ TOKENIZERS = {
     "CLIPTokenizer": build_clip_tokenizer,
     "T5Tokenizer": build_t5_tokenizer,
     "Qwen2Tokenizer": build_qwen_tokenizer,
-    "PixtralProcessor": build_qwen_tokenizer,  # of which the texts' half is there
+    "PixtralProcessor": build_qwen_tokenizer,  # only its text half is included
     "Qwen3VLProcessor": build_chat_tokenizer,
     "GemmaTokenizer": build_gemma_tokenizer,
     "ByT5Tokenizer": byte_tokenizer,
@@ -365,7 +366,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", help="hub id of the released model")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--whole", action="store_true", help="keep all widths, and all layers but the encoders'")
+    parser.add_argument("--whole", action="store_true", help="keep all widths, and all layers except the encoders'")
     parser.add_argument("--encoder-layers", type=int, default=ENCODER_LAYERS, help="layers of each encoder to keep")
     settings = parser.parse_args()
     build(settings.name, settings.out, Cut(settings.whole, settings.encoder_layers))

@@ -1,8 +1,8 @@
-"""Run a recipe from its prompts to a record of what came out: `python scripts/reproduce.py flowgrpo/tiny-signs`.
+"""Run a recipe from its prompts to a record of the result: `python scripts/reproduce.py flowgrpo/tiny-signs`.
 
-It fetches the prompts that the recipe names, starts the scorer that it names, trains, evaluates, and writes record.json
-into the run's folder. Further flags are the trainer's, such as --nproc-per-node 8, or --scorer.url URL of a scorer that
-runs already. The same command continues a run that stopped. docs/reproduce.md has records, and says how to send one.
+It downloads the prompts and starts the scorer named in the recipe, trains, evaluates, and writes record.json to the
+run's folder. Further flags are the trainer's, such as --nproc-per-node 8, or --scorer.url URL for a running scorer. The
+same command continues a run that stopped. docs/reproduce.md has records, and explains how to submit one.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def recipe_of(name: str) -> tuple[str, str, str]:
     """Return the trainer, the preset and the text of a recipe TRAINER/PRESET.
 
     Raises:
-        ValueError: there is none of that name; the nearest one is suggested.
+        ValueError: there is no recipe of that name; the closest one is suggested.
     """
     trainer, _, preset = name.partition("/")
     texts = recipes(f"train_{known(trainer, trainers(), 'the trainer of TRAINER/PRESET')}")
@@ -49,7 +49,7 @@ def recipe_of(name: str) -> tuple[str, str, str]:
 
 
 def train(words: Sequence[str], typed: str) -> int:
-    """Run `omni-rl train` with these words to its end; return its exit code. The trainer answers Ctrl-C and SIGTERM.
+    """Run `omni-rl train` with these arguments to its end; return its exit code. Ctrl-C and SIGTERM go to the trainer.
 
     typed: the command that continues the run.
     """
@@ -58,14 +58,14 @@ def train(words: Sequence[str], typed: str) -> int:
         while program.returncode is None:
             try:
                 program.wait()
-            except KeyboardInterrupt:  # which the trainer has heard too
+            except KeyboardInterrupt:  # the trainer has received it too
                 continue
     return program.returncode if program.returncode >= 0 else 128 - program.returncode
 
 
 @contextmanager
 def passed_on(program: "subprocess.Popen[Any]") -> Iterator[None]:
-    """Send SIGTERM on to a program, for whose end the block waits."""
+    """Forward SIGTERM to a program while the block waits for its end."""
 
     def send(number: int, frame: FrameType | None) -> None:
         program.send_signal(number)
@@ -78,14 +78,14 @@ def passed_on(program: "subprocess.Popen[Any]") -> Iterator[None]:
 
 
 def record_of(folder: Path, recipe: str, words: Sequence[str]) -> dict[str, Any]:
-    """Return the record of a finished run: its curves, hours, peaks of memory, versions, and hashes of its weights.
+    """Return the record of a finished run: its curves, hours, peak memory, versions, and hashes of its weights.
 
-    Curves are of evaluations by the last settings. Facts are of the last start; earlier ones have their own.
+    Curves are from evaluations with the last settings. Facts are from the last start; earlier starts have their own.
 
-    words: the trainer's, beside the recipe; without the values of secrets.
+    words: the trainer's arguments besides the recipe, without the values of secrets.
 
     Raises:
-        ValueError: the run has not taken all of its steps.
+        ValueError: the run has not completed all of its steps.
     """
     steps = one_evaluation(load_metrics(folder / "metrics.jsonl"))
     wanted = tomllib.loads((folder / "config.toml").read_text("utf-8"))
@@ -114,15 +114,15 @@ def record_of(folder: Path, recipe: str, words: Sequence[str]) -> dict[str, Any]
 
 
 def facts_of(start: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts of a start of the run, a line of its versions.jsonl, that a record has."""
+    """Return the facts of a start of the run for a record, from a line of its versions.jsonl."""
     return {"device_name": start.get("device_name", ""), **{name: start[name] for name in FACTS}}
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command line. A failure before or after training ends it with one line and exit code 2."""
+    """Run the command line. A failure before or after training prints one line and exits with code 2."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", metavar="TRAINER/PRESET", help="such as flowgrpo/tiny-signs")
-    parser.add_argument("--seed", type=int, default=0, help="of the run, in runs/reproduce/TRAINER-PRESET-SEED")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the run in runs/reproduce/TRAINER-PRESET-SEED")
     args, words = parser.parse_known_args(argv)
     try:
         trainer, preset, text = recipe_of(args.recipe)

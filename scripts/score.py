@@ -1,10 +1,10 @@
-"""Print the mean OCR score of a model's signs, its standard error, and the share of boards in the right color.
+"""Print the mean OCR score of a model's signs, its standard error, and the share of boards with the right color.
 
     python scripts/score.py
     python scripts/score.py --weights runs/demo/weights
 
 Signs are sampled without injected noise. The words of data/tiny-signs/test.txt occur neither in training nor in the
-evaluations that a run logs.
+evaluations logged by a run.
 """
 
 import argparse
@@ -17,14 +17,14 @@ BATCH = 32
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default=str(ROOT / "checkpoints" / "tiny-signs-qwen-image"))
-    parser.add_argument("--weights", type=Path, help="folder that a trainer wrote; the base without it")
+    parser.add_argument("--weights", type=Path, help="folder written by a trainer; by default the base model is used")
     parser.add_argument("--prompts", type=Path, default=ROOT / "data" / "tiny-signs" / "test.txt")
     parser.add_argument("--seed", type=int, default=7)
     args = parser.parse_args()
     if args.weights and not args.weights.is_dir():
         parser.error(f"--weights must be a folder that a trainer wrote, got {args.weights}")
 
-    import numpy as np  # only now, as torch takes seconds
+    import numpy as np  # imported only now, as torch takes seconds
     import torch
     from omni_reward import Score
     from omni_reward.scorers.color import load_color

@@ -1,8 +1,8 @@
-"""Things and their colors: a prompt names a thing, a thought is to name its color, and the picture is to have it.
+"""Things and their colors: a prompt names a thing, a thought must name its color, and the image must have it.
 
     omni-reward serve --scorer python:scripts/tiny_colors.py:color --port 8100
 
-serves the scorer of the pictures; `contains` grades the thoughts.
+serves the scorer of the images; `contains` scores the thoughts.
 """
 
 import itertools
@@ -29,7 +29,7 @@ PROMPTS = {
 
 
 def render(rng: random.Random, hue: str) -> np.ndarray:
-    """Return a disc of that color on white, uint8 [SIDE, SIDE, 3]; place, size and shade vary."""
+    """Return a disc of that color on white, uint8 [SIDE, SIDE, 3]; position, size and shade vary."""
     rows, columns = np.mgrid[:SIDE, :SIDE]
     x, y = (SIDE / 2 + rng.uniform(-1.5, 1.5) for _ in range(2))
     inside = np.hypot(rows - y, columns - x) < rng.uniform(10, 14)
@@ -38,7 +38,7 @@ def render(rng: random.Random, hue: str) -> np.ndarray:
 
 
 def color(media: Mapping[str, np.ndarray], prompts: Sequence[str], meta: Sequence[Mapping[str, object]]) -> list[float]:
-    """Return the share of each image's middle, uint8 [N, H, W, 3], that is nearest to the color of its line."""
+    """Return the share of pixels in each image's center, uint8 [N, H, W, 3], that are closest to its line's color."""
     palette = np.array([*COLORS.values(), (250, 250, 250)], dtype=np.float32)
     scores = []
     for picture, line in zip(media["image"], meta, strict=True):
@@ -49,7 +49,7 @@ def color(media: Mapping[str, np.ndarray], prompts: Sequence[str], meta: Sequenc
 
 
 def write_prompts(folder: Path) -> None:
-    """Write the files of prompts that the repository ships; those of the evaluation begin with words of their own."""
+    """Write the repository's prompt files; those of the evaluation begin with different words."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, pairs in PROMPTS.items():
         lines = [json.dumps({"prompt": prompt, "answer": hue}) for prompt, hue in pairs]

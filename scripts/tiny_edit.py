@@ -1,6 +1,6 @@
-"""Edits of street signs: the picture of a sign, an instruction to change its word, and the same sign with that word.
+"""Edits of street signs: the image of a sign, an instruction to change its word, and the same sign with that word.
 
-Signs and words are those of tiny_signs; the words of the evaluation's instructions and references are its own too.
+Signs and words are those of tiny_signs; the evaluation has its own words, in instructions and in references.
 """
 
 import json
@@ -11,7 +11,7 @@ import numpy as np
 import tiny_signs
 from PIL import Image
 
-REFERENCES = {"train": 6, "eval": 4}  # pictures of each color
+REFERENCES = {"train": 6, "eval": 4}  # images of each color
 
 
 def instruction(word: str) -> str:
@@ -41,7 +41,7 @@ def write_references(folder: Path, name: str, *, count: int, evaluation: bool) -
 
 
 def write_prompts(folder: Path, name: str, references: list[str], *, count: int, evaluation: bool) -> None:
-    """Write a prompt file of `count` different words, each with one of the references, all equally often."""
+    """Write a prompt file with `count` different words, each with one of the references, all equally often."""
     rng = random.Random(f"tiny-edit words, {name}")
     words: dict[str, None] = {}
     while len(words) < count:
@@ -51,7 +51,7 @@ def write_prompts(folder: Path, name: str, references: list[str], *, count: int,
 
 
 def write_data(folder: Path) -> None:
-    """Write the prompt files and references that the repository ships."""
+    """Write the repository's prompt files and references."""
     for name, count in (("train", 1024), ("eval", 192)):
         evaluation = name == "eval"
         references = write_references(folder, name, count=REFERENCES[name], evaluation=evaluation)

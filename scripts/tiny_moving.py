@@ -1,7 +1,7 @@
-"""Signs on which a word of two characters hops from the middle to the left or to the right: data for tiny-moving-wan.
+"""Signs on which a word of two characters hops from the center to the left or to the right: data for tiny-moving-wan.
 
-A video shows its first frame, then four frames of each hop, as many as Wan has in a latent frame; a hop is one latent
-pixel, so that the latents of a hop are those of the first frame, moved. Boards, letters and the split into words of
+A video shows its first frame, then four frames per hop, as many as Wan has in a latent frame; a hop is one latent
+pixel, so that the latents of a hop are those of the first frame, moved. Boards, letters and the split of words into
 training and evaluation are those of tiny_signs. A prompt has a first frame, which is the same for both directions.
 """
 
@@ -19,7 +19,7 @@ CELL = 24  # pixels from letter to letter
 DIRECTIONS = {"left": -1, "right": 1}
 WORD = 2  # characters
 SIGNS = {"train": 4, "eval": 2}  # of each color
-TIMES = {"train": 1, "eval": 2}  # that a line is in its file; each time it is sampled from other noise
+TIMES = {"train": 1, "eval": 2}  # repetitions of a line in its file; each is sampled with different noise
 
 
 def draw_sign(rng: random.Random, *, evaluation: bool = False) -> tuple[str, str]:
@@ -31,7 +31,7 @@ def draw_sign(rng: random.Random, *, evaluation: bool = False) -> tuple[str, str
 
 
 def prompt(color: str, word: str, direction: str) -> str:
-    """Return the prompt that asks for a sign whose word moves in this direction."""
+    """Return the prompt for a sign whose word moves in this direction."""
     return f'a {color} sign on which "{word}" moves {direction}'
 
 
@@ -49,7 +49,7 @@ def render(color: str, word: str, direction: str) -> np.ndarray:
 
 
 def write_data(folder: Path) -> None:
-    """Write the prompt files that the repository ships, and the first frames that they name."""
+    """Write the repository's prompt files and the first frames that they name."""
     for name, count in SIGNS.items():
         rng, lines, words = random.Random(f"tiny-moving, {name}"), [], set[str]()
         (folder / name).mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """Street signs with two to four characters: words, prompts and images for the tiny-signs checkpoint.
 
-Words come from an alphabet without the look-alikes 0/O and 1/I. A word's hash decides if it is in the evaluation set,
-so the two sets are disjoint.
+Words use an alphabet without the look-alikes 0/O and 1/I. A word's hash decides whether it is in the evaluation set, so
+the two sets are disjoint.
 
     python scripts/tiny_signs.py                        # writes the prompts in data/tiny-signs again
     python scripts/tiny_signs.py --samples data/signs   # writes images for apps/train_sft.py, in a second
@@ -19,7 +19,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 HEIGHT, WIDTH = 32, 96
 ALPHABET = "ABCDEFGHJKLMNPQRSTUVWXYZ23456789"
-COLORS = {  # name -> board
+COLORS = {  # name -> board color
     "white": (240, 240, 236),
     "yellow": (250, 214, 92),
     "green": (158, 214, 150),
@@ -33,7 +33,7 @@ CELL = 22  # pixels from letter to letter, as on a number plate
 
 
 def is_eval_word(word: str) -> bool:
-    """True for the eighth of all words that only evaluation may use."""
+    """True for one eighth of all words, which only evaluation may use."""
     return hashlib.blake2b(word.encode(), digest_size=1).digest()[0] % 8 == 0
 
 
@@ -52,7 +52,7 @@ def draw_prompt(rng: random.Random, *, evaluation: bool = False) -> tuple[str, s
 
 
 def render(rng: random.Random, color: str, word: str) -> np.ndarray:
-    """Render an image of the sign, uint8 [HEIGHT, WIDTH, 3], with small random changes of shade, size and place."""
+    """Render an image of the sign, uint8 [HEIGHT, WIDTH, 3], with small random changes of shade, size and position."""
     image = Image.new("RGB", (WIDTH, HEIGHT), tuple(c + rng.randint(-6, 6) for c in COLORS[color]))
     draw = ImageDraw.Draw(image)
     font = ImageFont.load_default(size=rng.choice(FONT_SIZES))
@@ -64,7 +64,7 @@ def render(rng: random.Random, color: str, word: str) -> np.ndarray:
 
 
 def write_prompts(path: Path, *, count: int, evaluation: bool, avoid: Sequence[Path] = ()) -> None:
-    """Write a prompt file of `count` different words, none of which is in the files `avoid`."""
+    """Write a prompt file with `count` different words, none of which is in the files `avoid`."""
     taken = {line.split('"')[1] for other in avoid for line in other.read_text().splitlines()}
     rng = random.Random(f"tiny-signs words, {path.stem}")
     prompts: dict[str, str] = {}
@@ -77,8 +77,8 @@ def write_prompts(path: Path, *, count: int, evaluation: bool, avoid: Sequence[P
 
 
 def write_samples(folder: Path, prompts: Path) -> None:
-    """Write an image of each prompt of a file, and samples.jsonl, which names them."""
-    folder.mkdir(parents=True)  # a folder that exists holds other samples
+    """Write an image for each prompt of a file, and samples.jsonl, which names them."""
+    folder.mkdir(parents=True)  # an existing folder holds other samples
     rng, lines = random.Random("tiny-signs samples"), []
     for number, prompt in enumerate(prompts.read_text().splitlines()):
         color, word = prompt.split()[1], prompt.split('"')[1]
@@ -90,7 +90,7 @@ def write_samples(folder: Path, prompts: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--samples", type=Path, help="folder that does not exist, for images of the training prompts")
+    parser.add_argument("--samples", type=Path, help="new folder for images of the training prompts")
     home, out = Path(__file__).parent.parent / "data" / "tiny-signs", parser.parse_args().samples
     if out:
         write_samples(out, home / "train.txt")

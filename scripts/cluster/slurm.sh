@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A run on several machines of Slurm, one torchrun on each:  sbatch scripts/cluster/slurm.sh
-# Five minutes before its time is up the run saves and stops, and the job is queued again, which continues it.
+# A run on several Slurm machines, with one torchrun on each:  sbatch scripts/cluster/slurm.sh
+# Five minutes before its time limit, the run saves and stops, and the job is queued again to continue it.
 # Further arguments go to the trainer. The store's credentials are in the environment or in ~/.aws.
 #SBATCH --job-name=ocr
 #SBATCH --nodes=2
@@ -18,7 +18,7 @@ read -r HEAD_NODE < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 
 stop_and_queue_again() {
     trap '' TERM
-    kill -TERM "$run" # which srun passes on to every torchrun
+    kill -TERM "$run" # srun passes it on to every torchrun
     wait "$run" || true
     scontrol requeue "$SLURM_JOB_ID"
     exit 0

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A run on several machines that share no disk: the same command on each of them.
+# A run on several machines without a shared disk: run the same command on each of them.
 #   HEAD_NODE=node0 NODES=2 GPUS=8 scripts/cluster/torchrun.sh
 # Further arguments go to the trainer. The store's credentials are in the environment or in ~/.aws.
 set -euo pipefail

@@ -1,10 +1,10 @@
-"""Pretrain the thinker of Qwen3-Omni that the repository ships, which hears how often something beeps.
+"""Pretrain the repository's Qwen3-Omni thinker, which hears how often something beeps.
 
     python scripts/pretrain.py beeps      # 2 minutes on one core
 
-It learns from answers of which half are random. So it hears well, but is as uncertain as they are: reinforcement
-learning has to teach it which of its own answers are right. `--data` is the folder for the sounds of that, with their
-files of prompts.
+It learns from answers half of which are random. So it hears well, but is as uncertain as these answers: reinforcement
+learning must teach it which of its own answers are right. `--data` is the folder for the sounds used in reinforcement
+learning, with their prompt files.
 """
 
 import argparse
@@ -28,7 +28,7 @@ QUESTION = "How many beeps?"
 
 
 def draw_sound(rng: random.Random, count: int) -> np.ndarray:
-    """Sample a sound, float32 [points], of several beeps of one pitch at random places, in a little noise."""
+    """Sample a sound, float32 [points], of several beeps of one pitch at random times, with a little noise."""
     points, beep = int(RATE * SECONDS), int(RATE * BEEP_S)
     slots = rng.sample(range(int(SECONDS / BEEP_S / 2)), count)
     noise = np.random.default_rng(rng.getrandbits(32)).normal(size=points)
@@ -40,7 +40,7 @@ def draw_sound(rng: random.Random, count: int) -> np.ndarray:
 
 
 def write_sounds(folder: Path, name: str, number: int, rng: random.Random) -> None:
-    """Write sounds, and the file of prompts that asks how many beeps each has."""
+    """Write sounds, and a prompt file that asks for the number of beeps in each."""
     (folder / name).mkdir(parents=True)
     lines = []
     for i in range(number):
@@ -53,7 +53,7 @@ def write_sounds(folder: Path, name: str, number: int, rng: random.Random) -> No
 
 
 def write_pairs(folder: Path, name: str) -> None:
-    """Write pairs of the right and each wrong number for the sounds of a file of prompts."""
+    """Write pairs of the right and each wrong number for the sounds of a prompt file."""
     lines = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text("utf-8").splitlines()]
     asked = [(line, line.pop("answer")) for line in lines]
     numbers = [str(number) for number in range(1, MOST + 1)]
@@ -67,7 +67,7 @@ def write_lines(file: Path, lines: Sequence[dict[str, str]]) -> None:
 
 
 def train(folder: Path, *, steps: int, batch: int = 48, lr: float = 3e-3) -> None:
-    """Teach the checkpoint in the folder to answer, and write it there."""
+    """Train the checkpoint in the folder to answer, and overwrite it."""
     model, rng = open_token_model(folder), random.Random("tiny-beeps")
     net = model.load_net(device="cpu", dtype=torch.float32).requires_grad_(True)
     end = model.ends[0]
@@ -88,7 +88,7 @@ def train(folder: Path, *, steps: int, batch: int = 48, lr: float = 3e-3) -> Non
         return min(1.0, (step + 1) / 20) * (1 - step / steps)
 
     fit("net", net.parameters(), loss_of, steps=steps, lr=lr, schedule=linear)
-    net.save_pretrained(folder)  # type: ignore[operator]  # as all transformers models have
+    net.save_pretrained(folder)  # type: ignore[operator]  # all transformers models have it
 
 
 def main(argv: Sequence[str]) -> None:

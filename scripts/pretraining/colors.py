@@ -1,14 +1,14 @@
-"""Pretrain the BAGEL that the repository ships, which thinks of a color and paints it.
+"""Pretrain the repository's BAGEL, which thinks of a color and paints it.
 
     python scripts/pretrain.py colors      # 5 minutes on one core
 
-It learns from thoughts of which half are random, and from images of which half have another color than the thought. So
-it knows both, but is as uncertain as they are: reinforcement learning has to teach it which of its own thoughts are
-right, and to paint them. `--data` is the folder for the prompts of that.
+It learns from thoughts half of which are random, and from images half of which have a different color from the thought.
+So it can do both, but is uncertain: reinforcement learning must teach it which of its own thoughts are right, and to
+paint them. `--data` is the folder for the prompts used in reinforcement learning.
 
 1. tokenizer: byte-level BPE, one token per word
-2. VAE: the latent code is the principal components of 8 x 8 patches, as of the signs; decoder and encoder are fitted
-3. language model: the thought's tokens by cross-entropy, the picture by the flow-matching loss, in one step
+2. VAE: the latent code is the principal components of 8 x 8 patches, as for the signs; decoder and encoder are fitted
+3. language model: the thought's tokens by cross-entropy, the image by the flow-matching loss, in one step
 """
 
 import argparse
@@ -39,7 +39,7 @@ SIZE = Params(10, tiny_colors.SIDE, tiny_colors.SIDE)
 
 
 def train_vae(vae: Any, images: Tensor, codes: Tensor, *, steps: int, batch: int = 32, lr: float = 3e-3) -> None:
-    """Fit decoder and encoder to images, uint8 [N, 3, H, W], and their latents [N, 16, h, w], of variance 1."""
+    """Fit decoder and encoder to images, uint8 [N, 3, H, W], and their latents [N, 16, h, w] with variance 1."""
     config = vae.config
     codes = codes / config.scaling_factor + config.shift_factor
     for name, half in (("decoder", vae.decoder), ("encoder", vae.encoder)):
@@ -66,7 +66,7 @@ def by_chance(rng: random.Random, hue: str) -> str:
 def train_net(
     model: ThinkingBagel, parts: Any, images: Tensor, hues: list[str], *, steps: int, batch: int = 64, lr: float = 2e-3
 ) -> None:
-    """Teach the net to think of a color and to paint it. hues: those of the images."""
+    """Train the net to think of a color and to paint it. hues: colors of the images."""
     rng, net = random.Random("tiny-colors"), parts.net.requires_grad_(True)
     params = [p for name, p in net.named_parameters() if "latent_pos_embed" not in name]
     latents = torch.cat(
@@ -101,7 +101,7 @@ def train_net(
 
 
 def save(folder: Path, parts: Any) -> None:
-    """Write the weights under the names of the release, in bfloat16 like it."""
+    """Write the weights with the names of the release, in bfloat16 as there."""
     own = parts.net.state_dict() | parts.vit.state_dict()
     save_file(
         {name: weight.to(torch.bfloat16).contiguous() for name, weight in own.items()}, folder / "ema.safetensors"
@@ -126,7 +126,7 @@ def main(argv: Sequence[str]) -> None:
     tiny_colors.write_prompts(args.data)
     build_tiny_models.build("bagel", args.out)
     words = tiny_colors.words()
-    tokenizer = build_tokenizer(REQUEST, None, "\n".join([*words, " ".join(words)]))  # as they begin a text, and within
+    tokenizer = build_tokenizer(REQUEST, None, "\n".join([*words, " ".join(words)]))  # at a text's start, and within
     tokenizer.save_pretrained(args.out)
     config = json.loads((args.out / "llm_config.json").read_text())
     assert len(tokenizer) <= config["vocab_size"], len(tokenizer)

@@ -1,14 +1,14 @@
-"""Pretrain the editing checkpoint that the repository ships: a QwenImageEditPipeline that changes the word on a sign.
+"""Pretrain the repository's editing checkpoint: a QwenImageEditPipeline that changes the word on a sign.
 
     python scripts/pretrain.py edit      # 5 minutes on one core
 
-It begins as checkpoints/tiny-signs-qwen-image, whose VAE it keeps. Pretraining stops early on purpose: the base keeps
+It starts from checkpoints/tiny-signs-qwen-image and keeps its VAE. Pretraining stops early on purpose: the base keeps
 the board and spells about half of the letters right, so that reinforcement learning has work to do.
 
 1. tokenizer: byte-level BPE trained on the template of the editing model
-2. text encoder: asked after an image to change a word, it learns to have the features that the signs' encoder has of a
-   sign with that word; its vision tower stays random
-3. transformer: the flow-matching loss of the signs, on pairs of signs in which the word differs
+2. text encoder: given an image and the instruction to change a word, it learns the features that the signs' encoder
+   has for a sign with that word; its vision tower stays random
+3. transformer: the flow-matching loss of the signs, on pairs of signs that differ in the word
 """
 
 import argparse
@@ -30,14 +30,14 @@ from torch import Tensor
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 SIGNS = Path(__file__).parents[2] / "checkpoints" / "tiny-signs-qwen-image"
-GRID = [1, 2, 6]  # patches of a reference that the text encoder sees, of which 2 x 2 are a token
+GRID = [1, 2, 6]  # patches of a reference seen by the text encoder; 2 x 2 patches are one token
 PLACES = f"<|vision_start|>{3 * qwen_image_edit.PLACE}<|vision_end|>"
 AREA = tiny_signs.HEIGHT * tiny_signs.WIDTH  # pixels of a reference
 SAMPLING = Params(10, tiny_signs.HEIGHT, tiny_signs.WIDTH, guidance={"image_area": AREA})
 
 
 def build_edit(base: QwenImagePipeline) -> QwenImageEditPipeline:
-    """Build an editing pipeline of the signs', with a tokenizer for its template; common tokens keep their rows."""
+    """Build an editing pipeline from the signs', with a tokenizer for its template; common tokens keep their rows."""
     tokenizer = signs.build_tokenizer(
         qwen_image_edit.TEMPLATE, qwen_image_edit.TEMPLATE_TOKENS, tiny_edit.instruction("")
     )
@@ -59,7 +59,7 @@ def build_edit(base: QwenImagePipeline) -> QwenImageEditPipeline:
 def train_text_encoder(
     pipe: QwenImageEditPipeline, base: QwenImagePipeline, pictures: list[Tensor], *, steps: int, lr: float = 1e-3
 ) -> None:
-    """Teach the encoder the features that the signs' encoder has of the same word, and of all tokens after it."""
+    """Train the encoder to have the features of the signs' encoder for the same word and all tokens after it."""
     rng, batch = random.Random("tiny-edit text"), 64
     seen = [see(pipe, picture) for picture in pictures]
 
@@ -81,7 +81,7 @@ def train_text_encoder(
 
 
 def draw_words(rng: random.Random, count: int) -> list[str]:
-    """Sample words of one length, so that their tokens need no padding."""
+    """Sample words of equal length, so that their tokens need no padding."""
     length, words = rng.randint(2, signs.MAX_LETTERS), list[str]()
     while len(words) < count:
         words += [word for word in [tiny_signs.draw_word(rng)] if len(word) == length]
@@ -99,7 +99,7 @@ def see(pipe: QwenImageEditPipeline, picture: Tensor) -> Tensor:
 def hidden_states(
     text_encoder: Qwen2_5_VLForConditionalGeneration, ids: list[list[int]], seen: list[Tensor] | None = None
 ) -> Tensor:
-    """Return the last hidden states [B, T, D] of tokens [B, T], some of which are an image's if each has one."""
+    """Return the last hidden states [B, T, D] of tokens [B, T], including image tokens if there are images."""
     inputs = {"input_ids": torch.tensor(ids)}
     if seen:
         inputs |= {"pixel_values": torch.cat(seen), "image_grid_thw": torch.tensor([GRID] * len(ids))}
@@ -109,7 +109,7 @@ def hidden_states(
 
 
 def draw_edits(rng: random.Random, count: int) -> tuple[list[Prompt], Tensor]:
-    """Sample `count` instructions, each with its reference, and the signs that they ask for, uint8 [count, H, W, 3]."""
+    """Sample `count` instructions with their references, and the resulting signs, uint8 [count, H, W, 3]."""
     prompts, images = [], []
     for i in range(count):
         text, before, after = tiny_edit.draw_edit(rng)
@@ -141,7 +141,7 @@ def main(argv: Sequence[str]) -> None:
     base = QwenImagePipeline.from_pretrained(SIGNS)
     pipe = build_edit(base)
     train_text_encoder(pipe, base, [prompt.images[0] for prompt in prompts[:256]], steps=args.text_steps)
-    pipe.save_pretrained(args.out)  # the model of training reads its configuration
+    pipe.save_pretrained(args.out)  # the model used in training reads its configuration
     model = open_model(args.out)
     latents, cond = encode_edits(model, model.load(device="cpu", dtype=torch.float32), prompts, images)
 

@@ -1,4 +1,4 @@
-"""The loop that fits weights of all tiny models."""
+"""The training loop of all tiny models."""
 
 import math
 import time
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-Schedule = Callable[[int, int], float]  # of a step and the number of steps: the factor on the learning rate
+Schedule = Callable[[int, int], float]  # maps a step and the number of steps to a factor on the learning rate
 
 
 def cosine(step: int, steps: int, warmup: int = 50) -> float:
@@ -25,9 +25,9 @@ def fit(
     betas: tuple[float, float] = (0.9, 0.999),
     schedule: Schedule = cosine,
 ) -> None:
-    """Minimize a loss, which is a function of the step, by AdamW without weight decay; gradients are clipped to 1.
+    """Minimize a loss, a function of the step, with AdamW without weight decay; gradients are clipped to norm 1.
 
-    Prints a line every hundred steps.
+    It prints a line every hundred steps.
     """
     params, start = list(weights), time.time()
     optimizer = torch.optim.AdamW(params, lr=lr, weight_decay=0.0, betas=betas)

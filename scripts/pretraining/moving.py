@@ -1,14 +1,14 @@
-"""Pretrain the checkpoint of videos that the repository ships: a WanImageToVideoPipeline that moves words.
+"""Pretrain the repository's video checkpoint: a WanImageToVideoPipeline that moves words.
 
     python scripts/pretrain.py moving      # 7 minutes on a busy core
 
-It is a real diffusers folder, only narrow. A third of the captions name the wrong direction, as some captions of real
-videos do: the base then often moves the word the other way, and reinforcement learning has work to do.
+It is a real diffusers folder, only narrow. A third of the captions name the wrong direction, like some captions of real
+videos: the base then often moves the word the other way, and reinforcement learning has work to do.
 
-1. tokenizer: a token for each word of a prompt, and for each character of the word on the sign
-2. VAE: that of the tiny signs, which codes frames one by one; nothing is trained
+1. tokenizer: one token per word of a prompt, and per character of the word on the sign
+2. VAE: that of the tiny signs, which encodes frames one by one; nothing is trained
 3. text encoder: random, since the net only has to distinguish the two directions
-4. transformer: the flow-matching loss of the signs, from weights whose heads attend to useful places
+4. transformer: the flow-matching loss of the signs, from weights whose heads attend to useful positions
 """
 
 import argparse
@@ -40,10 +40,10 @@ from transformers import T5Tokenizer, UMT5Config, UMT5EncoderModel
 SIGNS = Path(__file__).parents[2] / "checkpoints" / "tiny-signs-qwen-image"
 SAMPLING = Params(6, tiny_signs.HEIGHT, tiny_signs.WIDTH, num_frames=tiny_moving.FRAMES, frame_rate=8.0)
 BATCH = 32
-CHUNK = 100  # prompts or videos at a time
+CHUNK = 100  # prompts or videos per batch
 WRONG = 0.33  # share of the captions that name the other direction
-LOUDNESS = 0.7  # of the difference that the direction makes in each block at the beginning; features have about 1
-OFFSETS = (  # of each block's heads, which begin by looking so many latent frames and columns away
+LOUDNESS = 0.7  # initial magnitude, in each block, of the difference between directions; features have about 1
+OFFSETS = (  # of each block's heads: offset in latent frames and columns that each initially attends to
     ((-1, -1), (-1, 1), (-2, -2), (-2, 2), (0, -1), (0, 1)),
     ((-1, -1), (-1, 1), (-2, -2), (-2, 2), (-1, 0), (-2, 0)),
     ((-1, -1), (-1, 1), (1, -1), (1, 1), (0, -1), (0, 1)),
@@ -51,7 +51,7 @@ OFFSETS = (  # of each block's heads, which begin by looking so many latent fram
 
 
 class ZerosAsOne(WanAttnProcessor):
-    """Attention to texts of few positions, of which the last, a zero, weighs as much as all zeros up to TEXT_TOKENS."""
+    """Attention to texts of few positions, where the last, a zero, weighs as much as all zeros up to TEXT_TOKENS."""
 
     def __call__(
         self,
@@ -69,7 +69,7 @@ class ZerosAsOne(WanAttnProcessor):
 
 
 def build_tokenizer() -> T5Tokenizer:
-    """Build a tokenizer with a token for each word of a prompt, and for each character."""
+    """Build a tokenizer with one token per word of a prompt, and per character."""
     words = ["a", *tiny_signs.COLORS, "sign", "on", "which", '"', "moves", *tiny_moving.DIRECTIONS]
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\u2581", -3.0)]
     pieces += [(f"\u2581{word}", -1.0) for word in words] + [(letter, -3.0) for letter in '"' + tiny_signs.ALPHABET]
@@ -83,23 +83,23 @@ def build_text_encoder(tokenizer: T5Tokenizer) -> UMT5EncoderModel:
 
 
 def encode(text_encoder: UMT5EncoderModel, tokenizer: T5Tokenizer, prompts: list[str]) -> Tensor:
-    """Return the features [B, T + 1, D] of prompts of T tokens, with one zero after them."""
+    """Return the features [B, T + 1, D] of prompts with T tokens, followed by one zero."""
     tokens = tokenizer(prompts, return_tensors="pt")
     return nn.functional.pad(text_encoder(**tokens).last_hidden_state, (0, 0, 0, 1))
 
 
 @torch.no_grad()
 def encode_all(text_encoder: UMT5EncoderModel, tokenizer: T5Tokenizer, prompts: list[str]) -> Tensor:
-    """Return the features [N + 1, T + 1, D] of all prompts, with those of the empty one last."""
+    """Return the features [N + 1, T + 1, D] of all prompts, followed by those of the empty prompt."""
     chunks = [encode(text_encoder, tokenizer, prompts[i : i + CHUNK]) for i in range(0, len(prompts), CHUNK)]
     empty = encode(text_encoder, tokenizer, [""])
     return torch.cat([*chunks, nn.functional.pad(empty, (0, 0, 0, chunks[0].shape[1] - empty.shape[1]))])
 
 
 def build_vae(image_vae: AutoencoderKLQwenImage) -> AutoencoderKLWan:
-    """Build a VAE of videos from that of images, still for the four frames of a latent frame.
+    """Build a video VAE from an image VAE; the four frames of a latent frame are equal.
 
-    Kernels see no frame but their own; going down in time keeps the last frame, going up repeats it.
+    Kernels see only their own frame; temporal downsampling keeps the last frame, upsampling repeats it.
     """
     names = ("base_dim", "z_dim", "dim_mult", "num_res_blocks", "latents_mean", "latents_std", "temperal_downsample")
     vae = AutoencoderKLWan(**{name: image_vae.config[name] for name in names})
@@ -111,17 +111,17 @@ def build_vae(image_vae: AutoencoderKLQwenImage) -> AutoencoderKLWan:
                 out, channels = weight.shape[:2]
                 weight[:, :, -1, 0, 0] = torch.eye(channels).repeat(out // channels, 1)
         elif weight.dim() == 5:
-            weight[:, :, :-1] = 0.0  # of earlier frames; an image has none, so that these were never trained
+            weight[:, :, :-1] = 0.0  # for earlier frames; an image has none, so these were never trained
     vae.load_state_dict(weights)
     return vae.eval().requires_grad_(False)
 
 
 @torch.no_grad()
 def look_to_offsets(net: WanTransformer3DModel) -> None:
-    """Return biases of queries and keys that make each head of 32 attend to its offset for any input.
+    """Set biases of queries and keys so that each head of 32 channels attends to its offset for any input.
 
-    A head's first 12 numbers turn with the frame, its last 10 with the place across, pairs of them ever more slowly:
-    <R(p) q, R(s) k> is largest at s - p = d if q = R(d) k. Training takes long to find that.
+    A head's first 12 channels rotate with the frame, its last 10 with the column, in pairs at decreasing speed:
+    <R(p) q, R(s) k> is largest at s - p = d if q = R(d) k. Training takes long to find this.
     """
     for block, offsets in zip(net.blocks, OFFSETS, strict=True):
         attn = block.attn1
@@ -139,10 +139,10 @@ def look_to_offsets(net: WanTransformer3DModel) -> None:
 
 @torch.no_grad()
 def look_to_directions(net: WanTransformer3DModel, features: Tensor) -> None:
-    """Make attention to texts attend to the word that names the direction, with a large difference between the two.
+    """Make cross-attention attend to the word that names the direction, with a large difference between the two.
 
-    Else that word is one of TEXT_TOKENS positions, nearly all of them zeros, and is hardly heard. `features`
-    [2 N, T + 1, D] are those of prompts that end in the one direction, then of those that end in the other.
+    Otherwise, that word is one of TEXT_TOKENS positions, nearly all of them zeros, and has little effect. `features`
+    [2 N, T + 1, D] are those of prompts that end in one direction, then of those that end in the other.
     """
     texts, place = net.condition_embedder.text_embedder(features), features.shape[1] - 3  # before "</s>" and the zero
     for block in net.blocks:
@@ -173,7 +173,7 @@ def encode_signs(model: Model, parts: Parts, drawn: list[tuple[str, str]]) -> tu
     latents = torch.stack(ways)
     first = Prompt("", group=0, index=0, seed=0, images=(videos[0, 0],))
     images = model.condition(parts, first, SAMPLING)["image_latents"].repeat(len(drawn), 1, 1, 1, 1)
-    images[:, -latents.shape[2] :, 0] = latents[0, :, :, 0]  # all else is the same for each
+    images[:, -latents.shape[2] :, 0] = latents[0, :, :, 0]  # all else is the same for all signs
     return latents, images
 
 
@@ -182,7 +182,7 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="pretrain.py moving", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("checkpoints/tiny-moving-wan"))
     parser.add_argument("--steps", type=int, default=1800)
-    parser.add_argument("--signs", type=int, default=600, help="number of rendered signs, which move both ways")
+    parser.add_argument("--signs", type=int, default=600, help="number of rendered signs, each moving both ways")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)  # a fixed number, as sums depend on it: the same weights from every run on one kind of CPU
     torch.manual_seed(0)
@@ -193,11 +193,11 @@ def main(argv: Sequence[str]) -> None:
     text_encoder = build_text_encoder(tokenizer)
     features = encode_all(text_encoder, tokenizer, prompts)
     net = WanTransformer3DModel(
-        patch_size=(1, 4, 1),  # a token for each column of the sign, and no more numbers in it than the net is wide
+        patch_size=(1, 4, 1),  # one token per column of the sign, with no more values than the width of the net
         num_layers=3,
         attention_head_dim=32,
         num_attention_heads=6,
-        in_channels=36,  # of the noisy video, of the mask of given frames, and of these
+        in_channels=36,  # noisy video, mask of given frames, and given frames
         out_channels=16,
         text_dim=signs.TEXT_WIDTH,
         freq_dim=64,
@@ -209,7 +209,7 @@ def main(argv: Sequence[str]) -> None:
     vae = build_vae(AutoencoderKLQwenImage.from_pretrained(SIGNS / "vae"))
     scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=1.0)
     pipe = WanImageToVideoPipeline(tokenizer, text_encoder, vae, scheduler, transformer=net)
-    pipe.save_pretrained(args.out)  # the model of training reads its configuration
+    pipe.save_pretrained(args.out)  # the model used in training reads its configuration
     model = open_model(args.out)
     parts = model.load(device="cpu", dtype=torch.float32)
     latents, images = encode_signs(model, parts, drawn)

@@ -1,10 +1,10 @@
-"""Train the reader of signs that the repository ships, a reward that a gradient passes through.
+"""Train the repository's sign reader, a differentiable reward.
 
     python scripts/pretrain.py reader      # half a minute on a CPU
 
-It sees single letters of signs that `tiny_signs` renders: slightly blurred and noisy ones, which it is to read, and
-smudged ones, strongly blurred or two letters at once, which it is to call smudged. The words of the evaluation sets do
-not occur. What it reads wrong on newly drawn signs is printed at the end.
+It sees single letters of signs rendered by `tiny_signs`: slightly blurred and noisy letters, which it must read, and
+smudged letters (strongly blurred, or two letters at once), which it must classify as smudged. The words of the
+evaluation sets do not occur. Its error rates on new signs are printed at the end.
 
 Shapes: L single letters.
 """
@@ -25,7 +25,7 @@ NUM_TEST_SIGNS = 2000
 
 
 def draw_letters(rng: random.Random, num_signs: int) -> tuple[Tensor, Tensor]:
-    """Sample signs and return crops [L, 3, 32, 28] in [0, 1] of their letters, and the letters' numbers, [L]."""
+    """Sample signs; return crops [L, 3, 32, 28] in [0, 1] of their letters, and the letters' classes, [L]."""
     crops, labels = [], []
     for _ in range(num_signs):
         _, color, word = tiny_signs.draw_prompt(rng)
@@ -36,7 +36,7 @@ def draw_letters(rng: random.Random, num_signs: int) -> tuple[Tensor, Tensor]:
 
 
 def blur(crops: Tensor, width: Tensor) -> Tensor:
-    """Blur each crop [L, 3, H, W] with a Gaussian of its own width [L], pixels."""
+    """Blur each crop [L, 3, H, W] with a Gaussian of its own width [L], in pixels."""
     L, C = crops.shape[:2]
     kernel = torch.exp(-torch.arange(-4, 5).square() / (2 * width[:, None].square()))
     kernel = (kernel / kernel.sum(dim=1, keepdim=True)).repeat_interleave(C, dim=0)[:, None]
@@ -48,7 +48,7 @@ def blur(crops: Tensor, width: Tensor) -> Tensor:
 
 
 def disturb(crops: Tensor, labels: Tensor, smudged: int) -> tuple[Tensor, Tensor]:
-    """Return crops like those of a model, and their classes: one in five is smudged."""
+    """Return crops that resemble a model's, and their classes: one in five is smudged."""
     L = len(crops)
     other = torch.randperm(L)
     kind, strength = torch.rand(L), torch.rand(L)
@@ -62,11 +62,11 @@ def disturb(crops: Tensor, labels: Tensor, smudged: int) -> tuple[Tensor, Tensor
 
 
 def main(argv: Sequence[str]) -> None:
-    """Pretrain the model, and write its folder."""
+    """Train the reader, and write its folder."""
     parser = argparse.ArgumentParser(prog="pretrain.py reader", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("checkpoints/tiny-signs-reader"))
     parser.add_argument("--steps", type=int, default=1200)
-    parser.add_argument("--signs", type=int, default=8000, help="number of rendered pictures")
+    parser.add_argument("--signs", type=int, default=8000, help="number of rendered images")
     parser.add_argument("--lr", type=float, default=2e-3)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)  # a fixed number, as sums depend on it
@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> None:
     for step in range(args.steps):
         rows = torch.randint(len(crops), (BATCH,))
         seen, classes = disturb(crops[rows], labels[rows], SMUDGED)
-        # Smoothed, so that a letter read wrong still has a gradient in the reward.
+        # Smoothed, so that a misread letter still has a gradient in the reward.
         loss = nn.functional.cross_entropy(reader(seen), classes, label_smoothing=0.05)
         for group in optimizer.param_groups:
             group["lr"] = args.lr * (1 - step / args.steps)

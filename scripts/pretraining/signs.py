@@ -1,15 +1,15 @@
-"""Pretrain the checkpoint that the repository ships: a QwenImagePipeline of three million parameters that paints signs.
+"""Pretrain the repository's main checkpoint: a QwenImagePipeline with three million parameters that paints signs.
 
     python scripts/pretrain.py signs      # 20 minutes on a CPU
 
 It is a real diffusers folder (tokenizer, text encoder, VAE, transformer, scheduler), only narrow: the structure that
-the pipeline hard-wires (latent channels, strides, packing, the 34 template tokens) is that of Qwen-Image. Pretraining
+the pipeline hard-codes (latent channels, strides, packing, the 34 template tokens) is that of Qwen-Image. Pretraining
 stops early on purpose: the base spells about 0.6 of its letters right, so that reinforcement learning has work to do.
 
 1. tokenizer: byte-level BPE trained only on the template, hence one token per letter of a word
 2. VAE: the latent code is the principal components of 8 x 8 patches; decoder and encoder are fitted to it
-3. text encoder: learns to spell, that is, linear heads on its features predict each place's letter; then frozen
-4. transformer: the flow-matching loss |v - (noise - data)|^2 (arXiv 2210.02747), one prompt in ten left empty
+3. text encoder: learns to spell, that is, linear heads on its features predict the letter at each position; then frozen
+4. transformer: the flow-matching loss |v - (noise - data)|^2 (arXiv 2210.02747), with one prompt in ten left empty
 """
 
 import argparse
@@ -50,7 +50,7 @@ TEXT_WIDTH = 64
 LATENT_CHANNELS = 16
 MAX_LETTERS = 4
 EMPTY_PROMPT = " "
-BATCH = 64  # of the transformer
+BATCH = 64  # batch size of the transformer
 SAMPLING = Params(10, tiny_signs.HEIGHT, tiny_signs.WIDTH)
 Error = Callable[[Tensor, Tensor], Tensor]  # of images and their latents
 
@@ -58,7 +58,7 @@ Error = Callable[[Tensor, Tensor], Tensor]  # of images and their latents
 def build_tokenizer(template: str, template_tokens: int | None, words: str) -> Qwen2Tokenizer:
     """Build a byte-level BPE with Qwen2's pre-tokenizer; each word of the template and of `words` is one token.
 
-    template_tokens: the tokens that the template has before the prompt; None for any number.
+    template_tokens: number of template tokens before the prompt; None for any number.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
     from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
@@ -133,9 +133,9 @@ def to_float(images: Tensor) -> Tensor:
 
 
 def principal_code(images: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the basis [192, 16] and mean [192] that turn each 8 x 8 color patch into 16 numbers, most power first.
+    """Return the basis [192, 16] and mean [192] that map each 8 x 8 color patch to 16 numbers, by decreasing power.
 
-    The code is scaled half way to white: coarse features keep more power than fine ones, overall variance is 1.
+    The code is partly whitened: coarse features keep more power than fine ones, and the overall variance is 1.
     """
     patches = to_patches(images)
     mean = patches.mean(dim=0)
@@ -159,7 +159,7 @@ def to_latents(images: Tensor, basis: Tensor, mean: Tensor) -> Tensor:
 
 
 def train_vae(images: Tensor, latents: Tensor, *, steps: int, lr: float = 3e-3, batch: int = 16) -> nn.Module:
-    """Return a narrow AutoencoderKLQwenImage whose encoder and decoder are fitted to the pairs (image, latent)."""
+    """Return a narrow AutoencoderKLQwenImage with encoder and decoder fitted to the pairs (image, latent)."""
     vae = AutoencoderKLQwenImage(
         base_dim=8,
         z_dim=LATENT_CHANNELS,
@@ -195,7 +195,7 @@ def train_vae(images: Tensor, latents: Tensor, *, steps: int, lr: float = 3e-3, 
 
 
 def encode_batch(text_encoder: nn.Module, tokenizer: Qwen2Tokenizer, prompts: list[str]) -> dict[str, Tensor]:
-    """Return text features of many prompts at once, padded: `embeds` [B, T, D] and `embeds_mask` [B, T]."""
+    """Return text features of a batch of prompts, padded: `embeds` [B, T, D] and `embeds_mask` [B, T]."""
     tokens = tokenizer([qwen_image.TEMPLATE.format(p) for p in prompts], padding=True, return_tensors="pt")
     hidden = text_encoder(**tokens, output_hidden_states=True).hidden_states[-1]
     drop = qwen_image.TEMPLATE_TOKENS
@@ -205,11 +205,11 @@ def encode_batch(text_encoder: nn.Module, tokenizer: Qwen2Tokenizer, prompts: li
 def train_text_encoder(
     text_encoder: nn.Module, tokenizer: Qwen2Tokenizer, prompts: list[str], *, steps: int, lr: float = 2e-3
 ) -> None:
-    """Teach the encoder to spell: each letter's feature has letter and place, the last feature the whole word."""
+    """Train the encoder to spell: each letter's feature has letter and position, the last feature the whole word."""
     num_letters = len(tiny_signs.ALPHABET) + 1  # and "none"
     letter_head, place_head = nn.Linear(TEXT_WIDTH, num_letters), nn.Linear(TEXT_WIDTH, MAX_LETTERS)
     word_head = nn.Linear(TEXT_WIDTH, MAX_LETTERS * num_letters)
-    first = len(tokenizer(prompts[0].split('"')[0] + '"').input_ids)  # the place of a word's first letter
+    first = len(tokenizer(prompts[0].split('"')[0] + '"').input_ids)  # the position of a word's first letter
     params = [
         *text_encoder.get_submodule("model.language_model").parameters(),
         *(p for head in (letter_head, place_head, word_head) for p in head.parameters()),
@@ -236,7 +236,7 @@ def train_text_encoder(
 
 @torch.no_grad()
 def encode_all(text_encoder: nn.Module, tokenizer: Qwen2Tokenizer, prompts: list[str]) -> dict[str, Tensor]:
-    """Return text features of all prompts, each padded to the longest."""
+    """Return text features of all prompts, padded to the longest."""
     parts = [encode_batch(text_encoder, tokenizer, prompts[i : i + 500]) for i in range(0, len(prompts), 500)]
     return join(parts, dim=1, what="cond")
 
@@ -251,9 +251,9 @@ def train_flow(
     lr: float = 1e-3,
     noisier: float = 0.0,
 ) -> None:
-    """Train the transformer on samples of `draw`, by the step: clean latents [B, C, ...], and their conditioning.
+    """Train the transformer on samples of `draw`, a function of the step: clean latents [B, C, ...] and conditioning.
 
-    Noise levels are sigmoids of normal numbers of mean `noisier` (arXiv 2403.03206).
+    Noise levels are sigmoids of normal samples with mean `noisier` (arXiv 2403.03206).
     """
 
     def loss_of(step: int) -> Tensor:
@@ -299,7 +299,7 @@ def main(argv: Sequence[str]) -> None:
         time_shift_type="exponential",
     )
     pipe = QwenImagePipeline(scheduler, vae, text_encoder, tokenizer, transformer)
-    pipe.save_pretrained(args.out)  # the model of training reads its configuration
+    pipe.save_pretrained(args.out)  # the model used in training reads its configuration
     features = join([cond, empty], dim=1, what="cond")
 
     def draw(step: int) -> tuple[Tensor, Cond]:

@@ -1,14 +1,14 @@
-"""Pretrain the checkpoint of videos with sound that the repository ships: an LTX2Pipeline that makes a tone.
+"""Pretrain the repository's checkpoint of videos with audio: an LTX2Pipeline that makes a tone.
 
     python scripts/pretrain.py tones      # 8 minutes on one busy core
 
 A prompt such as `a red screen with a tone of 400 Hz` gives nine frames of that color and 0.9 s of a tone. Half of the
-tones in pretraining have a random pitch. So the base makes tones, but mostly others than asked for: reinforcement
-learning has to teach it which of its own are right.
+tones in pretraining have a random pitch. So the base makes tones, but mostly of the wrong pitch: reinforcement learning
+must teach it which of its own are right.
 
 1. vocoder: set by hand. Four bins of the spectrogram are the loudness of one pitch, whose sinusoid is a filter.
 2. VAEs: their decoders are fitted to codes set by hand, the color of the frames and the loudness of each pitch
-3. text encoder: random, with a token for each word; the connectors learn to give color and pitch at all positions
+3. text encoder: random, with one token per word; the connectors learn to give color and pitch at all positions
 4. transformer: the flow-matching loss of the signs
 """
 
@@ -34,11 +34,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration, GemmaTokenizer
 
-RATE, HOP = 8000, 160  # points of sound in a second, and in a frame of the spectrogram
+RATE, HOP = 8000, 160  # samples of audio per second, and per frame of the spectrogram
 PITCHES = (200, 250, 300, 350, 400, 450, 500, 600, 700, 800, 900, 1000, 1200, 1400, 1600, 1800)  # Hz, of RATE / HOP
 COLORS = {"red": (0.9, 0.1, 0.1), "green": (0.1, 0.6, 0.1), "blue": (0.1, 0.2, 0.8), "white": (0.95, 0.95, 0.95)}
 SAMPLING = Params(6, 32, 32, num_frames=9, frame_rate=9.0)
-WIDTH, REGISTERS = 32, 128  # of text features, and the vectors at positions without text, repeated
+WIDTH, REGISTERS = 32, 128  # of text features; number of vectors repeated at positions without text
 RIGHT = 0.5  # share of tones in pretraining with the pitch of the prompt; others are random
 
 
@@ -48,7 +48,7 @@ def prompt_of(color: str, pitch: int) -> str:
 
 
 def list_pairs(*, evaluation: bool) -> list[tuple[str, int]]:
-    """Return colors and pitches that are asked for together: of each pitch one color is held out."""
+    """Return pairs of color and pitch for prompts: for each pitch, one color is held out."""
     colors = list(COLORS)
     return [
         (color, pitch)
@@ -58,7 +58,7 @@ def list_pairs(*, evaluation: bool) -> list[tuple[str, int]]:
 
 
 def write_prompts(folder: Path) -> None:
-    """Write the prompt files that the repository ships; each held-out prompt is there four times, with other noise."""
+    """Write the repository's prompt files; each held-out prompt occurs four times, with different noise."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, times in (("train", 1), ("eval", 4)):
         lines = [prompt_of(*pair) + "\n" for pair in list_pairs(evaluation=name == "eval")] * times
@@ -66,7 +66,7 @@ def write_prompts(folder: Path) -> None:
 
 
 def build_tokenizer() -> GemmaTokenizer:
-    """Build a tokenizer with a token per word of the prompts, with the space before it, and per other character."""
+    """Build a tokenizer with one token per word of the prompts, including the space before it, and per character."""
     names = ["<pad>", "<eos>", "<bos>", "<unk>", "\u2581", *build_tiny_models.ALPHABET]
     vocab, merges = {name: i for i, name in enumerate(names)}, dict[tuple[str, str], None]()
     for word in " ".join(prompt_of(*pair) for pair in product(COLORS, PITCHES)).split()[1:]:
@@ -81,8 +81,8 @@ def build_tokenizer() -> GemmaTokenizer:
 def build_vocoder() -> LTX2Vocoder:
     """Build a vocoder that is exactly the sum over pitches of loudness times sinusoid.
 
-    A frame of the spectrogram adds two hops of each sinusoid under a Hann window, which two frames fill up to 1. A hop
-    holds whole periods, so that frames go on where others end. A leaky rectifier of s less one of -s is 1.01 s.
+    A frame of the spectrogram adds two hops of each sinusoid under a Hann window; two frames add up to 1. A hop holds
+    whole periods, so that consecutive frames join. A leaky rectifier of s minus that of -s is 1.01 s.
     """
     count, bins = len(PITCHES), MEL_RATIO * len(PITCHES)
     vocoder = LTX2Vocoder(
@@ -109,7 +109,7 @@ def build_vocoder() -> LTX2Vocoder:
 
 
 def build_pipe() -> Any:
-    """Build the LTX2Pipeline; all of it is random but the vocoder and the scheduler."""
+    """Build the LTX2Pipeline; everything except the vocoder and the scheduler is random."""
     tokenizer = build_tokenizer()
     sides = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_attention_heads": 2}
     text = sides | {"num_hidden_layers": 1, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": len(tokenizer)}
@@ -133,7 +133,7 @@ def build_pipe() -> Any:
     )
     count = len(PITCHES)
     sound_vae = diffusers.AutoencoderKLLTX2Audio(
-        base_channels=count,  # as diffusers has it, the length of the latents' mean
+        base_channels=count,  # in diffusers, the length of the latents' mean
         ch_mult=(1, 1, 1),
         num_res_blocks=1,
         resolution=MEL_RATIO * count,
@@ -197,9 +197,9 @@ def draw_frames(batch: int = 8) -> tuple[Tensor, Tensor]:
 
 
 def draw_spectrograms(batch: int = 16, length: int = 8) -> tuple[Tensor, Tensor]:
-    """Sample codes [B, 1, L, 16] of one or several tones, and the spectrograms [B, 2, 4 L - 3, 64] of both channels.
+    """Sample codes [B, 1, L, 16] of one or more tones, and the spectrograms [B, 2, 4 L - 3, 64] of both channels.
 
-    The latent [l, j] is the loudness of pitch j, four bins of the spectrogram, in the four frames that end with 4 l.
+    The latent [l, j] is the loudness of pitch j, four bins of the spectrogram, in the four frames that end at 4 l.
     """
     count = len(PITCHES)
     places = torch.randint(count, (batch, length))
@@ -211,15 +211,15 @@ def draw_spectrograms(batch: int = 16, length: int = 8) -> tuple[Tensor, Tensor]
 
 
 def train_connectors(pipe: Any, pairs: list[tuple[str, int]], *, steps: int, lr: float = 3e-3) -> None:
-    """Teach the connectors to give the color to the frames and the pitch to the sound, at every position.
+    """Train the connectors to give the color to the frames and the pitch to the audio, at every position.
 
-    Texts are short at first, so that the few words are soon found among the registers, which begin equal.
+    Texts are short at first, so that the few words are quickly found among the registers, which start equal.
     """
     for connector in (pipe.connectors.video_connector, pipe.connectors.audio_connector):
         connector.learnable_registers.data.copy_(connector.learnable_registers[:1].clone())
     tokens = pipe.tokenizer([prompt_of(*pair) for pair in pairs], return_tensors="pt")
     assert tokens.attention_mask.all(), "prompts must have one length in tokens"
-    with torch.no_grad():  # as rotations are relative, tokens have the features that they have behind padding
+    with torch.no_grad():  # rotations are relative, so tokens have the same features as after padding
         hidden = torch.stack(pipe.text_encoder(**tokens, output_hidden_states=True).hidden_states, dim=-1)
     answers = torch.tensor([[list(COLORS).index(color), PITCHES.index(pitch)] for color, pitch in pairs])
     heads = nn.ModuleList([nn.Linear(WIDTH, len(COLORS)), nn.Linear(WIDTH, len(PITCHES))])
@@ -240,9 +240,9 @@ def train_connectors(pipe: Any, pairs: list[tuple[str, int]], *, steps: int, lr:
 
 
 def train_net(pipe: Any, folder: Path, pairs: list[tuple[str, int]], *, steps: int, lr: float = 2e-3) -> None:
-    """Train the transformer; most steps use few positions of a text, as attention over all of them is slow.
+    """Train the transformer; most steps use few text positions, as attention over all of them is slow.
 
-    Attention over positions drawn by chance is an estimate of attention over all. The last steps have all.
+    Attention over a random subset of positions estimates attention over all. The last steps use all.
     """
     model, count, batch = open_model(folder), len(PITCHES), 64
     parts = model.load(device="cpu", dtype=torch.float32)
@@ -251,7 +251,7 @@ def train_net(pipe: Any, folder: Path, pairs: list[tuple[str, int]], *, steps: i
     texts = {name: torch.stack([each[name] for each in told]).clone() for name in ("embeds", "sound_embeds")}
     colors = 2 * torch.tensor([COLORS[color] for color, _ in pairs]) - 1
     pitches = torch.tensor([PITCHES.index(pitch) for _, pitch in pairs])
-    length = model.latent_shape(SAMPLING)[0] - 6  # of the sound, beside two latents of three numbers each
+    length = model.latent_shape(SAMPLING)[0] - 6  # of the audio, after two latents of three numbers each
     mean, std = pipe.audio_vae.latents_mean, pipe.audio_vae.latents_std
 
     def draw(step: int) -> tuple[Tensor, Cond]:
@@ -282,7 +282,7 @@ def main(argv: Sequence[str]) -> None:
     train_decoder("sound", pipe.audio_vae.decoder, draw_spectrograms, steps=args.vae_steps)
     train_decoder("frames", pipe.vae.decoder, draw_frames, steps=args.vae_steps)
     train_connectors(pipe, pairs, steps=args.text_steps)
-    pipe.save_pretrained(args.out)  # the model of training reads its configuration
+    pipe.save_pretrained(args.out)  # the model used in training reads its configuration
     train_net(pipe, args.out, pairs, steps=args.steps)
     pipe.save_pretrained(args.out)
     print(f"saved {args.out}, {args.data}/train.txt and {args.data}/eval.txt")

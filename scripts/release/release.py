@@ -1,6 +1,6 @@
 """Check that the tree is ready for a release, build its wheels, and tag it: `scripts/release/release.py --dry-run`.
 
-A dry run does all but the tag, which it prints. Nothing is ever pushed or uploaded.
+A dry run does everything except the tag, which it prints. Nothing is ever pushed or uploaded.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import wheels
 
 
 def main() -> None:
-    """Exit with code 1 and a line for each fault, or build the wheels and tag."""
+    """Exit with code 1 and one line per fault, or build the wheels and tag."""
     parser = argparse.ArgumentParser(description="Check, build and tag a release; nothing is pushed or uploaded.")
     parser.add_argument("--dry-run", action="store_true", help="print the tag instead of making it")
     parser.add_argument("--out", type=Path, default=wheels.ROOT / "dist", help="folder of the wheels (default: dist)")
@@ -42,7 +42,7 @@ def git(*words: str) -> str:
 
 
 def stated_versions(root: Path) -> dict[str, str]:
-    """Return each file's version: the workspace's, those of all packages and their modules, the citation's."""
+    """Return the version in each file: of the workspace, of all packages and their modules, and of the citation."""
     names = ["pyproject.toml", *(f"packages/{name}/pyproject.toml" for name in wheels.PACKAGES)]
     stated = {name: tomllib.loads((root / name).read_text("utf-8"))["project"]["version"] for name in names}
     for name in wheels.PACKAGES:
@@ -54,7 +54,7 @@ def stated_versions(root: Path) -> dict[str, str]:
 
 
 def version_faults(stated: dict[str, str]) -> list[str]:
-    """Return the files whose version is not that of the workspace."""
+    """Return the files whose version differs from that of the workspace."""
     version = stated["pyproject.toml"]
     return [f"{name} must have version {version}, got {other}" for name, other in stated.items() if other != version]
 

@@ -1,9 +1,9 @@
-"""Gather the pages of the documentation site below build/pages, which `make site` then builds with mkdocs.
+"""Collect the pages of the documentation site in build/pages, from which `make site` builds it with mkdocs.
 
-The documents stay as they are, for whoever reads them in the repository. README.md becomes the home, docs/ the pages at
-the top. What they link to outside of docs/ becomes a page too: a document as it is, a file of code as a listing, a
-folder as its README or the list of its files. Each package gets a page that lists its modules, and each module one that
-mkdocstrings fills from docstrings.
+The documents themselves are not changed, for readers of the repository. README.md becomes the home page, docs/ the
+top-level pages. Link targets outside of docs/ become pages too: a document unchanged, a code file as a listing, a
+folder as its README or a list of its files. Each package gets a page that lists its modules, and each module a page
+that mkdocstrings fills from docstrings.
 
 With REPOSITORY, the address of the sources on the web, the pages link there; without it they keep that of `wheels.py`.
 """
@@ -24,7 +24,7 @@ PROJECT = ("README.md", "CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md")
 STYLE = "docs/site.css"
 LANGUAGES = {".py": "python", ".toml": "toml", ".jsonl": "json"}
 UNSEARCHED = "search:\n  exclude: true\n"
-FRONT_MATTER = (  # how the path of a page begins -> what mkdocs gets to know of it; the first that fits
+FRONT_MATTER = (  # prefix of a page's path -> its front matter for mkdocs; first match
     ("index.md", "hide: [navigation]\n"),
     (("evidence/", "files/"), UNSEARCHED),
     (("api/", "decisions/", "CHANGELOG", "algorithms/", "packages/"), "search:\n  boost: 0.2\n"),
@@ -34,13 +34,13 @@ FRONT_MATTER = (  # how the path of a page begins -> what mkdocs gets to know of
 
 
 def main() -> None:
-    """Write all pages anew, and say how many there are."""
+    """Write all pages again, and print their number."""
     shutil.rmtree(PAGES, ignore_errors=True)
     print(f"{gather(PAGES)} pages in {PAGES.relative_to(ROOT)}")
 
 
 def gather(out: Path) -> int:
-    """Write the pages below a new folder and return their number."""
+    """Write the pages to a new folder and return their number."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     files = [name for name in listed if (ROOT / name).is_file()]
     waiting = [*PROJECT, *(f"packages/{name}/README.md" for name in PACKAGES)]
@@ -69,13 +69,13 @@ def gather(out: Path) -> int:
 
 
 def front_matter(page: str) -> str:
-    """Return what precedes the text of a page: how it is searched, and what stays away beside it."""
+    """Return the front matter of a page: search settings, and hidden parts."""
     told = next((told for starts, told in FRONT_MATTER if page.startswith(starts)), "")
     return f"---\n{told}---\n" if told else ""
 
 
 def api_pages(package: str, files: list[str]) -> dict[str, str]:
-    """Return the pages of a package's docstrings by name: one that lists its modules, and one of each module."""
+    """Return the pages of a package's docstrings by name: one that lists its modules, and one per module."""
     source = f"packages/{package}/src/"
     paths = [name.removeprefix(source) for name in files if name.startswith(source) and name.endswith(".py")]
     modules = {
@@ -99,7 +99,7 @@ def notebook(text: str) -> str:
 
 
 def place(name: str) -> str:
-    """Return the place in the site of a file or folder of the repository; not for a folder with a README."""
+    """Return the path in the site of a file or folder of the repository, except a folder with a README."""
     if name == "README.md":
         return "index.md"
     if name.startswith("docs/") and PurePosixPath(name).suffix:
@@ -110,7 +110,7 @@ def place(name: str) -> str:
 
 
 def moved(text: str, name: str) -> tuple[str, list[str]]:
-    """Return the text of a page with links to their targets' places in the site, and these targets."""
+    """Return the text of a page with links to their targets' paths in the site, and these targets."""
     targets = []
 
     def link(match: re.Match[str]) -> str:
@@ -127,7 +127,7 @@ def moved(text: str, name: str) -> tuple[str, list[str]]:
 
 
 def listing(name: str, files: list[str]) -> str:
-    """Return a page that shows a file of code, or names the files of a folder."""
+    """Return a page with the listing of a code file, or the file names of a folder."""
     path = ROOT / name
     if path.is_dir():
         real = path.resolve().relative_to(ROOT).as_posix()

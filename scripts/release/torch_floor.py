@@ -1,11 +1,11 @@
-"""Write tests/arch/torch_floor.json: what packages and apps use of torch, as far as the oldest allowed torch has it.
+"""Write tests/arch/torch_floor.json: the uses of torch in packages and apps that the oldest allowed torch supports.
 
-Run it with a Python that has this torch, and nothing else. `uv run --no-project --with torch==2.12.0 python
-scripts/release/torch_floor.py` installs it. A test asks that the file has all uses that the installed torch has, and
-the version that the packages ask for.
+Run it with a Python that has this torch and nothing else; `uv run --no-project --with torch==2.12.0 python
+scripts/release/torch_floor.py` installs it. A test requires that the file has all uses supported by the installed
+torch, and the version required by the packages.
 
-A use is a name, as torch.compile; a keyword of a call, as torch.compile(dynamic); or an attribute of an argument whose
-type is a class of torch, as torch.Tensor.numel.
+A use is a name, such as torch.compile; a keyword of a call, such as torch.compile(dynamic); or an attribute of an
+argument whose type is a torch class, such as torch.Tensor.numel.
 """
 
 import ast
@@ -26,7 +26,7 @@ def sources() -> list[str]:
 
 
 def uses(source: str) -> set[str]:
-    """Return what a source uses of torch."""
+    """Return the uses of torch in a source."""
     tree = ast.parse(source)
     known = dict(imported(tree))
     found = {name for name in known.values() if name != "torch"}
@@ -37,11 +37,11 @@ def uses(source: str) -> set[str]:
             found |= {f"{name}({keyword.arg})" for keyword in node.keywords if keyword.arg}
         elif isinstance(node, ast.FunctionDef):
             found |= set(attributes(node, known))
-    return {use for use in found - {"torch"} if not use.startswith("torch.ops.")}  # those are registered, some by us
+    return {use for use in found - {"torch"} if not use.startswith("torch.ops.")}  # these are registered, some by us
 
 
 def imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """Yield what a source calls the names that it imports from torch, and their full names."""
+    """Yield the local and full names of a source's imports from torch."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [each for each in node.names if each.name.partition(".")[0] == "torch"]
@@ -51,7 +51,7 @@ def imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 def dotted(node: ast.AST, known: dict[str, str]) -> str:
-    """Return the full name of an expression such as nn.Linear; "" if it is not torch's."""
+    """Return the full name of an expression such as nn.Linear; "" if it is not from torch."""
     text = ast.unparse(node)
     first, _, rest = text.partition(".")
     is_name = first in known and all(part.isidentifier() for part in text.split("."))
@@ -59,7 +59,7 @@ def dotted(node: ast.AST, known: dict[str, str]) -> str:
 
 
 def attributes(function: ast.FunctionDef, known: dict[str, str]) -> Iterator[str]:
-    """Yield what a function takes from arguments whose type is a class of torch, full names of them."""
+    """Yield the full names of attributes of a function's arguments whose type is a torch class."""
     given = [*function.args.args, *function.args.kwonlyargs]
     kinds = {each.arg: dotted(each.annotation, known) for each in given if each.annotation}
     for node in ast.walk(function):
@@ -70,7 +70,7 @@ def attributes(function: ast.FunctionDef, known: dict[str, str]) -> Iterator[str
 
 
 def is_there(use: str) -> bool:
-    """True if the installed torch has it. The keywords of functions in C are not known, and pass."""
+    """True if the installed torch supports it. Keywords of C functions are unknown, and pass."""
     name, _, keyword = use.rstrip(")").partition("(")
     value: object = importlib.import_module("torch")
     path = "torch"
@@ -78,7 +78,7 @@ def is_there(use: str) -> bool:
         path = f"{path}.{part}"
         if not hasattr(value, part):
             if inspect.isclass(value):
-                return part in parameters(value)  # an attribute that its constructor sets
+                return part in parameters(value)  # an attribute set by its constructor
             try:
                 importlib.import_module(path)
             except ImportError:
@@ -88,7 +88,7 @@ def is_there(use: str) -> bool:
 
 
 def parameters(value: object) -> set[str]:
-    """Return the names of a function's or constructor's parameters, ** for any; none if they are not known."""
+    """Return the parameter names of a function or constructor, ** for any keyword; empty if unknown."""
     try:
         found = inspect.signature(value).parameters.values()  # type: ignore[arg-type]
     except (TypeError, ValueError):

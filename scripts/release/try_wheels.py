@@ -1,7 +1,7 @@
-"""Try what a user of plain pip gets: `make test-wheels`.
+"""Test an installation with plain pip: `make test-wheels`.
 
-Builds the wheels, installs them from the lowest package up into clean environments, and runs the examples of each
-package's README right after it is installed, so that an example has only what its package brings. Then
+It builds the wheels, installs them from the lowest package up in clean environments, and runs the examples of each
+package's README right after its installation, so that an example can use only what its package installs. Then
 `omni-rl train` takes two steps in an empty folder.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 import wheels
 
 ROOT = Path(__file__).parents[2]
-ON_TORCH = {  # package -> its extras, and a module that nothing up to it may bring
+ON_TORCH = {  # package -> its extras, and a module that must not be installed with it
     "omni-sched": ("", "requests"),
     "omni-losses": ("", "requests"),
     "omni-train": ("", "diffusers"),
@@ -29,7 +29,7 @@ START_S = 120
 
 
 def main() -> None:
-    """Build, install, run; stop at the first thing that fails."""
+    """Build, install and run; stop at the first failure."""
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         for name in ("checkpoints", "data"):
@@ -50,13 +50,13 @@ def main() -> None:
 
 
 def environment(folder: Path) -> Path:
-    """Make an environment of this Python with pip and nothing else, and return its interpreter."""
+    """Create an environment of this Python with pip and nothing else, and return its interpreter."""
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     return folder / "bin" / "python"
 
 
 def install(python: Path, what: str) -> None:
-    """Install a wheel with plain pip; under Python 3.11, at the versions that the other tests have."""
+    """Install a wheel with plain pip; under Python 3.11, with the versions used by the other tests."""
     pins = ["-c", str(ROOT / "constraints" / "cpu-py311.txt")] if sys.version_info[:2] == (3, 11) else ["torch==2.13.0"]
     subprocess.run([str(python), "-m", "pip", "install", "--quiet", what, *pins], check=True)
     print("installed", Path(what).name, flush=True)
@@ -69,7 +69,7 @@ def has(python: Path, module: str) -> bool:
 
 
 def examples(package: str) -> list[str]:
-    """Return the blocks of Python in a package's README that need no vLLM."""
+    """Return the Python blocks in a package's README that do not need vLLM."""
     text = (ROOT / "packages" / package / "README.md").read_text("utf-8")
     return [code for code in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE) if "vllm" not in code]
 
@@ -81,12 +81,12 @@ def run(python: Path, code: str, place: Path) -> None:
 
 
 def clean() -> dict[str, str]:
-    """Return this process's variables without those that lead to other modules."""
+    """Return this process's environment variables without those that point to other modules."""
     return {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
 
 
 def try_rewards(place: Path, wheel: Path) -> None:
-    """Install the client, then the server, in an environment without torch, and ask it as the README does."""
+    """Install the client, then the server, in an environment without torch, and call it as in the README."""
     python = environment(place / "rewards")
     install(python, str(wheel))
     run(python, "import omni_reward", place)

@@ -1,8 +1,8 @@
 """Build a wheel of each package: `python scripts/release/wheels.py`, or `make wheels`.
 
-Each is built from a copy of its folder that also has the license and a self-contained README. With
+Each wheel is built from a copy of the package's folder that also has the license and a self-contained README. With
 --repository URL, the address of the sources on the web, the README links there at the tag of the version, and the
-metadata names it; without it those links become plain words.
+metadata include it; without it, those links become plain text.
 """
 
 import argparse
@@ -18,12 +18,12 @@ from urllib.parse import urlsplit
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("omni-sched", "omni-losses", "omni-reward", "omni-rollout", "omni-train", "omni-rl")
 SHORT = "OWNER/omni-rl"
-ADDRESS = f"https://github.com/{SHORT}"  # of the sources in all pages, for as long as they are on no host
+ADDRESS = f"https://github.com/{SHORT}"  # of the sources in all pages, until they are hosted
 LINK = re.compile(r"\[([^\]]+)\]\((?![a-z]+://|#)([^)\s]+)\)")
 
 
 def main() -> None:
-    """Build what the command line asks for, and print where it is."""
+    """Build the wheels selected on the command line, and print their paths."""
     parser = argparse.ArgumentParser(description="Build a wheel of each package.")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder of the wheels (default: dist)")
     parser.add_argument("--repository", default="", help="address of the sources on the web, for links and metadata")
@@ -33,11 +33,11 @@ def main() -> None:
 
 
 def build(out: Path, packages: tuple[str, ...], *, repository: str = "") -> list[Path]:
-    """Build a wheel of each of the packages into the folder, and return their paths.
+    """Build a wheel of each package in the folder, and return their paths.
 
     Raises:
-        ValueError: `repository` is not an address of the web.
-        FileNotFoundError: there is no uv.
+        ValueError: `repository` is not a web address.
+        FileNotFoundError: uv is not found.
         subprocess.CalledProcessError: a package cannot be built; uv has printed the reason.
     """
     if repository and not re.fullmatch(r"https://[^\s/]+/\S+", repository):
@@ -85,14 +85,14 @@ def hosted(text: str, repository: str) -> str:
 
 
 def by_name(text: str) -> str:
-    """Return the text of a page with packages to install named as on an index, where it shows folders of the clone."""
+    """Return the text of a page with package names as on an index instead of folders of the clone to install."""
     return text.replace("./packages/*", PACKAGES[-1]).replace("./packages/", "")
 
 
 def standing_alone(text: str, folder: str, place: str) -> str:
-    """Return the text of a page of `folder` with relative links made absolute below `place`, or words if that is empty.
+    """Return the text of a page of `folder` with relative links made absolute below `place`, or plain if it is empty.
 
-    Blocks of code stay as they are.
+    Code blocks are not changed.
     """
 
     def link(match: re.Match[str]) -> str:

@@ -5,11 +5,11 @@
 # [tool.uv.sources]
 # omni-reward = { path = "../../packages/omni-reward", editable = true }
 # ///
-"""Serve LAION's aesthetic score from an environment of its own.
+"""Serve LAION's aesthetic score in a separate environment.
 
     uv run scripts/scorers/aesthetic.py --port 8101 --option head=sac+logos+ava1-l14-linearMSE.pth
 
-The other options are those of `python -m omni_reward.server`; docs/scorers.md says what this scorer takes.
+The other options are those of `python -m omni_reward.server`; docs/scorers.md describes this scorer.
 """
 
 import sys

@@ -5,11 +5,11 @@
 # [tool.uv.sources]
 # omni-reward = { path = "../../packages/omni-reward", editable = true }
 # ///
-"""Serve CLAP from an environment of its own.
+"""Serve CLAP in a separate environment.
 
     uv run scripts/scorers/clap.py --port 8101
 
-The other options are those of `python -m omni_reward.server`; docs/scorers.md says what this scorer takes.
+The other options are those of `python -m omni_reward.server`; docs/scorers.md describes this scorer.
 """
 
 import sys

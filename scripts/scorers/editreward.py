@@ -5,11 +5,11 @@
 # [tool.uv.sources]
 # omni-reward = { path = "../../packages/omni-reward", editable = true }
 # ///
-"""Serve EditReward from an environment of its own.
+"""Serve EditReward in a separate environment.
 
     uv run scripts/scorers/editreward.py --port 8101 --option following=following.txt --option quality=quality.txt
 
-The other options are those of `python -m omni_reward.server`; docs/scorers.md says what this scorer takes.
+The other options are those of `python -m omni_reward.server`; docs/scorers.md describes this scorer.
 """
 
 import sys

@@ -5,11 +5,11 @@
 # [tool.uv.sources]
 # omni-reward = { path = "../../packages/omni-reward", editable = true }
 # ///
-"""Serve ImageReward from an environment of its own.
+"""Serve ImageReward in a separate environment.
 
     uv run scripts/scorers/imagereward.py --port 8101
 
-The other options are those of `python -m omni_reward.server`; docs/scorers.md says what this scorer takes.
+The other options are those of `python -m omni_reward.server`; docs/scorers.md describes this scorer.
 """
 
 import sys

@@ -1,12 +1,12 @@
-"""Write the instruction that the weights of a reward model were trained with into a file, from its source code.
+"""Write the instruction used to train a reward model's weights to a file, from its source code.
 
     python scripts/scorers/instruction.py HPSv3/hpsv3/dataset/data_collator_qwen.py instruction.txt \\
         INSTRUCTION prompt_with_special_token
     python scripts/scorers/instruction.py VideoAlign/prompt_template.py instruction.txt \\
         DETAILED_PROMPT_WITH_SPECIAL_TOKEN
 
-The names are those of texts in one source or several, which are joined to the model's instruction. The sources, of
-github.com/MizzenAI/HPSv3, github.com/KwaiVGI/VideoAlign or github.com/TIGER-AI-Lab/EditReward, are read and not run.
+The names are those of texts in one or more sources, which are joined to the model's instruction. The sources, from
+github.com/MizzenAI/HPSv3, github.com/KwaiVGI/VideoAlign or github.com/TIGER-AI-Lab/EditReward, are parsed, not run.
 """
 
 import ast
@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 def main(argv: list[str]) -> None:
-    """Read the sources that the first arguments name, each a .py, and write the file that the next one names."""
+    """Parse the sources named by the first arguments (each a .py file), and write the file named by the next one."""
     sources = [Path(word) for word in takewhile(lambda word: word.endswith(".py"), argv)]
     target, *names = argv[len(sources) :]
     texts: dict[str, str] = {}

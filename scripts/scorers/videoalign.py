@@ -5,11 +5,11 @@
 # [tool.uv.sources]
 # omni-reward = { path = "../../packages/omni-reward", editable = true }
 # ///
-"""Serve VideoAlign from an environment of its own.
+"""Serve VideoAlign in a separate environment.
 
     uv run scripts/scorers/videoalign.py --port 8101 --option instruction=instruction.txt
 
-The other options are those of `python -m omni_reward.server`; docs/scorers.md says what this scorer takes.
+The other options are those of `python -m omni_reward.server`; docs/scorers.md describes this scorer.
 """
 
 import sys

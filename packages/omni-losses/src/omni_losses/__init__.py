@@ -1,8 +1,8 @@
 """Losses and advantages for RL post-training of generative models: pure functions on tensors.
 
-Losses are computed in float32. Advantages are in float64, so that small differences between large rewards count.
+Losses are computed in float32, advantages in float64, so that small differences between large rewards count.
 
-There are no models, devices or collectives here. Gather rewards from all ranks before calling `group_advantages`.
+This package has no models, devices or collectives. Gather rewards from all ranks before calling `group_advantages`.
 """
 
 from omni_losses.advantages import best_worst_n as best_worst_n

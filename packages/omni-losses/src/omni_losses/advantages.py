@@ -1,8 +1,8 @@
-"""Advantages of samples over the others of the same prompt, and the choice of samples to train on.
+"""Advantages of samples relative to the other samples of a prompt, and the selection of samples to train on.
 
-Letters: N samples of all ranks, in any order; a group is the samples of one prompt; R rewards of each sample. A reward
-of NaN marks a sample without a score. Everything is computed in float64: a mean and a deviation are differences of
-rewards, which may be small beside their size.
+Notation: N samples from all ranks, in any order; a group is the samples of one prompt; R rewards per sample. A NaN
+reward marks a sample without a score. Everything is computed in float64, because means and deviations are differences
+of rewards, which may be small relative to their magnitude.
 """
 
 import math
@@ -14,7 +14,7 @@ from torch import Tensor
 
 Std = Literal["batch", "group", "none"]
 
-ROUNDING = 2.0**-40  # share of their size by which rewards differ through nothing but a scorer's sums in float64
+ROUNDING = 2.0**-40  # relative difference that rewards can have through rounding in a scorer's float64 sums
 
 
 def group_advantages(
@@ -24,23 +24,23 @@ def group_advantages(
 
         A_i = (r_i - mean_g(r)) / (std(r) + eps)
 
-    A group whose rewards are all equal gets exactly 0, and so does a group of one sample. A reward of NaN marks a
-    sample without a score: it gets advantage 0 and enters no mean and no standard deviation.
+    A group whose rewards are all equal gets exactly 0, and so does a group of one sample. A NaN reward marks a sample
+    without a score: its advantage is 0, and it is excluded from means and standard deviations.
 
     Args:
         rewards: [N], any scale.
-        groups: [N], integer ids; equal ids form a group, the ids' order and size mean nothing.
-        std: "batch" divides by the standard deviation of all scored rewards, "group" by the group's own, "none" by
-            nothing (Dr. GRPO, arXiv 2503.20783).
+        groups: [N], integer ids; equal ids form a group, their order and magnitude have no meaning.
+        std: "batch" divides by the standard deviation of all scored rewards, "group" by that of the group, "none" does
+            not divide (Dr. GRPO, arXiv 2503.20783).
         eps: added to the standard deviation, in units of the reward, > 0.
-        correction: the standard deviation divides squares by n - correction, 0 or 1.
+        correction: 0 or 1; the standard deviation divides the sum of squares by n - correction.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, a reward is infinite, or an option is out of range.
+        ValueError: shapes or dtypes do not match, a reward is infinite, or an option is out of range.
 
     Source: the group-relative advantage of Flow-GRPO (arXiv 2505.05470), after DeepSeekMath (arXiv 2402.03300).
-    Released code differs: flow_grpo divides squares by n (`correction=0`), verl-omni and DanceGRPO by n - 1, which
-    makes advantages smaller by sqrt((n - 1) / n), 2 % at n = 24 and 29 % at n = 2; DanceGRPO has eps 1e-8.
+    Released code differs: flow_grpo divides the sum of squares by n (`correction=0`), verl-omni and DanceGRPO by n - 1,
+    which makes advantages smaller by sqrt((n - 1) / n), 2 % at n = 24 and 29 % at n = 2; DanceGRPO has eps 1e-8.
     """
     check_rewards(rewards, groups)
     if std not in get_args(Std):
@@ -81,24 +81,24 @@ def multi_reward_advantages(
     correction: int = 1,
     rescale: bool = False,
 ) -> Tensor:
-    """Compute advantages [N], float32, of several rewards: the weighted sum of each reward's group advantages.
+    """Compute advantages [N], float32, from several rewards: the weighted sum of each reward's group advantages.
 
         A_i = sum_r weight_r group_advantages(rewards[:, r])_i
 
-    Every reward is normalized before it is weighted, so its scale and offset mean nothing: a weight is the share of a
-    reward, equally in [0, 1] or [0, 100]. A reward that is NaN adds 0 to its sample, as if it had been the group's
-    average, and a sample all of whose rewards are NaN gets exactly 0.
+    Every reward is normalized before it is weighted, so its scale and offset do not matter: a weight is the share of a
+    reward, whether it is in [0, 1] or [0, 100]. A NaN reward adds 0 to its sample, as if it were the group's average,
+    and a sample whose rewards are all NaN gets exactly 0.
 
     Args:
         rewards: [N, R], any scales.
         groups: [N], integer ids.
-        reward_weights: R finite numbers; negative for what is to shrink.
+        reward_weights: R finite numbers; negative for rewards to minimize.
         std, eps, correction: as in `group_advantages`, for each reward.
-        rescale: divide A by its standard deviation over the scored samples, plus eps, so that the size of
+        rescale: divide A by its standard deviation over the scored samples, plus eps, so that the magnitude of the
             advantages does not depend on the number of rewards and their weights.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, a reward or weight is infinite, or an option is out of range.
+        ValueError: shapes or dtypes do not match, a reward or weight is infinite, or an option is out of range.
 
     Source: `advantage_aggr` of MixGRPO's released code (arXiv 2507.21802), where std is "group" and eps 1e-8; with
     rescale, GDPO (arXiv 2601.05242), which also subtracts the batch mean: 0 here, since every group sums to 0.
@@ -120,20 +120,20 @@ def multi_reward_advantages(
 
 
 def filter_groups(rewards: Tensor, groups: Tensor) -> Tensor:
-    """Return a boolean mask [N] of the samples with signal: those with a score, in a group with two different scores.
+    """Return a boolean mask [N] of the samples with signal: scored, in a group with at least two different rewards.
 
-    All others have advantage 0. Dropping them saves their part of the update. It also changes the mean that a loss
-    takes: over fewer samples, so that those left weigh more.
+    All others have advantage 0. Dropping them saves their part of the update. It also changes the mean in a loss: it is
+    over fewer samples, so the remaining samples weigh more.
 
     Args:
         rewards: [N], any scale.
         groups: [N], integer ids.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, or a reward is infinite.
+        ValueError: shapes or dtypes do not match, or a reward is infinite.
 
     Source: the dynamic sampling of DAPO (arXiv 2503.14476), which samples other prompts instead; flow_grpo drops
-    them too, but keeps as many as make the batch divisible.
+    them too, but keeps enough samples to make the batch divisible.
     """
     check_rewards(rewards, groups)
     ids, index = torch.unique(groups, return_inverse=True)
@@ -142,18 +142,18 @@ def filter_groups(rewards: Tensor, groups: Tensor) -> Tensor:
 
 
 def best_worst_n(rewards: Tensor, groups: Tensor, n: int) -> Tensor:
-    """Return the ascending indices of the n/2 best and the n/2 worst samples of every group, which teach most.
+    """Return the ascending indices of the n/2 best and the n/2 worst samples of every group.
 
-    Take the advantages of whole groups first, then train on these samples only. A group with n scored samples or fewer
-    keeps them all; samples without a score are never kept. The earlier of equal rewards counts as the worse.
+    Compute the advantages of whole groups first, then train on these samples only. A group with at most n scored
+    samples keeps them all; samples without a score are never kept. Of equal rewards, the earlier counts as the worse.
 
     Args:
-        rewards: [N], any scale; or the advantages, where there are several rewards.
+        rewards: [N], any scale; pass the advantages if there are several rewards.
         groups: [N], integer ids.
-        n: samples to keep of each group, even, at least 2.
+        n: number of samples to keep in each group, even, at least 2.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, a reward is infinite, or n is odd or below 2.
+        ValueError: shapes or dtypes do not match, a reward is infinite, or n is odd or below 2.
 
     Source: the best-of-N training of DanceGRPO (arXiv 2505.07818). Released code (HunyuanVideo, 8 of 24) selects among
     all samples of a rank by their advantages, not within each group.
@@ -170,17 +170,17 @@ def best_worst_n(rewards: Tensor, groups: Tensor, n: int) -> Tensor:
 
 
 def reward_metrics(rewards: Tensor, groups: Tensor) -> dict[str, Tensor]:
-    """Return statistics of a step's rewards, 0-d float64; samples without a score (NaN) count only in the last.
+    """Return statistics of a step's rewards, 0-d float64; NaN (no score) counts only in `abstained_ratio`.
 
     `mean`, `min`, `max`; `group_std`, the mean over groups of the standard deviation (squares divided by n);
-    `zero_variance_ratio`, the share of groups whose rewards are all equal and teach nothing; `abstained_ratio`.
+    `zero_variance_ratio`, the share of groups whose rewards are all equal and give no signal; `abstained_ratio`.
 
     Args:
-        rewards: [N], any scale, NaN where there is no score; at least one has a score.
+        rewards: [N], any scale, NaN where there is no score; at least one must have a score.
         groups: [N], integer ids.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, a reward is infinite, or none has a score.
+        ValueError: shapes or dtypes do not match, a reward is infinite, or none has a score.
     """
     check_rewards(rewards, groups)
     scored = ~rewards.isnan()
@@ -200,9 +200,9 @@ def reward_metrics(rewards: Tensor, groups: Tensor) -> dict[str, Tensor]:
 
 
 def ranks(scores: Tensor) -> Tensor:
-    """Return how many of the other scores are lower than each, [N], where equal ones count half.
+    """Return the number of other scores that are lower than each score, [N]; equal scores count half.
 
-    These are ranks from 0, equal scores at the mean of theirs, so that the correlation of two is Spearman's.
+    These are ranks from 0; equal scores share their mean rank, so the correlation of two rankings is Spearman's.
 
     scores: [N], no NaN.
     """
@@ -216,25 +216,25 @@ def overrated(rewards: Tensor, others: Tensor, share: float) -> Tensor:
         u_i = w_i(r) - mean over R of w_i(r_R),        w: `ranks`
 
     At most `share * N` samples, rounded up, are in it: those with the largest u > 0. A KL to the reference on only
-    these holds back a policy that games the reward, and no other.
+    these samples restrains a policy that exploits the reward, and no other policy.
 
     Args:
         rewards: [N], NaN where there is no score.
-        others: [N, R], other rewards, NaN likewise; samples that lack any score are never in the mask.
-        share: of the samples, in (0, 1].
+        others: [N, R], other rewards, NaN likewise; samples that miss any score are never in the mask.
+        share: share of the samples, in (0, 1].
 
     Raises:
-        ValueError: shapes do not fit, or the share is out of range.
+        ValueError: shapes do not match, or the share is out of range.
 
-    Source: the gate of GARDO (arXiv 2512.24138). Its released code changes the share, from 0.02 to 0.2, with the mean
-    of u, takes that share of the samples with u > 0, and its ranks count from the best.
+    Source: the gate of GARDO (arXiv 2512.24138). Its released code adapts the share, from 0.02 to 0.2, to the mean
+    of u, takes that share of the samples with u > 0, and counts ranks from the best.
     """
     if rewards.ndim != 1 or others.ndim != 2 or len(others) != len(rewards) or not 0 < share <= 1:
         shapes = f"{tuple(rewards.shape)} and {tuple(others.shape)}, {share}"
         raise ValueError(f"rewards and others must be [N] and [N, R], and share in (0, 1], got {shapes}")
     doubt = torch.full_like(rewards, -torch.inf, dtype=torch.float32)
     (scored,) = torch.where(~(rewards.isnan() | others.isnan().any(dim=1)))
-    doubt[scored] = others.shape[1] * ranks(rewards[scored])  # R times u, in which nothing is rounded
+    doubt[scored] = others.shape[1] * ranks(rewards[scored])  # R times u, which is exact
     for column in others.unbind(dim=1):
         doubt[scored] -= ranks(column[scored])
     most = doubt.argsort(descending=True, stable=True)[: math.ceil(share * len(doubt))]
@@ -242,7 +242,7 @@ def overrated(rewards: Tensor, others: Tensor, share: float) -> Tensor:
 
 
 def _varied(rewards: Tensor, scored: Tensor, index: Tensor, num_groups: int) -> Tensor:
-    """Return a mask [N] of the samples whose group has two different rewards. rewards: [N], float64.
+    """Return a mask [N] of the samples whose group has at least two different rewards. rewards: [N], float64.
 
     It compares rewards, not their variance: the rounded mean of equal floats may differ from them, and dividing the
     difference by a tiny standard deviation would turn rounding into an advantage.

@@ -1,8 +1,8 @@
-"""Importance weights towards the trainer's policy, for samples of an engine with other arithmetic.
+"""Importance weights towards the trainer's policy, for samples from an engine with different arithmetic.
 
-Letters: B samples, K stochastic steps of each; N answers, T tokens of each. Log-probabilities of steps are in nats per
-latent element: a step's log-density over its number of elements. They must be those of densities: not the unnormalised
-ones of `cps_step`. Those of tokens are in nats per token.
+Notation: B samples with K stochastic steps each; N answers of T tokens each. Log-probabilities of steps are in nats per
+latent element: a step's log-density over its number of elements. They must come from densities, so the unnormalized
+ones of `cps_step` do not qualify. Log-probabilities of tokens are in nats per token.
 """
 
 from typing import Literal, get_args
@@ -33,16 +33,16 @@ def rollout_weights(
         w_ik = r_ik clamped to [low, high] for mode "truncate" (importance sampling, with bounded variance)
                1 if low <= r_ik <= high, else 0, for mode "mask" (rejection)
 
-    Multiply the weights of two calls to have both. Pass column k as `weights` of the loss of step k.
+    To apply both modes, multiply the weights of two calls. Pass column k as `weights` to the loss of step k.
 
-    The bounds are ratios of a single latent element, on geometric average, in the unit of a clip range. Two engines
-    with the same weights differ by 1e-5 to 1e-4 nats per element and step, with guidance up to 3e-3: bounds such as
-    0.999 and 1.001 separate a broken step from rounding. Bounds for tokens, such as 0.5 and 2, never act here. The
+    The bounds are ratios per latent element (geometric mean), in the unit of a clip range. Two engines
+    with the same weights differ by 1e-5 to 1e-4 nats per element and step, with guidance by up to 3e-3: bounds such as
+    0.999 and 1.001 separate a broken step from rounding. Bounds for tokens, such as 0.5 and 2, have no effect here. The
     ratio of a trajectory is the product of its K steps' ratios, so its bounds may be up to K times as far from 1.
 
     Args:
-        old_log_prob: [B, K], nats per latent element, of the trainer's weights before the update.
-        rollout_log_prob: [B, K], same unit, of the engine that sampled the steps.
+        old_log_prob: [B, K], nats per latent element, from the trainer's weights before the update.
+        rollout_log_prob: [B, K], same unit, from the engine that sampled the steps.
         level, mode: as above.
         low: lower bound, from 0 to 1 - 1e-6; 0 for none.
         high: upper bound, at least 1 + 1e-6; infinity for none.
@@ -51,13 +51,13 @@ def rollout_weights(
         The weights, float32, without gradient, and: `abs_diff_mean`, `abs_diff_max` of |d|; `kl`, the mean of -d, which
         estimates KL(engine || trainer) in nats per element; `k3_kl`, the mean of exp(d) - 1 - d, never negative;
         `ratio_min`, `ratio_max` and `outside_fraction`, the share of r outside the bounds; `weight_mean`; and
-        `effective_fraction`, (mean w)^2 / mean w^2, the share of steps that would be left if all weighed the same.
+        `effective_fraction`, (mean w)^2 / mean w^2, the effective sample size as a share of the steps.
 
     Raises:
-        ValueError: shapes do not fit, an unknown word, or bounds that do not enclose 1 in float32.
+        ValueError: shapes do not match, an unknown option, or bounds that do not enclose 1 in float32.
 
-    Source: truncated importance sampling and rejection as in verl's rollout correction. verl-omni applies the bounds of
-    tokens, 0.5 and 2, to these means, and truncates from above only.
+    Source: truncated importance sampling and rejection as in verl's rollout correction. verl-omni applies the token
+    bounds 0.5 and 2 to these means, and truncates from above only.
     """
     if old_log_prob.ndim != 2 or old_log_prob.numel() == 0:
         raise ValueError(f"old_log_prob must be [B, K] with B, K >= 1, got shape {tuple(old_log_prob.shape)}")
@@ -88,13 +88,13 @@ def token_rollout_weights(
     """Compute weights [N, T] for the losses of tokens, and metrics of the gap between engine and trainer.
 
         d_it = old_log_prob_it - rollout_log_prob_it
-        r_it = exp(d_it) for modes of a token;  exp(sum over t of d_it), equal for all tokens, for those of a sequence
-        w_it = min(r_it, cap) for modes that truncate;  r_it if r_it <= cap, else 0, for those that mask
+        r_it = exp(d_it) for token modes;  exp(sum over t of d_it), equal for all tokens, for sequence modes
+        w_it = min(r_it, cap) for truncating modes;  r_it if r_it <= cap, else 0, for masking modes
 
     Args:
-        old_log_prob: [N, T], nats per token, of the trainer's weights before the update.
-        rollout_log_prob: [N, T], same unit, of the engine that sampled the tokens.
-        mask: [N, T], boolean: the tokens that the policy chose. Values elsewhere, NaN too, change nothing.
+        old_log_prob: [N, T], nats per token, from the trainer's weights before the update.
+        rollout_log_prob: [N, T], same unit, from the engine that sampled the tokens.
+        mask: [N, T], boolean: True for tokens sampled by the policy. Values elsewhere have no effect, even NaN.
         mode: as above.
         cap: upper bound, >= 1; infinity for none.
 
@@ -103,10 +103,10 @@ def token_rollout_weights(
         of the mask, in nats per token.
 
     Raises:
-        ValueError: shapes do not fit, an unknown word, a cap below 1, or no token.
+        ValueError: shapes do not match, an unknown mode, a cap below 1, or an empty mask.
 
-    Source: truncated importance sampling, by the names of TRL's `vllm_importance_sampling_mode`; verl's `rollout_is`
-    of "token" and "sequence" are the modes that truncate, with its threshold of 2.
+    Source: truncated importance sampling, with the names of TRL's `vllm_importance_sampling_mode`; verl's `rollout_is`
+    values "token" and "sequence" are the truncating modes, with verl's threshold of 2.
     """
     require_shape_of("old_log_prob", old_log_prob, rollout_log_prob=rollout_log_prob, mask=mask)
     if mode not in get_args(TokenMode) or not cap >= 1 or not mask.any():

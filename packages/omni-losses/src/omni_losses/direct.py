@@ -1,6 +1,6 @@
 """Losses that differentiate the reward itself: SRPO, on samples recovered from a single step.
 
-Letters: B samples. sigma is the noise level, 1 = noise, 0 = data; velocity = dx/dsigma = noise - data.
+Notation: B samples. sigma is the noise level, 1 = noise, 0 = data; velocity = dx/dsigma = noise - data.
 """
 
 import torch
@@ -15,24 +15,24 @@ def direct_align(velocity: Tensor, x: Tensor, noise: Tensor, sigma: Tensor, sigm
         x_next = x + (sigma_next - sigma) velocity
         x0     = (x_next - sigma_next noise) / (1 - sigma_next)
 
-    The true velocity gives the sample that was noised, at any noise level, so a reward of x0 has a usable gradient
-    where a one-step prediction x - sigma velocity would still be blurred. Only the share (sigma_next - sigma) /
-    (1 - sigma_next) of velocity enters: negative when denoising, positive when inverting (sigma_next > sigma).
+    The true velocity recovers the noised sample exactly, at any noise level, so a reward of x0 has a usable gradient
+    where a one-step prediction x - sigma velocity would still be blurred. The velocity enters with the factor
+    (sigma_next - sigma) / (1 - sigma_next): negative when denoising, positive when inverting (sigma_next > sigma).
 
     Args:
-        velocity: [B, ...], latent units, of the weights being trained, at x; the gradient of the reward flows here.
+        velocity: [B, ...], latent units, from the weights being trained, at x; the gradient of the reward flows here.
         x: [B, ...], latent units: (1 - sigma) * sample + sigma * noise.
         noise: [B, ...], latent units: the noise in x.
-        sigma, sigma_next: [B], noise level before and after the step; sigma_next < 1.
+        sigma, sigma_next: [B], noise levels before and after the step; sigma_next < 1.
 
     Returns:
         [B, ...], float32, latent units.
 
     Raises:
-        ValueError: shapes do not fit; or, seen on the CPU only, a sigma_next outside [0, 1).
+        ValueError: shapes do not match; or, checked on the CPU only, a sigma_next outside [0, 1).
 
-    Source: Direct-Align of SRPO (arXiv 2509.06942). Released code takes sigma_next 0.1 of the trained range away from
-    sigma, and rounds the model's timestep down to an integer.
+    Source: Direct-Align of SRPO (arXiv 2509.06942). Released code subtracts 0.1 of the trained range from sigma to get
+    sigma_next, and rounds the model's timestep down to an integer.
     """
     require_latents("velocity", velocity, x=x, noise=noise)
     require_per_sample(velocity, sigma=sigma, sigma_next=sigma_next)
@@ -51,30 +51,30 @@ def srpo_loss(
     inversion: bool = False,
     threshold: float = 0.7,
 ) -> LossOutput:
-    """Compute the loss of SRPO: a sample should match its prompt better with words of praise than with words of blame.
+    """Compute the loss of SRPO: a sample should match its prompt better with positive than with negative words.
 
         denoising:  R_i = (1 + discount) positive_reward_i - negative_reward_i
         inversion:  R_i = (1 + discount) negative_reward_i - positive_reward_i
         L         = 1/B sum_i max(0, threshold - R_i)
 
-    The reward model's bias for all images cancels in the difference. The velocity enters `direct_align` with the
-    opposite sign when inverting, so both kinds of step move it towards the positive words. One of them ascends and the
+    The reward model's bias common to all images cancels in the difference. When inverting, the velocity enters
+    `direct_align` with the opposite sign, so both kinds of step move it towards the positive words. One ascends and the
     other descends the share `discount` of the reward that does not cancel, which guards against overoptimization.
 
     Args:
         positive_reward, negative_reward: [B], differentiable scores of one sample from `direct_align` for its prompt
-            with positive and with negative control words; gradients flow here.
+            with positive and negative control words; gradients flow here.
         discount: number or [B], >= 0: the share of the plain reward that remains. Published for HPS-v2.1: denoising,
             from 0.1 at the low end of the trained noise levels to 0.25 at the high end; inverting, from 0.3 to 0.01.
-        inversion: True where the step went from less noise to more.
-        threshold: rewards of this and more have no gradient, in units of the reward.
+        inversion: True if the step went from less noise to more.
+        threshold: rewards of at least this value have no gradient, in units of the reward.
 
     Returns:
-        The loss and `relative_reward`, `positive_reward`, `negative_reward`, means; `active_fraction`, the share of
+        The loss; `relative_reward`, `positive_reward` and `negative_reward`, means; and `active_fraction`, the share of
         samples below the threshold.
 
     Raises:
-        ValueError: shapes do not fit.
+        ValueError: shapes do not match.
 
     Source: SRPO (arXiv 2509.06942), its semantic relative preference in the form of classifier-free guidance, (1 - k)
     negative + k positive; the form here is that of its released code, which found it more stable.

@@ -1,8 +1,8 @@
-"""Distances of a policy from a reference or a teacher.
+"""Divergences of a policy from a reference or a teacher.
 
-Letters: B samples; V tokens of a vocabulary. A step's transition is a normal distribution around `mean` with one `std`
-for all latent elements. Distances of latents are means over latent elements, so that they do not grow with the size of
-the image.
+Notation: B samples; V tokens of a vocabulary. A step's transition is a normal distribution around `mean` with one
+`std` for all latent elements. Distances between latents are means over latent elements, so they do not grow with the
+size of the image.
 """
 
 import math
@@ -29,18 +29,18 @@ def gaussian_kl(mean: Tensor, ref_mean: Tensor, std: Tensor) -> Tensor:
 
         KL = mean over elements of (mean - ref_mean)^2 / (2 std^2)
 
-    Multiplied by the number of latent elements it is the exact KL of the two normal distributions, which share `std`.
+    Times the number of latent elements, this is the exact KL of the two normal distributions, which share `std`.
 
     Args:
-        mean: [B, ...], latent units, of the weights being trained.
-        ref_mean: [B, ...], latent units, of the reference; no gradient flows here.
-        std: [B], latent units, > 0: the standard deviation of x_next given x, with its factor sqrt(-dt).
+        mean: [B, ...], latent units, from the weights being trained.
+        ref_mean: [B, ...], latent units, from the reference; no gradient flows here.
+        std: [B], latent units, > 0: the standard deviation of x_next given x, including the factor sqrt(-dt).
 
     Raises:
-        ValueError: shapes do not fit.
+        ValueError: shapes do not match.
 
     Source: the closed-form KL of Flow-GRPO (arXiv 2505.05470). Released code (flow_grpo, verl-omni) takes the diffusion
-    coefficient for `std`, without sqrt(-dt): its KL is |dt| times this one, and a coefficient tuned there has to be
+    coefficient for `std`, without sqrt(-dt): its KL is |dt| times this one, so a coefficient tuned there must be
     multiplied by |dt| here.
     """
     if mean.ndim < 2 or ref_mean.shape != mean.shape:
@@ -53,40 +53,40 @@ def gaussian_kl(mean: Tensor, ref_mean: Tensor, std: Tensor) -> Tensor:
 
 
 def velocity_kl(velocity: Tensor, ref_velocity: Tensor) -> Tensor:
-    """Compute the squared distance of two velocities at a latent, [B], latent units squared: KL without step weight.
+    """Compute the squared distance of two velocities at a latent, [B], latent units squared: a KL without step weight.
 
         D = mean over elements of (velocity - ref_velocity)^2
 
-    At one step the means of two policies differ by a known factor times the velocities' difference, so `gaussian_kl` is
-    this distance times factor^2 / (2 std^2): for a small `noise_level`, |dt| / (2 S^2) with S = std / sqrt(-dt). D
-    drops that weight. It needs no noise and no step, so it also serves losses of the forward process.
+    At one step, the means of two policies differ by a known factor times the difference of their velocities, so
+    `gaussian_kl` is this distance times factor^2 / (2 std^2): for a small `noise_level`, |dt| / (2 S^2) with
+    S = std / sqrt(-dt). D omits that weight. It needs no noise and no step, so it also serves forward-process losses.
 
     Args:
-        velocity: [B, ...], latent units, of the weights being trained.
-        ref_velocity: [B, ...], latent units, of the reference at the same latent; no gradient flows here.
+        velocity: [B, ...], latent units, from the weights being trained.
+        ref_velocity: [B, ...], latent units, from the reference at the same latent; no gradient flows here.
 
     Raises:
-        ValueError: shapes do not fit.
+        ValueError: shapes do not match.
 
-    Source: the reference penalty of DiffusionNFT (arXiv 2509.16117) and of AWM (arXiv 2509.25050). The released code of
-    AWM can also divide it by 2 S^2, S = 0.7 sqrt(sigma / (1 - sigma)), its choice `ELBO`; no published preset does.
+    Source: the reference penalty of DiffusionNFT (arXiv 2509.16117) and of AWM (arXiv 2509.25050). AWM's released code
+    can also divide it by 2 S^2, S = 0.7 sqrt(sigma / (1 - sigma)), with the option `ELBO`; no published preset does.
     """
     require_latents("velocity", velocity, ref_velocity=ref_velocity)
     return element_mean((velocity.float() - ref_velocity.detach().float()).square())
 
 
 def k3_kl(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
-    """Estimate KL(policy || reference) from the policy's own samples, in log_prob's shape and unit.
+    """Estimate KL(policy || reference) from the policy's samples, with the shape and unit of log_prob.
 
         d = ref_log_prob - log_prob,   k3 = exp(d) - 1 - d
 
-    Never negative, and 0 only where the two agree. Unbiased if log_prob is a whole log-probability, such as a token's.
-    For diffusion steps, whose log_prob is a mean over latent elements, it is close to d^2 / 2, which is no KL: prefer
-    `gaussian_kl` there, which is exact.
+    It is never negative, and 0 only where the two agree. It is unbiased if log_prob is a complete log-probability, such
+    as a token's. For diffusion steps, whose log_prob is a mean over latent elements, it is close to d^2 / 2, which is
+    not a KL: prefer the exact `gaussian_kl` there.
 
     Args:
-        log_prob: any shape, nats, of the weights being trained.
-        ref_log_prob: same shape, nats, of the reference; no gradient flows here.
+        log_prob: any shape, nats, from the weights being trained.
+        ref_log_prob: same shape, nats, from the reference; no gradient flows here.
 
     Raises:
         ValueError: shapes differ.
@@ -100,21 +100,21 @@ def k3_kl(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
 
 
 def distill_kl_loss(mean: Tensor, teacher_mean: Tensor, std: Tensor, *, weights: Tensor | None = None) -> LossOutput:
-    """Compute on-policy distillation of a stochastic step: the KL to the teacher's transition at the student's latent.
+    """Compute on-policy distillation for a stochastic step: the KL to the teacher's transition at the student's latent.
 
         L = 1/B sum_i w_i gaussian_kl(mean_i, teacher_mean_i, std_i)
 
     Args:
-        mean: [B, ...], latent units, of the student at latents that the student sampled.
-        teacher_mean: [B, ...], latent units, of the teacher at the same latents; no gradient flows here.
-        std: [B], latent units, > 0: the standard deviation of x_next given x, with its factor sqrt(-dt).
-        weights: [B] or None; factor of each sample's loss, 0 for a masked one; the divisor stays B.
+        mean: [B, ...], latent units, from the student at latents that the student sampled.
+        teacher_mean: [B, ...], latent units, from the teacher at the same latents; no gradient flows here.
+        std: [B], latent units, > 0: the standard deviation of x_next given x, including the factor sqrt(-dt).
+        weights: [B] or None; factor of each sample's loss, 0 for a masked sample; the divisor stays B.
 
     Returns:
         The loss and `distill_kl`, the unweighted mean, nats per latent element.
 
     Raises:
-        ValueError: shapes do not fit.
+        ValueError: shapes do not match.
 
     Source: the closed-form KL of a step in DiffusionOPD (arXiv 2605.15055). The code of verl-omni takes `std` without
     sqrt(-dt), so that its loss is |dt| times this one.
@@ -125,23 +125,23 @@ def distill_kl_loss(mean: Tensor, teacher_mean: Tensor, std: Tensor, *, weights:
 
 
 def distill_velocity_loss(velocity: Tensor, teacher_velocity: Tensor, *, weights: Tensor | None = None) -> LossOutput:
-    """Compute on-policy distillation of velocities: the mean squared distance to the teacher's, at student's latents.
+    """Compute on-policy distillation of velocities: mean squared distance to the teacher's at the student's latents.
 
         L = 1/B sum_i w_i velocity_kl(velocity_i, teacher_velocity_i)
 
     Unlike `distill_kl_loss` it needs no noise, so the latents may come from deterministic sampling, and every noise
-    level weighs the same.
+    level has the same weight.
 
     Args:
-        velocity: [B, ...], latent units, of the student at latents that the student sampled.
-        teacher_velocity: [B, ...], latent units, of the teacher at the same latents; no gradient flows here.
-        weights: [B] or None; factor of each sample's loss, 0 for a masked one; the divisor stays B.
+        velocity: [B, ...], latent units, from the student at latents that the student sampled.
+        teacher_velocity: [B, ...], latent units, from the teacher at the same latents; no gradient flows here.
+        weights: [B] or None; factor of each sample's loss, 0 for a masked sample; the divisor stays B.
 
     Returns:
         The loss and `distill_velocity_error`, the unweighted mean.
 
     Raises:
-        ValueError: shapes do not fit.
+        ValueError: shapes do not match.
 
     Source: the ODE form of the mean matching of DiffusionOPD (arXiv 2605.15055).
     """
@@ -157,17 +157,17 @@ def token_divergence(log_probs: Tensor, teacher_log_probs: Tensor, *, divergence
         "forward"   KL(q || p)
         "jsd"       1/2 KL(p || m) + 1/2 KL(q || m),   m = (p + q) / 2, at most log 2
 
-    A token of probability 0 in both, such as a suppressed one, adds 0 and has gradient 0. A KL is infinite where its
+    A token with probability 0 in both, such as a suppressed token, adds 0 and has gradient 0. A KL is infinite if its
     first distribution has a token that the second excludes; "jsd" is always finite. Equal distributions give exactly 0.
 
     Args:
-        log_probs: [..., V], nats, normalised over V, -inf for excluded tokens, of the student; gradients flow here
+        log_probs: [..., V], nats, from the student, normalized over V, -inf for excluded tokens; gradients flow here
             only.
-        teacher_log_probs: [..., V], same unit, of the teacher at the same places.
+        teacher_log_probs: [..., V], same unit, from the teacher at the same positions.
         divergence: as above.
 
     Raises:
-        ValueError: shapes differ, there is no V, or an unknown word.
+        ValueError: shapes differ, V is missing or 0, or an unknown divergence.
 
     Source: GKD (arXiv 2306.13649), section 2, its generalized Jensen-Shannon divergence with beta 0.5. On the student's
     own answers, "reverse" is the loss of on-policy distillation.

@@ -1,12 +1,12 @@
 """Losses of the forward process: velocities at finished samples that are noised again, without a trajectory.
 
-Letters: B samples, one noise level of each. x0 is a sample that the policy generated, noise is standard normal and
-independent of how x0 came about,
+Notation: B samples, each with one noise level. x0 is a sample that the policy generated, noise is standard normal and
+independent of x0,
 
     x_t = (1 - sigma) * x0 + sigma * noise,   target = noise - x0
 
-and a velocity predicts target from x_t. sigma is the noise level in (0, 1], which papers call t. Any sampler may have
-made x0: no density of its steps is needed.
+and a velocity predicts target from x_t. sigma is the noise level in (0, 1], called t in papers. Any sampler may have
+generated x0, since the density of its steps is not needed.
 """
 
 from typing import Literal, get_args
@@ -34,21 +34,21 @@ DecaySchedule = Literal["copy", "linear", "delayed_linear"]
 AwmWeighting = Literal["uniform", "t", "t2", "huber", "ghuber"]
 
 POWERS: dict[AwmWeighting, int] = {"uniform": 0, "t": 1, "t2": 2}  # of sigma
-HUBER_EPS = 1e-10  # added to the squared error, so that roots have a gradient at 0
+HUBER_EPS = 1e-10  # added to the squared error, so that its roots have a gradient at 0
 GHUBER_POWER = 0.25
 
 
 def velocity_error(velocity: Tensor, x0: Tensor, noise: Tensor) -> Tensor:
     """Compute the flow-matching error of each sample, [B]: mean over elements of (velocity - (noise - x0))^2.
 
-    The loss of pretraining, the quantity that `diffusion_dpo_loss` compares and, negated, the log-probability of AWM.
+    This is the pretraining loss, the quantity that `diffusion_dpo_loss` compares and, negated, AWM's log-probability.
 
     Args:
         velocity: [B, ...], latent units, predicted at (1 - sigma) * x0 + sigma * noise.
         x0, noise: [B, ...], latent units.
 
     Raises:
-        ValueError: shapes do not fit.
+        ValueError: shapes do not match.
 
     Source: rectified flow (arXiv 2209.03003), eq. 1, for one sample, noise and sigma; there, data is at time 1.
     """
@@ -60,14 +60,14 @@ def velocity_error(velocity: Tensor, x0: Tensor, noise: Tensor) -> Tensor:
 def reward_probability(advantages: Tensor, *, adv_clip_max: float = 5.0) -> Tensor:
     """Return the probability that each sample is good, in [0, 1], float32: 1/2 + A / (2 adv_clip_max), clipped.
 
-    A is the advantage: adv_clip_max and more give 1, 0 gives 1/2, -adv_clip_max and less give 0.
+    A is the advantage: adv_clip_max or more gives 1, 0 gives 1/2, -adv_clip_max or less gives 0.
 
-    A sample of advantage 0, such as one without a score, gets 1/2, which in `diffusion_nft_loss` pulls towards the old
-    policy; give it weight 0 there to leave it out.
+    A sample with advantage 0, such as one without a score, gets 1/2, which pulls it towards the old policy in
+    `diffusion_nft_loss`; pass weight 0 there to exclude it.
 
     Args:
         advantages: any shape, dimensionless.
-        adv_clip_max: advantage that makes a sample certainly good, > 0; the same as given to `diffusion_nft_loss`.
+        adv_clip_max: advantage at which a sample is certainly good, > 0; must equal that of `diffusion_nft_loss`.
 
     Raises:
         ValueError: adv_clip_max is not positive.
@@ -79,19 +79,19 @@ def reward_probability(advantages: Tensor, *, adv_clip_max: float = 5.0) -> Tens
 
 
 def old_policy_decay(step: int, *, schedule: DecaySchedule) -> float:
-    """Return the share that the old policy keeps of itself in its update after training step `step`, counted from 0.
+    """Return the decay of the old policy's moving average after training step `step`, counted from 0.
 
         old <- decay * old + (1 - decay) * trained
 
     schedule is one of
-        copy: 0, the old policy becomes the trained one: on-policy;
+        copy: 0, the old policy becomes the trained one (on-policy);
         linear: 0.001 * step, at most 0.5;
         delayed_linear: 0 for 75 steps, then 0.0075 * (step - 75), at most 0.999.
 
     Raises:
         ValueError: unknown schedule, or step < 0.
 
-    Source: the schedules of DiffusionNFT (arXiv 2509.16117), in its released code decay types 0, 1 and 2; there, step
+    Source: the schedules of DiffusionNFT (arXiv 2509.16117), decay types 0, 1 and 2 of its released code; there, step
     counts optimizer steps.
     """
     if step < 0:
@@ -131,25 +131,26 @@ def diffusion_nft_loss(  # noqa: PLR0913 - all but six are keyword-only, and eac
     that of `velocity_error`: it does not depend on nft_beta, and is 0 at q = 1/2.
 
     Args:
-        velocity: [B, ...], latent units, of the weights being trained, at x_t; gradients flow here only.
-        old_velocity: [B, ...], latent units, of the policy that sampled x0, at x_t.
+        velocity: [B, ...], latent units, from the weights being trained, at x_t; gradients flow here only.
+        old_velocity: [B, ...], latent units, from the policy that sampled x0, at x_t.
         x0: [B, ...], latent units, the samples.
         x_t: [B, ...], latent units, (1 - sigma) * x0 + sigma * noise with fresh noise.
         sigma: [B], noise level in (0, 1].
         reward_prob: [B], q in [0, 1], from `reward_probability`.
-        nft_beta: > 0, distance of v+ and v- from old; published 1 (GenEval, PickScore), 0.1 (OCR, several rewards).
-        adv_clip_max: > 0, as given to `reward_probability`; scales the loss, so that advantages keep their unit.
-        ref_velocity: [B, ...] or None, latent units, of the reference at x_t.
+        nft_beta: > 0, distance of v+ and v- from old; published values are 1 (GenEval, PickScore) and 0.1 (OCR, several
+            rewards).
+        adv_clip_max: > 0, as passed to `reward_probability`; scales the loss, so that advantages keep their unit.
+        ref_velocity: [B, ...] or None, latent units, from the reference at x_t.
         kl_coef: weight of the distance to the reference, >= 0; published 1e-4.
         min_weight: floor of w, latent units, > 0.
-        weights: [B] or None; factor of each sample's loss, 0 for one without a score; the divisor stays B.
+        weights: [B] or None; factor of each sample's loss, 0 for a sample without a score; the divisor stays B.
 
     Returns:
-        The loss and, of the unweighted batch: `positive_loss`, `negative_loss`, the means of l+ and l-;
-        `reward_prob_mean`; `old_deviation`, the mean of (velocity - old)^2; with a reference also `velocity_kl`.
+        The loss and, for the unweighted batch: `positive_loss`, `negative_loss`, the means of l+ and l-;
+        `reward_prob_mean`; `old_deviation`, the mean of (velocity - old)^2; and `velocity_kl` if there is a reference.
 
     Raises:
-        ValueError: shapes do not fit, a number is out of range, or kl_coef > 0 without ref_velocity.
+        ValueError: shapes do not match, a number is out of range, or kl_coef > 0 without ref_velocity.
 
     Source: DiffusionNFT (arXiv 2509.16117), its objective with the self-normalized x0 regression. Released code
     computes w in float64.
@@ -190,16 +191,16 @@ def awm_log_prob(
         huber:  -sigma (sqrt(e + 1e-10) - 1e-5)
         ghuber: -sigma ((e + 1e-10)^p - 1e-10^p) / p,  p = 1/4
 
-    All are 0 at e = 0 and fall with e. The huber ones flatten the pull of large errors.
+    All are 0 at e = 0 and decrease with e. The huber variants reduce the influence of large errors.
 
     Args:
         velocity: [B, ...], latent units, predicted at (1 - sigma) * x0 + sigma * noise.
-        x0, noise: [B, ...], latent units. Scores under two policies compare only with the same noise and sigma.
+        x0, noise: [B, ...], latent units. Only log-probabilities at the same noise and sigma can be compared.
         sigma: [B], noise level in (0, 1].
         weighting: as above; the published presets use ghuber.
 
     Raises:
-        ValueError: shapes do not fit, or unknown weighting.
+        ValueError: shapes do not match, or unknown weighting.
 
     Source: Advantage Weighted Matching (arXiv 2509.25050); weightings as in its released code, which computes them in
     float64 and spells t2 as t**2.
@@ -225,15 +226,15 @@ def awm_loss(
     adv_clip_max: float = 5.0,
     weights: Tensor | None = None,
 ) -> LossOutput:
-    """Compute the loss of AWM: `grpo_loss` on `awm_log_prob`, that is flow matching weighted by the advantage.
+    """Compute the loss of AWM: `grpo_loss` on `awm_log_prob`, that is, flow matching weighted by the advantage.
 
-    At ratio 1 its gradient is A_i times that of the weighted flow-matching error: good samples are learned as if they
+    At ratio 1, its gradient is A_i times that of the weighted flow-matching error: good samples are learned as if they
     were data, bad ones unlearned. Add `kl_coef * velocity_kl(velocity, ref_velocity).mean()` for the reference, and the
     same with the velocity of a moving average of the weights: the published presets use 1e-4 to 3e-3 and 1.
 
     Args:
-        log_prob: [B], of the weights being trained, from `awm_log_prob`; gradients flow here only.
-        old_log_prob: [B], of the weights before the update, with the same x0, noise, sigma and weighting.
+        log_prob: [B], from `awm_log_prob` with the weights being trained; gradients flow here only.
+        old_log_prob: [B], with the weights before the update and the same x0, noise, sigma and weighting.
         advantages: [B], dimensionless.
         clip_range, adv_clip_max, weights: as in `grpo_loss`. The published clip range is 1: it clips ratios at 2 and
             never from below.
@@ -263,21 +264,21 @@ def dgpo_loss(
     clip_range: ClipRange = 1e-2,
     adv_clip_max: float = 5.0,
 ) -> LossOutput:
-    """Compute the loss of DGPO: flow matching weighted by the advantage, and by how wrongly a group is still ordered.
+    """Compute the loss of DGPO: flow matching weighted by the advantage and by the ranking error left in the group.
 
         s_G = dgpo_beta / |G| sum_{i in G} A_i (error_i - ref_error_i),   a constant
         L   = 1/B sum_i sigmoid(s_G(i)) A_i error_i
 
-    L has the gradient of -log sigmoid(-s_G), the likelihood that the group's better samples are preferred to its worse
-    ones, times |G| / (B dgpo_beta). A sample whose ratio exp(old_error - error) is above 1 + high, at an advantage > 0,
-    or below 1 - low, at another, gets no gradient.
+    L has the gradient of -log sigmoid(-s_G), times |G| / (B dgpo_beta); sigmoid(-s_G) is the likelihood that a group's
+    better samples are preferred to its worse ones. A sample gets no gradient if its ratio exp(old_error - error) is
+    above 1 + high at an advantage > 0, or below 1 - low otherwise.
 
     Args:
-        error: [B], from `velocity_error`, of the weights being trained; gradients flow here only. The samples of a
+        error: [B], from `velocity_error` with the weights being trained; gradients flow here only. The samples of a
             group share noise and noise level.
-        ref_error: [B], of the reference, with the same noise and noise level.
-        old_error: [B], of the old policy, likewise.
-        advantages: [B], dimensionless, of a group near 0 in sum; 0 for a sample without a score.
+        ref_error: [B], from the reference, with the same noise and noise level.
+        old_error: [B], from the old policy, likewise.
+        advantages: [B], dimensionless, with a sum near 0 in each group; 0 for a sample without a score.
         groups: [B], integer ids; all samples of a group are in the batch.
         dgpo_beta: > 0; published 100 with the policy before training as the reference, 2000 with a moving average.
         clip_range, adv_clip_max: as in `grpo_loss`.
@@ -286,9 +287,9 @@ def dgpo_loss(
         The loss, the metrics of `grpo_loss` for the ratio above, and `group_weight`, the mean of sigmoid(s_G).
 
     Raises:
-        ValueError: shapes do not fit, or a number is out of range.
+        ValueError: shapes do not match, or a number is out of range.
 
-    Source: DGPO (arXiv 2510.08425); the ratio and its clipping are those of its released code, as is a weight of
+    Source: DGPO (arXiv 2510.08425); the ratio and its clipping follow its released code, as does the weight
     sigmoid(s_G) without the factor dgpo_beta / |G|.
     """
     low, high = _clip_bounds(clip_range)
@@ -307,6 +308,6 @@ def dgpo_loss(
 
 
 def _normalized_error(predicted: Tensor, x0: Tensor, min_weight: float) -> Tensor:
-    """Return squared error over absolute error, [B]; the absolute error carries no gradient."""
+    """Return squared error over absolute error, [B]; no gradient flows through the absolute error."""
     weight = element_mean((predicted.detach() - x0).abs()).clamp(min=min_weight)
     return element_mean((predicted - x0).square()) / weight

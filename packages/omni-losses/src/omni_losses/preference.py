@@ -1,7 +1,7 @@
-"""Losses on pairs of samples of which one is preferred.
+"""Losses on pairs of samples in which one sample is preferred.
 
-Letters: N samples of all ranks; B pairs. A pair's two samples share the prompt; two media samples also share noise and
-noise level.
+Notation: N samples from all ranks; B pairs. The two samples of a pair share the prompt; two media samples also share
+noise and noise level.
 """
 
 from torch import Tensor
@@ -15,16 +15,16 @@ def best_worst_pairs(rewards: Tensor, groups: Tensor) -> list[tuple[int, int]]:
     """Return the pair (best, worst) of every group, as indices into rewards; groups in the order of their first sample.
 
     Samples without a score (NaN) are in no pair. A group with fewer than two different rewards gives no pair: a tie
-    would teach noise. The first of equal rewards is taken.
+    would only add noise. Among equal rewards, the first is taken.
 
     Args:
         rewards: [N], any scale, NaN where there is no score.
         groups: [N], integer ids.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, or a reward is infinite.
+        ValueError: shapes or dtypes do not match, or a reward is infinite.
 
-    Source: the pairs of online DPO in flow_grpo and verl-omni, which both form a pair from a tie too.
+    Source: the pairs of online DPO in flow_grpo and verl-omni, which also form a pair from a tie.
     """
     check_rewards(rewards, groups)
     members: dict[int, list[int]] = {}
@@ -39,19 +39,19 @@ def best_worst_pairs(rewards: Tensor, groups: Tensor) -> list[tuple[int, int]]:
 def diffusion_dpo_loss(
     win_error: Tensor, lose_error: Tensor, ref_win_error: Tensor, ref_lose_error: Tensor, *, dpo_beta: float
 ) -> LossOutput:
-    """Compute the loss of Diffusion-DPO: the preferred sample should gain more on the reference than the other one.
+    """Compute the loss of Diffusion-DPO: the preferred sample should gain more over the reference than the other one.
 
         g_win = ref_win_error - win_error,   g_lose = ref_lose_error - lose_error
         L     = 1/B sum_i -log sigmoid(dpo_beta / 2 (g_win_i - g_lose_i))
 
     Args:
-        win_error, lose_error: [B], from `velocity_error`, of the weights being trained, for the preferred sample and
-            the other one, with the same noise and noise level; gradients flow here only.
-        ref_win_error, ref_lose_error: [B], of the reference, with that noise and noise level too.
-        dpo_beta: > 0; published 2000 to 5000, and 100 online.
+        win_error, lose_error: [B], from `velocity_error` with the weights being trained, for the preferred and the
+            other sample, with the same noise and noise level; gradients flow here only.
+        ref_win_error, ref_lose_error: [B], from the reference, with the same noise and noise level.
+        dpo_beta: > 0; published values are 2000 to 5000, and 100 online.
 
     Returns:
-        The loss and `accuracy`, the share of pairs that the policy orders as preferred; `chosen_reward`,
+        The loss and `accuracy`, the share of pairs that the policy ranks as preferred; `chosen_reward`,
         `rejected_reward`, the means of dpo_beta / 2 times g; and `margin`, their difference.
 
     Raises:
@@ -71,21 +71,21 @@ def diffusion_dpo_loss(
 
 
 def sequence_dpo_loss(win: Tensor, lose: Tensor, ref_win: Tensor, ref_lose: Tensor, *, dpo_beta: float) -> LossOutput:
-    """Compute the loss of DPO for answers in text: the preferred one should gain more on the reference than the other.
+    """Compute the loss of DPO for text answers: the preferred one should gain more over the reference than the other.
 
         g_win = win - ref_win,   g_lose = lose - ref_lose
         L     = 1/B sum_i -log sigmoid(dpo_beta (g_win_i - g_lose_i))
 
-    Where the policy equals the reference, every margin is exactly 0, and each pair's loss is log 2.
+    If the policy equals the reference, every margin is exactly 0 and each pair's loss is log 2.
 
     Args:
-        win, lose: [B], nats, the log-probs of the preferred answer and of the other one, summed over their tokens, of
+        win, lose: [B], nats, log-probabilities of the preferred and the other answer, summed over their tokens, from
             the weights being trained; gradients flow here only.
-        ref_win, ref_lose: [B], same unit, of the reference.
-        dpo_beta: > 0; published 0.1, and 0.5 for summaries.
+        ref_win, ref_lose: [B], same unit, from the reference.
+        dpo_beta: > 0; published values are 0.1, and 0.5 for summaries.
 
     Returns:
-        The loss and the metrics of `diffusion_dpo_loss`, with dpo_beta in place of dpo_beta / 2.
+        The loss and the metrics of `diffusion_dpo_loss`, with dpo_beta instead of dpo_beta / 2.
 
     Raises:
         ValueError: shapes differ, or dpo_beta is not positive.
@@ -100,7 +100,7 @@ def sequence_dpo_loss(win: Tensor, lose: Tensor, ref_win: Tensor, ref_lose: Tens
 
 
 def _dpo(chosen: Tensor, rejected: Tensor) -> LossOutput:
-    """Return the logistic loss and metrics of the implicit rewards [B] of the preferred samples and of the others."""
+    """Return the logistic loss and the metrics of implicit rewards [B] of the preferred and the rejected samples."""
     margin = chosen - rejected
     metrics = {
         "accuracy": (margin > 0).float().mean(),

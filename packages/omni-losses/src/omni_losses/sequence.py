@@ -1,9 +1,9 @@
 """Losses on token sequences, for the autoregressive part of omni-modal models.
 
-Letters: N sequences, T token places, padded on either side. Log-probabilities are of single tokens, in nats.
+Notation: N sequences of T token positions, padded on either side. Log-probabilities are per token, in nats.
 
-A mean over tokens, or over sequences, is taken by weights that the caller gives: an update in several batches, on
-several ranks, then has the gradient of the mean over all of them.
+The caller passes the weights of a mean over tokens or sequences, so that an update in several batches, on several
+ranks, has the gradient of the mean over all of them.
 """
 
 from typing import Literal, get_args
@@ -26,7 +26,7 @@ def gspo_loss(
     clip_high: float = 4e-4,
     weights: Tensor | None = None,
 ) -> LossOutput:
-    """Compute a clipped policy-gradient loss with one ratio for a whole sequence, not one for each token.
+    """Compute a clipped policy-gradient loss with one ratio for a whole sequence instead of one per token.
 
         s_i = exp(mean over the sequence's tokens of log_prob_it - old_log_prob_it)
         L   = sum_i w_i max(-A_i s_i, -A_i clip(s_i, 1 - clip_low, 1 + clip_high))
@@ -35,22 +35,23 @@ def gspo_loss(
     or clipped as a whole. Each of its n tokens gets the gradient -w_i A_i s_i / n. Advantages are not clamped.
 
     Args:
-        log_prob: [N, T], nats per token, of the weights being trained; gradients flow here only.
-        old_log_prob: [N, T], same unit, of the weights before the update.
+        log_prob: [N, T], nats per token, from the weights being trained; gradients flow here only.
+        old_log_prob: [N, T], same unit, from the weights before the update.
         advantages: [N], dimensionless.
-        mask: [N, T], boolean, or 1 and 0: the places of tokens that the policy chose. Values of log_prob elsewhere,
-            NaN too, change nothing. A sequence without such tokens has ratio 1 and no loss.
+        mask: [N, T], boolean, or 1 and 0: True for tokens sampled by the policy. Values of log_prob elsewhere have no
+            effect, even NaN. A sequence without such tokens has ratio 1 and loss 0.
         clip_low, clip_high: widths below and above 1, >= 1e-6.
-        weights: [N], of the sequences; None is 1/N for each.
+        weights: [N], one per sequence; None means 1/N for each.
 
     Returns:
-        The loss, the metrics of `grpo_loss` for s, and `tokens_mean`, the mean number of tokens of a sequence.
+        The loss, the metrics of `grpo_loss` for s, and `tokens_mean`, the mean number of tokens per sequence.
 
     Raises:
-        ValueError: shapes do not fit, or float32 does not hold a clip width around 1.
+        ValueError: shapes do not match, or float32 cannot represent a clip width around 1.
 
-    Source: GSPO (arXiv 2507.18071), eq. 5 to 7; the defaults are its section 5.1. Released code (verl, TRL) gives each
-    token the ratio s with its own gradient, GSPO-token: with one advantage for a sequence, the same gradient as here.
+    Source: GSPO (arXiv 2507.18071), eq. 5 to 7; the defaults are from its section 5.1. Released code (verl, TRL) gives
+    each token the ratio s with its own gradient (GSPO-token): with one advantage per sequence, the gradient is the
+    same.
     """
     _check(log_prob, mask, old_log_prob, advantages=advantages, weights=weights)
     require_clip_width(clip_low=clip_low, clip_high=clip_high)
@@ -76,24 +77,24 @@ def token_grpo_loss(
     clip_high: float = 0.2,
     weights: Tensor | None = None,
 ) -> LossOutput:
-    """Compute a clipped policy-gradient loss with a ratio for each token.
+    """Compute a clipped policy-gradient loss with one ratio per token.
 
         r_it = exp(log_prob_it - old_log_prob_it)
         L    = sum_i w_i sum_t max(-A_i r_it, -A_i clip(r_it, 1 - clip_low, 1 + clip_high))
 
     Args:
         log_prob, old_log_prob, advantages, mask, clip_low, clip_high: as in `gspo_loss`.
-        weights: [N], of each token of a sequence, from `token_weights`, or [N, T]; None is 1/(N n_i).
+        weights: [N], for each token of a sequence, from `token_weights`, or [N, T]; None means 1/(N n_i).
 
     Returns:
-        The loss, the metrics of `grpo_loss` for the ratios of the tokens that the policy chose, and `tokens_mean`.
+        The loss, the metrics of `grpo_loss` for the ratios of the tokens in the mask, and `tokens_mean`.
 
     Raises:
-        ValueError: shapes do not fit, no token is chosen, or float32 does not hold a clip width around 1.
+        ValueError: shapes do not match, the mask is empty, or float32 cannot represent a clip width around 1.
 
-    Source: GRPO (arXiv 2402.03300), eq. 3 without its KL term. With a wider clip_high and the mean over all tokens it
-    is the loss of DAPO (arXiv 2503.14476), eq. 8; with constant weights and advantages of std "none" that of Dr. GRPO
-    (arXiv 2503.20783).
+    Source: GRPO (arXiv 2402.03300), eq. 3 without its KL term. With a wider clip_high and the mean over all tokens, it
+    is the loss of DAPO (arXiv 2503.14476), eq. 8; with constant weights and advantages with std "none", that of Dr.
+    GRPO (arXiv 2503.20783).
     """
     log_ratio, chosen, weights = _token_ratios(log_prob, old_log_prob, advantages, mask, weights)
     require_clip_width(clip_low=clip_low, clip_high=clip_high)
@@ -118,17 +119,17 @@ def token_cispo_loss(
         L    = -sum_i w_i sum_t r_it A_i log_prob_it
 
     Args:
-        log_prob, old_log_prob, advantages, mask, clip_low, clip_high, weights: as in `token_grpo_loss`. clip_low of 1
-            is no lower bound.
+        log_prob, old_log_prob, advantages, mask, clip_low, clip_high, weights: as in `token_grpo_loss`. clip_low=1
+            means no lower bound.
 
     Returns:
-        The loss and the metrics of `token_grpo_loss`, of the ratios before they are clipped.
+        The loss and the metrics of `token_grpo_loss`, for the ratios before clipping.
 
     Raises:
-        ValueError: as `token_grpo_loss`.
+        ValueError: as in `token_grpo_loss`.
 
-    Source: CISPO of MiniMax-M1 (arXiv 2506.13585), eq. 4 and 5, with the mean over all tokens by `token_weights`; it
-    has no lower bound in practice. The upper one, a ratio of 5, is that of ScaleRL (arXiv 2510.13786).
+    Source: CISPO of MiniMax-M1 (arXiv 2506.13585), eq. 4 and 5, with the mean over all tokens from `token_weights`; it
+    has no lower bound in practice. The upper bound, a ratio of 5, is that of ScaleRL (arXiv 2510.13786).
     """
     log_ratio, chosen, weights = _token_ratios(log_prob, old_log_prob, advantages, mask, weights)
     require_clip_width(clip_low=clip_low, clip_high=clip_high)
@@ -143,18 +144,18 @@ def token_nll_loss(log_prob: Tensor, mask: Tensor, *, weights: Tensor) -> LossOu
         L = -sum_i w_i sum_t log_prob_it
 
     Args:
-        log_prob: [N, T], nats per token, of the weights being trained.
-        mask: [N, T], boolean, or 1 and 0: the tokens of the answers. Values of log_prob elsewhere, NaN too, change
-            nothing.
-        weights: [N], of each token of an answer, from `token_weights`. "token" is the mean over all tokens, the
+        log_prob: [N, T], nats per token, from the weights being trained.
+        mask: [N, T], boolean, or 1 and 0: the tokens of the answers. Values of log_prob elsewhere have no effect, even
+            NaN.
+        weights: [N], for each token of an answer, from `token_weights`. "token" gives the mean over all tokens, the
             cross-entropy of language models.
 
     Returns:
         The loss; `nll`, the mean over all tokens of the mask, nats per token, for any weights; and `tokens_mean`,
-        the mean number of tokens of an answer.
+        the mean number of tokens per answer.
 
     Raises:
-        ValueError: shapes do not fit, or mask holds no token.
+        ValueError: shapes do not match, or the mask is empty.
 
     Source: supervised fine-tuning as in InstructGPT (arXiv 2203.02155), section 3.5.
     """
@@ -167,18 +168,18 @@ def token_nll_loss(log_prob: Tensor, mask: Tensor, *, weights: Tensor) -> LossOu
 
 
 def token_weights(counts: Tensor, *, mean: TokenMean, max_tokens: int = 1) -> Tensor:
-    """Return the weight [N], float32, of each token of a sequence; the weighted sum of tokens is a mean.
+    """Return the weight [N], float32, of each token of a sequence, such that the weighted sum over tokens is a mean.
 
-    "sequence" is the mean over sequences of the mean over their tokens, 1/(N n_i); "token" the mean over all tokens,
-    1/sum(n); "constant" the sum over tokens over N max_tokens, in which a longer sequence neither gains nor loses.
+    "sequence" is the mean over sequences of the mean over their tokens, 1/(N n_i); "token" is the mean over all tokens,
+    1/sum(n); "constant" is the sum over tokens divided by N max_tokens, so the length of a sequence has no effect.
 
     Args:
-        counts: [N], the tokens of all sequences of an optimizer step, those of other ranks among them. A sequence of 0
-            tokens gets weight 0, and is one of the N.
-        max_tokens: most tokens of a sequence, only for "constant".
+        counts: [N], token counts of all sequences of an optimizer step, including those on other ranks. A sequence of 0
+            tokens gets weight 0 but counts in N.
+        max_tokens: maximum number of tokens in a sequence, used only for "constant".
 
     Raises:
-        ValueError: counts are not [N], no mean of that name, or max_tokens is below 1.
+        ValueError: counts are not [N], mean is unknown, or max_tokens is below 1.
 
     Source: GRPO (arXiv 2402.03300), DAPO (arXiv 2503.14476) and Dr. GRPO (arXiv 2503.20783), in that order.
     """
@@ -191,14 +192,14 @@ def token_weights(counts: Tensor, *, mean: TokenMean, max_tokens: int = 1) -> Te
 
 
 def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer: int) -> Tensor:
-    """Return penalties [N] in [-1, 0], float32, for answers near their greatest length.
+    """Return penalties [N] in [-1, 0], float32, for answers near the maximum length.
 
-    0 up to max_tokens - buffer tokens, then a straight fall to -1 at max_tokens.
+    The penalty is 0 up to max_tokens - buffer tokens, then falls linearly to -1 at max_tokens.
 
     Args:
-        lengths: [N], tokens of each answer.
-        max_tokens: most tokens of an answer.
-        buffer: tokens before that over which the penalty grows, from 1 to max_tokens.
+        lengths: [N], number of tokens in each answer.
+        max_tokens: maximum number of tokens in an answer.
+        buffer: number of tokens before the maximum over which the penalty grows, from 1 to max_tokens.
 
     Raises:
         ValueError: the buffer is out of range.
@@ -220,7 +221,7 @@ def _check(log_prob: Tensor, mask: Tensor, old_log_prob: Tensor | None = None, *
 
 
 def _chosen(mask: Tensor) -> Tensor:
-    """Return the mask as booleans; raise ValueError if no token is chosen."""
+    """Return the mask as booleans; raise ValueError if it is empty."""
     chosen = mask.bool()
     if not chosen.any():
         raise ValueError("mask must hold at least one token, got none")
@@ -230,7 +231,7 @@ def _chosen(mask: Tensor) -> Tensor:
 def _token_ratios(
     log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, mask: Tensor, weights: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-ratios [N, T], 0 outside the mask; the mask as booleans; and weights [N, T], 0 outside the mask."""
+    """Return log-ratios [N, T], 0 outside the mask; the boolean mask; and weights [N, T], 0 outside the mask."""
     of_sequences = weights if weights is None or weights.ndim == 1 else None
     _check(log_prob, mask, old_log_prob, advantages=advantages, weights=of_sequences)
     if weights is not None and weights.ndim == 1:

@@ -1,7 +1,7 @@
 """Noise schedules, single denoising steps with their log-probabilities, solvers, step windows and reproducible noise.
 
-Time runs from sigma = 1 (noise) to sigma = 0 (data); `velocity = dx/dsigma = noise - data`. Every name here is a pure
-function or the frozen dataclass that one returns: no state, no registry, no model.
+Time runs from sigma = 1 (noise) to sigma = 0 (data); `velocity = dx/dsigma = noise - data`. Every name is a pure
+function or a frozen dataclass: no state, no registry, no model.
 """
 
 from omni_sched.schedules import exponential_shift_sigmas as exponential_shift_sigmas

@@ -1,15 +1,15 @@
-"""Noise schedules: the sigmas a sampler visits, maps that shift them, and the window of steps that are trained.
+"""Noise schedules: the sigmas of a sampler, functions that shift them, and the window of trained steps.
 
-Letters: S denoising steps, numbered 0 (from sigma = 1) to S-1 (to sigma = 0). A schedule is [S+1], float32, strictly
+Notation: S denoising steps, numbered 0 (from sigma = 1) to S-1 (to sigma = 0). A schedule is [S+1], float32, strictly
 decreasing, from 1 (noise) to exactly 0 (data); sigma is dimensionless: `x = (1 - sigma) * data + sigma * noise`.
 
-The maps compute in float32, operation for operation as diffusers' `FlowMatchEulerDiscreteScheduler` does, so that a
+The functions compute in float32 with the same operations as diffusers' `FlowMatchEulerDiscreteScheduler`, so that a
 schedule built here equals the table of a published pipeline bit for bit, except that no sigma exceeds 1. Values are
 checked on the CPU only: reading them back from an accelerator would stall its queue.
 
-A window is the K steps of an iteration that are stochastic and trained; the others are deterministic. It is a pure
-function of the iteration: every rank computes the same one without communication, and a resumed run needs no saved
-state. The global random state is neither read nor changed.
+A window is the set of K steps of an iteration that are stochastic and trained; the others are deterministic. It is a
+pure function of the iteration: every rank computes the same window without communication, and a resumed run needs no
+saved state. The global random state is neither read nor changed.
 """
 
 import math
@@ -21,12 +21,12 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-MAX_ABS_MU = 80.0  # e^mu stays inside float32
+MAX_ABS_MU = 80.0  # e^mu stays within float32
 
 Strategy = Literal["all", "fixed", "random", "sliding", "decay", "exp_decay", "subset"]
 
 SLIDING = ("sliding", "decay", "exp_decay")
-EXP_DECAY_START = 0.52  # of the schedule: step 13 of 25, as published
+EXP_DECAY_START = 0.52  # fraction of the schedule: step 13 of 25, as published
 EXP_DECAY_RATE = 2.5  # over the whole schedule: 0.1 for each of 25 steps, as published
 
 
@@ -52,7 +52,7 @@ def linear_sigmas(num_steps: int) -> Tensor:
 def shift_sigmas(sigmas: Tensor, shift: float) -> Tensor:
     """Shift sigmas towards 1 by a constant factor: `s' = shift * s / (1 + (shift - 1) * s)`.
 
-    0 stays, 1 stays up to rounding, shift 1 changes nothing, and two shifts compose to their product.
+    0 stays 0, 1 stays 1 up to rounding, shift 1 changes nothing, and two shifts compose to their product.
 
     Args:
         sigmas: noise levels in [0, 1], any shape.
@@ -69,7 +69,7 @@ def shift_sigmas(sigmas: Tensor, shift: float) -> Tensor:
     if not 0 < shift < math.inf:
         raise ValueError(f"shift must be > 0 and finite, got {shift}")
     sigmas = _float_levels(sigmas)
-    # At sigma 1 the quotient of two roundings of shift can be 1.0000001, and 1 - sigma must not turn negative.
+    # At sigma 1, rounding can make the quotient 1.0000001, and 1 - sigma must not be negative.
     return (shift * sigmas / (1 + (shift - 1) * sigmas)).clamp(max=1)
 
 
@@ -91,8 +91,8 @@ def exponential_shift_sigmas(sigmas: Tensor, mu: float) -> Tensor:
     if not abs(mu) < MAX_ABS_MU:
         raise ValueError(f"mu must be in (-{MAX_ABS_MU}, {MAX_ABS_MU}), got {mu}")
     sigmas = _float_levels(sigmas)
-    # torch turns `float / tensor` into a product with the reciprocal, which rounds twice; a 0-d tensor divides once.
-    # sigma 0 needs no branch: 1/0 is inf, and e^mu / inf is exactly 0.
+    # torch evaluates `float / tensor` as a product with the reciprocal, which rounds twice; a 0-d tensor divides once.
+    # sigma 0 needs no special case: 1/0 is inf, and e^mu / inf is exactly 0.
     odds = torch.tensor(math.exp(mu), dtype=torch.float32, device="cpu")
     return odds / (odds + (1 / sigmas - 1))
 
@@ -102,17 +102,17 @@ def resolution_mu(
 ) -> float:
     """Return mu for num_tokens tokens, on the line through (base_tokens, base_mu) and (max_tokens, max_mu).
 
-    Not clamped: a latent above max_tokens gets a mu above max_mu.
+    It is not clamped: a latent with more than max_tokens tokens gets a mu above max_mu.
 
     Args:
-        num_tokens: image tokens the transformer sees, (height / 16) * (width / 16) for FLUX and Qwen-Image.
+        num_tokens: number of image tokens in the transformer, (height / 16) * (width / 16) for FLUX and Qwen-Image.
         base_tokens, max_tokens, base_mu, max_mu: the two points of the line. The defaults are FLUX's; Qwen-Image uses
             max_tokens 8192 and max_mu 0.9.
 
     Raises:
         ValueError: num_tokens < 1, or base_tokens >= max_tokens.
 
-    The line of FLUX's released code; diffusers' `calculate_shift`.
+    Source: FLUX's released code; diffusers' `calculate_shift`.
     """
     if num_tokens < 1:
         raise ValueError(f"num_tokens must be >= 1, got {num_tokens}")
@@ -124,18 +124,18 @@ def resolution_mu(
 def stretch_sigmas(sigmas: Tensor, terminal: float) -> Tensor:
     """Rescale a schedule so that its last non-zero sigma, s_last, becomes `terminal`.
 
-    `1 - s' = (1 - s) * (1 - terminal) / (1 - s_last)`: 1 stays 1, and the final 0 stays 0. Named
-    `shift_terminal` in diffusers; Qwen-Image uses 0.02, after the exponential shift.
+    `1 - s' = (1 - s) * (1 - terminal) / (1 - s_last)`: 1 stays 1, and the final 0 stays 0. diffusers calls this
+    `shift_terminal`; Qwen-Image uses 0.02, after the exponential shift.
 
     Args:
-        sigmas: [S+1], a whole schedule that ends with 0; S at least 2.
-        terminal: the wanted last non-zero sigma, in (0, 1).
+        sigmas: [S+1], a complete schedule that ends with 0; S at least 2.
+        terminal: the last non-zero sigma of the result, in (0, 1).
 
     Returns:
         [S+1], float32.
 
     Raises:
-        ValueError: terminal outside (0, 1), or sigmas that is no schedule with an entry between 0 and 1.
+        ValueError: terminal is outside (0, 1), or sigmas does not end with an entry in (0, 1) and then 0.
     """
     if not 0 < terminal < 1:
         raise ValueError(f"terminal must be in (0, 1), got {terminal}")
@@ -167,35 +167,35 @@ def sde_window(  # noqa: PLR0913 - one call names everything a window depends on
     strategy is one of
         all: the whole range [low, high);
         fixed: the first `size` steps of the range;
-        random: `size` steps in a row, start uniform over the range;
-        sliding: `size` steps in a row, start moved by `stride` every iters_per_window iterations; the last window ends
-            exactly at high, and the next is the first again, so every step has its turn;
-        decay: sliding, but a window stays for fewer iterations the later it starts, on a straight line
+        random: `size` consecutive steps, start uniform over the range;
+        sliding: `size` consecutive steps, start moved by `stride` every iters_per_window iterations; the last window
+            ends exactly at high and is followed by the first again, so every step is covered;
+        decay: sliding, but a window stays for fewer iterations the later it starts, linearly
             from iters_per_window at low to 1 at high;
         exp_decay: sliding, with iters_per_window * exp(-2.5 * (start / S - 0.52)) iterations, rounded up, for windows
             that start past 0.52 of the schedule;
-        subset: `size` steps of the range at random, not in a row.
+        subset: `size` random steps of the range, not consecutive.
 
-    The choice of random and subset changes every iters_per_window iterations too.
+    random and subset also choose anew every iters_per_window iterations.
 
     Args:
         num_steps: S, at least 2.
         size: K; None takes the whole range.
-        low, high: the range, high exclusive. high is at most S-1, and None means that: the last step, to sigma = 0, has
-            no density worth training on.
-        iteration: of the training loop, from 0.
-        seed: chooses the random sequence of windows; any integer.
-        iters_per_window: iterations that share a window; with the decays, those of the first window.
-        stride: steps a sliding window moves, at most size (a larger one would leave steps out).
+        low, high: the range, high exclusive. high is at most S-1, the default with None: the last step, to sigma = 0,
+            has no useful density to train on.
+        iteration: iteration of the training loop, from 0.
+        seed: any integer; determines the random sequence of windows.
+        iters_per_window: number of iterations that share a window; with the decays, that of the first window.
+        stride: number of steps by which a sliding window moves, at most size (a larger stride would skip steps).
 
     Raises:
         ValueError: an argument outside the ranges above.
 
     sliding, decay and exp_decay are MixGRPO's `progressive`, `decay` and `exp_decay`, arXiv 2507.21802; fixed is the
-    window of MixGRPO-Flash*. The released code lets the window shrink at the end of the schedule and, unless set to
-    roll back, become empty past it; its high is S - 2; and its exp_decay counts 0.1 for each step past 13 at every S,
-    which is the one here at the published 25 steps. random is the window of Flow-GRPO-Fast, arXiv 2505.05470.
-    subset is the share of timesteps that DanceGRPO, arXiv 2505.07818, trains on, there sampled for each sample.
+    window of MixGRPO-Flash*. In the released code, the window shrinks at the end of the schedule and, unless configured
+    to roll back, becomes empty past it; its high is S - 2; and its exp_decay counts 0.1 for each step past 13 at every
+    S, which matches exp_decay here at the published 25 steps. random is the window of Flow-GRPO-Fast, arXiv 2505.05470.
+    subset is the share of timesteps that DanceGRPO, arXiv 2505.07818, trains on; DanceGRPO chooses it per sample.
     """
     high = num_steps - 1 if high is None else high
     size = high - low if size is None else size
@@ -225,7 +225,7 @@ def _slide(
 ) -> int:
     """Return the first step of a sliding window; the arguments are those of `sde_window`."""
     _require((stride <= size, f"stride must be <= size with strategy {strategy!r}, got {stride=}, {size=}"))
-    starts = [*range(low, high - size, stride), high - size]  # a last, shorter move ends flush with high
+    starts = [*range(low, high - size, stride), high - size]  # a last, shorter move ends exactly at high
     ends = list(accumulate(_stay(strategy, place, low, high, num_steps, iters_per_window) for place in starts))
     return starts[bisect_right(ends, iteration % ends[-1])]
 
@@ -237,7 +237,7 @@ def _require(*rules: tuple[bool, str]) -> None:
 
 
 def _float_levels(sigmas: Tensor) -> Tensor:
-    """Return sigmas in float32; raise ValueError for a value outside [0, 1] that is on the CPU."""
+    """Return sigmas in float32; raise ValueError for values outside [0, 1], checked on the CPU only."""
     sigmas = sigmas.float()
     if sigmas.device.type == "cpu" and not ((sigmas >= 0) & (sigmas <= 1)).all():
         raise ValueError(f"sigmas must be in [0, 1], got {sigmas.tolist()}")
@@ -255,6 +255,6 @@ def _stay(strategy: str, start: int, low: int, high: int, num_steps: int, iters_
 
 
 def _rng(seed: int, turn: int) -> random.Random:
-    # A string seed enters through SHA-512 with all its bits, so neighbouring pairs give unrelated streams; it does not
-    # depend on Python's per-process string hash.
+    # SHA-512 hashes all bits of a string seed, so neighbouring pairs give unrelated streams; it does not depend on
+    # Python's per-process string hash.
     return random.Random(f"sde_window {seed} {turn}")

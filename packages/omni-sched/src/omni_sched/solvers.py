@@ -1,8 +1,8 @@
 """Faster deterministic sampling for the steps that are not trained: fewer steps, of second order.
 
-Letters and signs as in `steps`: sigma falls from 1 to 0, velocity = dx/dsigma, data_hat = x - sigma * velocity.
+Notation and signs as in `steps`: sigma falls from 1 to 0, velocity = dx/dsigma, data_hat = x - sigma * velocity.
 
-For the steps after a window, MixGRPO-Flash (arXiv 2507.21802) visits only a share of the noise levels and takes each
+For the steps after a window, MixGRPO-Flash (arXiv 2507.21802) keeps only a share of the noise levels and takes each
 step with DPM-Solver++:
 
     sigmas = compress_sigmas(sigmas, window[-1] + 1, 0.4)
@@ -18,26 +18,26 @@ from omni_sched.steps import Level, check_shapes, levels, on_cpu, on_host, over,
 
 
 def compress_sigmas(sigmas: Tensor, start: int, compress_ratio: float) -> Tensor:
-    """Keep the first `start` steps of a schedule and reduce the later ones to a share.
+    """Keep the first `start` steps of a schedule and reduce the number of later steps.
 
-    ceil(compress_ratio * (S - start)) of the S - start later steps are left. Their noise levels are ones of the
-    schedule, as evenly spread as that allows, and end at its last.
+    Of the S - start later steps, ceil(compress_ratio * (S - start)) remain. Their noise levels are a subset of the
+    schedule, as evenly spaced as possible, and end at its last level.
 
     Args:
         sigmas: [S+1], a schedule.
-        start: steps to keep as they are, in [0, S]: one past the window's last index.
-        compress_ratio: share of the later steps that is left, in (0, 1]; 1 changes nothing. Published 0.4, and 0.2 with
-            a window that stays at the start (Flash*).
+        start: number of steps to keep unchanged, in [0, S]: one past the window's last index.
+        compress_ratio: share of the later steps that remains, in (0, 1]; 1 changes nothing. Published values are 0.4,
+            and 0.2 with a window that stays at the start (Flash*).
 
     Returns:
-        [S'+1], of sigmas' dtype, its first start + 1 entries those of sigmas.
+        [S'+1], with the dtype of sigmas; the first start + 1 entries are those of sigmas.
 
     Raises:
-        ValueError: an argument outside the ranges above.
+        ValueError: an argument is outside the ranges above.
 
-    Source: the compression of MixGRPO-Flash, arXiv 2507.21802. Released code spreads the levels evenly before the
-    shift, and makes the ratio's share of levels, not of steps: 7 steps where 0.4 of 21 are 9, and after a late window
-    it stops short of sigma 0.
+    Source: the compression of MixGRPO-Flash, arXiv 2507.21802. Released code spaces the levels evenly before the
+    shift, and applies the ratio to levels, not steps: 7 steps where 0.4 of 21 are 9, and after a late window
+    it stops before sigma 0.
     """
     if sigmas.ndim != 1 or len(sigmas) < 2:
         raise ValueError(f"sigmas must be [S+1] with S >= 1, got shape {tuple(sigmas.shape)}")
@@ -47,8 +47,8 @@ def compress_sigmas(sigmas: Tensor, start: int, compress_ratio: float) -> Tensor
     if not 0 < compress_ratio <= 1:
         raise ValueError(f"compress_ratio must be in (0, 1], got {compress_ratio}")
     later = num_steps - start
-    left = math.ceil(compress_ratio * later - 1e-9)  # 0.28 * 25, for one, is a rounding above 7
-    # Rounded halves up, in integers: later / left >= 1, so no index comes twice.
+    left = math.ceil(compress_ratio * later - 1e-9)  # 0.28 * 25, for example, rounds to slightly above 7
+    # Round half up, in integers: later / left >= 1, so no index repeats.
     indices = [start + (2 * i * later + left) // (2 * left) for i in range(1, left + 1)]
     return sigmas[[*range(start + 1), *indices]]
 
@@ -62,34 +62,34 @@ def dpmpp_2m_step(
     last_data: Tensor | None = None,
     last_sigma: Level | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Take one step of DPM-Solver++(2M), a second-order multistep solver; return predicted data for the next call too.
+    """Take one step of DPM-Solver++(2M), a second-order multistep solver; also return the data for the next call.
 
         lambda = log((1 - sigma) / sigma),   h = lambda_next - lambda,   h_last = lambda - lambda_last
         data   = x - sigma * velocity
         x_next = x + dt * velocity + (1 - sigma_next / sigma) / 2 * h / h_last * (data - last_data)
 
-    The last term continues the trend of the predicted data at no extra call of the model. It is missing without
-    last_data, that is at the first step, which is then exactly `euler_step`. It is also missing to sigma_next = 0 and
-    from last_sigma = 1, where h and h_last are infinite.
+    The last term extrapolates the trend of the predicted data without another model call. It is omitted without
+    last_data, that is, at the first step, which is then exactly `euler_step`. It is also omitted if sigma_next = 0 or
+    last_sigma = 1, where h or h_last is infinite.
 
     Args:
         velocity: [B, ...], latent units; the model's prediction of noise - data at x.
         x: [B, ...], latent units.
-        sigma, sigma_next: scalar or [B], noise level before and after.
-        last_data: [B, ...], latent units: data as the step before returned it, at last_sigma. Leave it out at the first
-            step after a stochastic one, which has moved x off the trend.
-        last_sigma: scalar or [B], noise level before the step before; given if and only if last_data is.
+        sigma, sigma_next: scalar or [B], noise levels before and after.
+        last_data: [B, ...], latent units: data as returned by the previous step, at last_sigma. Omit it at the first
+            step after a stochastic step, which has moved x off the trend.
+        last_sigma: scalar or [B], noise level before the previous step; required if and only if last_data is passed.
 
     Returns:
         (x_next, data), [B, ...], float32, differentiable in velocity and x.
 
     Raises:
-        ValueError: shapes differ, not 0 <= sigma_next < sigma <= 1, not sigma < last_sigma <= 1, or one of last_data
-            and last_sigma without the other.
+        ValueError: shapes differ, not 0 <= sigma_next < sigma <= 1, not sigma < last_sigma <= 1, or only one of
+            last_data and last_sigma is passed.
 
     DPM-Solver++, arXiv 2211.01095, algorithm 2, with alpha = 1 - sigma: diffusers' `DPMSolverMultistepScheduler` with
-    `use_flow_sigmas`, solver_order 2 and solver_type "midpoint". MixGRPO's released code takes the data of the last
-    stochastic step for last_data.
+    `use_flow_sigmas`, solver_order 2 and solver_type "midpoint". MixGRPO's released code passes the data of the last
+    stochastic step as last_data.
     """
     check_shapes(x, velocity=velocity, last_data=last_data)
     if (last_data is None) != (last_sigma is None):

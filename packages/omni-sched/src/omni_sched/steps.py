@@ -1,13 +1,13 @@
 """One denoising step from sigma to sigma_next, deterministic or stochastic, with its noise and log-probability.
 
-Letters: B samples; x is [B, ...] with any latent axes behind B, in latent units. sigma is the noise level in [0, 1],
+Notation: B samples; x is [B, ...], any latent axes after B, in latent units. sigma is the noise level in [0, 1],
 1 = noise, 0 = data, and falls: `dt = sigma_next - sigma < 0`. `velocity = dx/dsigma = noise - data`, so the predicted
 data and noise of a sample are
 
     data_hat  = x - sigma * velocity
     noise_hat = x + (1 - sigma) * velocity
 
-and all stochastic steps have one form, an Euler step that replaces part of the predicted noise by fresh noise z:
+All stochastic steps have the same form, an Euler step that replaces part of the predicted noise by fresh noise z:
 
     mean = x + dt * velocity - pull * noise_hat        x_next = mean + std * z
 
@@ -15,19 +15,19 @@ They differ only in `std` and `pull`, and each is written out in full. For `sde_
 (2 sigma)` keeps the marginal of the ODE as dt goes to 0; for `cps_step`, pull is such that the noise in x_next has
 amplitude sigma_next at any dt.
 
-A step either samples (`noise` given) or scores (`x_next` given), by the same operations, so that scoring a sampled step
+A step either samples (`noise` given) or scores (`x_next` given), with the same operations, so scoring a sampled step
 returns its log-probability bit for bit; gradients flow through `mean` only. `log_prob` is in nats per latent element: a
-MEAN over elements, so multiply by their number for the log-density of the sample. That of `cps_step` is no density:
-`gaussian_log_prob` of its x_next, mean and std is. `std` is the standard deviation of x_next given x, with sqrt(-dt)
-included; some released code reports it without.
+MEAN over elements, so multiply by their number for the log-density of the sample. For `cps_step`, log_prob is not a
+density, but `gaussian_log_prob` of its x_next, mean and std is. `std` is the standard deviation of x_next given x,
+including sqrt(-dt); some released code reports it without.
 
-Everything is computed in float32 for any input dtype: in bfloat16 the rounding of x_next would be as large as the noise
-of a late step.
+Everything is computed in float32 for any input dtype: in bfloat16, the rounding of x_next would be as large as the
+noise of a late step.
 
-sigma and sigma_next are scalars or [B]. Their values are checked when both are Python numbers or CPU tensors. Values on
+sigma and sigma_next are scalars or [B]. Their values are checked if both are Python numbers or CPU tensors. Values on
 an accelerator are not read back, since that would stall its queue once per step; there, scoring at sigma_next = 0 is
-not refused, and gives log_prob NaN. For x on an accelerator, pass scalars from the host or vectors that are already
-on its device: only a [B] tensor on the CPU costs a copy that waits.
+not rejected and gives log_prob NaN. For x on an accelerator, pass host scalars or vectors that are already on its
+device: only a [B] tensor on the CPU needs a blocking copy.
 """
 
 import hashlib
@@ -42,10 +42,10 @@ from torch import Tensor
 Level = float | Tensor
 
 INITIAL_NOISE = -1  # the step of the noise at sigma = 1, before step 0
-AT_ONCE = 2**16  # numbers of noise that are made together, so that small samples do not each wait for 16 operators
+AT_ONCE = 2**16  # noise values generated together, so that small samples do not each launch 16 operators
 
 # UniPC schedules for flow models start at 0.99999899, where sqrt(sigma / (1 - sigma)) is 993: a test for exactly 1
-# would let that through and turn the first step into pure noise.
+# would miss it and turn the first step into pure noise.
 SIGMA_ONE_TOLERANCE = 1e-3
 
 
@@ -56,7 +56,7 @@ class Transition:
     x_next: [B, ...], latent units, detached: the sample, or the value that was scored.
     mean: [B, ...], latent units: of x_next given x; carries the gradient.
     std: [B], latent units: true standard deviation of x_next given x.
-    log_prob: [B], nats per latent element (`cps_step`: see there); NaN where the density degenerates, that is at
+    log_prob: [B], nats per latent element (except `cps_step`); NaN where the density degenerates, that is, at
         noise_level 0 and where sigma_next is 0.
     """
 
@@ -72,7 +72,7 @@ def euler_step(velocity: Tensor, x: Tensor, sigma: Level, sigma_next: Level) -> 
     Args:
         velocity: [B, ...], latent units; the model's prediction of noise - data.
         x: [B, ...], latent units.
-        sigma, sigma_next: scalar or [B], noise level before and after.
+        sigma, sigma_next: scalar or [B], noise levels before and after.
 
     Returns:
         [B, ...], float32, differentiable in velocity and x.
@@ -99,13 +99,13 @@ def ode_step(
 
     Args:
         velocity, x, sigma, sigma_next: as for `euler_step`.
-        noise_level, noise, x_next: ignored; a rule is called with them.
+            noise_level, noise, x_next: ignored; they give it the interface of the stochastic steps.
 
-    Returns:
-        x_next, its value with the gradient as mean, std 0, and log_prob NaN, as there is no density.
+        Returns:
+            x_next, its value with the gradient as mean, std 0, and log_prob NaN, as there is no density.
 
     Raises:
-        ValueError: as `euler_step`.
+        ValueError: as in `euler_step`.
     """
     end = euler_step(velocity, x, sigma, sigma_next)
     return Transition(end.detach(), end, end.new_zeros(len(end)), end.new_full((len(end),), math.nan))
@@ -127,26 +127,26 @@ def sde_step(
         S    = noise_level * sqrt(sigma / (1 - sigma))
         mean = x + dt * (velocity + S^2 / (2 sigma) * noise_hat)        std = S * sqrt(-dt)
 
-    `1 - sigma` vanishes at the start. A sigma within 1e-3 of 1 is therefore capped at sigma_max in that one place, and
-    the std of the first step is noise_level for every schedule. It stays large for the next few steps at any number of
-    steps, so the ODE's marginal is kept only some way below sigma = 1.
+    `1 - sigma` vanishes at the start. Therefore, a sigma within 1e-3 of 1 is capped at sigma_max in this place only,
+    and the std of the first step is noise_level for every schedule. It stays large for the next few steps at any number
+    of steps, so the ODE's marginal is kept only some way below sigma = 1.
 
     Args:
         velocity: [B, ...], latent units.
         x: [B, ...], latent units.
-        sigma, sigma_next: scalar or [B], noise level before and after.
+        sigma, sigma_next: scalar or [B], noise levels before and after.
         noise_level: >= 0, dimensionless; 0 is exactly `euler_step`. Flow-GRPO uses 0.7.
-        noise: [B, ...], standard normal: sample x_next with it. Exactly one of noise and x_next.
+        noise: [B, ...], standard normal: sample x_next with it. Pass exactly one of noise and x_next.
         x_next: [B, ...], latent units: score it.
-        sigma_max: scalar or [B], the schedule's second entry, in (0, 1). None takes sigma_next, which at the first
-            step is that entry.
+        sigma_max: scalar or [B], the schedule's second entry, in (0, 1). None means sigma_next, which is that entry at
+            the first step.
 
     Raises:
         ValueError: shapes differ; not 0 <= sigma_next < sigma <= 1; sigma_max outside (0, 1); noise_level < 0; both or
             neither of noise and x_next; or scoring at noise_level 0 or sigma_next 0, where the density degenerates.
 
-    Flow-GRPO, arXiv 2505.05470, its SDE update rule. The released code guards `sigma == 1` exactly and returns S as the
-    standard deviation, without sqrt(-dt).
+    Flow-GRPO, arXiv 2505.05470, its SDE update rule. The released code handles only `sigma == 1` exactly and returns S
+    as the standard deviation, without sqrt(-dt).
     """
     velocity, x, sigma, sigma_next = _inputs(velocity, x, sigma, sigma_next, noise_level, noise, x_next)
     if sigma_max is not None and on_host(sigma_max) and not ((on_cpu(sigma_max) > 0) & (on_cpu(sigma_max) < 1)).all():
@@ -171,31 +171,31 @@ def cps_step(
     noise: Tensor | None = None,
     x_next: Tensor | None = None,
 ) -> Transition:
-    """Sample or score a step of coefficients-preserving sampling: x_next has noise of amplitude sigma_next exactly.
+    """Sample or score a step of coefficients-preserving sampling: the noise in x_next has amplitude sigma_next exactly.
 
         std  = sigma_next * sin(noise_level * pi / 2)
         mean = (1 - sigma_next) * data_hat + sigma_next * cos(noise_level * pi / 2) * noise_hat
 
-    computed as the Euler step minus `sigma_next * (1 - cos(noise_level * pi / 2)) * noise_hat`, which is the same and
+    computed as the Euler step minus `sigma_next * (1 - cos(noise_level * pi / 2)) * noise_hat`, which is equivalent and
     exact at noise_level 0. std does not shrink with dt, so many small steps do not keep the ODE's marginal.
 
-    log_prob is the released, unnormalised `-mean((x_next - mean)^2)`: no 1 / (2 std^2), no constant. Its differences
+    log_prob is the released, unnormalized `-mean((x_next - mean)^2)`: no 1 / (2 std^2), no constant. Its differences
     are 2 std^2 times those of a Gaussian log-density, so clip ranges do not carry over from `sde_step`, and its unit is
-    not nats but squared latent units. Its ratios are no importance weights: take those of `gaussian_log_prob`.
+    squared latent units, not nats. Its ratios are not importance weights: use `gaussian_log_prob` for those.
 
     Args:
         velocity: [B, ...], latent units.
         x: [B, ...], latent units.
-        sigma, sigma_next: scalar or [B], noise level before and after.
+        sigma, sigma_next: scalar or [B], noise levels before and after.
         noise_level: in [0, 1], dimensionless; 0 is exactly `euler_step`, 1 replaces all noise.
-        noise: [B, ...], standard normal: sample x_next with it. Exactly one of noise and x_next.
+        noise: [B, ...], standard normal: sample x_next with it. Pass exactly one of noise and x_next.
         x_next: [B, ...], latent units: score it.
 
     Raises:
         ValueError: shapes differ; not 0 <= sigma_next < sigma <= 1; noise_level outside [0, 1]; both or neither of
             noise and x_next; or scoring at noise_level 0 or sigma_next 0, where the density degenerates.
 
-    Flow-CPS, arXiv 2509.05952. The log_prob is that of the released code.
+    Flow-CPS, arXiv 2509.05952. log_prob is that of the released code.
     """
     if noise_level > 1:
         raise ValueError(f"noise_level must be <= 1 for cps_step, got {noise_level}")
@@ -229,17 +229,17 @@ def dance_step(
     Args:
         velocity: [B, ...], latent units.
         x: [B, ...], latent units.
-        sigma, sigma_next: scalar or [B], noise level before and after.
+        sigma, sigma_next: scalar or [B], noise levels before and after.
         noise_level: >= 0, dimensionless; 0 is exactly `euler_step`. DanceGRPO uses 0.3.
-        noise: [B, ...], standard normal: sample x_next with it. Exactly one of noise and x_next.
+        noise: [B, ...], standard normal: sample x_next with it. Pass exactly one of noise and x_next.
         x_next: [B, ...], latent units: score it.
 
     Raises:
         ValueError: shapes differ; not 0 <= sigma_next < sigma <= 1; noise_level < 0; both or neither of noise and
             x_next; or scoring at noise_level 0 or sigma_next 0, where the density degenerates.
 
-    DanceGRPO, arXiv 2505.07818, its SDE for rectified flows. MixGRPO's released copy of this step evaluates the
-    normalising constants of the log-probability and drops them; here they are kept.
+    DanceGRPO, arXiv 2505.07818, its SDE for rectified flows. MixGRPO's released copy of this step computes the
+    normalizing constants of the log-probability and drops them; here they are kept.
     """
     velocity, x, sigma, sigma_next = _inputs(velocity, x, sigma, sigma_next, noise_level, noise, x_next)
     std = noise_level * (sigma - sigma_next).sqrt()
@@ -254,7 +254,7 @@ def dance_step(
 class StreamStep:
     """A stochastic step with a log-probability for each of M streams, which are concatenated in x [B, n].
 
-    rule: such as `sde_step`. sizes: number of elements of each stream in x, n in all.
+    rule: for example `sde_step`. sizes: number of elements of each stream in x, n in total.
     """
 
     rule: Callable[..., Transition]
@@ -265,7 +265,7 @@ class StreamStep:
     ) -> Transition:
         """Return the transition of `rule`, bit for bit, except log_prob: [B, M], in nats per element of a stream.
 
-        end: noise or x_next, [B, n], as `rule` takes them.
+        end: noise or x_next, [B, n], as accepted by `rule`.
         """
         streams = zip(*(each.split(self.sizes, dim=1) for each in (velocity, x, *end.values())), strict=True)
         steps = [
@@ -277,19 +277,19 @@ class StreamStep:
 
 
 def gaussian_log_prob(x_next: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Return the log-density of Normal(mean, std^2) at x_next, [B], nats per latent element: mean over elements.
+    """Return the log-density of Normal(mean, std^2) at x_next, [B], nats per latent element (mean over elements).
 
         log p = -mean((x_next - mean)^2) / (2 std^2) - log(std) - log(2 pi) / 2
 
-    It is the log_prob of `sde_step` and `dance_step`. The moments of any step give true log-probabilities, as an
-    importance correction needs.
+    It is the log_prob of `sde_step` and `dance_step`. With the moments of any step, it gives true log-probabilities, as
+    required for an importance correction.
 
     Args:
         x_next, mean: [B, ...], latent units; differentiable in both.
-        std: [B], latent units, > 0; NaN comes out where it is 0.
+        std: [B], latent units, > 0; the result is NaN where it is 0.
 
     Raises:
-        ValueError: shapes do not fit.
+        ValueError: shapes do not match.
     """
     if x_next.ndim < 2 or mean.shape != x_next.shape or std.shape != x_next.shape[:1]:
         shapes = f"{tuple(x_next.shape)}, {tuple(mean.shape)} and {tuple(std.shape)}"
@@ -302,26 +302,26 @@ def step_noise(seeds: Sequence[int], step: int, shape: Sequence[int]) -> Tensor:
     """Return standard normal noise for one step of B samples; row b depends only on seeds[b] and step.
 
     It does not depend on the batch, order, rank or device of a sample: it is made on the CPU, and the caller moves it.
-    A smaller shape gets the beginning of what a larger one gets, in row-major order.
+    A smaller shape gets the first elements of a larger one, in row-major order.
 
-    The random bits are SHAKE-128 of the pair (seed, step), turned into normals by Box-Muller in float64 and rounded to
+    The random bits are SHAKE-128 of the pair (seed, step), converted to normals by Box-Muller in float64 and rounded to
     float32 once. `torch.Generator` is not used, for three reasons. Its CPU engine keeps only the low 32 bits of a seed,
-    so different seeds may give the same noise. Accelerators have their own generators and streams. And torch promises
-    the same normals neither across its versions nor across kinds of CPU. Here distinct pairs get unrelated bits. Two
-    kinds of CPU can differ only where their float64 log, sin or cos differ and the rounding to float32 shows it: by one
-    unit in the last place, about once in 10^8 elements.
+    so different seeds may give the same noise. Accelerators have their own generators and streams. And torch guarantees
+    the same normals neither across versions nor across kinds of CPU. Here, distinct pairs get unrelated bits. Two kinds
+    of CPU can differ only if their float64 log, sin or cos differ and the difference survives rounding to float32: by
+    one unit in the last place, in about one of 10^8 elements.
 
     Args:
         seeds: B integers of any size and sign, one per sample; equal seeds give equal rows.
         step: index of the denoising step, or INITIAL_NOISE.
-        shape: of one sample, without B.
+        shape: shape of one sample, without B.
 
     Returns:
         [B, *shape], float32, on the CPU, dimensionless.
 
     Raises:
         ValueError: no seeds, step < INITIAL_NOISE, or a negative size in shape.
-        TypeError: a seed or step that is no integer.
+        TypeError: a seed or step is not an integer.
     """
     if len(seeds) == 0:
         raise ValueError("seeds must hold at least one seed, got none")
@@ -348,7 +348,7 @@ def add_noise(x0: Tensor, noise: Tensor, sigma: Level) -> Tensor:
         [B, ...], float32, differentiable in x0 and noise.
 
     Raises:
-        ValueError: shapes differ; or, seen on the CPU only, a sigma outside [0, 1].
+        ValueError: shapes differ; or, checked on the CPU only, a sigma outside [0, 1].
 
     The forward process of rectified flow, arXiv 2209.03003, eq. 1; there, data is at time 1.
     """
@@ -360,11 +360,11 @@ def add_noise(x0: Tensor, noise: Tensor, sigma: Level) -> Tensor:
 
 
 def renoise(x: Tensor, noise: Tensor, sigma: Level, sigma_to: Level) -> tuple[Tensor, Tensor]:
-    """Noise a latent further, from level sigma to sigma_to, by fresh noise.
+    """Add noise to a latent to raise its level from sigma to sigma_to.
 
         a = (1 - sigma_to) / (1 - sigma),   std^2 = sigma_to^2 - a^2 sigma^2,   x_to = a x + std noise
 
-    x_to has the distribution of `add_noise` at sigma_to if x has that at sigma. From sigma 0 it is `add_noise`.
+    x_to has the distribution of `add_noise` at sigma_to if x has it at sigma. From sigma 0 it is `add_noise`.
 
     Args:
         x: [B, ...], latent units, at level sigma.
@@ -378,7 +378,7 @@ def renoise(x: Tensor, noise: Tensor, sigma: Level, sigma_to: Level) -> tuple[Te
     Raises:
         ValueError: shapes differ, or not 0 <= sigma < sigma_to <= 1.
 
-    The transition of the forward process between two levels, by which TDM (arXiv 2503.06674) noises its trajectories.
+    The transition of the forward process between two levels, with which TDM (arXiv 2503.06674) noises its trajectories.
     """
     check_shapes(x, noise=noise)
     if on_host(sigma) and on_host(sigma_to):
@@ -388,7 +388,7 @@ def renoise(x: Tensor, noise: Tensor, sigma: Level, sigma_to: Level) -> tuple[Te
             raise ValueError(f"{rule}, got sigma={now.tolist()}, sigma_to={to.tolist()}")
     lower, upper = per_sample(x, "sigma", sigma), per_sample(x, "sigma_to", sigma_to)
     share = (1 - upper) / (1 - lower)
-    std = ((upper - lower) / (1 - lower) * (upper + share * lower)).sqrt()  # the same, without a small difference
+    std = ((upper - lower) / (1 - lower) * (upper + share * lower)).sqrt()  # the same, without cancellation
     return over(share, x) * x.float() + over(std, x) * noise.float(), std
 
 
@@ -401,7 +401,7 @@ def _inputs(
     noise: Tensor | None,
     x_next: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return velocity and x in float32, sigma and sigma_next as [B]; refuse wrong calls and scoring without density."""
+    """Return velocity and x in float32, sigma and sigma_next as [B]; reject wrong calls and scoring without density."""
     if not 0 <= noise_level < math.inf:
         raise ValueError(f"noise_level must be >= 0 and finite, got {noise_level}")
     check_shapes(x, velocity=velocity, noise=noise, x_next=x_next)
@@ -433,7 +433,7 @@ def _normal(keys: Sequence[str], count: int) -> Tensor:
 
 
 def levels(x: Tensor, sigma: Level, sigma_next: Level) -> tuple[Tensor, Tensor]:
-    """Return sigma and sigma_next as [B] float32 on x's device: scalars and vectors then take the same operations."""
+    """Return sigma and sigma_next as [B] float32 on x's device, so scalars and vectors take the same operations."""
     both = per_sample(x, "sigma", sigma), per_sample(x, "sigma_next", sigma_next)
     if on_host(sigma) and on_host(sigma_next):
         now, after = on_cpu(sigma), on_cpu(sigma_next)
@@ -448,18 +448,18 @@ def per_sample(x: Tensor, name: str, level: Level) -> Tensor:
     if isinstance(level, Tensor) and level.shape not in (torch.Size(), x.shape[:1]):
         raise ValueError(f"{name} must be a scalar or [B] = [{x.shape[0]}], got shape {tuple(level.shape)}")
     if not isinstance(level, Tensor) or (level.ndim == 0 and on_host(level)):
-        # A fill is queued like any kernel; a copy from ordinary host memory would wait for the queue to drain.
+        # A fill is queued like any kernel; a copy from pageable host memory would wait for the queue to drain.
         return torch.full(x.shape[:1], float(level), dtype=torch.float32, device=x.device)
     return level.to(x.device, torch.float32).expand(x.shape[0])
 
 
 def over(value: Tensor, x: Tensor) -> Tensor:
-    """Return value [B] in a shape that multiplies x [B, ...]."""
+    """Return value [B] reshaped to broadcast with x [B, ...]."""
     return value.view(-1, *[1] * (x.ndim - 1))
 
 
 def check_shapes(x: Tensor, **others: Tensor | None) -> None:
-    """Raise ValueError for x without an axis behind B, and for others of another shape than x; None is skipped."""
+    """Raise ValueError if x has no axis after B, or if others differ in shape from x; None is skipped."""
     if x.ndim < 2:
         raise ValueError(f"x must be [B, ...] with at least one axis behind B, got shape {tuple(x.shape)}")
     for name, other in others.items():
@@ -468,11 +468,11 @@ def check_shapes(x: Tensor, **others: Tensor | None) -> None:
 
 
 def on_host(level: Level) -> bool:
-    """True if the value of level can be read without waiting: a number, or a tensor on the CPU."""
+    """True if the value of level can be read without synchronization: a number, or a tensor on the CPU."""
     return not isinstance(level, Tensor) or level.device.type == "cpu"
 
 
 def on_cpu(level: Level) -> Tensor:
     """Return level on the CPU, float32."""
-    # Checked as float32, the precision the step computes in: two levels that round to one are no step.
+    # Checked as float32, the precision of the step: two levels that round to the same value are not a step.
     return torch.as_tensor(level, dtype=torch.float32, device="cpu")

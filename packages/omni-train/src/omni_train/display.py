@@ -1,7 +1,7 @@
-"""Show the progress of a run: a bar in a terminal, otherwise lines; between steps the state of `omni_train.progress`.
+"""Show the progress of a run: a bar in a terminal, otherwise lines; between steps, the state of `omni_train.progress`.
 
-A thread shows it, so that a long forward is not silent. Without a terminal it prints a line if none was
-printed for `LINE_S`.
+A thread updates the display, so that a long forward pass is not silent. Without a terminal, it prints a line if none
+was printed for `LINE_S`.
 """
 
 import math
@@ -18,18 +18,18 @@ from omni_train import progress
 from omni_train.breaker import Breaker
 from omni_train.files import load_metrics
 
-LINE_S = 30.0  # of silence before a line
-BAR_S, LINES_S = 2.0, 5.0  # between two looks at the progress
+LINE_S = 30.0  # silence before a line is printed
+BAR_S, LINES_S = 2.0, 5.0  # between two checks of the progress
 
 
 class Display:
-    """The display of a run, on the rank that reports, until it is closed. What fails in it is switched off with a line.
+    """The display of a run on the rank that reports, until closed. An error in it prints a line and disables it.
 
     listeners: called with the progress every few seconds.
     """
 
     def __init__(self, *, tty: bool | None = None) -> None:
-        """Open it. tty: True for a bar, False for lines; None asks the terminal."""
+        """Open it. tty: True for a bar, False for lines; None checks the terminal."""
         self.listeners: list[Callable[[str], None]] = []
         self._breaker, self._pid = Breaker("the progress on the terminal"), os.getpid()
         self._form: _Lines | _Bar = self._breaker(_form, tty) or _Lines()
@@ -38,24 +38,24 @@ class Display:
         self._thread.start()
 
     def begin(self, total_steps: int, metrics: Path) -> None:
-        """Show steps from here on. metrics: the file of the log, with the lines of those that are done."""
+        """Show steps from now on. metrics: the log file, with the lines of the steps already done."""
         self._breaker(self._form.begin, total_steps, metrics)
 
     def update(self, step: int, values: Mapping[str, float], seconds: float, left_s: float | None) -> None:
-        """Show a finished step: some of its metrics, its seconds, and those that are left of the run."""
+        """Show a finished step: some of its metrics, its duration, and the remaining seconds of the run."""
         self._breaker(self._form.update, step, values, seconds, left_s)
 
     def look(self) -> None:
-        """Show the progress, if it is time, and tell it to the listeners."""
+        """Show the progress if it is time, and pass it to the listeners."""
         self._breaker(self._form.look)
         if text := progress.describe():
             for listener in self.listeners:
                 listener(text)
         if self._breaker.is_off:
-            self._form.close()  # so that what is printed elsewhere does not go through it
+            self._form.close()  # so that other output does not go through it
 
     def close(self) -> None:
-        """End, once. A forked process has no display."""
+        """Close the display, once. A forked process has no display."""
         if os.getpid() == self._pid and not self._closed.is_set():
             self._closed.set()
             self._thread.join()
@@ -69,13 +69,13 @@ class Display:
 def _form(tty: bool | None) -> "_Lines | _Bar":
     """Return a bar for a terminal, else lines."""
     if sys.stdout.isatty() if tty is None else tty:
-        with suppress(ModuleNotFoundError):  # rich draws the bar
+        with suppress(ModuleNotFoundError):  # rich is needed for the bar
             return _Bar()
     return _Lines()
 
 
 class _Lines:
-    """One `key=value` line per step; between steps progress, if no line was printed for `LINE_S`."""
+    """One `key=value` line per step; between steps, the progress if no line was printed for `LINE_S`."""
 
     pause_s = LINES_S
 
@@ -103,9 +103,9 @@ class _Lines:
 
 
 class _Bar:
-    """A bar of steps with the last logged value of each metric, and one of the progress; needs rich.
+    """A bar of steps with the last logged value of each metric, and a bar of the progress; needs rich.
 
-    Held-out metrics, `eval/...`, have a sparkline over the run, and those of samples, `reward/...`, their change.
+    Held-out metrics, `eval/...`, have a sparkline over the run, and sample metrics, `reward/...`, their change.
     """
 
     pause_s = BAR_S
@@ -149,7 +149,7 @@ class _Bar:
         self._live.refresh()
 
     def close(self) -> None:
-        with suppress(Exception):  # of a terminal that is gone
+        with suppress(Exception):  # the terminal may be gone
             self._live.stop()
 
     def _past(self, name: str) -> str:
@@ -161,7 +161,7 @@ class _Bar:
 
 
 def _sparkline(values: Sequence[float]) -> str:
-    """Return at most ten values as block characters: the first, the last and others evenly between."""
+    """Return at most ten values as block characters: the first, the last and others evenly spaced between them."""
     count = min(len(values), 10)
     some = [values[round(i * (len(values) - 1) / (count - 1))] for i in range(count)]
     low, span = min(some), max(some) - min(some)

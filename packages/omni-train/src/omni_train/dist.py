@@ -1,15 +1,15 @@
 """One process per device under torchrun: its device, its rank, gathers of small values, shutdown.
 
-Letters: W ranks, n values per rank. A program started without torchrun is one rank without a process group, and every
-function here then returns at once. Nothing is pickled: strings are sent as JSON bytes.
+W ranks, n values per rank. A program started without torchrun is one rank without a process group, and every function
+here then returns at once. Nothing is pickled: strings are sent as JSON bytes.
 
-Small messages between ranks stay on the host, over gloo, and wait for no device. Only gradients and weights are sent
-from device to device.
+Small messages between ranks stay on the host, over gloo, and do not wait for the device. Only gradients and weights
+are sent from device to device.
 
-Devices go through `torch.accelerator`, which covers all kinds. Most of its functions raise without an accelerator; here
-the CPU is a device like any other. Memory is in MB of 2**20 bytes.
+Devices are accessed through `torch.accelerator`, which covers all kinds. Most of its functions raise without an
+accelerator; here the CPU is a device like any other. Memory is in MB of 2**20 bytes.
 
-Work that runs beside training (an asynchronous save, for example) must make its own group with
+Work that runs in parallel to training (an asynchronous save, for example) must create its own group with
 `torch.distributed.new_group`: two threads that issue collectives on one group receive each other's messages.
 """
 
@@ -39,23 +39,24 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from omni_train.progress import live
 
 T = TypeVar("T")
-Merge = Literal["mean", "max", "min"]  # how values of a metric become one
+Merge = Literal["mean", "max", "min"]  # how values of a metric are merged
 
 _MB = 2**20
 _ALLOCATOR = ("memory_allocated", "max_memory_allocated", "max_memory_reserved")
-_FIRST_BYTES = 4096  # of a message that all ranks exchange at once; a longer one takes a second exchange
-_RING_RANKS = 64  # that exchange messages in one ring, in which each passes on what every other one sends
+_FIRST_BYTES = 4096  # part of a message that all ranks exchange first; a longer message takes a second exchange
+_RING_RANKS = 64  # maximum number of ranks that exchange messages in one ring, where each forwards all others' messages
 
 
 @dataclass(frozen=True)
 class Dist:
     """This process's place among the ranks. `mesh` is 1-D with the axis name "dp", or None without a process group.
 
-    is_planned: True if the other ranks do not exist (`omni_train.planned`); they are taken to send what this one does.
-    machines: groups for messages by machine: this rank and those of its number in the other machines, and the ranks of
-        its machine. None if messages go in one ring of all ranks.
-    context: number of consecutive ranks that compute each forward together, on the same samples.
-    first: number of ranks of another role before these, which only sample then; see `omni_train.roles`.
+    is_planned: True if the other ranks do not exist (`omni_train.planned`); they are assumed to send what this one
+        does.
+    machines: process groups for messages by machine: the ranks with this local number on all machines, and the ranks
+        of this machine. None if messages go through one ring of all ranks.
+    context: number of consecutive ranks that compute each forward pass together, on the same samples.
+    first: number of ranks with another role before these, which only sample; see `omni_train.roles`.
     """
 
     rank: int
@@ -70,17 +71,17 @@ class Dist:
 
     @property
     def dp_rank(self) -> int:
-        """The number of this rank's group of `context` ranks, which is its rank in data parallelism."""
+        """The index of this rank's group of `context` ranks: its rank in data parallelism."""
         return self.rank // self.context
 
     @property
     def dp_size(self) -> int:
-        """The number of groups of `context` ranks, each with samples of its own."""
+        """The number of groups of `context` ranks, each with its own samples."""
         return self.world_size // self.context
 
     @property
     def is_main(self) -> bool:
-        """True on rank 0 of all, the only one that writes and prints."""
+        """True on global rank 0, the only rank that writes and prints."""
         return self.rank == self.first == 0 and not self.is_planned
 
 
@@ -88,8 +89,8 @@ class Dist:
 class Memory:
     """Current and peak memory, MB: device allocations, or the process's resident set on a CPU.
 
-    reserved_mb: the most that the allocator has taken of the device for them. used_mb: of the device, by all processes
-    and libraries. Both are NaN if unknown, as on a CPU.
+    reserved_mb: peak of the memory that the allocator has reserved on the device. used_mb: device memory used by all
+    processes and libraries. Both are NaN if unknown, as on a CPU.
     """
 
     current_mb: float
@@ -100,7 +101,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Moment:
-    """A time of the host's clock, in seconds, and on an accelerator an event in its queue."""
+    """A point in time: seconds of the host's clock and, on an accelerator, an event in its queue."""
 
     host_s: float
     event: torch.Event | None = None
@@ -109,19 +110,19 @@ class Moment:
 def init_distributed(
     *, timeout_s: float = 1800.0, init_method: str = "env://", expandable_segments: bool = True
 ) -> Dist:
-    """Join the ranks that torchrun started in one process group; return a single rank without torchrun.
+    """Join the process group of the ranks that torchrun started; return a single rank without torchrun.
 
     A rank ends when its torchrun has ended, so that it cannot write at the same time as the next run. Ranks connect
-    over gloo when they first speak to each other, unless TORCH_GLOO_LAZY_INIT is set.
+    over gloo when they first communicate, unless TORCH_GLOO_LAZY_INIT is set.
 
     Args:
         timeout_s: seconds after which a collective fails if a rank is missing.
-        init_method: rendezvous of `torch.distributed.init_process_group`; torchrun needs the default.
-        expandable_segments: as `set_allocator` takes it.
+        init_method: rendezvous for `torch.distributed.init_process_group`; torchrun needs the default.
+        expandable_segments: as in `set_allocator`.
     """
     set_allocator(expandable_segments=expandable_segments)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when a device starts: products repeat their bits
-    torch.backends.cudnn.allow_tf32 = False  # convolutions in float32 are a CPU's but for rounding
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when a device starts: reproducible products
+    torch.backends.cudnn.allow_tf32 = False  # float32 convolutions then match a CPU's up to rounding
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # for `deterministic`
     if "RANK" not in os.environ:
         return Dist(rank=0, world_size=1, local_rank=0, device=local_device(0), mesh=None)
@@ -148,9 +149,9 @@ def init_distributed(
 
 
 def by_machine(dist: Dist, timeout: timedelta) -> tuple[torch_dist.ProcessGroup, torch_dist.ProcessGroup] | None:
-    """Return the groups for messages by machine; None for few ranks, or unless all machines have equally many.
+    """Return the process groups for messages by machine; None for few ranks or machines of different sizes.
 
-    Every rank makes two groups of its own, as the names of later groups count those before.
+    Every rank creates its own two groups, as the names of later groups count the earlier ones.
     """
     if dist.world_size <= _RING_RANKS:
         return None
@@ -169,9 +170,9 @@ def by_machine(dist: Dist, timeout: timedelta) -> tuple[torch_dist.ProcessGroup,
 
 
 def shard_mesh(dist: Dist, size: int = 0) -> DeviceMesh | None:
-    """Return the mesh over which `shard` spreads weights: one copy per `size` consecutive ranks; 0 is one for all.
+    """Return the mesh over which `shard` spreads weights: one copy per `size` consecutive ranks; 0 means one for all.
 
-    Several copies have a 2-D mesh with the axes "replicate" and "shard". Every rank calls it.
+    With several copies, it is a 2-D mesh with the axes "replicate" and "shard". Every rank calls it.
 
     Raises:
         ValueError: `size` does not divide the number of ranks.
@@ -187,9 +188,9 @@ def shard_mesh(dist: Dist, size: int = 0) -> DeviceMesh | None:
 
 
 def context_mesh(dist: Dist) -> DeviceMesh:
-    """Return the mesh of data and context parallelism, with the axes that diffusers' context parallelism names.
+    """Return the mesh of data and context parallelism, with the axis names of diffusers' context parallelism.
 
-    They are "data" with `dp_size`, "ring" with 1 and "ulysses" with `context` ranks. Every rank calls it.
+    They are "data" with `dp_size` ranks, "ring" with 1 and "ulysses" with `context`. Every rank calls it.
     """
     shape = dist.dp_size, 1, dist.context
     mesh = init_device_mesh(dist.device.type, shape, mesh_dim_names=("data", "ring", "ulysses"))
@@ -198,15 +199,15 @@ def context_mesh(dist: Dist) -> DeviceMesh:
 
 
 def divide(mesh: DeviceMesh, work: Callable[[T], Tensor], items: Sequence[T]) -> list[Tensor]:
-    """Return `work(item)` of all items, each computed by one rank of a mesh of one axis.
+    """Return `work(item)` for all items, each computed by one rank of a 1-D mesh.
 
-    Its ranks call it with the same items. All tensors must have one shape and data type. With gradients every rank
-    computes all.
+    All ranks of the mesh call it with the same items. All tensors must have the same shape and data type. With
+    gradients enabled, every rank computes all items.
     """
     if torch.is_grad_enabled():
         return [work(item) for item in items]
     first, count, found = mesh.get_local_rank(), mesh.size(), list[Tensor]()
-    for start in range(0, len(items), count):  # a rank with none left takes one again
+    for start in range(0, len(items), count):  # a rank without items left repeats one
         own = work(items[(start + first) % len(items)]).contiguous()
         every = [torch.empty_like(own) for _ in range(count)]
         torch_dist.all_gather(every, own, group=mesh.get_group())
@@ -217,13 +218,13 @@ def divide(mesh: DeviceMesh, work: Callable[[T], Tensor], items: Sequence[T]) ->
 def set_allocator(*, expandable_segments: bool) -> None:
     """Configure CUDA's allocators to waste less memory, unless the environment does; call it before their first use.
 
-    Segments that grow leave no gaps. Pinned memory of more than 64 MB is not rounded up to a power of two, from torch
-    2.13 on.
+    Expandable segments leave no gaps. From torch 2.13 on, pinned memory of more than 64 MB is not rounded up to a power
+    of two.
 
-    expandable_segments: False in a process with an allocator that refuses them.
+    expandable_segments: False in a process with an allocator that rejects them.
 
     Raises:
-        ValueError: they are refused, and the environment has them.
+        ValueError: `expandable_segments` is False, but the environment enables them.
     """
     given = [value for name, value in os.environ.items() if name.startswith("PYTORCH_") and name.endswith("ALLOC_CONF")]
     if not expandable_segments and "expandable_segments:true" in ",".join(given).lower():
@@ -255,9 +256,9 @@ def local_device(local_rank: int = 0) -> torch.device:
 
 
 def _settle(kind: str) -> None:
-    """Set an Ascend NPU, detected by its settings, to plain formats, full float32 and deterministic sums.
+    """Configure an Ascend NPU, detected by its API: plain formats, full float32 and deterministic sums.
 
-    Its plugin takes these settings with its first operator, for the whole process.
+    Its plugin applies these settings at the first operator, for the whole process.
     """
     module = torch.get_device_module(kind)
     if not hasattr(module, "set_compile_mode"):
@@ -277,9 +278,9 @@ def default_compute_dtype(device: torch.device) -> torch.dtype:
 
 @contextmanager
 def deterministic(mode: int | str = "error") -> Iterator[None]:
-    """Run operators by algorithms that repeat their bits in the `with` block, and raise RuntimeError for those without.
+    """Use deterministic algorithms in the `with` block, and raise RuntimeError for operators without one.
 
-    mode: another of `torch.set_deterministic_debug_mode`.
+    mode: a different mode of `torch.set_deterministic_debug_mode`.
     """
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode(mode)
@@ -290,13 +291,13 @@ def deterministic(mode: int | str = "error") -> Iterator[None]:
 
 
 def synchronize() -> None:
-    """Wait until the accelerator, if any, has done all queued work."""
+    """Wait until the accelerator, if any, has finished all queued work."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
 
 
 def now() -> Moment:
-    """Return this moment; on an accelerator, the end of all work queued so far. It does not wait."""
+    """Return the current moment; on an accelerator, the end of all work queued so far. It does not synchronize."""
     event = torch.Event(enable_timing=True) if torch.accelerator.is_available() else None
     if event is not None:
         event.record()
@@ -304,7 +305,7 @@ def now() -> Moment:
 
 
 def seconds(start: Moment, end: Moment) -> float:
-    """Return the seconds between two moments; wait for both."""
+    """Return the seconds between two moments, waiting for both."""
     if start.event is None or end.event is None:
         return end.host_s - start.host_s
     if not end.event.query():
@@ -313,7 +314,7 @@ def seconds(start: Moment, end: Moment) -> float:
 
 
 def memory(device: torch.device) -> Memory:
-    """Return the memory of this process on `device`, or on a CPU its resident set size; NaN if unknown."""
+    """Return the memory of this process on `device`, or its resident set size on a CPU; NaN if unknown."""
     if device.type == "cpu":
         statm, unit = Path("/proc/self/statm"), 1 if sys.platform == "darwin" else 1024
         pages = int(statm.read_text().split()[1]) if statm.exists() else math.nan
@@ -325,21 +326,21 @@ def memory(device: torch.device) -> Memory:
 
 
 def free_memory(device: torch.device) -> float:
-    """Return the bytes of free memory on `device`; infinite on a CPU, and 0 if unknown."""
+    """Return the free memory on `device` in bytes; infinite on a CPU, and 0 if unknown."""
     if device.type == "cpu":
         return math.inf
     return float(_ask(device, "get_memory_info", "mem_get_info", default=(0, 0))[0])
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Reset the peak to the current use; do nothing if the device cannot, as on a CPU."""
+    """Reset the peak to the current use; do nothing if the device does not support it, as on a CPU."""
     if device.type == "cpu":
         return
     _ask(device, "reset_peak_memory_stats")
 
 
 def _ask(device: torch.device, *names: str, default: object = None) -> Any:
-    """Return what the first of these functions returns that the device has, or the default without any."""
+    """Call the first of these functions that the device has; return the default if it has none."""
     for api in (torch.accelerator, torch.get_device_module(device)):  # some backends have only the second
         for name in names:
             with suppress(RuntimeError, AttributeError):
@@ -348,21 +349,21 @@ def _ask(device: torch.device, *names: str, default: object = None) -> Any:
 
 
 def shutdown() -> None:
-    """End the process group, if any, after every rank arrived. Call it only on success.
+    """End the process group, if any, after every rank has arrived. Call it only on success.
 
-    A rank that failed never arrives, so a call from `finally` would hang the others; torchrun ends them instead.
+    A rank that failed never arrives, so a call from `finally` would make the others hang; torchrun ends them instead.
     """
     if torch_dist.is_initialized():
         gc.collect()  # sharded tensors refer to the group, which must be freed after them
-        torch_dist.barrier()  # ranks that first speak in it find each other in the store, which may end with rank 0
+        torch_dist.barrier()  # ranks that first connect here find each other in the store, which may end with rank 0
         torch_dist.barrier()
         torch_dist.destroy_process_group()
 
 
 def deal(items: Sequence[T], dist: Dist, batch_size: int, *, in_a_row: int = 1) -> list[Sequence[T]]:
-    """Return this rank's batches: `batch_size` consecutive items, or `in_a_row` if that is more, go to ranks in turn.
+    """Return this rank's batches: ranks take `batch_size` consecutive items in turn, or `in_a_row` if that is larger.
 
-    Ranks that compute each forward together have the same batches.
+    Ranks that compute each forward pass together have the same batches.
 
     in_a_row: number of consecutive items that one rank takes, such as a group.
     """
@@ -373,15 +374,15 @@ def deal(items: Sequence[T], dist: Dist, batch_size: int, *, in_a_row: int = 1) 
 
 
 def gather_by_index(dist: Dist, indices: Tensor, values: Tensor, total: int) -> Tensor:
-    """Return all ranks' values, each at its index, [total], of the dtype of `values` and on its device.
+    """Return all ranks' values, each at its index, [total], with the dtype and device of `values`.
 
     Args:
-        indices: [n] integers, the places of this rank's values in 0 ... total - 1; n may differ between ranks.
+        indices: [n] integers, the positions of this rank's values in 0 ... total - 1; n may differ between ranks.
         values: [n]; NaN passes through.
-        total: number of places.
+        total: number of positions.
 
     Raises:
-        ValueError: an index is out of range, given twice or missing; it is named (on every rank).
+        ValueError: an index (named in the message) is out of range, duplicate or missing; raised on every rank.
     """
     if dist.is_planned:
         return torch.linspace(0, 1, total, dtype=values.dtype)  # all different
@@ -402,7 +403,7 @@ def gather_by_index(dist: Dist, indices: Tensor, values: Tensor, total: int) -> 
 
 
 def gather_json(dist: Dist, value: object) -> list[Any]:
-    """Return every rank's value, in rank order, sent as JSON: strings, numbers, None, and lists and dicts of them."""
+    """Return every rank's value, in rank order, sent as JSON: strings, numbers, None, and lists and dicts of these."""
     live()
     text = json.dumps(value).encode()
     rows = _gather(dist, len(text).to_bytes(8, "little") + text[:_FIRST_BYTES].ljust(_FIRST_BYTES))
@@ -412,7 +413,7 @@ def gather_json(dist: Dist, value: object) -> list[Any]:
 
 
 def merge_metric(values: Tensor, how: Merge = "mean") -> Tensor:
-    """Return the mean of a metric's values [n], or their extreme."""
+    """Return the mean, maximum or minimum of a metric's values [n]."""
     return values.amax() if how == "max" else values.amin() if how == "min" else values.mean()
 
 
@@ -421,11 +422,11 @@ def mean_metrics(
 ) -> dict[str, float]:
     """Return each metric over all ranks. Every rank must pass the same names.
 
-    merges: of metrics that are not means. finite: metrics that must be finite on every rank.
+    merges: how to merge metrics other than by mean. finite: metrics that must be finite on every rank.
 
     Raises:
         ValueError: the names differ between ranks (raised on every rank).
-        FloatingPointError: one of `finite` is NaN or infinite; the rank is named (raised on every rank).
+        FloatingPointError: one of `finite` is NaN or infinite; the message names the rank (raised on every rank).
     """
     by_rank = gather_json(dist, {name: float(metrics[name]) for name in sorted(metrics)})
     if any(list(other) != list(by_rank[0]) for other in by_rank):
@@ -443,7 +444,7 @@ def mean_metrics(
 def same_error(dist: Dist) -> Iterator[None]:
     """Raise an OSError, ValueError, ImportError or RuntimeError of one rank in the block on every rank.
 
-    The message is the same on every rank; out of memory is a RuntimeError.
+    The message is the same on every rank; running out of memory is a RuntimeError.
 
     Every rank enters the block, which must contain no collective: a failed rank would not join it.
     """
@@ -460,16 +461,16 @@ def same_error(dist: Dist) -> Iterator[None]:
 
 
 def is_lost_rank(error: BaseException) -> bool:
-    """True if a collective failed because another rank ended or timed out; that rank is the cause."""
+    """True if a collective failed because another rank ended or timed out."""
     return isinstance(error, torch_dist.DistError) or "gloo/transport" in str(error)
 
 
 def tell_failure(message: str, *, wait_s: float = 3.0) -> dict[int, str]:
     """Send the message of a rank that is about to fail; return the messages of all failing ranks, by rank.
 
-    It waits for all ranks, at most `wait_s`: those that are missing run on, hang or were killed. It uses the store of
-    the rendezvous, so it works where collectives no longer do. SIGTERM is ignored from here on: torchrun sends it as
-    soon as one rank has ended, and the messages are still to be printed. Call it from the main thread.
+    It waits for all ranks, at most `wait_s`: missing ranks still run, hang or were killed. It uses the store of the
+    rendezvous, so it works where collectives no longer do. SIGTERM is ignored from this call on: torchrun sends it as
+    soon as one rank has ended, but the messages must still be printed. Call it from the main thread.
 
     Args:
         message: "" if another rank is the cause.
@@ -492,16 +493,16 @@ def tell_failure(message: str, *, wait_s: float = 3.0) -> dict[int, str]:
                 if store.check([f"{key}{other}"]):
                     messages[other] = store.get(f"{key}{other}").decode()
             time.sleep(0.05)
-    except torch_dist.DistError:  # the process with the store has ended; messages received before count
+    except torch_dist.DistError:  # the process with the store has ended; messages received so far count
         pass
     return messages
 
 
 def _meet(rank: int, world_size: int, timeout: timedelta) -> torch_dist.Store:
-    """Return a part of torchrun's store with a new prefix, on which all ranks agree.
+    """Return torchrun's store with a new prefix, on which all ranks agree.
 
-    The store still has the addresses of an earlier start's ranks, and no number of this start that all machines share.
-    So each rank writes a random name; the first one publishes the names until every rank has found its own among them.
+    The store still has the addresses of an earlier start's ranks, and this start has no number shared by all machines.
+    So each rank writes a random name; the first rank publishes the names until every rank has found its own among them.
     torchrun ends the others if one has failed.
     """
     deadline = time.monotonic() + timeout.total_seconds()
@@ -527,10 +528,11 @@ def _meet(rank: int, world_size: int, timeout: timedelta) -> torch_dist.Store:
 
 
 def _gather(dist: Dist, message: bytes) -> list[bytes]:
-    """Return every rank's message, in rank order; all have one length.
+    """Return every rank's message, in rank order; all have the same length.
 
-    By machine: between those of each number in their machines, then within each, in 127 + 7 hops for 128 machines of 8
-    and not 1,023.
+    By machine: first among equal local ranks of all machines, then within each machine; for 128 machines of 8 ranks,
+        this
+    takes 127 + 7 hops instead of 1,023.
     """
     if dist.mesh is None or dist.is_planned:
         return [message] * (dist.world_size if dist.is_planned else 1)

@@ -1,8 +1,8 @@
-"""Experts that stay on their rank: tokens travel to them and back, and no expert is gathered.
+"""Experts that stay on their rank: tokens are sent to them and back, and no expert is gathered.
 
-A rank's experts get the tokens of all ranks, and so the sum of all ranks' gradients.
+A rank's experts get the tokens of all ranks, and therefore the sum of all ranks' gradients.
 
-Shapes: R tokens of this rank, k experts of a token, E experts, W ranks, N rows that this rank gets, D width.
+Shapes: R tokens of this rank, k experts per token, E experts, W ranks, N rows that this rank receives, D width.
 """
 
 from collections.abc import Collection, Iterator
@@ -19,17 +19,18 @@ from torch.nn.functional import pad
 
 
 class ShardedExperts(nn.Module):
-    """The experts of a mixture, of which each rank holds E / W, in the place and with the names of their module.
+    """A mixture's experts, E / W of them on each rank, with the names and place of the module that they replace.
 
-    A fused parameter [E, ...] is sharded by rows. In a list of experts all rows of each are on its owner, where
-    `DTensor.full_tensor` does not look for them: `owners` has the owner of each parameter.
+    A fused parameter [E, ...] is sharded by rows. In a list of experts, all rows of each expert are on its owner, which
+    `DTensor.full_tensor` does not support: `owners` has the owner of each parameter.
     """
 
     def __init__(self, experts: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
         """Keep the rows of this rank.
 
-        experts: a list, or fused as in transformers; called with states [R, D], the experts [R, k] of each, and their
-        weights [R, k]. dtype: to compute in; None is that of the parameters.
+        experts: a list, or fused as in transformers; called with states [R, D], the experts [R, k] of each state, and
+            their
+        weights [R, k]. dtype: compute dtype; None means that of the parameters.
         """
         super().__init__()
         self.mesh, self.dtype, self.count = mesh, dtype, _num_experts(experts)
@@ -47,10 +48,10 @@ class ShardedExperts(nn.Module):
             for name, param in experts.named_parameters():
                 self.register_parameter(name, param)
             local, local.num_experts = experts, self.share  # type: ignore[assignment]  # a number
-        self._local = (local,)  # no submodule, as its parameters have their names here
+        self._local = (local,)  # not a submodule, as its parameters have their names here
 
     def forward(self, states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Return the output [R, D] for states [R, D], the experts [R, k] of each, and their weights [R, k]."""
+        """Return the output [R, D] for states [R, D], the experts [R, k] of each state, and their weights [R, k]."""
         experts, order = chosen.flatten().sort(stable=True)
         sent, came = self._counts(experts)
         own = torch.arange(self.share).repeat(len(came)).repeat_interleave(came.flatten()).to(states.device)
@@ -61,25 +62,25 @@ class ShardedExperts(nn.Module):
         return (by_token * weights[..., None]).sum(dim=1).to(states.dtype)
 
     def _counts(self, experts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return how many rows this rank sends to each expert, and each rank to those of this one, [W, E / W].
+        """Return how many rows this rank sends to each expert, and each rank to the experts of this one, [W, E / W].
 
-        They are on the host. experts: of the rows, sorted.
+        Both are on the host. experts: the expert of each row, sorted.
         """
         shape = self.mesh.size(), self.share
-        if isinstance(experts, FakeTensor):  # of a planned device: as many for each
+        if isinstance(experts, FakeTensor):  # on a planned device: the same number for each
             sent = (torch.arange(self.count + 1) * len(experts) // self.count).diff().view(shape)
             return sent, sent[:1].expand(shape)
         ends = torch.searchsorted(experts, torch.arange(self.count, device=experts.device), right=True)
         sent = ends.diff(prepend=ends.new_zeros(1)).view(shape)
         came = torch.empty_like(sent)
         torch_dist.all_to_all_single(came, sent, group=self.mesh.get_group())
-        sent, came = torch.stack([sent, came]).cpu().unbind()  # the only wait for the device
+        sent, came = torch.stack([sent, came]).cpu().unbind()  # the only synchronization with the device
         return sent, came
 
     def _run(self, rows: Tensor, experts: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the output [N, D] for rows [N, D] of this rank's experts [N]. dtype: of their weights, which are 1."""
+        """Return the output [N, D] for rows [N, D] and their experts [N] on this rank. dtype: of the weights, all 1."""
         number, (local,) = len(rows), self._local
-        if not number:  # or the graph would lack exchanges in which the other ranks wait for this one
+        if not number:  # otherwise exchanges that other ranks wait for would be missing from the graph
             rows, experts = pad(rows, [0, 0, 0, 1]), experts.new_zeros(1)
         params = {name: p.to_local().to(self.dtype or p.dtype) for name, p in _sharded(local)}
         ones = torch.ones(len(rows), 1, dtype=dtype, device=rows.device)
@@ -91,7 +92,7 @@ class ShardedExperts(nn.Module):
 def shard_experts(
     module: nn.Module, names: Collection[str], mesh: DeviceMesh, dtype: torch.dtype | None
 ) -> set[nn.Parameter]:
-    """Replace a module's experts by sharded ones; return their parameters. Arguments are those of `shard`."""
+    """Replace a module's experts with sharded ones; return their parameters. Arguments as in `shard`."""
     sharded = set[nn.Parameter]()
     for parent, name, experts in find_experts(module, names, mesh.size()):
         own = ShardedExperts(experts, mesh, dtype)
@@ -101,10 +102,10 @@ def shard_experts(
 
 
 def find_experts(module: nn.Module, names: Collection[str], num_ranks: int) -> list[tuple[nn.Module, str, nn.Module]]:
-    """Return the modules of experts with these class names, each with its parent and its name there.
+    """Return the expert modules with these class names, each with its parent and its name there.
 
     Raises:
-        ValueError: there are none, or the ranks cannot have equally many of them.
+        ValueError: there are none, or the ranks cannot divide them evenly.
     """
     parents = list(module.modules())
     found = [(p, name, each) for p in parents for name, each in p.named_children() if type(each).__name__ in names]
@@ -116,31 +117,31 @@ def find_experts(module: nn.Module, names: Collection[str], num_ranks: int) -> l
 
 
 def owners_of(module: nn.Module) -> dict[Tensor, int]:
-    """Return the ranks of a mesh that hold all rows of experts in lists, by parameter."""
+    """Return the owner rank in the mesh of each parameter of experts in lists."""
     every = [each for each in module.modules() if isinstance(each, ShardedExperts)]
     return {param: owner for each in every for param, owner in each.owners.items()}
 
 
 def num_gathered(module: nn.Module) -> int:
-    """Return the number of weights of a module that sharded ranks gather."""
+    """Return the number of a module's weights that sharded ranks gather."""
     kept = {param for each in module.modules() if isinstance(each, ShardedExperts) for param in each.parameters()}
     return sum(param.numel() for param in module.parameters() if param not in kept)
 
 
 def _num_experts(experts: nn.Module) -> int:
-    """Return the number of experts in their module."""
+    """Return the number of experts in a module."""
     return len(experts) if isinstance(experts, nn.ModuleList) else int(experts.num_experts)  # type: ignore[arg-type]
 
 
 def _sharded(module: nn.Module) -> Iterator[tuple[str, DTensor]]:
-    """Yield the parameters of a module, which are all DTensors, by name."""
+    """Yield the parameters of a module, all DTensors, by name."""
     for name, param in module.named_parameters():
         assert isinstance(param, DTensor)
         yield name, param
 
 
 def _keep(module: nn.Module, mesh: DeviceMesh, rows: slice) -> None:
-    """Replace each parameter by a DTensor of which this rank has these rows, on its device."""
+    """Replace each parameter with a DTensor of which this rank holds these rows, on its device."""
     for owner in module.modules():
         for name, whole in list(owner.named_parameters(recurse=False)):
             local = whole.detach()[rows].clone()

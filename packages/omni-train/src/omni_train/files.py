@@ -1,4 +1,4 @@
-"""Files and folders that are either old or complete after a crash or a power failure."""
+"""Files and folders that are either old or complete after a crash or power failure."""
 
 import hashlib
 import json
@@ -12,25 +12,25 @@ from pathlib import Path
 from threading import get_native_id
 from typing import Any
 
-MAX_DEPTH = 64  # of lists and objects in one another, in JSON
-POINTER = b"version https://git-lfs"  # begins what Git LFS leaves in place of a file that it has not fetched
+MAX_DEPTH = 64  # nesting depth of lists and objects in JSON
+POINTER = b"version https://git-lfs"  # start of the pointer that Git LFS leaves for a file that is not fetched
 
 
 def check_fetched(path: str | Path) -> None:
-    """Raise ValueError for a pointer of Git LFS in place of a file; OSError if it cannot be read."""
+    """Raise ValueError if the file is a Git LFS pointer; OSError if it cannot be read."""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if file.read(len(POINTER)) == POINTER:
             raise ValueError(f"{path} must be the file itself, got its pointer of Git LFS: `git lfs pull` fetches it")
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
-    """Open a regular file, which is not a link and, with O_RDWR, has no other name; return its descriptor.
+    """Open a regular file that is not a link and, with O_RDWR, has no other hard link; return its descriptor.
 
     Raises:
-        ValueError: it is something else: a pipe would hang, and a link may lead to another's file.
+        ValueError: it is something else: a pipe would hang, and a link may lead to another file.
         OSError: it cannot be opened.
     """
-    if not os.path.islink(path):  # O_NOFOLLOW refuses a link that is made after this line
+    if not os.path.islink(path):  # O_NOFOLLOW rejects a link created after this line
         number = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
         found = os.fstat(number)
         if stat.S_ISREG(found.st_mode) and (found.st_nlink < 2 or not flags & os.O_RDWR):
@@ -43,7 +43,7 @@ def read_regular(path: str | Path, max_bytes: int = 2**30) -> bytes:
     """Return the bytes of a regular file.
 
     Raises:
-        ValueError: as `open_regular`, or it has more than `max_bytes`.
+        ValueError: as in `open_regular`, or the file has more than `max_bytes`.
         OSError: it cannot be read.
     """
     with open(open_regular(path), "rb") as file:
@@ -53,16 +53,16 @@ def read_regular(path: str | Path, max_bytes: int = 2**30) -> bytes:
 
 
 def read_linked(path: str | Path, max_bytes: int) -> bytes:
-    """Return the bytes of a regular file, maybe of one behind a link, as files of the hub's cache are.
+    """Return the bytes of a regular file, following links, as the hub's cache has them.
 
     Raises:
-        ValueError, OSError: as `read_regular`.
+        ValueError, OSError: as in `read_regular`.
     """
     return read_regular(os.path.realpath(path), max_bytes)
 
 
 def write_file(path: Path, *parts: bytes | memoryview) -> dict[str, int | str]:
-    """Write a new file and wait until the disk has it; return its size in bytes and its SHA-256.
+    """Write a new file and sync it to disk; return its size in bytes and its SHA-256.
 
     Raises:
         OSError: the file exists, or could not be written completely.
@@ -79,7 +79,7 @@ def write_file(path: Path, *parts: bytes | memoryview) -> dict[str, int | str]:
 
 
 def write_atomically(path: str | Path, data: bytes | str) -> None:
-    """Replace a file atomically: readers, also after a crash, see the old one or the new one."""
+    """Replace a file atomically: readers see the old or the new one, even after a crash."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{get_native_id()}")  # two threads or processes may write the same file
     temporary.unlink(missing_ok=True)
@@ -93,15 +93,15 @@ def write_atomically(path: str | Path, data: bytes | str) -> None:
 
 @contextmanager
 def new_folder(folder: str | Path) -> Iterator[Path]:
-    """Replace a folder at once by the one that is filled in the `with` block, with all of its files on the disk.
+    """Atomically replace a folder with the one filled in the `with` block, with all of its files on the disk.
 
-    The files get the mode that the folder has from the umask. Only one process may replace a folder.
+    The files get the mode that the umask gives the folder. Only one process may replace a folder.
 
     Args:
-        folder: its parents are made if missing.
+        folder: missing parents are created.
 
     Raises:
-        ValueError: as `check_replaceable`.
+        ValueError: as in `check_replaceable`.
         OSError: it could not be written. The old folder stays, as after any error in the block.
     """
     folder = Path(folder)
@@ -125,21 +125,21 @@ def new_folder(folder: str | Path) -> Iterator[Path]:
 
 
 def check_replaceable(folder: Path) -> None:
-    """Raise ValueError where a file or a link is in the place of a folder, or of one that replaces it."""
+    """Raise ValueError if a file or link is in the place of the folder or of one used to replace it."""
     for path in (folder, *(folder.with_name(f"{folder.name}.{end}") for end in ("tmp", "old"))):
         if path.is_symlink() or (path.exists() and not path.is_dir()):
             raise ValueError(f"{path} must be a folder and no link: move it away")
 
 
 def write_folder_atomically(folder: str | Path, files: Mapping[str, bytes | str]) -> None:
-    """Replace a folder as `new_folder` does. files: the content of each file by its name."""
+    """Replace a folder as in `new_folder`. files: the content of each file by its name."""
     with new_folder(folder) as temporary:
         for name, data in files.items():
             write_file(temporary / name, data.encode() if isinstance(data, str) else data)
 
 
 def _sync_files(folder: Path) -> None:
-    """Wait until the disk has all files of the folder: a rename may reach the disk before their content."""
+    """Sync all files of the folder to disk: a rename may reach the disk before their content."""
     for path in [*folder.rglob("*"), folder]:
         if path.is_dir():
             sync_folder(path)
@@ -150,10 +150,10 @@ def _sync_files(folder: Path) -> None:
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """Return the objects of a file with one a line. An incomplete last line, left by a crash, is left out.
+    """Return the objects of a file with one per line. An incomplete last line, left by a crash, is skipped.
 
     Raises:
-        ValueError: any other line is no JSON object, or as `read_regular`.
+        ValueError: any other line is not a JSON object, or as in `read_regular`.
         OSError: the file cannot be read.
     """
     entries = []
@@ -169,17 +169,17 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
 
 
 def int64(text: str) -> int:
-    """Return an integer; raise ValueError for one of more than 64 bits, which no tensor can hold."""
+    """Parse an integer; raise ValueError if it has more than 64 bits, which no tensor can hold."""
     if not -(2**63) <= (number := int(text)) < 2**63:
         raise ValueError(f"integers must fit into 64 bits, got {text:.20}...")
     return number
 
 
 def parse_json(data: bytes | str, *, parse_int: Callable[[str], int] = int64) -> Any:
-    """Return the value of a JSON text that anyone may have written. parse_int: of its integers.
+    """Parse JSON text from an untrusted source. parse_int: parser for its integers.
 
     Raises:
-        ValueError: it is no JSON in UTF-8, is nested more than MAX_DEPTH deep, or has an integer that is too long.
+        ValueError: it is not UTF-8 JSON, is nested more than MAX_DEPTH deep, or has an integer that is too long.
     """
     text = data if isinstance(data, str) else data.decode()
     try:
@@ -191,7 +191,7 @@ def parse_json(data: bytes | str, *, parse_int: Callable[[str], int] = int64) ->
 
 
 def parse_object(data: bytes | str, what: str, *, parse_int: Callable[[str], int] = int64) -> dict[str, Any]:
-    """Return the object of a JSON text, as `parse_json` does. what: the message names it."""
+    """Parse JSON text to an object, as in `parse_json`. what: name of the text in the message."""
     try:
         value = parse_json(data, parse_int=parse_int)
     except ValueError as exc:
@@ -202,8 +202,8 @@ def parse_object(data: bytes | str, what: str, *, parse_int: Callable[[str], int
 
 
 def check_depth(value: object, text: str) -> None:
-    """Raise ValueError for the value of a JSON text that is nested more than MAX_DEPTH deep."""
-    if text.count("[") + text.count("{") <= MAX_DEPTH:  # so few brackets cannot be deeper
+    """Raise ValueError if the value of a JSON text is nested more than MAX_DEPTH deep."""
+    if text.count("[") + text.count("{") <= MAX_DEPTH:  # with so few brackets, it cannot be deeper
         return
     inner = [value]
     for _ in range(MAX_DEPTH):
@@ -214,24 +214,24 @@ def check_depth(value: object, text: str) -> None:
 
 
 def damaged_line(path: str | Path, number: int, fault: str) -> ValueError:
-    """Return the error of a damaged line, with its place, fault and remedy."""
+    """Return the error for a damaged line, with its place, fault and remedy."""
     return ValueError(f"{path}, line {number}: {fault}. Delete the line, or move the file away")
 
 
 def load_metrics(path: str | Path) -> list[dict[str, float]]:
     """Return the steps of a `metrics.jsonl`, in step order; null becomes NaN.
 
-    The last line of a step counts if it was logged again after a resume. An incomplete last line is left out.
+    If a step was logged again after a resume, its last line counts. An incomplete last line is skipped.
 
     Raises:
-        ValueError: any other line is damaged; it is named.
+        ValueError: any other line, named in the message, is damaged.
     """
     steps = {entry["step"]: entry for entry in read_steps(path)}
     return [steps[step] for step in sorted(steps)]
 
 
 def read_steps(path: str | Path) -> list[dict[str, float]]:
-    """Return every line of a `metrics.jsonl`; null becomes NaN. Raises as `load_metrics`."""
+    """Return every line of a `metrics.jsonl`; null becomes NaN. Raises as in `load_metrics`."""
     entries = read_jsonl(path)
     for number, entry in enumerate(entries, start=1):
         if type(entry.get("step")) is not int or not all(isinstance(v, int | float | None) for v in entry.values()):
@@ -246,17 +246,17 @@ def file_digest(path: str | Path) -> str:
 
 
 def files_digest(paths: Sequence[Path]) -> str:
-    """Return the SHA-256 of a whole file; of several, that of their names and SHA-256s."""
+    """Return the SHA-256 of one file, or for several files that of their names and SHA-256s."""
     if len(paths) == 1:
         return file_digest(paths[0])
     return hashlib.sha256("".join(f"{file_digest(path)}  {path.name}\n" for path in paths).encode()).hexdigest()
 
 
 def probe_digest(paths: Iterable[str | Path], *, num_blocks: int = 64, block_bytes: int = 4096) -> str:
-    """Return a SHA-256 that identifies large files without reading them whole: of their sizes and evenly spread blocks.
+    """Return a SHA-256 that identifies large files by their sizes and evenly spaced blocks, without a full read.
 
     The first block of a safetensors file holds names and shapes, and other weights differ in nearly every block; a
-    change of a few bytes may not be noticed.
+    change of a few bytes may be missed.
     """
     digest = hashlib.sha256()
     for path in paths:
@@ -270,18 +270,18 @@ def probe_digest(paths: Iterable[str | Path], *, num_blocks: int = 64, block_byt
 
 
 def check_file(path: Path, expected: Mapping[str, int | str]) -> None:
-    """Raise ValueError if the file is missing or has another size or SHA-256 than `write_file` returned."""
+    """Raise ValueError if the file is missing or its size or SHA-256 differs from that returned by `write_file`."""
     check_size(path, expected)
     check_digest(path.name, file_digest(path), expected)
 
 
 def check_size(path: Path, expected: Mapping[str, int | str]) -> None:
-    """Raise ValueError if the file is missing or has another size than `write_file` returned."""
+    """Raise ValueError if the file is missing or its size differs from that returned by `write_file`."""
     check_bytes(path.name, path.stat().st_size if path.is_file() else None, expected)
 
 
 def check_bytes(name: str, size: int | None, expected: Mapping[str, int | str]) -> None:
-    """Raise ValueError if a file has another size than `write_file` returned, or none as it is missing."""
+    """Raise ValueError if the size of a file differs from that returned by `write_file`, or is None (missing)."""
     if size is None:
         raise ValueError(f"{name} is missing")
     if size != expected["bytes"]:
@@ -289,13 +289,13 @@ def check_bytes(name: str, size: int | None, expected: Mapping[str, int | str]) 
 
 
 def check_digest(name: str, digest: str, expected: Mapping[str, int | str]) -> None:
-    """Raise ValueError if a file has another SHA-256 than `write_file` returned."""
+    """Raise ValueError if the SHA-256 of a file differs from that returned by `write_file`."""
     if digest != expected["sha256"]:
         raise ValueError(f"{name} has the SHA-256 {digest[:12]}..., not {str(expected['sha256'])[:12]}...")
 
 
 def sync_folder(path: Path) -> None:
-    """Wait until the disk has the folder's list of names, so that a new file or a rename is not lost."""
+    """Sync the folder's list of names to disk, so that a new file or a rename is not lost."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)

@@ -1,4 +1,4 @@
-"""Floating-point operations of a net's calls, counted on the meta device, and the peak of devices."""
+"""Floating-point operations of a net's calls, counted on the meta device, and peak rates of devices."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from omni_train.breaker import Breaker
 
-PEAK_TFLOPS = {  # by a part of the device's name, first match: bfloat16, dense, by its maker
+PEAK_TFLOPS = {  # dense bfloat16, from the vendor, by part of the device's name, first match
     "H100 PCIe": 756, "H100 NVL": 835, "H200 NVL": 835, "H100": 989, "H200": 989, " B200": 2250, "A100": 312,
     "L40S": 362, "MI300X": 1307,
 }  # fmt: skip
@@ -19,22 +19,22 @@ Calls = Counter[tuple[str, bool, torch.Size]]  # samples by phase, True with gra
 
 
 def peak_tflops(device: torch.device) -> float | None:
-    """Return the peak TFLOP/s of a device in bfloat16; None for one that is not in the table."""
+    """Return the peak TFLOP/s of a device in bfloat16; None if it is not in the table."""
     name = device_name(device)
     return next((float(peak) for part, peak in PEAK_TFLOPS.items() if part in name), None)
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a device by its maker; "" for a CPU."""
+    """Return the vendor's name of a device; "" for a CPU."""
     return str(getattr(torch.get_device_module(device), "get_device_name", lambda _: "")(device))
 
 
 class FlopTable:
-    """The operations of one sample in a call of the net, by the shape [...] of its first input without the batch.
+    """The operations per sample in a call of the net, by the shape [...] of its first input without the batch.
 
-    Two counts: of a forward pass, and of one with its backward pass. They omit recomputation by
-    gradient checkpointing, and longer texts than those of the first call of a shape. What fails is switched off.
-    Calls are counted when their total is asked for, so that none waits for its count.
+    There are two counts: for a forward pass, and for a forward and backward pass. They omit recomputation in gradient
+    checkpointing, and texts longer than in the first call with a shape. An error disables the count. Calls are counted
+    when their total is requested, so that no call is delayed.
 
     make: returns the net on the meta device, with its trained parameters.
     """
@@ -47,11 +47,11 @@ class FlopTable:
         self.watch()
 
     def watch(self) -> None:
-        """Note the inputs of the net's calls, until all shapes are known."""
+        """Record the inputs of the net's calls, until all shapes are known."""
         self._hook = self.net.register_forward_pre_hook(self.breaker.around(self._learn), with_kwargs=True)
 
     def total(self, calls: Calls) -> dict[str, float]:
-        """Return the operations of calls, by phase; empty if one has a new shape, which its next call will count."""
+        """Return the operations of calls, by phase; empty if a shape is new: its next call will count it."""
         return self.breaker(self._total, calls) or {}
 
     def _total(self, calls: Calls) -> dict[str, float]:
@@ -64,7 +64,7 @@ class FlopTable:
             return {}
         total = Counter[str]()
         for (phase, is_trained, shape), samples in calls.items():
-            total[phase] += samples * self.known[shape][is_trained]  # type: ignore[assignment]  # no whole numbers
+            total[phase] += samples * self.known[shape][is_trained]  # type: ignore[assignment]  # not integers
         return dict(total)
 
     def _learn(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -84,11 +84,11 @@ class FlopTable:
             forward = counter.get_total_flops()
             trained = [t.sum() for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
             torch.autograd.backward(trained)
-        if trained:  # else a frozen expert; the next call may be another one's
+        if trained:  # otherwise a frozen expert; the next call may use another one
             self.known[first[0].shape] = forward / len(first), counter.get_total_flops() / len(first)
 
 
 def first_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Tensor]:
-    """Return the first input of a call: a batch, as one tensor or as a list of one for each sample."""
+    """Return the first input of a call: a batch, as one tensor or as a list with one tensor per sample."""
     first: Sequence[Tensor] = next(iter((*args, *kwargs.values())))
     return first

@@ -1,6 +1,6 @@
-"""Files on the hub, fetched by their address. Needs huggingface_hub.
+"""Files on the hub, downloaded by address. Needs huggingface_hub.
 
-hf://datasets/OWNER/NAME/FILE               of a data set; of a model without datasets/
+hf://datasets/OWNER/NAME/FILE               from a data set; from a model without datasets/
 hf://datasets/OWNER/NAME@REVISION/FILE      at a branch, tag or commit
 hf://datasets/OWNER/NAME/SPLIT              all files of a split: see `omni_train.prompts.splits`
 """
@@ -15,22 +15,22 @@ from typing import Any
 
 from omni_train.terminal import one_line
 
-REPOSITORY = re.compile("(models|datasets|spaces)--")  # begins the names of folders in the hub's cache
+REPOSITORY = re.compile("(models|datasets|spaces)--")  # prefix of folder names in the hub's cache
 ADDRESS = re.compile(r"hf://(datasets/)?(?!datasets/)([\w.-]+/[\w.-]+)(?:@([^/\s]+))?/((?!.*\.\.)\S+)")
 DATA_SET = re.compile(
     r"(?P<set>hf://datasets/(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^/\s]+))?)(?:/(?P<rest>(?!.*\.\.)\S+?))?/?"
 )
-REVISIONS = {"~parquet": "refs/convert/parquet"}  # of the hub, which converts data sets to parquet
-FETCHED: dict[str, list[Path]] = {}  # address -> files; within a process a branch stays at its commit
+REVISIONS = {"~parquet": "refs/convert/parquet"}  # on the hub, which converts data sets to parquet
+FETCHED: dict[str, list[Path]] = {}  # address -> files; within a process, a branch stays at its commit
 MAX_CARD_BYTES = 2**20
 WAIT_S = 10.0  # for the hub's list of files
 
 
 def local_file(place: str | Path) -> Path:
-    """Return the path itself, or for an address the file in the hub's cache, fetched if it is missing.
+    """Return the path itself, or for an address the file in the hub's cache, downloaded if it is missing.
 
     Raises:
-        ValueError: an address of another form, or a file that cannot be fetched and is not in the cache.
+        ValueError: the address has another form, or the file cannot be downloaded and is not in the cache.
     """
     text = str(place)
     if not text.startswith("hf:/"):
@@ -41,27 +41,27 @@ def local_file(place: str | Path) -> Path:
 
 
 def check_named(place: str | Path, suffixes: Sequence[str]) -> None:
-    """Raise ValueError for a file with another suffix, or a pipe or device, before it is fetched or opened.
+    """Raise ValueError for a file with a wrong suffix, or a pipe or device, before it is downloaded or opened.
 
-    suffixes: the possible ones; empty for any.
+    suffixes: allowed suffixes; empty for any.
     """
     path = Path(place)
     if suffixes and path.suffix not in suffixes:
         raise ValueError(f"path must end in {' or '.join(', '.join(suffixes).rsplit(', ', 1))}, got {place}")
-    with suppress(OSError):  # which opening it reports
+    with suppress(OSError):  # opening the file reports it
         if path.exists() and not path.is_file():
             raise ValueError(f"path must be a regular file, got {place}")
 
 
 def is_from_hub(place: str) -> bool:
-    """True if the place is an address of the hub, or a file in its cache, whose folders are named KIND--OWNER--NAME."""
+    """True for an address of the hub, or a file in its cache, whose folders are named KIND--OWNER--NAME."""
     path = Path(place)
     folders = {*path.absolute().parts, *path.resolve().parts}
     return place.startswith("hf:") or any(REPOSITORY.match(folder) for folder in folders)
 
 
 def real_roots(folder: str | Path) -> list[Path]:
-    """Return the folders that hold the files of a folder, without links: itself, and the blobs of the hub's cache.
+    """Return the resolved folders that hold the files of a folder: itself, and the blobs of the hub's cache.
 
     The files of a snapshot in the cache are links to blobs of the same repository.
     """
@@ -86,13 +86,13 @@ def _fetch(address: str) -> Path:
 def fetch_chosen(
     address: str, found: re.Match[str], choose: Callable[[Sequence[str], Mapping[str, Any]], Sequence[str]]
 ) -> list[Path]:
-    """Return files of a data set, fetched where the hub's cache lacks them; if the hub cannot be reached, its cache's.
+    """Return files of a data set, downloaded if missing from the hub's cache; offline, those in the cache.
 
-    found: the parts of the address by `DATA_SET`. choose: returns the names of the files, of the names of all and the
-    fields of the data set's card.
+    found: the match of the address with `DATA_SET`. choose: returns the names of the files to use, given all names and
+    the fields of the data set's card.
 
     Raises:
-        ValueError: they cannot be fetched and are not in the cache, or what `choose` raises.
+        ValueError: they cannot be downloaded and are not in the cache, or as raised by `choose`.
     """
     if address not in FETCHED:
         repo, revision = found["repo"], REVISIONS.get(found["revision"], found["revision"])
@@ -114,22 +114,22 @@ def fetch_chosen(
 
 
 def _at_commit(download: Callable[..., str], revision: str | None, commit: str | None, name: str) -> Path:
-    """Return a file as it is at the commit: that of the revision, or, if it has moved on, fetched by the commit.
+    """Return a file as of the commit: by the revision, or by the commit if the revision has moved on.
 
-    By the revision first, as the cache then notes the revision's commit, by which it is found without a network.
+    The revision is tried first, since the cache then records its commit, by which it is found without a network.
     """
     path = Path(download(filename=name, revision=revision))
     return path if commit in (None, *path.parts) else Path(download(filename=name, revision=commit))
 
 
 def _listed(repo: str, revision: str | None) -> tuple[list[str], str | None, str]:
-    """Return the names of a data set's files, their commit, and why they are those of the cache; "" if the hub's."""
+    """Return the names of a data set's files, their commit, and why they come from the cache ("" if from the hub)."""
     from huggingface_hub import HfApi, snapshot_download
 
     try:
         about = HfApi().dataset_info(repo, revision=revision, timeout=WAIT_S)
         return [file.rfilename for file in about.siblings or ()], about.sha, ""
-    except Exception as exc:  # of any HTTP client that the library has
+    except Exception as exc:  # from any HTTP client of the library
         try:
             folder = Path(snapshot_download(repo, repo_type="dataset", revision=revision, local_files_only=True))
         except (OSError, ValueError):
@@ -139,10 +139,10 @@ def _listed(repo: str, revision: str | None) -> tuple[list[str], str | None, str
 
 
 def read_card(path: Path) -> dict[str, Any]:
-    """Return the fields of a data set's card, in YAML at its head; none if it has no such head.
+    """Return the fields of a data set's card, from the YAML at its head; empty if there is none.
 
     Raises:
-        ValueError: a card of more than MAX_CARD_BYTES, no YAML, or aliases, which may stand for far more data.
+        ValueError: the card has more than MAX_CARD_BYTES, invalid YAML, or aliases, which may expand to far more data.
     """
     from huggingface_hub import metadata_load
     from huggingface_hub.repocard import REGEX_YAML_BLOCK
@@ -155,13 +155,13 @@ def read_card(path: Path) -> dict[str, Any]:
             if found := sorted(anchors & aliases):
                 raise ValueError(f"has the alias *{found[0]:.80}, which must be written out")
         return dict(metadata_load(path) or {})
-    except Exception as exc:  # of the library's YAML too
+    except Exception as exc:  # including those of the library's YAML parser
         raise ValueError(f"{path} must have YAML at its head that can be read: {' '.join(str(exc).split())}") from exc
 
 
 @contextmanager
 def _fetching(address: str, what: str, revision: str | None) -> Iterator[None]:
-    """Raise ValueError for what fails in the block, with the command that fetches `what`, at a revision."""
+    """Raise ValueError for errors in the block, with the command that downloads `what`, at a revision."""
     try:
         yield
     except (ImportError, OSError, ValueError) as exc:
@@ -174,7 +174,7 @@ def _fetching(address: str, what: str, revision: str | None) -> Iterator[None]:
 
 
 def pinned(place: str, file: Path) -> str:
-    """Return the place itself, or for an address that with the commit of its revision. file: of those fetched."""
+    """Return the place itself, or an address with the commit of its revision. file: one of the downloaded files."""
     found = ADDRESS.fullmatch(place) or DATA_SET.fullmatch(place)
     commit = next((up.name for up in file.parents if up.parent.name == "snapshots"), "")
     if found is None or not commit:

@@ -1,12 +1,12 @@
-"""Attention kernels and compiled blocks, with the same bits in sampling and training.
+"""Attention kernels and compiled blocks that give the same bits in sampling and training.
 
-Left to itself torch chooses attention kernels at every call, and may sample with other ones than it takes gradients
-through. Where they round differently, the ratio before the first update is not 1.
+By default, torch chooses attention kernels at every call, and may choose different ones in sampling than in training.
+If they round differently, the ratio before the first update is not 1.
 
-A compiled block is one graph. A net with compiled blocks samples with gradients enabled, so that each tensor needs
-gradients where it does in training and each block runs the same code; what the block saves is dropped at its end.
-The bits are then equal whatever the compiler fuses. All sizes are dynamic from the start: which graph runs never
-depends on earlier calls. Text lengths, image sizes and batch sizes need no further graph.
+A compiled block is one graph. A net with compiled blocks samples with gradients enabled, so that the same tensors
+require gradients as in training and each block runs the same code; the tensors that a block saves are freed at its
+end. The bits are then equal, whatever the compiler fuses. All sizes are dynamic from the start, so the choice of graph
+never depends on earlier calls. New text lengths, image sizes and batch sizes need no further graph.
 """
 
 from collections.abc import Callable, Collection
@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 
 from omni_train.dist import deterministic
 
-# By the names of torch's SDPBackend. auto leaves out cuDNN's, whose plan depends on whether gradients are wanted.
+# Named after torch's SDPBackend. auto excludes cuDNN, whose plan depends on whether gradients are required.
 BACKENDS = {
     "auto": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH, SDPBackend.OVERRIDEABLE],
     "cudnn": [SDPBackend.CUDNN_ATTENTION],
@@ -33,19 +33,19 @@ BACKENDS = {
     "efficient": [SDPBackend.EFFICIENT_ATTENTION],
     "math": [SDPBackend.MATH],
 }
-# The first rounds as without a compiler, and fuses no product with a sum; by the second no benchmark and no count of
-# registers chooses an order of sums; by the third no product is padded, which a heuristic may choose even so.
+# The first rounds as without a compiler, and fuses no product with a sum; with the second, no benchmark or register
+# count determines the order of sums; with the third, no product is padded, which a heuristic may choose otherwise.
 EXACT = {"emulate_precision_casts": True, "deterministic": True, "shape_padding": False}
-MAX_GRAPHS = 64  # of a class of blocks: by inputs with gradients, adapters, masks, inputs that are views, sizes of 1
+MAX_GRAPHS = 64  # graphs per class of blocks: inputs with gradients, adapters, masks, inputs that are views, sizes of 1
 _DROPS = ContextVar("drops", default=False)  # True while a net with compiled blocks samples
 
 
 def check_attention(name: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Run the kernels on a few tokens, forward and backward, and those of auto with a mask too.
+    """Run the kernels on a few tokens, forward and backward, with auto also with a mask.
 
     Raises:
-        ValueError: they do not run on the device, or not in the dtype; or the device has attention of its own, which
-            no name but auto means.
+        ValueError: they do not run on the device or in the dtype, or the device has its own attention kernels, which
+            only auto selects.
     """
     if name != "auto" and has_own_attention(device):
         raise ValueError(f"attention must be auto on {device.type}, whose own kernels compute it, got {name}")
@@ -62,7 +62,7 @@ def check_attention(name: str, device: torch.device, dtype: torch.dtype) -> None
 
 
 def has_own_attention(device: torch.device) -> bool:
-    """True if a device computes attention by kernels of its own, whichever of torch's are chosen."""
+    """True if a device computes attention with its own kernels, whichever of torch's are chosen."""
     x = torch.zeros(1, 1, 16, 64, device=device)
     with suppress(RuntimeError), sdpa_kernel([]):
         scaled_dot_product_attention(x, x, x)
@@ -71,7 +71,7 @@ def has_own_attention(device: torch.device) -> bool:
 
 
 def check_float8(device: torch.device) -> None:
-    """Raise ValueError if a device has no float8, as Ascend's 910B."""
+    """Raise ValueError if a device has no float8, such as Ascend's 910B."""
     try:
         torch.ones(1, device=device).to(torch.float8_e4m3fn).float()
     except RuntimeError as exc:
@@ -79,7 +79,7 @@ def check_float8(device: torch.device) -> None:
 
 
 def check_float16(device: torch.device) -> None:
-    """Raise ValueError unless a device lacks bfloat16, as NVIDIA's V100 and T4 do, and has infinity in float16."""
+    """Raise ValueError unless a device lacks bfloat16, as NVIDIA's V100 and T4 do, and float16 overflows to inf."""
     supports = getattr(torch.get_device_module(device), "is_bf16_supported", lambda: True)
     if supports(*[False] * len(signature(supports).parameters)):  # whether to count emulation, where that is asked
         raise ValueError(f"dtype must be bfloat16 or float32 on {device.type}, which has bfloat16, got float16")
@@ -91,7 +91,7 @@ def check_compiler(device: torch.device) -> None:
     """Compile a sum, which takes seconds if the device has a compiler.
 
     Raises:
-        ValueError: it has none.
+        ValueError: the device has no compiler.
     """
     try:
         torch.compile(torch.add)(torch.ones(8, device=device), 1.0)
@@ -103,19 +103,19 @@ def check_compiler(device: torch.device) -> None:
 def compile_blocks(module: nn.Module, block_names: Collection[str], *, attention: str) -> None:
     """Compile the blocks of a module, each class once, when they first run. Call it before `choose_attention`.
 
-    A block that is not a single graph is an error when it first runs.
+    A block that is not a single graph raises an error when it first runs.
 
-    block_names: class names of these modules. attention: the backend that will be chosen, part of the graphs' cache
-    key on disk.
+    block_names: class names of these modules. attention: the backend that will be chosen, part of the cache key of
+    graphs on disk.
     """
     torch.compiler.config.cache_key_tag = attention
-    symbols.use_duck_shape = False  # sizes that happen to be equal need not stay so
+    symbols.use_duck_shape = False  # sizes that happen to be equal may differ later
     torch._C._dynamo.eval_frame._set_lru_cache(False)  # type: ignore[attr-defined]  # of graphs that fit, the first
     for block in _blocks(module, block_names):
-        compiled = torch.compile(  # type: ignore[call-overload]  # whose types lack the limit
+        compiled = torch.compile(  # type: ignore[call-overload]  # its types omit the limit
             block.forward, fullgraph=True, dynamic=True, recompile_limit=MAX_GRAPHS, options=EXACT
         )
-        # torch refuses to run a graph's backward pass by deterministic algorithms unless it was captured among them
+        # torch rejects deterministic algorithms in a graph's backward pass unless it was captured with them
         block.forward = partial(_cut, deterministic("warn")(compiled))
     module.forward = partial(_sampled, module.forward)
 
@@ -126,7 +126,7 @@ def is_sampling() -> bool:
 
 
 def _sampled(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a net's forward pass; where gradients are disabled, as in training, except that each block drops its own."""
+    """Run a net's forward pass; with gradients disabled, run it as in training, but without keeping blocks' history."""
     if torch.is_grad_enabled():
         return forward(*args, **kwargs)
     before = _DROPS.set(True)
@@ -138,7 +138,7 @@ def _sampled(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _cut(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a block; in sampling its outputs have no history, and need gradients as in training."""
+    """Run a block; in sampling, its outputs have no history, but require gradients as in training."""
     out = forward(*args, **kwargs)
     if not is_sampling():
         return out

@@ -1,8 +1,8 @@
 """One writer per run folder: a lock that the operating system releases when its holder ends.
 
-The folder of a URL has no such lock. There an object names the holder, which renews a second one of its own; a holder
-that has not renewed it for `LEASE_S` is none. So a renewal that comes late, as of a process that was stopped, is never
-written over the next holder's name.
+The folder of a URL has no such lock. There, one object names the holder, which renews a second object; a holder that
+has not renewed it for `LEASE_S` has lost the lock. So a late renewal, as from a process that was suspended, never
+overwrites the next holder's name.
 """
 
 import errno
@@ -25,10 +25,10 @@ from omni_train.remote import READ_S, Remote
 
 LOCK_FILE, PROBE_FILE = "lock", "probe"
 MAX_BYTES = 2**20  # of an object of a lease
-BEAT_S, LEASE_S = 15.0, 60.0  # between two renewals of a lease; until one that is not renewed is free
+BEAT_S, LEASE_S = 15.0, 60.0  # between two renewals of a lease; until a lease without renewal is free
 
-_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # errors of a file system without locks
-_held: set[FileLock] = set()  # of this process, as a lock without a reference would be released
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # errors of file systems without locks
+_held: set[FileLock] = set()  # by this process, as a lock without a reference would be released
 
 
 class RunLock:
@@ -42,14 +42,14 @@ class RunLock:
         """Take the lock. Every rank calls it.
 
         Args:
-            folder: of the run, made if missing.
+            folder: folder of the run, created if missing.
             dist: the ranks; the file names them.
-            wait_s: seconds that the holder has to end, such as the ranks of a torchrun that was killed.
-            url: of a folder to take too, for a run whose checkpoints are there.
+            wait_s: seconds to wait for the holder to end, such as the ranks of a killed torchrun.
+            url: URL of a folder to lock too, for a run that stores its checkpoints there.
 
         Raises:
-            ValueError: another process writes into the folder or the URL; it is named. Or the lock file is a link, or
-                no file. The same on every rank.
+            ValueError: another process (named in the message) writes into the folder or the URL, or the lock file is a
+                link or not a file. The same on every rank.
             OSError: the folder cannot be written to, or its file system has no locks.
         """
         self.path = Path(folder).absolute() / LOCK_FILE
@@ -72,7 +72,7 @@ class RunLock:
                     file.write(holder)
 
     def check(self) -> None:
-        """Raise OSError on the first rank if another process has taken the URL, which this one could not renew."""
+        """Raise OSError on the first rank if another process has taken the URL because this one could not renew it."""
         if self._lease:
             self._lease.check()
 
@@ -84,7 +84,7 @@ class RunLock:
         _held.discard(self._lock)
 
     def _take(self, wait_s: float) -> str:
-        """Take the kernel's lock; return the token of the lease that the last holder had, if any."""
+        """Take the kernel's lock; return the token of the last holder's lease, if any."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         os.close(open_regular(self.path, os.O_RDWR | os.O_CREAT))  # neither a link nor a pipe
         try:
@@ -99,17 +99,17 @@ class RunLock:
         return token if place == self._place() else ""
 
     def _place(self) -> str:
-        """Return what no copy of the file shares."""
+        """Return an identifier that no copy of the file shares."""
         return f"{socket.gethostname()} {self.path.stat().st_ino}"
 
 
 class _Lease:
-    """An object that names the one writer of a URL, and one that counts its renewals in a thread."""
+    """An object that names the only writer of a URL, and one that counts its renewals, made in a thread."""
 
     def __init__(self, remote: Remote, holder: str, before: str) -> None:
         """Take the URL.
 
-        before: token of a holder that has ended, as this process holds that one's lock on a disk.
+        before: token of a holder known to have ended, because this process now has its lock on a disk.
 
         Raises:
             ValueError: another process renews it, or has just taken it.
@@ -118,8 +118,8 @@ class _Lease:
         self._remote, self._holder, self.token, self._beats = remote, holder, uuid4().hex, 0
         self._ends = threading.Event()
         remote.write(PROBE_FILE, b"")
-        remote.delete(PROBE_FILE)  # a missing right to delete is an error now, not in a later save
-        other = self._other()  # first, as not every store refuses to create what there is
+        remote.delete(PROBE_FILE)  # a missing right to delete raises now, not in a later save
+        other = self._other()  # first, as not every store refuses to create an existing object
         if other or not remote.create(LOCK_FILE, self._text()):
             other = other or self._other()
             if not before or before not in other:
@@ -129,7 +129,7 @@ class _Lease:
         threading.Thread(target=self._renew, daemon=True).start()
 
     def check(self) -> None:
-        """Raise OSError if the object names another holder; a missing one is awaited, as a renewal restores it."""
+        """Raise OSError if the object names another holder; wait for a missing object, as a renewal restores it."""
         deadline = time.monotonic() + 2 * BEAT_S
         while not (found := self._other()) and time.monotonic() < deadline:
             time.sleep(BEAT_S / 10)
@@ -138,9 +138,9 @@ class _Lease:
             raise OSError(f"{self._remote.url} was taken by {holder}, as this run could not renew its lock")
 
     def release(self) -> None:
-        """Delete the object, if it is this holder's."""
+        """Delete the object if it belongs to this holder."""
         self._ends.set()
-        with suppress(OSError, ValueError):  # it then ends by itself
+        with suppress(OSError, ValueError):  # it then expires
             if self.token in self._other():
                 self._remote.delete(LOCK_FILE)
             self._remote.delete(_beats_of(self.token))
@@ -156,10 +156,10 @@ class _Lease:
                 raise self._is_in_use(now)
 
     def _take_from(self, other: str) -> None:
-        """Write the own name over that of a holder whose lease has ended.
+        """Overwrite the name of a holder whose lease has ended with this one's.
 
         Raises:
-            ValueError: another process has written its name first, or may have while this one was stopped.
+            ValueError: another process has written its name first, or may have while this one was suspended.
         """
         looked = time.monotonic()
         if (now := self._other()) not in (other, ""):
@@ -190,14 +190,14 @@ class _Lease:
                     return
 
     def _restore(self, renewed: float) -> bool:
-        """Write a name that is missing again, if no other is there and the lease has not ended; True if it is written.
+        """Write a missing name again, if there is no other and the lease has not ended; return True if it is written.
 
-        renewed: seconds of the clock at the last renewal.
+        renewed: clock time of the last renewal, in seconds.
         """
         return time.monotonic() - renewed < LEASE_S and self._remote.create(LOCK_FILE, self._text())
 
     def _other(self, *, limit_s: float = READ_S) -> str:
-        """Return the text of the holder's object; nothing if there is none."""
+        """Return the text of the holder's object; empty if there is none."""
         return self._read(LOCK_FILE, limit_s=limit_s)
 
     def _read(self, name: str, *, limit_s: float = READ_S) -> str:
@@ -216,7 +216,7 @@ def _beats_of(token: str) -> str:
 
 
 def _entry(text: str, key: str) -> str:
-    """Return an entry of a lease's text; nothing for a text that no holder has written."""
+    """Return an entry of a lease's text; empty if no holder has written the text."""
     try:
         return str(parse_json(text)[key])
     except (ValueError, LookupError, TypeError):

@@ -24,10 +24,10 @@ Sink = Callable[[int, Mapping[str, float]], None]
 
 
 class RunLog:
-    """Writes `<folder>/metrics.jsonl`, passes metrics on to sinks, shows progress; does nothing unless `is_main`.
+    """Writes `<folder>/metrics.jsonl`, passes metrics to sinks and shows progress; a no-op unless `is_main`.
 
-    A line is `{"step": 3, "reward/mean": 0.5, ..., "time/rollout_s": 12.1, "time/step_s": 30.0}`. Names are the
-    caller's; the log adds only times, images per second and TFLOP/s. A resumed run appends; an incomplete last line,
+    A line is `{"step": 3, "reward/mean": 0.5, ..., "time/rollout_s": 12.1, "time/step_s": 30.0}`. The caller chooses
+    the names; the log adds only times, images per second and TFLOP/s. A resumed run appends; an incomplete last line,
     left by a crash, is dropped first.
     """
 
@@ -46,33 +46,33 @@ class RunLog:
         """Open the log.
 
         Args:
-            folder: made if missing.
+            folder: created if missing.
             is_main: True on the rank that reports; False makes every method a no-op.
-            total_steps: steps of the whole run, for the estimate of the time left.
-            sinks: called as `sink(step, metrics)` after each line; numbers as in the file, non-finite ones included.
-                A sink with a `close` is closed with the log. One that fails is only a warning, and is called again at
-                the next step: its numbers are in the file. See `omni_rl.run.sinks`.
-            display: what shows progress, closed with the log; None opens one.
+            total_steps: number of steps of the whole run, for the estimate of the remaining time.
+            sinks: called as `sink(step, metrics)` after each line, with the numbers in the file, including non-finite
+                ones. A sink with a `close` method is closed with the log. A sink that fails only causes a warning, and
+                is called again at the next step: its numbers are in the file. See `omni_rl.run.sinks`.
+            display: shows the progress, closed with the log; None opens one.
             columns: metrics shown as progress, in this order; empty shows the first six.
-            resume_step: finished steps from which the run continues. Lines of later steps are dropped, as these steps
-                are repeated: -1 drops all, None keeps all. Missing earlier lines are a warning.
-            eval_every: steps between two phases "eval", for the estimate; the last step is evaluated too.
+            resume_step: number of finished steps from which the run continues. Lines of later steps are dropped, as
+                these steps are repeated: -1 drops all, None keeps all. Missing earlier lines cause a warning.
+            eval_every: steps between two "eval" phases, for the estimate; the last step is also evaluated.
 
         Raises:
             ValueError: the file has a damaged line.
         """
-        self.last_phase = "none"  # the phase entered last, or the outer one after a nested one; on every rank
-        self._within: str | None = None  # the phase whose block runs; on every rank
+        self.last_phase = "none"  # the phase entered last, or its outer phase after a nested one; on every rank
+        self._within: str | None = None  # the phase whose block is running; on every rank
         self._is_main = is_main
         self._total_steps = total_steps
         self._sinks = [(sink, Breaker("a sink of the log", goes_on=True)) for sink in sinks]
         self._clock = Breaker("the clock of phases")
         self._columns = tuple(columns)
-        self._phases: list[tuple[str, str | None, Moment, Moment]] = []  # of this step: name, outer, start, end
+        self._phases: list[tuple[str, str | None, Moment, Moment]] = []  # phases of this step: name, outer, start, end
         self._warned: set[str] = set()
         self._eval_every = eval_every
         self._eval_s = 0.0
-        self._train_s: deque[float] = deque(maxlen=20)  # of the last steps, the best estimate of the next ones
+        self._train_s: deque[float] = deque(maxlen=20)  # of the last steps, the best estimate for the next ones
         self._step_start = time.perf_counter()
         if is_main:
             self._path = Path(folder) / "metrics.jsonl"
@@ -86,9 +86,9 @@ class RunLog:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the seconds of the `with` block, of host and device, to this step's `time/<name>_s`.
+        """Add the seconds of the `with` block, on host and device, to this step's `time/<name>_s`.
 
-        The seconds of a nested phase count only for itself.
+        The time of a nested phase counts only for that phase.
         """
         outer, self._within, self.last_phase = self._within, name, name
         start = self._clock(now) if self._is_main else None
@@ -114,14 +114,14 @@ class RunLog:
         Line 0 describes the model before training.
 
         Args:
-            step: finished steps.
-            metrics: by name.
+            step: number of finished steps.
+            metrics: values by name.
             num_samples: samples of this rank's step, for ms per sample of each phase and samples per second.
             flops: operations of this rank, by phase, for TFLOP/s.
-            peak_tflops: of the device, for the share of it that is used (mfu).
+            peak_tflops: peak rate of the device, for its utilization (mfu).
 
         Raises:
-            ValueError: a metric has the name of one that the log adds.
+            ValueError: a metric has the name of a metric that the log adds.
         """
         if not self._is_main:
             return
@@ -161,7 +161,7 @@ class RunLog:
         self.close()
 
     def _seconds_by_phase(self) -> dict[str, float]:
-        """Return the seconds of this step's phases, each without those within it."""
+        """Return the seconds of this step's phases, each without its nested phases."""
         phases: defaultdict[str, float] = defaultdict(float)
         for name, outer, start, end in self._phases:
             phases[name] += (block_s := seconds(start, end))
@@ -170,7 +170,7 @@ class RunLog:
         return phases
 
     def _left_s(self, step: int, step_s: float, eval_s: float | None) -> float | None:
-        """Return seconds to the end of the run by the median training step and the last evaluation; None at first."""
+        """Return the remaining seconds of the run from the median training step and last evaluation; None at first."""
         self._eval_s = self._eval_s if eval_s is None else eval_s
         if step > 0:
             self._train_s.append(step_s - (eval_s or 0.0))
@@ -181,7 +181,7 @@ class RunLog:
         return (total - step) * median(self._train_s) + num_evals * self._eval_s
 
     def _write(self, step: int, values: Mapping[str, float]) -> None:
-        """Append a line; NaN and infinity, which JSON lacks, become null, with one warning for each name."""
+        """Append a line; NaN and infinity, which JSON cannot represent, become null, with one warning per name."""
         for name, value in values.items():
             if not math.isfinite(value) and name not in self._warned:
                 self._warned.add(name)
@@ -190,30 +190,30 @@ class RunLog:
         with open(self._open(), "a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step} | entry, allow_nan=False) + "\n")
             file.flush()
-            os.fsync(file.fileno())  # before a checkpoint of this step: its lines must not be lost
+            os.fsync(file.fileno())  # before a checkpoint of this step, as its lines must not be lost
 
     def _open(self) -> int:
         return open_regular(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
 
 
 def is_added(name: str) -> bool:
-    """Return True for a name in a line that the log has added itself."""
+    """Return True for a name in a line that the log itself has added."""
     return name == "step" or name.startswith("time/") or name.endswith(("samples_per_s", "_tflops", "_mfu"))
 
 
 def claim_folder(dist: Dist, folder: Path, *, has_checkpoint: bool | None = None, way: str = "") -> None:
-    """Raise on every rank if a folder is another run's. Take the `omni_train.lock.RunLock` first.
+    """Raise on every rank if a folder belongs to another run. Take the `omni_train.lock.RunLock` first.
 
     Args:
         dist: every rank calls it.
-        folder: of the run.
+        folder: folder of the run.
         has_checkpoint: True if the run continues from a checkpoint: the metrics are its own. False if it has none yet:
             a failed start may have left a line of step 0. None for a run that saves no checkpoints: its folder must be
             new.
-        way: how the folder's run goes on, if its checkpoints are elsewhere.
+        way: how to continue the run in the folder, if its checkpoints are elsewhere.
 
     Raises:
-        ValueError: `folder` has metrics of another run, or damaged ones, or a link in their place.
+        ValueError: `folder` has metrics of another run, damaged metrics, or a link in their place.
     """
     with same_error(dist):
         if dist.is_main:

@@ -1,8 +1,8 @@
 """Low-rank adapters by name, the frozen reference under them, and moving averages.
 
-peft owns adapters: their configuration, the names of their layers and tensors, and which of them is active; it injects
-the layers of `omni_train.lora_layer`. The first adapter is the policy. Further adapters, such as "old", are frozen
-copies: `ema_update` writes them, `with adapter(module, "old")` uses them.
+peft manages adapters: their configuration, the names of their layers and tensors, and which of them is active; it
+injects the layers of `omni_train.lora_layer`. The first adapter is the policy. Further adapters, such as "old", are
+frozen copies: `ema_update` writes to them, `with adapter(module, "old")` uses them.
 """
 
 import math
@@ -47,36 +47,36 @@ def add_lora(  # noqa: PLR0913 - all but two are keyword-only, and each is one o
     seed: int,
     init: Init = "default",
 ) -> int:
-    """Add an adapter to the linear layers that `targets` names, before `shard`; return how many it has been added to.
+    """Add an adapter to the linear layers named by `targets`, before `shard`; return the number of adapted layers.
 
-    The first adapter becomes active and trainable and everything else is frozen; a later one stays inactive and frozen.
-    A fresh adapter changes no output: A depends only on `seed` and the layers' order, B is 0. There is no dropout: the
-    sampling policy must be the trained one.
+    The first adapter becomes active and trainable, and everything else is frozen; a later one stays inactive and
+    frozen. A new adapter does not change the output: A depends only on `seed` and the order of the layers, B is 0.
+    There is no dropout, so that the sampling policy equals the trained one.
 
     Args:
         module: a diffusers model or any other module.
         targets: endings of layer names, such as "to_q", or one regular expression for whole names.
-        exclude: endings of names of layers that get none.
-        parameters: endings of names of parameters [experts, out, in] that get one too, such as "experts.down_proj".
-        rank: inner size; of a parameter, for each expert.
+        exclude: endings of names of layers to leave out.
+        parameters: endings of names of parameters [experts, out, in] to adapt too, such as "experts.down_proj".
+        rank: inner size; for `parameters`, of each expert.
         alpha: scale; the adapter's product is multiplied by alpha / rank.
-        use_rslora: multiply it by alpha / sqrt(rank), which keeps the size of gradients at all ranks (rsLoRA, arXiv
+        use_rslora: multiply it by alpha / sqrt(rank), which keeps the scale of gradients at all ranks (rsLoRA, arXiv
             2312.03732).
-        use_dora: train the norms of the changed weight's rows, too (DoRA, arXiv 2402.09353).
-        in_float32: compute products of linear layers' adapters in float32 for any input, as peft does, and as it always
-            does with DoRA and PiSSA.
-        adapter: the new adapter's name.
-        seed: of A; the same on every rank.
-        init: of A: uniform within sqrt(1 / in) ("default", the layer's own), or normal with standard deviation
-            1 / rank ("gaussian"). Or "pissa": A and B begin as the weight's largest singular values and vectors (arXiv
-            2404.02948), which peft finds by iteration and takes out of the weight; a frozen adapter "initial" keeps
+        use_dora: also train the row norms of the adapted weight (DoRA, arXiv 2402.09353).
+        in_float32: compute the adapters' products in linear layers in float32 for any input, as peft does; always on
+            with DoRA and PiSSA.
+        adapter: name of the new adapter.
+        seed: seed of A; the same on every rank.
+        init: A is uniform within sqrt(1 / in) ("default", as in the layer itself), or normal with standard deviation 1
+            / rank ("gaussian"). With "pissa", A and B start as the weight's largest singular values and vectors (arXiv
+            2404.02948), which peft finds by iteration and subtracts from the weight; a frozen adapter "initial" keeps
             them. All adapters of a module then have the same rank and scale.
 
     Raises:
-        ValueError: the module is sharded or has an adapter of that name, a target names no layer or one that is not
-            linear, an exclusion names none of the targets or all are excluded, `parameters` names none or one without
-            experts, `rank` is below 1, DoRA is asked for with experts or PiSSA, or PiSSA does not fit the layers or the
-            adapters before.
+        ValueError: the module is sharded or has an adapter of that name, a target matches no layer or a layer that is
+            not linear, an exclusion matches none of the targets or all are excluded, `parameters` matches none or one
+            without experts, `rank` is below 1, DoRA is combined with experts or PiSSA, or PiSSA does not match the
+            layers or the earlier adapters.
     """
     if rank < 1:
         raise ValueError(f"rank must be >= 1, got {rank}")
@@ -94,10 +94,10 @@ def add_lora(  # noqa: PLR0913 - all but two are keyword-only, and each is one o
         raise ValueError("adapters of one module must all begin as PiSSA's, with one rank and scale, or none")
     if use_dora and (of_experts or init == "pissa"):
         raise ValueError(f"use_dora is of linear layers that begin at 0, got init {init!r} and parameters {of_experts}")
-    longer = tuple(f".{name}" for name in named)  # peft also matches names that end like these
+    longer = tuple(f".{name}" for name in named)  # peft also matches names with these endings
     config = LoraConfig(
         r=rank,
-        lora_alpha=alpha,  # type: ignore[arg-type]  # peft divides it by the rank, or its root
+        lora_alpha=alpha,  # type: ignore[arg-type]  # peft divides it by the rank, or its square root
         use_rslora=use_rslora,
         use_dora=use_dora,
         target_modules=named,  # peft would apply a regular expression to experts of transformers differently
@@ -105,12 +105,12 @@ def add_lora(  # noqa: PLR0913 - all but two are keyword-only, and each is one o
         exclude_modules=[name for name, _ in module.named_modules() if name not in named and name.endswith(longer)],
         init_lora_weights="gaussian" if init == "gaussian" else True,
     )
-    config._register_custom_module({nn.Linear: LoraLinear, nn.Module: ParamWrapper})  # the first that fits
+    config._register_custom_module({nn.Linear: LoraLinear, nn.Module: ParamWrapper})  # the first that matches
     names = [adapter, INITIAL] if init == "pissa" and not before else [adapter]
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Already found a `peft_config`")  # of the adapters before
+        warnings.filterwarnings("ignore", "Already found a `peft_config`")  # from earlier adapters
         for name in names:
-            inject_adapter_in_model(config, module, name, low_cpu_mem_usage=True)  # samples no random number
+            inject_adapter_in_model(config, module, name, low_cpu_mem_usage=True)  # uses no random numbers
     for layer in lora_layers(module).values():
         layer.set_adapter(active)
     added = adapter_layers(module, adapter).values()
@@ -138,10 +138,10 @@ def find_layers(
 ) -> tuple[list[str], list[str]]:
     """Return the names of the layers, and of the parameters of experts, to which `add_lora` adds an adapter.
 
-    The module may be on the meta device; the arguments are those of `add_lora`.
+    The module may be on the meta device; the arguments are as in `add_lora`.
 
     Raises:
-        ValueError: a name is that of none or of no such layer, or the layers are too small for PiSSA.
+        ValueError: a name matches no layer or one of the wrong kind, or the layers are too small for PiSSA.
     """
     named = _without(_named(module, targets), exclude)
     of_experts = _named_parameters(module, parameters)
@@ -155,12 +155,12 @@ def init_adapter(module: nn.Module, adapter: str = "default", *, seed: int, init
     """Initialize an adapter as `add_lora` does; sharded or not. On the meta device it does nothing.
 
     Args:
-        module: with the adapter.
-        adapter: its name.
-        seed, init: as for `add_lora`.
+        module: a module with the adapter.
+        adapter: name of the adapter.
+        seed, init: as in `add_lora`.
 
     Raises:
-        ValueError: DoRA would divide by the norm of a row of zeros.
+        ValueError: with DoRA, a row of the weight has norm zero.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, layer in adapter_layers(module, adapter).items():
@@ -171,7 +171,7 @@ def init_adapter(module: nn.Module, adapter: str = "default", *, seed: int, init
             for own, first in zip((down, up), factors(layer, INITIAL), strict=True):
                 own.copy_(first)
             continue
-        values = torch.empty(down.shape)  # in float32 on the CPU: the same for all devices
+        values = torch.empty(down.shape)  # in float32 on the CPU: the same on all devices
         if init == "gaussian":
             values.normal_(std=1 / layer.r[adapter], generator=generator)
         else:
@@ -189,7 +189,7 @@ def init_adapter(module: nn.Module, adapter: str = "default", *, seed: int, init
 
 @torch.no_grad()
 def take_out_largest(module: nn.Module, *, seed: int) -> None:
-    """Move the largest part of each whole weight into the adapter "initial", by peft; on the meta device nothing."""
+    """Move the largest part of each weight into the adapter "initial" with peft; do nothing on the meta device."""
     for layer in adapter_layers(module, INITIAL).values():
         device = layer.frozen.device
         if device.type != "meta":
@@ -201,12 +201,12 @@ def take_out_largest(module: nn.Module, *, seed: int) -> None:
 @contextmanager
 @torch.no_grad()
 def same_initial_weights(module: nn.Module) -> Iterator[None]:
-    """Keep the weights as they were before PiSSA where the `with` block replaces what was taken out of them.
+    """Preserve the effective weights of PiSSA layers while the `with` block replaces the adapter "initial".
 
-    It does if a device of another kind has found a slightly different largest part.
+    It is needed if a device of another kind has found a slightly different largest part.
 
     Raises:
-        ValueError: the rest is quantized, and cannot follow.
+        ValueError: the rest is quantized, so it cannot be adjusted.
     """
     layers = {name: layer for name, layer in lora_layers(module).items() if INITIAL in layer.lora_A}
     before = [[factor.clone() for factor in factors(layer, INITIAL)] for layer in layers.values()]
@@ -239,7 +239,7 @@ def base_name(name: str) -> str:
 def unadapted_params(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters that adapters do not change, by their names without adapters; all of them without LoRA.
 
-    Adapters and the weights below them are left out: a receiver of weights needs their merged value.
+    Adapters and the weights below them are omitted: a receiver of weights needs their merged value.
     """
     adapted, adapters = adapted_params(module), all_factors(module)
     for name, param in module.named_parameters():
@@ -250,7 +250,7 @@ def unadapted_params(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 @contextmanager
 def adapter(module: nn.Module, name: str) -> Iterator[None]:
     """Run the module with adapter `name` instead of the active one in the `with` block."""
-    adapter_layers(module, name)  # raises for an unknown one
+    adapter_layers(module, name)  # raises for an unknown name
     with _restored(module) as layers:
         for layer in layers:
             layer.set_adapter(name)
@@ -268,7 +268,7 @@ def reference(module: nn.Module) -> Iterator[None]:
         raise ValueError("module must have adapters to be its own reference, got none")
     with _restored(module) as layers:
         for layer in layers:
-            layer.set_adapter(INITIAL)  # which only PiSSA has
+            layer.set_adapter(INITIAL)  # exists only with PiSSA
             layer.enable_adapters(INITIAL in layer.lora_A)
         yield
 
@@ -279,7 +279,7 @@ def ema_update(module: nn.Module, src: str, dst: str, decay: float) -> None:
 
 
 def adapter_params(module: nn.Module, name: str) -> list[nn.Parameter]:
-    """Return the parameters of one adapter, A, then B, then any magnitudes of each layer in the module's order.
+    """Return the parameters of one adapter: A, then B, then any magnitudes, layer by layer in the module's order.
 
     Raises:
         ValueError: no layer has an adapter of that name.
@@ -302,7 +302,7 @@ def adapter_layers(module: nn.Module, name: str) -> dict[str, AdaptedLayer]:
 
 
 def all_factors(module: nn.Module) -> set[nn.Parameter]:
-    """Return A, B and any magnitudes of every layer and adapter."""
+    """Return A, B and any magnitudes of all layers and adapters."""
     return {p for layer in lora_layers(module).values() for name in layer.lora_A for p in own_tensors(layer, name)}
 
 
@@ -320,7 +320,7 @@ def _restored(module: nn.Module) -> Iterator[list[AdaptedLayer]]:
 
 
 def _named(module: nn.Module, targets: Sequence[str] | str) -> list[str]:
-    """Return the names of the linear layers that `targets` names; raise ValueError unless each names one."""
+    """Return the names of the linear layers that match `targets`; raise ValueError unless each target matches one."""
     patterns = {targets: targets} if isinstance(targets, str) else {t: rf"(.*\.)?{re.escape(t)}" for t in targets}
     whole = re.compile("|".join(patterns.values()))
     inside = tuple(f"{name}." for name, layer in lora_layers(module).items() if isinstance(layer, LoraLinear))
@@ -339,7 +339,7 @@ def _named(module: nn.Module, targets: Sequence[str] | str) -> list[str]:
 
 
 def _named_parameters(module: nn.Module, endings: Sequence[str]) -> list[str]:
-    """Return the names of the parameters with these endings; raise ValueError unless each names some of experts."""
+    """Return the names of the parameters with these endings; raise ValueError unless each matches expert parameters."""
     adapters = all_factors(module)
     params = {base_name(name): param for name, param in module.named_parameters() if param not in adapters}
     named = {ending: [name for name in params if f".{name}".endswith(f".{ending}")] for ending in endings}
@@ -355,7 +355,7 @@ def _named_parameters(module: nn.Module, endings: Sequence[str]) -> list[str]:
 
 
 def _check_pissa(shapes: Mapping[str, tuple[int, ...]], rank: int, parameters: Sequence[str]) -> None:
-    """Raise ValueError unless the layers' weights have so many singular values, and no parameter is of experts."""
+    """Raise ValueError unless each layer's weight has at least `rank` singular values and there are no parameters."""
     if parameters:
         raise ValueError(f"init pissa is of linear layers, got parameters {list(parameters)}")
     for name, shape in shapes.items():
@@ -366,7 +366,7 @@ def _check_pissa(shapes: Mapping[str, tuple[int, ...]], rank: int, parameters: S
 
 
 def _without(named: Sequence[str], exclude: Sequence[str]) -> list[str]:
-    """Return the names that have none of the endings; raise ValueError unless each ending is of one, and some stay."""
+    """Return the names without any of the endings; raise ValueError unless each ending matches and some remain."""
     endings = {name: re.compile(rf"(.*\.)?{re.escape(name)}") for name in exclude}
     missing = [name for name, ending in endings.items() if not any(map(ending.fullmatch, named))]
     left = [name for name in named if not any(ending.fullmatch(name) for ending in endings.values())]

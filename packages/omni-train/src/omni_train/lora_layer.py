@@ -1,9 +1,9 @@
-"""Frozen layers with adapters, which peft injects in place of its own: a linear one, and one of experts.
+"""Frozen layers with adapters, which peft injects instead of its own: for linear layers and for experts.
 
 The linear layer computes `W x + (alpha / rank) * B A x`; W is frozen, A is [rank, in], B is [out, rank] (LoRA, arXiv
-2106.09685). A and B are float32 for any dtype of W. For a float32 input, and wherever `in_float32` asks for it, this is
-peft's own layer, which also computes its other kinds of adapters. For a lower precision it rounds A and B to the dtype
-of its input and adds their product into the output of W: only matrix products, and no other pass over activations.
+2106.09685). A and B are float32 for any dtype of W. For a float32 input, or with `in_float32`, this is peft's own
+layer, which also computes peft's other kinds of adapters. For a lower precision, it rounds A and B to the dtype of the
+input and adds their product to the output of W: only matrix products, and no other pass over activations.
 
 A parameter of E experts, [E, out, in], has A [rank * E, in] and B [out, rank * E], in peft's order: A by expert, B by
 rank. As in peft, its module computes with `W + (alpha / rank) * B A`, rounded to the dtype of W.
@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import linear
 
-INITIAL = "initial"  # frozen adapter with what PiSSA has taken out of the weights
+INITIAL = "initial"  # frozen adapter with the part that PiSSA has subtracted from the weights
 
 
 class AdaptedLayer(lora.LoraLayer):
-    """A frozen layer with adapters of peft, one of which is active, or none."""
+    """A frozen layer with peft adapters, of which at most one is active."""
 
-    parameter_name = "weight"  # what the adapters change
-    in_float32 = False  # True where peft computes a linear layer's adapters, in float32 for any input
+    parameter_name = "weight"  # the parameter that the adapters change
+    in_float32 = False  # True if peft computes a linear layer's adapters, in float32 for any input
 
     @property
     def frozen(self) -> nn.Parameter:
@@ -35,7 +35,7 @@ class AdaptedLayer(lora.LoraLayer):
 
     @property
     def active(self) -> str:
-        """The active adapter, "" for none."""
+        """The name of the active adapter, "" if there is none."""
         name = self.active_adapters[0]
         return name if name in self.lora_A and not self.disable_adapters else ""
 
@@ -44,7 +44,7 @@ class AdaptedLayer(lora.LoraLayer):
         self._active_adapter = adapter_names
 
     def enable_adapters(self, enabled: bool) -> None:
-        """Switch all adapters on or off; parameters keep `requires_grad`, as in `set_adapter`."""
+        """Enable or disable all adapters; parameters keep `requires_grad`, as in `set_adapter`."""
         self._disable_adapters = not enabled
 
 
@@ -63,17 +63,17 @@ class LoraLinear(AdaptedLayer, lora.Linear):
         return output
 
 
-@torch.compiler.substitute_in_graph(dequantize_module_weight)  # the compiler cannot follow its look at the class
+@torch.compiler.substitute_in_graph(dequantize_module_weight)  # the compiler cannot trace its class check
 def _(module: nn.Module) -> nn.Parameter:
-    """Return the weight of a layer with DoRA's magnitudes: its own, or as its class dequantizes it."""
+    """Return the weight of a layer with DoRA's magnitudes: its own, or as dequantized by its class."""
     return module.weight  # type: ignore[return-value]
 
 
-class ParamWrapper(AdaptedLayer, lora.ParamWrapper):  # peft finds a wrapper around another by this name
-    """A module, `base_layer`, with adapters of a parameter [E, out, in]; or a wrapper of another parameter of it."""
+class ParamWrapper(AdaptedLayer, lora.ParamWrapper):  # peft finds nested wrappers by this name
+    """A module, `base_layer`, with adapters on a parameter [E, out, in]; or a wrapper of another of its parameters."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the module does with the changed parameter."""
+        """Return the module's output with the adapted parameter."""
         name = self.active
         if not name:
             return self.base_layer(*args, **kwargs)
@@ -106,7 +106,7 @@ class _LowRank(torch.autograd.Function):
         ctx.save_for_backward(rows, inner, layer[0], rounded_down, rounded_up)
         ctx.scale, ctx.dtype, ctx.shape = scale, down.dtype, x.shape
         out = _add_product(linear(rows, *layer), inner, rounded_up.t(), scale)
-        return out.view(*x.shape[:-1], out.shape[-1])  # also without rows
+        return out.view(*x.shape[:-1], out.shape[-1])  # also for zero rows
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -123,7 +123,7 @@ class _LowRank(torch.autograd.Function):
 
 
 def _add_product(out: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Add `scale * a @ b` into `out`; the compiler would turn `addmm_` into an addition to a copy of `out`."""
+    """Add `scale * a @ b` to `out`; the compiler would turn `addmm_` into an addition to a copy of `out`."""
     if torch.compiler.is_compiling():
         torch.ops.omni_train.add_product_(out, a, b, scale)
         return out
@@ -140,15 +140,15 @@ def _(out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
 
 
 def merged(layer: AdaptedLayer, name: str, weight: Tensor, down: Tensor, up: Tensor, *magnitudes: Tensor) -> Tensor:
-    """Return a layer's whole weight with an adapter in it, in its dtype. The tensors: those of `own_tensors`, whole."""
+    """Return a layer's whole weight merged with an adapter, in its dtype. The tensors are those of `own_tensors`."""
     changed = add_product(weight.float(), down, up, layer.scaling[name])
-    for each in magnitudes:  # one, with DoRA
+    for each in magnitudes:  # one tensor, with DoRA
         changed *= (each / changed.norm(dim=1))[:, None]
     return changed.to(weight.dtype)
 
 
 def has_dora(layer: AdaptedLayer, name: str) -> bool:
-    """True if an adapter of a layer has magnitudes."""
+    """True if an adapter of the layer has magnitudes."""
     return name in layer.lora_magnitude_vector
 
 

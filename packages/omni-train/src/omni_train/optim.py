@@ -1,4 +1,4 @@
-"""Gradients summed over ranks, AdamW, its learning rate, and one step that all ranks take or skip."""
+"""Gradient sums over ranks, AdamW, its learning rate, and an optimizer step that all ranks take or skip."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -26,10 +26,10 @@ _BUCKET_BYTES = 64 * 2**20  # one all-reduce per 64 MB: few calls, little extra 
 class StepResult:
     """The result of one optimizer step.
 
-    grad_norm: the gradient's L2 norm before clipping. skipped: True if skipped. eps_share: the share that the
-    optimizer's eps takes of a step, where all elements of the gradient have its root mean square after clipping.
+    grad_norm: L2 norm of the gradient before clipping. skipped: True if skipped. eps_share: the optimizer's eps as a
+    share of a step's denominator, if all elements of the clipped gradient equal its root mean square.
 
-    A skipped step has norm 0 without any signal, and NaN or infinity after a numerical fault.
+    A skipped step has norm 0 if there is no signal, and NaN or infinity after a numerical fault.
     """
 
     grad_norm: float
@@ -49,12 +49,12 @@ def build_adamw(
 ) -> torch.optim.Optimizer:
     """Build AdamW over the trainable parameters, after sharding, so that its state is sharded too.
 
-    on_host: True to offload its moments between steps. foreach: True to update all parameters by a few operators, with
-    temporaries as large as they; None where torch does so by itself: on an accelerator, unless they are sharded.
+    on_host: True to offload its moments between steps. foreach: True to update all parameters with a few operators,
+    whose temporaries are as large as the parameters; None for torch's default: on an accelerator, unless sharded.
 
     Raises:
-        ValueError: nothing is trainable, or a trainable parameter is not float32: at the learning rates of RL an update
-            is smaller than bfloat16's spacing, and rounding would drop it.
+        ValueError: nothing is trainable, or a trainable parameter is not float32: at RL learning rates, an update is
+            smaller than bfloat16's spacing, and rounding would drop it.
     """
     params = params.parameters() if isinstance(params, nn.Module) else params
     trainable = [p for p in params if p.requires_grad]
@@ -79,24 +79,24 @@ def scheduled_lr(step: int, num_steps: int, lr: float, kind: Schedule, warmup: i
 
 
 def plain_backward(loss: Tensor, *, of: int) -> None:
-    """Add the gradient of a loss, one of `of` before an optimizer step, on a single rank."""
+    """Add the gradient of a loss, one of `of` losses per optimizer step, on a single rank."""
     loss.backward()
 
 
 def scaled_backward(backward: Callable[..., None], scaler: GradScaler) -> Callable[..., None]:
-    """Return a function like `plain_backward` that multiplies the loss first, as small gradients are 0 in float16."""
+    """Return a function like `plain_backward` that scales the loss first, as small gradients underflow in float16."""
     return lambda loss, *, of: backward(scaler.scale(loss), of=of)
 
 
 class SummedBackward:
-    """Backward passes of several ranks; the last before an optimizer step sums the gradients over ranks."""
+    """Backward passes on several ranks; the last one before an optimizer step sums the gradients over ranks."""
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh | None, *, mode: Mode) -> None:
-        """Take the arguments that `shard` was given."""
+        """Store the arguments that were passed to `shard`."""
         self._module, self._mesh, self._mode, self._num_done = module, mesh, mode, 0
 
     def __call__(self, loss: Tensor, *, of: int) -> None:
-        """Add the gradient of this rank's loss, one of `of` before an optimizer step, on every rank."""
+        """Add the gradient of this rank's loss, one of `of` losses per optimizer step, on every rank."""
         self._num_done = (self._num_done + 1) % of
         is_last = not self._num_done
         if self._mode == "fsdp2":
@@ -108,10 +108,10 @@ class SummedBackward:
 
 
 def reduce_gradients(params: nn.Module | Iterable[Tensor], mesh: DeviceMesh | None, *, mode: Mode) -> None:
-    """Sum the gradients over copies, in place: once per optimizer step, after the last backward and before the step.
+    """Sum the gradients over copies, in place, once per optimizer step, after the last backward pass.
 
-    In mode `ddp` each rank has a copy, in mode `fsdp2` each row of a 2-D mesh. If some copies have a gradient of a
-    parameter, the others count as zero, so ranks may have different work. If none has one, it stays None, and the
+    In mode `ddp`, each rank has a copy; in mode `fsdp2`, each row of a 2-D mesh. If only some copies have a gradient
+    for a parameter, the others count as zero, so ranks may have different work. If none has one, it stays None, and the
     optimizer skips the parameter, as on one rank.
     """
     copies = mesh["replicate"] if mesh is not None and mesh.ndim > 1 else mesh if mode == "ddp" else None
@@ -141,17 +141,18 @@ def optimizer_step(
     dist: Dist,
     scaler: GradScaler | None = None,
 ) -> StepResult:
-    """Clip to the global gradient norm, step, clear the gradients; or skip the step on every rank.
+    """Clip to the global gradient norm, take a step and clear the gradients; or skip the step on every rank.
 
-    A step is skipped if the norm is not finite on some rank, or zero: without any signal, momentum and weight decay
-    would still move the weights. A skipped step leaves parameters and optimizer state unchanged. Gradients must already
-    be summed over ranks (`reduce_gradients`).
+    A step is skipped if the norm is zero or not finite on any rank: without any signal, momentum and weight decay would
+    still move the weights. A skipped step leaves parameters and optimizer state unchanged. Gradients must already be
+    summed over ranks (`reduce_gradients`).
 
     Args:
         params: the trainable parameters; plain ones are equal on every rank, DTensors hold a slice each.
-        lr: learning rate of this step; a group with an `lr_scale` has its own.
+        lr: learning rate of this step; a parameter group with an `lr_scale` multiplies it.
         max_grad_norm: L2 norm above which gradients are scaled down; `math.inf` never clips.
-        scaler: that of `scaled_backward`; it divides the gradients by its factor, and lowers that after an overflow.
+        scaler: that of `scaled_backward`; it divides the gradients by its scale, and lowers the scale after an
+            overflow.
     """
     if not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm must be > 0, got {max_grad_norm}")
@@ -173,7 +174,7 @@ def optimizer_step(
 
 
 def _norms(tensors: Sequence[Tensor], dist: Dist) -> list[float]:
-    """Return the L2 norm over all tensors and ranks as each rank sees it, with one wait for the device and one message.
+    """Return the L2 norm over all tensors and ranks as seen by each rank, with one device sync and one message.
 
     Shards of DTensors are summed, plain tensors are counted once.
 

@@ -1,12 +1,13 @@
-"""A device that is not there: what runs on it has shapes and no values, and every byte that it would hold is counted.
+"""A simulated device: its tensors have shapes but no values, and all bytes that it would hold are counted.
 
     with PlannedDevice() as device:
         net = nn.Linear(4096, 4096, device=PLANNED)
         net(torch.randn(8, 4096).to(PLANNED)).sum().backward()
     device.peaks  # bytes, by phase
 
-Tensors on PLANNED are torch's fake ones; those of the host are real. What the host reads from the device is known where
-it follows from few numbers that it has sent, such as noise levels or the mask of a text. Otherwise it is made up.
+Tensors on PLANNED are torch's fake tensors; those on the host are real. A value that the host reads from the device is
+known if it follows from few numbers that the host has sent, such as noise levels or a text mask. Otherwise it is
+made up.
 """
 
 import weakref
@@ -30,10 +31,10 @@ from torch.utils.flop_counter import flop_registry
 
 from omni_train.dist import Dist
 
-PLANNED = torch.device("cpu", 1)  # a second CPU, as far as torch can tell: its backward pass asks for no driver
+PLANNED = torch.device("cpu", 1)  # to torch a second CPU, so that its backward pass needs no driver
 HOST = torch.device("cpu")
-READ = 1e-30  # a number read from the device: finite, and not zero, as the norm of a gradient that is to be applied
-MAX_KNOWN = {True: 2**12, False: 2**20}  # elements of a tensor whose values are kept: of floats, and of integers
+READ = 1e-30  # a number read from the device: finite and nonzero, like the norm of a gradient to be applied
+MAX_KNOWN = {True: 2**12, False: 2**20}  # elements of a tensor whose values are tracked: floats, and integers
 
 _ATEN = torch.ops.aten
 _ATTENTION = "_scaled_dot_product_flash_attention"
@@ -46,16 +47,16 @@ _FLOPS: ChainMap[Any, Callable[..., int]] = ChainMap(
 )
 _FLOPS[_ATEN._grouped_mm] = lambda rows, weights, *_, **__: 2 * rows.numel() * weights.shape[-1]
 _INTEGERS = (torch.bool, torch.uint8, torch.int32, torch.int64)
-_DEVICE = torch.ops.prim.device.default  # every other call of all
+_DEVICE = torch.ops.prim.device.default  # every other call
 _DRAWS = (_ATEN.uniform_.default, _ATEN.normal_.default)
 
 
 class Meter(TorchDispatchMode):
-    """Counts the bytes of all tensors alive on a device, and the floating-point operations, by phase.
+    """Counts the bytes of all live tensors on a device, and the floating-point operations, by phase.
 
-    live: bytes. peaks: the most bytes that were alive in a phase. flops: of matrix products, attention, convolutions.
-    host and host_peak: the bytes of the host's tensors, and the most of them, if that is another device.
-    Bytes are those of storages: what an allocator rounds up or cannot fill comes on top.
+    live: bytes. peaks: peak of live bytes in each phase. flops: of matrix products, attention, convolutions.
+    host and host_peak: bytes of the host's tensors and their peak, if the host is another device.
+    Bytes are those of storages; an allocator's rounding and fragmentation come on top.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -64,15 +65,15 @@ class Meter(TorchDispatchMode):
         self.live = 0
         self.peaks: Counter[str] = Counter()
         self.flops: Counter[str] = Counter()
-        self.window = 0  # the most bytes since it was last set, those of `aside` left out
+        self.window = 0  # peak of bytes since it was last set, without those of `aside`
         self.aside = 0
-        self.current = ""  # the phase
+        self.current = ""  # the current phase
         self.host = self.host_peak = 0
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, Callable[[int], None]]] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Within the `with` block, count for that phase."""
+        """Count for this phase within the `with` block."""
         before, self.current = self.current, name
         self.add(0)
         try:
@@ -81,24 +82,24 @@ class Meter(TorchDispatchMode):
             self.current = before
 
     def add(self, num_bytes: int) -> None:
-        """Count bytes that are allocated; freed, if negative."""
+        """Count allocated bytes; negative if freed."""
         self.live += num_bytes
         self.peaks[self.current] = max(self.peaks[self.current], self.live)
         self.window = max(self.window, self.live - self.aside)
 
     def add_host(self, num_bytes: int) -> None:
-        """Count bytes that are allocated on the host; freed, if negative."""
+        """Count bytes allocated on the host; negative if freed."""
         self.host += num_bytes
         self.host_peak = max(self.host_peak, self.host)
 
     def burst(self, num_bytes: int, flops: int) -> None:
-        """Count bytes that are allocated and freed at once, and operations."""
+        """Count bytes that are allocated and freed immediately, and operations."""
         self.add(num_bytes)
         self.add(-num_bytes)
         self.add_flops(flops)
 
     def start_window(self) -> int:
-        """Begin a new `window`, with nothing aside; the bytes alive."""
+        """Start a new `window`, with nothing aside; return the live bytes."""
         self.window, self.aside = self.live, 0
         return self.live
 
@@ -107,13 +108,13 @@ class Meter(TorchDispatchMode):
         self.flops[self.current] += flops
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the operator's result."""
+        """Run an operator and return its result."""
         return func(*args, **kwargs)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run one operator, and count it; of tensors made of others that on those, such as this rank's rows."""
+        """Run and count one operator; for wrapper tensors, count the operators on their inner tensors."""
         if func is _DEVICE:
             return args[0].device
         if any(map(is_traceable_wrapper_subclass_type, types)):
@@ -145,7 +146,7 @@ class Meter(TorchDispatchMode):
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     def _see(self, storage: torch.UntypedStorage, add: Callable[[int], None]) -> None:
-        """Count a storage from here to its end, or its new size."""
+        """Count a storage from now until it is freed, or its new size."""
         key, size = id(storage), storage.nbytes()
         known, before, _ = self._alive.get(key, (None, 0, add))
         if known is None or size != before:
@@ -158,7 +159,7 @@ class Meter(TorchDispatchMode):
 
 
 class PlannedDevice(Meter):
-    """Runs with fake tensors what runs on PLANNED, and counts it; the host's own work runs as ever."""
+    """Runs operators on PLANNED with fake tensors and counts them; the host's own work runs normally."""
 
     def __init__(self) -> None:
         super().__init__(PLANNED)
@@ -166,9 +167,9 @@ class PlannedDevice(Meter):
         self._makers = _Makers()
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the operator's result: fake tensors on the device, or values that the host reads."""
+        """Run an operator; return fake tensors on the device, or the values that the host reads."""
         if func in _DRAWS and not isinstance(args[0], FakeTensor) and args[0].numel() > MAX_KNOWN[True]:
-            return args[0]  # first weights: no one looks at them
+            return args[0]  # initial weights, whose values are never read
         tensors, device = _tensors_of((*args, *kwargs.values())), kwargs.get("device")
         from_device = any(isinstance(tensor, FakeTensor) for tensor in tensors)
         if not from_device and device != PLANNED:
@@ -176,19 +177,19 @@ class PlannedDevice(Meter):
         if func is _ATEN._local_scalar_dense.default:
             return values_of(args[0]).item()
         known = _known(func, args, kwargs, tensors)
-        if func is _ATEN.isin.Tensor_Tensor and known is None:  # what is made up is none of them
+        if func is _ATEN.isin.Tensor_Tensor and known is None:  # made-up values are none of them
             known = torch.zeros(args[0].shape, dtype=torch.bool)
         if func is _ATEN.index.Tensor:
             args = args[0], [each for index in args[1] for each in _places(index)]
         if func is _ATEN.equal.default:
             return args[0].shape == args[1].shape if known is None else known
         if from_device and device is not None and device != PLANNED and not args[0].is_floating_point():
-            return values_of(args[0]) if known is None else known  # pictures and masks that come to the host
+            return values_of(args[0]) if known is None else known  # images and masks copied to the host
         if func is _ATEN._to_copy.default and device == PLANNED and (args[0].numel() < 2 or not from_device):
-            # torch's own fakes leave so small a tensor where it was, and copy what the host has
+            # torch's own fake tensors would leave so small a tensor on its device, and copy host data
             kwargs = {"dtype": kwargs.get("dtype", args[0].dtype), "device": PLANNED}
             func, args = _ATEN.empty.memory_format, (args[0].shape,)
-        if func is _ATEN._grouped_mm.default:  # torch's own fake accepts only bfloat16
+        if func is _ATEN._grouped_mm.default:  # torch's own fake kernel accepts only bfloat16
             (rows, weights), offsets = args[:2], kwargs.get("offs", args[2] if len(args) > 2 else None)
             groups = [] if weights.dim() == 3 else [len(offsets)]
             kwargs = {"dtype": rows.dtype, "device": PLANNED}
@@ -196,7 +197,7 @@ class PlannedDevice(Meter):
         try:
             with self.fake:
                 out = func(*args, **kwargs)
-        except DynamicOutputShapeException:  # the shape follows from values
+        except DynamicOutputShapeException:  # the shape depends on values
             if known is None:
                 raise
             with self.fake:
@@ -214,7 +215,7 @@ class PlannedDevice(Meter):
         self._kept = torch.utils.swap_tensors, fsdp._get_device_from_mesh
         torch.utils.swap_tensors, fsdp._get_device_from_mesh = self._swap, lambda mesh: PLANNED
         self._makers.__enter__()
-        self._eagerly = torch.compiler.set_stance("force_eager")  # a compiler would ask for values
+        self._eagerly = torch.compiler.set_stance("force_eager")  # a compiler would need values
         return super().__enter__()
 
     def __exit__(self, *exc_info: Any) -> None:
@@ -224,7 +225,7 @@ class PlannedDevice(Meter):
         torch.utils.swap_tensors, fsdp._get_device_from_mesh = self._kept
 
     def _swap(self, old: Tensor, new: Tensor) -> None:
-        """Replace a tensor by another, for `Module.to`; torch's own swap does not accept fake tensors."""
+        """Replace a tensor with another, for `Module.to`; torch's own swap does not accept fake tensors."""
         if isinstance(old, FakeTensor):
             old.data, old.fake_device = new.data, new.fake_device  # type: ignore[attr-defined]
         else:
@@ -232,7 +233,7 @@ class PlannedDevice(Meter):
 
 
 class _Makers(TorchFunctionMode):
-    """Moves tensors made from numbers to PLANNED, and sound from there, where a dispatch mode does not see it."""
+    """Moves tensors made from numbers to PLANNED, and audio from it, where a dispatch mode does not see it."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -250,10 +251,10 @@ class _Makers(TorchFunctionMode):
 
 @contextmanager
 def planned_ranks(num_ranks: int) -> Iterator[Dist]:
-    """The first of several ranks on the planned device; messages of the other ranks have only the right shapes.
+    """Yield the first of several ranks on the planned device; messages of other ranks have only the right shapes.
 
     Raises:
-        RuntimeError: this process has met other ranks, in a process group.
+        RuntimeError: this process is in a process group already.
     """
     if torch_dist.is_initialized():
         raise RuntimeError("a plan must be made without torchrun, got a process group")
@@ -261,25 +262,25 @@ def planned_ranks(num_ranks: int) -> Iterator[Dist]:
     try:
         mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("dp",))
         mesh._device_type = str(PLANNED)
-        setattr(torch, str(PLANNED), torch.cpu)  # where a mesh looks for the number of devices
+        setattr(torch, str(PLANNED), torch.cpu)  # where a mesh looks up the number of devices
         yield Dist(rank=0, world_size=num_ranks, local_rank=0, device=PLANNED, mesh=mesh, is_planned=True)
     finally:
         torch_dist.destroy_process_group()
 
 
 def _tensors_of(values: Iterable[Any]) -> list[Tensor]:
-    """Return the tensors among an operator's arguments or results, and those in their lists."""
+    """Return the tensors among an operator's arguments or results, including those in lists."""
     lists = [value if isinstance(value, tuple | list) else (value,) for value in values]
     return [value for each in lists for value in each if isinstance(value, Tensor)]
 
 
 def _known(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[Tensor]) -> Any:
-    """Return an operator's result for a few known numbers, computed on the host; otherwise None."""
+    """Return an operator's result if it follows from few known numbers, computed on the host; otherwise None."""
     if any(t.numel() > MAX_KNOWN[t.dtype not in _INTEGERS] for t in tensors):
         return None
     if any(t.is_meta or (isinstance(t, FakeTensor) and not hasattr(t, "known")) for t in tensors):
         return None
-    if "empty" in func.__name__ or "c10d" in func.namespace:  # not what other ranks send
+    if "empty" in func.__name__ or "c10d" in func.namespace:  # not messages from other ranks
         return None
     if not tensors and kwargs.get("dtype") not in _INTEGERS and func._overloadpacket is not _ATEN.arange:
         return None
@@ -289,14 +290,14 @@ def _known(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors:
 
 
 def _places(index: Tensor | None) -> list[Tensor | None]:
-    """Return a mask whose values are known as indices of its dimensions, any other index as it is."""
+    """Return a mask with known values as indices of its dimensions, and any other index unchanged."""
     if index is None or index.dtype != torch.bool or not hasattr(index, "known"):
         return [index]
     return [torch.empty(int(index.known.sum()), dtype=torch.int64, device=PLANNED)] * index.dim()
 
 
 def values_of(tensor: Tensor) -> Tensor:
-    """Return the values of a tensor, made up where they are not known."""
+    """Return the values of a tensor, made up if unknown."""
     known: Tensor | None = getattr(tensor, "known", None)
     if known is not None:
         return known

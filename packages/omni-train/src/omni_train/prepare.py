@@ -24,7 +24,7 @@ from omni_train.weights.load import load_sharded
 
 @dataclass(frozen=True)
 class Lora:
-    """Adapters as `add_lora` makes them: the trained one, "default", and `others`, which are frozen copies."""
+    """Adapters as made by `add_lora`: the trained one, "default", and `others`, which are frozen copies."""
 
     targets: Sequence[str] | str
     rank: int
@@ -46,13 +46,15 @@ class Lora:
 
 @dataclass(frozen=True)
 class Preparation:
-    """Preparation of a net.
+    """The steps that prepare a net.
 
-    block_names: class names of its blocks. dtype: of frozen weights, and of what sharded ones are gathered in. lora:
-    None trains the weights themselves, unless `is_trained` is False. is_frozen: True for the name of a weight that is
-    never trained. mesh: over which weights are sharded, if they are. expert_names: of the experts that stay on their
-    rank, as for `shard`. context_mesh: of ranks that compute each forward together, if they do; share: has them do so.
-    base_dtype: bits of frozen weights, or "auto". run_on: the device that blocks come to, if they are kept on another.
+    block_names: class names of its blocks. dtype: dtype of frozen weights, and in which sharded weights are gathered.
+    lora: None trains the weights themselves, unless `is_trained` is False. is_frozen: True for the name of a weight
+        that
+    is never trained. mesh: mesh over which weights are sharded, if any. expert_names: class names of the experts that
+    stay on their rank, as in `shard`. context_mesh: mesh of ranks that compute each forward pass together, if any;
+    share: applies it to the net. base_dtype: quantized dtype of frozen weights, or "auto". run_on: device on which
+    blocks run, if their weights are stored on another.
     """
 
     device: torch.device
@@ -73,18 +75,18 @@ class Preparation:
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """The data type of the net's own weights: trained ones are float32."""
+        """The dtype of the net's own weights; trained weights are float32."""
         return torch.float32 if self.is_trained and self.lora is None else self.dtype
 
     def frozen(self) -> "Preparation":
-        """Return what is done to a net beside this one that is never trained."""
+        """Return the preparation of another net that is never trained."""
         return replace(self, lora=None, is_trained=False, recompute=None)
 
 
 def adapt(net: nn.Module, how: Preparation) -> nn.Module:
-    """Give the net its adapters, or have its weights trained, except those that never are; the same object."""
+    """Add the net's adapters or make its weights trainable, except those never trained; return the same object."""
     if how.lora:
-        options = {key: value for key, value in vars(how.lora).items() if key != "others"}  # as `add_lora` has them
+        options = {key: value for key, value in vars(how.lora).items() if key != "others"}  # arguments of `add_lora`
         for name in how.lora.names:
             lora.add_lora(net, adapter=name, **options)
     elif how.is_trained:
@@ -96,10 +98,10 @@ def adapt(net: nn.Module, how: Preparation) -> nn.Module:
 
 
 def adapt_like(net: nn.Module, how: Preparation, real: nn.Module) -> nn.Module:
-    """Return a net on the meta device with its adapters, as `adapt`, and with the data types of another one.
+    """Return a net on the meta device with its adapters, as in `adapt`, and with the dtypes of a prepared net.
 
-    real: made by `prepare`. Sharded weights have the type in which they are gathered, quantized ones that of their
-    values.
+    real: the result of `prepare`. Sharded weights have the dtype in which they are gathered, quantized weights that of
+    their values.
     """
     adapt(net, how)
     own = dict(chain(real.named_parameters(), real.named_buffers()))
@@ -117,16 +119,16 @@ def prepare(
     *,
     begin: Callable[[nn.Module], None] = lambda net: None,
 ) -> nn.Module:
-    """Return the net as a run uses it. There is no collective in it: call it inside `same_error`.
+    """Return the net as used in a run. It calls no collective: call it inside `same_error`.
 
     Args:
         net: on the meta device, or with its weights.
-        how: what is done to it.
-        files: with the weights of a net on the meta device, by submodule; None leaves their values open.
-        begin: gives adapters the values that they begin with; fresh ones have theirs already.
+        how: the steps.
+        files: files with the weights of a net on the meta device, by submodule; None leaves the values undefined.
+        begin: sets the initial values of adapters; new adapters have them already.
 
     Raises:
-        ValueError: files or adapters do not fit the net.
+        ValueError: files or adapters do not match the net.
     """
     is_empty = any(p.is_meta for p in net.parameters())
     adapt(net, how)
@@ -153,7 +155,7 @@ def prepare(
         own = {"block_names": how.block_names, "expert_names": how.expert_names}
         net = shard(net, how.mesh, mode="fsdp2", compute_dtype=how.dtype, **own)
     if how.lora:
-        init: lora.Init = how.lora.init if files or not is_empty else "default"  # values that are open have no largest
+        init: lora.Init = how.lora.init if files or not is_empty else "default"  # undefined values have no largest part
         for name in how.lora.names:
             lora.init_adapter(net, name, seed=how.lora.seed, init=init)
     begin(net)

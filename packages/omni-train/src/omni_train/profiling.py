@@ -11,13 +11,13 @@ from torch import nn
 from omni_train.breaker import Breaker
 from omni_train.log import RunLog
 
-MAX_CALLS = 32  # of the nets in a phase, after which its trace ends: a large net's would be too long to read
+MAX_CALLS = 32  # calls of the nets in a phase, after which its trace ends: a large net's would be too long to read
 
 
 class ProfiledLog(RunLog):
-    """A log that also writes `<folder>/trace/<step>-<phase>.json.gz` for each phase of one step, unless that fails.
+    """A log that also tries to write `<folder>/trace/<step>-<phase>.json.gz` for each phase of one step.
 
-    step: its number in the log. nets: a trace ends after MAX_CALLS of their calls.
+    step: number of the step in the log. nets: a trace ends after MAX_CALLS of their calls.
     """
 
     def __init__(
@@ -25,17 +25,17 @@ class ProfiledLog(RunLog):
     ) -> None:
         super().__init__(folder, resume_step=resume_step, **options)
         self._traced, self._nets, self._folder = step, nets, Path(folder) / "trace"
-        self._step = resume_step + 1  # of the next phase
+        self._step = resume_step + 1  # step of the next phase
         self._breaker = Breaker("the profile")
 
     def log(self, step: int, *args: Any, **options: Any) -> None:
-        """Report after `step` finished steps, as `RunLog.log`."""
+        """Report after `step` finished steps, as in `RunLog.log`."""
         super().log(step, *args, **options)
         self._step = step + 1
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time the `with` block, and trace it if it belongs to the step; a nested one is in the trace of its outer."""
+        """Time the `with` block, and trace it if it is in the step; a nested phase is in its outer phase's trace."""
         path = self._folder / f"{self._traced:06}-{name}.json.gz"
         if not self._is_main or self._step != self._traced or self._within or path.exists():
             with super().phase(name):
@@ -75,12 +75,12 @@ class _Trace:
             self._profile.stop()
 
     def remove_hooks(self) -> None:
-        """Count the nets' calls no longer."""
+        """Stop counting the nets' calls."""
         for hook in self._hooks:
             hook.remove()
 
     def write(self, path: Path) -> None:
-        """Write the trace, and say where it is."""
+        """Write the trace and print its path."""
         path.parent.mkdir(exist_ok=True)
         self._profile.export_chrome_trace(str(path))
         print(f"profile of step {int(path.name.partition('-')[0])}: {path}", flush=True)

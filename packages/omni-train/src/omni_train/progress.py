@@ -1,4 +1,4 @@
-"""Progress of this process: nested phases, and how much of their work is done.
+"""Progress of this process: nested phases and the work done in them.
 
     begin("step 1")
     with doing("rollout"):
@@ -20,16 +20,16 @@ GB, MB = 1e9, 1e6
 
 
 class Work:
-    """A phase: `done` of `total` in some unit, 0 where it is unknown, since `begun`, after so many forwards of nets."""
+    """A phase: `done` of `total` in some unit (0 if unknown) since `begun`, and the number of forward passes so far."""
 
     def __init__(self, label: str, total: float = 0, unit: str = "") -> None:
         self.label, self.total, self.unit = label, total, unit
         self.done, self.forwards, self.begun = 0.0, 0, time.monotonic()
-        self.within: dict[str, Work] = {}  # phases that come again and again, by their labels
+        self.within: dict[str, Work] = {}  # repeated phases, by label
 
 
-_works: list[Work] = []  # the outermost first
-_signs = [time.monotonic()]  # of life, of which only the last one counts
+_works: list[Work] = []  # outermost first
+_signs = [time.monotonic()]  # times of activity; only the last one counts
 
 
 def live() -> None:
@@ -38,19 +38,19 @@ def live() -> None:
 
 
 def silent_s() -> float:
-    """Return the seconds since the program last counted work, or spoke with other ranks."""
+    """Return the seconds since the program last counted work or communicated with other ranks."""
     return time.monotonic() - _signs[0]
 
 
 def begin(label: str, total: float = 0, unit: str = "") -> None:
-    """Begin the outermost phase; without a label there is none. The one before ends, and all that are within it."""
+    """Start the outermost phase, or none without a label; all earlier phases end."""
     live()
     _works[:] = [Work(label, total, unit)] if label else []
 
 
 @contextmanager
 def doing(label: str, total: float = 0, unit: str = "") -> Iterator[None]:
-    """Make the `with` block a nested phase; an expected phase continues at its count."""
+    """Make the `with` block a nested phase; a phase added by `expect` continues from its count."""
     work = (_works[-1].within.get(label) if _works else None) or Work(label, total, unit)
     _works.append(work)
     try:
@@ -61,7 +61,7 @@ def doing(label: str, total: float = 0, unit: str = "") -> Iterator[None]:
 
 
 def advance(count: float = 1, *, total: float = 0, unit: str = "") -> None:
-    """Count work of the innermost phase. total, unit: of all its work, where they become known with it."""
+    """Count work of the innermost phase. total, unit: those of all its work, if they become known only now."""
     live()
     if _works:
         work = _works[-1]
@@ -70,20 +70,20 @@ def advance(count: float = 1, *, total: float = 0, unit: str = "") -> None:
 
 
 def expect(label: str, total: float, unit: str) -> None:
-    """Add a repeated phase to the innermost one, with its total work."""
+    """Add a repeated phase to the innermost phase, with its total work."""
     if _works:
         _works[-1].within[label] = Work(label, total, unit)
 
 
 def beat() -> None:
-    """Count a forward of a net in the innermost phase."""
+    """Count a forward pass of a net in the innermost phase."""
     live()
     if _works:
         _works[-1].forwards += 1
 
 
 def over(items: Sequence[SizedT], unit: str) -> Iterator[SizedT]:
-    """Yield the items, and count what is in each as work of the innermost phase once the next one is asked for."""
+    """Yield the items; count the size of each as work of the innermost phase when the next one is requested."""
     if _works:
         work = _works[-1]
         work.done, work.total, work.unit, work.begun = 0, sum(map(len, items)), unit, time.monotonic()
@@ -98,8 +98,8 @@ def current() -> Work | None:
 
 
 def describe() -> str:
-    """Return a line that says what is done of what, and the time left by the work so far, if any; "" for no phase."""
-    works = [*_works]  # another thread reads it
+    """Return a line with the work done and an estimate of the time left; "" if there is no phase."""
+    works = [*_works]  # read by another thread
     if not works:
         return ""
     work, past_s = works[-1], time.monotonic() - works[-1].begun
@@ -112,7 +112,7 @@ def describe() -> str:
 
 
 def amount(done: float, total: float, unit: str) -> str:
-    """Return how much is done of the total; "" where nothing is known."""
+    """Return the work done and the total; "" if both are unknown."""
     if unit == "bytes":
         size, unit = (GB, "GB") if max(done, total) >= GB / 10 else (MB, "MB")
         done, total = round(done / size, 1), round(total / size, 1)
@@ -120,5 +120,5 @@ def amount(done: float, total: float, unit: str) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Return hours if there are any, minutes and seconds, such as 0:41."""
+    """Return the hours, if any, minutes and seconds, such as 0:41."""
     return str(timedelta(seconds=round(seconds))).removeprefix("0:").removeprefix("0")

@@ -1,8 +1,8 @@
-"""A folder behind a URL, such as s3://bucket/run, over fsspec. Imports no torch, and fsspec only when it is used.
+"""A folder at a URL, such as s3://bucket/run, over fsspec. Imports no torch, and fsspec only when it is used.
 
-An object appears at once when all of it has arrived, and there is no rename. What fails is tried again for a while:
-`READ_S` for a read, `SEND_S` for a write. Credentials come from the environment and the files of the store's own
-tools, never from the URL.
+An object appears only once it is complete, and there is no rename. Failed calls are retried for a while: `READ_S` for
+a read, `SEND_S` for a write. Credentials come from the environment and the files of the store's own tools, never from
+the URL.
 """
 
 import re
@@ -15,10 +15,10 @@ from pathlib import Path
 from threading import get_native_id
 from typing import Any, TypeVar
 
-READ_S, SEND_S = 30.0, 600.0  # for which a call is tried again
-MAX_BYTES = 2**30  # of an object that is read whole
-PAUSE_S = 1.0  # before the second try; each later pause is twice as long, up to half a minute
-SCHEMES = {  # the library of each, and how it is installed
+READ_S, SEND_S = 30.0, 600.0  # how long calls are retried
+MAX_BYTES = 2**30  # maximum size of an object that is read whole
+PAUSE_S = 1.0  # before the first retry; each later pause is twice as long, up to half a minute
+SCHEMES = {  # the library of each, and how to install it
     "s3": ("s3fs", 'pip install "omni-train[remote]"'),
     "gs": ("gcsfs", 'pip install "omni-train[remote]" gcsfs'),
     "file": ("fsspec", 'pip install "omni-train[remote]"'),
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def check_url(url: str) -> None:
-    """Raise ValueError unless it is the URL of a folder, holds no credentials, and its library is installed."""
+    """Raise ValueError unless `url` is the URL of a folder without credentials and its library is installed."""
     scheme, mark, rest = url.partition("://")
     shown = f"{scheme}{mark}{re.sub('^.*@', '...@', rest.partition('?')[0])}"
     if not mark or scheme not in SCHEMES:
@@ -45,13 +45,13 @@ def check_url(url: str) -> None:
 
 
 class Remote:
-    """The folder of a URL. Names are below it, as "step-00000120/checkpoint.json"; errors name the whole URL."""
+    """The folder of a URL. Names are relative to it, as "step-00000120/checkpoint.json"; errors have the full URL."""
 
     def __init__(self, url: str) -> None:
-        """Note the URL; nothing is reached before the first call.
+        """Store the URL; nothing is accessed before the first call.
 
         Raises:
-            ValueError: as `check_url`.
+            ValueError: as in `check_url`.
         """
         check_url(url)
         self.url = url.rstrip("/")
@@ -59,7 +59,7 @@ class Remote:
         self._place: tuple[Any, str] | None = None
 
     def sizes(self, folder: str = "") -> dict[str, int]:
-        """Return the bytes of all objects below a folder, by their names there; of none if there is no such folder."""
+        """Return the size in bytes of all objects below a folder, by relative name; empty if there is no folder."""
 
         def find(fs: Any, path: str) -> dict[str, int]:
             found = fs.find(path, detail=True)
@@ -68,10 +68,10 @@ class Remote:
         return self._call(find, folder, READ_S)
 
     def read(self, name: str, *, limit_s: float = READ_S, max_bytes: int = MAX_BYTES) -> bytes:
-        """Return the bytes of an object. limit_s: for which it is tried again.
+        """Return the bytes of an object. limit_s: time limit for retries.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: it does not exist.
             ValueError: it has more than `max_bytes`.
             OSError: it could not be read.
         """
@@ -86,19 +86,19 @@ class Remote:
         return data
 
     def fetch(self, name: str, path: Path) -> None:
-        """Copy an object to a file. Raises as `read`."""
+        """Copy an object to a file. Raises as in `read`."""
         self._call(lambda fs, place: fs.get_file(place, str(path)), name, READ_S)
 
     def write(self, name: str, data: bytes, *, limit_s: float = SEND_S) -> None:
-        """Write an object, or replace it. limit_s: for which it is tried again. Raises OSError."""
+        """Write an object, or replace it. limit_s: time limit for retries. Raises OSError."""
         self._call(lambda fs, path: self._put(fs, path, lambda place: fs.pipe_file(place, data)), name, limit_s)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write an object unless there is one, and return True; of several writers one succeeds. Raises OSError."""
+        """Write an object unless it exists; return True on success. One of several writers succeeds. Raises OSError."""
         try:
             self._call(lambda fs, path: fs.pipe_file(path, data, mode="create"), name, READ_S)
         except FileExistsError:
-            return self.read(name) == data  # of a call whose answer was lost
+            return self.read(name) == data  # True for a call whose response was lost
         return True
 
     def send(self, path: Path, name: str) -> None:
@@ -116,7 +116,7 @@ class Remote:
             self._call(lambda fs, path: fs.rm(path, recursive=True), folder, SEND_S)
 
     def _put(self, fs: Any, path: str, put: Callable[[str], object]) -> None:
-        """Write an object; on a disk, where a file appears before it is whole, under another name first."""
+        """Write an object; on a disk, where files appear before they are complete, under a temporary name first."""
         if not self._is_disk:
             put(path)
             return
@@ -124,7 +124,7 @@ class Remote:
         fs.mv(draft, path)
 
     def _call(self, work: Callable[[Any, str], T], name: str, limit_s: float) -> T:
-        """Return `work(file system, path)`, tried again until `limit_s` have passed unless it can never succeed."""
+        """Return `work(file system, path)`, with retries until `limit_s` have passed unless it can never succeed."""
         url, start, pause_s = f"{self.url}/{name}".rstrip("/"), time.monotonic(), PAUSE_S
         while True:
             try:
@@ -132,7 +132,7 @@ class Remote:
                 return work(fs, f"{root}/{name}".rstrip("/"))
             except (FileNotFoundError, FileExistsError, PermissionError) as exc:
                 raise type(exc)(f"{url}: {exc}") from exc
-            except Exception as exc:  # of any library
+            except Exception as exc:  # from any library
                 fault = f"{url}: {type(exc).__name__}: {exc}"
                 if time.monotonic() + pause_s > start + limit_s:
                     raise OSError(f"{fault}; tried for {limit_s:g} s") from exc
@@ -142,7 +142,7 @@ class Remote:
             pause_s = min(2 * pause_s, 30.0)
 
     def _open(self) -> tuple[Any, str]:
-        """Return the file system, which caches no list of names, and the folder's path in it."""
+        """Return the file system, with listings uncached, and the folder's path in it."""
         if self._place is None:
             from fsspec.core import url_to_fs
 

@@ -1,9 +1,9 @@
-"""Ranks that only sample, beside those that train, and the messages between them.
+"""Ranks that only sample, separate from those that train, and the messages between them.
 
-The first ranks train, the last ones sample. Each role has a `Dist` of its own, so what speaks with the other ranks of
-one needs nothing else. Messages are safetensors, JSON and tensors, which gloo carries from host to host. Orders go from
-the first rank to all that sample, in one order; results go from each rank that samples to each that trains. Between
-orders the first rank sends signs of life, while its program goes on: ranks that sample notice one that hangs.
+The first ranks train, the last ones sample. Each role has its own `Dist`, so code that communicates within a role needs
+nothing else. Messages are safetensors with JSON and tensors, sent over gloo from host to host. Orders go from the first
+rank to all sampling ranks, in one order; results go from each sampling rank to each training rank. Between orders, the
+first rank sends heartbeats while its program makes progress, so that sampling ranks notice if it hangs.
 """
 
 import json
@@ -21,14 +21,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from omni_train.dist import Dist, by_machine
 from omni_train.progress import live
 
-_HEAD = "head"  # the entry of a message with its JSON
-_NO_LIMIT = timedelta(days=365)  # for results to be taken; a rank that hangs is noticed by the wait for orders
-BEATS = 4  # signs of life in the longest wait for a rank
+_HEAD = "head"  # the entry of a message that holds its JSON
+_NO_LIMIT = timedelta(days=365)  # for receiving results; waiting for orders detects a rank that hangs
+BEATS = 4  # number of heartbeats within the longest wait for a rank
 
 
 @dataclass(frozen=True)
 class Roles:
-    """This process's role. whole: all ranks. dist: those of its role. num_trainers: T of W ranks.
+    """This process's role. whole: all ranks. dist: the ranks of its role. num_trainers: T of W ranks.
 
     timeout_s: longest wait for a rank.
     """
@@ -36,7 +36,7 @@ class Roles:
     whole: Dist
     dist: Dist
     num_trainers: int
-    orders: torch_dist.ProcessGroup | None  # that of the first rank and those that sample; None on other ranks
+    orders: torch_dist.ProcessGroup | None  # group of the first rank and the sampling ranks; None on other ranks
     results: torch_dist.ProcessGroup
     timeout_s: float
 
@@ -46,33 +46,33 @@ class Roles:
         return self.whole.world_size - self.num_trainers
 
     def announce(self, message: Tensor) -> None:
-        """Send an order from the first rank, as `pack` returned it."""
+        """Send an order, as returned by `pack`, from the first rank."""
         for part in with_length(message):
             torch_dist.broadcast(part, 0, group=self.orders)
 
     def beat(self) -> None:
-        """Send a sign of life from the first rank, by the thread that sends orders."""
+        """Send a heartbeat from the first rank, from the thread that sends orders."""
         torch_dist.broadcast(torch.zeros(1, dtype=torch.int64), 0, group=self.orders)
 
     def next_order(self) -> tuple[Any, dict[str, Tensor]]:
-        """Return the next order on a rank that samples.
+        """Return the next order on a sampling rank.
 
         Raises:
-            RuntimeError: the first rank has ended, or gives no sign of life.
+            RuntimeError: the first rank has ended, or sends no heartbeat.
         """
         while (order := unpack(lambda part: torch_dist.broadcast(part, 0, group=self.orders))) is None:
             pass
         return order
 
     def send(self, messages: Iterable[tuple[int, Tensor]]) -> None:
-        """Send results, each to a rank that trains, and wait until all have taken theirs, in any order of ranks."""
+        """Send results, each to a training rank, and wait until all ranks have received theirs, in any order."""
         parts = [(to, part) for to, message in messages for part in with_length(message)]
         for work in [torch_dist.isend(part, to, group=self.results) for to, part in parts]:
             if work is not None:
                 work.wait(_NO_LIMIT)
 
     def receive(self, sampler: int) -> tuple[Any, dict[str, Tensor]]:
-        """Return the next result that a rank that samples has for this one. sampler: its number among them."""
+        """Return the next result from a sampling rank. sampler: index of that rank among the sampling ranks."""
         found = unpack(lambda part: torch_dist.recv(part, self.num_trainers + sampler, group=self.results))
         live()
         if found is None:
@@ -81,10 +81,10 @@ class Roles:
 
 
 def split(whole: Dist, num_samplers: int, *, timeout_s: float) -> Roles:
-    """Give the last ranks the role to sample. Every rank calls it.
+    """Assign the sampling role to the last ranks. Every rank calls it.
 
     timeout_s: seconds after which a collective of a role fails if a rank is missing, and the wait for a result, an
-        order or a sign of life. A rank that samples takes them between two orders, each of which takes less.
+        order or a heartbeat. A sampling rank checks them between two orders, each of which takes less time.
     """
     count, timeout = whole.world_size - num_samplers, timedelta(seconds=timeout_s)
     samples = whole.rank >= count
@@ -93,28 +93,28 @@ def split(whole: Dist, num_samplers: int, *, timeout_s: float) -> Roles:
     mesh = DeviceMesh.from_group(group, whole.device.type, mesh_dim_names=("dp",))
     first, size = (count if samples else 0), len(ranks[samples])
     ring = replace(whole, rank=whole.rank - first, world_size=size, mesh=mesh, machines=None, first=first)
-    dist = replace(ring, machines=by_machine(ring, timeout))  # whose names count the groups of each rank before
+    dist = replace(ring, machines=by_machine(ring, timeout))  # its group names count the earlier groups of each rank
     orders = torch_dist.new_group([0, *ranks[1]], timeout=timeout, backend="gloo")
     results = torch_dist.new_group(timeout=timeout, backend="gloo")
     return Roles(whole, dist, count, orders if samples or whole.rank == 0 else None, results, timeout_s)
 
 
 def pack(head: object, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return a message, bytes [n] on the host, of JSON and tensors on the host, of which no two share memory."""
+    """Return a message, bytes [n] on the host, from JSON and host tensors that do not share memory."""
     text = torch.frombuffer(bytearray(json.dumps(head).encode()), dtype=torch.uint8)
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     return torch.frombuffer(bytearray(save(whole | {_HEAD: text})), dtype=torch.uint8)
 
 
 def with_length(message: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what is sent of a message: its length [1], int64, and its bytes."""
+    """Return the parts of a message to send: its length [1], int64, and its bytes."""
     return torch.tensor([len(message)]), message
 
 
 def unpack(take: Callable[[Tensor], object]) -> tuple[Any, dict[str, Tensor]] | None:
-    """Return the JSON and the tensors of a message; None for a sign of life.
+    """Return the JSON and the tensors of a message; None for a heartbeat.
 
-    take: fills what `with_length` returned, one after the other.
+    take: receives the parts of `with_length`, one after the other.
     """
     take(length := torch.empty(1, dtype=torch.int64))
     if not length:

@@ -7,12 +7,12 @@ Three modes. `none`: one rank holds everything. `ddp`: every rank holds everythi
 Gradients are SUMMED over ranks in every mode. Divide the loss by the number of samples of all ranks together: the
 gradient is then that of the mean over all samples, in any mode, for any number of ranks and any split of samples.
 
-A sharded module unshards a block at a time, and reshards it after its part of a forward or backward pass; within
-`gathered` all of it stays unsharded. With adapters `sharded_backward` sums gradients over ranks only in the last
-backward pass before an optimizer step: each rank accumulates its own first, as in mode `ddp`, and to the same bits.
+A sharded module unshards one block at a time, and reshards it after its part of a forward or backward pass; within
+`gathered`, all of it stays unsharded. With adapters, `sharded_backward` sums gradients over ranks only in the last
+backward pass before an optimizer step: each rank accumulates its own first, as in mode `ddp`, with the same bits.
 
-In mode `fsdp2` every rank must run the same number of forwards and backwards, also without samples, and must not change
-a module's output in place, which would drop the hook that unshards parameters for the backward pass.
+In mode `fsdp2`, every rank must run the same number of forward and backward passes, even without samples, and must not
+change a module's output in place, which would drop the hook that unshards parameters for the backward pass.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -46,32 +46,33 @@ def shard(
 ) -> ModuleT:
     """Shard a module over the ranks of `mesh`; return the same module, with the same attributes and `forward`.
 
-    Add LoRA before: later adapters would not be sharded.
+    Add LoRA first: later adapters would not be sharded.
 
     Args:
         module: parameters on this rank's device (`fsdp2` moves them, except those on the meta device); equal on every
             rank for `fsdp2`, while `ddp` copies those of the first rank to the others.
-        mesh: 1-D, or None for a single process without a process group. In mode `fsdp2` also 2-D, from `shard_mesh` of
-            `omni_train.dist`: each of its rows holds a copy, sharded over its ranks (hybrid sharding), and
+        mesh: 1-D, or None for a single process without a process group. In mode `fsdp2` also 2-D, from
+            `omni_train.dist.shard_mesh`: each of its rows holds a copy, sharded over its ranks (hybrid sharding), and
             `reduce_gradients` sums over copies.
         mode: see the module's docstring.
         block_names: class names of the modules that `fsdp2` unshards one at a time, such as
             "QwenImageTransformerBlock".
         compute_dtype: dtype of unsharded parameters in `fsdp2`; gradients are summed in float32 and parameters keep
-            their dtype, except frozen weights under adapters, which are stored in it. None is the device's default.
-            Inputs are never cast: a timestep rounded to bfloat16 (999 becomes 1000) would give another log-probability
-            than the rollout's.
+            their dtype, except frozen weights under adapters, which are stored in it. None means the device's default.
+            Inputs are never cast: a timestep rounded to bfloat16 (999 becomes 1000) would give a log-probability
+            different from the rollout's.
         expert_names: class names of the modules of experts that stay on their rank (`omni_train.experts`), in mode
             `fsdp2` with a 1-D mesh.
 
     Raises:
-        ValueError: mode and mesh do not fit, a block name occurs nowhere, or `compute_dtype` is given without `fsdp2`.
+        ValueError: mode and mesh do not match, a block name matches no module, or `compute_dtype` is set without
+            `fsdp2`.
     """
     _check(mesh, mode, compute_dtype)
     if expert_names and (mode != "fsdp2" or (mesh is not None and mesh.ndim > 1)):
         raise ValueError(f"expert_names need mode 'fsdp2' and a 1-D mesh, got mode {mode!r} and {mesh}")
     if mode == "fsdp2" and mesh is not None:
-        # Torch's own hybrid sharding would sum over copies in every backward pass.
+        # torch's own hybrid sharding would sum over copies in every backward pass.
         _fully_shard(module, mesh["shard"] if mesh.ndim > 1 else mesh, block_names, compute_dtype, expert_names)
     elif mode == "ddp" and mesh is not None:
         with torch.no_grad():
@@ -84,7 +85,7 @@ def shard(
 def gathered(module: nn.Module) -> Iterator[None]:
     """Unshard all weights of a module once for the `with` block, and reshard them afterwards.
 
-    Code that changes the rows must call `reshard`: the next forward then unshards again, as it does after the last
+    Code that changes the rows must call `reshard`: the next forward pass then unshards again, as it does after the last
     backward pass before an optimizer step.
     """
     units = _units(module)
@@ -107,12 +108,12 @@ def reshard(module: nn.Module) -> None:
 def sharded_backward(module: nn.Module, loss: Tensor, *, is_last: bool) -> None:
     """Add the gradients of a sharded module.
 
-    Only the last pass sums the gradients of adapters over ranks. Gradients of all weights are too large to keep
-    unsharded: every pass sums them.
+    Gradients of adapters are summed over ranks only in the last pass. Gradients of all weights are too large to keep
+    unsharded, so every pass sums them.
 
     Args:
-        module: in mode `fsdp2`.
-        loss: of this rank.
+        module: a module in mode `fsdp2`.
+        loss: loss of this rank.
         is_last: True if an optimizer step follows.
     """
     if isinstance(module, FSDPModule) and lora_layers(module):
@@ -129,9 +130,9 @@ def _units(module: nn.Module) -> list[FSDPModule]:
 
 
 def _accumulate_in_float32(module: nn.Module) -> None:
-    """Accumulate gradients of unsharded adapters in float32, because FSDP2 sums those of a unit in one dtype.
+    """Accumulate gradients of unsharded adapters in float32, since FSDP2 sums those of a unit in one dtype.
 
-    Else a layer that only the last pass before an optimizer step reaches would have one in the dtype of that pass.
+    Otherwise, a layer used only in the last pass before an optimizer step would have a gradient in that pass's dtype.
     """
     for unit in _units(module):
         for group in unit._get_fsdp_state()._fsdp_param_groups:
@@ -180,13 +181,13 @@ def _fully_shard(
         fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy, ignored_params=ignored)
     for sharded in _units(module):
         sharded.set_gradient_divide_factor(1.0)
-        sharded.set_force_sum_reduction_for_comms(True)  # else it would multiply by 1.0, which gloo cannot
+        sharded.set_force_sum_reduction_for_comms(True)  # else it would multiply by 1.0, unsupported by gloo
 
 
 def _move(module: nn.Module, device: torch.device) -> None:
-    """Move parameters and buffers to an accelerator outside of torch's tree, where FSDP2 itself cannot: in place."""
+    """Move parameters and buffers in place to an out-of-tree accelerator, for which FSDP2 itself cannot."""
     for tensor in chain(module.parameters(), module.buffers()):
-        if tensor.is_meta or isinstance(tensor, DTensor):  # of experts, which are there already
+        if tensor.is_meta or isinstance(tensor, DTensor):  # expert parameters, already on the device
             continue
         if torch._has_compatible_shallow_copy_type(tensor, tensor.new_empty(0, device=device)):
             continue
@@ -196,7 +197,7 @@ def _move(module: nn.Module, device: torch.device) -> None:
 
 
 def _precision(module: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
-    """Return the dtypes of unsharded parameters and summed gradients; cast frozen weights under adapters at once."""
+    """Return the dtypes of unsharded parameters and summed gradients; cast frozen weights under adapters now."""
     dtype = compute_dtype or default_compute_dtype(torch.device(mesh.device_type))
     if dtype == torch.float32 and compute_dtype is None:
         return MixedPrecisionPolicy(cast_forward_inputs=False)

@@ -11,7 +11,7 @@ from types import FrameType
 
 from omni_train.dist import Dist, gather_json
 
-TYPED = "OMNI_RL_COMMAND"  # variable with the command that the user typed, set by a program that starts the trainer
+TYPED = "OMNI_RL_COMMAND"  # the command that the user typed, set by a program that starts the trainer
 STOP_SIGNALS = signal.SIGTERM, signal.SIGINT
 HEARS_ALL = "OMNI_RL_HEARS_EVERY_CTRL_C"  # set by `omni_rl.run.ranks`; plain torchrun passes on only the first Ctrl-C
 
@@ -23,7 +23,7 @@ class Stop:
     asked: bool = False
 
     def requested(self, dist: Dist) -> bool:
-        """True if any rank was asked: all stop after the same step. Every rank calls it."""
+        """True if any rank received a signal: all stop after the same step. Every rank calls it."""
         return any(gather_json(dist, self.asked))
 
 
@@ -31,9 +31,10 @@ class Stop:
 def catch_stop(numbers: Sequence[signal.Signals] = STOP_SIGNALS) -> Iterator[Stop]:
     """Record these signals in the `with` block; they do not end the program.
 
-    Repeated ones change nothing: torchrun, a terminal or a scheduler may each send its own, and the save that follows
-    the first must not be interrupted. Only a second SIGINT, a second Ctrl-C, raises KeyboardInterrupt at once. Call it
-    from the main thread.
+    Repeated signals have no effect: torchrun, a terminal and a scheduler may each send one, and the save that follows
+        the
+    first must not be interrupted. Only a second SIGINT (Ctrl-C) raises KeyboardInterrupt immediately. Call it from the
+    main thread.
     """
     stop = Stop()
     interrupts = 0
@@ -44,7 +45,7 @@ def catch_stop(numbers: Sequence[signal.Signals] = STOP_SIGNALS) -> Iterator[Sto
         interrupts += number == signal.SIGINT
         if number == signal.SIGINT and interrupts > 1:
             raise KeyboardInterrupt
-        if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":  # no print(): it may be interrupted
+        if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":  # no print(), which may be interrupted
             is_heard = "TORCHELASTIC_RUN_ID" not in os.environ or HEARS_ALL in os.environ
             os.write(2, b"\nstopping after this step" + b"; Ctrl-C once more ends at once" * is_heard + b"\n")
 
@@ -57,9 +58,9 @@ def catch_stop(numbers: Sequence[signal.Signals] = STOP_SIGNALS) -> Iterator[Sto
 
 
 def resume_command() -> str:
-    """Return the command that started this program, for a shell; with torchrun and its number of ranks, if it ran.
+    """Return the shell command that started this program, including torchrun and its number of ranks if used.
 
-    The variable TYPED overrides it.
+    The environment variable TYPED overrides it.
     """
     if TYPED in os.environ:
         return os.environ[TYPED]

@@ -1,12 +1,12 @@
-"""Texts of other hands for a terminal."""
+"""Untrusted texts made safe for a terminal."""
 
 import re
 
 
 def printable(text: str) -> str:
-    """Return a foreign text for a terminal: without credentials in URLs, and with spaces for control characters.
+    """Return an untrusted text for a terminal, without credentials in URLs and with spaces for control characters.
 
-    Line feeds stay.
+    Line feeds are kept.
     """
     bare = without_credentials(text)
     return "".join(letter if letter.isprintable() or letter == "\n" else " " for letter in bare)
@@ -18,5 +18,5 @@ def without_credentials(text: str) -> str:
 
 
 def one_line(text: object) -> str:
-    """Return a foreign text as `printable` does, in one line."""
+    """Return an untrusted text on one line, otherwise as in `printable`."""
     return printable(str(text).strip().replace("\n", " "))

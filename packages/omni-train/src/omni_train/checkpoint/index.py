@@ -19,7 +19,7 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Saved:
-    """The contents of checkpoint.json. `step` counts finished training steps; `files` and `tensors` are its index."""
+    """The contents of checkpoint.json. `step` counts finished training steps; `files` and `tensors` form its index."""
 
     step: int
     config: dict[str, Any]
@@ -51,7 +51,7 @@ def step_folder(folder: Path, step: int, suffix: str = "") -> Path:
 
 
 def check_config(saved: Saved, config: Config, *, ignore: Collection[str] = ()) -> None:
-    """Raise ValueError, with the settings that differ, unless the checkpoint was made with these, except `ignore`."""
+    """Raise ValueError listing the settings, except `ignore`, that differ from those of the checkpoint."""
     if changed := config_differences(saved.config, config, ignore=ignore):
         changes = ", ".join(_change(key, config, *values) for key, values in changed.items())
         raise ValueError(
@@ -61,7 +61,7 @@ def check_config(saved: Saved, config: Config, *, ignore: Collection[str] = ()) 
 
 
 def _change(key: str, config: Config, then: str, now: str) -> str:
-    """Return what has changed; of a digest, the file or the files that have."""
+    """Return a description of the change; for a digest, name the changed file."""
     name = key.removesuffix("_digest")
     if name == key or "absent" in (then, now):
         return f"{key} was {then}, is {now}"
@@ -76,7 +76,7 @@ def config_differences(then: Config, now: Config, *, ignore: Collection[str] = (
 
 
 def read_index(folder: Path) -> Saved:
-    """Return the index of a folder; raise ValueError if there is none, or not the one that was written."""
+    """Return the index of a folder; raise ValueError if it is missing or was modified."""
     path = folder / INDEX_FILE
     if not path.is_file():
         raise ValueError(f"{INDEX_FILE} is missing")
@@ -84,7 +84,7 @@ def read_index(folder: Path) -> Saved:
 
 
 def parse_index(data: bytes) -> Saved:
-    """Return the index in the bytes of its file; raise ValueError unless it is the one that was written."""
+    """Parse the index from the bytes of its file; raise ValueError if it was modified."""
     content = parse_object(data, INDEX_FILE)
     if content.pop("sha256", None) != index_digest(content):
         raise ValueError(f"{INDEX_FILE} has another SHA-256 than it says")
@@ -96,10 +96,10 @@ def parse_index(data: bytes) -> Saved:
 
 
 def parse_part(data: bytes, what: str, *, is_first: bool) -> dict[str, Any]:
-    """Return the index of a rank's part; that of the first rank says what the checkpoint is of.
+    """Parse the index of a rank's part; the first rank's part also describes the checkpoint.
 
     Raises:
-        ValueError: no save writes such a one. what: its file.
+        ValueError: the content is not that of a saved part. what: its file, for the message.
     """
     content = parse_object(data, what)
     _check_kinds(content, _PART_KINDS | ({"about": dict} if is_first else {}), what)
@@ -110,7 +110,7 @@ def parse_part(data: bytes, what: str, *, is_first: bool) -> dict[str, Any]:
 
 
 def _check_kinds(content: Mapping[str, Any], kinds: Mapping[str, type], what: str) -> None:
-    """Raise ValueError unless the values are of the kinds that a save writes."""
+    """Raise ValueError unless the values have the types that a save writes."""
     fits = all(type(content.get(name)) is kind for name, kind in kinds.items())
     fits = fits and all(content[name] >= least for name, least in _LEAST.items() if name in kinds)
     fits = fits and all(map(_is_file, content.get("files", {}).values()))
@@ -119,7 +119,7 @@ def _check_kinds(content: Mapping[str, Any], kinds: Mapping[str, type], what: st
 
 
 def _check_files(content: Mapping[str, Any], what: str) -> None:
-    """Raise ValueError unless the files are below the folder, and hold the tensors."""
+    """Raise ValueError unless the files are below the folder and include those that hold the tensors."""
     if wrong := [name for name in content["files"] if not _is_below(name)]:
         raise ValueError(f"{what} must name files below it, got {wrong[0]!r:.100}")
     if wrong := sorted(tensor_files(content["tensors"]) - content["files"].keys()):
@@ -132,7 +132,7 @@ def tensor_files(tensors: Mapping[str, Mapping[str, Any]]) -> set[str]:
 
 
 def _is_below(name: str) -> bool:
-    """Return True for the path of a file below a folder, in printable letters."""
+    """Return True if the name is the path of a file below a folder, in printable characters."""
     return name.isprintable() and not {"", ".", ".."}.intersection(name.split("/"))
 
 
@@ -152,5 +152,5 @@ def _is_tensor(entry: object) -> bool:
 
 
 def index_digest(content: object) -> str:
-    """Return the SHA-256 of an index without its own."""
+    """Return the SHA-256 of an index without its own digest."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,7 +1,7 @@
-"""The parts of a checkpoint, one per rank, and the reading of any rows of a tensor from them.
+"""The parts of a checkpoint, one per rank, and reading any rows of a tensor from them.
 
-A part has the rows of one rank; of several ranks with equal rows one writes them. In the index each tensor
-has `{"dtype", "shape", "pieces": [[file, first row], ...]}`, and each file its size and SHA-256.
+A part has the rows of one rank; if several ranks hold equal rows, one of them writes the rows. In the index, each
+tensor has `{"dtype", "shape", "pieces": [[file, first row], ...]}`, and each file its size and SHA-256.
 """
 
 import json
@@ -23,8 +23,8 @@ from omni_train.checkpoint.state import in_batches, local_rows
 from omni_train.dist import Dist
 from omni_train.files import write_file
 
-FILE_BYTES = 2**29  # of a file, unless it has one larger tensor
-SHARE_BYTES = 2**26  # that a rank writes before another one with equal rows writes too: files cost time to open
+FILE_BYTES = 2**29  # maximum size of a file, unless a single tensor is larger
+SHARE_BYTES = 2**26  # minimum bytes per rank before another rank with equal rows also writes: opening files takes time
 DTYPES = {  # safetensors' names
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -35,7 +35,7 @@ Index = dict[str, dict[str, Any]]  # {"files": {name: ...}, "tensors": {name: ..
 
 @dataclass(frozen=True)
 class Row:
-    """A rank's rows of one tensor, from number `first` on; `shape` is the whole tensor's. A single number is a row."""
+    """A rank's rows of one tensor, from row `first` on; `shape` is that of the whole tensor. A scalar is one row."""
 
     name: str
     local: Tensor
@@ -47,9 +47,9 @@ class PartFile:
     """A file of a part in host memory: the bytes of its rows, widest dtypes first."""
 
     def __init__(self, name: str, rows: Sequence[Row], memory: Tensor) -> None:
-        """Copy the rows, of any device, into the memory; a copy into pinned memory ends with `synchronize`.
+        """Copy the rows, from any device, into the memory; `synchronize` completes copies into pinned memory.
 
-        memory: uint8, at least as many as the rows have bytes.
+        memory: uint8, at least as many elements as the rows have bytes.
         """
         self.name = name
         # Widest dtypes first, so that each number is aligned to its size.
@@ -61,11 +61,11 @@ class PartFile:
             target.copy_(row.local.detach(), non_blocking=memory.is_pinned())
 
     def write(self, folder: Path) -> dict[str, int | str]:
-        """Write the file and wait until the disk has it; return its size and SHA-256.
+        """Write the file and sync it to disk; return its size and SHA-256.
 
         Raises:
             OSError: it could not be written.
-            ValueError: a tensor that is no buffer is not finite (masks are not).
+            ValueError: a tensor other than a buffer is not finite (buffers such as masks need not be).
         """
         for row, place in zip(self.rows, self._places, strict=True):
             check_finite(row.name, self._memory[slice(*place)].view(row.local.dtype))
@@ -73,7 +73,7 @@ class PartFile:
         return write_file(folder / self.name, header, self._memory.numpy().data)
 
     def index(self) -> dict[str, dict[str, Any]]:
-        """Return the entries of its tensors in the index."""
+        """Return the index entries of its tensors."""
         return {
             row.name: {"dtype": str(row.local.dtype), "shape": row.shape, "pieces": [[self.name, row.first]]}
             for row in self.rows
@@ -81,7 +81,7 @@ class PartFile:
 
 
 def file_header(tensors: Mapping[str, Tensor], **metadata: str) -> bytes:
-    """Return the header of a safetensors file in which the tensors follow each other.
+    """Return the header of a safetensors file that stores the tensors one after another.
 
     Widest dtypes must come first, so that each number is aligned to its size.
     """
@@ -96,10 +96,10 @@ def file_header(tensors: Mapping[str, Tensor], **metadata: str) -> bytes:
 
 
 def part_files(dist: Dist, state: Mapping[str, Tensor]) -> dict[str, list[Row]]:
-    """Return the files that this rank has to write, by name, with their rows, which share memory with `state`.
+    """Return the files that this rank must write, by name, with their rows, which share memory with `state`.
 
     Raises:
-        ValueError: safetensors lacks the dtype of a tensor.
+        ValueError: safetensors does not support a tensor's dtype.
     """
     rows, copies = [], deal_copies(state, dist.world_size)
     for name, tensor in state.items():
@@ -113,7 +113,7 @@ def part_files(dist: Dist, state: Mapping[str, Tensor]) -> dict[str, list[Row]]:
 
 
 def deal_copies(state: Mapping[str, Tensor], num_ranks: int) -> dict[str, int]:
-    """Return which copy of each tensor to write: copy c of one that n ranks hold is that of the ranks from n c on."""
+    """Return which copy of each tensor to write: if n ranks hold one copy, copy c is that of the ranks from n c on."""
     chosen: dict[str, int] = {}
     for holders in {_num_holders(tensor) for tensor in state.values()}:
         sizes = {name: t.numel() * t.itemsize for name, t in state.items() if _num_holders(t) == holders}
@@ -123,7 +123,7 @@ def deal_copies(state: Mapping[str, Tensor], num_ranks: int) -> dict[str, int]:
 
 
 def deal_by_size(sizes: Mapping[str, int], number: int) -> dict[str, int]:
-    """Return which of so many shares each name belongs to: the largest first, each to the share with least so far."""
+    """Assign each name to one of `number` shares: largest first, each to the share with the least total so far."""
     chosen: dict[str, int] = {}
     loads = [(0, share) for share in range(number)]
     for name in sorted(sizes, key=lambda name: -sizes[name]):
@@ -133,14 +133,14 @@ def deal_by_size(sizes: Mapping[str, int], number: int) -> dict[str, int]:
 
 
 def num_bytes(rows: Sequence[Row]) -> int:
-    """Return the bytes of all the rows."""
+    """Return the total size of the rows in bytes."""
     return sum(row.local.nbytes for row in rows)
 
 
 def host_memory(num_bytes: int, device: torch.device) -> Tensor:
     """Allocate host memory, uint8, for copies from `device`; pinned if possible."""
     if device.type != "cpu":
-        with suppress(RuntimeError):  # the device cannot pin memory, or the host has no more of it
+        with suppress(RuntimeError):  # the device cannot pin memory, or too little host memory is left
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     return torch.empty(num_bytes, dtype=torch.uint8)
 
@@ -162,12 +162,12 @@ def read_tensors(
     index: Mapping[str, Mapping[str, Any]],
     targets: Mapping[str, Tensor],
 ) -> None:
-    """Fill each target, or this rank's rows of it, with the checkpoint's tensor of its name, file by file.
+    """Fill each target, or this rank's rows of it, with the checkpoint's tensor of the same name, file by file.
 
-    open_file: gives the path of a file by its name.
+    open_file: returns a context manager that yields the path of a file, given its name.
 
     Raises:
-        ValueError: the pieces lack rows, or have NaN or infinity.
+        ValueError: rows are missing from the pieces, or contain NaN or infinity.
     """
     pieces: dict[str, list[tuple[str, int]]] = {}
     for name, target in targets.items():
@@ -193,7 +193,7 @@ def read_tensors(
 
 
 def check_fits(index: Mapping[str, Mapping[str, Any]], state: Mapping[str, Tensor]) -> None:
-    """Raise ValueError unless the index has the tensors of `state`, no others, of the same shapes and dtypes."""
+    """Raise ValueError unless the index has exactly the tensors of `state`, with the same shapes and dtypes."""
     for what, names in (("lacks", state.keys() - index.keys()), ("also has", index.keys() - state.keys())):
         if names:
             raise ValueError(f"checkpoint does not fit: it {what} {len(names)} tensors, such as {min(names)}")
@@ -223,12 +223,12 @@ def check_part(path: Path, index: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def _num_holders(tensor: Tensor) -> int:
-    """Return the number of ranks that hold the rows of one copy."""
+    """Return the number of ranks that together hold one copy of the tensor."""
     return tensor.device_mesh.size() if isinstance(tensor, DTensor) else 1
 
 
 def check_finite(name: str, local: Tensor) -> None:
-    """Raise ValueError for NaN or infinity, except in buffers; a finite sum, which is faster, has neither."""
+    """Raise ValueError for NaN or infinity, except in buffers; a finite sum, which is faster, rules out both."""
     if not local.is_floating_point() or name.startswith("buffer/") or local.sum().isfinite():
         return
     if not local.isfinite().all():

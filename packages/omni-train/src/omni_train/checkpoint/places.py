@@ -1,8 +1,8 @@
-"""The two kinds of places of complete checkpoints: a folder that all ranks share, and a URL.
+"""The two places where complete checkpoints are stored: a folder shared by all ranks, and a URL.
 
-Every rank writes its files into a draft, a folder on its own machine's disk, and then hands them over. In a shared
-folder that is all, and the first rank gives the draft its name. To a URL the files are sent; there the index, sent
-last, makes a checkpoint complete, and is deleted first. A start fetches the files that it needs.
+Every rank writes its files into a draft, a folder on the disk of its machine, and then hands them over. With a shared
+folder nothing more is needed, and the first rank renames the draft. With a URL the files are uploaded; there, the
+index is uploaded last and makes a checkpoint complete, and is deleted first. A start downloads the files that it needs.
 """
 
 import os
@@ -37,11 +37,11 @@ from omni_train.files import (
 from omni_train.remote import Remote
 
 Files = Mapping[str, Mapping[str, int | str]]  # size and SHA-256 by name
-NUM_THREADS = 4  # of a rank, each writes, sends or fetches one file at a time
+NUM_THREADS = 4  # per rank; each thread writes, uploads or downloads one file at a time
 
 
 def part_name(rank: int) -> str:
-    """Return the name of the index of a rank's part."""
+    """Return the file name of the index of a rank's part."""
     return f"part-{rank:05}.json"
 
 
@@ -55,7 +55,7 @@ def drafts(folder: Path) -> list[Path]:
 
 
 class SharedFolder:
-    """A folder that all ranks see: a draft gets its name when all of it is on the disk."""
+    """A folder shared by all ranks: a draft is renamed once all of it is on the disk."""
 
     pause_s = 0.02
 
@@ -72,7 +72,7 @@ class SharedFolder:
         return saved_steps(self.folder)
 
     def open(self, step: int) -> Saved:
-        """Return an index; raise ValueError unless all files have its sizes."""
+        """Return the index of a checkpoint; raise ValueError unless all files have the sizes in it."""
         saved = read_index(step_folder(self.folder, step))
         for name, expected in saved.files.items():
             check_size(step_folder(self.folder, step) / name, expected)
@@ -80,18 +80,18 @@ class SharedFolder:
 
     @contextmanager
     def file(self, step: int, name: str) -> Iterator[Path]:
-        """Yield a file."""
+        """Yield the path of a file."""
         yield step_folder(self.folder, step) / name
 
     def beside(self, draft: Path) -> dict[str, Path]:
-        """Return nothing: what a run keeps beside is in a folder of its own."""
+        """Return an empty dict: files that a run keeps next to its checkpoints are in their own folder."""
         return {}
 
     def hand_over(self, draft: Path, files: Mapping[str, Path]) -> None:
         """Do nothing: all ranks see the draft."""
 
     def part(self, draft: Path, rank: int) -> bytes | None:
-        """Return and delete the index of a rank's part; None if it is not there yet."""
+        """Return the index of a rank's part and delete its file; None if it does not exist yet."""
         path = draft / part_name(rank)
         if not path.is_file():
             return None
@@ -100,7 +100,7 @@ class SharedFolder:
         return data
 
     def seal(self, draft: Path, files: Files, index: bytes) -> None:
-        """Write the index and give the draft its name; raise OSError unless all files are there."""
+        """Write the index and rename the draft; raise OSError unless all files are there."""
         for name, expected in files.items():
             try:
                 check_size(draft / name, expected)
@@ -112,13 +112,13 @@ class SharedFolder:
         sync_folder(self.folder)
 
     def begin(self, draft: Path) -> None:
-        """Delete what unfinished saves have left, and make the draft of a new one."""
+        """Delete the remains of unfinished saves, and create the draft of a new one."""
         for old in drafts(self.folder):
             shutil.rmtree(old)
         draft.mkdir(parents=True)
 
     def delete(self, step: int) -> None:
-        """Rename a checkpoint, which is no longer one when its first file is deleted, and delete it."""
+        """Rename a checkpoint, so that a partly deleted one is never taken for complete, and delete it."""
         draft = step_folder(self.folder, step, ".tmp")
         os.rename(step_folder(self.folder, step), draft)
         shutil.rmtree(draft)
@@ -127,7 +127,7 @@ class SharedFolder:
 class RemoteFolder:
     """The folder of a URL: a checkpoint is complete once it has an index.
 
-    A checkpoint holds beside its own files those that a run keeps in `beside`, which are files and folders.
+    Besides its own files, a checkpoint holds the files and folders of the run listed in `beside`.
     """
 
     pause_s = 1.0
@@ -135,13 +135,13 @@ class RemoteFolder:
     def __init__(
         self, remote: Remote, folder: Path, beside: Sequence[Path] = (), wait_for: Callable[[], object] = lambda: None
     ) -> None:
-        """Note the URL.
+        """Store the arguments.
 
         Args:
             remote: the URL.
-            folder: on this machine's disk, for what is fetched.
-            beside: as `Checkpoint` has it.
-            wait_for: called before that is read, and before anything is deleted.
+            folder: folder on this machine's disk for downloaded files.
+            beside: as in `Checkpoint`.
+            wait_for: called before the files of `beside` are read, and before anything is deleted.
         """
         self.remote, self._folder, self._beside, self._wait_for = remote, folder, beside, wait_for
         self._parts: set[str] = set()  # seen so far
@@ -157,21 +157,21 @@ class RemoteFolder:
         return sorted(step for step in steps if step is not None)
 
     def open(self, step: int) -> Saved:
-        """Return an index; raise ValueError unless all objects have its sizes."""
+        """Return the index of a checkpoint; raise ValueError unless all objects have the sizes in it."""
         saved = parse_index(self.remote.read(f"{step_name(step)}/{INDEX_FILE}"))
         self._check_sizes(step_name(step), saved.files)
         return saved
 
     @contextmanager
     def file(self, step: int, name: str) -> Iterator[Path]:
-        """Fetch an object for the `with` block; yield its path."""
+        """Download an object for the `with` block; yield its path."""
         self._folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=self._folder, prefix="fetched-") as folder:
             self.remote.fetch(f"{step_name(step)}/{name}", path := Path(folder) / name)
             yield path
 
     def beside(self, draft: Path) -> dict[str, Path]:
-        """Return the files that the run keeps beside, by their names in a checkpoint; of those that may grow copies."""
+        """Return the files of `beside` by their names in a checkpoint; single files, which may grow, are copied."""
         self._wait_for()
         found: dict[str, Path] = {}
         for path in self._beside:
@@ -183,20 +183,20 @@ class RemoteFolder:
         return found
 
     def hand_over(self, draft: Path, files: Mapping[str, Path]) -> None:
-        """Send files by their names in the checkpoint, the last one last. Raises OSError."""
+        """Upload files under their names in the checkpoint, in any order except the last one. Raises OSError."""
         *first, last = files
         with ThreadPoolExecutor(NUM_THREADS) as pool:
             list(pool.map(lambda name: self.remote.send(files[name], f"{draft.stem}/{name}"), first))
         self.remote.send(files[last], f"{draft.stem}/{last}")
 
     def part(self, draft: Path, rank: int) -> bytes | None:
-        """Return the index of a rank's part; None if the list of objects does not have it yet."""
+        """Return the index of a rank's part; None if it is not in the list of objects yet."""
         if (name := part_name(rank)) not in self._parts:
             self._parts = set(self.remote.sizes(draft.stem))
         return self.remote.read(f"{draft.stem}/{name}") if name in self._parts else None
 
     def seal(self, draft: Path, files: Files, index: bytes) -> None:
-        """Send the index; raise OSError unless all files are there."""
+        """Upload the index; raise OSError unless all files are there."""
         try:
             self._check_sizes(draft.stem, files)
         except ValueError as exc:
@@ -204,7 +204,7 @@ class RemoteFolder:
         self.remote.write(f"{draft.stem}/{INDEX_FILE}", index)
 
     def begin(self, draft: Path) -> None:
-        """Delete what unfinished saves have left."""
+        """Delete the remains of unfinished saves."""
         self._wait_for()
         self._parts = set()
         complete = set(map(step_name, self.steps()))
@@ -213,12 +213,12 @@ class RemoteFolder:
                 self.remote.delete_folder(folder)
 
     def delete(self, step: int) -> None:
-        """Delete the index of a checkpoint, which is complete no longer, and then the rest."""
+        """Delete a checkpoint: first its index, after which it no longer counts as complete, then the rest."""
         self.remote.delete(f"{step_name(step)}/{INDEX_FILE}")
         self.remote.delete_folder(step_name(step))
 
     def read_beside(self, step: int, name: str) -> bytes | None:
-        """Return a file that the run kept beside a checkpoint; None if there was none. Raises as `fetch_beside`."""
+        """Return a file that the run stored with a checkpoint; None if there was none. Raises as in `fetch_beside`."""
         expected = self.open(step).files.get(name)
         if expected is None:  # the checkpoint was copied from a folder
             return None
@@ -227,10 +227,10 @@ class RemoteFolder:
         return data
 
     def fetch_beside(self, step: int, name: str, path: Path) -> None:
-        """Replace a folder by that of this name which the run kept beside a checkpoint, if there was one.
+        """Replace a folder with the folder of this name stored with a checkpoint, if there is one.
 
         Raises:
-            ValueError: an object is not the one that was sent; it is named.
+            ValueError: an object differs from the one that was uploaded; the message names it.
             OSError: it could not be read or written.
         """
         kept = {own: about for own, about in self.open(step).files.items() if own.startswith(f"{name}/")}

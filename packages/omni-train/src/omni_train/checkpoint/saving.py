@@ -1,8 +1,8 @@
-"""A save in progress: the threads of a rank, which call no collective, and the waits for them.
+"""A save in progress: the threads of a rank, which call no collective, and waiting for them.
 
-Each rank's thread writes its files into a draft, and their index as `part-00001.json`, and hands them over to the place
-of the checkpoints. The first rank's thread reads these indices as they appear there, and completes the checkpoint when
-it has all of them.
+Each rank's thread writes its files into a draft, and their index as `part-00001.json`, and hands them over to the
+place of the checkpoints. The first rank's thread reads these indices as they appear there, and completes the
+checkpoint when it has all of them.
 """
 
 import json
@@ -19,8 +19,8 @@ from omni_train.checkpoint.places import Place, part_name
 from omni_train.dist import Dist
 from omni_train.files import file_digest, write_atomically
 
-SHARED_S = 60.0  # until a file of another rank must be visible in the shared folder
-LONELY_S = 20.0  # the first rank of a failed run waits this long for the parts of the others
+SHARED_S = 60.0  # maximum time until another rank's file is visible in the shared folder
+LONELY_S = 20.0  # time that the first rank of a failed run waits for the parts of the others
 
 
 class Saving:
@@ -37,16 +37,16 @@ class Saving:
         *,
         num_threads: int,
     ) -> None:
-        """Start to write.
+        """Start writing.
 
         Args:
-            draft: the folder to write into.
-            place: of the checkpoints.
-            dist: this rank's number.
-            files: its files; an iterator is advanced when the last one is written.
-            about: what the part's index holds beside the files and their tensors; the id of the save is one of it.
-            finish: called by the first rank with the indices of all parts.
-            num_threads: files written at the same time; if several, `files` must be in memory.
+            draft: folder to write into.
+            place: place of the checkpoints.
+            dist: the ranks.
+            files: the files of this rank; an iterator advances only when the previous file is written.
+            about: entries of the part's index other than the files and their tensors, including the id of the save.
+            finish: called on the first rank with the indices of all parts.
+            num_threads: number of files written at the same time; if more than one, `files` must be in memory.
         """
         self._draft, self._place, self._dist, self._files = draft, place, dist, files
         self._about, self._finish = about, finish
@@ -65,11 +65,11 @@ class Saving:
         return "failed" if self._ended.exception() else "done"
 
     def wait_written(self, limit_s: float) -> bool:
-        """Wait for this rank's part; return False if it takes longer."""
+        """Wait for this rank's part; return False on timeout."""
         return bool(wait([self._written], limit_s).done)
 
     def wait_finished(self, limit_s: float) -> bool:
-        """Wait, on the first rank, for the checkpoint, as all parts are written; return False if it takes longer."""
+        """Once all parts are written, wait on the first rank for the checkpoint; return False on timeout."""
         self._all_written.set()
         return not self._dist.is_main or bool(wait([self._ended], limit_s).done)
 
@@ -84,13 +84,13 @@ class Saving:
                 future.result()
 
     def wait_alone(self) -> None:
-        """Wait for this rank's part; on the first rank wait up to LONELY_S for those of ranks that may have ended."""
+        """Wait for this rank's part; the first rank also waits up to LONELY_S for ranks that may have ended."""
         wait([self._written])
         if self._dist.is_main:
             wait([self._ended], LONELY_S)
 
     def give_up(self) -> None:
-        """End the wait for other ranks, and wait until this rank's threads have ended."""
+        """Stop waiting for other ranks, and join this rank's threads."""
         self._is_given_up.set()
         self._thread.join()
 
@@ -102,14 +102,14 @@ class Saving:
                 self._finish([self._take_part(rank) for rank in range(self._dist.world_size)])
             self._ended.set_result(None)
         except Exception as exc:
-            is_sent = isinstance(exc, OSError | ValueError | RuntimeError)  # to the other ranks by `same_error`
+            is_sent = isinstance(exc, OSError | ValueError | RuntimeError)  # passed on by `same_error`
             error = exc if is_sent else RuntimeError(f"{type(exc).__name__}: {exc}")
             for future in (self._written, self._ended):
                 if not future.done():
                     future.set_exception(error)
 
     def _write(self) -> dict[str, Path]:
-        """Write this rank's files and, last, their index; return them by name, the first rank's with what is beside."""
+        """Write this rank's files and, last, their index; return them by name, on the first rank with `beside`."""
         index: Index = {"files": {}, "tensors": {}}
 
         def write(file: PartFile) -> tuple[PartFile, dict[str, int | str]]:
@@ -131,7 +131,7 @@ class Saving:
         return files | {own: self._draft / own}
 
     def _take_part(self, rank: int) -> Index:
-        """Wait for the index of a rank, and return it; one of another save, from a rank that ends late, is none."""
+        """Wait for the index of a rank and return it; ignore those of other saves, from ranks that end late."""
         deadline, index = float("inf"), Index()
         while index.get("attempt") != self._about["attempt"]:
             if data := self._place.part(self._draft, rank):

@@ -2,8 +2,8 @@
 
 Names: `weight/NAME` for a trained parameter or a factor of any adapter, `buffer/NAME` for a buffer of a layer in
 training mode, `optimizer.KEY/NAME` (AdamW's keys are exp_avg, exp_avg_sq and step), `ema/NAME` for a moving average,
-and a snapshot's name in place of `ema`. NAME is that of the parameter in the module. `kept/NAME` is what a run keeps
-beside, by a name of its own.
+and the name of a snapshot instead of `ema` for a snapshot. NAME is the parameter's name in the module. `kept/NAME` is
+additional state of a run, under its own name.
 """
 
 import math
@@ -20,14 +20,14 @@ from omni_train.weights.snapshot import Snapshot
 
 T = TypeVar("T")
 Copies = Snapshot | Sequence[Snapshot] | None  # averages and snapshots of the weights
-KEPT = "kept/"  # before the names of what a run keeps beside
+KEPT = "kept/"  # prefix for the additional state of a run
 
 
 def train_state(module: nn.Module, optimizer: Optimizer | None, ema: Copies) -> dict[str, Tensor]:
-    """Return the tensors themselves, by name, in the same order on every rank; DTensors where they are sharded.
+    """Return the tensors themselves, by name, in the same order on every rank; sharded tensors are DTensors.
 
-    Frozen parameters are left out, as they come with the base model; the factors of frozen adapters are included. So
-    are persistent buffers, such as running means, of layers in training mode: in evaluation mode none changes.
+    Frozen parameters are omitted, as they come with the base model; the factors of frozen adapters are included. So are
+    persistent buffers, such as running means, of layers in training mode; in evaluation mode they do not change.
 
     Raises:
         ValueError: the optimizer, an average or a snapshot holds a parameter that is not the module's.
@@ -47,7 +47,7 @@ def train_state(module: nn.Module, optimizer: Optimizer | None, ema: Copies) -> 
 
 
 def kept_state(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what a run keeps beside its model, by the names of a checkpoint.
+    """Return the additional state of a run, under the names in a checkpoint.
 
     Raises:
         ValueError: a tensor is not float32.
@@ -58,12 +58,12 @@ def kept_state(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def allocate_kept(shapes: Mapping[str, Sequence[int]], num_bytes: int) -> dict[str, Tensor]:
-    """Return room on the host for what a run kept beside its model, by its own names.
+    """Allocate host memory for the additional state of a run; return it by its own names.
 
-    shapes: of a checkpoint, whose files have `num_bytes`.
+    shapes: those of a checkpoint, whose files have `num_bytes`.
 
     Raises:
-        ValueError: the files are too small for one.
+        ValueError: the files are too small for one of the tensors.
     """
     own = {name: shape for name, shape in shapes.items() if name.startswith(KEPT)}
     if wrong := [name for name, shape in own.items() if 4 * math.prod(shape) > num_bytes]:
@@ -72,10 +72,10 @@ def allocate_kept(shapes: Mapping[str, Sequence[int]], num_bytes: int) -> dict[s
 
 
 def allocate_optimizer(module: nn.Module, optimizer: Optimizer, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Replace the optimizer's state by zeros under those names of `shapes` that are its own, sharded as its parameters.
+    """Replace the optimizer's state with zeros for its names in `shapes`, sharded like its parameters.
 
     Raises:
-        ValueError: a shape is neither that of its parameter nor of a single number, as AdamW's step is.
+        ValueError: a shape is neither that of its parameter nor that of a scalar, as for AdamW's step.
     """
     names = dict(module.named_parameters())
     places = {param: i for i, param in enumerate(_params(optimizer))}
@@ -92,9 +92,9 @@ def allocate_optimizer(module: nn.Module, optimizer: Optimizer, shapes: Mapping[
 
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """Return the rows that this rank holds, [rows, ...], sharing memory with `tensor`, and the first one's number.
+    """Return this rank's rows, [rows, ...], which share memory with `tensor`, and the number of the first row.
 
-    A single number counts as one row.
+    A scalar counts as one row.
 
     Raises:
         ValueError: the tensor is not sharded by rows over one mesh dimension.
@@ -104,14 +104,14 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
     if tensor.placements != (Shard(0),):
         raise ValueError(f"tensors must be sharded by rows over one mesh dimension, got {tensor.placements}")
     mesh, num_rows, local = tensor.device_mesh, tensor.shape[0], tensor.to_local()
-    if len(local) == num_rows:  # also those of an expert that this rank owns
+    if len(local) == num_rows:  # also for an expert that this rank owns
         return local, 0
     per_rank = -(-num_rows // mesh.size())  # the last ranks may have fewer, or none
     return local, min(mesh.get_local_rank() * per_rank, num_rows)
 
 
 def in_batches(items: Iterable[T], limit: int, *, num_bytes: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yield runs of consecutive items of at most `limit` bytes in total, or a single larger item."""
+    """Yield lists of consecutive items of at most `limit` bytes in total, or a single larger item."""
     batch: list[T] = []
     size = 0
     for item in items:

@@ -1,17 +1,17 @@
 """Checkpoints from which a run continues bit for bit.
 
-A checkpoint is a folder `step-00000120` of safetensors files and one `checkpoint.json`. It is written under another
-name and renamed when all of it is on the disk: a folder of that name is complete, and one with another name was left by
-a crash. At a URL one with a `checkpoint.json` is complete. No file is ever written twice.
+A checkpoint is a folder `step-00000120` with safetensors files and one `checkpoint.json`. It is written under a
+temporary name and renamed when all of it is on the disk: a folder of that name is complete, and a temporary name was
+left by a crash. At a URL, a checkpoint with a `checkpoint.json` is complete. No file is ever written twice.
 
 `async_save` copies the state to host memory and returns; threads write the copy while training continues. No thread
-calls a collective (see `checkpoint.saving`); `poll`, once a step, reports the result to all ranks.
+calls a collective (see `checkpoint.saving`); `poll`, called once per step, reports the result to all ranks.
 
-Every rank writes the rows that it holds, and the index has the file and first row of each piece of a tensor. So nothing
-is gathered, no host needs room for more than one file per rank, and any number of ranks, sharded or not, can read it.
-All ranks must see the same folder, or send what they have written to a URL. Nothing is pickled.
+Every rank writes the rows that it holds, and the index has the file and first row of each piece of a tensor. So
+nothing is gathered, no host needs room for more than one file per rank, and any number of ranks, sharded or not, can
+read a checkpoint. All ranks must see the same folder, or upload what they have written to a URL. Nothing is pickled.
 
-The states of torch's default random generators are not saved: all random numbers of a run come from a seed of the step.
+The states of torch's default random generators are not saved: all random numbers of a run derive from a seed and step.
 """
 
 import json
@@ -43,13 +43,13 @@ from omni_train.dist import Dist, gather_json, same_error, synchronize
 from omni_train.files import check_file
 from omni_train.remote import Remote
 
-WAIT_S = 5.0  # between two exchanges of ranks that wait for each other's files
+WAIT_S = 5.0  # between two exchanges while ranks wait for each other's files
 
 
 class Checkpoint:
-    """The checkpoints of one run, the last `keep` of them. Every rank calls every method, and fails where one fails.
+    """The last `keep` checkpoints of a run. Every rank calls every method, and an error of one is raised on all.
 
-    kept: what else the run depends on, float32 on the host by name, the same on every rank: saved, and loaded.
+    kept: additional state of the run, float32 host tensors by name, the same on every rank: saved and loaded.
     """
 
     def __init__(
@@ -65,17 +65,18 @@ class Checkpoint:
         """Open the folder.
 
         Args:
-            folder: of the checkpoints, made by the first save; with `url` of the one that is being sent.
+            folder: folder of the checkpoints, created by the first save; with `url`, that of the checkpoint being
+                uploaded.
             dist: the ranks.
             keep: number of newest checkpoints to keep.
             wait_for: called by the first rank before a checkpoint is complete, in the thread that writes it, and with
                 `url` before anything is deleted. It may wait for other files, which are then on the disk if the
                 checkpoint is.
-            url: of a folder to keep the checkpoints in, for ranks that share no disk; see `omni_train.remote`.
-            beside: files and folders of the first rank that a checkpoint at a URL holds too.
+            url: URL of a folder for the checkpoints, for ranks that share no disk; see `omni_train.remote`.
+            beside: files and folders of the first rank that are stored with a checkpoint at a URL.
 
         Raises:
-            ValueError: `keep` or `url` is none.
+            ValueError: `keep` or `url` is invalid.
         """
         if keep < 1:
             raise ValueError(f"keep must be >= 1, got {keep}")
@@ -84,18 +85,18 @@ class Checkpoint:
         self._place: Place = self.remote or SharedFolder(self.folder)
         self.dist = dist
         self.keep, self._wait_for = keep, wait_for
-        self.pinned: int | None = None  # step of a checkpoint that is kept however old
+        self.pinned: int | None = None  # step of a checkpoint that is kept regardless of its age
         self.kept: dict[str, Tensor] = {}
         self._verified: Saved | None = None
         self._saving: tuple[int, Saving] | None = None
-        self._memory: list[Tensor] = []  # of the copies that are written during training, one a file
+        self._memory: list[Tensor] = []  # one per file, for the copies written during training
 
     def latest(self) -> Saved | None:
-        """Return the newest checkpoint, of which only the index is read; None if there is none.
+        """Return the newest checkpoint, reading only its index; None if there is none.
 
         Raises:
-            ValueError: it is damaged. The message names the file, and the next older checkpoint that has all its files.
-                Or a file or link has the name of an unfinished checkpoint.
+            ValueError: it is damaged (the message names the file and the next older checkpoint with all its files), or
+                a file or link has the name of an unfinished checkpoint.
         """
         with same_error(self.dist):
             steps = self._place.steps() if self.dist.is_main else []
@@ -111,15 +112,15 @@ class Checkpoint:
     def verify(self, saved: Saved, module: nn.Module | None = None) -> None:
         """Check a whole checkpoint before any model is loaded; `load` then skips this check.
 
-        The ranks divide the files among them, so that each is read once. Without a process group, as in a dry run for
-        several ranks, this one reads all.
+        The ranks divide the files among them, so that each file is read once. Without a process group, as in a dry run
+        for several ranks, this rank reads all files.
 
         Args:
-            saved: what `latest` returned.
-            module: with the names and shapes of the module to load into; it may be on the meta device.
+            saved: the result of `latest`.
+            module: a module with the names and shapes of the one to load into; may be on the meta device.
 
         Raises:
-            ValueError: it is damaged, holds NaN or infinity, or its weights do not fit the module.
+            ValueError: it is damaged, holds NaN or infinity, or its weights do not match the module.
         """
         with same_error(self.dist):
             if module is not None:
@@ -147,21 +148,21 @@ class Checkpoint:
     ) -> Path:
         """Write the state that training changes; return the folder. Earlier checkpoints stay complete after any error.
 
-        With a URL the folder is removed when all of it has been sent.
+        With a URL, the folder is removed once all of it has been uploaded.
 
-        A rank has one file's tensors in host memory at a time.
+        A rank has only one file's tensors in host memory at a time.
 
         Args:
-            step: finished training steps.
+            step: number of finished training steps.
             module: its trained parameters, the factors of all its adapters, and the buffers of layers in training mode
                 are saved; sharded or not.
-            optimizer: its state is saved, if given.
-            ema: the averages or snapshots to save, one or several; not inside their `applied()`.
-            config: the run's settings, as values of JSON; see `check_config`.
+            optimizer: its state is saved, if passed.
+            ema: one or more averages or snapshots to save; do not call it inside their `applied()`.
+            config: the run's settings, as JSON values; see `check_config`.
 
         Raises:
-            OSError: some rank could not write. The unfinished folder is removed.
-            ValueError: a tensor holds NaN or infinity (it is named), or there is a checkpoint of this step.
+            OSError: a rank could not write. The unfinished folder is removed.
+            ValueError: a tensor (named in the message) holds NaN or infinity, or a checkpoint of this step exists.
         """
         files, attempt = self._begin(step, module, optimizer, ema, config)
         memory = torch.empty(max(map(parts.num_bytes, files.values()), default=0), dtype=torch.uint8)
@@ -175,15 +176,15 @@ class Checkpoint:
     ) -> None:
         """Copy the state that training changes to host memory, and write the copy while training continues.
 
-        It waits for the save before. The memory is reused by the next save, and pinned if there is an accelerator. The
-        save may fail until `poll` or `wait` has reported it as complete.
+        It waits for the previous save. The memory is reused by the next save, and pinned if there is an accelerator.
+        The save may fail until `poll` or `wait` has reported it as complete.
 
         Args:
-            step: finished training steps.
-            module, optimizer, ema, config: as for `save`.
+            step: number of finished training steps.
+            module, optimizer, ema, config: as in `save`.
 
         Raises:
-            OSError, ValueError: as `save`, of this save or the one before.
+            OSError, ValueError: as in `save`, for this save or the previous one.
         """
         files, attempt = self._begin(step, module, optimizer, ema, config)
         try:
@@ -196,14 +197,14 @@ class Checkpoint:
 
     @property
     def is_saving(self) -> bool:
-        """True if a save is in progress, or has ended and was not reported yet; the same on every rank."""
+        """True if a save is in progress, or has ended and is not reported yet; the same on every rank."""
         return self._saving is not None
 
     def poll(self) -> None:
         """Check the save in progress, if any; end it if all ranks are done or one has failed.
 
         Raises:
-            OSError, ValueError: as `save`, on every rank. The unfinished folder is removed.
+            OSError, ValueError: as in `save`, on every rank. The unfinished folder is removed.
         """
         if self._saving:
             states = set(gather_json(self.dist, self._saving[1].state))
@@ -211,13 +212,13 @@ class Checkpoint:
                 self.wait()
 
     def wait(self) -> None:
-        """Wait until the save in progress, if any, is complete. Raises as `poll`."""
+        """Wait until the save in progress, if any, is complete. Raises as in `poll`."""
         if not self._saving:
             return
         (step, saving), self._saving = self._saving, None
         try:
             for wait in (saving.wait_written, saving.wait_finished):
-                while not all(gather_json(self.dist, wait(WAIT_S))):  # so that no rank seems to hang
+                while not all(gather_json(self.dist, wait(WAIT_S))):  # so that no rank appears to hang
                     pass
                 with same_error(self.dist):
                     saving.check()
@@ -230,24 +231,24 @@ class Checkpoint:
     def wait_alone(self) -> None:
         """Write this rank's part of the save in progress, after an error that other ranks may not have.
 
-        The checkpoint is complete afterwards if all ranks write their parts. It contains no collective.
+        The checkpoint is then complete if all ranks write their parts. This method calls no collective.
         """
         if self._saving:
             self._saving[1].wait_alone()
 
     def load(self, saved: Saved, module: nn.Module, optimizer: Optimizer | None = None, ema: Copies = None) -> None:
-        """Load a checkpoint into a module, optimizer and averages like those that `save` was given, and into `kept`.
+        """Load a checkpoint into a module, optimizer and averages like those passed to `save`, and into `kept`.
 
-        Every byte is checked first, unless `verify` has. After an error the module may be half loaded.
+        Every byte is checked first, unless `verify` has done so. After an error, the module may be partly loaded.
 
         Args:
-            saved: what `latest` returned; a newer one is not considered.
-            module: as given to `save`.
-            optimizer: as given to `save`; any state that it has is dropped.
-            ema: as given to `save`; its averages are overwritten.
+            saved: the result of `latest`; a newer checkpoint is not considered.
+            module: as passed to `save`.
+            optimizer: as passed to `save`; its current state is dropped.
+            ema: as passed to `save`; its averages are overwritten.
 
         Raises:
-            ValueError: the checkpoint is damaged, does not fit the module, or holds NaN or infinity.
+            ValueError: the checkpoint is damaged, does not match the module, or holds NaN or infinity.
         """
         if self._verified is not saved:
             self.verify(saved)
@@ -276,7 +277,7 @@ class Checkpoint:
         return saved
 
     def _damaged(self, step: int, reason: ValueError) -> ValueError:
-        """Return the error of a damaged checkpoint, which names the next older one that has all its files."""
+        """Return the error for a damaged checkpoint; it names the next older one that has all its files."""
         message = f"checkpoint {self._place.at(step)} is damaged: {reason}."
         for older in reversed([s for s in self._place.steps() if s < step]):
             try:
@@ -291,8 +292,8 @@ class Checkpoint:
     def _begin(
         self, step: int, module: nn.Module, optimizer: Optimizer | None, ema: Copies, config: Config
     ) -> tuple[dict[str, list[parts.Row]], str]:
-        """Wait for the save before, make the folder of a new one; return this rank's files by name, and an id."""
-        json.dumps(dict(config))  # a value that JSON lacks is an error before anything is written
+        """Wait for the previous save and create the folder of a new one; return this rank's files by name and an id."""
+        json.dumps(dict(config))  # raises for a value that JSON cannot represent, before anything is written
         self.wait()
         attempt = str(gather_json(self.dist, uuid4().hex)[0])
         with same_error(self.dist):
@@ -303,13 +304,13 @@ class Checkpoint:
                 self._place.begin(self._path(step, ".tmp"))
             self._clear()
         if self.remote:
-            with same_error(self.dist):  # after all machines have removed theirs, as some may share a disk
+            with same_error(self.dist):  # after all machines have removed their drafts, as some may share a disk
                 if self._is_first_here:
                     self._path(step, ".tmp").mkdir(parents=True, exist_ok=True)
         return files, attempt
 
     def _copy(self, files: Mapping[str, Sequence[parts.Row]]) -> list[parts.PartFile]:
-        """Copy the files to host memory, to that of the save before where it is large enough."""
+        """Copy the files to host memory, reusing that of the previous save if it is large enough."""
         for i, size in enumerate(map(parts.num_bytes, files.values())):
             if i == len(self._memory):
                 self._memory.append(parts.host_memory(size, self.dist.device))
@@ -318,7 +319,7 @@ class Checkpoint:
         with ThreadPoolExecutor(NUM_THREADS) as pool:
             each = pool.map if self.dist.device.type == "cpu" else map  # an accelerator copies asynchronously
             copies = list(each(parts.PartFile, files, files.values(), self._memory))
-        synchronize()  # before training changes what is copied
+        synchronize()  # before training changes the tensors being copied
         return copies
 
     def _start(
@@ -331,7 +332,7 @@ class Checkpoint:
 
     @property
     def _is_first_here(self) -> bool:
-        """True on the rank that makes and removes drafts: the first one, or with a URL the first of each machine."""
+        """True on the rank that creates and removes drafts: the first one, or with a URL the first on each machine."""
         return self.dist.local_rank == 0 if self.remote else self.dist.is_main
 
     def _clear(self) -> None:
@@ -340,12 +341,12 @@ class Checkpoint:
             shutil.rmtree(draft, ignore_errors=True)  # machines may share it
 
     def _remove(self, step: int) -> None:
-        """Free the space of an unfinished save; the next one removes what cannot be removed now."""
+        """Free the space of an unfinished save; the next save removes what cannot be removed now."""
         if self.dist.is_main and not self.remote:
             shutil.rmtree(self._path(step, ".tmp"), ignore_errors=True)
 
     def _finish(self, found: Sequence[parts.Index]) -> None:
-        """Complete the checkpoint of these parts; then delete checkpoints that are too old."""
+        """Complete the checkpoint from the parts; then delete checkpoints that are too old."""
         about: dict[str, Any] = found[0]["about"]
         index = parts.merge_parts(found)
         content = asdict(Saved(**(about | index)))

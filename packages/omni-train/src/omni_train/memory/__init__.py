@@ -1,1 +1,1 @@
-"""Device memory: recomputed blocks, offloaded tensors, quantized base weights."""
+"""Device memory: gradient checkpointing, offloaded tensors, quantized base weights."""

@@ -1,7 +1,7 @@
 """Offload to the host: Adam's moments between steps, and the inputs of recomputed blocks.
 
-Copies are queued in the order of the device's work; host memory is pinned if there is an accelerator. Offload changes
-no bit.
+Copies are queued in the order of the device's work; host memory is pinned if there is an accelerator. Offloading does
+not change results, bit for bit.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor
 from omni_train.checkpoint.state import in_batches
 from omni_train.dist import synchronize
 
-_BATCH_BYTES = 2**28  # of the parameters whose moments are on the device at a time
+_BATCH_BYTES = 2**28  # of parameters whose moments are on the device at a time
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Return a copy on the host without waiting for it; a sharded tensor's copy is sharded in the same way."""
+    """Copy a tensor to the host without waiting for the copy; that of a sharded tensor is sharded in the same way."""
     if isinstance(tensor, DTensor):
         return _with_local(tensor, to_host(tensor.to_local()))
     if tensor.device.type == "cpu":
@@ -31,7 +31,7 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a copy on the device of a result of `to_host`."""
+    """Copy a result of `to_host` to the device."""
     if isinstance(tensor, DTensor):
         return _with_local(tensor, to_device(tensor.to_local(), device))
     return tensor.to(device, non_blocking=True)
@@ -47,7 +47,7 @@ def saved_on_host() -> AbstractContextManager[None]:
 
 
 class HostAdamW(torch.optim.AdamW):
-    """AdamW with offloaded moments; `step` loads those of some parameters at a time."""
+    """AdamW with offloaded moments; `step` loads them for some parameters at a time."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # there is no loss to return
         """Take a step of AdamW."""
@@ -60,10 +60,10 @@ class HostAdamW(torch.optim.AdamW):
                 super().step()
                 self._move(batch, to_host)
         self.param_groups = groups
-        synchronize()  # the host may read them now
+        synchronize()  # the host may read them afterwards
 
     def rest(self) -> None:
-        """Offload all moments, as after loading."""
+        """Offload all moments, for example after loading."""
         self._move(self.state, to_host)
         synchronize()
 
@@ -77,5 +77,5 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _with_local(tensor: DTensor, local: Tensor) -> DTensor:
-    """Return a tensor sharded as `tensor`, with other rows, which may be on another device than the mesh."""
+    """Return a tensor sharded like `tensor`, with other rows, which need not be on the mesh's device."""
     return DTensor(local, tensor._spec, requires_grad=False)

@@ -1,11 +1,11 @@
 """Quantized frozen weights under adapters, dequantized to the compute dtype whenever a layer runs.
 
-int8 and fp8 (e4m3) have a scale for each row of a weight. nf4 has a scale for each 64 numbers in a row, and stores each
+int8 and fp8 (e4m3) have one scale per row of a weight. nf4 has one scale per 64 numbers in a row, and stores each
 number as one of 16 quantiles of the normal distribution (QLoRA, arXiv 2305.14314), with bitsandbytes' codes and values.
 
-A running layer holds its whole dequantized weight, and its graph keeps it alive: recompute blocks. On an accelerator
-for which torch compiles, one kernel reads the codes and writes the weight: 2.6 bytes of traffic a weight in bfloat16
-with nf4. Operator by operator, with the same bits, they are 14.6.
+A running layer holds its whole dequantized weight, and its graph keeps it alive: use gradient checkpointing. On an
+accelerator for which torch can compile, one kernel reads the codes and writes the weight: 2.6 bytes of traffic per
+weight in bfloat16 with nf4. Separate operators, with the same bits, need 14.6.
 """
 
 from collections.abc import Callable, Collection
@@ -21,7 +21,7 @@ from omni_train.kernels import MAX_GRAPHS, check_compiler
 
 QuantizedDtype = Literal["int8", "fp8", "nf4"]
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-BYTES = {"int8": 1, "fp8": 1, "nf4": 0.5625}  # per weight, with its scales
+BYTES = {"int8": 1, "fp8": 1, "nf4": 0.5625}  # per weight, including its scales
 NF4_BLOCK = 64
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -34,7 +34,7 @@ _MOST = {"int8": 127.0, "fp8": 448.0}
 class QuantizedLinear(nn.Linear):
     """A frozen linear layer with a quantized weight: codes [out, n], uint8, and scales, float32.
 
-    dtype: of the dequantized weight. table, dequantize: as the function below has them.
+    dtype: dtype of the dequantized weight. table, dequantize: as in the function below.
     """
 
     codes: Tensor
@@ -52,7 +52,7 @@ class QuantizedLinear(nn.Linear):
 
 
 def dequantize(codes: Tensor, scales: Tensor, table: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return the weight as rows, one for each of the scales: their products in float32, rounded once.
+    """Return the weight as rows, one per scale: products in float32, rounded once.
 
     table: the values of each code, [256, 1], or [256, 2] for nf4; None for int8, whose codes are the values.
     """
@@ -63,7 +63,7 @@ def dequantize(codes: Tensor, scales: Tensor, table: Tensor | None, dtype: torch
 
 
 def compiled_dequantize() -> Callable[..., Tensor]:
-    """Return `dequantize` as one kernel, with the same bits."""
+    """Return `dequantize` compiled to one kernel, with the same bits."""
     return torch.compile(dequantize, fullgraph=True, dynamic=True, recompile_limit=MAX_GRAPHS)  # type: ignore[call-overload]
 
 
@@ -78,10 +78,10 @@ def quantize_blocks(
 ) -> ModuleT:
     """Quantize the weights of the linear layers in a module's blocks, on `device`; return the same module.
 
-    Call it after `add_lora`. Biases, adapters and layers outside of blocks stay unchanged on their device; so does, for
-    nf4, a weight with a row length that 64 does not divide.
+    Call it after `add_lora`. Biases, adapters and layers outside of blocks stay unchanged on their device; so does a
+    weight whose row length is not divisible by 64, for nf4.
 
-    block_names: class names of the blocks. home: where codes and scales are kept, if not on `device`.
+    block_names: class names of the blocks. home: where codes and scales are stored, if not on `device`.
     """
     home = home or device
     table, run = _table(quantized, home), dequantize
@@ -101,12 +101,12 @@ def quantize_blocks(
         assert isinstance(layer, QuantizedLinear)
         layer.dtype, layer.dequantize = weight.dtype, run
         for name, tensor in {"codes": codes, "scales": scales, "table": table}.items():
-            layer.register_buffer(name, tensor, persistent=False)  # from the base's files: not in checkpoints
+            layer.register_buffer(name, tensor, persistent=False)  # from the base model's files, so not in checkpoints
     return module
 
 
 def _table(quantized: QuantizedDtype, device: torch.device) -> Tensor | None:
-    """Return the values of all 256 codes, as `dequantize` takes them."""
+    """Return the values of all 256 codes, as expected by `dequantize`."""
     if quantized == "int8":
         return None
     if quantized == "fp8":

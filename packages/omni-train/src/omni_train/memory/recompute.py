@@ -1,7 +1,7 @@
 """Gradient checkpointing that keeps the most expensive activations within a memory budget.
 
-Matrix products and attention are nearly all of a block's operations and less than half of its activations. A block
-with kept products recomputes only the rest. Kept and recomputed values have the same bits.
+Matrix products and attention are nearly all of a block's operations and less than half of its activations. A block that
+keeps its products recomputes only the rest. Kept and recomputed values have the same bits.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,20 +25,20 @@ PRODUCTS = (
     "addmm_",
     "_scaled_dot_product_",
     "npu_fusion_attention",
-)  # the beginnings of their operators' names
+)  # prefixes of operator names
 Context = AbstractContextManager[Any]
 
 
 class Recompute:
     """A function that runs one block with checkpointing, for diffusers' `enable_gradient_checkpointing`.
 
-    The products of a block are kept if the budget has room for all. The first block of a new kind, or with inputs of
-    new shapes, keeps none: their size is measured first.
+    The products of a block are kept if all of them fit into the budget. The first block of a new kind, or with inputs
+    of new shapes, keeps none: their size is measured first.
 
-    The compiler of a compiled block chooses what to keep, products first. Such a block is not recomputed if the budget
-    has room for that.
+    For a compiled block, the compiler chooses what to keep, products first. Such a block is not recomputed if the
+    budget has room for that.
 
-    budget: bytes that are kept at a time. They count from a forward pass to its backward pass, which must follow.
+    budget: bytes kept at a time. They count from a forward pass to its backward pass, which must follow.
     on_host: True to offload the inputs of recomputed blocks.
     """
 
@@ -49,12 +49,12 @@ class Recompute:
         self.compiled = compiled
 
     def __call__(self, block: nn.Module, *args: Any) -> Any:
-        """Return the block's output, of which the backward pass keeps or computes again what it needs."""
+        """Return the block's output; activations for the backward pass are kept or recomputed."""
         if is_sampling():
             return block(*args)
         kind = (type(block), *(arg.shape for arg in tree_leaves(args) if isinstance(arg, Tensor)))
         keeps = self.sizes.get(kind, self.room + 1) <= self.room
-        as_now = deterministic(torch.get_deterministic_debug_mode())  # and in the backward pass likewise
+        as_now = deterministic(torch.get_deterministic_debug_mode())  # also in the backward pass
         run = partial(checkpoint, as_now(block.__call__), *args, use_reentrant=False)
         if self.compiled and self.room > 0 and (keeps or kind not in self.sizes):
             return self._kept(kind, block, args)
@@ -64,7 +64,7 @@ class Recompute:
             return run(context_fn=partial(self._contexts, kind, keeps))
 
     def _kept(self, kind: object, block: nn.Module, args: tuple[Any, ...]) -> Any:
-        """Run the block without recomputing, and measure what its graph keeps."""
+        """Run the block without recomputation, and measure what its graph keeps."""
         given = {t.untyped_storage()._cdata for t in (*args, *block.parameters()) if isinstance(t, Tensor)}
         kept: dict[int, int] = {}
 
@@ -88,7 +88,7 @@ class Recompute:
 
     def _contexts(self, kind: object, keeps: bool) -> tuple[Context, Context]:
         """Return the contexts of a block's forward pass and of its recomputation in the backward pass."""
-        products: dict[int, tuple[Tensor, int]] = {}  # each with the version that it must have at the end
+        products: dict[int, tuple[Tensor, int]] = {}  # each with its required version at the end
 
         def policy(context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
             if not op.overloadpacket.__name__.startswith(PRODUCTS):
@@ -98,7 +98,7 @@ class Recompute:
                     products[out.untyped_storage()._cdata] = out, out._version + op._schema.is_mutable
             return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
-        # addmm_ writes into the product that it is added to; both are kept and are the same tensor.
+        # addmm_ writes to the product that it adds to; both are kept and are the same tensor.
         create = torch.utils.checkpoint.create_selective_checkpoint_contexts
         forward, backward = create(policy, allow_cache_entry_mutation=True)
         return self._first(forward, kind, keeps, products), self._again(backward, kind, keeps)
@@ -125,14 +125,14 @@ class Recompute:
 
 
 def recompute_blocks(net: nn.Module, run_block: Recompute) -> None:
-    """Make a model of diffusers or transformers run its blocks through `run_block` if gradients are needed."""
+    """Make a diffusers or transformers model run its blocks through `run_block` if gradients are required."""
     if hasattr(net, "enable_gradient_checkpointing"):
-        net.enable_gradient_checkpointing(run_block)  # type: ignore[operator]  # as all models of diffusers have
+        net.enable_gradient_checkpointing(run_block)  # type: ignore[operator]  # all diffusers models have it
         return
     blocks = [module for module in net.modules() if hasattr(module, "gradient_checkpointing")]
 
     def choose(module: nn.Module, args: object) -> None:
-        for block in blocks:  # transformers asks whether a block is in training; dropout asks its parts
+        for block in blocks:  # transformers checks whether a block is in training; dropout checks its submodules
             block.training = torch.is_grad_enabled()
 
     for block in blocks:

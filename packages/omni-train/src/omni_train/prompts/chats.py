@@ -1,13 +1,13 @@
-"""Media of prompts, and chats: messages in the form of OpenAI's, whose parts may be media."""
+"""Media of prompts, and chats: messages in OpenAI's format, whose parts may be media."""
 
 import re
 from collections.abc import Mapping
 
 ROLES = ("system", "user", "assistant")
-FILES = {"image": "images", "audio": "audio", "video": "video"}  # kinds of parts of messages -> the line's key of files
+FILES = {"image": "images", "audio": "audio", "video": "video"}  # kinds of message parts -> the line's key of files
 _OF = "(input|source|src|cond|condition|reference|ref|edit|kontext|control|start|first)_"
 _AS = "(_(path|file|url)s?)?"
-ELSEWHERE = {  # the key here -> other projects' names of it
+ELSEWHERE = {  # the key here -> other projects' names for it
     "images": re.compile(f"({_OF})?(image|img)s?{_AS}|(first|start)_frame(_image)?{_AS}"),
     "audio": re.compile(f"({_OF})?(audio|wav)s?{_AS}"),
     "video": re.compile(f"({_OF})?videos?{_AS}"),
@@ -16,9 +16,9 @@ PLACE = re.compile(r"<\|?(image|img|audio|sound|video)(_?\d+|_pad|_placeholder)?
 
 
 def check_media(entry: Mapping[str, object]) -> None:
-    """Raise ValueError for a line that names a medium by a key that nothing here reads.
+    """Raise ValueError if a line names a medium under a key that is not read here.
 
-    A line that also has the right key may have the others for its scorer.
+    A line that also has the right key may have other keys for its scorer.
     """
     for own, names in ELSEWHERE.items():
         for key, value in entry.items() if not entry.get(own) else ():
@@ -27,16 +27,16 @@ def check_media(entry: Mapping[str, object]) -> None:
 
 
 def check_places(text: str, entry: Mapping[str, object]) -> None:
-    """Raise ValueError for a text that holds a placeholder of a medium, beside media of its line."""
+    """Raise ValueError if a text has a placeholder for a medium and its line has media."""
     if (found := PLACE.search(text)) and any(entry.get(key) for key in FILES.values()):
         way = 'a part {"type": "image"} of messages has its place, and without parts media come before the text'
         raise ValueError(f"the text must not hold {found[0]}, which no model here reads: {way}")
 
 
 def take_chat(messages: object, entry: dict[str, object]) -> str:
-    """Return the text of the user's last message; put files under the keys of other lines, the chat under "messages".
+    """Return the text of the user's last message; move its files to the line's keys, and the chat to "messages".
 
-    If the assistant has the last word, it is the completion of the prompt before it: its text goes under "completion".
+    If the last message is the assistant's, it is the completion of the prompt before it: its text goes to "completion".
 
     Raises:
         ValueError: the messages or their parts are malformed, or the prompt does not end with the user's message.
@@ -79,9 +79,9 @@ def take_chat(messages: object, entry: dict[str, object]) -> str:
 
 
 def answer_text(value: object, key: str, asked: str) -> str:
-    """Return an answer: a text, or a chat of one message of the assistant, which may follow the prompt's own message.
+    """Return an answer: a text, or a chat of one assistant message, which may follow the prompt's own message.
 
-    key: names it in messages. asked: the text of the prompt.
+    key: key of the answer, for messages. asked: the text of the prompt.
     """
     found = value
     if isinstance(value, list):
@@ -101,7 +101,7 @@ def answer_text(value: object, key: str, asked: str) -> str:
 
 
 def only_text(value: object, key: str) -> str:
-    """Return a text, "" for None, or the text of a chat of one message, the user's. key: names it in messages."""
+    """Return a text, "" for None, or the text of a chat of one user message. key: key of the value, for messages."""
     if value is None:
         return ""
     if type(value) is list:
@@ -121,12 +121,12 @@ def _texts(content: object) -> list[str]:
 
 
 def _given(value: object) -> dict[str, object]:
-    """Return the entries of an object that are not null, as those of a table are where only other rows have them."""
+    """Return an object's entries that are not null; in a table, an entry is null if only other rows have it."""
     return {key: own for key, own in value.items() if own is not None} if isinstance(value, dict) else {}
 
 
 def _part(part: object, files: Mapping[str, list[object]], number: int) -> dict[str, str]:
-    """Return a part of a message as templates read it; append its file to `files`, or None if the line names it."""
+    """Return a message part as templates read it; append its file to `files`, or None if the line names the file."""
     given = _given(part)
     kind = given.get("type")
     if kind == "text" and given.keys() == {"type", "text"} and type(given["text"]) is str:
@@ -140,7 +140,7 @@ def _part(part: object, files: Mapping[str, list[object]], number: int) -> dict[
 
 
 def _place_files(entry: dict[str, object], key: str, files: list[object]) -> None:
-    """Put the files that a chat's parts name under a key of the line, or check those that the line names itself."""
+    """Put the files named by a chat's parts under a key of the line, or check the files that the line itself names."""
     own = entry.get(key)
     given = own if isinstance(own, list) else [own] * (own is not None)
     named = [name for name in files if name is not None]

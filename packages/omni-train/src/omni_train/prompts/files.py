@@ -1,4 +1,4 @@
-"""Prompt files: every line is checked before any weight is loaded."""
+"""Prompt files: every line is checked before any weights are loaded."""
 
 import json
 import math
@@ -25,8 +25,8 @@ TEXTS = (".txt", ".jsonl")
 class PromptRecord:
     """One prompt of the file.
 
-    index: counts prompts from 0 in file order. meta: all other keys of the line. images: files of references.
-    size: (height, width) in pixels, None for the run's. audio, video: files that the prompt refers to.
+    index: number of the prompt in file order, from 0. meta: all other keys of the line. images: reference images.
+    size: (height, width) in pixels; None for that of the run. audio, video: files that the prompt refers to.
     """
 
     index: int
@@ -39,22 +39,23 @@ class PromptRecord:
     video: Path | None = None
 
 
-RecordCheck = Callable[[PromptRecord], object]  # raises ValueError for what cannot be used
-Parse = Callable[[int, str], PromptRecord]  # of an index and a line
+RecordCheck = Callable[[PromptRecord], object]  # raises ValueError for an unusable record
+Parse = Callable[[int, str], PromptRecord]  # from an index and a line
 
 
 def load_prompts(
     path: str | Path, *, check: RecordCheck | None = None, media_root: str | Path = "", key: str = ""
 ) -> list[PromptRecord]:
-    """Return all prompts of a file, or of the files of a folder or a data set, in their order.
+    """Return all prompts of a file, or of the files of a folder or a data set, in order.
 
-    path: a `.txt`, `.jsonl`, `.parquet`, `.csv` or `.tsv` file, or what else `splits.data_files` takes. check: called
-    with each prompt. media_root: another folder in which prompts may name files; "" is none. key: that holds the
-    prompt, a text or a chat; "" is "prompt" or "messages".
+    path: a `.txt`, `.jsonl`, `.parquet`, `.csv` or `.tsv` file, or any other place that `splits.data_files` accepts.
+    check: called with each prompt. media_root: another folder in which prompts may name files; "" means none. key: key
+        of
+    the prompt, a text or a chat; "" means "prompt" or "messages".
 
     Raises:
-        ValueError: another suffix, a file that cannot be read, no prompts, a malformed line or what `check` raises
-            (named with the number of the line or row), or pyarrow is not installed.
+        ValueError: another suffix, an unreadable file, no prompts, a malformed line or an error raised by `check` (with
+            the number of the line or row), or pyarrow is not installed.
     """
     lines, parse = read_lines(path, check, media_root, key)
     return [parse(index, line) for index, line in enumerate(lines)]
@@ -63,7 +64,7 @@ def load_prompts(
 def read_lines(
     place: str | Path, check: RecordCheck | None, media_root: str | Path, key: str
 ) -> tuple[list[str], Parse]:
-    """Return the checked lines of the files that hold a prompt, and the function that parses one."""
+    """Return the checked lines of the files that hold a prompt, and the function that parses a line."""
     paths = data_files(place)
     home, suffix = paths[0].parent, paths[0].suffix
     folders = [home, media_folder(), *([media_root] if media_root else [])]
@@ -73,13 +74,13 @@ def read_lines(
     size = sum(path.stat().st_size for path in paths if path.exists())
     num_chars, most_chars = 0, max(MIN_TOTAL_BYTES, MOST_UNPACKED * size)
     for path in paths:
-        with suppress(OSError):  # which reading it reports
+        with suppress(OSError):  # reading the file reports it
             check_fetched(path)
         for number, line in enumerate(_lines_of(path), start=1):
             try:
                 if len(line) > MAX_LINE_CHARS:
                     raise ValueError(f"must have at most {MAX_LINE_CHARS} characters, got {len(line)}")
-                if (num_chars := num_chars + len(line)) > most_chars:  # of many small files that unpack to large ones
+                if (num_chars := num_chars + len(line)) > most_chars:  # many small files may unpack to large ones
                     raise ValueError(f"must have at most {most_chars} characters with all before it, got {num_chars}")
                 if line:
                     record = parse(len(kept), line)
@@ -94,13 +95,13 @@ def read_lines(
 
 
 def read_rows(path: Path, media_keys: Collection[str]) -> Iterator[tuple[str, dict[str, object]]]:
-    """Yield the rows of a table with any columns, each after its file and number.
+    """Yield the rows of a table with any columns, each with its file and number.
 
     media_keys: columns of a parquet file that may hold files as bytes, which are replaced by paths in `media_folder`;
-    other columns with bytes are left out.
+    other columns with bytes are omitted.
 
     Raises:
-        ValueError: as `load_prompts`, but for keys of other names.
+        ValueError: as in `load_prompts`, except for unknown keys.
     """
     for number, line in enumerate(_lines_of(path, media_keys), start=1):
         place = f"{path}, {'line' if path.suffix in TEXTS else 'row'} {number}"
@@ -112,7 +113,7 @@ def read_rows(path: Path, media_keys: Collection[str]) -> Iterator[tuple[str, di
 
 
 def _lines_of(path: Path, media_keys: Collection[str] = ()) -> Iterator[str]:
-    """Yield the lines of a file, or the rows of a table as lines of JSON; a line without a prompt is empty."""
+    """Yield the lines of a file, or the rows of a table as JSON lines; a line without a prompt is empty."""
     if path.suffix == ".parquet":
         own = media_keys or (*FILES.values(), "messages")
         return table_lines(path, own, leaves_out=bool(media_keys))
@@ -134,7 +135,7 @@ def _text_of(path: Path) -> str:
 
 
 def _file_in(roots: Sequence[Path], folder: Path, key: str, name: str) -> Path:
-    """Return the file that a line names under a key, relative to `folder`, which must be below one of the roots."""
+    """Return the file that a line names under a key, relative to `folder`; it must be below one of the roots."""
     path = folder / name
     if not any(Path(os.path.realpath(path)).is_relative_to(root) for root in roots):
         rule = "must name files in the folder of the prompts or below it, or below media_root"
@@ -143,7 +144,7 @@ def _file_in(roots: Sequence[Path], folder: Path, key: str, name: str) -> Path:
 
 
 def _parse_json(place_of: Callable[[str, str], Path], key: str, index: int, line: str) -> PromptRecord:
-    """Return the prompt of a line of JSON. key: that holds it; "" is "prompt" or "messages"."""
+    """Parse the prompt of a JSON line. key: key of the prompt; "" means "prompt" or "messages"."""
     entry = _take_object(line)
     check_media(entry)
     text, negative = _take_prompt(entry, key), only_text(entry.pop("negative_prompt", None), "negative_prompt")
@@ -151,7 +152,7 @@ def _parse_json(place_of: Callable[[str, str], Path], key: str, index: int, line
     names = [images] if type(images) is str else [] if images is None else images
     if type(names) is not list or not all(type(name) is str for name in names):
         raise ValueError(f'"images" must be a path or a list of paths, got {images!r:.80}')
-    if _SURROGATE.search(line):  # an escape, maybe half of a pair, which is not valid UTF-8
+    if _SURROGATE.search(line):  # an escape, possibly half of a pair, which is not valid UTF-8
         try:
             json.dumps([text, negative, entry], ensure_ascii=False).encode()
         except UnicodeEncodeError as exc:
@@ -163,7 +164,7 @@ def _parse_json(place_of: Callable[[str, str], Path], key: str, index: int, line
 
 
 def _take_object(line: str) -> dict[str, object]:
-    """Return the only value of a line of JSON, an object."""
+    """Parse a JSON line that holds a single object."""
     try:
         entry, end = _DECODER.raw_decode(line)
         check_depth(entry, line)
@@ -177,7 +178,7 @@ def _take_object(line: str) -> dict[str, object]:
 
 
 def _take_prompt(entry: dict[str, object], key: str) -> str:
-    """Take the prompt from a line, and return its text; a chat stays there, as "messages"."""
+    """Remove the prompt from a line and return its text; a chat stays in the line, as "messages"."""
     own = key or ("messages" if "messages" in entry else "prompt")
     if own not in entry:
         asked = f"{json.dumps(key)}, as --prompt-key says" if key else '"prompt" or "messages"'
@@ -185,7 +186,7 @@ def _take_prompt(entry: dict[str, object], key: str) -> str:
         raise ValueError(f"must have the key {asked}, got the keys {sorted(entry)}{others}")
     value = entry.pop(own)
     if key:
-        entry.pop("messages", None)  # which is not the prompt
+        entry.pop("messages", None)  # not the prompt
     if own == "messages" or type(value) is list:
         for other in ("system",) if key else ("prompt", "system"):
             if other in entry:
@@ -230,5 +231,5 @@ def _no_number(word: str) -> None:
 
 
 _DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_no_number)
-CHAT_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']""")  # as CSV holds it
+CHAT_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']""")  # a chat as a text in CSV
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")

@@ -1,6 +1,6 @@
 """Prompts and random seeds as pure functions of the step, so that a resumed run needs no saved state.
 
-Letters: P prompts per step, M prompts in the file. Step s takes the places s*P ... s*P + P - 1 of an endless list:
+Notation: P prompts per step, M prompts in the file. Step s takes positions s*P ... s*P + P - 1 of an endless list:
 one ordering of the M prompts (an epoch) after another. An epoch is ordered by hashes of the prompts' numbers.
 """
 
@@ -17,17 +17,17 @@ from omni_train.prompts.splits import data_files
 class PromptSampler:
     """A sampler of P prompts per step, without replacement within an epoch and without repeats within a step.
 
-    Files: `.txt` holds one prompt a line; `.jsonl` one object a line with "prompt", maybe "negative_prompt", maybe
-    "images", the path of a reference, or a list of them, relative to the file, maybe "audio" and "video", paths too,
-    maybe "height" and "width", and further keys that become `meta`, as do paths and sizes. Blank lines are skipped. The
-    prompt is a text, or a chat whose last message is the user's, also as "messages". `.parquet` holds such an object a
-    row, in which files may also be bytes, as in the datasets library: see `prompts.table.media_folder`. `.csv` and
-    `.tsv` have a header of the keys. `prompts.splits` says which folders and data sets of the hub serve too.
-    check, media_root, key: as for `load_prompts`.
+    Files: `.txt` has one prompt per line. `.jsonl` has one object per line with "prompt" and optional keys:
+    "negative_prompt"; "images", the path of a reference image or a list of paths, relative to the file; "audio" and
+    "video", also paths; "height" and "width"; further keys become `meta`, as do paths and sizes. Blank lines are
+    skipped. The prompt is a text, or a chat whose last message is the user's, also under "messages". `.parquet` has
+    such an object per row, in which files may also be bytes, as in the datasets library: see
+    `prompts.table.media_folder`. `.csv` and `.tsv` have a header with the keys. `prompts.splits` describes the
+    supported folders and data sets on the hub. check, media_root, key: as in `load_prompts`.
 
     Raises:
-        ValueError: the file is empty or malformed, or `check` raises one (the line is named), or it holds fewer than P
-            prompts.
+        ValueError: the file is empty or malformed, `check` raises (the message names the line), or there are fewer than
+            P prompts.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class PromptSampler:
         key: str = "",
     ) -> None:
         self._lines, self._parse = read_lines(path, check, media_root, key)
-        self.folder = data_files(path)[0].parent  # to which names in lines are relative
+        self.folder = data_files(path)[0].parent  # base folder of paths in lines
         if not 1 <= prompts_per_step <= len(self):
             raise ValueError(
                 f"prompts_per_step must be between 1 and the number of prompts in {path} ({len(self)}), "
@@ -65,13 +65,13 @@ class PromptSampler:
 
 @lru_cache(maxsize=2)
 def _order(seed: int, epoch: int, num: int, per_step: int) -> list[int]:
-    """Return the order of an epoch: its head avoids what the shared step took from the epoch before."""
-    start = epoch - epoch % (per_step // math.gcd(num, per_step))  # here a step and an epoch begin together
+    """Return the order of an epoch: its head avoids the prompts that the shared step took from the previous epoch."""
+    start = epoch - epoch % (per_step // math.gcd(num, per_step))  # a step and an epoch begin together here
     if num >= 2 * per_step:
-        start = max(start, epoch - 1)  # what moves in the head cannot reach the tail: one epoch back is enough
+        start = max(start, epoch - 1)  # a change in the head cannot reach the tail: one epoch back is enough
     order = _permutation(seed, start, num)
     for later in range(start + 1, epoch + 1):
-        num_tail, num_head = later * num % per_step, -later * num % per_step  # the shared step's two parts
+        num_tail, num_head = later * num % per_step, -later * num % per_step  # the two parts of the shared step
         tail, order = set(order[num - num_tail :]), _permutation(seed, later, num)
         head = dict.fromkeys(islice((i for i in order if i not in tail), num_head))
         order = [*head, *(i for i in order if i not in head)]
@@ -80,15 +80,16 @@ def _order(seed: int, epoch: int, num: int, per_step: int) -> list[int]:
 
 @lru_cache(maxsize=2)
 def _permutation(seed: int, epoch: int, num: int) -> list[int]:
-    """Return 0 ... num-1 sorted by hash: the same on all machines and Python versions, unlike `random`."""
+    """Return 0 ... num-1 sorted by hash, which is the same on all machines and Python versions, unlike `random`."""
     return sorted(range(num), key=lambda i: _hash(seed, epoch, i))
 
 
 def sample_seed(run_seed: int, step: int, prompt_index: int, sample_index: int) -> int:
     """Return the seed of one sample's noise, in [0, 2**63): BLAKE2b over the four numbers.
 
-    Each number, in [-2**63, 2**63), enters as 8 bytes, little-endian, signed; the digest is 8 bytes, little-endian, top
-    bit cleared. Nothing else enters, so neither the number of ranks nor the batch size changes a sample.
+    Each number, in [-2**63, 2**63), is encoded as 8 bytes, little-endian, signed; the digest is 8 bytes, little-endian,
+    top bit cleared. The seed depends on nothing else, so neither the number of ranks nor the batch size changes a
+    sample.
     """
     return _hash(run_seed, step, prompt_index, sample_index)
 

@@ -1,7 +1,7 @@
-"""The files of prompts that a place means: a file, or a split of a folder or of a data set on the hub.
+"""The prompt files of a place: a file, or a split of a folder or of a data set on the hub.
 
-Splits are those that the data set's card, README.md, configures, or else those that names tell: the word before
--00000-of-00002 in a file's, or one of SPLITS in a file's or a folder's. Other files are one split without a name.
+Splits are those configured in the data set's card, README.md, or otherwise those in file names: the word before
+-00000-of-00002 in a file name, or one of SPLITS in a file or folder name. Other files form one split without a name.
 """
 
 import os
@@ -18,15 +18,16 @@ from omni_train.hub import DATA_SET, check_named, fetch_chosen, local_file, read
 TABLES = (".parquet", ".jsonl", ".csv", ".tsv")  # the kinds of files of folders and data sets
 SPLITS = {"train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation"}
 SHARD = re.compile(r"(\w[\w-]*)-[0-9]{5}-of-([0-9]{5})\b.*")
-MAX_DEPTH, MAX_NAMES = 3, 100_000  # of the tables of a folder that is listed
+MAX_DEPTH, MAX_NAMES = 3, 100_000  # limits for the tables of a listed folder
 CARD = "README.md"
 
 
 def data_files(place: str | Path) -> list[Path]:
-    """Return the files of prompts that a place means, of one kind and in one folder, in the order of their names.
+    """Return the prompt files of a place, of one kind and in one folder, sorted by name.
 
-    A file is itself. A folder, or hf://datasets/OWNER/NAME, maybe with @REVISION, is its only split; with /SPLIT,
-    /SUBSET or /SUBSET/SPLIT after it, it is that one. What an address names is fetched if the hub's cache lacks it.
+    A file stands for itself. A folder, or hf://datasets/OWNER/NAME, optionally with @REVISION, stands for its only
+    split; followed by /SPLIT, /SUBSET or /SUBSET/SPLIT, for that split. Files of an address are downloaded if the hub's
+    cache does not have them.
 
     Raises:
         ValueError: there is no such file, folder or split, or there are several splits, which the message lists.
@@ -52,11 +53,11 @@ def data_files(place: str | Path) -> list[Path]:
 def split_files(names: Sequence[str], card: Mapping[str, Any], wanted: str, place: str) -> list[str]:
     """Return the names of a split's files, sorted.
 
-    names: of all files of a folder or a data set, relative to it. card: the fields of its card. wanted: a split, a
-    subset, or SUBSET/SPLIT; "" is the only split. place: the folder or the data set.
+    names: all files of a folder or a data set, relative to it. card: fields of its card. wanted: a split, a subset, or
+    SUBSET/SPLIT; "" means the only split. place: the folder or the data set.
 
     Raises:
-        ValueError: as `data_files`; or files of the split are missing, or of several kinds or folders.
+        ValueError: as in `data_files`; or files of the split are missing, or of several kinds or in several folders.
     """
     data = [name for name in names if name.endswith(TABLES) and not re.search(r"(^|/)[._]", name)]
     if not data:
@@ -71,7 +72,7 @@ def split_files(names: Sequence[str], card: Mapping[str, Any], wanted: str, plac
         splits = {key: files for key, files in splits.items() if key[1]}
     fits = [key for key in splits if wanted in ("", *key, "/".join(key))]
     if len(fits) != 1:
-        first = len({subset for subset, _ in splits}) == 1  # of a name that differs from all others
+        first = len({subset for subset, _ in splits}) == 1  # first part of a name that differs from all others
         listed = sorted("/".join((place, *filter(None, key[first:]))) for key in splits)
         got = f"{place}/{wanted}" if wanted else place
         raise ValueError(f"path must name one of the splits {', '.join(listed[:20])}, got {got}")
@@ -92,19 +93,19 @@ def _of_hub(names: Sequence[str], card: Mapping[str, Any], wanted: str, place: s
 
 
 def _has_splits(folder: Path, path: Path) -> bool:
-    """Return True if a folder above a path may have it as a split: one with tables, or, further up, with a card."""
+    """Return True if a folder above a path may have it as a split: it has tables or, one level up, a card."""
     return next(_tables(folder), None) is not None if folder == path.parent else (folder / CARD).is_file()
 
 
 def _names(folder: Path) -> list[str]:
-    """Return the names of a folder's tables, relative to it. Raises ValueError for more than MAX_NAMES."""
+    """Return the names of a folder's tables, relative to it. Raises ValueError if there are more than MAX_NAMES."""
     if len(found := [*islice(_tables(folder), MAX_NAMES + 1)]) > MAX_NAMES:
         raise ValueError(f"path must be a folder with at most {MAX_NAMES} files of prompts, got {folder}")
     return found
 
 
 def _tables(folder: Path) -> Iterator[str]:
-    """Yield the names of a folder's tables and .arrow files, relative to it, down to MAX_DEPTH folders."""
+    """Yield the names of a folder's tables and .arrow files, relative to it, down to MAX_DEPTH levels."""
     for home, folders, files in os.walk(folder):
         here = Path(home).relative_to(folder)
         deeper = len(here.parts) < MAX_DEPTH - 1
@@ -115,10 +116,10 @@ def _tables(folder: Path) -> Iterator[str]:
 
 
 def _configured(names: Sequence[str], configs: object) -> Iterator[tuple[str, str, str]]:
-    """Yield the subset, the split and the name of each file that a card configures; those it spells out may be missing.
+    """Yield the subset, split and name of each file that a card configures; a file that it names may be missing.
 
     Raises:
-        ValueError: the card has another form than the hub's.
+        ValueError: the card does not have the hub's format.
     """
     for config in configs if isinstance(configs, list) else [configs]:
         if not isinstance(config, dict):
@@ -134,14 +135,14 @@ def _configured(names: Sequence[str], configs: object) -> Iterator[tuple[str, st
 
 
 def _text_in(config: Mapping[str, object], key: str) -> str:
-    """Return the text of a config under a key, "" if it has none."""
+    """Return the text under a key of a config, "" if it has none."""
     if (value := config.get(key)) is not None and not isinstance(value, str):
         raise ValueError(f"{CARD}: {key} must be a text, got {reprlib.repr(value):.80}")
     return value or ""
 
 
 def _patterns(given: object) -> Iterator[tuple[str, list[str]]]:
-    """Yield the splits of a card's data_files, and the patterns of their files."""
+    """Yield the splits in a card's data_files, and the patterns of their files."""
     for part in given if isinstance(given, list) else [given]:
         if not isinstance(part, dict):
             pairs = [("train", part)]
@@ -156,7 +157,7 @@ def _patterns(given: object) -> Iterator[tuple[str, list[str]]]:
 
 
 def _named(name: str) -> tuple[str, str, str]:
-    """Return the subset and the split that a file's name and folders tell, and the name."""
+    """Return the subset and split that a file's name and folders indicate, and the name."""
     *folders, file = name.split("/")
     if shard := SHARD.fullmatch(file):
         return "/".join(folders), shard[1], name
@@ -167,9 +168,9 @@ def _named(name: str) -> tuple[str, str, str]:
 
 
 def _fits(name: str, pattern: str) -> bool:
-    """Return True if a name fits a pattern, where ** matches any folders."""
+    """Return True if a name matches a pattern, in which ** matches any folders."""
     parts = name.split("/")
-    places = {0}  # in the name, up to which the pattern fits
+    places = {0}  # positions in the name up to which the pattern matches
     for piece in pattern.removeprefix("./").split("/"):
         if piece == "**":
             places = set(range(min(places, default=len(parts) + 1), len(parts) + 1))
@@ -179,7 +180,7 @@ def _fits(name: str, pattern: str) -> bool:
 
 
 def _check_split(files: Sequence[str], place: str) -> None:
-    """Raise ValueError unless the files of a split are of one kind, in one folder, and all there."""
+    """Raise ValueError unless the files of a split are of one kind, in one folder, and complete."""
     paths = [*map(PurePosixPath, files)]
     for rule, found in (("of one kind", {p.suffix for p in paths}), ("in one folder", {str(p.parent) for p in paths})):
         if len(found) > 1:

@@ -1,4 +1,4 @@
-"""Prompts in tables: rows become lines of JSON, and files in those of parquet files of a cache folder."""
+"""Prompts in tables: rows become JSON lines, and files in rows of parquet files become files in a cache folder."""
 
 import csv
 import hashlib
@@ -13,11 +13,11 @@ from typing import Any
 
 from omni_train.files import write_atomically
 
-MAX_MEDIA_BYTES = 2**28  # of a file in a row
-MOST_UNPACKED = 64  # times the size of a file, what it may unpack to
-MIN_BYTES = 2**26  # of any unpacked file, however small it is
-MIN_TOTAL_BYTES = 2**30  # of all rows; a text counts each time it occurs
-MIN_ROWS = 2**16  # of any file; a large file may have as many as it has bytes
+MAX_MEDIA_BYTES = 2**28  # maximum size of a file in a row
+MOST_UNPACKED = 64  # maximum unpacked size relative to the size of the file
+MIN_BYTES = 2**26  # minimum limit for the unpacked size of a file
+MIN_TOTAL_BYTES = 2**30  # minimum limit for all rows; a text counts each time it occurs
+MIN_ROWS = 2**16  # minimum limit for any file; a large file may have as many rows as it has bytes
 WHOLE = re.compile("[0-9]{1,9}")
 SIGNS = {  # the first bytes of a file -> its suffix
     rb"\x89PNG\r\n": ".png", rb"\xff\xd8\xff": ".jpg", rb"RIFF....WEBP": ".webp", rb"GIF8": ".gif",
@@ -26,10 +26,10 @@ SIGNS = {  # the first bytes of a file -> its suffix
 
 
 def table_lines(path: Path, media_keys: Collection[str], *, leaves_out: bool = False) -> Iterator[str]:
-    """Yield the rows of a parquet file as lines of JSON, without null values, as each row has the keys of all.
+    """Yield the rows of a parquet file as JSON lines, without null values, as each row has the keys of all rows.
 
-    media_keys: columns that may hold files as bytes. leaves_out: True leaves out other columns with bytes, which are an
-    error else.
+    media_keys: columns that may hold files as bytes. leaves_out: True omits other columns with bytes, which otherwise
+    raise an error.
     """
     try:
         from pyarrow import ArrowException, parquet
@@ -39,7 +39,7 @@ def table_lines(path: Path, media_keys: Collection[str], *, leaves_out: bool = F
     try:
         most = max(MIN_BYTES, MOST_UNPACKED * path.stat().st_size)
         texts = _check_table(parquet.ParquetFile(path).metadata, path, most)
-        # Texts stay indices into a dictionary, and so are measured before a small file takes much memory.
+        # Texts stay dictionary indices, so they are measured before a small file takes much memory.
         file, columns = parquet.ParquetFile(path, read_dictionary=texts), None
         if leaves_out:
             schema = file.schema_arrow
@@ -59,9 +59,9 @@ def table_lines(path: Path, media_keys: Collection[str], *, leaves_out: bool = F
 
 
 def csv_lines(text: str, path: Path) -> Iterator[str]:
-    """Yield the rows of a `.csv` or `.tsv` file as lines of JSON, an empty line for the header, which is row 1.
+    """Yield the rows of a `.csv` or `.tsv` file as JSON lines, with an empty line for the header, which is row 1.
 
-    Cells are texts, but height and width whole numbers; an empty cell is left out, as is a column without a name.
+    Cells are texts, except height and width, which are integers; empty cells and columns without a name are omitted.
     """
     rows = csv.reader(io.StringIO(text, newline=""), delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
     header: list[str] = []
@@ -85,10 +85,10 @@ def csv_lines(text: str, path: Path) -> Iterator[str]:
 
 
 def _check_table(facts: Any, path: Path, most_bytes: int) -> list[str]:
-    """Check a parquet file by its metadata, and return the names of its columns of text and bytes.
+    """Check a parquet file by its metadata, and return the names of its text and bytes columns.
 
     Raises:
-        ValueError: it has more rows, values or bytes than a file of its size, unless it was made to fill the memory.
+        ValueError: it has too many rows, values or bytes for its size, as a file made to exhaust memory would.
     """
     groups = [facts.row_group(i) for i in range(facts.num_row_groups)]
     columns = [group.column(i) for group in groups for i in range(group.num_columns)]
@@ -105,13 +105,13 @@ def _check_table(facts: Any, path: Path, most_bytes: int) -> list[str]:
 
 
 def _num_bytes(values: Any) -> int:
-    """Return the bytes of an Arrow array, with a text counted as often as it occurs."""
+    """Return the bytes of an Arrow array, counting a text each time it occurs."""
     if hasattr(values, "dictionary"):
         counts = Counter(values.indices.to_pylist())
         return sum(num * values.dictionary[i].as_buffer().size for i, num in counts.items() if i is not None)
     if not hasattr(values, "flatten"):
         return int(values.nbytes)
-    parts = [values.keys, values.items] if hasattr(values, "keys") else values.flatten()  # of a map
+    parts = [values.keys, values.items] if hasattr(values, "keys") else values.flatten()  # maps have keys and items
     return sum(map(_num_bytes, parts if isinstance(parts, list) else [parts]))
 
 
@@ -129,11 +129,11 @@ def _row_line(row: dict[str, object], media_keys: Collection[str], place: str) -
 
 
 class _NoFileError(ValueError):
-    """Bytes that are no file that a prompt may have."""
+    """Bytes that are not a file that a prompt may have."""
 
 
 def _with_paths(value: object) -> object:
-    """Return a value of a row with a path in place of bytes, or of a struct of bytes and a path."""
+    """Return a value of a row with bytes, or a struct of bytes and a path, replaced by a path."""
     if isinstance(value, dict) and value.keys() == {"bytes", "path"}:
         value = value["path"] if value["bytes"] is None else value["bytes"]
     if isinstance(value, bytes):
@@ -144,7 +144,7 @@ def _with_paths(value: object) -> object:
 
 
 def _kept_file(data: bytes) -> Path:
-    """Return the file of these bytes in `media_folder`; its name is their SHA-256, so all writers write the same."""
+    """Return the file with these bytes in `media_folder`; it is named by SHA-256, so all writers write the same."""
     suffix = next((suffix for sign, suffix in SIGNS.items() if re.match(sign, data, re.DOTALL)), None)
     if suffix is None or len(data) > MAX_MEDIA_BYTES:
         kinds = ", ".join(SIGNS.values())
@@ -157,7 +157,7 @@ def _kept_file(data: bytes) -> Path:
 
 
 def media_folder() -> Path:
-    """Return the folder of files that are bytes in parquet: omni-rl/media below XDG_CACHE_HOME, or ~/.cache."""
+    """Return the folder of files from bytes in parquet: omni-rl/media below XDG_CACHE_HOME, or ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "omni-rl" / "media"
 
 

@@ -1,13 +1,13 @@
-"""Adapters of any make: their tensors by layer, and what the product of a layer's factors is multiplied by.
+"""Adapters from any trainer: their tensors by layer, and the scale of the product of a layer's factors.
 
-Trainers keep this scale in different places. It is read from all of them, and two that differ are an error:
+Trainers store this scale in different places. All of them are read, and two different scales are an error:
 
-    adapter_config.json beside the file      peft, and trainers built on it: r, lora_alpha, patterns, use_rslora
+    adapter_config.json next to the file     peft, and trainers built on it: r, lora_alpha, patterns, use_rslora
     `lora_adapter_metadata` in the header    diffusers' trainers: the same, as JSON
     an alpha in the header                   SimpleTuner, kohya, LightX2V: lora_alpha, network_alpha, alpha
-    a tensor LAYER.alpha                     kohya and those after it
+    a tensor LAYER.alpha                     kohya and its successors
 
-A file with none of them has its scale in B, as diffusers writes it.
+A file with none of these has its scale in B, as written by diffusers.
 """
 
 import json
@@ -33,16 +33,16 @@ from omni_train.weights.load import check_numbers, read_shapes, read_tensors
 
 LORA_FILE = "pytorch_lora_weights.safetensors"  # diffusers' name
 PEFT_FILE, PEFT_PART = SAFETENSORS_WEIGHTS_NAME, "base_model.model"  # peft's names
-SIDES = ("A.weight", "B.weight", "magnitude_vector.weight")  # ends of the names of an adapter's tensors
+SIDES = ("A.weight", "B.weight", "magnitude_vector.weight")  # suffixes of the names of an adapter's tensors
 NAME = re.compile(r"(.+)\.lora_(A|B|magnitude_vector)(\.default)?(\.weight)?")
-SCALES = "lora_adapter_metadata"  # key of diffusers' trainers in a file's header
-ALPHAS = ("lora_alpha", "network_alpha", "alpha", "ss_network_alpha")  # ends of keys in headers
-SCALED = re.compile(r"alpha|scal(e|ing)|multiplier|strength")  # of keys that may be about a scale
+SCALES = "lora_adapter_metadata"  # header key used by diffusers' trainers
+ALPHAS = ("lora_alpha", "network_alpha", "alpha", "ss_network_alpha")  # suffixes of header keys
+SCALED = re.compile(r"alpha|scal(e|ing)|multiplier|strength")  # keys that may be about a scale
 MAX_CONFIG_BYTES = 2**22
-MAX_NUMBER = 1e9  # of a rank and an alpha
-PATTERN = re.compile(r"\^?([\w.-]|\\\.)+\$?")  # names of layers, as peft's patterns have them
+MAX_NUMBER = 1e9  # maximum for a rank and an alpha
+PATTERN = re.compile(r"\^?([\w.-]|\\\.)+\$?")  # layer names as in peft's patterns
 RESIDUAL = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initializers that change the weights below the adapter
-UNREAD: Mapping[str, tuple[object, ...]] = {  # what else an adapter of peft may have, and its values if it has not
+UNREAD: Mapping[str, tuple[object, ...]] = {  # other features of a peft adapter, and their values when unused
     "bias": ("none",), "modules_to_save": (None, []), "trainable_token_indices": (None, [], {}), "lora_bias": (False,),
     "layer_replication": (None, []), "fan_in_fan_out": (False,), "use_qalora": (False,), "use_bdlora": (None, False),
     "arrow_config": (None,), "kasa_config": (None,), "alora_invocation_tokens": (None,), "monteclora_config": (None,),
@@ -54,8 +54,8 @@ UNREAD: Mapping[str, tuple[object, ...]] = {  # what else an adapter of peft may
 class SavedAdapter:
     """An adapter in a file.
 
-    names: of each layer's tensors in the file: A, B, and with DoRA the magnitudes. shapes: of the tensors. scaling:
-    what the product of a layer's factors is multiplied by.
+    names: names of each layer's tensors in the file: A, B, and with DoRA the magnitudes. shapes: shapes of the tensors.
+    scaling: factor of the product of each layer's factors.
     """
 
     file: Path
@@ -65,7 +65,7 @@ class SavedAdapter:
 
     @property
     def use_dora(self) -> bool:
-        """True if it has magnitudes."""
+        """True if the adapter has magnitudes."""
         return any(len(names) > 2 for names in self.names.values())
 
 
@@ -76,14 +76,14 @@ def find_adapter(place: str | Path) -> Path | None:
 
 
 def read_adapter(place: str | Path, *, part: str = "transformer") -> SavedAdapter:
-    """Read an adapter's names, shapes and scales, and no values.
+    """Read the names, shapes and scales of an adapter, without values.
 
     Args:
         place: a folder in the layout of diffusers or peft, or a file.
-        part: prefix of the layers' names, after peft's own; it may be absent.
+            part: prefix of the layers' names, after peft's own; optional in the file.
 
-    Raises:
-        ValueError: there is no adapter, it is damaged, has tensors by other names, or is of a kind that is not known.
+        Raises:
+            ValueError: there is no adapter, it is damaged, its tensors have other names, or its kind is unknown.
     """
     file = Path(place) if Path(place).is_file() else find_adapter(place)
     if file is None:
@@ -120,7 +120,7 @@ def read_adapter(place: str | Path, *, part: str = "transformer") -> SavedAdapte
 
 
 def layer_name(name: str, part: str) -> str:
-    """Return the name of a layer in its net. part: as for `read_adapter`."""
+    """Return the name of a layer in its net. part: as in `read_adapter`."""
     for prefix in (PEFT_PART, part):
         name = name.removeprefix(f"{prefix}.") if prefix else name
     return name
@@ -129,17 +129,17 @@ def layer_name(name: str, part: str) -> str:
 def scaling_of(
     file: Path, ranks: Mapping[str, int], from_tensors: Mapping[str, float], *, part: str = "transformer"
 ) -> dict[str, float]:
-    """Return what the product of each layer's factors is multiplied by, wherever it is stored.
+    """Return the factor of the product of each layer's factors, from wherever it is stored.
 
     Args:
-        file: of the adapter.
-        ranks: of the layers' factors.
-        from_tensors: scales of layers by their tensors of alpha.
-        part: as for `read_adapter`.
+        file: file of the adapter.
+        ranks: ranks of the layers' factors.
+        from_tensors: scales of layers from their alpha tensors.
+        part: as in `read_adapter`.
 
     Raises:
-        ValueError: a scale is not a finite number > 0, two places have different ones, or a key of the header may be a
-            scale and is not known.
+        ValueError: a scale is not a finite number > 0, two places have different scales, or an unknown key of the
+            header may be a scale.
     """
     found, header = {"its tensors of alpha": dict(from_tensors)}, header_of(file)
     if config := config_of(file, part):
@@ -176,13 +176,13 @@ def alpha_in(tensor: Tensor, file: Path, name: str) -> float:
 
 
 def header_of(file: Path) -> dict[str, str]:
-    """Return the texts in the header of a safetensors file."""
+    """Return the metadata in the header of a safetensors file."""
     with safe_open(file, framework="pt") as opened:
         return dict(opened.metadata() or {})
 
 
 def number_of(file: Path, key: str, text: str) -> float:
-    """Return the number of a text in a file's header."""
+    """Parse a number in a file's header."""
     try:
         return float(text)
     except ValueError as exc:
@@ -190,7 +190,7 @@ def number_of(file: Path, key: str, text: str) -> float:
 
 
 def config_of(file: Path, part: str) -> LoraConfig | None:
-    """Return peft's configuration beside a file or in its header; None if there is none.
+    """Return peft's configuration, stored next to a file or in its header; None if there is none.
 
     Raises:
         ValueError: it is damaged, or of another kind of adapter.
@@ -203,13 +203,13 @@ def config_of(file: Path, part: str) -> LoraConfig | None:
     else:
         return None
     values = parse_object(text, place, parse_int=int)
-    if not beside.exists() and "r" not in values:  # of a pipeline's file, where each key begins with the part
+    if not beside.exists() and "r" not in values:  # in a pipeline's file, each key begins with the part
         values = {key.removeprefix(f"{part}."): value for key, value in values.items() if key.startswith(f"{part}.")}
     return checked_config(values, place)
 
 
 def checked_config(values: Mapping[str, Any], place: str) -> LoraConfig:
-    """Return peft's configuration of these values; raise ValueError for what no LoRA of ours has."""
+    """Return peft's configuration with these values; raise ValueError for unsupported features."""
     kind, known = values.get("peft_type", "LORA"), {field.name for field in fields(LoraConfig)}
     if kind != "LORA":
         raise ValueError(f"peft_type of {place} must be LORA, got {kind!r:.80}")
@@ -240,13 +240,13 @@ def checked_config(values: Mapping[str, Any], place: str) -> LoraConfig:
 
 
 def config_text(rank: int, **facts: Any) -> str:
-    """Return the text of adapter_config.json for factors whose B has the scale. facts: more of peft's `LoraConfig`."""
+    """Return adapter_config.json for factors whose scale is in B. facts: other fields of peft's `LoraConfig`."""
     config = LoraConfig(r=rank, lora_alpha=rank, inference_mode=True, **facts)
     return json.dumps(config.to_dict(), indent=2, default=sorted) + "\n"  # sets become lists
 
 
 def scale_in(config: LoraConfig, layer: str, rank: int, file: Path) -> float:
-    """Return a layer's scale by peft's configuration. rank: rows of its A, the rank times the experts it has."""
+    """Return a layer's scale from peft's configuration. rank: rows of its A: rank times number of experts."""
     ranks, alphas = config.rank_pattern or {}, config.alpha_pattern or {}
     own = ranks.get(get_pattern_key(list(ranks), layer), config.r)
     alpha = alphas.get(get_pattern_key(list(alphas), layer), config.lora_alpha)
@@ -257,13 +257,14 @@ def scale_in(config: LoraConfig, layer: str, rank: int, file: Path) -> float:
 
 @torch.no_grad()
 def load_adapter(module: nn.Module, place: str | Path, *, adapter: str = "default", part: str = "transformer") -> None:
-    """Load an adapter of any make into one of `omni_train.lora.add_lora`; sharded or not.
+    """Load an adapter from any trainer into an adapter made by `omni_train.lora.add_lora`, sharded or not.
 
-    The product of its factors, with its scale, is that of the file: B is multiplied by the file's scale and divided by
+    The product of its factors times its scale equals that of the file: B is multiplied by the file's scale and divided
+        by
     that of `adapter`, unless they are equal.
 
     Raises:
-        ValueError: as `check_adapter`, or the adapter is not finite, or too large for float32's products.
+        ValueError: as in `check_adapter`, or the adapter is not finite, or too large for products in float32.
     """
     saved = check_adapter(module, place, adapter=adapter, part=part)
     layers = adapter_layers(module, adapter)
@@ -278,11 +279,11 @@ def load_adapter(module: nn.Module, place: str | Path, *, adapter: str = "defaul
 def check_adapter(
     module: nn.Module, place: str | Path, *, adapter: str = "default", part: str = "transformer"
 ) -> SavedAdapter:
-    """Check that `load_adapter` would fit, without reading a weight. The module may be on the meta device.
+    """Check that `load_adapter` would succeed, without reading weights. The module may be on the meta device.
 
     Raises:
-        ValueError: there is no adapter, or one of another kind, of another rank or on other layers, or the module's
-            began as PiSSA's.
+        ValueError: there is no adapter, it is of another kind, has another rank or other layers, or the module's
+            adapter was initialized by PiSSA.
     """
     if any(INITIAL in layer.lora_A for layer in lora_layers(module).values()):
         raise ValueError("module must have adapters that begin at 0 to load another's values, got PiSSA's")
@@ -303,7 +304,7 @@ def check_adapter(
 
 
 def scaled_state(saved: SavedAdapter) -> dict[str, Tensor]:
-    """Return an adapter's tensors by peft's names, with its scale in B; zeros fill factors up to the largest rank."""
+    """Return an adapter's tensors by peft's names, with its scale in B and factors zero-padded to the largest rank."""
     rank, state = max(saved.shapes[names[0]][0] for names in saved.names.values()), dict[str, Tensor]()
     with safe_open(saved.file, framework="pt") as opened:
         for layer, names in saved.names.items():
@@ -311,7 +312,7 @@ def scaled_state(saved: SavedAdapter) -> dict[str, Tensor]:
             more = rank - len(down)
             scale = saved.scaling[layer]
             state[f"{layer}.lora_{SIDES[0]}"] = torch.nn.functional.pad(down, (0, 0, 0, more))
-            up = up if scale == 1 else up.float() * scale  # which 16 bits would round
+            up = up if scale == 1 else up.float() * scale  # 16 bits would round the product
             state[f"{layer}.lora_{SIDES[1]}"] = torch.nn.functional.pad(up, (0, more))
             state |= {f"{layer}.lora_{SIDES[2]}": each for each in magnitudes}
     for name, tensor in state.items():
@@ -322,9 +323,9 @@ def scaled_state(saved: SavedAdapter) -> dict[str, Tensor]:
 def factors_by_name(
     module: nn.Module, adapter: str, part: str, tensors: Callable[[AdaptedLayer, str], Sequence[Tensor]] = own_tensors
 ) -> dict[str, Tensor]:
-    """Return the adapter's tensors, in the order of `named_adapter`, by their names in a file.
+    """Return the adapter's tensors by their names in a file, in the order of `named_adapter`.
 
-    tensors: gives A, B and any magnitudes of a layer.
+    tensors: returns A, B and any magnitudes of a layer.
     """
     return {
         f"{part}.{name}.lora_{which}": tensor

@@ -31,15 +31,15 @@ def model_card(
     into: str = "transformer",
     library: Literal["diffusers", "transformers"] = "diffusers",
 ) -> str:
-    """Return a model card in Markdown with the header that model hubs read.
+    """Return a model card in Markdown with the header read by model hubs.
 
     Args:
-        facts: `base` (folder or hub id of the model that was trained), `algorithm`, `settings` and `scores` (name ->
-            value; scores are numbers), `command` (which repeats the run). All five, none empty.
+        facts: `base` (folder or hub id of the trained model), `algorithm`, `settings` and `scores` (name -> value;
+            scores are numbers), `command` (repeats the run). All five are required and not empty.
         is_lora: True for a LoRA adapter, False for full weights.
-        part: the trained component's name in the folder.
+        part: name of the trained component in the folder.
         into: its name in the pipeline.
-        library: the one that loads the folder.
+        library: library that loads the folder.
 
     Raises:
         ValueError: a fact is missing, empty or unknown, or a score is not a finite number.
@@ -78,7 +78,7 @@ def _check_facts(facts: Mapping[str, Any]) -> None:
 
 
 def _header(base: str, algorithm: str, is_lora: bool, library: str) -> list[str]:
-    """Return the YAML that hubs read. A base that is no hub id is left out: hubs would take it for one."""
+    """Return the YAML that hubs read. A base that is not a hub id is omitted: hubs would treat it as one."""
     base_model = [f"base_model: {json.dumps(base)}"] * bool(re.fullmatch(r"[\w.-]+/[\w.-]+", base))
     tags = [library, "reinforcement-learning", algorithm, *(["lora"] * is_lora)]
     return ["---", f"library_name: {library}", *base_model, f"tags: {json.dumps(tags)}", "---\n"]

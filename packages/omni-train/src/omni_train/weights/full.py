@@ -52,28 +52,29 @@ from omni_train.weights.card import CARD_FILE, model_card
 from omni_train.weights.load import check_files, read_tensors
 
 FULL_FILE = "diffusion_pytorch_model.safetensors"  # diffusers' name
-GROUP_BYTES = 2**28  # of weights that are gathered together for the engine
-FILE_BYTES = 5 * 10**9  # of full weights, which are dealt over more files, one a rank
+GROUP_BYTES = 2**28  # size of weights that are gathered together for the engine
+FILE_BYTES = 5 * 10**9  # size above which full weights are split into more files, one per rank
 
 
 @torch.no_grad()
 def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight of the module as (name, full tensor), under its name before LoRA and sharding.
 
-    The active adapter is merged: a layer's weight is `W + (alpha / rank) * B A`, with DoRA's magnitudes, in W's dtype:
-    the receiver gets the policy without LoRA. Inside `omni_train.lora.reference` it is W, with PiSSA but for rounding.
+    The active adapter is merged: a layer's weight is `W + (alpha / rank) * B A`, with DoRA's magnitudes, in W's dtype,
+        so
+    the receiver gets the policy without LoRA. Inside `omni_train.lora.reference` it is W, with PiSSA up to rounding.
 
-    Every rank must run the iteration to its end. Shards are gathered together up to `GROUP_BYTES`, of which two copies
-    are alive at a time if the receiver keeps none; an unsharded weight may be the parameter itself, so a receiver that
-    keeps it must copy it.
+    Every rank must exhaust the iterator. Shards are gathered together up to `GROUP_BYTES`; two copies are alive at a
+    time if the receiver keeps none. An unsharded weight may be the parameter itself, so a receiver that keeps it must
+    copy it.
 
     Args:
-        module: with or without adapters, sharded or not.
+        module: a module with or without adapters, sharded or not.
     """
     adapters = all_factors(module)
     adapted = {name: layer for name, layer in adapted_params(module).items() if layer.active}
     weights = {base_name(name): t for name, t in module.state_dict(keep_vars=True).items() if t not in adapters}
-    sources = {  # of each weight, itself and what is merged into it
+    sources = {  # each weight and the tensors merged into it
         name: [tensor, *(own_tensors(adapted[name], adapted[name].active) if name in adapted else ())]
         for name, tensor in weights.items()
     }
@@ -86,19 +87,19 @@ def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 weight = merged(adapted[name], adapted[name].active, weight, *own)
             yield name, weight
             del weight, own
-        del whole  # before the next ones are gathered
+        del whole  # before the next group is gathered
 
 
 def gather_in_groups(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield full tensors, in order, up to `GROUP_BYTES` at a time; every rank runs it to its end."""
+    """Yield full tensors, in order, up to `GROUP_BYTES` at a time; every rank must exhaust the iterator."""
     for group in in_batches(tensors, GROUP_BYTES, num_bytes=lambda tensor: tensor.nbytes):
         yield gather(group)
 
 
 def gather(tensors: Sequence[Tensor], owners: Mapping[Tensor, int] = MappingProxyType({})) -> list[Tensor]:
-    """Return full tensors, those that are sharded by one collective for all; every rank calls it.
+    """Return full tensors, with one collective for all sharded ones; every rank calls it.
 
-    tensors: the sharded ones by rows over the same ranks, as FSDP2 shards. owners: the ranks that hold others whole.
+    tensors: sharded by rows over the same ranks, as by FSDP2. owners: ranks that hold other tensors whole.
     """
     shards = [tensor for tensor in tensors if isinstance(tensor, DTensor) and tensor not in owners]
     parts: Iterator[Tensor] = iter(())
@@ -121,7 +122,7 @@ def _joined(shard: DTensor, parts: Tensor) -> Tensor:
 
 
 def _padded(shard: DTensor, ranks: int) -> Tensor:
-    """Return this rank's rows, filled up to as many as the first rank has."""
+    """Return this rank's rows, padded to the number of rows on the first rank."""
     rows, length = shard.to_local(), -(-len(shard) // ranks)
     if len(rows) == length:
         return rows.contiguous()
@@ -134,12 +135,12 @@ def _padded(shard: DTensor, ranks: int) -> Tensor:
 def named_adapter(module: nn.Module, adapter: str = "default") -> Iterator[tuple[str, Tensor]]:
     """Yield an adapter's tensors as (name, full tensor), in peft's names.
 
-    They are `<layer>.lora_A.weight`, `<layer>.lora_B.weight` and with DoRA `<layer>.lora_magnitude_vector.weight`. B is
-    multiplied by alpha / rank. A file without alphas means `W + B A` to diffusers and most other readers, so this
-    form gives the same output everywhere; with PiSSA A and B are of twice the rank, as they are added to the weights
-    before it. Every rank must run the iteration to its end.
+    They are `<layer>.lora_A.weight`, `<layer>.lora_B.weight` and, with DoRA, `<layer>.lora_magnitude_vector.weight`. B
+    is multiplied by alpha / rank. To diffusers and most other readers, a file without alphas means `W + B A`, so this
+    form gives the same output everywhere. With PiSSA, A and B have twice the rank, as they are added to the weights
+    from before PiSSA. Every rank must exhaust the iterator.
     """
-    for name, layer in adapter_layers(module, adapter).items():  # an unknown name is an error before any rank gathers
+    for name, layer in adapter_layers(module, adapter).items():  # an unknown name raises before any rank gathers
         down, up = _change(*map(_full, _factors_with_initial(layer, adapter)))
         yield f"{name}.lora_A.weight", down
         yield f"{name}.lora_B.weight", up * layer.scaling[adapter]
@@ -158,7 +159,7 @@ def save_weights(
     into: str | None = None,
     card: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the trained weights to `folder`, completely or not at all; every rank calls it and waits for the end.
+    """Write the trained weights to `folder`, completely or not at all; every rank calls it and waits until it is done.
 
     With adapters: `pytorch_lora_weights.safetensors`, for `pipeline.load_lora_weights(folder)` and
     `net.load_lora_adapter(folder, weight_name=..., prefix=part)`. Without: `diffusion_pytorch_model.safetensors` and
@@ -167,18 +168,17 @@ def save_weights(
     on, with diffusers' index. An existing folder is replaced.
 
     Args:
-        module: a diffusers model, sharded or not; one with adapters may be any module.
-        folder: where to write. Ranks that do not see that of the first rank write nothing.
-        dist: rank 0 writes; of several files, other ranks write one each. A rank holds two full tensors at a time.
-        part: the module's name in its pipeline.
-        adapter: which adapter to save.
-        into: the pipeline's component that loads it, for the card, if not `part`: the second of two experts.
-        card: facts for a model card, README.md, as for `omni_train.weights.card.model_card`; None writes none.
+        module: a diffusers model, sharded or not; with adapters, it may be any module. folder: where to write. Ranks
+            that do not see the first rank's folder write nothing. dist: rank 0 writes; if there are several files,
+            other ranks write one each. A rank holds two full tensors at a time. part: name of the module in its
+            pipeline. adapter: the adapter to save. into: for the card, the pipeline component that loads the module, if
+            not `part`: the second of two experts. card: facts for a model card, README.md, as in
+            `omni_train.weights.card.model_card`; None writes none.
 
-    Raises:
-        ValueError: there is nothing to save, the module has no adapters and no configuration to save with it, or the
-            card lacks a fact.
-        OSError: some rank could not write; the others raise it as well.
+        Raises:
+            ValueError: there is nothing to save, the module has neither adapters nor a configuration, or a fact is
+                missing from the card.
+            OSError: a rank could not write; the others raise it as well.
     """
     is_lora = bool(lora_layers(module))
     texts = {} if is_lora else {f"{part}/config.json": _config(module)}
@@ -198,15 +198,15 @@ def save_weights(
 def save_peft(
     module: nn.Module, folder: str | Path, dist: Dist, *, prefix: str, base: str, card: Mapping[str, Any] | None = None
 ) -> None:
-    """Write the trained adapter in peft's layout, for `load_adapter(folder)` of transformers and, unless DoRA's, vLLM.
+    """Write the trained adapter in peft's layout, for `load_adapter(folder)` of transformers and, without DoRA, vLLM.
 
     Args:
-        module, folder, dist, card: as for `save_weights`.
-        prefix: of the module's names in the model that loads the adapter, with its dot.
-        base: folder or hub id of that model.
+        module, folder, dist, card: as in `save_weights`.
+            prefix: prefix of the module's names in the model that loads the adapter, with its dot.
+            base: folder or hub id of that model.
 
-    Raises:
-        ValueError, OSError: as `save_weights`.
+        Raises:
+            ValueError, OSError: as in `save_weights`.
     """
     layers = adapter_layers(module, "default")
     rank = next(layer.r["default"] * (1 + (INITIAL in layer.lora_A)) for layer in layers.values())
@@ -236,7 +236,8 @@ def _save(
 ) -> None:
     """Write weights, with the names and shapes of `state`, and texts to the folder; all ranks take part.
 
-    More than FILE_BYTES are dealt over files by size; the rank that writes one holds a tensor beside the gathered one.
+    More than FILE_BYTES are split over files by size; the rank that writes a file holds one tensor besides the
+    gathered.
     """
     sizes = {name: tensor.numel() * tensor.itemsize for name, tensor in state.items()}
     number = max(1, min(-(-sum(sizes.values()) // FILE_BYTES), len(sizes)))
@@ -256,7 +257,7 @@ def _save(
                         own = {name: tensor for name, tensor in state.items() if chosen[name] == mine}
                         _write(place / mine, own, zip(state, weights, strict=True))
                 finally:
-                    for _ in weights:  # all ranks take part in every gather, also after an error
+                    for _ in weights:  # all ranks take part in every gather, even after an error
                         pass
             if len(files) > 1:
                 index = {
@@ -268,13 +269,13 @@ def _save(
                 if dist.is_main and place:
                     for name, text in texts.items():
                         (place / name).write_text(text, encoding="utf-8")
-                stack.close()  # the folder gets its name
+                stack.close()  # renames the folder
     except OSError as exc:
         raise OSError(f"{folder} could not be written: {exc}") from exc
 
 
 def _find_writers(dist: Dist, folder: Path, place: Path | None) -> tuple[list[int], Path]:
-    """Return the ranks that see the folder which the first one has made in place of `folder`, and its path here."""
+    """Return the ranks that see the folder that the first rank has made to replace `folder`, and its path here."""
     mark = place and place / f".{uuid4().hex}"
     with same_error(dist):
         if mark:
@@ -288,13 +289,13 @@ def _find_writers(dist: Dist, folder: Path, place: Path | None) -> tuple[list[in
 
 
 def _file_names(file: str, number: int) -> list[str]:
-    """Return diffusers' names of so many files, or `file` itself."""
+    """Return diffusers' names for `number` files, or `file` itself for one."""
     stem, ending = file.removesuffix(".safetensors"), f"of-{number:05}.safetensors"
     return [f"{stem}-{i:05}-{ending}" for i in range(1, number + 1)] if number > 1 else [file]
 
 
 def _write(path: Path, own: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Write a file of the `own` ones of all weights, which come in its order, while the next ones are gathered."""
+    """Write a file of the `own` weights, which arrive in its order, while the next ones are gathered."""
 
     def write(tensor: Tensor) -> None:
         out.write(tensor.view(-1).view(torch.uint8).numpy().data)
@@ -307,7 +308,7 @@ def _write(path: Path, own: Mapping[str, Tensor], weights: Iterable[tuple[str, T
                 if written:
                     written.result()
                 written = pool.submit(write, tensor.cpu().contiguous())
-            del tensor  # before the next one is gathered
+            del tensor  # before the next tensor is gathered
         if written:
             written.result()
         out.flush()
@@ -317,7 +318,7 @@ def _write(path: Path, own: Mapping[str, Tensor], weights: Iterable[tuple[str, T
 def homes(folder: str | Path, names: Iterable[str]) -> dict[str, Path]:
     """Return the existing folders of a run's weights by expert; {"": folder} for a net without experts.
 
-    names: of the net's submodules, or "" for the net itself.
+    names: names of the net's submodules, or "" for the net itself.
 
     Raises:
         ValueError: none exists.
@@ -329,10 +330,10 @@ def homes(folder: str | Path, names: Iterable[str]) -> dict[str, Path]:
 
 
 def saved_files(folder: str | Path, *, part: str = "transformer") -> list[Path]:
-    """Return the files of a folder's full weights of `part`; empty for an adapter's folder.
+    """Return the files of the full weights of `part` in a folder; empty if the folder has an adapter.
 
     Raises:
-        ValueError: the folder holds neither.
+        ValueError: the folder has neither.
     """
     full = sorted((Path(folder) / part).glob("*.safetensors"))
     if not full and not find_adapter(folder):
@@ -341,10 +342,10 @@ def saved_files(folder: str | Path, *, part: str = "transformer") -> list[Path]:
 
 
 def check_weights(module: nn.Module, folder: str | Path, *, part: str = "transformer") -> None:
-    """Check that `load_weights` would fit, without reading a weight; the module may be on the meta device.
+    """Check that `load_weights` would succeed, without reading weights; the module may be on the meta device.
 
     Raises:
-        ValueError: the folder does not hold weights of such a module; file and tensor are named.
+        ValueError: the folder does not hold weights of such a module; the message names file and tensor.
     """
     if files := saved_files(folder, part=part):
         check_files(module, files)
@@ -361,8 +362,8 @@ def load_weights(module: nn.Module, folder: str | Path, *, part: str = "transfor
     """Load a folder of `save_weights` into an unsharded diffusers model: full weights in place, or a new LoRA adapter.
 
     Raises:
-        ValueError: the folder holds neither, or weights that do not fit the module or are not finite; or the module
-            has no `load_lora_adapter`.
+        ValueError: the folder has neither, the weights do not match the module or are not finite, or the module has
+            no `load_lora_adapter`.
     """
     check_weights(module, folder, part=part)
     if files := saved_files(folder, part=part):
@@ -375,25 +376,25 @@ def load_weights(module: nn.Module, folder: str | Path, *, part: str = "transfor
 
 
 def _saved_shapes(layer: AdaptedLayer, adapter: str) -> Sequence[Tensor]:
-    """Return tensors like those of a file; with PiSSA they have no values."""
+    """Return tensors shaped like those in a file; with PiSSA they have no values."""
     found = _factors_with_initial(layer, adapter)
     return own_tensors(layer, adapter) if len(found) == 2 else _change(*(each.detach().to("meta") for each in found))
 
 
 def _factors_with_initial(layer: AdaptedLayer, name: str) -> list[nn.Parameter]:
-    """Return A and B of one layer's adapter, and those with which PiSSA began, if it did."""
+    """Return A and B of one layer's adapter, followed by the initial A and B of PiSSA, if used."""
     return [factor for each in (name, INITIAL) if each in layer.lora_A for factor in factors(layer, each)]
 
 
 def _change(down: Tensor, up: Tensor, *initial: Tensor) -> tuple[Tensor, Tensor]:
-    """Return A and B; with the initial ones the factors of what training changes, also if a reader rounds them."""
+    """Return A and B; with initial factors, those of the trained change, in a form robust to rounding by readers."""
     if not initial:
         return down, up
     return torch.cat([down, down - initial[0]]), torch.cat([up - initial[1], initial[1]], dim=1)
 
 
 def _fits_layer(saved: SavedAdapter, layer: str, weight: tuple[int, ...]) -> bool:
-    """True if A [rank, in], B [out, rank] and any magnitudes [out] of a layer fit its weight [out, in]."""
+    """True if A [rank, in], B [out, rank] and any magnitudes [out] of a layer match its weight [out, in]."""
     down, up, *magnitudes = (saved.shapes[name] for name in saved.names[layer])
     fits = len(weight) == len(down) == len(up) == 2 and down[1] == weight[1] and up == (weight[0], down[0])
     return fits and all(shape == weight[:1] for shape in magnitudes)

@@ -1,7 +1,7 @@
 """Loading large weights: the net is built without weights, sharded, and each rank's rows are read from the files.
 
-No rank ever holds a full copy, on its device or its host: the files are mapped, and the rows of one tensor are copied
-at a time.
+No rank ever holds a full copy, on its device or its host: the files are memory-mapped, and the rows of one tensor are
+copied at a time.
 """
 
 import math
@@ -25,7 +25,7 @@ from omni_train.shard import shard
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-MAX_WEIGHT = 1e18  # whose square float32 holds; of a larger one every sum overflows
+MAX_WEIGHT = 1e18  # its square fits into float32; sums with larger weights overflow
 
 
 def load_sharded(
@@ -41,24 +41,24 @@ def load_sharded(
 ) -> ModuleT:
     """Load the files' weights into a net, sharded over `mesh` (mode `fsdp2` of `shard`) if given; return the same net.
 
-    It contains no collective, and ranks read different rows: call it inside `omni_train.dist.same_error`.
+    It calls no collective, and ranks read different rows: call it inside `omni_train.dist.same_error`.
 
     Args:
-        net: parameters on the meta device; buffers and other tensors real, as `accelerate.init_empty_weights(
-            include_buffers=False)` builds it. Adapters of `add_lora` keep their dtype and have no values afterwards:
-            `init_adapter` or `load_adapter` fills them.
+        net: parameters on the meta device; buffers and other tensors real, as built by `accelerate.init_empty_weights(
+            include_buffers=False)`. Adapters of `add_lora` keep their dtype and have no values afterwards: fill them
+            with `init_adapter` or `load_adapter`.
         files: safetensors files that together hold each parameter and persistent buffer once, under its name, and
             otherwise only names that `check_files` ignores; or such files by submodule of the net. None leaves the
             values uninitialized.
-        mesh: as for `shard`, or None for weights that are not sharded (`shard(..., mode="ddp")` may follow).
-        block_names, compute_dtype, expert_names: as for `shard`.
-        param_dtype: of the parameters; under adapters also of buffers, as diffusers has one dtype for all frozen
+        mesh: as in `shard`, or None for weights that are not sharded (`shard(..., mode="ddp")` may follow).
+        block_names, compute_dtype, expert_names: as in `shard`.
+        param_dtype: dtype of the parameters; under adapters also of buffers, as diffusers has one dtype for all frozen
             tensors. A frozen copy in bfloat16 can be the reference of a net trained in float32; its buffers stay.
-        device: of weights that are not sharded; a mesh has its own.
+        device: device of weights that are not sharded; a mesh has its own.
 
     Raises:
-        ValueError: a file is damaged, lacks a tensor, has one too many or one of another shape, or holds NaN or
-            infinity; file and tensor are named. Or the net is not built that way.
+        ValueError: a file is damaged, a tensor is missing, unexpected or has another shape, or it holds NaN or
+            infinity; the message names file and tensor. Or the net is not built as required.
         OSError: a file cannot be read.
     """
     _check_built(net)
@@ -66,7 +66,7 @@ def load_sharded(
     for name, paths in by_module.items():
         check_files(net.get_submodule(name), paths)
     adapters = all_factors(net)
-    # diffusers leaves the buffers of a class that keeps some of its modules in float32.
+    # diffusers leaves buffers unchanged if a class keeps some of its modules in float32.
     keeps = any(getattr(module, "_keep_in_fp32_modules", None) for module in net.modules())
     for t in chain(net.parameters(), net.buffers() if adapters and not keeps else ()):
         if t not in adapters and t.is_floating_point():
@@ -84,7 +84,7 @@ def load_sharded(
 def check_files(net: nn.Module, files: Sequence[str | Path]) -> None:
     """Raise ValueError unless the files hold the net's parameters and persistent buffers; read no values.
 
-    Other tensors in them are an error too, unless the class ignores their names as in diffusers and transformers: by
+    Other tensors in them are also an error, unless the class ignores their names, as in diffusers and transformers: by
     the regular expressions in `_keys_to_ignore_on_load_unexpected`.
     """
     wanted, kind = _base_state(net), type(net).__name__
@@ -117,10 +117,10 @@ def read_shapes(file: str | Path) -> dict[str, tuple[int, ...]]:
 
 @torch.no_grad()
 def read_tensors(targets: Mapping[str, Tensor], files: Sequence[str | Path]) -> None:
-    """Fill each target, or this rank's rows of it, with the files' tensor of that name and shape.
+    """Fill each target, or this rank's rows of it, with the tensor of that name and shape in the files.
 
     Raises:
-        ValueError: one holds NaN or infinity, or is a weight above MAX_WEIGHT; file and tensor are named.
+        ValueError: a tensor holds NaN or infinity, or a weight above MAX_WEIGHT; the message names file and tensor.
     """
     with ExitStack() as stack:
         sources = _open(stack, files)
@@ -136,8 +136,8 @@ def read_tensors(targets: Mapping[str, Tensor], files: Sequence[str | Path]) -> 
 
 
 def check_numbers(file: str | Path, name: str, tensor: Tensor, most: float = MAX_WEIGHT) -> None:
-    """Raise ValueError for NaN, infinity or a number above `most` in size; file and tensor are named."""
-    size = max(abs(end.item()) for end in tensor.aminmax()) if tensor.numel() else 0.0  # both are NaN if one is
+    """Raise ValueError for NaN, infinity or an absolute value above `most`; the message names file and tensor."""
+    size = max(abs(end.item()) for end in tensor.aminmax()) if tensor.numel() else 0.0  # both are NaN if any value is
     if not math.isfinite(size):
         raise ValueError(f"{file} must be finite, got NaN or infinity in {name}")
     if size > most:
@@ -168,7 +168,7 @@ def _open(stack: ExitStack, files: Sequence[str | Path]) -> dict[str, tuple[Path
         except SafetensorError as exc:
             check_fetched(file)
             raise ValueError(f"{file} is no whole safetensors file: {exc}") from exc
-        for name in opened.keys():  # noqa: SIM118 - the file is no dict
+        for name in opened.keys():  # noqa: SIM118 - the file is not a dict
             if name in sources:
                 raise ValueError(f"files must hold each tensor once, but {name} is in {sources[name][0]} and {file}")
             sources[name] = file, opened

@@ -1,4 +1,4 @@
-"""Copies of the trained weights that can replace them for a block: a fixed snapshot, and a moving average."""
+"""Copies of the trained weights that can replace them temporarily: a fixed snapshot, and a moving average."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,9 +9,9 @@ from torch.distributed.tensor import DTensor
 
 
 class Snapshot:
-    """A copy of `params` at this moment, in the same dtype and sharding.
+    """A copy of the current values of `params`, with the same dtype and sharding.
 
-    name: of the copy in a checkpoint; two snapshots of one module need two names.
+    name: name of the copy in a checkpoint; two snapshots of one module need different names.
     """
 
     def __init__(self, params: Sequence[Tensor], *, name: str = "snapshot") -> None:
@@ -21,10 +21,10 @@ class Snapshot:
         self._is_applied = False
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Return each parameter with its copy, which may be written to.
+        """Return each parameter with its copy, which may be modified.
 
         Raises:
-            RuntimeError: inside `applied`, where the two are exchanged.
+            RuntimeError: called inside `applied`, where the two are exchanged.
         """
         if self._is_applied:
             raise RuntimeError("the copies must not be read inside applied(), where the parameters have their values")
@@ -37,7 +37,7 @@ class Snapshot:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Put the copies into the parameters for the `with` block, and restore their values bit for bit afterwards."""
+        """Swap the copies into the parameters for the `with` block, and restore the values bit for bit afterwards."""
         self._exchange()
         try:
             yield
@@ -54,15 +54,16 @@ class Snapshot:
 
 
 class Ema(Snapshot):
-    """An exponential moving average of `params`; sharded or not. With decay 0 it is empty and does nothing.
+    """An exponential moving average of `params`, sharded or not. With decay 0, it is empty and does nothing.
 
-    RL gradients are mostly noise; an average over recent steps has far less of it than the last iterate: evaluate and
+    RL gradients are mostly noise, and an average over recent steps has far less of it than the last iterate: evaluate
+        and
     save the average.
 
-    It is float32. Where the weights stand still it stops up to 2^-24 / (1 - decay) of their size from them, as smaller
-    steps round to none: 6e-5 of it for 0.999, 6e-4 for 0.9999. A sum that keeps what rounds away doubles its memory.
+    It is float32. If the weights stand still, it stops at a relative distance of up to 2^-24 / (1 - decay) from them,
+    because smaller steps round to zero: 6e-5 for 0.999, 6e-4 for 0.9999. A compensated sum would double its memory.
 
-    params: the trained parameters. decay: share of the average that one update keeps, in [0, 1).
+    params: the trained parameters. decay: share of the average kept by one update, in [0, 1).
     """
 
     def __init__(self, params: Sequence[Tensor], *, decay: float) -> None:
@@ -74,7 +75,7 @@ class Ema(Snapshot):
     def update(self, step: int) -> None:
         """Move the average towards the current weights, after step number `step`, counted from 0.
 
-        The first steps keep less, `(1 + step) / (10 + step)` at most, so that the initial weights lose their share.
+        The first steps keep less, at most `(1 + step) / (10 + step)`, so that the initial weights lose their share.
         """
         if self.decay:
             self.move(min(self.decay, (1 + step) / (10 + step)))
@@ -84,7 +85,7 @@ class Ema(Snapshot):
 def ema_update_params(src: Sequence[Tensor], dst: Sequence[Tensor], decay: float) -> None:
     """Move each tensor of `dst` towards that of `src`: `dst = decay * dst + (1 - decay) * src`; sharded or not.
 
-    Sharded tensors must be sharded alike.
+    Tensors must be sharded in the same way.
 
     Raises:
         ValueError: `decay` is outside [0, 1], or the lists differ in length or shapes.
