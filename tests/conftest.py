@@ -1,4 +1,4 @@
-"""Tests run on the CPU whatever the machine has, unless CUDA_VISIBLE_DEVICES or its like says otherwise."""
+"""Tests run on the CPU on every machine, unless CUDA_VISIBLE_DEVICES or ASCEND_RT_VISIBLE_DEVICES is set."""
 
 import gc
 import os
@@ -10,16 +10,16 @@ from helpers import TEST_SEED
 for name in ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"):
     os.environ.setdefault(name, "")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # the threads of a pool would be missing in forked ranks
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a pool's threads would be missing in forked ranks
 
 
 def pytest_collection_finish():
-    """Keeps collections, here and in forks, from looking at the libraries again and again: 0.4 s each time."""
+    """Exclude the libraries from garbage collections, here and in forks, which saves 0.4 s each time."""
     gc.freeze()
 
 
 def leave_no_garbage():
-    """Collects what a fork would inherit: the end of a process group there waits for threads that a fork lacks."""
+    """Collect garbage that a fork would inherit: freeing a process group there would wait for missing threads."""
     gc.collect()
     gc.freeze()
 

@@ -1,4 +1,4 @@
-"""Processes that are forked from one in which all libraries are imported, and which has run nothing."""
+"""Processes forked from one that has imported all libraries but run nothing."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ from multiprocessing.context import ForkServerContext
 
 @cache
 def forks() -> ForkServerContext:
-    """The standard library's fork server: its first process imports `preloaded`, and every other is a fork of it."""
+    """Return the standard library's fork server: its first process imports `preloaded`, all others are its forks."""
     context = get_context("forkserver")
     context.set_forkserver_preload(["preloaded"])
     before = os.environ.get("PYTHONPATH")

@@ -1,4 +1,4 @@
-"""torchrun, as a fork of this process whose ranks are forks again, so that none starts Python and imports torch."""
+"""torchrun as a fork of this process, whose ranks are also forks, so that none starts Python and imports torch."""
 
 import os
 import runpy
@@ -15,18 +15,18 @@ from torch.distributed.run import config_from_args, parse_args
 
 @dataclass(frozen=True)
 class Torchrun:
-    """A torchrun that was started, and the file with all that it and its ranks print."""
+    """A started torchrun, and the file with its output and that of its ranks."""
 
     pid: int
     output: Path
 
     def wait(self) -> int:
-        """Return its exit code."""
+        """Wait for the end and return the exit code."""
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
 def torchrun(words: Sequence[str], folder: Path, output: Path) -> Torchrun:
-    """Start torchrun in a folder with the words of its command line, of which a script is one."""
+    """Start torchrun in a folder with the words of its command line, which include a script."""
     if pid := os.fork():
         return Torchrun(pid, output)
     code = 1
@@ -45,11 +45,11 @@ def torchrun(words: Sequence[str], folder: Path, output: Path) -> Torchrun:
     except BaseException:
         traceback.print_exc()
     finally:
-        os._exit(code)  # a forked process must not run pytest's endings
+        os._exit(code)  # a forked process must not run pytest's teardown
 
 
 def run_script(path: str, *words: str) -> None:
-    """Be a rank: run the script to its end."""
+    """Run the script as a rank, to its end."""
     sys.argv = [path, *words]
     try:
         runpy.run_path(path, run_name="__main__")

@@ -1,4 +1,4 @@
-"""What several tests share."""
+"""Helpers of several tests."""
 
 import inspect
 import math
@@ -18,32 +18,32 @@ TEST_SEED = os.environ.get("TEST_SEED", "0")
 
 
 def ulps(count, largest=1.0):
-    """What float32 sums in another order may differ by: units in the last place of terms as large as `largest`.
+    """Return a bound on how much float32 sums in another order may differ, in units in the last place of `largest`.
 
-    Kernels of other CPUs add in another order, so a bound is made of the largest term and not of what one CPU gave.
+    Kernels of other CPUs add in another order, so a bound is based on the largest term, not on one CPU's result.
     """
     return count * 2.0**-23 * float(largest)
 
 
 def public_names(package):
-    """What a package's __init__ imports for its users."""
+    """Return the names that a package's __init__ exports to users."""
     return {name for name, value in vars(package).items() if name[0] != "_" and not inspect.ismodule(value)}
 
 
 def absolute_paths(folder):
-    """What the JSON files of a folder say of places on the machine that wrote them."""
+    """Return the absolute paths that the JSON files of a folder contain."""
     files = sorted(Path(folder).rglob("*.json"))
     assert files, folder
     return [(file.name, found) for file in files for found in re.findall(r'": "(/.+)"', file.read_text("utf-8"))]
 
 
 def names(folder):
-    """The names of what is in a folder, in order."""
+    """Return the sorted names of a folder's entries."""
     return sorted(path.name for path in folder.iterdir())
 
 
 def filled(value):
-    """A net with all weights equal."""
+    """Return a net with all weights equal."""
     import torch
 
     net = torch.nn.Linear(2, 3)
@@ -53,13 +53,13 @@ def filled(value):
 
 
 def load_newest(checkpoints, *parts):
-    """What `Checkpoint.latest` finds, loaded into the parts."""
+    """Load the checkpoint that `Checkpoint.latest` finds into the parts, and return it."""
     checkpoints.load(saved := checkpoints.latest(), *parts)
     return saved
 
 
 def capture_graphs(monkeypatch):
-    """Compile nothing; return the graphs that are captured, and the numbers of those that have run."""
+    """Compile nothing; return the captured graphs and the numbers of the graphs that have run."""
     import torch
 
     graphs, ran = [], []
@@ -80,20 +80,20 @@ def capture_graphs(monkeypatch):
 
 @cache
 def recipe_texts(app):
-    """The recipes of a trainer by name, read once."""
+    """Return a trainer's recipes by name, read once."""
     from omni_rl.settings.toml import recipes
 
     return recipes(app)
 
 
 def in_turn(number, count):
-    """A decorator of one of `count` long tests that show alike: TEST_SEED draws one, and the others are marked slow."""
+    """Return a decorator for one of `count` long, similar tests: those that TEST_SEED does not select are slow."""
     drawn = random.Random(f"{TEST_SEED} turns").randrange(math.factorial(8))
     return (lambda test: test) if drawn % count == number else pytest.mark.slow
 
 
 def sampled(cases, count, *, always=()):
-    """The cases as test parameters, marked slow but for those of `always` and `count` others that TEST_SEED draws."""
+    """Return the cases as test parameters, marked slow except `always` and `count` others that TEST_SEED selects."""
     assert not isinstance(cases, set), "cases must have an order, which is the same for all workers of pytest"
     others = sorted(case for case in cases if case not in always)
     chosen = {*always, *random.Random(f"{TEST_SEED} {others}").sample(others, count)}

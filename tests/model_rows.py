@@ -1,4 +1,4 @@
-"""A row for every model: a small checkpoint of it, and what must hold there."""
+"""A row for every model: a small checkpoint, and the properties that must hold for it."""
 
 import json
 import sys
@@ -26,12 +26,12 @@ from transformers import CLIPImageProcessorPil, Qwen3VLForConditionalGeneration,
 
 
 def built(name: str) -> Callable[[], Path]:
-    """A checkpoint of random weights, which is built where the cache lacks it."""
+    """Return a function that builds a checkpoint with random weights if it is not cached."""
     return lambda: tiny_checkpoint(name, REPO / ".pytest_cache" / "tiny-models")
 
 
 def packed(noise: torch.Tensor) -> torch.Tensor:
-    """Latents [B, C, h, w] as QwenImagePipeline takes them: [B, (h/2)(w/2), 4C]."""
+    """Return latents [B, C, h, w] as QwenImagePipeline takes them: [B, (h/2)(w/2), 4C]."""
     B, C, h, w = noise.shape
     return noise.view(B, C, h // 2, 2, w // 2, 2).permute(0, 2, 4, 1, 3, 5).reshape(B, h * w // 4, C * 4)
 
@@ -40,20 +40,20 @@ def packed(noise: torch.Tensor) -> torch.Tensor:
 class Row:
     """One model on a small checkpoint.
 
-    guided, unguided: parameters. more: others, such that each option is at another value than its default somewhere.
-    stock: what its pipeline is called with besides, given the parameters and the negative prompts; None where diffusers
-    has no such pipeline, so that a file of its own compares it. latents: initial noise as the pipeline takes it.
-    without_gradient: the weights that lead nowhere, exactly. lora_layers: how many layers LORA_TARGETS wraps. nearest:
-    sizes the model lacks, and those it names; none of sound. refused: changes of `unguided` that the model refuses, and
-    the rule it names. statistics: of the VAE's latents, where the checkpoint's are trivial. guided_tolerance: of guided
-    pictures, in [0, 1]. images: height and width of a prompt's references. instead: values of options to compare with,
-    where the default takes long. idle: options that only references or two experts have a use for, which the row has
-    none of, or that another row tries. pipe: makes the stock pipeline one to compare with, or returns another.
-    never_guided: whether the model has no classifier-free guidance; `guided` is then other parameters, or the same.
-    unit: pixels, of which sides are multiples; 0 where the model has a list of sizes, and `refused` some others.
-    unseen: how names of weights begin that only the sound needs. given: references as arguments of the stock pipeline.
-    stock_parts: parts that the stock pipeline cannot load here. alone: whether it draws one prompt after the other, as
-    its images depend on their batch. modular: opens the stock pipeline of a folder, where that is a modular one.
+    guided, unguided: parameters. more: further parameters, so that each option somewhere differs from its default.
+    stock: returns further arguments of its pipeline for the parameters and the negative prompts; None if diffusers has
+    no such pipeline, so that a separate file compares it. latents: initial noise as the pipeline takes it.
+    without_gradient: the exact set of weights without a gradient. lora_layers: layers that LORA_TARGETS wraps.
+    nearest: unsupported sizes, and those named in the error; none for sound. refused: invalid changes of `unguided`,
+    and the error's rule. statistics: of the VAE's latents, where the checkpoint's are trivial. guided_tolerance: for
+    guided images, in [0, 1]. images: height and width of a prompt's references. instead: option values for comparisons
+    whose defaults take long. idle: options that only references or two experts use, which the row does not have, or
+    that another row tests. pipe: adapts the stock pipeline for comparison, or returns another. never_guided: True if
+    the model has no classifier-free guidance; `guided` then has other parameters, or the same. unit: sides are
+    multiples of this many pixels; 0 if the model has a list of sizes, and `refused` has others. unseen: prefixes of
+    names of weights that only the sound needs. given: references as arguments of the stock pipeline. stock_parts: parts
+    that the stock pipeline cannot load here. alone: True if it samples prompts one by one, because its images depend on
+    their batch. modular: opens the stock pipeline of a folder if it is a modular one.
     """
 
     checkpoint: Callable[[], Path]
@@ -82,18 +82,18 @@ class Row:
 
     @property
     def has_size(self) -> bool:
-        """Whether it draws something that is seen."""
+        """True if it generates something visible."""
         return bool(self.nearest) or not self.unit
 
     def references(self, seed: int) -> tuple[torch.Tensor, ...]:
-        """A prompt's references, uint8 [H, W, 3]: noise in large squares."""
+        """Return a prompt's references, uint8 [H, W, 3]: noise in large squares."""
         generator = torch.Generator().manual_seed(seed)
         squares = [torch.randint(0, 256, (-(-h // 8), -(-w // 8), 3), generator=generator) for h, w in self.images]
         whole = [image.repeat_interleave(8, dim=0).repeat_interleave(8, dim=1).to(torch.uint8) for image in squares]
         return tuple(image[:h, :w] for image, (h, w) in zip(whole, self.images, strict=True))
 
     def stock_pipeline(self, folder: Path, dtype: torch.dtype) -> Any:
-        """The stock pipeline of a checkpoint, quiet."""
+        """Return the stock pipeline of a checkpoint, without progress bars."""
         from diffusers import DiffusionPipeline
 
         if self.modular:
@@ -105,7 +105,7 @@ class Row:
         return self.pipe(pipe) or pipe
 
     def draw_stock(self, pipe: Any, prompts: Sequence[Prompt], params: Params, noise: torch.Tensor) -> torch.Tensor:
-        """Its media from initial noise [B, ...], channels before height or points; one by one with references."""
+        """Return its media from noise [B, ...], channels before height or points; one by one with references."""
         batches = [[i] for i in range(len(prompts))] if self.images or self.alone else [range(len(prompts))]
         drawn = []
         for batch in batches:
@@ -127,16 +127,16 @@ class Row:
 
 
 def stock_qwen_edit(params: Params, negative: list[str]) -> dict[str, Any]:
-    """Arguments of the stock pipelines that edit."""
+    """Return the arguments of the stock editing pipelines."""
     scale = params.guidance.get("true_cfg_scale", 1.0)
     return {"true_cfg_scale": scale, "negative_prompt": negative if scale > 1 else None}
 
 
 def mend_qwen_edit(pipe: Any) -> None:
-    """Give a stock pipeline its processor, small areas, and encoders that are told which tokens are pictures.
+    """Give a stock pipeline its processor, small areas, and token types for its encoder.
 
-    Without torchvision no processor can be loaded. The areas are constants. diffusers drops the processor's
-    mm_token_type_ids, without which transformers 5 numbers pictures like words (diffusers issue 14194).
+    Without torchvision, no processor can be loaded. The areas are constants. diffusers drops the processor's
+    mm_token_type_ids, without which transformers 5 numbers image tokens like words (diffusers issue 14194).
     """
 
     def tell(encoder: Any, args: Any, inputs: dict[str, Any]) -> Any:
@@ -150,18 +150,18 @@ def mend_qwen_edit(pipe: Any) -> None:
     else:
         fit = module.calculate_dimensions
         module.calculate_dimensions = lambda area, ratio: fit(EDIT_AREA, ratio)
-        QwenImageEdit.SEEN_AREA = EDIT_AREA  # it is the same there
+        QwenImageEdit.SEEN_AREA = EDIT_AREA  # the area is the same there
 
 
 def processor_of_qwen_image21() -> dict[str, Any]:
-    """The processor of its stock pipeline, which cannot be loaded without torchvision."""
+    """Return the stock pipeline's processor, which cannot be loaded without torchvision."""
     tokenizer = build_qwen_tokenizer()
     tokenizer.chat_template = CHAT_WITH_MEDIA
     return {"processor": build_qwen3_vl_processor(tokenizer)}
 
 
 def mend_qwen_image21(pipe: Any) -> None:
-    """Put white behind the images of a stock pipeline, and have the model's encoder see areas as small as it does."""
+    """Put the stock pipeline's images on white, and make the model's encoder see equally small areas."""
     finish = pipe.image_processor.postprocess
 
     def put_on_white(decoded: torch.Tensor, output_type: str) -> torch.Tensor:
@@ -174,13 +174,13 @@ def mend_qwen_image21(pipe: Any) -> None:
 
 
 def mend_flux2(pipe: Any) -> None:
-    """Let klein's stock pipeline, which guides away from the empty text, guide away from NEGATIVE instead."""
+    """Make klein's stock pipeline, which guides away from the empty text, guide away from NEGATIVE instead."""
     encode = pipe.encode_prompt
     pipe.encode_prompt = lambda prompt, **others: encode([text or NEGATIVE for text in prompt], **others)
 
 
 def reduced_for_flux2(images: Sequence[Image.Image]) -> dict[str, Any]:
-    """What FLUX.2's stock pipeline gets: references that its own processor has reduced to the rows' area."""
+    """Return the references of FLUX.2's stock pipeline, downscaled by its own processor to the rows' area."""
     from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
 
     area = int(FLUX2_REFERENCES["image_area"])
@@ -188,12 +188,12 @@ def reduced_for_flux2(images: Sequence[Image.Image]) -> dict[str, Any]:
 
 
 def mend_flux2_dev(pipe: Any) -> None:
-    """Give dev's stock pipeline the half of its processor that reads texts; without torchvision there is no other."""
+    """Give dev's stock pipeline the text half of its processor; the rest needs torchvision."""
     pipe.tokenizer = build_qwen_tokenizer()
 
 
 class StockFlux3:
-    """The stock pipeline of FLUX.3, called as ordinary ones are: one prompt, its scale as an argument."""
+    """The stock pipeline of FLUX.3, called like ordinary pipelines: one prompt, with the scale as an argument."""
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         tokenizer = build_qwen_tokenizer()
@@ -215,7 +215,7 @@ class StockFlux3:
 
     @property
     def transformer(self) -> Any:
-        """The net that it samples with."""
+        """Net that samples."""
         return self.modular.transformer
 
     @transformer.setter
@@ -223,7 +223,7 @@ class StockFlux3:
         self.modular.update_components(transformer=net)
 
     def __call__(self, prompt: list[str], guidance_scale: float, negative_prompt: list[str], **others: Any) -> Any:
-        """The pipeline's images."""
+        """Return the pipeline's images."""
         guider = diffusers.ClassifierFreeGuidance(guidance_scale=guidance_scale)
         self.modular.update_components(guider=guider)
         negative = {"negative_prompt": negative_prompt[0]} if guidance_scale > 1 else {}
@@ -231,7 +231,7 @@ class StockFlux3:
 
 
 def mend_wan(pipe: Any, *, shift: float = 5.0) -> Any:
-    """Give a stock pipeline the levels of Wan's released code, by Euler's steps, and what it lacks here.
+    """Give a stock pipeline the noise levels of Wan's released code, Euler steps, and the parts that are missing here.
 
     Its scheduler is another solver, and begins a thousandth below pure noise.
     """
@@ -246,7 +246,7 @@ def mend_wan(pipe: Any, *, shift: float = 5.0) -> Any:
 
 
 def mend_wan_ti2v(pipe: Any) -> Any:
-    """The same with the parts of TI2V-5B in the pipeline that is given frames."""
+    """Do the same with the parts of TI2V-5B in the pipeline that takes frames."""
     taken = {name: part for name, part in pipe.components.items() if name != "scheduler"}
     frames = diffusers.WanImageToVideoPipeline(scheduler=pipe.scheduler, expand_timesteps=True, **taken)
     frames.set_progress_bar_config(disable=True)
@@ -254,7 +254,7 @@ def mend_wan_ti2v(pipe: Any) -> Any:
 
 
 def stock_wan(params: Params, negative: list[str]) -> dict[str, Any]:
-    """Arguments of the stock pipelines that draw videos."""
+    """Return the arguments of the stock video pipelines."""
     second = params.guidance.get("guidance_scale_2")
     return {
         "num_frames": params.num_frames,
@@ -265,12 +265,12 @@ def stock_wan(params: Params, negative: list[str]) -> dict[str, Any]:
 
 
 def mend_ltx2(pipe: Any) -> None:
-    """Let a stock pipeline take initial noise of the sound as it is, as it takes that of the frames."""
+    """Make a stock pipeline accept initial noise of the sound unchanged, as it does for the frames."""
     pipe._normalize_audio_latents = lambda latents, mean, std: latents
 
 
 def mend_ltx2_first(pipe: Any) -> Any:
-    """The stock pipeline that is given a first frame, with initial noise as an argument beside it."""
+    """Return the stock pipeline that takes a first frame, with initial noise as another argument."""
     first = diffusers.LTX2ImageToVideoPipeline(**pipe.components)
     first.set_progress_bar_config(disable=True)
     mend_ltx2(first)
@@ -279,7 +279,7 @@ def mend_ltx2_first(pipe: Any) -> Any:
 
 
 def ltx2_from_first_frame(pipe: Any, *, latents: torch.Tensor, **others: Any) -> Any:
-    """What the pipeline draws from noise [B, tokens, channels] around the first frame."""
+    """Run the pipeline from noise [B, tokens, channels] around the first frame."""
     noise = latents.transpose(1, 2).unflatten(2, (2, 1, 2))
     module = sys.modules[diffusers.LTX2ImageToVideoPipeline.__module__]
     drawn = module.randn_tensor
@@ -291,7 +291,7 @@ def ltx2_from_first_frame(pipe: Any, *, latents: torch.Tensor, **others: Any) ->
 
 
 def stock_ltx2(params: Params, negative: list[str]) -> dict[str, Any]:
-    """Arguments of the stock pipeline of frames and sound, whose further guidance is on unless it is turned off."""
+    """Return the arguments of the stock pipeline of frames and sound, with its further guidance turned off."""
     off = {"stg_scale": 0.0, "modality_scale": 1.0, "guidance_rescale": 0.0}
     return {
         **off,
@@ -305,28 +305,28 @@ def stock_ltx2(params: Params, negative: list[str]) -> dict[str, Any]:
 
 
 def tokens_of_ltx2(noise: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Latents [B, n] of LTX2's sizes as its pipeline takes them, frames and sound apart, each [B, tokens, channels]."""
+    """Return latents [B, n] of LTX2's sizes as its pipeline takes them, separately: each [B, tokens, channels]."""
     frames, sound = noise.split([16 * 2 * 1 * 2, 9 * 8], dim=1)
     return {"latents": frames.unflatten(1, (16, -1)).transpose(1, 2), "audio_latents": sound.unflatten(1, (-1, 8))}
 
 
 def mend_stable_audio(pipe: Any) -> None:
-    """Let a stock pipeline open adapters, for which diffusers' other classes of nets have a mixin."""
+    """Make a stock pipeline load adapters, for which diffusers' other nets have a mixin."""
     net = pipe.transformer
     net.__class__ = type(type(net).__name__, (type(net), diffusers.loaders.PeftAdapterMixin), {})
     open_adapters(pipe)
 
 
 def open_adapters(pipe: Any) -> None:
-    """Give a stock pipeline that has no `load_lora_weights` that of its net."""
+    """Give a stock pipeline without `load_lora_weights` that of its net."""
     load = partial(pipe.transformer.load_lora_adapter, weight_name=ADAPTER)
     vars(pipe)["load_lora_weights"] = partial(load, prefix="transformer")
 
 
 def mend_hunyuan_video(pipe: Any) -> None:
-    """Let a stock pipeline take the scale, which its guider holds, as an argument, and decode more than one video.
+    """Make a stock pipeline take the scale, which its guider holds, as an argument, and decode several videos.
 
-    It has fewer tokens that are masked: of texts, and of an image that is not given.
+    It gets fewer masked tokens, for texts and for an image that is not given.
     """
     pipe.vae.enable_slicing()
     open_adapters(pipe)
@@ -338,7 +338,7 @@ def mend_hunyuan_video(pipe: Any) -> None:
 
 
 def guided_hunyuan_video(pipe: Any, *, guidance_scale: float, height: int, width: int, **others: Any) -> Any:
-    """What the pipeline draws with that scale; that of given frames finds their size itself."""
+    """Run the pipeline with this scale; the one for given frames finds their size itself."""
     pipe.guider.guidance_scale = guidance_scale
     size = {} if "image" in others else {"height": height, "width": width}
     return super(type(pipe), pipe).__call__(**size, **others)
@@ -348,7 +348,7 @@ TWO_SCALES = {"guidance": {"flow_shift": 5.0, "guidance_scale_2": 3.0}}
 WAN = Params(6, 32, 64, num_frames=5, frame_rate=16.0, guidance={"flow_shift": 5.0})
 LTX2 = Params(4, 32, 64, num_frames=9, frame_rate=24.0)
 FLUX2 = Params(6, 48, 80)
-FLUX2_REFERENCES = {"image_area": 64.0 * 96}  # less than the rows' have, each side of which stays 64 or more
+FLUX2_REFERENCES = {"image_area": 64.0 * 96}  # smaller than the rows' references, whose sides stay at least 64
 NEGATIVE = "bad and blurry"
 SHORT_TEXTS = tuple(
     ({"guidance": {"max_sequence_length": length}}, f"max_sequence_length must be .* from 1 to 512, got {length:g}$")
@@ -376,12 +376,12 @@ ROWS = {
                 *("attn.to_add_out.weight", "attn.to_add_out.bias", "txt_mlp.net.0.proj.weight"),
                 *("txt_mlp.net.0.proj.bias", "txt_mlp.net.2.weight", "txt_mlp.net.2.bias"),
             )
-        ),  # of the last block's text stream, which ends there
+        ),  # the last block's text stream, which ends there
         lora_layers=4 * 12,
         nearest=(({"height": 56}, 64),),
         latents=packed,
         statistics={"latents_mean": [0.5] * 16, "latents_std": [2.0] * 16},
-        guided_tolerance=3e-5,  # its rescaling divides by the length of a difference, ours in float32
+        guided_tolerance=3e-5,  # its rescaling divides by the norm of a difference, ours in float32
     ),
     **{
         name: Row(
@@ -396,7 +396,7 @@ ROWS = {
                 )
             ),
             stock=None,
-            without_gradient=frozenset(  # of the last layer what is for text, which ends there; and a fixed table
+            without_gradient=frozenset(  # the last layer's text part, which ends there, and a fixed table
                 [
                     "latent_pos_embed.pos_embed",
                     "language_model.model.norm.weight",
@@ -560,7 +560,7 @@ ROWS = {
                 "guidance_scale": params.guidance_scale,
                 "negative_prompt": negative if params.guidance_scale > 1 else None,
             },
-            without_gradient=frozenset(  # the last block makes no queries of the text
+            without_gradient=frozenset(  # the last block has no text queries
                 f"transformer_blocks.2.attn.{name}"
                 for name in ("add_q_proj.weight", "add_q_proj.bias", "norm_added_q.weight")
             ),
@@ -642,7 +642,7 @@ ROWS = {
             "true_cfg_scale": params.guidance.get("true_cfg_scale", 1.0),
             "negative_prompt": negative,
             "max_sequence_length": params.guidance.get("max_sequence_length", 512),
-            "max_area": params.height * params.width,  # its pictures have about this many pixels, whatever is asked
+            "max_area": params.height * params.width,  # its images have about this many pixels, whatever is requested
             "_auto_resize": False,
         },
         without_gradient=frozenset(),
@@ -728,7 +728,7 @@ ROWS = {
                 "guidance_scale": params.guidance_scale,
                 "negative_prompt": negative,
             },
-            without_gradient=frozenset(  # of the last block what is for words, and what is for a frame that is absent
+            without_gradient=frozenset(  # the last block's part for words, and the part for an absent frame
                 [
                     *(
                         f"transformer_blocks.1.{layer}"
@@ -764,7 +764,7 @@ ROWS = {
             "guidance_scale": params.guidance_scale,
             "negative_prompt": negative,
         },
-        without_gradient=frozenset(  # of what is painted over
+        without_gradient=frozenset(  # the part for inpainting
             f"transformer_blocks.{i}.to_local_embed.{layer}.{kind}"
             for i in (0, 1)
             for layer in (0, 2)
@@ -777,7 +777,7 @@ ROWS = {
             ({"guidance": {"duration": 0.0}}, "duration must be > 0 and <= 384 seconds, such as 1, got 0"),
             (
                 {"guidance": {"logsnr_min": 2.0}},
-                "logsnr_min must be >= -16 and < logsnr_max, and that <= 16, got 2.0, 2.0",
+                "logsnr_min must be >= -16 and < logsnr_max <= 16, got 2.0, 2.0",
             ),
         ),
         instead={"duration": 1.01},

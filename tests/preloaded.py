@@ -1,4 +1,4 @@
-"""What the first process of the fork server imports."""
+"""Imports of the fork server's first process."""
 
 import gc
 import os
@@ -8,7 +8,7 @@ import torch
 from emulated import count_waits  # noqa: F401
 from records import record
 
-# torch drops its pool of threads in a fork; the first to ask makes another, and two at once find none.
+# torch drops its thread pool in a fork; the first user creates another, and two users at once find none.
 os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 record.import_all()
 gc.freeze()

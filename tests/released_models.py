@@ -1,13 +1,13 @@
-"""What is said of the released models whose configurations are in omni-rollout."""
+"""Published facts about the released models whose configurations are in omni-rollout."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Release:
-    """A released model of media: billions of weights of its net, and the layers of its LoRA.
+    """A released media model: billions of weights in its net, and the number of its LoRA layers.
 
-    channels, stride: of its latents, against pixels. frames: of a video to a latent.
+    channels, stride: channels of its latents, and pixels per latent pixel. frames: video frames per latent frame.
     """
 
     billions: float

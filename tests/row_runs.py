@@ -1,4 +1,4 @@
-"""Runs of the models of `model_rows`: the settings of every algorithm, one in a process of its own, what it trained."""
+"""Runs of the models of `model_rows`: settings of every algorithm, runs in their own processes, and checks."""
 
 import json
 import math
@@ -41,7 +41,7 @@ EXACT = {
 }  # weights without a gradient stay as they are
 WINDOW = {"window_size": 1, "window_low": 0, "window_high": None, "noise_level": 0.7}
 READER = str(REPO / "checkpoints" / "tiny-signs-reader")
-ALGORITHMS = {  # name -> its trainer and what its settings have beyond SIZES
+ALGORITHMS = {  # name -> its trainer and its settings besides SIZES
     **{algo: (train_flowgrpo, WINDOW | {"algo": algo}) for algo in train_flowgrpo.ALGOS},
     **{algo: (train_nft, {"algo": algo, "train_levels": 2}) for algo in train_nft.ALGOS},
     "dpo": (train_dpo, {"levels_per_pair": 2}),
@@ -55,7 +55,7 @@ ONE_STEP = {"name": "run", "train_steps": 1, "eval_every": 1, "eval_first": Fals
 
 
 def write_inputs(folder: Path, num_images: int, latents: tuple[int, ...] | None = None) -> None:
-    """Prompts, and pairs of pictures of them, or of latents of a shape; each with that many references."""
+    """Write prompts, and pairs of images or of latents of a given shape for them, with `num_images` references each."""
     drawn = random.Random(0)
     for name, height in (("win", 32), ("lose", 32), ("reference", 64)):
         Image.frombytes("RGB", (96, height), drawn.randbytes(96 * height * 3)).save(folder / f"{name}.png")
@@ -70,9 +70,9 @@ def write_inputs(folder: Path, num_images: int, latents: tuple[int, ...] | None 
 
 
 def write_chats(folder: Path) -> None:
-    """Prompts that a model of random weights answers well at times; most of *-seen.jsonl have media, of *-silent too.
+    """Write prompts that a model with random weights sometimes answers well.
 
-    Those of the latter have no sound.
+    Most prompts of *-seen.jsonl and *-silent.jsonl have media; those of the latter have no sound.
     """
     rng = np.random.default_rng(0)
     Image.fromarray(rng.integers(0, 255, (32, 64, 3), np.uint8)).save(folder / "picture.png")
@@ -91,7 +91,7 @@ def write_chats(folder: Path) -> None:
 
 
 def settings(model: str, algorithm: str, folder: Path, urls: Mapping[str, str], **changes: Any) -> Any:
-    """Small settings of an algorithm for a model, with its guidance; what they read is written to the folder."""
+    """Return small settings of an algorithm for a model, with its guidance, after writing its inputs to the folder."""
     row, (app, own) = ROWS[model], ALGORITHMS[algorithm]
     opened = open_model(row.checkpoint())
     sizes = {"height": 32, "width": 96, "num_frames": row.guided.num_frames}
@@ -107,14 +107,14 @@ def settings(model: str, algorithm: str, folder: Path, urls: Mapping[str, str], 
 
 @cache
 def import_parts(model: str) -> None:
-    """Import in this process what a model's parts are made of, so that no fork has to."""
+    """Import the dependencies of a model's parts in this process, so that forks need not."""
     open_model(model).check_files()
 
 
 def run_alone(
     app: str, args: Any, folder: Path, *, before: Callable[[], None] = lambda: None, counts_flops: bool = True
 ) -> tuple[list[dict[str, float]], str]:
-    """The log of a run as the only rank in a process of its own, which calls `before` first, and what it printed."""
+    """Return the log and output of a run as the only rank in its own process, which calls `before` first."""
 
     def join(rank: int) -> None:
         os.chdir(folder)
@@ -143,7 +143,7 @@ def run_alone(
 
 
 def exported(weights: Path, nets: Mapping[str, str]) -> dict[str, torch.Tensor]:
-    """The tensors of the exported weights, full or factors, by their names in the net of a model with these experts."""
+    """Return the exported tensors, full weights or LoRA factors, by their names in the net with these experts."""
     found = {}
     for expert, home in homes(weights, nets).items():
         [file] = saved_files(home) or [home / LORA_FILE]
@@ -153,12 +153,12 @@ def exported(weights: Path, nets: Mapping[str, str]) -> dict[str, torch.Tensor]:
 
 
 def idle_experts(nets: Mapping[str, str], lines: list[dict[str, float]]) -> tuple[str, ...]:
-    """How names of weights begin that no update has reached: an expert's without a trained step."""
+    """Return prefixes of the names of weights that no update has reached: experts without a trained step."""
     return tuple(f"{expert}." for expert in nets if not any(line.get(f"policy/forwards_{expert}", 1) for line in lines))
 
 
 def assert_clean(lines: list[dict[str, float]], text: str, *, counts_flops: bool = True) -> None:
-    """A step was taken, all that was logged is finite, no alarm rang, and nothing that measures or shows failed."""
+    """Check that a step was taken, all logged values are finite, and no alarm was raised and no measurement failed."""
     assert len(lines) == 2
     assert all(math.isfinite(value) for line in lines for value in line.values())
     assert lines[1]["policy/grad_norm"] > 0 == lines[1]["policy/skipped_updates"]
@@ -169,7 +169,7 @@ def assert_clean(lines: list[dict[str, float]], text: str, *, counts_flops: bool
 
 
 def assert_trained(model: str, kind: str, folder: Path, lines: list[dict[str, float]]) -> None:
-    """The run in that folder exported weights or factors in float32, of which all with a gradient have moved."""
+    """Check that the run exported weights or factors in float32, and that all of them with a gradient have changed."""
     row = ROWS[model]
     opened = open_model(row.checkpoint())
     after, idle = exported(folder / "runs" / "run" / "weights", opened.nets), idle_experts(opened.nets, lines[1:])

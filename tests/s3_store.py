@@ -1,4 +1,4 @@
-"""An S3 server on this machine, one at a time, which holds its objects in the memory of the process that starts it."""
+"""An S3 server on this machine, one at a time, which stores its objects in the memory of the calling process."""
 
 import logging
 import os
@@ -9,13 +9,13 @@ import requests
 import s3fs  # noqa: F401 - before ranks are forked, each of which would import it
 from moto.server import ThreadedMotoServer
 
-logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for each request
+logging.getLogger("werkzeug").setLevel(logging.ERROR)  # otherwise a line per request
 SECRET = "a-secret-that-no-file-may-hold"
 
 
 @contextmanager
 def s3_store() -> Iterator[str]:
-    """The URL of a bucket of its own, which this process and its children reach by their environment."""
+    """Yield the URL of a new bucket, which this process and its children reach through environment variables."""
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()

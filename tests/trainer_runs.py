@@ -1,4 +1,4 @@
-"""What tests of several trainers share: runs in this process and on ranks, the program, a rank without the others."""
+"""Helpers of several trainers' tests: runs in this process and on ranks, the program, a rank without the others."""
 
 import json
 import os
@@ -41,9 +41,9 @@ from omni_train.prompts.sampler import PromptSampler
 from omni_train.weights.snapshot import Ema
 from safetensors.torch import load_file, save_file
 
-torch.set_num_threads(1)  # as on every rank: sums in another order would be other numbers
+torch.set_num_threads(1)  # as on every rank, because sums depend on the order
 
-WORDS = ("AB", "CD", "EF")  # of the evaluation
+WORDS = ("AB", "CD", "EF")  # words of the evaluation prompts
 PHASES = {"rollout", "reward_wait", "read", "update", "sync", "eval", "save", "step"}
 PROMPTS = REPO / "data" / "tiny-signs"
 WEIGHTS, LATER = "diffusion_pytorch_model.safetensors", ("transformer_blocks.2.", "transformer_blocks.3.")
@@ -53,7 +53,7 @@ SOUND = {"model": "ltx23", "num_frames": 9, "width": 64, "train_levels": 2, "str
 
 @cache
 def shallow():
-    """The shipped model with its first two blocks alone: half of the time of a run. The folder is written once."""
+    """Return the shipped model with only its first two blocks, which halves the time of a run; written once."""
 
     def write(folder):
         shutil.copytree(CHECKPOINT, folder)
@@ -65,27 +65,27 @@ def shallow():
 
 
 def write_eval_prompts(folder):
-    """The evaluation's prompts, few, as the file that `tiny` settings name."""
+    """Write a few evaluation prompts to the file that `tiny` settings name."""
     (folder / "eval.txt").write_text("".join(f'a blue sign that says "{word}"\n' for word in WORDS))
 
 
 def recipe(app, name):
-    """The settings of a recipe of the trainer."""
+    """Return the settings of a trainer's recipe."""
     return build(app.Args, from_toml(recipe_texts(app.__name__)[name], app.Args, name))
 
 
 def tiny(args, **changes):
-    """The settings `args` with tiny rollouts, a shallow model and the shipped data, whatever the working folder."""
+    """Return the settings with tiny rollouts, a shallow model and the shipped data, whatever the working folder is."""
     small = {"num_inference_steps": 3, "eval_num_inference_steps": 2, "train_steps": 2, "eval_every": 2}
     small |= {"ema_decay": 0.0, "sharding_mode": "auto", "height": 32, "width": 96}
     places = {"model": str(shallow()), "prompts": str(PROMPTS / "train.txt"), "eval_prompts": "eval.txt"}
-    scorer = {"scorer_name": ""} if "scorer.name" in leaves(type(args)) else {}  # a server takes its time to start
+    scorer = {"scorer_name": ""} if "scorer.name" in leaves(type(args)) else {}  # a server takes long to start
     return change(args, **(places | small | scorer | changes))
 
 
 @contextmanager
 def spared(*, report, flops):
-    """Runs with a report and a count of operations, or without: each takes a third of the time of a small one."""
+    """Run with or without a report and a count of operations, each of which takes a third of a small run's time."""
     with ExitStack() as patches:
         if not report:
             patches.enter_context(patch.object(omni_rl.run.session, "ReportProcess", lambda *folder_and_tracker: None))
@@ -95,7 +95,7 @@ def spared(*, report, flops):
 
 
 def train(app, args, *, report=False, flops=False):
-    """Trains in this process; the lines of the log."""
+    """Train in this process, and return the lines of the log."""
     app.check_args(args)
     world = World.join(args)
     with spared(report=report, flops=flops), closing(world.display) if world.display else nullcontext():
@@ -105,13 +105,13 @@ def train(app, args, *, report=False, flops=False):
 
 @cache
 def import_all():
-    """Import in this process what loading a model imports, and read what a run notes of all packages, for all forks."""
+    """Import what loading a model imports, and read what a run records of all packages, once for all forks."""
     open_model(CHECKPOINT).load(device="cpu", dtype=torch.float32)
     omni_rl.report.folder._packages()
 
 
 def train_on_ranks(app, args, *, ranks=2, report=False, flops=False):
-    """Trains in forked processes, as torchrun would start them but with all imported already; the lines of the log."""
+    """Train in forked processes, like torchrun but with all imports done, and return the lines of the log."""
     import_all()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -126,11 +126,11 @@ def _rank(rank, app, args, ranks, port):
     os.environ |= place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     app.check_args(args)
     app.main(args, World.join(args))
-    os._exit(0)  # a forked process must not run pytest's endings, nor wait for gloo's threads
+    os._exit(0)  # a forked process must not run pytest's teardown, nor wait for gloo's threads
 
 
 def start_script(path, words, *, ranks):
-    """The ranks of a program, in forked processes, as torchrun would start them but with all imported already."""
+    """Start the ranks of a program in forked processes, like torchrun but with all imports done."""
     import_all()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -145,7 +145,7 @@ def _script(rank, path, words, ranks, port):
         os.environ |= place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     sys.argv = [path, *words]
     runpy.run_path(path, run_name="__main__")
-    os._exit(0)  # a forked process must not run pytest's endings
+    os._exit(0)  # a forked process must not run pytest's teardown
 
 
 def run_script(path, words, *, ranks=1):
@@ -156,29 +156,29 @@ def run_script(path, words, *, ranks=1):
 
 
 def cli(app, *flags):
-    """The exit code of the program and all that it prints."""
+    """Return the exit code and the output of the program."""
     command = [sys.executable, str(REPO / "apps" / f"{app.__name__}.py"), *flags]
     result = subprocess.run(command, capture_output=True, text=True, cwd=REPO)
     return result.returncode, result.stdout + result.stderr
 
 
 def place(rank=0, world_size=1):
-    """A rank's place among others that are not there."""
+    """Return a Dist for a rank among others that do not exist."""
     return Dist(rank=rank, world_size=world_size, local_rank=0, device=torch.device("cpu"), mesh=None)
 
 
 def unclocked(lines):
-    """The log without what a clock, or the machine's memory, has to say."""
+    """Return the log without times and memory."""
     return [{k: v for k, v in line.items() if not k.startswith(("time/", "perf/", "reward/busy"))} for line in lines]
 
 
 def exported(name="run"):
-    """The tensors of the exported weights of a run."""
+    """Return the tensors of a run's exported weights."""
     return {k: v for file in Path(f"runs/{name}/weights").rglob("*.safetensors") for k, v in load_file(file).items()}
 
 
 def assert_same_weights(one, other):
-    """The exported weights of two runs agree, but for sums in another order."""
+    """Check that the exported weights of two runs agree, except for sums in another order."""
     first, second = exported(one), exported(other)
     assert first.keys() == second.keys()
     for name, tensor in first.items():
@@ -186,13 +186,13 @@ def assert_same_weights(one, other):
 
 
 def lose_step(name, step):
-    """Take a run back to the step before its last one, as a kill before the last save leaves it."""
+    """Take a run back to the step before its last, as if it was killed before the last save."""
     shutil.rmtree(f"runs/{name}/checkpoints/step-{step:08}")
     shutil.rmtree(f"runs/{name}/weights")
 
 
 class NobodyScores:
-    """A scorer whose scores never come."""
+    """Scorer whose scores never arrive."""
 
     busy_s = 0.0
     kinds, takes_references, takes_groups = ("image",), False, False
@@ -205,7 +205,7 @@ class NobodyScores:
 
 
 def lone_run(args, *, rank=0, world_size=1):
-    """A run that can sample and train, as one of `world_size` ranks, without the others, a scorer or a folder."""
+    """Return a run that can sample and train as one of `world_size` ranks, without the others, a scorer or a folder."""
     world, model, params = World(place(rank, world_size)), open_model(args.policy.model), params_of(args)
     parts = model.load(device="cpu", dtype=torch.float32)
     policy = Policy(parts.net.requires_grad_(True), build_adamw(parts.net, lr=1e-3), Ema([], decay=0.0))
@@ -215,20 +215,20 @@ def lone_run(args, *, rank=0, world_size=1):
 
 
 def scored(prompts, batches, scores):
-    """A rollout whose scores are there."""
+    """Return a rollout with these scores."""
     future = Future()
     future.set_result(scores)
     return Rollout(prompts, batches, [future])
 
 
 def rollout(run, params, *, number=0, in_a_row=1, **options):
-    """This rank's batches of a training step, and the prompts of all ranks."""
+    """Return this rank's batches of a training step, and the prompts of all ranks."""
     prompts = prompts_of(run, Step(number), **options)
     return sample(run, prompts, params, in_a_row=in_a_row).batches, prompts
 
 
 def keep_gradients(run):
-    """Instead of an optimizer step, appends the gradients to the list that is returned, and clears them."""
+    """Replace the optimizer step by one that appends the gradients to the returned list and clears them."""
     kept = []
 
     def step(training_step, *, has_signal=True):
@@ -242,7 +242,7 @@ def keep_gradients(run):
 
 
 def assert_same_gradients(kept, params, *, rtol=1e-3, atol=1e-6):
-    """What reached the optimizer equals what `params` hold now."""
+    """Check that the gradients that reached the optimizer equal those of `params`."""
     pairs = [(ours, p.grad) for ours, p in zip(kept, params, strict=True) if ours is not None]
     assert len(pairs) > 0.9 * len(params)  # the last block's text stream leads nowhere, and has no gradient
     assert any(whole.abs().max() > 100 * atol for _, whole in pairs)
@@ -251,7 +251,7 @@ def assert_same_gradients(kept, params, *, rtol=1e-3, atol=1e-6):
 
 
 def undocumented(lines):
-    """The logged names that docs/metrics.md does not have."""
+    """Return the logged names that are missing in docs/metrics.md."""
     documented = (REPO / "docs" / "metrics.md").read_text()
     documented += documented.replace("KIND", "denoising") + documented.replace("KIND", "inversion")
     names = {name for line in lines for name in line} - {"step"}
@@ -261,7 +261,7 @@ def undocumented(lines):
 
 
 def write_teacher(model):
-    """The folder of a language model like this one with other weights."""
+    """Return the folder of a language model like this one with other weights."""
     opened = open_token_model(model)
     net = opened.load_net(device="cpu", dtype=torch.float32)
     torch.manual_seed(0)

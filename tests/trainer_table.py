@@ -1,8 +1,8 @@
-"""The table of trainers: a small run of each, and what every trainer is held to.
+"""The table of trainers: a small run of each, and the properties that every trainer must have.
 
-TRAINERS has a row for each trainer and each kind of data that it reads. HELD has the cases of each property: a row,
-what is trained, and where. `cases` gives those of a property as test parameters. `make test` has one case at least of
-each property, trainer, kind of weights, and place where a CPU's ranks train; `make test-all` has all.
+TRAINERS has a row for each trainer and each kind of data that it reads. HELD has the cases of each property: a row, the
+weights to train, and a place. `cases` returns the cases of a property as test parameters. `make test` runs at least one
+case of each property, trainer, kind of weights, and place where a CPU's ranks train; `make test-all` runs all.
 """
 
 import importlib
@@ -51,9 +51,9 @@ THOUGHTS |= {
 
 @dataclass(frozen=True)
 class Trainer:
-    """A row: the trainer's module, settings beside SIZE, its small checkpoint, and the kind of files that it reads.
+    """A row: the trainer's module, settings besides SIZE, its small checkpoint, and the kind of files that it reads.
 
-    model: "" is the shipped model with two blocks. reads: "" is prompts alone.
+    model: "" for the shipped model with two blocks. reads: "" for only prompts.
     """
 
     app: str
@@ -116,12 +116,12 @@ PLACES: dict[str, dict[str, Any]] = {  # one rank, two, or four that share sampl
 
 
 def ranks(place: str) -> int:
-    """Return how many ranks a place has."""
+    """Return the number of ranks of a place."""
     return {"one rank": 1, "two by two": 4}.get(place, 2)
 
 
 def settings(name: str, url: str, weights: str = "all weights", place: str = "one rank", /, **changes: Any) -> tuple:
-    """Return the module of a row and its settings in the working folder, where it writes the files that they name."""
+    """Return the module of a row and its settings, after writing the files that they name to the working folder."""
     row = TRAINERS[name]
     app = importlib.import_module(row.app)
     given = SIZE | row.settings | WEIGHTS[weights] | PLACES[place]
@@ -150,7 +150,7 @@ def settings(name: str, url: str, weights: str = "all weights", place: str = "on
 
 
 def write_texts() -> None:
-    """Write prompts of which a net of random weights answers some well, with answers and pairs to train on."""
+    """Write prompts, some of which a net with random weights answers well, with answers and pairs to train on."""
     answers = {"completion": "ab", "chosen": "abc", "rejected": "z"}
     for name, count in (("train", 8), ("eval", 2)):
         lines = [{"prompt": f"say {i}" + " again" * i, "pattern": "[a-mA-M]", **answers} for i in range(count)]
@@ -158,7 +158,7 @@ def write_texts() -> None:
 
 
 def write_pairs() -> None:
-    """Write prompts with a picture to train on, and two latents of which one is preferred."""
+    """Write prompts with an image to train on, and two latents of which one is preferred."""
     Image.new("RGB", (96, 32), "white").save("white.png")
     generator = torch.Generator().manual_seed(1)
     lines = []
@@ -171,7 +171,7 @@ def write_pairs() -> None:
 
 
 def write_net(folder: str) -> None:
-    """Write weights beside those of the shallow model."""
+    """Write weights that differ from the shallow model's."""
     net = QwenImageTransformer2DModel.from_pretrained(shallow() / "transformer")
     torch.manual_seed(0)
     with torch.no_grad():
@@ -181,7 +181,7 @@ def write_net(folder: str) -> None:
 
 
 Case = tuple[str, str, str]  # a row of TRAINERS, of WEIGHTS and of PLACES
-ADAPTED = [name for name in TRAINERS if name != "distill of a teacher"]  # whose teacher has all weights
+ADAPTED = [name for name in TRAINERS if name != "distill of a teacher"]  # its teacher has all weights
 AHEAD = ("flowgrpo", "nft", "dpo", "gspo", "unigrpo")
 ONE_EACH = [
     next(name for name, row in TRAINERS.items() if row.app == app)
@@ -217,9 +217,9 @@ HELD: dict[str, list[Case]] = {
 
 
 def cover(held: dict[str, list[Case]]) -> set[tuple[str, Case]]:
-    """Draw cases until each property, trainer, kind of weights, and place where a CPU's ranks train have come.
+    """Select cases until each property, trainer, kind of weights, and place where a CPU's ranks train is covered.
 
-    Those on the accelerator, which take longest, are drawn where no other does as well.
+    Cases on the accelerator take longest, and are selected only where no others cover as much.
     """
     order = [(shows, case) for shows, cases in held.items() for case in cases]
     random.Random(f"{TEST_SEED} trainers").shuffle(order)
@@ -240,7 +240,7 @@ DRAWN = cover(HELD)
 
 
 def cases(shows: str) -> list[Any]:
-    """The cases of a property as test parameters, marked slow but for those that are drawn."""
+    """Return the cases of a property as test parameters, marked slow unless selected."""
     return [
         pytest.param(case, id=", ".join(case), marks=() if (shows, case) in DRAWN else pytest.mark.slow)
         for case in HELD[shows]

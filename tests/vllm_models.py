@@ -1,4 +1,4 @@
-"""Models small enough for these tests, with heads as wide as vLLM's CPU kernels take them."""
+"""Models small enough for these tests, with head sizes that vLLM's CPU kernels support."""
 
 import json
 
@@ -15,7 +15,7 @@ def build_qwen3(folder):
 
 
 def build_qwen3_omni(folder):
-    """The whole model's folder with a thinker alone, and entries of released ones that transformers fills in itself."""
+    """Write the whole model's folder with only a thinker, and entries of released models that transformers fills in."""
     rope = {"rope_type": "default", "mrope_section": [6, 5, 5], "mrope_interleaved": True, "rope_theta": 1e6}
     net, *others = build_tiny_models.build_qwen3_omni(head_dim=32, rope_parameters=rope).files
     for each in others:

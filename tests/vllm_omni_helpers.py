@@ -1,4 +1,4 @@
-"""What the tests of the vLLM-Omni engine share."""
+"""Helpers of the vLLM-Omni engine's tests."""
 
 from dataclasses import replace
 
@@ -21,19 +21,19 @@ def open_engine(model=MODEL, **options):
 
 
 def load_net():
-    """A trainer's transformer of its own."""
+    """Return a trainer's own transformer."""
     return MODEL.load_net(device="cpu", dtype=torch.float32).requires_grad_(True)
 
 
 @torch.no_grad()
 def gap(net, trajectory, model=MODEL):
-    """The largest difference between the trainer's and the engine's log-probs."""
+    """Return the largest difference between the trainer's and the engine's log-probabilities."""
     scores = [replay(model, net, trajectory, k).log_prob for k in range(trajectory.num_kept)]
     return (torch.stack(scores, dim=1) - trajectory.rollout_log_prob).abs().max().item()
 
 
 def train(net, trajectory, params=None):
-    """Optimizer steps that move the weights by far more than rounding does."""
+    """Take an optimizer step that moves the weights by far more than rounding does."""
     optimizer = build_adamw(params or list(net.parameters()), lr=1e-3, weight_decay=0.0)
     x, sigma = trajectory.x[:, 0], trajectory.sigma(0)
     MODEL.predict_velocity(net, x, sigma, trajectory.cond, trajectory.params).square().mean().backward()
@@ -49,7 +49,7 @@ def load_half(model):
 
 
 def values(engine):
-    return {name: param.float() for name, param in engine.net.named_parameters()}  # a copy of what is not float32
+    return {name: param.float() for name, param in engine.net.named_parameters()}  # copies what is not float32
 
 
 def equal(found, expected):
@@ -57,7 +57,7 @@ def equal(found, expected):
 
 
 def check_quantized(engine, model, net, row):
-    """It samples near the trainer, and a sync of its own weights changes no bit and no address."""
+    """Check that it samples close to the trainer, and that a sync of its own weights changes no bit and no address."""
     prompts = [Prompt("a sign", 0, i, seed=i, images=row.references(0)) for i in range(2)]
     params = replace(row.unguided, noise_level=0.7, sde_steps=(1, 2))
     trajectory = engine.generate(prompts, params)

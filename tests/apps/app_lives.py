@@ -1,6 +1,6 @@
-"""The trainer as forked processes, in which all is imported already: runs that tests start, kill and start again.
+"""Trainer runs in forked processes that have imported everything, for tests that start, kill and restart them.
 
-A life is one start of the program, on one rank or more. It gives the exit codes of its ranks and what each printed.
+A life is one start of the program on one or more ranks. It reports the exit codes and the output of its ranks.
 """
 
 import json
@@ -36,20 +36,20 @@ TINY = tiny(
 
 
 def nothing(rank: int) -> None:
-    """What a life does before it begins, unless a test says otherwise."""
+    """Do nothing; the default of `before`."""
 
 
 @dataclass
 class Life:
-    """Forked ranks of one start."""
+    """Forked ranks of one start of the program."""
 
     pids: list[int]
     outputs: list[Path]
-    agent: int  # the process with the store that the ranks meet at
+    agent: int  # process with the ranks' rendezvous store
     codes: dict[int, int] = field(default_factory=dict)
 
     def wait(self, timeout_s: float = 60.0) -> list[int]:
-        """The exit codes of all ranks, -9 for SIGKILL; the test fails where one still lives after that time."""
+        """Return the exit codes of all ranks, -9 for SIGKILL; fail if a rank is still alive after the timeout."""
         deadline = time.monotonic() + timeout_s
         while len(self.codes) < len(self.pids):
             for rank in range(len(self.pids)):
@@ -62,7 +62,7 @@ class Life:
         return [self.codes[rank] for rank in range(len(self.pids))]
 
     def has_ended(self, rank: int) -> bool:
-        """Whether a rank has, by now."""
+        """Return True if a rank has ended."""
         if rank not in self.codes:
             pid, status = os.waitpid(self.pids[rank], os.WNOHANG)
             if pid:
@@ -70,7 +70,7 @@ class Life:
         return rank in self.codes
 
     def kill(self) -> None:
-        """SIGKILL for what is left."""
+        """Send SIGKILL to the remaining processes."""
         for rank, pid in enumerate(self.pids):
             if not self.has_ended(rank):
                 os.kill(pid, signal.SIGKILL)
@@ -81,7 +81,7 @@ class Life:
             self.agent = 0
 
     def text(self) -> str:
-        """What all ranks printed, rank by rank."""
+        """Return the output of all ranks, rank by rank."""
         return "\n".join(path.read_text() for path in self.outputs)
 
 
@@ -94,10 +94,10 @@ def start(
     counts_flops: bool = False,
     reports: bool = False,
 ) -> Life:
-    """Ranks that run `before(rank)` and `work()`, and print to files in `folder`.
+    """Start ranks that run `before(rank)` and `work()`, and print to files in `folder`.
 
-    They meet as under torchrun, at a store that outlives them. counts_flops: True to count operations, which takes a
-    third of the time of a small run. reports: True to write the report, in a process of its own.
+    They rendezvous as under torchrun, at a store that outlives them. counts_flops: True to count operations, which
+    takes a third of the time of a small run. reports: True to write the report in its own process.
     """
     import_all()
     agent, port = _start_agent() if ranks > 1 else (0, 0)
@@ -117,13 +117,13 @@ def start(
 
 
 def _start_agent() -> tuple[int, int]:
-    """The process id and the port of a store, in a fork: here its threads would not survive the next fork."""
+    """Start a store in a fork, because its threads would not survive the next fork; return its process id and port."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
         store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         os.write(write, store.port.to_bytes(2))
-        signal.alarm(300)  # it must not outlive a test that is killed
+        signal.alarm(300)  # it must not outlive a killed test
         signal.pause()
     port = int.from_bytes(os.read(read, 2))
     os.close(read)
@@ -132,14 +132,14 @@ def _start_agent() -> tuple[int, int]:
 
 
 def _live(output: Path, place: dict[str, str], work: Callable[[], Any], before: Callable[[int], None]) -> None:
-    """Run to the end; a forked process must not run pytest's endings."""
+    """Run to the end and exit without pytest's teardown."""
     code = 0
     sys.stdout = sys.stderr = output.open("w", buffering=1)
     os.dup2(sys.stdout.fileno(), 1)
     os.dup2(sys.stdout.fileno(), 2)
     try:
         torch.set_num_threads(1)
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell may have turned off for its jobs
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have disabled it for its jobs
         if place["WORLD_SIZE"] != "1":
             os.environ |= place
         before(int(place["RANK"]))
@@ -155,12 +155,12 @@ def _live(output: Path, place: dict[str, str], work: Callable[[], Any], before: 
 
 
 def train(folder: Path, args: Any, *, trainer: Any = app, **how: Any) -> Life:
-    """A start of a trainer with these settings."""
+    """Start a trainer with these settings."""
     return start(folder, lambda: launch(trainer.main, args), **how)
 
 
 def command(folder: Path, flags: Sequence[str], *, trainer: Any = app, **how: Any) -> Life:
-    """A start of a trainer with this command line."""
+    """Start a trainer with this command line."""
 
     def work() -> None:
         sys.argv = [f"{trainer.__name__}.py", *flags]
@@ -170,13 +170,13 @@ def command(folder: Path, flags: Sequence[str], *, trainer: Any = app, **how: An
 
 
 def no_loading(rank: int) -> None:
-    """A start that comes to the weights has an exit code of its own."""
+    """Make a run exit with code 99 when it loads weights."""
     omni_train.prepare.load_sharded = lambda *args, **options: os._exit(99)
     omni_rl.run.engines.ENGINES["diffusers"] = EngineRow(lambda *args: os._exit(99))
 
 
 def assert_refused(folder: Path, flags: Sequence[str], message: str, *, ranks: int = 1) -> None:
-    """The trainer, with tiny.toml and these flags, ends with code 2 and this one line."""
+    """Check that the trainer, with tiny.toml and these flags, exits with code 2 and only this error line."""
     life = command(folder, ["--config", "tiny.toml", *flags], ranks=ranks, before=no_loading)
     codes, text = life.wait(), re.sub("(?m)^train_flowgrpo.py: the settings are checked; .*\n", "", life.text()).strip()
     assert codes == [2] * ranks, text
@@ -186,19 +186,19 @@ def assert_refused(folder: Path, flags: Sequence[str], message: str, *, ranks: i
 
 
 def rewrite(path: Path, text: str) -> None:
-    """Another content, in a folder of links."""
+    """Replace the content of a file in a folder of links."""
     path.unlink()
     path.write_text(text)
 
 
 def cut(file: Path) -> None:
-    """The first half of a file, in a folder of links."""
+    """Cut a file in a folder of links to its first half."""
     data = file.read_bytes()
     file.unlink()
     file.write_bytes(data[: len(data) // 2])
 
 
 def deepen(file: Path, extra: int) -> None:
-    """A configuration with that many more blocks than there are weights for."""
+    """Give a configuration `extra` more blocks than there are weights for."""
     config = json.loads(file.read_text())
     rewrite(file, json.dumps(config | {"num_layers": config["num_layers"] + extra}))

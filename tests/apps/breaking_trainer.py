@@ -1,6 +1,6 @@
-"""The FlowGRPO trainer in which the last rank hangs in its second update: `breaking_trainer.py FLAGS`, under torchrun.
+"""The FlowGRPO trainer, whose last rank hangs in its second update: `breaking_trainer.py FLAGS`, under torchrun.
 
-Each rank leaves a file `pid-RANK` with its process id.
+Each rank writes its process id to a file `pid-RANK`.
 """
 
 import os
@@ -16,12 +16,12 @@ import train_flowgrpo as app
 
 
 def hang_in_second_update() -> None:
-    """Take no part any more, from the second update on."""
+    """Hang from the second update on."""
     update = app.update
 
     def slow(run, step, *others):
         if step.number == 1:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # else torchrun waits 30 s before it sends SIGKILL
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # otherwise torchrun waits 30 s before it sends SIGKILL
             time.sleep(1000)
         return update(run, step, *others)
 
@@ -31,7 +31,7 @@ def hang_in_second_update() -> None:
 if __name__ == "__main__":
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     Path(f"pid-{rank}").write_text(str(os.getpid()))
-    while len(list(Path().glob("pid-*"))) < num_ranks:  # imports may take longer than a hang may
+    while len(list(Path().glob("pid-*"))) < num_ranks:  # imports may take longer than the hang timeout
         time.sleep(0.01)
     if rank == num_ranks - 1:
         hang_in_second_update()

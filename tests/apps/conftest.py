@@ -1,4 +1,4 @@
-"""Reward servers for the trainers: a cheap one in this process, and the real OCR scorer in its own."""
+"""Reward servers for the trainers: a cheap one in this process, and the real OCR scorer in its own process."""
 
 import pytest
 from apps import app_lives as lives
@@ -10,12 +10,12 @@ from trainer_runs import write_eval_prompts
 
 
 def brightness(media, prompts, meta):
-    """The mean level of each image or video, in [0, 1]: a reward that any model can raise."""
+    """Return the mean level of each image or video in [0, 1], a reward that any model can increase."""
     return [float(sample.mean()) / 255 for kind in media for sample in media[kind]]
 
 
 def loudness(media, prompts, meta):
-    """The mean swing of each sound."""
+    """Return the mean absolute amplitude of each sound."""
     return [float(abs(sound).mean()) for sound in media["audio"]]
 
 
@@ -28,7 +28,7 @@ def bright_url():
 
 @pytest.fixture(scope="session")
 def bright_urls(bright_url):
-    """By the kind of media, URLs of servers in this process that score brightness, or loudness."""
+    """URLs, by kind of media, of servers in this process that score brightness or loudness."""
     with (
         serving_here(Scorer(brightness, media=("video",)), name="brightness") as video,
         serving_here(Scorer(loudness, media=("audio",)), name="loudness") as audio,
@@ -38,7 +38,7 @@ def bright_urls(bright_url):
 
 @pytest.fixture(scope="session")
 def ocr_flags():
-    """The trainer's flags for a real OCR server in a process of its own, with a token."""
+    """Trainer flags for a real OCR server with a token in its own process."""
     with serving("ocr", "--option", "reading=line", token="a-token-for-the-tests") as server:
         yield server.flags
     assert server.process.returncode == 0
@@ -46,7 +46,7 @@ def ocr_flags():
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A working folder of its own, with few evaluation prompts."""
+    """The test's own working folder, with a few evaluation prompts."""
     monkeypatch.chdir(tmp_path)
     write_eval_prompts(tmp_path)
     return tmp_path
@@ -54,7 +54,7 @@ def here(tmp_path, monkeypatch):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch, bright_url):
-    """A working folder with settings, prompts and a scorer that would do."""
+    """Working folder with valid settings, prompts and a scorer."""
     monkeypatch.chdir(tmp_path)
     write_eval_prompts(tmp_path)
     (tmp_path / "tiny.toml").write_text(to_toml(change(lives.TINY, train_steps=1, scorer_url=bright_url)))

@@ -1,7 +1,7 @@
 """One training step of any recipe, through the program itself, on a folder cut from the released configuration.
 
-Replaced are only the folder, the prompts, the scorer, sizes and numbers of samples. Algorithm, LoRA, memory, offload,
-dtype, optimizer, window, streams and sharding are the recipe's own.
+Only the folder, the prompts, the scorer, sizes and numbers of samples are replaced. Algorithm, LoRA, memory, offload,
+dtype, optimizer, window, streams and sharding are the recipe's.
 """
 
 import importlib
@@ -33,10 +33,10 @@ from trainer_runs import recipe
 
 MEDIA_APPS = ("train_flowgrpo", "train_nft", "train_dpo", "train_srpo", "train_distill", "train_sft", "train_unigrpo")
 REAL = [(app, name) for app in (*MEDIA_APPS, *TEXT_TRAINERS) for name in recipes(app) if not name.startswith("tiny-")]
-FEW, FEW_TRAINED = 4, 1  # denoising steps, and those of them that are trained
-SPANS = {"window_low": 0, "window_high": 1, "train_low": 0, "train_high": 1}  # by name of a bound in steps, its lowest
+FEW, FEW_TRAINED = 4, 1  # denoising steps, and trained ones
+SPANS = {"window_low": 0, "window_high": 1, "train_low": 0, "train_high": 1}  # bounds in steps -> lowest value
 SIDE, FRAMES = 32, 9  # of samples, in pixels; 4k + 1 and 8k + 1
-SIDES = {"tencent/HunyuanImage-3.0": 128, "diffusers/LTX-2.3-Diffusers": 64}  # the smallest that these know
+SIDES = {"tencent/HunyuanImage-3.0": 128, "diffusers/LTX-2.3-Diffusers": 64}  # the smallest that these models support
 OPTIONS = {"image_area": SIDE**2, "vae_max_size": SIDE, "vit_max_size": 56, "max_sequence_length": 64}  # of models
 
 
@@ -49,22 +49,22 @@ class Case:
 
     @property
     def trainer(self) -> Any:
-        """The trainer's module."""
+        """Module of the trainer."""
         return importlib.import_module(self.app)
 
     @property
     def args(self) -> Any:
-        """The recipe's settings."""
+        """Settings of the recipe."""
         return recipe(self.trainer, self.name)
 
     @property
     def ranks(self) -> int:
-        """Two where the recipe shards its weights."""
+        """Number of ranks: two if the recipe shards its weights."""
         return 2 if self.args.sharding.mode == "fsdp2" else 1
 
     @property
     def family(self) -> tuple[str, str, str, str]:
-        """What makes a recipe unlike others: its trainer, family of models, dtype and sharding."""
+        """What distinguishes recipes: trainer, model family, dtype and sharding."""
         args = self.args
         return self.app, family_of(args.policy.model), args.policy.dtype, args.sharding.mode
 
@@ -77,7 +77,7 @@ class Case:
 
 @cache
 def family_of(model: str) -> str:
-    """The file of omni-rollout that a model is in."""
+    """Return the omni-rollout module of a model."""
     folder = released_models()[model]
     is_text = model in TOKENS
     return type((open_token_model if is_text else open_model)(folder)).__module__.rpartition(".")[2]
@@ -87,7 +87,7 @@ CASES = [Case(app, name) for app, name in REAL]
 
 
 def families() -> dict[tuple[str, str, str, str], list[Case]]:
-    """The recipes of each family."""
+    """Return the recipes of each family."""
     found: dict[tuple[str, str, str, str], list[Case]] = {}
     for case in CASES:
         found.setdefault(case.family, []).append(case)
@@ -95,7 +95,7 @@ def families() -> dict[tuple[str, str, str, str], list[Case]]:
 
 
 def folder_of(model: str) -> Path:
-    """The folder of a released model, cut; built once for these sources and libraries."""
+    """Return the cut folder of a released model, built once for these sources and libraries."""
     sources = map(Path, (build_tiny_models.__file__, released_folder.__file__))
     cache = REPO / ".pytest_cache" / "released-models"
     return build_tiny_models.kept(
@@ -104,7 +104,7 @@ def folder_of(model: str) -> Path:
 
 
 def small(case: Case) -> dict[str, object]:
-    """What is replaced of a recipe's settings, by their names."""
+    """Return the settings of a recipe that are replaced, by name."""
     args, known = case.args, values_of(case.args)
     minibatches = min(args.data.num_minibatches, 2)
     group = 4 if getattr(args, "best_worst_n", 0) or case.app == "train_gspo" else min(2, args.data.group_size)
@@ -128,7 +128,7 @@ def small(case: Case) -> dict[str, object]:
         "num_frames": min(known.get("num_frames", 1), FRAMES),
         "scorer.name": "",
         "max_new_tokens": 4,
-        **({"reward": "regex"} if case.app in TEXT_TRAINERS else {}),  # random texts match at times
+        **({"reward": "regex"} if case.app in TEXT_TRAINERS else {}),  # random texts sometimes match
         "max_thought_tokens": 4,
         "hang_timeout_s": 120.0,
         **few_steps(args),
@@ -144,7 +144,7 @@ def small(case: Case) -> dict[str, object]:
 
 
 def few_steps(args: Any) -> dict[str, object]:
-    """FEW denoising steps, and of these the share that a recipe makes stochastic or trains on."""
+    """Return FEW denoising steps, and proportional numbers of stochastic or trained steps."""
     known = values_of(args)
     given = {
         name: known.get(name) for name in (*SPANS, "window_size", "window_stride", "train_levels", "levels_per_pair")
@@ -162,9 +162,9 @@ def edits(case: Case) -> bool:
 
 
 def write_prompts(case: Case, folder: Path) -> None:
-    """Write the prompts of a run, with references where the recipe edits."""
+    """Write the prompts of a run, with references if the recipe edits images."""
     images = ["reference.png"] if edits(case) else []
-    pixels = np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)  # FLUX.2 takes no smaller ones
+    pixels = np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)  # FLUX.2 accepts no smaller ones
     Image.fromarray(pixels).save(folder / "reference.png")
     more: dict[str, object] = {"images": images} if images else {}
     more |= {"completion": "ab", "chosen": "ab", "rejected": "b"} if case.app in TEXT_TRAINERS else {}
@@ -172,12 +172,12 @@ def write_prompts(case: Case, folder: Path) -> None:
     (folder / "prompts.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
-PARTS = ("hpsv2", "imagereward", "pickscore", "unifiedreward", "vlm", "clip", "VQ")  # that recipes name
+PARTS = ("hpsv2", "imagereward", "pickscore", "unifiedreward", "vlm", "clip", "VQ")  # used in recipes
 KINDS = ("image", "video", "audio")
 
 
 def scorer_of(kind: str) -> Scorer:
-    """A scorer of one kind of media, whose scores differ wherever samples do in a bit, with the parts of any recipe."""
+    """Return a scorer of one kind of media whose scores differ if any bit differs, with the parts of any recipe."""
 
     def score(media: Any, prompts: Any, meta: Any) -> list[Score]:
         values = [zlib.crc32(np.ascontiguousarray(sample).tobytes()) / 2**32 for sample in media[kind]]
@@ -187,12 +187,12 @@ def scorer_of(kind: str) -> Scorer:
 
 
 def kind_of(case: Case) -> str:
-    """The kind of media that the recipe's scorer grades: of sound and frames the sound, as CLAP does."""
+    """Return the kind of media that the recipe's scorer grades; for frames with sound, the sound, as CLAP does."""
     return [*open_model(folder_of(case.args.policy.model)).MEDIA][-1]
 
 
 def further(case: Case, folder: Path, urls: Mapping[str, str]) -> dict[str, object]:
-    """Write what a recipe needs beside prompts and a scorer into a folder; the settings that name it."""
+    """Write what a recipe needs besides prompts and a scorer into a folder; return the settings that name it."""
     if case.name == "sd35-medium-dpo-offline":
         pair = {"prompt": "a sign", "win": "win.png", "lose": "lose.png"}
         for image in (pair["win"], pair["lose"]):
@@ -204,7 +204,7 @@ def further(case: Case, folder: Path, urls: Mapping[str, str]) -> dict[str, obje
     if case.app == "train_srpo":
         build_tiny_scorers.write_clip(folder / "clip")
         return {"reward_model": "clip"}
-    if case.app == "train_distill":  # its head names the recipe that makes the teacher
+    if case.app == "train_distill":  # the recipe's head names the recipe that trains the teacher
         teacher = Case("train_flowgrpo", "sd35-medium-cps-ocr")
         life = take_step(teacher, folder, urls)
         assert life.wait(300) == [0], life.text()
@@ -213,7 +213,7 @@ def further(case: Case, folder: Path, urls: Mapping[str, str]) -> dict[str, obje
 
 
 def take_step(case: Case, folder: Path, urls: Mapping[str, str]) -> app_lives.Life:
-    """Run the program with `--preset NAME` for one step, in forked processes; `folder` is the working folder."""
+    """Run the program with `--preset NAME` for one step in forked processes; `folder` is the working folder."""
     write_prompts(case, folder)
     scored = case.app not in (*TEXT_TRAINERS, "train_srpo")
     settings = small(case) | further(case, folder, urls)
@@ -226,5 +226,5 @@ def take_step(case: Case, folder: Path, urls: Mapping[str, str]) -> app_lives.Li
 
 
 def see_little(rank: int) -> None:
-    """Have a text encoder that sees references see few of their pixels."""
+    """Make text encoders that read references see few of their pixels."""
     QwenImageEdit.SEEN_AREA = SIDE**2

@@ -335,11 +335,11 @@ MODELS = {  # change of the folder -> what is said of it
     ),
     "a cut file": (
         lambda m: lives.cut(m / TRANSFORMER),
-        r"model\.safetensors is no whole safetensors file: .*; where a download was interrupted, the same command ",
+        r"model\.safetensors is no whole safetensors file: .*; if a download was interrupted, the same command ",
     ),
     "a pointer of Git LFS": (
         lambda m: lives.rewrite(m / TRANSFORMER, POINTER),
-        r"--model is incomplete: .*model\.safetensors is only its pointer of Git LFS: `git lfs pull` fetches the file$",
+        r"--model is incomplete: .*model\.safetensors is only a Git LFS pointer: `git lfs pull` fetches the file$",
     ),
     "a variant": (
         lambda m: (m / TRANSFORMER).rename((m / TRANSFORMER).with_suffix(".fp16.safetensors")),

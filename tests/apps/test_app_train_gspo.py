@@ -563,7 +563,7 @@ def test_an_answer_without_an_end_moves_nothing_where_it_is_masked(here):
             {"tool_function": "python:tool.py:look", "engine": "vllm"},
             "--tool.function needs --engine transformers",
         ),
-        ({"tool_marks": "a b c"}, "--tool.marks must be four texts, of which the last does not end as the second, got"),
+        ({"tool_marks": "a b c"}, "--tool.marks must be four texts, and the last must not end with the second, got"),
         ({"tool_marks": "a b c ab"}, "--tool.marks must be four texts, of which the last does not end"),
         ({"prompts": "train-seen.jsonl"}, "line 2: prompts of a QwenText must hold only text, got image"),
     ],

@@ -1,6 +1,6 @@
-"""A server of command lines: each is typed in a fork of this process, which has what parses settings, and no torch.
+"""A server of command lines: each runs in a fork of this process, which has imported the settings parser but no torch.
 
-It reads a line of JSON for each, and answers with one: the exit code, what was printed, and the heavy libraries that
+It reads a line of JSON per command line, and replies with one: the exit code, the output, and the heavy libraries that
 the program has imported.
 """
 
@@ -19,7 +19,7 @@ WARM = ("omni_rl.settings.cli", "omni_rl.settings.token_args", "omni_rl.tools.co
 
 
 def run_here(python: str, words: list[str]) -> NoReturn:
-    """Run what `os.execv` would start, in this process."""
+    """Run the command of `os.execv` in this process."""
     sys.argv = words[2:] if words[1] == "-m" else words[1:]
     if words[1] == "-m":
         runpy.run_module(words[2], run_name="__main__", alter_sys=True)
@@ -29,12 +29,12 @@ def run_here(python: str, words: list[str]) -> NoReturn:
 
 
 def live(folder: Path, case: dict) -> NoReturn:
-    """Be the program that was typed, and leave what it printed and imported in files."""
+    """Run the given command line, and leave its output and imports in files."""
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), number)
     os.chdir(case["folder"])
     os.environ.update(case["env"])
-    sys.modules.update(dict.fromkeys(case["without"]))  # as where they are not installed
+    sys.modules.update(dict.fromkeys(case["without"]))  # as if they were not installed
     os.execv = run_here
     code = 1
     try:
@@ -54,7 +54,7 @@ def live(folder: Path, case: dict) -> NoReturn:
 
 
 def main() -> None:
-    """Answer until the input ends."""
+    """Serve until the input ends."""
     for name in WARM:
         importlib.import_module(name)
     for line in sys.stdin:

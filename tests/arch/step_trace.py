@@ -1,4 +1,4 @@
-"""Trace one training step of a real run: which functions of this tree run, and in which frames the loss is computed.
+"""Trace one training step of a real run: the functions of this tree that run, and the frames around the loss.
 
 PYTHONPATH=tests:scripts python tests/arch/step_trace.py [SETTING=VALUE ...]
 
@@ -33,9 +33,9 @@ STEP = {"train_steps": 1, "eval_every": 100, "num_inference_steps": 4, "batch_si
 class Trace:
     """One step: what the loop's body runs, without what happens between steps.
 
-    loop: (file, name, first line) of each function that ran on the thread of the loop. others: the same of the threads
-    that send images to the scorer, without the one that sends some to the report. chain: names from the outermost frame
-    of this tree to the one that takes the maximum of a clipped and an unclipped loss.
+    loop: (file, name, first line) of each function that ran on the loop's thread. others: the same for the threads that
+    send images to the scorer, but not the one that sends some to the report. chain: names from this tree's outermost
+    frame to the frame that takes the maximum of a clipped and an unclipped loss.
     """
 
     loop: set[Function]
@@ -44,12 +44,12 @@ class Trace:
 
     @property
     def frames(self) -> int:
-        """Calls between the loop and the arithmetic of the loss."""
+        """Number of calls between the loop and the arithmetic of the loss."""
         return len(self.chain) - 1 - self.chain.index(LOOP)
 
 
 def code_lines(functions: set[Function], repo: Path = REPO) -> dict[str, int]:
-    """Lines of code of these functions, of each of their files."""
+    """Return the number of code lines of these functions in each of their files."""
     counts = {}
     for file in sorted({file for file, _, _ in functions}):
         source = (repo / file).read_text("utf-8")
@@ -65,7 +65,7 @@ def code_lines(functions: set[Function], repo: Path = REPO) -> dict[str, int]:
 
 
 def trace(url: str, repo: Path = REPO, **settings: Any) -> Trace:
-    """Train FlowGRPO for one step with these settings, in forked processes, and follow that of the first rank."""
+    """Train FlowGRPO for one step with these settings in forked processes, and trace the first rank."""
     case = record.grpo(**(STEP | settings))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -78,7 +78,7 @@ def trace(url: str, repo: Path = REPO, **settings: Any) -> Trace:
 
 
 class _Follower:
-    """Notes each call in the tree from the first one of the loop's body, after line 0 of the log, to the sync's end."""
+    """Recorder of calls in the tree, from the first one in the loop's body after log line 0 until the sync ends."""
 
     def __init__(self, repo: Path, out: Path) -> None:
         self._roots = tuple(f"{repo}/{name}/" for name in ("apps", "packages"))
@@ -88,7 +88,7 @@ class _Follower:
         self._chain: list[str] = []
 
     def install(self) -> None:
-        """Follow this thread and those that it will start, once the first line is logged."""
+        """Trace this thread and the threads that it starts, once the first line is logged."""
         self._thread = threading.get_ident()
         threading.setprofile(self._see)
         log, phase, follower = RunLog.log, RunLog.phase, self
@@ -132,7 +132,7 @@ class _Follower:
         return frame.f_code.co_filename.startswith(self._roots)
 
     def _names(self, frame: FrameType | None) -> list[str]:
-        """The tree's functions that are being run, outermost first."""
+        """Return the running functions of this tree, outermost first."""
         names: list[str] = []
         while frame:
             names += [frame.f_code.co_name] if self._is_ours(frame) else []

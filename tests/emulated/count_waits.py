@@ -1,4 +1,4 @@
-"""Count what a training step asks of an accelerator: waits of the host, copies, collectives, memory, by phase.
+"""Count the operations of a training step on an accelerator: host waits, copies, collectives, memory, by phase.
 
 python tests/emulated/count_waits.py
 python tests/emulated/count_waits.py nft dpo srpo
@@ -31,7 +31,7 @@ SHAPE: dict[str, Any] = record.LORA | {
 }  # fmt: skip
 GUIDED: dict[str, Any] = SHAPE | {"true_cfg_scale": 3.0}
 WINDOW: dict[str, Any] = {"num_inference_steps": 10, "window_size": 2, "window_high": 5}
-CASES = {  # of 2 ranks, or pairs, each with 2 batches of 4 pictures; dpo takes pairs of pictures that are there
+CASES = {  # 2 ranks, or pairs, each with 2 batches of 4 images; dpo takes given pairs of images
     "flowgrpo": record.grpo(ranks=2, **GUIDED, **WINDOW),
     "flowgrpo, context": record.grpo(ranks=4, sharding_context_parallel=2, **SHAPE, **WINDOW),
     "nft": record.nft(ranks=2, **GUIDED),
@@ -43,7 +43,7 @@ COLLECTIVES = ("all_gather", "all_reduce", "broadcast", "all_gather_into_tensor"
 
 @dataclass
 class Phase:
-    """What one phase of a step did. operators: on the device. peak_mb: the most device memory at once, MB of 2**20."""
+    """One phase of a step. operators: number on the device. peak_mb: peak device memory in MB of 2**20."""
 
     name: str
     events: list[Event] = field(default_factory=list)
@@ -51,16 +51,16 @@ class Phase:
     peak_mb: float = 0.0
 
     def count(self, kind: str) -> int:
-        """The events of one kind."""
+        """Return the number of events of one kind."""
         return sum(each.kind == kind for each in self.events)
 
     def waits(self) -> Counter[str]:
-        """How often the host waited, by place."""
+        """Return how often the host waited, by place."""
         return Counter(each.place for each in self.events if each.waits)
 
 
 def trace() -> None:
-    """Write what happens in each phase of this process's run to trace-RANK.jsonl in its folder."""
+    """Write the events in each phase of this process's run to trace-RANK.jsonl in its folder."""
     library, told, phase, before = load(), list[Event](), RunLog.phase, 0
     path = Path(f"trace-{os.environ.get('RANK', '0')}.jsonl")
 
@@ -99,7 +99,7 @@ def trace() -> None:
 
 
 def step_of(path: Path, number: int) -> list[Phase]:
-    """The phases of a training step, counted from 0; what happens between phases has the name ""."""
+    """Return the phases of a training step, counted from 0; what happens between phases has the name ""."""
     steps: list[list[Phase]] = []
     for line in path.read_text().splitlines():
         entry = json.loads(line)
@@ -112,7 +112,7 @@ def step_of(path: Path, number: int) -> list[Phase]:
 
 
 def measure(name: str = "flowgrpo", number: int = 1) -> list[Phase]:
-    """The phases of rank 0 of a case's training step `number`, which neither evaluates nor saves."""
+    """Return rank 0's phases of a case's training step `number`, which neither evaluates nor saves."""
     case = CASES[name]
     with tempfile.TemporaryDirectory() as home, record.scoring() as url:
         folder = Path(home) / "run"
@@ -121,7 +121,7 @@ def measure(name: str = "flowgrpo", number: int = 1) -> list[Phase]:
 
 
 def merged(phases: Sequence[Phase]) -> list[Phase]:
-    """One entry for all that happens between the phases."""
+    """Merge all that happens between the phases into one entry."""
     between = [phase for phase in phases if not phase.name]
     events = [event for phase in between for event in phase.events]
     rest = Phase("between", events, sum(p.operators for p in between), max(p.peak_mb for p in between))
@@ -129,7 +129,7 @@ def merged(phases: Sequence[Phase]) -> list[Phase]:
 
 
 def table(phases: Sequence[Phase]) -> str:
-    """The counts in Markdown: each phase, and the places at which the host waits."""
+    """Return the counts in Markdown: the phases, and the places where the host waits."""
     head = ("phase", "operators", "to device", "to host", "waits", "collectives", "on the host", "peak, MB")
     rows = [
         (phase.name, phase.operators, phase.count("to device"), phase.count("to host"), phase.waits().total(),

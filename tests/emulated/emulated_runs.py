@@ -46,14 +46,14 @@ RECOMPUTED = {"memory_gradient_checkpointing": True}
 
 
 def tokens(*, ranks: int = 1, **settings: Any) -> record.Case:
-    """A run of the trainer of texts, graded by a rule."""
+    """Return a run of the text trainer, graded by a rule."""
     own = {"name": "run", "scorer_url": "", "prompts_per_step": 2, "group_size": 4, "batch_size": 4, "lr": 1e-3}
     own |= {"max_new_tokens": 5, "save_every": 1, "reward": "regex", "hang_timeout_s": 120.0}
     return record.Case("train_gspo", {"model": model("qwen3")} | own | TEXTS | SMALL | settings, ranks)
 
 
 def model(name: str) -> str:
-    """The folder of a small checkpoint of random weights."""
+    """Return the folder of a small checkpoint with random weights."""
     return str(tiny_checkpoint(name, record.REPO / ".pytest_cache" / "tiny-models"))
 
 
@@ -71,7 +71,7 @@ CASES = {  # runs whose bytes are counted
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run leaves: the log without times and memory, a digest of its weights, and what rank 0 printed last."""
+    """Result of a run: the log without times and memory, a digest of its weights, and rank 0's last output."""
 
     lines: list[dict[str, Any]]
     weights: dict[str, Any]
@@ -83,7 +83,7 @@ def run(
 ) -> Outcome:
     """Train in that folder, in as many lives as there are numbers of steps; each calls `before` first.
 
-    lives: the steps after which each ends.
+    lives: the step after which each life ends.
     """
     folder.mkdir()
     record.write_data(folder)
@@ -102,9 +102,9 @@ def run_row(
     before: Callable[[], None] = lambda: None,
     **changes: Any,
 ) -> Outcome:
-    """Train a row of the table of trainers with these changes of its settings, as `run` does."""
+    """Train a row of the trainer table with changed settings, as `run` does."""
     folder.mkdir()
-    own = {"eval_every": 1, "save_every": 1, "optim_lr_scheduler_type": "constant"}  # which lives may end anywhere
+    own = {"eval_every": 1, "save_every": 1, "optim_lr_scheduler_type": "constant"}  # so that lives may end anywhere
     with chdir(folder):
         app, args = trainer_table.settings(row[0], url, *row[1:], **(own | changes))
     return live(app.__name__, values_of(args), trainer_table.ranks(row[2]), folder, lives, before)
@@ -123,25 +123,25 @@ def live(
 
 
 def rotate_in_real_numbers(is_real: bool = True) -> None:
-    """Have every device rotate queries and keys as accelerators without complex numbers do, or as others."""
+    """Make every device rotate queries and keys like accelerators without complex numbers, or like others."""
     for net in (qwen_image_net, z_image_net):
         net.is_real = lambda device: is_real
 
 
 def load_like_cuda() -> None:
-    """Load the accelerator, which then rotates in complex numbers, as CUDA does and plans assume."""
+    """Load the accelerator with complex rotations, as CUDA has and plans assume."""
     load()
     rotate_in_real_numbers(False)
 
 
 def load_without_bfloat16() -> None:
-    """Load the accelerator as one that emulates bfloat16, as NVIDIA's V100 does."""
+    """Load the accelerator as one that only emulates bfloat16, like NVIDIA's V100."""
     load()
     torch.get_device_module("npu").is_bf16_supported = lambda including_emulation: including_emulation
 
 
 def tell_factors() -> None:
-    """Have each rank of a run print each factor of a loss in float16, on such a device."""
+    """Make each rank print each loss scale in float16, on such a device."""
     load_without_bfloat16()
     scale = torch.amp.GradScaler.scale
 
@@ -155,7 +155,7 @@ def tell_factors() -> None:
 
 
 def tell_algorithms() -> None:
-    """Have each rank of a run print by which algorithms it computes forward and backward passes, on a strict device."""
+    """Make each rank print which algorithms its forward and backward passes use, on a strict device."""
     load_strict()
     seen, backward = set(), torch.autograd.backward
 
@@ -165,7 +165,7 @@ def tell_algorithms() -> None:
             print(f"{where} by {('any', 'warned', 'deterministic')[each[1]]} algorithms", flush=True)
 
     def noted(tensors: Tensor | list[Tensor], *others: Any, **options: Any) -> None:
-        if isinstance(tensors, Tensor):  # lists are those of the meta device, on which operations are counted
+        if isinstance(tensors, Tensor):  # lists come from the meta device, on which operations are counted
             note("backward")
         backward(tensors, *others, **options)
 
@@ -174,7 +174,7 @@ def tell_algorithms() -> None:
 
 
 def tell_moments() -> None:
-    """Have each rank of a run print after every optimizer step where its sharded moments of AdamW are."""
+    """Make each rank print, after every optimizer step, the device of its sharded AdamW moments."""
     load()
     step = omni_rl.run.run.optimizer_step
 
@@ -188,7 +188,7 @@ def tell_moments() -> None:
 
 
 def peaks(variant: str) -> tuple[float, float]:
-    """The most bytes of two steps with 57.7 million weights in a variant of scripts/gpu_check.py: counted, planned."""
+    """Return the peak bytes, counted and planned, of two steps of a variant of scripts/gpu_check.py (57.7M weights)."""
     load_like_cuda()
     import gpu_check
     from gpu_rows import FEW, peaks_of, take
@@ -200,12 +200,12 @@ def peaks(variant: str) -> tuple[float, float]:
 
 
 def answers_peaks(name: str, num_tokens: int) -> tuple[int, int]:
-    """The most bytes of a net that samples answers of so many tokens, in a batch: counted, planned."""
+    """Return the peak bytes, counted and planned, of a net that samples a batch of answers of `num_tokens`."""
     library, folder, found = load(), model(name), list[int]()
     prompts = [Prompt("a sign", 0, i, seed=i) for i in range(4)]
     for place in (torch.device("npu"), PLANNED):
         tokens = open_token_model(folder)
-        tokens.ends, tokens.reads_weights = (10**6,), place != PLANNED  # a token that no answer has
+        tokens.ends, tokens.reads_weights = (10**6,), place != PLANNED  # a token that no answer contains
         with PlannedDevice() if place == PLANNED else nullcontext() as device:
             engine = TransformersEngine(tokens, tokens.load_net(device=place, dtype=torch.float32))
             params = TokenParams(num_tokens, 1.0)
@@ -223,7 +223,7 @@ def answers_peaks(name: str, num_tokens: int) -> tuple[int, int]:
 
 
 def waits_of(name: str) -> Counter[str]:
-    """Where the host waits in one guided forward of the model of that row of tests/model_rows.py."""
+    """Return where the host waits in one guided forward pass of a model of tests/model_rows.py."""
     load()
     row = ROWS[name]
     folder, told, waits = row.checkpoint(), list[Event](), Counter[str]()
@@ -241,17 +241,17 @@ def waits_of(name: str) -> Counter[str]:
 
     params = replace(row.guided, num_inference_steps=2, sde_steps=())
     sampler = Sampler(model, parts)
-    sampler.sample(prompts, params, weight_version=0)  # what is built once
+    sampler.sample(prompts, params, weight_version=0)  # build what is built once
     model.predict_velocity = counted  # type: ignore[method-assign]
     sampler.sample(prompts, params, weight_version=0)
     return Counter({place: number // 2 for place, number in waits.items()})
 
 
 def waits_of_experts() -> list[tuple[list[int], bool]]:
-    """How often the host waits in a layer of HunyuanImage-3.0's experts, and whether gradients leave its bits alone.
+    """Return how often the host waits in HunyuanImage-3.0's expert layer, and if gradients leave its output unchanged.
 
-    The waits are those of a forward without gradients, of one with them, and of its backward: of the layer as it is,
-    and as one graph, of which the backward keeps what torch's own compiler would have it keep.
+    The waits are those of a forward pass without gradients, of one with them, and of its backward pass: first for the
+    plain layer, then for the layer as one graph, whose backward pass keeps what torch's compiler would keep.
     """
     load()
     torch.manual_seed(0)
@@ -276,16 +276,16 @@ def waits_of_experts() -> list[tuple[list[int], bool]]:
 
 
 def check(words: Sequence[str]) -> int:
-    """The exit code of scripts/gpu_check.py with all its rows in this process on the emulated accelerator."""
+    """Return the exit code of scripts/gpu_check.py with all rows, in this process on the emulated accelerator."""
     load_like_cuda()
     import gpu_check
 
-    gc.freeze()  # a collection looks at what rows have made, and at no library
+    gc.freeze()  # collections skip the libraries
     return gpu_check.main(words, here=True)
 
 
 def scorer_peak(name: str, options: dict[str, str]) -> int:
-    """The most bytes of a scorer on the accelerator, which it takes unasked, when it scores more than a batch."""
+    """Return the peak bytes of a scorer on the accelerator, its default device, when it scores more than a batch."""
     library = load()
     scorer = load_scorer(name, options=options)
     images = np.zeros((neural.BATCH_SIZE + 1, 32, 32, 3), np.uint8)
@@ -296,7 +296,7 @@ def scorer_peak(name: str, options: dict[str, str]) -> int:
 
 
 def scorer_naps(name: str, options: dict[str, str], kind: str) -> tuple[list[int], list[float | None], bool]:
-    """The bytes of a scorer on the accelerator: loaded, asleep, awake, asleep; its scores, and if they repeat."""
+    """Return a scorer's bytes on the accelerator (loaded, asleep, awake, asleep), its scores, and if they repeat."""
     library, sizes, scores = load(), [], []
     scorer = load_scorer(name, options=options)
     assert scorer.move
@@ -316,9 +316,9 @@ def scorer_naps(name: str, options: dict[str, str], kind: str) -> tuple[list[int
 
 
 def start_scorers(folder: Path, scorer: str, num_ranks: int) -> tuple[list[str], list[list[float | None]]]:
-    """Start a scorer as the first of a machine's ranks does: the device of each server's command, and its scores.
+    """Start a scorer like the first rank of a machine; return the device in each server's command, and the scores.
 
-    folder: with sitecustomize.py, by which servers know the accelerator too.
+    folder: contains sitecustomize.py, which loads the accelerator in the servers.
     """
     load()
     os.environ |= {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path]), "LOCAL_WORLD_SIZE": str(num_ranks)}

@@ -1,7 +1,7 @@
-"""An accelerator named `npu` that every machine with a C++ compiler has: `device.cpp`, built once and loaded here.
+"""An accelerator named `npu` for every machine with a C++ compiler: `device.cpp`, built once and loaded here.
 
-`load` turns this process into one with eight of them, so it is called in processes of their own. `watch` then tells
-what the device does.
+`load` gives the calling process eight of them, so it is called in separate processes. `watch` records what the device
+does.
 """
 
 import ctypes
@@ -28,10 +28,10 @@ OURS = ("/packages/", "/apps/")
 
 @dataclass(frozen=True)
 class Event:
-    """What the device did once.
+    """One event of the device.
 
-    kind: "to device" and "to host" for copies, "sync", "collective". name: of the operator. waits: whether the host
-    stood still until all queued work was done. place: file and function of omni-rl's code that asked for it.
+    kind: "to device" and "to host" for copies, "sync", "collective". name: the operator's name. waits: True if the host
+    blocked until all queued work was done. place: file and function of omni-rl's code that caused it.
     """
 
     kind: str
@@ -42,10 +42,10 @@ class Event:
 
 
 def build() -> Path:
-    """The library, compiled once for each version of its source and of torch; concurrent builds wait for the first.
+    """Return the library, compiled once per version of its source and of torch; concurrent builds wait for the first.
 
     Raises:
-        RuntimeError: there is no compiler, or it fails.
+        RuntimeError: the compiler is missing or fails.
     """
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
@@ -74,7 +74,7 @@ def build() -> Path:
 
 @cache
 def load() -> ctypes.CDLL:
-    """Make torch know the accelerator `npu`, with a collective backend that runs gloo on the same memory."""
+    """Register the accelerator `npu` with torch, with a collective backend that runs gloo on the same memory."""
     library = ctypes.CDLL(str(build()), mode=ctypes.RTLD_GLOBAL)
     library.emulated_start()
     for name in ("operators", "bytes", "peak"):
@@ -87,7 +87,7 @@ def load() -> ctypes.CDLL:
 
 
 def load_strict() -> ctypes.CDLL:
-    """Like `load`, with settings of torch_npu, and without float64, float8, complex numbers and internal formats."""
+    """Like `load`, with torch_npu's settings, and without float64, float8, complex numbers and internal formats."""
     library = load()
     library.emulated_refuse_types()
 
@@ -102,12 +102,12 @@ def load_strict() -> ctypes.CDLL:
 
 
 def _gloo(store: torch_dist.Store, rank: int, size: int, timeout: object) -> torch_dist.ProcessGroup:
-    """Both devices' backend: the device's collectives run on the CPU's view of its memory."""
+    """Return the backend of both devices: collectives run on the CPU's view of the device memory."""
     return torch_dist.ProcessGroupGloo(store, rank, size, timeout=timeout)  # type: ignore[call-arg,arg-type]
 
 
 def _module(library: ctypes.CDLL) -> types.ModuleType:
-    """What torch looks for in `torch.npu`."""
+    """Return the `torch.npu` module that torch expects."""
     module, accelerator = types.ModuleType("torch.npu"), torch.accelerator
     functions = {
         "is_available": lambda: True,
@@ -123,7 +123,7 @@ def _module(library: ctypes.CDLL) -> types.ModuleType:
         "Event": partial(torch.Event, device="npu"),
         "device": torch.device,
         "manual_seed_all": lambda seed: None,
-        "get_rng_state": lambda device=0: torch.get_rng_state(),  # operators draw with the CPU's generator
+        "get_rng_state": lambda device=0: torch.get_rng_state(),  # operators sample with the CPU's generator
         "set_rng_state": lambda state, device=0: torch.set_rng_state(state),
         "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
         "memory_allocated": lambda device=None: library.emulated_bytes(),
@@ -135,24 +135,24 @@ def _module(library: ctypes.CDLL) -> types.ModuleType:
 
 
 def execute(program: str, folder: str) -> None:
-    """Run a program in this process, with the accelerator; `folder` gets what it prints, in stdout and stderr."""
+    """Run a program in this process with the accelerator; its output goes to stdout and stderr in `folder`."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT), number)
     exec(program, {"torch": torch, "nn": torch.nn, "watch": watch, "load": load, "library": load()})
     sys.stdout.flush()
-    os._exit(0)  # the threads of a backward pass may break what comes after it
+    os._exit(0)  # threads of a backward pass may break the teardown
 
 
 @contextmanager
 def watch(told: list[Event]) -> Iterator[None]:
-    """Within the `with` block the list grows by what the device does."""
+    """Append the device's events to a list within the `with` block."""
     tell(told.append)
     yield
     tell(None)
 
 
 def tell(to: Callable[[Event], None] | None) -> None:
-    """Call `to` for all that the device does from here on, or nothing."""
+    """Call `to` for every event of the device from now on, or stop with None."""
     global _listener
 
     def listen(kind: bytes, name: bytes, num_bytes: int, waits: int) -> None:
@@ -163,11 +163,11 @@ def tell(to: Callable[[Event], None] | None) -> None:
 
 
 _LISTENER = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int)
-_listener = _LISTENER()  # what the library calls must stay alive
+_listener = _LISTENER()  # the library's callback must stay alive
 
 
 def place() -> str:
-    """The innermost lines of omni-rl's code that are running."""
+    """Return the innermost running file and function of omni-rl."""
     frame = sys._getframe()
     while frame is not None:
         name = frame.f_code.co_filename

@@ -25,7 +25,7 @@ def stopping() -> Iterator[list[threading.Thread]]:
 
 @pytest.fixture
 def serve(stopping: list[threading.Thread]) -> Iterator[Callable[..., str]]:
-    """Function of a score function and create_app's options or limits, which serves it and returns the URL."""
+    """Function that serves a score function, with create_app's options or limits, and returns the URL."""
     with contextlib.ExitStack() as stack:
 
         def start(score_fn: ScoreFn, *, max_connections: int = MAX_CONNECTIONS, **options: object) -> str:

@@ -1,4 +1,4 @@
-"""Drawn scenes of objects with the grades that GenEval's rules give them, as they follow from how a scene is made."""
+"""Drawn scenes of objects with their grades under GenEval's rules, which follow from how a scene is drawn."""
 
 import random
 from typing import Any
@@ -21,7 +21,7 @@ def at(rng: random.Random, name: str, x: float, y: float) -> Detection:
 
 
 def scene(rng: random.Random, tag: str, right: bool) -> tuple[Painted, Meta, Grades]:
-    """A scene with its grades as they follow from how it is made."""
+    """Return a scene with its metadata and grades."""
     first, second = rng.sample(NAMES, 2)
     red, blue, other = rng.sample(COLORS, 3)
     include: list[Meta] = [{"class": first, "count": 1}]

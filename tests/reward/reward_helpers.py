@@ -1,4 +1,4 @@
-"""Signs to read, and a server that does to a connection what a test wants."""
+"""Signs to read, and a server that misuses a connection as a test wants."""
 
 import contextlib
 import json
@@ -15,7 +15,7 @@ HEAD = b"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/oc
 
 
 def draw_sign(text: str, size: int = 26, *, height: int = 32, width: int = 96) -> np.ndarray:
-    """Dark text on a light background, [H, W, 3], uint8."""
+    """Return dark text on a light background, [H, W, 3], uint8."""
     image = Image.new("RGB", (width, height), (235, 232, 220))
     draw = ImageDraw.Draw(image)
     font = ImageFont.load_default(size)
@@ -26,12 +26,12 @@ def draw_sign(text: str, size: int = 26, *, height: int = 32, width: int = 96) -
 
 
 def halves(media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]) -> list[float]:
-    """A scorer of nothing."""
+    """Score every sample 0.5."""
     return [0.5] * len(prompts)
 
 
 class Misbehaving:
-    """A server that reads whole requests and lets a function of (socket, request) do what it likes with them."""
+    """Server that reads whole requests and passes (socket, request) to a function."""
 
     def __init__(self, behave: Callable[[socket.socket, bytes], None], *, port: int = 0) -> None:
         self._behave = behave
@@ -56,7 +56,7 @@ class Misbehaving:
 
 
 def read_request(conn: socket.socket) -> bytes | None:
-    """Body of the next request on the connection; None when the client closes it before the end."""
+    """Return the body of the next request on the connection, or None if the client closes it early."""
     received, wanted = b"", None
     while wanted is None or len(received) < wanted:
         chunk = conn.recv(65536)
@@ -71,13 +71,13 @@ def read_request(conn: socket.socket) -> bytes | None:
 
 
 def http(status: str, body: bytes, *headers: str, close: bool = True) -> bytes:
-    """A reply as it goes over the wire."""
+    """Return the bytes of an HTTP reply."""
     lines = [f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", *(["Connection: close"] if close else []), *headers]
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
 def reply_to(body: bytes, **changes: object) -> bytes:
-    """The good reply to a request's body, with some of its fields changed."""
+    """Return the valid reply to a request's body, with some fields changed."""
     request = decode_request(body, max_batch=1024)
     results = [{"id": name, "score": 0.5} for name in request.ids]
     reply = {"protocol": 1, "request_id": request.request_id, "scorer": "test", "results": results}
@@ -85,14 +85,14 @@ def reply_to(body: bytes, **changes: object) -> bytes:
 
 
 def trickle(conn: socket.socket, data: bytes, *, pause_s: float = 0.02) -> None:
-    """Sends a byte at a time."""
+    """Send one byte at a time."""
     for i in range(len(data)):
         conn.sendall(data[i : i + 1])
         time.sleep(pause_s)
 
 
 def texture(seed: int = 0) -> np.ndarray:
-    """Soft random texture [256, 256], 0 to 255, that repeats at its edges."""
+    """Return a soft random texture [256, 256], 0 to 255, that is periodic."""
     noise = np.random.default_rng(seed).normal(size=(256, 256))
     frequency = np.hypot(*np.meshgrid(np.fft.fftfreq(256), np.fft.fftfreq(256)))
     soft = np.fft.ifft2(np.fft.fft2(noise) * np.exp(-((frequency / 0.08) ** 2))).real

@@ -24,7 +24,7 @@ CLUTTER = ("plain", "ramp", "lines", "shapes", "noise")
 
 @dataclass(frozen=True)
 class Scene:
-    """A scene to draw: a text, "" for none, and how it is drawn."""
+    """Scene to draw: a text, or "" for none, and how it is drawn."""
 
     text: str
     face: str
@@ -36,12 +36,12 @@ class Scene:
 
     @property
     def prompt(self) -> str:
-        """The prompt that asks for the text."""
+        """Prompt that asks for the text."""
         return f'a board that says "{self.text or "Nothing"}"'
 
 
 def scenes(count: int, *, empty: int) -> list[Scene]:
-    """Scenes with text, and after them such as have none; each property goes round by itself."""
+    """Return scenes with text, then scenes without; each property cycles independently."""
     rng = random.Random(0)
     texts = [TEXTS[i % len(TEXTS)] for i in range(count)] + [""] * empty
     rounds = [[own[i % len(own)] for i in range(len(texts))] for own in (FACES, SIZES, ANGLES, CLUTTER)]
@@ -54,7 +54,7 @@ def scenes(count: int, *, empty: int) -> list[Scene]:
 
 
 def draw_scene(scene: Scene) -> np.ndarray:
-    """The scene as an image [H, W, 3], uint8: a board with the text, turned by its angle, before its clutter."""
+    """Return the scene as an image [H, W, 3], uint8: a board with the text, rotated, before its clutter."""
     rng = random.Random(scene.seed)
     image = _background(scene, rng)
     if scene.text:
@@ -65,7 +65,7 @@ def draw_scene(scene: Scene) -> np.ndarray:
 
 
 def _board(scene: Scene, rng: random.Random) -> tuple[Image.Image, Image.Image]:
-    """The board and where it covers what lies behind; its larger side takes 0.5 to 0.9 of the scene's."""
+    """Return the board and the mask of what it covers; its larger side takes 0.5 to 0.9 of the scene's."""
     light, dark = rng.randint(190, 255), rng.randint(0, 60)
     colors = [tuple(min(255, max(0, tone + rng.randint(-30, 30))) for _ in range(3)) for tone in (light, dark)]
     if rng.random() < 0.4:
@@ -87,7 +87,7 @@ def _board(scene: Scene, rng: random.Random) -> tuple[Image.Image, Image.Image]:
 
 
 def _background(scene: Scene, rng: random.Random) -> Image.Image:
-    """What lies behind the board."""
+    """Return the image behind the board."""
     base = np.array([rng.randint(60, 200) for _ in range(3)], float)
     ramp = np.linspace(0, 90 if scene.clutter == "ramp" else 0, scene.width)[None, :, None]
     noise = np.random.default_rng(scene.seed).normal(

@@ -1,4 +1,4 @@
-"""What schemathesis sends to /score where it wants to send something valid."""
+"""Valid request bodies that schemathesis sends to /score."""
 
 import numpy as np
 import schemathesis
@@ -11,7 +11,7 @@ TEXTS = st.text(st.characters(codec="utf-8"), max_size=20)
 
 @st.composite
 def bodies(draw: st.DrawFn) -> bytes:
-    """Bodies that keep every rule of docs/reward-protocol.md."""
+    """Return bodies that follow every rule of docs/reward-protocol.md."""
     prompts = draw(st.lists(TEXTS, min_size=1, max_size=4))
     sizes = st.integers(1, 6)
     image = np.full((len(prompts), draw(sizes), draw(sizes), 3), draw(st.integers(0, 255)), np.uint8)

@@ -172,7 +172,7 @@ def test_a_server_on_trial_gets_one_attempt_at_a_time_and_a_request_that_waits_s
         endpoints.give_back(endpoint, RewardConnectError("refused"), started=time.monotonic())
     trial = endpoints.take(deadline)
     assert trial
-    with pytest.raises(RewardConnectError, match="no server could be asked in time; last failure: refused"):
+    with pytest.raises(RewardConnectError, match="no server was free in time; last failure: refused"):
         endpoints.call(lambda url: None, time.monotonic() + 0.05)
     with ThreadPoolExecutor(3) as pool:
         others = [pool.submit(endpoints.take, deadline) for _ in range(3)]

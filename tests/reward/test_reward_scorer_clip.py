@@ -143,7 +143,7 @@ def spoil(folder: Path, target: Path, **changes: object) -> Path:
 def test_a_checkpoint_that_lacks_weights_is_refused(tiny: Path, tmp_path: Path) -> None:
     model = spoil(tiny / "clip", tmp_path / "a", drop="visual_projection.weight")
     with pytest.raises(
-        ValueError, match=r"must hold all weights of a CLIPModel, but not \['visual_projection.weight'\]"
+        ValueError, match=r"must hold all weights of a CLIPModel, missing \['visual_projection.weight'\]"
     ):
         load_scorer("clip", options={"model": str(model)})
 
@@ -187,11 +187,11 @@ def test_a_file_of_something_else_than_tensors_is_refused(content: object, tmp_p
         ({}, "a weight and a bias for each position"),
         ({"0.weight": (1, 4)}, "a weight and a bias for each position"),
         ({"0.weight": (1, 4), "0.bias": (1,), "x": (1,)}, "a weight and a bias for each position"),
-        ({"0.weight": (1, 5), "0.bias": (1,)}, r"must make 1 of 4 numbers, got layers of the shapes \[\(1, 5\)\]"),
-        ({"0.weight": (2, 4), "0.bias": (2,)}, "must make 1 of 4 numbers"),
-        ({"0.weight": (1, 4), "0.bias": (2,)}, "must make 1 of 4 numbers"),
-        ({"0.weight": (3, 4), "0.bias": (3,), "2.weight": (1, 2), "2.bias": (1,)}, "must make 1 of 4 numbers"),
-        ({"0.weight": (4,), "0.bias": (1,)}, "must make 1 of 4 numbers"),
+        ({"0.weight": (1, 5), "0.bias": (1,)}, r"must map 4 numbers to 1, got layers of the shapes \[\(1, 5\)\]"),
+        ({"0.weight": (2, 4), "0.bias": (2,)}, "must map 4 numbers to 1"),
+        ({"0.weight": (1, 4), "0.bias": (2,)}, "must map 4 numbers to 1"),
+        ({"0.weight": (3, 4), "0.bias": (3,), "2.weight": (1, 2), "2.bias": (1,)}, "must map 4 numbers to 1"),
+        ({"0.weight": (4,), "0.bias": (1,)}, "must map 4 numbers to 1"),
     ],
 )
 def test_a_head_that_does_not_fit_is_refused(weights: dict[str, tuple[int, ...]], message: str) -> None:

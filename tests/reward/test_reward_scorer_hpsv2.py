@@ -136,5 +136,5 @@ def test_a_checkpoint_that_lacks_weights_is_refused(tiny: Path, tmp_path: Path) 
     weights = torch.load(tiny / "hpsv2" / FILE, weights_only=True)["state_dict"]
     del weights["visual.proj"]
     torch.save({"state_dict": weights}, tmp_path / FILE)
-    with pytest.raises(ValueError, match=r"must hold all weights of a CLIPModel, but not \['visual_projection"):
+    with pytest.raises(ValueError, match=r"must hold all weights of a CLIPModel, missing \['visual_projection"):
         load_scorer("hpsv2", options=options(tiny) | {"model": str(tmp_path)})

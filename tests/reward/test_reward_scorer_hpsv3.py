@@ -135,8 +135,8 @@ def test_an_instruction_must_be_given(tiny: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("model.layers.1.mlp.up_proj.weight", "must hold all weights of a Qwen2VLModel, but not"),
-        ("visual.merger.ln_q.bias", "must hold all weights of a Qwen2VLModel, but not"),
+        ("model.layers.1.mlp.up_proj.weight", "must hold all weights of a Qwen2VLModel, missing"),
+        ("visual.merger.ln_q.bias", "must hold all weights of a Qwen2VLModel, missing"),
         ("model.embed_tokens.weight", "must hold an embedding of each token"),
         ("rm_head.3.bias", "a head must have a weight and a bias"),
     ],

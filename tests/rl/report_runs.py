@@ -12,13 +12,13 @@ PROMPTS = ("a red sign", "a green sign", "a blue sign")
 
 
 def write_metrics(folder: Path, steps: list[dict]) -> None:
-    """The lines as RunLog writes them."""
+    """Write the lines as RunLog does."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
 
 
 def metrics(num_steps: int, *, eval_every: int = 4) -> list[dict]:
-    """Line n has reward/mean = n / 100 and a step of 2 seconds, half of it rollout; evaluations score n / 50."""
+    """Return lines: line n has reward/mean n / 100 and a 2 s step, half of it rollout; evaluations score n / 50."""
     lines = []
     for step in range(num_steps + 1):
         line: dict[str, float] = {"step": step, "time/step_s": 2.0}
@@ -32,28 +32,28 @@ def metrics(num_steps: int, *, eval_every: int = 4) -> list[dict]:
 
 
 def images(count: int, height: int = 32, width: int = 96, seed: int = 0) -> np.ndarray:
-    """uint8 [count, height, width, 3] of noise."""
+    """Return noise, uint8 [count, height, width, 3]."""
     return np.random.default_rng(seed).integers(0, 256, (count, height, width, 3), dtype=np.uint8)
 
 
 def film(num_frames: int = 9, height: int = 32, width: int = 96, seed: int = 0) -> np.ndarray:
-    """uint8 [F, H, W, 3] of noise."""
+    """Return noise, uint8 [F, H, W, 3]."""
     return images(num_frames, height, width, seed)
 
 
 def tone(seconds: float = 0.5, rate: int = 16_000, channels: int = 2) -> np.ndarray:
-    """float32 [S, C] of 440 Hz at half of full scale."""
+    """Return a 440 Hz tone at half of full scale, float32 [S, C]."""
     wave_form = 0.5 * np.sin(2 * np.pi * 440 * np.arange(round(seconds * rate)) / rate)
     return wave_form.astype(np.float32)[:, None].repeat(channels, axis=1)
 
 
 def clips(count: int, **sizes: int) -> list[dict[str, np.ndarray | torch.Tensor]]:
-    """Media of so many samples, each a video with sound."""
+    """Return the media of `count` samples, each a video with sound."""
     return [{"video": torch.from_numpy(film(seed=i, **sizes)), "audio": tone()} for i in range(count)]
 
 
 def samples(rewards: list[float | None], *, group_size: int = 1, read: str = "SIGN") -> list[Sample]:
-    """One sample a reward, in groups of a prompt each."""
+    """Return one sample per reward, in groups with one prompt each."""
     return [
         Sample(PROMPTS[i // group_size % 3], reward, i // group_size, i, {"target": "SIGN", "read": read})
         for i, reward in enumerate(rewards)
@@ -61,7 +61,7 @@ def samples(rewards: list[float | None], *, group_size: int = 1, read: str = "SI
 
 
 def write_run(folder: Path, *, num_steps: int = 12, total: int | None = None, lr: float = 1e-4) -> Path:
-    """A run with everything in its folder."""
+    """Write a run with everything in its folder."""
     lines = metrics(num_steps)
     lines[-1]["policy/skipped_updates"] = 1.0  # raises an alarm
     write_metrics(folder, lines)

@@ -1,4 +1,4 @@
-"""Run by test_rl_sinks.py where nothing but omni-rl and its extras of trackers is installed: prints what sinks stored.
+"""Print what trackers stored; run by test_rl_sinks.py where only omni-rl and its tracker extras are installed.
 
 python sinks_alone.py FOLDER    with TRACKIO_DIR set
 """
@@ -22,7 +22,7 @@ LINES = [(0, {"eval/reward": 0.5}), (1, {"loss": 0.25, "bad": math.nan}), (5, {"
 
 
 def read_tensorboard(folder: Path) -> dict[str, list[tuple[int, Any]]]:
-    """{name: [(step, value)]} of the event files, and of pictures their sizes."""
+    """Return {name: [(step, value)]} from the event files, with sizes as the values of images."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
@@ -31,11 +31,11 @@ def read_tensorboard(folder: Path) -> dict[str, list[tuple[int, Any]]]:
 
 
 def records(data: bytes) -> Iterator[bytes]:
-    """The records of a log in LevelDB's format: blocks of 32 KiB, parts of a record with checksum, length and kind."""
-    whole, place = b"", 7  # the file begins with seven bytes of its own
+    """Yield the records of a LevelDB log: 32 KiB blocks with parts of records, each with checksum, length and kind."""
+    whole, place = b"", 7  # the file has a header of seven bytes
     while place + 7 <= len(data):
         _, length, kind = struct.unpack_from("<IHB", data, place)
-        if kind == 0:  # padding: go on in the next block
+        if kind == 0:  # padding: continue in the next block
             place = (place // 32768 + 1) * 32768
             continue
         whole += data[place + 7 : place + 7 + length]
@@ -48,7 +48,7 @@ def records(data: bytes) -> Iterator[bytes]:
 
 
 def read_wandb(folder: Path) -> list[tuple[int, dict[str, Any]]]:
-    """(step, metrics) of the one run in the folder, of which each start has written a file."""
+    """Return (step, metrics) of the only run in the folder, for which each start has written a file."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     paths = sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))
@@ -64,7 +64,7 @@ def read_wandb(folder: Path) -> list[tuple[int, dict[str, Any]]]:
 
 
 def read_trackio(folder: Path) -> list[tuple[int, dict[str, Any]]]:
-    """(step, metrics) of the one project in the folder."""
+    """Return (step, metrics) of the only project in the folder."""
     (path,) = folder.glob("*.db")
     with sqlite3.connect(path) as connection:
         rows = connection.execute("SELECT step, metrics FROM metrics WHERE run_name = 'run' ORDER BY step").fetchall()
@@ -72,7 +72,7 @@ def read_trackio(folder: Path) -> list[tuple[int, dict[str, Any]]]:
 
 
 def read_swanlab(folder: Path) -> list[tuple[int, dict[str, Any]]]:
-    """(step, metrics) of the folder's runs, one for each start; of sheets their file names."""
+    """Return (step, metrics) of the folder's runs, one per start, with the number of files as the values of sheets."""
     from swanlab.proto.swanlab.record.v1.record_pb2 import Record
     from swanlab.sdk.internal.core_python.store import DataStoreReader
 
@@ -82,7 +82,7 @@ def read_swanlab(folder: Path) -> list[tuple[int, dict[str, Any]]]:
         reader.open(path)
         for data in reader:
             record = Record.FromString(data)
-            if record.scalar.key.startswith("__swanlab__"):  # of the machine, every ten seconds
+            if record.scalar.key.startswith("__swanlab__"):  # metrics of the machine, every ten seconds
                 continue
             if record.HasField("scalar"):
                 found.setdefault(record.scalar.step, {})[record.scalar.key] = record.scalar.value.number
@@ -92,7 +92,7 @@ def read_swanlab(folder: Path) -> list[tuple[int, dict[str, Any]]]:
 
 
 def read_mlflow(folder: Path) -> dict[str, Any]:
-    """Parameters, status, sheets and {name: [(step, value)]} of the one run in the folder."""
+    """Return parameters, status, sheets and {name: [(step, value)]} of the only run in the folder."""
     from mlflow import MlflowClient
 
     client = MlflowClient(tracking_uri=f"sqlite:///{folder / 'mlflow.db'}")

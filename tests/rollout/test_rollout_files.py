@@ -158,7 +158,7 @@ FILES = [  # of which Git LFS may leave a pointer
 @pytest.mark.parametrize("file", FILES)
 def test_a_pointer_of_git_lfs_is_told_as_one(folder, file):
     replace(folder / file, POINTER)
-    assert f"{folder / file} is only its pointer of Git LFS: `git lfs pull` fetches the file" in refusal(folder)
+    assert f"{folder / file} is only a Git LFS pointer: `git lfs pull` fetches the file" in refusal(folder)
 
 
 def test_a_pipe_is_no_pointer_of_git_lfs_and_does_not_hang(tmp_path):
@@ -177,9 +177,9 @@ def test_weights_that_are_missing_are_told_what_may_be_there_instead(folder):
     file.rename(file.with_suffix(".bin"))
     assert f"{file.name} is missing; {file.stem}.bin is a pickle, never opened: load it in " in refusal(folder)
     file.with_suffix(".bin").unlink()
-    assert f"{file.name} is missing; where a download was interrupted, the same command goes on" in refusal(folder)
+    assert f"{file.name} is missing; if a download was interrupted, the same command resumes" in refusal(folder)
     replace(file, b"\x10" + bytes(7))
-    assert "where a download was interrupted" in refusal(folder)
+    assert "if a download was interrupted" in refusal(folder)
 
 
 @pytest.mark.parametrize("part", sampled(["transformer", "vae", "text_encoder"], 1))

@@ -99,5 +99,5 @@ def test_a_call_is_the_text_before_the_mark_at_an_answers_end(answer, result):
 
 @pytest.mark.parametrize("marks", [("a", "b", "c"), ("a", "", "c", "d"), ("a", "b", "c", "db")])
 def test_marks_that_would_call_again_are_refused(marks):
-    with pytest.raises(ValueError, match="marks must be four texts, of which the last does not end as the second"):
+    with pytest.raises(ValueError, match="marks must be four texts, and the last must not end with the second"):
         Tool(str, marks)

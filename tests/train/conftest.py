@@ -1,4 +1,4 @@
-"""A tiny Qwen-Image transformer, and ranks: forked processes that meet in a gloo group through a file."""
+"""A tiny Qwen-Image transformer, and ranks: forked processes that form a gloo group through a file."""
 
 import json
 import os
@@ -24,14 +24,14 @@ def _rank_main(rank: int, work: Callable[[Dist], object], world_size: int, folde
     (folder / f"{rank}.json").write_text(result)
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
-    os._exit(0)  # a forked process must not run pytest's endings, nor wait for gloo's threads
+    os._exit(0)  # a forked process must not run pytest's teardown, nor wait for gloo's threads
 
 
 @pytest.fixture
 def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
-    """`run_ranks(work, world_size)` is what `work(dist)` returned on each rank, through JSON; failures are raised.
+    """`run_ranks(work, world_size)` returns the ranks' results of `work(dist)`, through JSON; failures are raised.
 
-    Ranks are on one machine, or take the environment of machines with `per_machine` of them, the last with the rest.
+    Ranks are on one machine, or have the environment of machines with `per_machine` ranks each, the last with the rest.
     """
 
     def run(work: Callable[[Dist], object], world_size: int = 2, per_machine: int = 0) -> list[Any]:
@@ -49,7 +49,7 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[An
 
 @pytest.fixture
 def alone() -> Dist:
-    """The one rank of a run without others."""
+    """The only rank of a run."""
     return init_distributed()
 
 
@@ -60,7 +60,7 @@ def checkpoints(tmp_path: Path, alone: Dist) -> Checkpoint:
 
 
 class TinyQwen:
-    """Two blocks of random weights, and inputs of two samples of 12 image tokens and 5 text tokens."""
+    """Two blocks with random weights, and inputs of two samples with 12 image tokens and 5 text tokens."""
 
     block_names = ("QwenImageTransformerBlock",)
     targets = ("to_q", "to_k", "to_v", "to_out.0")

@@ -1,8 +1,8 @@
-"""Trains a tiny net that saves after every step, in peace and killed many times: `crash_training.py FOLDER SEED`.
+"""Train a tiny net that saves after every step, undisturbed and killed many times: `crash_training.py FOLDER SEED`.
 
-Writes FOLDER/peace and FOLDER/killed, each with the run's `metrics.jsonl` and its last state, `final.safetensors`, and
-prints of each life that was killed at which event or at which time that was, and the newest checkpoint it left. Every
-life is a fork of this process, which has imported everything by then.
+Writes FOLDER/peace and FOLDER/killed, each with the run's `metrics.jsonl` and its last state, `final.safetensors`. For
+each killed life, prints the event or time of the kill and the newest checkpoint that it left. Every life is a fork of
+this process, which has imported everything by then.
 """
 
 import json
@@ -28,7 +28,7 @@ EVENTS = ("open", "os.fsync", "os.mkdir", "os.rename", "os.remove", "os.rmdir", 
 
 
 def train(folder: Path, num_steps: int = NUM_STEPS) -> None:
-    """One life: continue where the last checkpoint stands, to the end."""
+    """Run one life: continue from the last checkpoint to the end."""
     dist = init_distributed()
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
@@ -63,14 +63,14 @@ def train(folder: Path, num_steps: int = NUM_STEPS) -> None:
 
 
 def live(folder: Path, kill_at: int | None = None, *, in_save: bool = False) -> int:
-    """The process id of a new life; it kills itself at its event number `kill_at`, which it writes to FOLDER/event.
+    """Return the process id of a new life, which kills itself at event number `kill_at` and writes it to FOLDER/event.
 
-    in_save: whether only what touches the files of a checkpoint counts as an event.
+    in_save: True to count only events on files of a checkpoint.
     """
     pid = os.fork()
     if pid:
         return pid
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the progress
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # drops the progress
     count = 0
 
     def strike(event: str, args: tuple[object, ...]) -> None:
@@ -98,7 +98,7 @@ def live(folder: Path, kill_at: int | None = None, *, in_save: bool = False) -> 
 
 
 def newest(folder: Path) -> int:
-    """The step of the newest checkpoint after a kill; its files have their sizes, or this raises."""
+    """Return the step of the newest checkpoint after a kill; raise if its files do not have their sizes."""
     saved = Checkpoint(folder / "checkpoints", init_distributed()).latest()
     return saved.step if saved else -1
 
@@ -106,11 +106,11 @@ def newest(folder: Path) -> int:
 def main(folder: Path, seed: int) -> None:
     torch.set_num_threads(1)
     with redirect_stdout(None):
-        train(folder / "warm", num_steps=2)  # imports what torch imports late
+        train(folder / "warm", num_steps=2)  # runs torch's late imports
     assert os.waitpid(live(folder / "peace"), 0)[1] == 0
     rng, killed = random.Random(seed), folder / "killed"
     for number in range(NUM_KILLS):
-        # Every other kill comes from outside, between any two instructions.
+        # Every other kill comes from outside, at any instruction.
         seconds, kill_at = (rng.uniform(0.0, 0.1), None) if number % 2 else (None, rng.randint(1, 80))
         pid = live(killed, kill_at, in_save=number % 4 == 0)
         if seconds is not None:

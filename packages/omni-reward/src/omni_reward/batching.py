@@ -1,11 +1,10 @@
-"""Batches of the requests of many clients, for one scorer that is called from one thread.
+"""Batching of requests from many clients for one scorer, which is called from one thread.
 
-The queue belongs to the event loop; only the calls run in the worker, a thread of this process. A separate process
+The event loop owns the queue; only the scorer's calls run in the worker, a thread of this process. A separate process
 would need a second copy of the media (12 ms for 16 images of 512 x 512) and could run only importable functions. It
-would gain little, as the libraries of scorers release the interpreter's lock while they compute. On 2 cores `/healthz`
-then answers within 1 ms at the median and 76 ms at worst; with a scorer in pure Python, within 11 ms and 46 ms. A
-scorer that holds the lock for seconds delays it as long. One that crashes ends the server; clients retry until a
-supervisor has restarted it.
+would gain little, because scorers' libraries release the GIL while they compute: on 2 cores `/healthz` then answers
+within 1 ms at the median and 76 ms at worst, or 11 ms and 46 ms with a scorer in pure Python. A scorer that holds the
+GIL for seconds delays it as long. A scorer that crashes ends the server; clients retry until a supervisor restarts it.
 """
 
 import asyncio
@@ -22,16 +21,16 @@ from omni_reward.wire import Score, Scorer
 
 
 class ScorerFailedError(Exception):
-    """The scorer raised the cause, or returned something else than scores."""
+    """The scorer raised an exception (the cause) or returned something other than scores."""
 
 
 @dataclass(eq=False)
 class _Piece:
-    """Samples of a request that one call scores."""
+    """Samples of a request that are scored in one call."""
 
     request: ScoreRequest
     samples: slice
-    since: float  # when the request came
+    since: float  # when the request arrived
     scores: asyncio.Future[list[Score]]
 
     @property
@@ -40,12 +39,12 @@ class _Piece:
 
     @property
     def form(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-        """Shape and dtype by kind; samples of equal forms can be put into one array."""
+        """Shape and dtype by kind; samples with equal forms can be concatenated."""
         return {kind: (array.shape[1:], array.dtype) for kind, array in self.request.media.items()}
 
 
 class Batcher:
-    """A queue of requests, scored in order of arrival, in calls of at most the scorer's batch size or of one group."""
+    """Queue of requests, scored in order of arrival. A call takes at most the scorer's batch size, or one group."""
 
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
@@ -67,7 +66,7 @@ class Batcher:
         self._queue += pieces
         if self._feeding is None or self._feeding.done():
             self._feeding = asyncio.create_task(self._feed())
-        found = await asyncio.gather(*(piece.scores for piece in pieces))  # raises at once, whichever piece fails
+        found = await asyncio.gather(*(piece.scores for piece in pieces))  # raises as soon as a piece fails
         return [score for scores in found for score in scores]
 
     async def sleep(self, asleep: bool) -> None:
@@ -78,11 +77,11 @@ class Batcher:
         """
         try:
             await asyncio.get_running_loop().run_in_executor(self._worker, self._move, asleep)
-        except Exception as exc:  # such as a device without the memory
+        except Exception as exc:  # for example, out of memory
             raise ScorerFailedError from exc
 
     def drop(self, request: ScoreRequest) -> bool:
-        """Take a request off the queue unless its scoring has begun; return True if it was taken off."""
+        """Remove a request from the queue unless its scoring has begun; return True if it was removed."""
         is_whole = sum(piece.size for piece in self._queue if piece.request is request) == len(request.prompts)
         if is_whole:
             self._forget(request)
@@ -115,16 +114,16 @@ class Batcher:
         return pieces
 
     def _forget(self, request: ScoreRequest) -> None:
-        """Take what is left of a request off the queue."""
+        """Remove the remaining pieces of a request from the queue."""
         self._queue = [piece for piece in self._queue if piece.request is not request]
 
     def _score_pieces(self, pieces: list[_Piece]) -> Sequence[list[Score] | ScorerFailedError]:
-        """Return the scores of each piece, or how the scorer failed on it; runs in the worker."""
+        """Return each piece's scores or the scorer's failure; runs in the worker."""
         try:
             self._move(False)
             scores = iter(self._call(pieces))
         except BaseException as exc:  # a scorer may raise anything, even a panic of Rust
-            if len(pieces) > 1:  # one client's samples must not fail another's
+            if len(pieces) > 1:  # one client's samples must not make another client's fail
                 return [self._score_pieces([piece])[0] for piece in pieces]
             failure = ScorerFailedError()
             failure.__cause__ = exc
@@ -132,7 +131,7 @@ class Batcher:
         return [list(islice(scores, piece.size)) for piece in pieces]
 
     def _move(self, asleep: bool) -> None:
-        """Move the scorer's weights unless they are there, or cannot move; runs in the worker."""
+        """Move the scorer's weights if they can move and are not there yet; runs in the worker."""
         if self._scorer.move and asleep != self._is_asleep:
             self._is_asleep = True  # until all have moved: the next call moves all back
             self._scorer.move(asleep)

@@ -15,7 +15,7 @@ MAX_CONNECTIONS = 512
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser with errors of one line, without the usage."""
+    """Parser that reports an error in one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         """Exit with the message on stderr, in one line."""
@@ -24,15 +24,15 @@ class Parser(argparse.ArgumentParser):
 
 
 class PrintableFormatter(logging.Formatter):
-    """Formatter of log lines that hold texts of other hands, such as prompts and errors."""
+    """Formatter for log lines that hold untrusted text, such as prompts and errors."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the lines of a record for a terminal."""
+        """Return a record's lines, safe to print on a terminal."""
         return printable(super().format(record))
 
 
 def printable(text: str) -> str:
-    """Return a text for a terminal: with spaces for control characters other than line feeds."""
+    """Return a text with its unprintable characters, except line feeds, replaced by spaces."""
     return "".join(letter if letter.isprintable() or letter == "\n" else " " for letter in text)
 
 
@@ -40,16 +40,16 @@ def build_parser() -> Parser:
     """Return the parser of `python -m omni_reward.server`."""
     parser = Parser(prog="omni_reward.server", description="Serves one scorer over HTTP.")
     add = parser.add_argument
-    connections = "most connections; one more replaces one that waits for its client, or gets a 503 if none does"
+    connections = "most connections; at the limit, a new one replaces one that waits for its client, else gets a 503"
     scorers = f"one of {', '.join(sorted(SCORERS))}; python:FILE.py:FUNCTION; or several, as in '0.7*ocr + 0.3*jpeg'"
     scorers += "; or rules:REWARD for texts"
-    options = "option of the scorer, or SCORER.NAME=VALUE of one of several; may be repeated"
+    options = "option of the scorer, or SCORER.NAME=VALUE for one of several; may be repeated"
     add("--scorer", required=True, help=scorers)
     add("--option", action="append", default=[], metavar="NAME=VALUE", help=options)
-    add("--host", default="127.0.0.1", help="address to bind; other than loopback, it requires a token")
-    add("--port", type=int, default=0, help="port; 0, the default, takes a free one")
+    add("--host", default="127.0.0.1", help="address to bind; any other than loopback requires a token")
+    add("--port", type=int, default=0, help="port; 0 (the default) takes a free one")
     add("--token-file", type=Path, help="file with the bearer token that clients must send")
-    add("--url-file", type=Path, help="file to write the URL to when the server answers")
+    add("--url-file", type=Path, help="file that receives the URL once the server answers")
     add("--threads", type=int, default=1, help="cores per request; more than 1 helps only if they are idle")
     add("--batch-size", type=int, help="most samples in one call of the scorer; default: the scorer's")
     add("--max-body-mb", type=int, default=256, help="largest request, in MiB")
@@ -62,7 +62,7 @@ def build_parser() -> Parser:
 
 
 def refuse_without(exc: ImportError) -> NoReturn:
-    """Answer --help and wrong flags, else exit with the name of the missing library."""
+    """Handle --help and wrong flags, or exit with the name of the missing library."""
     parser = build_parser()
     parser.parse_args()
     parser.error(f"needs {exc.name}: install omni-reward[server]")
@@ -74,10 +74,10 @@ def public_name(scorer: str) -> str:
 
 
 def read_options(items: list[str]) -> dict[str, str]:
-    """Parse NAME=VALUE texts to options by name.
+    """Parse NAME=VALUE texts into options by name.
 
     Raises:
-        ValueError: a text has another form.
+        ValueError: a text does not have this form.
     """
     for item in items:
         if "=" not in item or not item.partition("=")[0].replace(".", "_").isidentifier():
@@ -86,7 +86,7 @@ def read_options(items: list[str]) -> dict[str, str]:
 
 
 def bind(host: str, port: int, *, has_token: bool) -> socket.socket:
-    """Bind a socket to the address before the server starts, so that the port is not taken meanwhile.
+    """Bind a socket to the address before the server starts, so that no other process takes the port.
 
     Raises:
         ValueError: the address does not exist, or other machines can reach it and there is no token.
@@ -129,7 +129,7 @@ def announce_url(path: Path | None, sock: socket.socket) -> None:
     if path is not None:
         partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
         partial.unlink(missing_ok=True)
-        with partial.open("x") as file:  # not through a link that lies there
+        with partial.open("x") as file:  # fails if a link is there instead of following it
             file.write(url)
         partial.replace(path)
     print(f"scorer ready at {url}", flush=True)

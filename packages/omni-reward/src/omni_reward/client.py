@@ -1,4 +1,4 @@
-"""Client of reward servers: `submit` sends media and prompts, and returns a future of their scores at once.
+"""Client of reward servers: `submit` sends media and prompts, and returns a future of their scores immediately.
 
     with RewardClient("http://127.0.0.1:8100") as client:
         client.check()
@@ -6,8 +6,8 @@
         ...                                                    # meanwhile, sample the next batch
         scores = future.result()                               # N Scores, or a RewardError is raised
 
-A sample gets a value, or the reason for its lack in `Score.abstained`. If a request fails, `on_failure` decides between
-an exception and a reason. A failure never becomes a 0.
+A sample gets a value, or `Score.abstained` says why it has none. If a request fails, `on_failure` chooses between an
+exception and abstention. A failure never becomes a score of 0.
 
 Letters: N samples, H height, W width.
 """
@@ -43,23 +43,23 @@ class RewardClient:
     """A scorer at one URL or several. Threads may share one client.
 
     A request is retried if no server answers, if the connection breaks, and at status 429, 502, 503 and 504, after a
-    growing pause or the one that the server asks for. It keeps its id, so that it is not scored twice. Among several
-    servers it goes to the least busy one that has not just failed. A reply of another scorer or version than `info` or
-    `check` saw is fatal: its server was restarted as another one.
+    growing pause or the server's Retry-After. A retry keeps the request's id, so that it is not scored twice. With
+    several servers, a request goes to the least busy one that has not just failed. A reply from a different scorer or
+    version than `info` or `check` saw is fatal.
 
     Args:
-        url: base URL of the scorer, http or https, or of several servers with the same scorer.
-        token: bearer token, if the scorer requires one.
-        timeout_s: limit of a request from the start of its first attempt, with all retries and pauses.
-        max_in_flight: concurrent requests; the media of others wait in the client.
-        on_failure: fate of the samples of a failed request. `raise`: the future's `result()` raises. `mask`:
-            they have no value, and the failure is the reason. `mask_group`: the same, and `Score.mask_group` asks the
-            trainer to leave out their entire groups. A failure of the setup (`RewardError.fatal`) always raises.
-        mask_limit: most failures in a row that are masked; further ones raise, until a request succeeds.
+        url: base URL (http or https) of the server, or of several servers with the same scorer.
+        token: bearer token, if the server requires one.
+        timeout_s: time limit of a request from the start of its first attempt, including retries and pauses.
+        max_in_flight: maximum number of concurrent requests; the media of others wait in the client.
+        on_failure: what happens to the samples of a failed request. `raise`: the future's `result()` raises. `mask`:
+            they abstain, with the failure as the reason. `mask_group`: the same, and `Score.mask_group` tells the
+            trainer to drop their entire groups. A fatal error (`RewardError.fatal`) always raises.
+        mask_limit: most consecutive failures that are masked; further ones raise until a request succeeds.
         proxy: `none` connects to the servers directly, `env` through the proxy in HTTP_PROXY or HTTPS_PROXY.
 
     Raises:
-        ValueError: an argument breaks its rule.
+        ValueError: an argument is invalid.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class RewardClient:
         self._timeout_s, self._on_failure, self._mask_limit = timeout_s, on_failure, mask_limit
         self._endpoints = Endpoints(self.urls)
         self._workers = ThreadPoolExecutor(max_in_flight, thread_name_prefix="omni-reward")
-        self.scorer: dict[str, str] | None = None  # its `scorer` and `scorer_version`, as the first `info` has them
-        self._lock = threading.Lock()  # of the counts below
+        self.scorer: dict[str, str] | None = None  # `scorer` and `scorer_version` of the first `info`
+        self._lock = threading.Lock()  # guards the counts below
         self._num_under_way, self._busy_since, self._busy_s = 0, 0.0, 0.0
         self._num_failed_in_row = 0
 
@@ -103,23 +103,23 @@ class RewardClient:
         references: References = None,
         groups: Groups = None,
     ) -> Future[list[Score]]:
-        """Return a future of N scores, in order; its `result()` raises a RewardError if the request fails.
+        """Return a future of N scores in order; its `result()` raises a RewardError if the request fails.
 
-        The arguments are encoded and sent in a thread of the client and not copied: do not modify them before the
-        future is done. Its `result()` raises ValueError if meta holds something that JSON cannot.
+        A thread of the client encodes and sends the arguments without copying them: do not modify them before the
+        future is done. Its `result()` raises ValueError if meta is not JSON-serializable.
 
         Args:
             media: array [N, ...] by kind, as in `omni_reward.media`: `image` is [N, H, W, 3], uint8, RGB. `text` is a
                 list of N strings.
             prompts: N prompts.
-            meta: N mappings of JSON values for the scorer; with `fps` for video and `sample_rate` for audio.
-            references: the reference images of each of the N samples, uint8 [H, W, 3] each; given if and only if the
-                scorer takes them. An array that samples share is sent once.
-            groups: number of each of the N samples' group, if and only if the scorer takes groups; a group is whole,
-                and its samples come one after another.
+            meta: N mappings of JSON values for the scorer; video requires `fps`, audio requires `sample_rate`.
+            references: the reference images of each of the N samples, uint8 [H, W, 3], if and only if the scorer takes
+                them. An array that samples share is sent once.
+            groups: group number of each of the N samples, if and only if the scorer takes groups. The samples of a
+                group are complete and contiguous.
 
         Raises:
-            ValueError: an argument breaks its rule.
+            ValueError: an argument is invalid.
             RuntimeError: the client is closed.
         """
         request = _build_request(media, prompts, meta, references, groups)
@@ -129,10 +129,10 @@ class RewardClient:
         return future
 
     def sleep(self, asleep: bool = True) -> None:
-        """Let all servers move their scorers' weights to the host, or back; a later request moves them back too.
+        """Move the scorers' weights on all servers to the host, or back; a later request moves them back too.
 
         Raises:
-            RewardError: a server does not answer or has no token, or its scorer's weights cannot move.
+            RewardError: a server does not answer or has no token, or its scorer's weights cannot be moved.
         """
         path, deadline = "/sleep" if asleep else "/wake", time.monotonic() + self._timeout_s
         for base in self.urls:
@@ -140,7 +140,7 @@ class RewardClient:
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of media that the scorer takes; the first access asks the first server.
+        """The kinds of media that the scorer takes; the first access queries the first server.
 
         Raises:
             RewardError: as in `info`.
@@ -149,7 +149,7 @@ class RewardClient:
 
     @cached_property
     def takes_references(self) -> bool:
-        """True if the scorer takes the samples' references; the first access asks the first server.
+        """True if the scorer takes the samples' references; the first access queries the first server.
 
         Raises:
             RewardError: as in `info`.
@@ -158,7 +158,7 @@ class RewardClient:
 
     @cached_property
     def takes_groups(self) -> bool:
-        """True if the scorer compares the samples of a group; the first access asks the first server.
+        """True if the scorer compares the samples of a group; the first access queries the first server.
 
         Raises:
             RewardError: as in `info`.
@@ -169,7 +169,7 @@ class RewardClient:
     def busy_s(self) -> float:
         """Seconds with at least one running request since the client was created.
 
-        Minus the time that callers waited, this is the scoring time that other work has hidden.
+        Subtract the time that callers waited to get the scoring time that other work has hidden.
         """
         with self._lock:
             return self._busy_s + (time.perf_counter() - self._busy_since if self._num_under_way else 0.0)
@@ -191,20 +191,20 @@ class RewardClient:
         meta: Meta = None,
         references: References = None,
     ) -> list[list[Score]]:
-        """Score a canary on each server, after a check that all answer, accept the token and have the same scorer.
+        """Check that all servers answer, accept the token and have the same scorer, then score a canary on each.
 
-        Call it before the first step: it raises on every mistake in the setup, with any `on_failure`. The scores have
-        the scorer's `parts` too, unless it abstains.
+        Call it before the first step: it raises an error for any fault in the setup, whatever `on_failure` is. The
+        scores also have the scorer's `parts`, unless it abstains.
 
         Args:
             media: N samples to score, as in `submit`; grey, silent or empty ones by default.
-            prompts: their N prompts; for a scorer of groups they are one group.
-            meta: their N mappings; a scorer that reads other keys needs those of a real prompt.
-            references: theirs, as in `submit`; by default one grey image each, if the scorer takes them.
+            prompts: their N prompts; for a scorer that takes groups, they are one group.
+            meta: their N mappings; a scorer that reads other keys needs the meta of a real prompt.
+            references: their references, as in `submit`; by default one grey image each, if the scorer takes them.
 
         Raises:
-            RewardError: a server has a fault, which the class and the message name.
-            ValueError: an argument breaks its rule, or a kind of media has no default canary.
+            RewardError: a check of a server failed; the class and the message say which.
+            ValueError: an argument is invalid, or a kind of media has no default canary.
         """
         infos = [(self._ask(url, "/healthz"), self._info(url))[1] for url in self.urls]
         for url, info in zip(self.urls, infos, strict=True):
@@ -234,7 +234,7 @@ class RewardClient:
         self.close()
 
     def _count(self, change: int) -> None:
-        """Update the number of running requests, and the clock that runs with them."""
+        """Update the number of running requests and the time that at least one was running."""
         with self._lock:
             now = time.perf_counter()
             if self._num_under_way:

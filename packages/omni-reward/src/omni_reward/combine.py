@@ -1,8 +1,8 @@
-"""Combinations of scorers: a reward of `omni_reward.terms` whose terms are scorers.
+"""Combinations of scorers: rewards of `omni_reward.terms` whose terms are scorers.
 
-The sum is of raw scores, so a weight must also account for a scorer's unit. A trainer can instead normalize each scorer
-separately: `Score.parts` has each raw score under the scorer's name, and `stack_parts` returns them as a table. If a
-scorer abstains on a sample, so does the combination.
+The raw scores are summed, so a weight must also account for a scorer's scale. A trainer can instead normalize each
+scorer separately: `Score.parts` has each raw score under the scorer's name, and `stack_parts` returns them as a table.
+If a scorer abstains on a sample, so does the combination.
 
 Letters: N samples, R scorers.
 """
@@ -20,7 +20,7 @@ from omni_reward.wire import Score, Scorer
 
 
 def combine(reward: Reward, scorers: Mapping[str, Scorer]) -> Scorer:
-    """Return the scorer of a reward; it takes the media of all its scorers, and references or groups if one does.
+    """Return the scorer of a reward; it takes all its scorers' media, and references or groups if any scorer does.
 
     Args:
         reward: the weighted sum.
@@ -49,7 +49,7 @@ def combine(reward: Reward, scorers: Mapping[str, Scorer]) -> Scorer:
 
 
 def stack_parts(scores: Sequence[Score], names: Sequence[str]) -> np.ndarray:
-    """Return parts [N, R], float64, of N scores by R names; NaN if a score lacks a part.
+    """Return the parts of N scores under R names as [N, R], float64, with NaN for missing parts.
 
     These are rewards for `omni_losses.multi_reward_advantages`, which normalizes each column separately. Leave out the
     samples that the trainer masks, and add the column "gate" if a veto should count.
@@ -71,7 +71,7 @@ def score_in_batches(
 
 
 def _join(reward: Reward, scores: Mapping[str, Score]) -> Score:
-    """Return a sample's score from those of the scorers; details of several scorers get the scorer's name as prefix."""
+    """Return a sample's score from the scorers' scores; details of several scorers are prefixed with its name."""
     values = {name: score.value for name, score in scores.items() if score.value is not None}
     parts = values | {f"{name}.{part}": value for name, score in scores.items() for part, value in score.parts.items()}
     givers = Counter(key for score in scores.values() for key in score.details)

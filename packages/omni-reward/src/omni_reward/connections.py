@@ -1,8 +1,9 @@
-"""Connections of an HTTP server, by one rule for all servers: no stranger can use them up, with or without a token.
+"""Connection limits of an HTTP server: no client can use up its connections, with or without a token.
 
-A server has at most so many. One more takes the place of the one that has been idle the longest: without a request, or
-with one of which its client has sent and taken nothing for STALL_S. If none is idle, the new one's request gets a 503.
-A connection is also closed if its first request does not begin within HEAD_S, or if it brings none for IDLE_S.
+The number of connections is limited. At the limit, a new one replaces the connection that has been idle the longest:
+one without a request, or whose client has sent and received nothing for STALL_S. If none is idle, the new connection's
+request gets a 503. A connection is also closed if its first request does not begin within HEAD_S, or if it has no
+request for IDLE_S.
 """
 
 import asyncio
@@ -15,13 +16,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 HEAD_S, HEAD_BYTES = 10, 2**16  # limits for the head of a request; a browser sends all cookies of localhost
 STALL_S = 10
 IDLE_S = 150  # a trainer's connection should last from one step to the next
-CHUNK_BYTES, FREE_CHUNKS = 1024, 1024  # least mean size of a body's chunks, and the number of free ones
+CHUNK_BYTES, FREE_CHUNKS = 1024, 1024  # least mean size of a body's chunks, and the number of exempt chunks
 
 
 def configure(app: Any, max_connections: int) -> uvicorn.Config:
-    """Return the configuration of a server of an ASGI app; requests, whose addresses may hold a token, are not logged.
+    """Return the configuration of a server for an ASGI app; requests are not logged, because URLs may hold a token.
 
-    max_connections: at a time.
+    max_connections: maximum number of simultaneous connections.
     """
     return uvicorn.Config(
         app,
@@ -32,17 +33,17 @@ def configure(app: Any, max_connections: int) -> uvicorn.Config:
         access_log=False,
         timeout_keep_alive=IDLE_S,
         limit_concurrency=max_connections,
-        backlog=128,  # without descriptors, asyncio logs a line for each
+        backlog=128,  # asyncio logs a line for each when file descriptors run out
     )
 
 
 class Connection(h11.Connection):
-    """h11's connection, which refuses bodies in tiny chunks: each takes as long to parse as a kilobyte."""
+    """h11 connection that refuses bodies in tiny chunks, each of which takes as long to parse as a kilobyte."""
 
     _credit = 0  # bytes
 
     def next_event(self) -> Any:
-        """Return the next event; a chunk costs CHUNK_BYTES of the credit, and adds its own bytes."""
+        """Return the next event; a chunk costs CHUNK_BYTES of the credit and adds its own size."""
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._credit = FREE_CHUNKS * CHUNK_BYTES
@@ -54,20 +55,20 @@ class Connection(h11.Connection):
 
 
 class Protocol(H11Protocol):
-    """uvicorn's protocol of a connection, which makes room and is closed as this module says."""
+    """uvicorn's connection protocol with the limits of this module."""
 
-    heard_at = 0.0  # when its client last sent or took something, or began to wait, on the loop's clock
+    heard_at = 0.0  # when the client last sent or received something, or began to wait, on the loop's clock
 
     @property
     def is_idle(self) -> bool:
-        """True if no request is under way, or if one waits for its client for STALL_S."""
+        """True if no request is running, or if one has waited for its client for STALL_S."""
         has_reply = self.cycle is None or self.cycle.response_complete
         is_taken = not self.transport.get_write_buffer_size()
         waits = has_reply or self.cycle.more_body or not is_taken
         return (has_reply and is_taken) or (waits and self.loop.time() - self.heard_at > STALL_S)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin; if there are too many, in the place of an idle one, or to be refused."""
+        """Accept the connection; at the limit, close an idle one, or refuse the next request if none is idle."""
         others = cast("set[Protocol]", self.connections.copy())
         super().connection_made(transport)
         limit = self.config.h11_max_incomplete_event_size or HEAD_BYTES
@@ -80,22 +81,22 @@ class Protocol(H11Protocol):
                 self.limit_concurrency = 0
                 return
             oldest = min(idle, key=lambda other: other.heard_at)
-            self.limit_concurrency = oldest.limit_concurrency  # the place of a refused one is none
+            self.limit_concurrency = oldest.limit_concurrency  # a refused connection frees no place
             self.connections.discard(oldest)
             oldest.transport.abort()  # not `close`, which waits until the client has taken all of a reply
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes of the client."""
+        """Receive bytes from the client."""
         self.heard_at = self.loop.time()
         super().data_received(data)
 
     def pause_writing(self) -> None:
-        """Wait, as the client has to take some of a reply first."""
+        """Pause until the client has received some of the reply."""
         self.heard_at = self.loop.time()
         super().pause_writing()
 
     def resume_writing(self) -> None:
-        """Go on with a reply, of which the client has taken some."""
+        """Continue the reply after the client has received some of it."""
         self.heard_at = self.loop.time()
         super().resume_writing()
 

@@ -1,8 +1,8 @@
 """Choice of a server for each attempt at a request: the least busy one that has not just failed.
 
-A server that fails is paused, each time for longer, and the others get its requests. After several failures in a row it
-gets a single request on trial, and more once that has succeeded. A request waits while no server is free; LAST_TRY_S
-before its deadline it takes a paused one, and that attempt is its last.
+A server that fails is paused, each time for longer, and the others get its requests. After several consecutive failures
+it gets a single trial request, and more once that has succeeded. A request waits until a server is free; LAST_TRY_S
+before its deadline it makes its last attempt, even on a paused server.
 """
 
 import random
@@ -35,18 +35,18 @@ class Endpoint:
     """A server with its requests and failures; times are on the monotonic clock."""
 
     url: str
-    num_requests: int = 0  # that are running
-    num_failures: int = 0  # in a row; failures of concurrent attempts count once
+    num_requests: int = 0  # running now
+    num_failures: int = 0  # consecutive; failures of concurrent attempts count once
     failed_at: float = 0.0
     rests_until: float = 0.0
 
     def is_free(self, now: float, last: float) -> bool:
-        """True if it can take an attempt at a request whose last attempt is due at `last`; on trial it takes one."""
+        """True if it can take a request whose last attempt is due at `last`; on trial it takes one at a time."""
         is_on_trial = self.num_failures >= NUM_FAILURES_TO_TRIAL
         return now >= min(self.rests_until, last) and not (is_on_trial and self.num_requests)
 
     def fail(self, error: RewardError, *, started: float, now: float) -> None:
-        """Pause it after a failed attempt that began at `started`."""
+        """Pause the server after a failed attempt that began at `started`."""
         if started >= self.failed_at:
             self.num_failures += 1
             self.failed_at = now
@@ -57,7 +57,7 @@ class Endpoint:
 
 
 class Endpoints:
-    """The servers of a client. Threads may share it."""
+    """Servers of a client. Threads may share it."""
 
     def __init__(self, urls: Sequence[str]) -> None:
         self._endpoints = [Endpoint(url) for url in urls]
@@ -65,10 +65,10 @@ class Endpoints:
         self._last_failure = "none yet"
 
     def call(self, attempt: Callable[[str], T], deadline: float) -> T:
-        """Return the result of the first successful attempt, each with the URL of a server.
+        """Call `attempt` with the URLs of servers until it succeeds, and return its result.
 
         Raises:
-            RewardError: the last attempt failed, or one failed in a way that no retry can mend.
+            RewardError: the last attempt failed, or an attempt failed with an error that is not retried.
         """
         error: RewardError | None = None
         num_attempts = 0
@@ -84,10 +84,10 @@ class Endpoints:
                 self.give_back(endpoint, failure, started=started)
             if not is_worth_a_retry(error) or started >= deadline - LAST_TRY_S:
                 break
-        raise error or RewardConnectError(f"no server could be asked in time; last failure: {self._last_failure}")
+        raise error or RewardConnectError(f"no server was free in time; last failure: {self._last_failure}")
 
     def take(self, deadline: float) -> Endpoint | None:
-        """Return the server for one attempt, to be given back; None if none is free before the deadline."""
+        """Return a server for one attempt, to be given back, or None if none is free before the deadline."""
         last = deadline - LAST_TRY_S
         with self._changed:
             while (now := time.monotonic()) < deadline:
@@ -101,7 +101,7 @@ class Endpoints:
         return None
 
     def give_back(self, endpoint: Endpoint, error: RewardError | None, *, started: float) -> None:
-        """Record the end of an attempt that began at `started`; errors of the request itself are no failures."""
+        """Record the end of an attempt that began at `started`; errors of the request itself are not failures."""
         with self._changed:
             endpoint.num_requests -= 1
             if error is not None and (is_worth_a_retry(error) or isinstance(error, RewardTimeoutError)):

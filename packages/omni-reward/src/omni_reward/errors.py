@@ -1,4 +1,4 @@
-"""Failures between a trainer and a scorer, as one small tree.
+"""Exceptions of a request to a scorer.
 
     RewardError                 any of these
     |-- RewardTimeoutError      the deadline passed before the reply was complete
@@ -6,15 +6,15 @@
     |-- RewardHTTPError         the server answered with an error; `.status` and `.code` say which
     `-- RewardFormatError       the reply does not follow the protocol
 
-A failed request is never a score of 0: `RewardClient(on_failure=)` makes it raise or masks its samples. If a scorer
-cannot judge one sample of a valid request, that is not an error: the reason is in `Score.abstained`.
+A failed request never becomes a score of 0: `RewardClient(on_failure=)` makes it raise or masks its samples. A scorer
+that cannot judge a sample of a valid request raises no error: the reason is in `Score.abstained`.
 """
 
-TRANSIENT_STATUSES = frozenset({408, 429})  # besides those from 500 on
+TRANSIENT_STATUSES = frozenset({408, 429})  # and all from 500
 
 
 class RewardError(Exception):
-    """A request that failed.
+    """Failure of a request.
 
     Args:
         message: the failure, with the URL.
@@ -43,19 +43,18 @@ class RewardConnectError(RewardError):
 class RewardFormatError(RewardError):
     """The reply does not follow the protocol: not JSON, not finite, too long.
 
-    Fatal if it has another version, is of another scorer than the replies before it, or is for another request, another
-    number of samples or another order.
+    Fatal if the protocol version, scorer, request, number of samples or their order is not the expected one.
     """
 
 
 class RewardHTTPError(RewardError):
-    """The server answered with an error status; fatal unless it is transient: 408, 429, 500 and above.
+    """The server answered with an error status; fatal unless it is transient (408, 429, 500 and above).
 
     Args:
         message: the failure, with the URL.
         status: HTTP status, such as 401 or 503.
-        code: the protocol's name of the error, such as "malformed"; empty if the server is not a reward server.
-        retry_after_s: seconds that the server asked to wait.
+        code: the protocol's name for the error, such as "malformed"; empty if the server is not a reward server.
+        retry_after_s: seconds to wait, as the server requested.
     """
 
     def __init__(self, message: str, *, status: int, code: str = "", retry_after_s: float = 0.0) -> None:

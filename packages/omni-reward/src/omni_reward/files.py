@@ -1,4 +1,4 @@
-"""Files that a user names."""
+"""Reading of files that the user names."""
 
 import os
 import stat
@@ -10,13 +10,13 @@ MAX_TOKEN_BYTES = 2**16
 
 
 def read_file(path: str | Path, max_bytes: int, *, may_be_pipe: bool = False) -> bytes:
-    """Return the bytes of a file, maybe of one behind a link; of a pipe without a writer none.
+    """Return the bytes of a file, following links. A pipe without a writer is empty.
 
     Raises:
-        ValueError: it is a device, which may have no end, a pipe that may not be one, or has more than `max_bytes`.
+        ValueError: it is not a regular file (or a pipe if `may_be_pipe`), or has more than `max_bytes`.
         OSError: it cannot be read.
     """
-    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would else wait for its writer
+    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe would otherwise wait for its writer
     kind = os.fstat(number).st_mode
     if not (stat.S_ISREG(kind) or (may_be_pipe and stat.S_ISFIFO(kind))):
         os.close(number)
@@ -30,7 +30,7 @@ def read_file(path: str | Path, max_bytes: int, *, may_be_pipe: bool = False) ->
 
 
 def read_token(path: str | Path | None) -> str | None:
-    """Return the bearer token in a file, or from a pipe such as `<(command)`; None without one.
+    """Return the bearer token from a file or a pipe such as `<(command)`, or None without a path.
 
     Raises:
         ValueError: as `read_file`, or the token is not valid in a header.

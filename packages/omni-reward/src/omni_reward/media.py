@@ -3,7 +3,7 @@
 | kind   | dtype            | shape               | rate in the sample's meta | content                               |
 |--------|------------------|---------------------|---------------------------|---------------------------------------|
 | image  | uint8            | [N, H, W, 3]        |                           | RGB, rows from the top                |
-| video  | uint8            | [N, T, H, W, 3]     | fps, frames a second      | RGB frames                            |
+| video  | uint8            | [N, T, H, W, 3]     | fps, frames per second     | RGB frames                            |
 | audio  | float32          | [N, S, C]           | sample_rate, Hz           | amplitude, full scale is -1 to 1      |
 | latent | float32, float16 | [N, ...], 2-8 axes  |                           | the input of a latent reward model    |
 | text   | object           | [N]                 |                           | str, such as answers to the prompts   |
@@ -27,7 +27,7 @@ MAX_TEXT_CHARS = 2**20  # of a sample
 TEXT = "text"  # the only kind that is not sent as a tensor
 Arrays = dict[str, np.ndarray]
 Meta = list[dict[str, object]]
-References = Sequence[tuple[np.ndarray, ...]]  # of each of N samples; () if the scorer takes none
+References = Sequence[tuple[np.ndarray, ...]]  # of each sample; () if the scorer takes none
 
 
 _SHORT = reprlib.Repr()
@@ -35,7 +35,7 @@ _SHORT.maxlist, _SHORT.maxstring, _SHORT.maxlong, _SHORT.maxother = 30, 100, 100
 
 
 def shown(value: object) -> str:
-    """Return the start of a value's repr without making all of it, since a client may have sent megabytes."""
+    """Return the start of a value's repr without building the rest, since a client may have sent megabytes."""
     return _SHORT.repr(value)[:80]
 
 
@@ -43,7 +43,7 @@ def shown(value: object) -> str:
 class MediaKind:
     """Dtypes and axes of one kind of media, and the rate that a sample's meta must have for it.
 
-    A numeric axis must have that size, a letter may have any size above 0, and "..." is one axis or more.
+    A number is the size of an axis, a letter is any size above 0, and "..." is one axis or more.
     """
 
     dtypes: tuple[str, ...]
@@ -62,20 +62,20 @@ MEDIA_KINDS = {
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """N samples to score, checked.
+    """N validated samples to score.
 
     Args:
         media: array [N, ...] by kind.
         prompts: N prompts.
         meta: N objects of JSON values for the scorer.
         request_id: name of this request, which the reply repeats.
-        ids: N different names of the samples, repeated beside their scores; "0", "1", ... by default.
-        references: of the N samples, for a scorer that takes them; else ().
-        groups: number of each sample's group, for a scorer of groups; else (). A group is whole, and its samples come
-            one after another.
+        ids: N distinct names of the samples, returned with their scores; "0", "1", ... by default.
+        references: reference images of each sample, for a scorer that takes them; else ().
+        groups: group number of each sample, for a scorer that takes groups; else (). Groups are complete and
+            contiguous.
 
     Raises:
-        ValueError: media, prompts, meta, references or groups break a rule.
+        ValueError: media, prompts, meta, references or groups are invalid.
     """
 
     media: Arrays
@@ -117,7 +117,7 @@ def check_text(name: str, text: str) -> None:
 
 
 def check_media(kind: str, array: object, meta: Meta) -> None:
-    """Raise ValueError unless the array fits MEDIA_KINDS, with one sample per meta, which has its rate."""
+    """Raise ValueError unless the array fits MEDIA_KINDS and has one sample per meta, and each meta has the rate."""
     rule = media_kind(kind)
     if not isinstance(array, np.ndarray) or str(array.dtype) not in rule.dtypes:
         dtype = getattr(array, "dtype", type(array).__name__)
@@ -162,7 +162,7 @@ def check_references(references: References, count: int) -> None:
 
 
 def check_groups(groups: object, count: int) -> None:
-    """Raise ValueError unless each of `count` samples has an integer, and equal ones follow one another."""
+    """Raise ValueError unless groups is a list of `count` integers in which equal ones are contiguous."""
     if not isinstance(groups, list) or len(groups) != count or not all(type(group) is int for group in groups):
         raise ValueError(f"groups must be a list of one integer per prompt ({count}), got {shown(groups)}")
     if len(slices_of(groups)) != len(set(groups)):
@@ -170,7 +170,7 @@ def check_groups(groups: object, count: int) -> None:
 
 
 def slices_of(groups: Sequence[int]) -> list[slice]:
-    """Return the places of each group's samples, which come one after another."""
+    """Return the slice of each group's samples, which are contiguous."""
     runs = [[place for place, _ in run] for _, run in groupby(enumerate(groups), key=lambda pair: pair[1])]
     return [slice(run[0], run[-1] + 1) for run in runs]
 

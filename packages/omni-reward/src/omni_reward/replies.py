@@ -17,7 +17,7 @@ Drop = Callable[[], bool]
 
 
 class IdReusedError(Exception):
-    """A request id came back with another body."""
+    """A request id was used again with a different body."""
 
 
 @dataclass(eq=False)
@@ -29,30 +29,30 @@ class _Entry:
 
 
 class Replies:
-    """Replies that are being made, and the latest finished ones. Failures are not cached: a repeat tries again.
+    """Replies in progress and the latest finished ones. Failures are not cached: a repeated request tries again.
 
     Args:
-        max_replies: most finished replies in the cache.
-        max_bytes: most bytes of them.
+        max_replies: maximum number of finished replies in the cache.
+        max_bytes: maximum total size of the finished replies.
     """
 
     def __init__(self, *, max_replies: int = MAX_REPLIES, max_bytes: int = MAX_BYTES) -> None:
         self._max_replies, self._max_bytes = max_replies, max_bytes
-        self._entries: dict[str, _Entry] = {}  # every request under way, and those below
-        self._finished: dict[str, int] = {}  # id -> bytes of its reply, the latest last
+        self._entries: dict[str, _Entry] = {}  # requests in progress, and those below
+        self._finished: dict[str, int] = {}  # id -> size of its reply, the latest last
         self._num_bytes = 0
 
     async def get(self, request_id: str, body: bytes | bytearray, make: Make, drop: Drop = lambda: False) -> bytes:
         """Return the reply to the request, from the cache if it has one.
 
         Args:
-            request_id: of the request.
-            body: its bytes.
-            make: makes the reply; its exceptions go to all callers that wait for it.
-            drop: called when all waiting callers were cancelled; True if it has taken back work that had not begun.
+            request_id: the request's id.
+            body: the request's bytes.
+            make: computes the reply; all callers that wait for it get its exceptions.
+            drop: called when all waiting callers were cancelled; True if it has withdrawn work that had not begun.
 
         Raises:
-            IdReusedError: the id belongs to a request with another body.
+            IdReusedError: the id belongs to a request with a different body.
         """
         # In a thread, concurrently with the scorer: the digest is needed only if the id comes again.
         digest = asyncio.ensure_future(asyncio.to_thread(lambda: hashlib.sha256(body).digest()))

@@ -1,4 +1,4 @@
-r"""Rules that grade texts: functions of an answer and of the other entries in its prompt's line of the file.
+r"""Rules that grade texts: functions of an answer and the other entries of its prompt's line in the file.
 
 {"prompt": "What is 3 + 4?", "answer": "7"}
 
@@ -21,28 +21,28 @@ from omni_reward.wire import Score, is_number
 Rule = Callable[[str, Mapping[str, object]], float]
 
 _FENCE = re.compile(r"```(?:json)?\s*\n(.*)\n\s*```", re.DOTALL)
-_NUMBER = re.compile(  # never backtracks into digits; of groups that fail, all but the last are skipped at once
+_NUMBER = re.compile(  # never backtracks into digits; skips all but the last of a number's groups at once if they fail
     r"((?<![\w.])-?(?>\d{1,3}(?:,\d{3})+|\d+)(?:\.\d++)?(?!,*\d))"
     r"|(?<![\w.])\d{1,3}(?:,\d{3}(?=,\d{3}))*+(?=,\d{3})"
 )
 _SINGLE_LETTER = re.compile(r"\W*([A-Za-z])\W*")
 _LETTER_STATED = re.compile(
     r"(?:(?i:\b(?:answer|option|choice)(?:\s+is)?)[\s:=*(\[\"'$]{1,6}|\\boxed\{(?:\\(?:text|mathrm|textbf)\{)?\W*)"
-    r"([A-Z](?!\w)|[b-hj-z](?![\w'\u2019]|\.\w)|[ai](?=[)\].,*\"'}$]*(?:\s*$|\n)|[)\]}]))"  # none in "is a good one"
+    r"([A-Z](?!\w)|[b-hj-z](?![\w'\u2019]|\.\w)|[ai](?=[)\].,*\"'}$]*(?:\s*$|\n)|[)\]}]))"  # not "a" in "is a good one"
 )
 # Neither "I" nor the article is an option.
 _LETTER = re.compile(r"(?<![\w'\u2019])([B-HJ-Z]|A(?!\s[a-z]))(?![\w'\u2019])")
 
 
 def exact(answer: str, meta: Mapping[str, object]) -> float:
-    """Return 1 if the answer is the line's "answer", without spaces around it, else 0."""
+    """Return 1 if the answer equals the line's "answer", ignoring surrounding whitespace, else 0."""
     return float(answer.strip() == str(meta["answer"]).strip())
 
 
 def contains(answer: str, meta: Mapping[str, object]) -> float:
     """Return 1 if the answer contains the line's "answer" as a separate word or number, else 0.
 
-    A number is not found in a longer one: 7 is not in 7.5, 1.7, 3/7, 7,000 or -7.
+    A number does not match within a longer one: 7 is not in 7.5, 1.7, 3/7, 7,000 or -7.
     """
     wanted = str(meta["answer"]).strip()
     before, after = r"(?<!\w)", r"(?!\w)"
@@ -61,7 +61,7 @@ def regex(answer: str, meta: Mapping[str, object]) -> float:
 def choice(answer: str, meta: Mapping[str, object]) -> float:
     r"""Return 1 if the option that the answer states last is the line's "answer", a letter, else 0.
 
-    An option is stated by a single letter, by "answer is B", "option (B)" or "\boxed{B}", else by a separate capital.
+    An option is stated as a single letter, as "answer is B", "option (B)" or "\boxed{B}", else as a separate capital.
     """
     if not (right := _SINGLE_LETTER.fullmatch(str(meta["answer"]))):
         raise ValueError(f'"answer" must be one letter, got {meta["answer"]!r:.80}')
@@ -92,7 +92,7 @@ def math(answer: str, meta: Mapping[str, object]) -> float:
 
 
 def json_entries(answer: str, meta: Mapping[str, object]) -> float:
-    """Return 1 if the answer is a JSON object, maybe fenced, with the entries or keys of "json", else 0."""
+    """Return 1 if the answer is a JSON object, possibly in a code fence, with the entries or keys of "json", else 0."""
     wanted = meta["json"]
     if not isinstance(wanted, dict | list):
         raise ValueError(f'"json" must be an object or a list of keys, got {wanted!r:.80}')
@@ -126,7 +126,7 @@ RULES: dict[str, tuple[Rule, str]] = {
 
 @dataclass(frozen=True)
 class Term:
-    """A rule, the entry of a prompt's line that it requires, and its file, if any."""
+    """Rule with the entry of a prompt's line that it requires, and its file, if any."""
 
     name: str
     rule: Rule
@@ -136,7 +136,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Rules:
-    """A reward whose terms are rules; terms that a server scores are only in the reward."""
+    """Reward whose terms are rules; terms that a server scores are only in `reward`."""
 
     reward: Reward
     terms: tuple[Term, ...]
@@ -176,10 +176,10 @@ def _term(name: str, spec: str, known: Sequence[str]) -> Term:
 
 
 def check_meta(rules: Rules, meta: Mapping[str, object], *, flag: str = "--reward") -> None:
-    """Grade an empty answer.
+    """Check a prompt's line by grading an empty answer.
 
     Raises:
-        ValueError: a prompt's line lacks an entry that a rule requires, or a rule fails on it.
+        ValueError: an entry that a rule requires is missing, or a rule fails on the line.
     """
     check_keys(rules, meta, flag=flag)
     for term in rules.terms:
@@ -192,14 +192,14 @@ def check_meta(rules: Rules, meta: Mapping[str, object], *, flag: str = "--rewar
 
 
 def check_keys(rules: Rules, meta: Mapping[str, object], *, flag: str = "--reward") -> None:
-    """Raise ValueError if a prompt's line lacks an entry that a rule requires. flag: the setting of the rules."""
+    """Raise ValueError if an entry that a rule requires is missing. flag: the setting that names the rules."""
     for term in rules.terms:
         if term.key and term.key not in meta:
             raise ValueError(f'must have the key "{term.key}", which {flag} {term.name} requires')
 
 
 def version_of(rules: Rules) -> str:
-    """Return the versions of what the rules use: users' files, as they are now, and math-verify."""
+    """Return the versions of users' files, as they are now, and of math-verify, where the rules use them."""
     found = []
     for term in rules.terms:
         if term.file:
@@ -213,7 +213,7 @@ def version_of(rules: Rules) -> str:
 
 
 def judge(rules: Rules, answers: Sequence[str], metas: Sequence[Mapping[str, object]]) -> list[dict[str, float]]:
-    """Return the value of each rule for each answer. metas: the answers' lines."""
+    """Return the value of each rule for each answer. metas: the lines of the answers' prompts."""
     return [
         {term.name: _value(term, answer, meta) for term in rules.terms}
         for answer, meta in zip(answers, metas, strict=True)
@@ -224,13 +224,13 @@ def _value(term: Term, answer: str, meta: Mapping[str, object]) -> float:
     value: object = term.rule(answer, meta)
     if not is_number(value):
         if isinstance(value, Coroutine):
-            value.close()  # which else warns that it was not awaited
+            value.close()  # otherwise it warns that it was never awaited
         raise ValueError(f"{term.name} must return a number, got {type(value).__name__}: {value!r:.80}")
     return float(value)  # type: ignore[arg-type]  # a number
 
 
 def grade(rules: Rules, answers: Sequence[str], metas: Sequence[Mapping[str, object]]) -> list[Score]:
-    """Return the reward of each answer; with several rules, their values are its parts."""
+    """Return the reward of each answer; with several rules, their values are the parts."""
     scores = []
     for values in judge(rules, answers, metas):
         value, gate = rules.reward.total(values)
@@ -249,7 +249,7 @@ def _compile(name: str, pattern: str) -> re.Pattern[str]:
 
 @lru_cache(maxsize=4096)
 def _right(answer: str) -> list[object]:
-    """Parse a line's answer, with or without dollars around it, by math-verify."""
+    """Parse a line's answer, with or without dollar signs around it, with math-verify."""
     from math_verify import parse
 
     found: list[object] = parse(answer if "$" in answer or "\\boxed" in answer else f"${answer}$")

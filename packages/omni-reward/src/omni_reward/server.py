@@ -3,8 +3,8 @@
     python -m omni_reward.server --scorer ocr --port 0 --url-file scorer.url
 
 The event loop only moves bytes: requests are parsed in a thread pool and scored in one worker thread (batching.py), so
-that `/healthz` answers while a slow scorer works. The queue of requests has limits on its number and bytes; beyond
-them, the answer is 503. A repeated request gets the reply to the first one (replies.py).
+that `/healthz` answers while a slow scorer works. The queue limits the number and bytes of requests; beyond these
+limits, the answer is 503. A repeated request gets the reply to the first one (replies.py).
 """
 
 import asyncio
@@ -52,7 +52,7 @@ except ImportError as missing:
     raise
 
 MB = 2**20
-LAST_BODY_S = 1  # limit for incomplete bodies after SIGTERM
+LAST_BODY_S = 1  # time for incomplete bodies after SIGTERM
 
 logger = logging.getLogger("omni_reward.server")
 
@@ -65,13 +65,13 @@ _CODES = {
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a server, as GET /info returns them.
+    """Limits of a server, as returned by GET /info.
 
     Args:
-        max_body_bytes: size of a request body.
-        max_batch: samples in a request.
-        max_waiting: requests that wait while one is scored.
-        max_waiting_bytes: bodies in memory, of requests that wait and that are being scored.
+        max_body_bytes: maximum size of a request body.
+        max_batch: maximum number of samples in a request.
+        max_waiting: maximum number of requests that wait while one is scored.
+        max_waiting_bytes: maximum size of the bodies in memory, both waiting and being scored.
         receive_timeout_s: time in which a body must arrive.
 
     Raises:
@@ -107,14 +107,14 @@ def create_app(
     Args:
         score_fn: the scorer, as in `omni_reward.wire.ScoreFn`: score_fn(media, prompts, meta) -> N scores, where
             media is {kind: array [N, ...]} and meta a list of N dicts (with `fps` for video, `sample_rate` for audio).
-            It returns a Score or a number per sample; a number that is not finite becomes an abstention. A function
-            takes `image` and gets entire requests; `omni_reward.wire.Scorer(score_fn, media=, batch_size=, version=,
-            references=, groups=)` changes that. It is called from one thread, never concurrently.
-        name: of the scorer in replies.
+            It returns a Score or a number per sample; a number that is not finite becomes an abstention. A plain
+            function takes `image` and gets entire requests; `omni_reward.wire.Scorer(score_fn, media=, batch_size=,
+            version=, references=, groups=)` changes that. It is called from one thread, never concurrently.
+        name: name of the scorer in replies.
         token: bearer token that /score and /info require. If None, anyone may use them; over loopback, only with a
             Host header that names loopback, so that no web page can reach the server by DNS rebinding.
-        host: one more name of loopback.
-        limits: of requests.
+        host: another name of loopback.
+        limits: limits of requests.
         show_errors: True if clients get the type and message of the scorer's errors, which are always in the log.
 
     Raises:
@@ -136,7 +136,7 @@ def create_app(
 
 
 class _Service:
-    """The endpoints and what they share."""
+    """Endpoints and their shared state."""
 
     def __init__(
         self, scorer: Scorer, name: str, credentials: bytes | None, host: str, limits: Limits, show_errors: bool
@@ -144,7 +144,7 @@ class _Service:
         self._scorer, self._name, self._host, self._show_errors = scorer, name, host, show_errors
         self._credentials, self._limits = credentials, limits
         self._batcher, self._replies = Batcher(scorer), Replies()
-        self._num_requests, self._num_bytes = 0, 0  # accepted and not answered; only the event loop counts them
+        self._num_requests, self._num_bytes = 0, 0  # accepted but not answered; changed only by the event loop
 
     async def info(self, request: Request) -> Response:
         self._check_access(request)
@@ -202,7 +202,7 @@ class _Service:
         return request
 
     async def _answer(self, request: ScoreRequest) -> bytes:
-        """Score the request, and return the body of the reply."""
+        """Score the request and return the body of the reply."""
         try:
             scores = await self._batcher.score(request)
         except ScorerFailedError as exc:
@@ -236,7 +236,7 @@ class _Service:
 
     @asynccontextmanager
     async def _receive(self, request: Request) -> AsyncIterator[bytearray]:
-        """Yield the body of a request, and count it until the block ends."""
+        """Yield the body of a request, which is counted until the block ends."""
         body = bytearray()  # not bytes: the scorer may write to its arrays, which share this memory
         try:
             try:
@@ -253,16 +253,16 @@ class _Service:
             self._num_bytes -= len(body)
 
     async def _collect(self, request: Request, body: bytearray) -> None:
-        """Fill the body, and refuse it as soon as it is too long, with any Content-Length."""
+        """Fill the body, and reject it as soon as it is too long, whatever Content-Length says."""
         declared = request.headers.get("content-length", "")
         self._check_room(int(declared) if declared.isdecimal() else 0)
-        async for chunk in request.stream():  # the last one is empty, and checks the complete body
+        async for chunk in request.stream():  # the last one is empty, for a check of the complete body
             body += chunk
             self._num_bytes += len(chunk)
             self._check_room(len(body))
 
     def _check_room(self, length: int) -> None:
-        """Refuse a body of this length if it is too long, or if too many requests or bytes wait."""
+        """Raise an HTTPException if a body of this length is too long, or if too many requests or bytes wait."""
         limits = self._limits
         if length > limits.max_body_bytes:
             raise HTTPException(413, f"the body must be at most {limits.max_body_bytes} bytes")
@@ -271,7 +271,7 @@ class _Service:
 
 
 def _told(error: BaseException | None) -> tuple[str, traceback.FrameSummary | None]:
-    """Return an error's type and message, and the line of a user's file that raised it, if one did."""
+    """Return an error's type and message, and the line of a user's file that raised it, if any."""
     if error is None or (at := own_line(error)) is None:
         return "".join(traceback.format_exception_only(error)).strip(), None
     return "".join(traceback.format_exception_only(error)).strip() + hint_of(error), at
@@ -291,9 +291,9 @@ async def _unless_gone(request: Request, work: Coroutine[None, None, bytes]) -> 
 
 
 async def _hang_up(request: Request) -> None:
-    """Wait until the client of a request, whose body is complete, disconnects."""
+    """Wait until the client disconnects; the body of its request is complete."""
     if (await request.receive())["type"] != "http.disconnect":
-        await asyncio.Event().wait()  # a server that does not report it
+        await asyncio.Event().wait()  # for a server that does not report disconnects
 
 
 def _json_reply(content: object, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -311,14 +311,14 @@ async def _no_reply(request: Request, exc: Exception) -> Response:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Serve one scorer until SIGTERM or SIGINT, and finish the accepted requests."""
+    """Serve one scorer until SIGTERM or SIGINT, then finish the accepted requests."""
     parser = cli.build_parser()
     args = parser.parse_args(argv)
     log = logging.StreamHandler()
     log.setFormatter(cli.PrintableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(handlers=[log])
     for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, lambda *_: sys.exit(0))  # uvicorn finishes first, and then raises the signal again
+        signal.signal(signum, lambda *_: sys.exit(0))  # uvicorn finishes first, then raises the signal again
     if args.end_with_stdin:
         threading.Thread(target=_end_with_stdin, daemon=True).start()
     try:
@@ -341,13 +341,13 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _end_with_stdin() -> None:
-    while os.read(0, 1):  # not through `sys.stdin`, whose lock aborts an interpreter that ends
+    while os.read(0, 1):  # not through `sys.stdin`, whose lock makes an ending interpreter abort
         pass
     signal.raise_signal(signal.SIGTERM)
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, with an announced URL and a limited shutdown."""
+    """uvicorn's server, which announces its URL and limits the time of its shutdown."""
 
     def __init__(self, config: uvicorn.Config, url_file: Path | None, shutdown_timeout_s: float) -> None:
         super().__init__(config)
@@ -369,8 +369,8 @@ class _Server(uvicorn.Server):
         closing.cancel()
 
     async def _close_late_connections(self) -> None:
-        # uvicorn lets each connection close after its reply, and waits for all of them. It misses one that was accepted
-        # in the same moment, which would keep the process alive. A request without its complete body is not accepted.
+        # uvicorn lets each connection close after its reply and waits for all of them. It misses a connection accepted
+        # at the same moment, which would keep the process alive. A request without its complete body is not accepted.
         while True:
             await asyncio.sleep(LAST_BODY_S)
             for connection in list(cast("set[Protocol]", self.server_state.connections)):

@@ -27,7 +27,7 @@ class Server:
 
     @property
     def flags(self) -> list[str]:
-        """The flags of a trainer that name the server."""
+        """Trainer flags that name the server."""
         return ["--scorer.url", self.url, *(("--scorer.token-file", str(self.token_file)) if self.token_file else ())]
 
 
@@ -35,12 +35,12 @@ class Server:
 def serving(
     scorer: str, *flags: str, token: str | None = None, python: str = sys.executable, env: Env | None = None
 ) -> Iterator[Server]:
-    """Start a server of a scorer, which ends with the block, or with this process; Ctrl-C does not reach it.
+    """Start a server of a scorer, which ends with the block or with this process; Ctrl-C does not reach it.
 
-    One line on stderr says when it ends before.
+    If the server ends earlier, a line on stderr says so.
 
     Args:
-        scorer: as in `python -m omni_reward.server --scorer`.
+        scorer: scorer, as in `python -m omni_reward.server --scorer`.
         flags: further flags of that command.
         token: bearer token that the server requires.
         python: interpreter of the environment with the scorer.
@@ -83,9 +83,9 @@ def serving(
 def serving_here(
     score_fn: ScoreFn, *, name: str = "test", token: str | None = None, show_errors: bool = False
 ) -> Iterator[str]:
-    """Start a server of a score function or Scorer in a thread of this process; yield its URL.
+    """Start a server of a score function or Scorer in a thread of this process, and yield its URL.
 
-    name, token, show_errors: as `omni_reward.server.create_app` has them.
+    name, token, show_errors: as in `omni_reward.server.create_app`.
     """
     import uvicorn
 

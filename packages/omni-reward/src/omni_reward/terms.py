@@ -1,17 +1,17 @@
-"""The grammar of rewards, for scorers and for rules: a weighted sum, with gates that veto.
+"""The grammar of rewards from scorers or rules: a weighted sum, with gates that veto.
 
     0.7*ocr + 0.3*jpeg
     0.7*ocr + 0.3*vlm as look if clip >= 0.2 and look >= 0.5 else -1
     math + 0.1*format=<think>.*</think>.* if json >= 1 else -1
 
 A term is a name, `python:FILE.py:FUNCTION` or `format=PATTERN`, with a weight (1 by default) and, after `as`, another
-name, which is necessary if it occurs twice. A term of weight 0 is reported but not rewarded. A pattern may contain any
-character; it ends before " + " and another term.
+name, which is required if the term's name occurs twice. A term of weight 0 is reported but not rewarded. A pattern may
+contain any character; it ends before " + " and another term.
 
-A gate names a term, of the sum or not, and the least value that passes. A sample below it gets the number after `else`,
-the veto, or its sum if that is lower, so that a veto never pays. A veto is a value, not an abstention: a sample that
-cheats must score below the others of its group, while an abstention would be left out and never unlearned. The part
-GATE is 1 if all gates passed, else 0.
+A gate consists of a term, in the sum or not, and the least value that passes. A sample below it gets the veto (the
+number after `else`), or its sum if that is lower, so that a veto never pays. A veto is a value, not an abstention: a
+sample that cheats must score below the others of its group, while an abstention would be left out and never unlearned.
+The part GATE is 1 if all gates passed, else 0.
 """
 
 import math
@@ -32,13 +32,13 @@ _EXAMPLE = "'0.7*ocr + 0.3*jpeg' or '0.7*ocr + 0.3*jpeg if clip >= 0.2 else 0'"
 
 @dataclass(frozen=True)
 class Reward:
-    """A parsed reward.
+    """Parsed reward.
 
     Args:
-        specs: the scorer or rule of each name in the sum and the gates.
+        specs: scorer or rule by name, in the sum and the gates.
         weights: weight in the sum, by name.
-        gates: least value that passes, by name.
-        veto: value of a sample that does not pass; None without gates.
+        gates: threshold of each gate, by name.
+        veto: value of a sample that fails a gate; None without gates.
     """
 
     specs: Mapping[str, str]
@@ -63,7 +63,7 @@ class Reward:
 def parse(text: str, names: Collection[str] = ()) -> Reward:
     """Parse a reward.
 
-    names: terms that end a pattern.
+    names: names of terms that end a pattern.
 
     Raises:
         ValueError: the text does not follow the grammar in this module's docstring.
@@ -98,7 +98,7 @@ def parse(text: str, names: Collection[str] = ()) -> Reward:
 
 
 def _add(specs: dict[str, str], found: re.Match[str]) -> str:
-    """Add a term to specs, and return its name."""
+    """Add a term to specs and return its name."""
     own = found.groupdict()
     spec = own.get("spec") or own["pattern"]
     name = own.get("name") or (spec.rpartition(":")[2] if own.get("spec") else FORMAT.rstrip("="))

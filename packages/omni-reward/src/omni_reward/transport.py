@@ -1,8 +1,8 @@
 """HTTP exchanges, each with one deadline; each kind of failure has its class in `omni_reward.errors`.
 
-`requests` restarts its read timeout at every packet, so a slow server could block a caller for ever. Therefore each
-exchange runs in a thread, and its caller waits for it until the deadline. A thread that its caller left ends with the
-next packet of the reply's body, or after as long without a packet as the exchange had time.
+`requests` restarts its read timeout at every packet, so a slow server could block a caller forever. Therefore each
+exchange runs in a thread, and its caller waits for it until the deadline. An abandoned thread ends with the next packet
+of the reply's body, or once no packet has arrived for as long as the exchange was allowed to take.
 """
 
 import ipaddress
@@ -28,11 +28,11 @@ Proxy = Literal["none", "env"]
 NO_PROXIES = {"http": "", "https": "", "all": ""}  # requests reads the environment only for missing keys
 MAX_REPLY_BYTES = 16 * 2**20
 MAX_REDIRECTS = 5
-MAX_KEPT = 256  # servers, and connections to each, that are kept alive
+MAX_KEPT = 256  # number of servers, and of connections to each, kept alive
 
 
 class _Body:
-    """A request's body in parts, which are sent from their own memory and never joined."""
+    """Body of a request in parts, each sent from its own memory without joining them."""
 
     def __init__(self, parts: Sequence[bytes | memoryview]) -> None:
         self._parts = parts
@@ -45,9 +45,9 @@ class _Body:
 
 
 class _Session(requests.Session):
-    """A session that follows no redirect: a redirected POST arrives as a GET without its body.
+    """Session that follows no redirects: a redirected POST arrives as a GET without its body.
 
-    `requests` reads all of a redirect's body, also with `allow_redirects=False`.
+    `requests` reads all of a redirect's body, even with `allow_redirects=False`.
     """
 
     def get_redirect_target(self, resp: requests.Response) -> None:
@@ -55,13 +55,13 @@ class _Session(requests.Session):
 
 
 class Transport:
-    """Connections to servers that share a token, kept alive. Threads may share it.
+    """Kept-alive connections to servers that share a token. Threads may share it.
 
     Args:
-        token: sent as a bearer token if set.
+        token: bearer token, if any.
         proxy: `none` connects to servers directly. `env` uses the proxy in HTTP_PROXY and related variables, which
-            then sees everything that is sent over http; loopback is always direct.
-        content_type: of the bodies.
+            then sees everything sent over http; loopback is always direct.
+        content_type: type of the request bodies.
 
     Raises:
         ValueError: the token is not valid in a header.
@@ -79,7 +79,7 @@ class Transport:
     def exchange(
         self, method: str, url: str, deadline: float, body: Sequence[bytes | memoryview] | None = None
     ) -> bytes:
-        """Return the body of the server's 200 reply to a request, whose own body may have several parts.
+        """Return the body of the server's 200 reply to a request, whose body may have several parts.
 
         Raises:
             RewardTimeoutError: the reply was not complete at the deadline, on the monotonic clock.
@@ -110,7 +110,7 @@ class Transport:
     def _fetch(
         self, method: str, url: str, deadline: float, body: Sequence[bytes | memoryview] | None
     ) -> tuple[requests.Response, bytes]:
-        """Return the response and its body, which ends early if it is too long."""
+        """Return the response and its body, which is truncated if it is too long."""
         data: Any = None if body is None else _Body(body)
         headers = {"Content-Type": self._content_type} if body is not None else {}
         is_direct = self._proxy == "none" or is_loopback(urlsplit(url).hostname or "")
@@ -132,24 +132,24 @@ class Transport:
         return response, bytes(reply)
 
     def _authorize(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
-        # As `auth`, since requests replaces an Authorization header by an entry of .netrc.
+        # As `auth`, because requests replaces an Authorization header by an entry of .netrc.
         if self._token is not None:
             request.headers["Authorization"] = f"Bearer {self._token}"
         return request
 
 
 def within(timeout_s: float, work: Callable[[], T]) -> T:
-    """Return the result of work in a thread, which the caller leaves when the time is over.
+    """Return the result of work in a thread, which is abandoned after `timeout_s`.
 
     Raises:
-        TimeoutError: it is over, or what the work raises.
+        TimeoutError: the time is over. Exceptions of the work are raised too.
     """
     answer: Future[T] = Future()
 
     def run() -> None:
         try:
             answer.set_result(work())
-        except BaseException as exc:  # of any kind: the caller raises it
+        except BaseException as exc:  # of any kind; the caller raises it
             answer.set_exception(exc)
 
     Thread(target=run, daemon=True).start()
@@ -157,10 +157,10 @@ def within(timeout_s: float, work: Callable[[], T]) -> T:
 
 
 def open_url(url: str, headers: Mapping[str, str], wait_s: float) -> requests.Response:
-    """Return the response to a GET request, whose body is not read yet.
+    """Return the response to a GET request, before its body is read.
 
-    It follows MAX_REDIRECTS redirects, without their bodies; to another server only with https. wait_s: limit for each
-    packet.
+    Up to MAX_REDIRECTS redirects are followed, without reading their bodies; those to another server only with https.
+    wait_s: time limit for each packet.
 
     Raises:
         requests.RequestException: no server answered, or a redirect is not allowed.
@@ -176,7 +176,7 @@ def open_url(url: str, headers: Mapping[str, str], wait_s: float) -> requests.Re
 
 
 def redirect_of(response: requests.Response) -> str:
-    """Return where a response redirects to; raise requests.RequestException for another server without TLS."""
+    """Return the target of a redirect; raise requests.RequestException if it is another server without TLS."""
     target = urljoin(response.url, response.headers["Location"])
     if urlsplit(target).scheme != "https" and urlsplit(target)[:2] != urlsplit(response.url)[:2]:
         raise requests.RequestException(f"a redirect must be to https, got {target}")
@@ -191,7 +191,7 @@ def is_loopback(host: str) -> bool:
 
 
 def names_loopback(host_header: str, own: str) -> bool:
-    """True if a Host header names loopback or is the server's own name; a web page that rebinds DNS sends another."""
+    """True if a Host header names loopback or the server's own name; a page that rebinds DNS sends another name."""
     try:
         host = urlsplit(f"//{host_header}").hostname or ""
     except ValueError:
@@ -213,14 +213,14 @@ def check_url(url: str) -> None:
 
 
 def _root(error: BaseException) -> BaseException:
-    """Return the error that began a chain, which requests and urllib3 wrap several times."""
+    """Return the original error of a chain; requests and urllib3 wrap errors several times."""
     while inner := error.__cause__ or error.__context__:
         error = inner
     return error
 
 
 def _seconds_in(retry_after: str) -> float:
-    """Return the seconds that a Retry-After header asks to wait, given as a number or a date; else 0."""
+    """Return the seconds to wait from a Retry-After header, given as a number or a date; else 0."""
     try:
         return urllib3.Retry().parse_retry_after(retry_after)
     except (urllib3.exceptions.InvalidHeader, ValueError, OverflowError):  # the last two for huge numbers and dates
@@ -228,7 +228,7 @@ def _seconds_in(retry_after: str) -> float:
 
 
 def _error_in(reply: bytes) -> tuple[str, str]:
-    """Return the code and the message of an error; of a reply from another server "" and its first words."""
+    """Return the code and message of an error reply; for a reply from another server, "" and its first words."""
     try:
         error = parse_json(reply, "the reply")["error"]
         return clean(str(error["code"]), 80), clean(str(error["message"]), 500)

@@ -1,8 +1,8 @@
 """The protocol between a trainer and a scorer: its bytes, and its rules on both ends.
 
 A request is one safetensors blob: a tensor per kind of media and per reference, and the prompts and texts as JSON in
-the blob's metadata. A reply is JSON. Neither can run code. Both ends build the same `ScoreRequest` and `Score`, and so
-share one set of rules; a broken rule is a `ValueError` that names the field, the rule and the value.
+the blob's metadata. A reply is JSON. Neither can run code. Both ends build the same `ScoreRequest` and `Score`, and
+therefore apply the same rules; a violation is a `ValueError` that names the field, the rule and the value.
 
 Letters: N samples. docs/reward-protocol.md specifies the protocol for other clients and scorers.
 """
@@ -36,14 +36,14 @@ from omni_reward.media import (
 )
 
 PROTOCOL = 1
-# JSON is parsed in one call, under the interpreter's lock: these limits bound it to 0.2 s.
-MAX_HEADER_BYTES = 8 * 2**20  # before the tensors
+# JSON is parsed in one call, which holds the GIL: these limits bound it to 0.2 s.
+MAX_HEADER_BYTES = 8 * 2**20  # in bytes, before the tensors
 MAX_VALUES = 2**16  # of the header, and of the request in it
-MAX_DIGITS = 300  # of an integer, which a float can represent
-MAX_DEPTH = 64  # of lists and objects in one another
+MAX_DIGITS = 300  # of an integer, so that a float can represent it
+MAX_DEPTH = 64  # of nested lists and objects
 MAX_ID_CHARS = 128
 REFERENCE = "reference."  # prefix of the names of references; a number follows
-MAX_VALUE = 1e30  # of a score: sums of as many as a step may have are finite in float32, in which trainers log them
+MAX_VALUE = 1e30  # of a score: the sum over a step remains finite in float32, in which trainers log it
 MAX_REASON_CHARS = 1000
 MAX_DETAILS_BYTES = 2**16  # of a sample, as JSON
 MAX_DETAILS_DEPTH = 16
@@ -54,27 +54,27 @@ NUMPY = {code: "<" + np.dtype(name).str[1:] for name, code in DTYPES.items()}
 
 
 class WrongScoresError(ValueError):
-    """A score function returned something else than a score for each sample."""
+    """A score function returned something other than a score for each sample."""
 
 
 class MismatchError(ValueError):
-    """A valid message of another protocol, or a reply to other samples or in another order."""
+    """A valid message of another protocol, or a reply to other samples or with samples in another order."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """A sample's score, or the reason for its lack.
+    """A sample's score, or the reason why it has none.
 
     Args:
         value: score in the scorer's unit, at most MAX_VALUE in size; None if the scorer abstains.
-        abstained: reason for the lack of a score; set if and only if value is None; cut after MAX_REASON_CHARS.
-        parts: named terms of the value, likewise.
-        details: more to log, such as the text that the scorer read, as JSON values: at most MAX_DETAILS_DEPTH deep and
+        abstained: reason for a missing score; set if and only if value is None; truncated to MAX_REASON_CHARS.
+        parts: named terms of the value, with the same limit.
+        details: JSON values to log, such as the text that the scorer read: at most MAX_DETAILS_DEPTH deep and
             MAX_DETAILS_BYTES long. They are copied by way of JSON.
-        mask_group: True asks the trainer to leave out the sample's entire group; set by clients, never by scorers.
+        mask_group: True to make the trainer drop the sample's entire group; set by clients, never by scorers.
 
     Raises:
-        ValueError: both or neither of value and abstained are set, or a field breaks its rule.
+        ValueError: both or neither of value and abstained are set, or a field is invalid.
     """
 
     value: float | None
@@ -100,7 +100,7 @@ class Score:
 
     @classmethod
     def of(cls, value: float, *, parts: Parts | None = None, details: Details | None = None) -> "Score":
-        """Return the score of a model's number, or an abstention if it is not finite, or above MAX_VALUE in size."""
+        """Return the score of a model's output, or an abstention if it is not finite or exceeds MAX_VALUE in size."""
         number = float(value)  # half precision has no MAX_VALUE
         if abs(number) <= MAX_VALUE:
             return cls(number, parts=parts or {}, details=details or {})
@@ -109,9 +109,9 @@ class Score:
 
 
 ScoreFn = Callable[..., Sequence[Score | float]]
-"""A function of media by kind (each [N, ...]), N prompts and N meta objects that returns N scores in the same order.
+"""Function of media by kind (each [N, ...]), N prompts and N meta objects that returns N scores in the same order.
 
-If it takes references, they are a fourth argument: for each sample a tuple of images, uint8 [H, W, 3] each.
+If it takes references, they are the fourth argument: a tuple of images per sample, uint8 [H, W, 3] each.
 """
 
 
@@ -120,20 +120,20 @@ class Scorer:
     """A score function with its media, batch size and version.
 
     Args:
-        score_fn: the function, which a call of the Scorer calls.
-        media: the kinds that each request has; keys of `omni_reward.media.MEDIA_KINDS`.
-        batch_size: most samples of a call. Concurrent requests are batched up to this number if their arrays have the
-            same shapes and dtypes, and a longer request is split. None calls once per request, with all of its
-            samples: then other clients cannot change a score, not even in its last bit.
-        version: of the scorer, its weights or its prompt; scores of different versions may differ.
-        references: True if the function takes the samples' references too; clients send them only then.
-        groups: True if the function compares the samples of a group: each call has those of one group, all of them.
+        score_fn: the function that calling the Scorer runs.
+        media: kinds of media in each request; keys of `omni_reward.media.MEDIA_KINDS`.
+        batch_size: maximum number of samples per call. Concurrent requests are batched up to this number if their
+            arrays have the same shapes and dtypes, and longer requests are split. None means one call per request, with
+            all of its samples: then other clients cannot change a score, not even in its last bit.
+        version: version of the scorer, its weights or its prompt; scores of different versions may differ.
+        references: True if the function also takes the samples' references; clients send them only then.
+        groups: True if the function compares the samples of a group: each call has all samples of one group.
             batch_size must be None then.
-        timed: True if its last argument is the time when the first request of the call came, on the monotonic clock.
-        move: moves the weights to the host if called with True, and back with False; None if they stay where they are.
+        timed: True if the last argument is the time when the call's first request arrived, on the monotonic clock.
+        move: moves the weights to the host when called with True, and back with False; None if they cannot be moved.
 
     Raises:
-        ValueError: an argument breaks its rule.
+        ValueError: an argument is invalid.
     """
 
     score_fn: ScoreFn
@@ -159,12 +159,12 @@ class Scorer:
         except TypeError as exc:
             arguments = "media, prompts, meta" + ", references" * self.references + ", since" * self.timed
             raise ValueError(f"a scorer must be a function of ({arguments}): {exc}") from exc
-        except ValueError:  # a function of C has no signature
+        except ValueError:  # a C function may have no signature
             pass
 
     @classmethod
     def of(cls, score_fn: ScoreFn) -> "Scorer":
-        """Return a Scorer as it is, or a Scorer of images around a plain function."""
+        """Return a Scorer unchanged, or wrap a plain function as a Scorer of images."""
         return score_fn if isinstance(score_fn, Scorer) else cls(score_fn)
 
     def _more(self, references: References, since: float) -> list[object]:
@@ -174,17 +174,17 @@ class Scorer:
     def __call__(
         self, media: Arrays, prompts: list[str], meta: Meta, references: References = (), *, since: float | None = None
     ) -> list[Score]:
-        """Return N scores, in the order of the samples. since: the time for a timed function; now by default.
+        """Return N scores, in the order of the samples. since: time for a timed function; by default, now.
 
         Raises:
-            WrongScoresError: the function returned something else than N scores or numbers.
+            WrongScoresError: the function returned something other than N scores or numbers.
         """
         more = self._more(references, time.monotonic() if since is None else since)
         results = self.score_fn(media, prompts, meta, *more)
         rule = f"{getattr(self.score_fn, '__name__', 'the scorer')} must return {len(prompts)} numbers"
         if isinstance(results, str | Mapping | Awaitable) or not (hasattr(results, "__len__") and np.iterable(results)):
             if isinstance(results, Coroutine):
-                results.close()  # which else warns that it was not awaited
+                results.close()  # otherwise it warns that it was never awaited
             raise WrongScoresError(f"{rule} in a list, got {type(results).__name__}: {shown(results)}")
         if len(results) != len(prompts):
             raise WrongScoresError(f"{rule}, got {len(results)}: {shown(results)}")
@@ -196,17 +196,17 @@ class Scorer:
 
 
 def is_number(value: object) -> bool:
-    """Return True for a number, also one of numpy or torch."""
+    """Return True for a number, including scalars of numpy and torch."""
     return isinstance(value, Real) or getattr(value, "ndim", 1) == 0
 
 
 def encode_request(request: ScoreRequest) -> list[bytes | memoryview]:
     """Return the body of a request in parts, in order: a safetensors header, then the memory of each array.
 
-    A reference that samples share, as one array in memory, is sent once.
+    A reference that samples share as one array in memory is sent once.
 
     Raises:
-        ValueError: meta holds something that JSON cannot, or prompts, texts and meta exceed the limits of a header.
+        ValueError: meta is not JSON-serializable, or prompts, texts and meta exceed the limits of a header.
     """
     media = request.media
     fields: dict[str, object] = {"protocol": PROTOCOL, "request_id": request.request_id, "ids": request.ids}
@@ -214,7 +214,7 @@ def encode_request(request: ScoreRequest) -> list[bytes | memoryview]:
     if request.groups:
         fields["groups"] = request.groups
     fields |= {kind: texts.tolist() for kind, texts in media.items() if kind == TEXT}
-    places: dict[tuple[int, ...], int] = {}  # memory of an image -> its number
+    places: dict[tuple[int, ...], int] = {}  # memory location of an image -> its number
     images: Arrays = {}
     if request.references:
         for image in (image for own in request.references for image in own):
@@ -228,7 +228,7 @@ def encode_request(request: ScoreRequest) -> list[bytes | memoryview]:
     parts: list[bytes | memoryview] = []
     end = 0
     arrays = {kind: array for kind, array in media.items() if kind != TEXT} | images
-    for name in sorted(arrays, key=lambda name: -arrays[name].itemsize):  # the widest first, so that each is aligned
+    for name in sorted(arrays, key=lambda name: -arrays[name].itemsize):  # widest dtype first, so that each is aligned
         dense = np.ascontiguousarray(arrays[name])
         begin, end = end, end + dense.nbytes
         entries[name] = {"dtype": DTYPES[str(dense.dtype)], "shape": dense.shape, "data_offsets": [begin, end]}
@@ -243,7 +243,7 @@ def encode_request(request: ScoreRequest) -> list[bytes | memoryview]:
 
 
 def decode_request(body: bytes | bytearray, *, max_batch: int) -> ScoreRequest:
-    """Check a body, and return its request, whose arrays share the body's memory.
+    """Check a body and return its request, whose arrays share the body's memory.
 
     Raises:
         ValueError: the body is not a request, or holds more than max_batch samples.
@@ -275,7 +275,7 @@ def decode_request(body: bytes | bytearray, *, max_batch: int) -> ScoreRequest:
 def encode_reply(
     request_id: str, ids: Sequence[str], scorer: str, scores: Sequence[Score], *, version: str | None = None
 ) -> bytes:
-    """Return the body of a reply, in the order of the request. version: of the scorer, if known."""
+    """Return the body of a reply, in the order of the request. version: version of the scorer, if known."""
     results = []
     for name, score in zip(ids, scores, strict=True):
         result = {"id": name, "score": score.value, "parts": score.parts, "details": score.details}
@@ -289,17 +289,17 @@ def encode_reply(
 def decode_reply(
     body: bytes, *, request_id: str, ids: Sequence[str], scorer: Mapping[str, str] | None = None
 ) -> list[Score]:
-    """Check a reply, and return its scores, one per sample.
+    """Check a reply and return its scores, one per sample.
 
     Args:
-        body: of the reply.
-        request_id, ids: of the request.
-        scorer: its `scorer` and `scorer_version` so far; a reply may lack them, and must not have others.
+        body: body of the reply.
+        request_id, ids: ids of the request and its samples.
+        scorer: the known `scorer` and `scorer_version`; a reply may omit them but must not have others.
 
     Raises:
-        MismatchError: it is the reply to another request or of another scorer, or its results are of other samples or
+        MismatchError: the reply is to another request or from another scorer, or its results are for other samples or
             in another order.
-        ValueError: it is not a reply, or a result breaks a rule, such as a score that is NaN.
+        ValueError: it is not a reply, or a result is invalid, such as a NaN score.
     """
     reply = parse_message(body, "the reply")
     if reply.get("request_id") != request_id:
@@ -334,7 +334,7 @@ def to_json(value: object) -> str:
 
 
 def clean(text: str, limit: int) -> str:
-    """Return the start of a text without lone surrogates, so that it can be printed and stored."""
+    """Return the start of a text, without lone surrogates, so that it can be printed and stored."""
     return text[:limit].encode(errors="replace").decode() + ("..." if len(text) > limit else "")
 
 
@@ -363,7 +363,7 @@ def _decode_result(i: int, result: dict[str, Any]) -> Score:
 
 
 def _read_header(body: bytes | bytearray) -> tuple[dict[str, Any], int]:
-    """Return the header of a safetensors blob, whose metadata has a text `request`, and where its tensors start."""
+    """Return the header of a safetensors blob, with a text `request` in its metadata, and where its tensors start."""
     size = struct.unpack_from("<Q", body)[0] if len(body) >= 8 else 0
     if not 2 <= size <= min(MAX_HEADER_BYTES, len(body) - 8):
         raise ValueError(f"body must start with a safetensors header of 2 to {MAX_HEADER_BYTES} bytes, got {size}")
@@ -404,7 +404,7 @@ def _arrays_in(body: bytes | bytearray, entries: Mapping[str, object], start: in
 
 
 def _check_values(what: str, text: bytes) -> None:
-    """Raise ValueError if JSON, in UTF-8, has more than MAX_VALUES values; a value follows a comma or a bracket."""
+    """Raise ValueError if UTF-8 JSON has more than MAX_VALUES values; a value follows a comma or a bracket."""
     unescaped = text.replace(rb"\\", b"").replace(rb"\"", b"")
     outside = b"".join(unescaped.split(b'"', 4 * MAX_VALUES)[::2])  # of strings; a value and its key have four quotes
     if (count := sum(map(outside.count, (b",", b"[", b"{")))) > MAX_VALUES:
@@ -412,10 +412,10 @@ def _check_values(what: str, text: bytes) -> None:
 
 
 def parse_json(text: bytes | str, what: str) -> Any:
-    """Return the value of a JSON text that anyone may have written. what: the message names it.
+    """Return the value of an untrusted JSON text. what: its name in error messages.
 
     Raises:
-        ValueError: it is no JSON in UTF-8, or is nested too deeply, or an integer is too long.
+        ValueError: the text is not UTF-8 JSON, is nested too deeply, or has an integer that is too long.
     """
     try:
         text = text.decode() if isinstance(text, bytes) else text
@@ -438,12 +438,12 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _place(array: np.ndarray) -> tuple[int, ...]:
-    """Return an array's place in memory, which identifies it among all arrays that exist."""
+    """Return an array's memory location, which identifies it among all live arrays."""
     return array.ctypes.data, *array.shape, *array.strides
 
 
 def _take_references(arrays: Arrays, numbers: object) -> References:
-    """Return the samples' references by their numbers in the request, and remove their images from the arrays."""
+    """Remove the reference images from the arrays, and return each sample's references by their numbers."""
     images: list[np.ndarray] = []
     while (image := arrays.pop(f"{REFERENCE}{len(images)}", None)) is not None:
         images.append(image)
@@ -468,10 +468,10 @@ def _check_ids(request_id: object, ids: object, count: int) -> None:
 
 
 def _copy_json(name: str, values: dict[str, Any]) -> dict[str, Any]:
-    """Copy an object by way of JSON, and check its size and depth."""
+    """Copy an object by way of JSON after a check of its size and depth."""
     try:
         text = json.dumps(values, allow_nan=False, ensure_ascii=False).encode()
-    except (TypeError, ValueError, RecursionError) as exc:  # UnicodeEncodeError, for a lone surrogate, is one
+    except (TypeError, ValueError, RecursionError) as exc:  # UnicodeEncodeError, for lone surrogates, is a ValueError
         raise ValueError(f"{name} must hold JSON values only: {exc}") from exc
     if len(text) > MAX_DETAILS_BYTES:
         raise ValueError(f"{name} must be at most {MAX_DETAILS_BYTES} bytes as JSON, got {len(text)}")

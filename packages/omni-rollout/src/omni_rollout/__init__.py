@@ -1,7 +1,7 @@
 """Engines that turn prompts into samples.
 
-`types` has the data types and the `Engine` contract, `model` the protocol of a model, `models` one file per model,
-`engines` the engines, `testing` the checks that every engine must pass.
+`types` has the data types and the `Engine` contract, `model` the protocol of models, `models` a file per model,
+`engines` the engines, and `testing` the checks that every engine must pass.
 """
 
 from omni_rollout.model import Model as Model

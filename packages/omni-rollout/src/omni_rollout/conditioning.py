@@ -1,7 +1,7 @@
-"""The conditioning of prompts: each distinct text and image is encoded once, and cached in memory and in files.
+"""Conditioning of prompts: each distinct text and image is encoded once and cached in memory and in files.
 
-The folder of a file is named after the encoder: the bits of all frozen modules, their configuration, the code that runs
-them and its device. The file is named after what was encoded. So a file that is found was made by the same arithmetic.
+A file's folder is named after the encoder: the bits of all frozen modules, their configuration, the code that runs them
+and the device. The file is named after its input. A file that is found was therefore computed by the same arithmetic.
 """
 
 import hashlib
@@ -26,15 +26,15 @@ from omni_rollout.types import Cond, Params, Parts, Prompt, join
 
 CONFIGURATION = (".json", ".txt", ".model", ".jinja")
 Entries = Iterable[tuple[str, bytes | Tensor]]
-Encode = Callable[[Prompt, str, bool, dict[str, float]], Cond]  # of a prompt, its text, whether negative, TEXT_OPTIONS
+Encode = Callable[[Prompt, str, bool, dict[str, float]], Cond]  # prompt, text, is it negative, TEXT_OPTIONS
 
 
 @dataclass(frozen=True)
 class TextCache:
     """Settings of the cache of encoded texts and references.
 
-    max_mb: on the device, besides the newest entry, which always stays: 1024 are 270 of Qwen-Image's longest texts.
-    folder: of files with the texts, which other processes and later runs find; empty for none.
+    max_mb: limit on the device, besides the newest entry, which stays. 1024 hold 270 of Qwen-Image's longest texts.
+    folder: folder of encoded texts, shared with other processes and later runs; empty for none.
     """
 
     max_mb: float = 1024
@@ -45,9 +45,9 @@ TEXT_CACHE = TextCache()
 
 
 class Conditioner:
-    """A model's conditioning of prompts by the parts that `model.load` returns, cached.
+    """Cached conditioning of prompts by the parts that `model.load` returns.
 
-    Calling it returns a batch's conditioning.
+    Call it to get a batch's conditioning.
     """
 
     def __init__(self, model: Model, parts: Parts, texts: TextCache = TEXT_CACHE) -> None:
@@ -56,7 +56,7 @@ class Conditioner:
         self.encode: Encode = lambda p, text, negative, options: model.encode(parts, p, negative=negative, **options)
         if texts.folder:
             self.encode = TextFiles(model, parts, texts.folder, self.encode).encode
-        self._cached: dict[object, tuple[Prompt, Cond]] = {}  # the prompt keeps its images alive: the key has their ids
+        self._cached: dict[object, tuple[Prompt, Cond]] = {}  # the prompt keeps alive the images whose ids are keys
 
     @torch.no_grad()
     def __call__(self, prompts: Sequence[Prompt], params: Params) -> Cond:
@@ -65,7 +65,7 @@ class Conditioner:
         if self.model.is_guided(params):
             negative = join([self._encode(prompt, params, negative=True) for prompt in prompts], dim=0, what="encode")
             cond |= {f"negative_{name}": tensor for name, tensor in negative.items()}
-        fixed = repr(replace(params, sde_steps=(), decode=True))  # which change nothing here
+        fixed = repr(replace(params, sde_steps=(), decode=True))  # these have no effect here
         others = [self._once(partial(self.model.condition, self.parts, p, params), p, fixed) for p in prompts]
         return cond | join(others, dim=0, what="condition")
 
@@ -76,9 +76,9 @@ class Conditioner:
         return self._once(make, prompt, negative, text, *options.items())
 
     def _once(self, make: Callable[[], Cond], prompt: Prompt, *facts: object) -> Cond:
-        """Return what `make` returned for these facts and the prompt's images, which is cached.
+        """Return the cached result of `make` for these facts and the prompt's images.
 
-        The newest entry is kept, and as many before it as `max_bytes` hold.
+        The newest entry is kept, and as many earlier ones as `max_bytes` allows.
         """
         key = (*facts, *map(id, prompt.images))
         if key not in self._cached:
@@ -89,14 +89,15 @@ class Conditioner:
 
 
 def num_bytes(cond: Cond) -> int:
-    """Return the memory that the tensors keep alive, which are views of more."""
+    """Return the memory that the tensors keep alive, including the storage that they view."""
     return sum(tensor.untyped_storage().nbytes() for tensor in cond.values())
 
 
 class TextFiles:
-    """Encoded texts in a folder, a safetensors file for each.
+    """Encoded texts in a folder, as one safetensors file per text.
 
-    Any number of processes may share the folder: a file appears complete. A damaged one is reported and replaced.
+    Any number of processes may share the folder, because files are written atomically. A damaged file is reported and
+    replaced.
     """
 
     def __init__(self, model: Model, parts: Parts, folder: str, encode: Encode) -> None:
@@ -124,7 +125,7 @@ class TextFiles:
 
 
 def _read(file: Path) -> Cond | None:
-    """Return the tensors of a file; None if there is none, or a damaged one, which is reported."""
+    """Return the tensors of a file, or None if it does not exist or is damaged, which is reported."""
     if not file.exists():
         return None
     try:
@@ -139,7 +140,7 @@ def _read(file: Path) -> Cond | None:
 
 
 def _encoder_entries(model: Model, modules: dict[str, nn.Module], device: torch.device) -> Entries:
-    """Yield everything besides the text that determines an encoded text."""
+    """Yield everything that determines an encoded text, except the text itself."""
     versions = omni_rollout.__version__, torch.__version__, version("transformers")
     yield "facts", json.dumps([device.type, *versions]).encode()
     for cls in model.__class__.__mro__[:-1]:
@@ -152,7 +153,7 @@ def _encoder_entries(model: Model, modules: dict[str, nn.Module], device: torch.
 
 
 def _digest(entries: Entries) -> str:
-    """Return the SHA-256, in hexadecimal digits, of named bytes and tensors in their order."""
+    """Return the SHA-256, in hexadecimal digits, of named bytes and tensors in order."""
     digest = hashlib.sha256()
     for name, content in entries:
         if isinstance(content, Tensor):

@@ -1,4 +1,4 @@
-"""Decoding with less memory: of a few samples at a time, or in tiles."""
+"""Decoding with less memory: in slices of a few samples, or in tiles."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import product
@@ -13,21 +13,21 @@ Decode = Callable[[Parts, Tensor, Cond, Params], tuple[Media, Rates]]
 Place = tuple[slice, ...]  # rows and columns of latents
 Run = Callable[[Callable[[Place], Tensor], Sequence[Place]], Iterable[Tensor]]
 
-DECODED_PIXELS = 4 * 2**20  # at a time by default; of twice as many, cuDNN takes no tensor with 256 channels
+DECODED_PIXELS = 4 * 2**20  # at a time by default; with twice as many, cuDNN rejects tensors with 256 channels
 OVERLAP = 64  # pixels that neighboring tiles share, and at most a quarter of a tile, as in diffusers
 
 
 def num_decoded(size: int, height: int, width: int, tile: int = 0) -> int:
-    """Return how many samples of height x width pixels are decoded at a time: `size`, by default 4 megapixels.
+    """Return how many samples of height x width pixels to decode at a time: `size`, or by default 4 megapixels.
 
-    tile: longest side of a tile; 0 decodes them whole.
+    tile: longest side of a tile, or 0 to decode whole samples.
     """
     side = tile or max(height, width)
     return size or max(1, DECODED_PIXELS // (min(height, side) * min(width, side)))
 
 
 def in_slices(decode: Decode, size: int) -> Decode:
-    """Return `Model.decode` for any number of samples, which decodes `size` of them at a time."""
+    """Wrap `Model.decode` to decode any number of samples, `size` of them at a time."""
 
     def decode_slices(parts: Parts, x0: Tensor, cond: Cond, params: Params) -> tuple[Media, Rates]:
         pieces = [
@@ -41,11 +41,11 @@ def in_slices(decode: Decode, size: int) -> Decode:
 
 
 def in_tiles(decode: Decode, most: int, run: Run = map) -> Decode:
-    """Return `Model.decode` of images or videos in overlapping tiles of at most `most` pixels a side.
+    """Wrap `Model.decode` to decode images or videos in overlapping tiles of at most `most` pixels a side.
 
-    The VAE sees one tile at a time, so that the result differs a little from that of a whole decode.
+    The VAE sees one tile at a time, so the result differs slightly from decoding whole samples.
 
-    run: returns the pixels of all tiles in order; it may have other ranks, which call it too, decode some of them.
+    run: returns the pixels of all tiles in order. It may distribute the tiles over other ranks, which call it too.
     """
 
     def decode_tiles(parts: Parts, x0: Tensor, cond: Cond, params: Params) -> tuple[Media, Rates]:
@@ -72,7 +72,7 @@ def in_tiles(decode: Decode, most: int, run: Run = map) -> Decode:
 
 
 def cut(length: int, most: int, overlap: int) -> list[slice]:
-    """Return the fewest parts of equal length, at most `most`, that cover a length; neighbors overlap by `overlap`."""
+    """Return the fewest equal parts of at most `most` that cover a length; neighbors overlap by at least `overlap`."""
     count = max(1, ceil((length - overlap) / (most - overlap)))
     size = ceil((length + (count - 1) * overlap) / count)
     starts = [(length - size) * i // max(1, count - 1) for i in range(count)]
@@ -80,9 +80,9 @@ def cut(length: int, most: int, overlap: int) -> list[slice]:
 
 
 def blend(tiles: Sequence[Tensor], places: Sequence[Place], unit: int, overlap: int) -> Tensor:
-    """Return the whole [..., H, W, 3] of tiles [..., h, w, 3], whose weights fall linearly where they overlap.
+    """Blend tiles [..., h, w, 3] into the whole [..., H, W, 3], with weights that fall linearly where tiles overlap.
 
-    places: of the tiles, in latents of `unit` pixels, as `overlap` is.
+    places: positions of the tiles, in latents of `unit` pixels, as is `overlap`.
     """
     height, width = tiles[0].shape[-3:-1]
     weight = ramp(height, overlap * unit)[:, None] * ramp(width, overlap * unit)

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: configuration and completeness; no weight is read."""
+"""Files of a checkpoint: their configuration and completeness. No weights are read."""
 
 import json
 import os
@@ -10,19 +10,19 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-COUNTS = re.compile("layers|depth|blocks")  # in names of a configuration's entries
+COUNTS = re.compile("layers|depth|blocks")  # in the names of configuration entries
 MAX_LAYERS = 1000
 MAX_JSON_BYTES = 2**28
-POINTER = b"version https://git-lfs"  # begins what Git LFS leaves in place of a file that it has not fetched
-AGAIN = "where a download was interrupted, the same command goes on with it"
+POINTER = b"version https://git-lfs"  # start of a Git LFS pointer, which stands in for a file that is not fetched
+AGAIN = "if a download was interrupted, the same command resumes it"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def check_fetched(file: Path) -> None:
-    """Raise ValueError for a pointer of Git LFS in place of a file."""
+    """Raise ValueError if a file is only a Git LFS pointer."""
     with open(file, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as opened:
         if opened.read(len(POINTER)) == POINTER:
-            fault = f"{file} is only its pointer of Git LFS: `git lfs pull` fetches the file"
+            fault = f"{file} is only a Git LFS pointer: `git lfs pull` fetches the file"
             raise ValueError(f"model is incomplete: {fault}")
 
 
@@ -30,7 +30,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """Return the object in a JSON file.
 
     Raises:
-        ValueError: the file is missing or too large, or holds no JSON object.
+        ValueError: the file is missing or too large, or does not hold a JSON object.
     """
     if not file.is_file():
         raise ValueError(f"model is incomplete: {file} is missing")
@@ -47,7 +47,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def check_counts(config: Mapping[str, object], file: Path) -> None:
-    """Raise ValueError for an absurd number of layers in a file's object: building the net would not end."""
+    """Raise ValueError for an absurd number of layers in a file's object, with which building the net would not end."""
     open_parts: list[object] = [config]
     while open_parts:
         part = open_parts.pop()
@@ -60,16 +60,16 @@ def check_counts(config: Mapping[str, object], file: Path) -> None:
 
 
 def safetensors_files(folder: Path, name: str = "diffusion_pytorch_model") -> list[Path]:
-    """Return the safetensors files of a part's folder: those of its index, or the one named `name`.
+    """Return the safetensors files in the folder of a part: those of its index, or the one named `name`.
 
-    name: the library's; `model` in folders of transformers.
+    name: the library's file name; `model` in transformers folders.
 
     Raises:
         ValueError: there are none, or the index is damaged.
     """
     file = folder / f"{name}.safetensors"
     index = folder / f"{name}.safetensors.index.json"
-    if index.is_file() and not (name == "model" and file.is_file()):  # the choice of the libraries
+    if index.is_file() and not (name == "model" and file.is_file()):  # as the libraries choose
         names = read_json(index).get("weight_map")
         if not isinstance(names, dict) or not all(isinstance(n, str) and Path(n).name == n for n in names.values()):
             raise ValueError(f"model is damaged: {index} must have a weight_map of file names")
@@ -77,7 +77,7 @@ def safetensors_files(folder: Path, name: str = "diffusion_pytorch_model") -> li
     if not file.is_file():
         rule = f"model must have its weights as safetensors, {folder} holds"
         if variants := sorted(folder.glob(f"{name}.*.safetensors")):
-            variant = variants[0].name.split(".")[1].partition("-")[0]  # the number of a file may follow
+            variant = variants[0].name.split(".")[1].partition("-")[0]  # a shard number may follow
             how = f"load with variant={variant!r} of diffusers, and save_pretrained without"
             raise ValueError(f"{rule} only {variants[0].name}, a variant: {how}")
         how, pickles = AGAIN, sorted(own.name for own in folder.glob("*") if own.suffix in PICKLES)
@@ -88,7 +88,7 @@ def safetensors_files(folder: Path, name: str = "diffusion_pytorch_model") -> li
 
 
 def size_of(folder: Path, name: str) -> int:
-    """Return the bytes of the safetensors files of a part's folder; 0 where they are not there."""
+    """Return the bytes of the safetensors files in the folder of a part, or 0 without them."""
     with suppress(ValueError, OSError):
         return sum(file.stat().st_size for file in safetensors_files(folder, name))
     return 0
@@ -96,10 +96,10 @@ def size_of(folder: Path, name: str) -> int:
 
 @contextmanager
 def safetensors_slices(files: Iterable[Path]) -> Iterator[dict[str, Any]]:
-    """Yield the tensors of safetensors files by name, as slices that are not read yet.
+    """Yield the tensors of safetensors files by name, as slices that are not yet read.
 
     Raises:
-        ValueError: a file is missing or damaged, or repeats a weight; it is named.
+        ValueError: a file is missing or damaged, or repeats a weight.
     """
     found: dict[str, Any] = {}
     with ExitStack() as stack:
@@ -112,7 +112,7 @@ def safetensors_slices(files: Iterable[Path]) -> Iterator[dict[str, Any]]:
                 check_fetched(file)
                 fault = f"{' '.join(str(exc).split()):.300}; {AGAIN}"
                 raise ValueError(f"model is damaged: {file} is no whole safetensors file: {fault}") from exc
-            for name in opened.keys():  # noqa: SIM118 - the file is no dict
+            for name in opened.keys():  # noqa: SIM118 - the file is not a dict
                 if name in found:
                     raise ValueError(f"model is damaged: {file} must not repeat a weight of another file, got {name}")
                 found[name] = opened.get_slice(name)

@@ -1,8 +1,8 @@
-"""The door to a model: one class per model in `models/`, and an instance for one checkpoint.
+"""The interface of models: one class per model in `models/`, and one instance per checkpoint.
 
-`sigma` 1 = noise, 0 = data; `velocity = dx/dsigma = noise - data`: a model's file turns its net's sign and timescale to
-that. Latents are [B, *latent_shape], float32: [C, h, w] for images, [C, F, h, w] for video, [n] for several streams
-one after the other.
+`sigma` is 1 for noise and 0 for data; `velocity = dx/dsigma = noise - data`. Each model's file converts its net's sign
+and timescale to this. Latents are [B, *latent_shape], float32: [C, h, w] for images, [C, F, h, w] for video, [n] for
+several concatenated streams.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,98 +19,98 @@ T = TypeVar("T")
 
 
 class Model(Protocol):
-    """A model for one checkpoint; it has the checkpoint's configuration and no weight."""
+    """A model for one checkpoint; it has the checkpoint's configuration but no weights."""
 
     BLOCK_NAMES: ClassVar[tuple[str, ...]]  # classes of the net's blocks, the units of sharding and recomputing
-    EXPERT_NAMES: ClassVar[tuple[str, ...]]  # classes of its modules of experts
-    LORA_TARGETS: ClassVar[tuple[str, ...]]  # endings of the names of layers with LoRA
+    EXPERT_NAMES: ClassVar[tuple[str, ...]]  # classes of the net's modules of experts
+    LORA_TARGETS: ClassVar[tuple[str, ...]]  # endings of the names of the layers that get LoRA
     OPTIONS: ClassVar[Mapping[str, float]]  # the pipeline's parameters, by diffusers' names, with defaults
     TEXT_OPTIONS: ClassVar[tuple[str, ...]]  # OPTIONS that are keyword arguments of `encode`
-    MEDIA: ClassVar[tuple[str, ...]]  # the kinds that `decode` returns
-    reads_weights: bool  # if False, `check_files` requires no weights, and `load` leaves them uninitialized
-    host_encoders: bool  # if True, `load` offloads text encoders, and copies them to the device to encode
+    MEDIA: ClassVar[tuple[str, ...]]  # kinds of media that `decode` returns
+    reads_weights: bool  # if False, `check_files` requires no weights and `load` leaves them uninitialized
+    host_encoders: bool  # if True, text encoders are offloaded, and copied to the device to encode
     NEGATES_TEXT: ClassVar[bool]  # True if an empty negative prompt depends on the prompt
-    IMAGES: range  # the numbers of references that a prompt may have
-    BRANCHES: ClassVar[Mapping[str, tuple[str, ...]]]  # names of modules and weights for only one medium
+    IMAGES: range  # allowed numbers of references in a prompt
+    BRANCHES: ClassVar[Mapping[str, tuple[str, ...]]]  # names of the modules and weights that serve only one medium
     boundary: float  # noise level below which the second of two experts runs; 0 for one net
-    context: int  # number of ranks that compute each forward together
-    reading: Callable[[str, int], AbstractContextManager[None]]  # around the reading of a part of so many bytes
+    context: int  # number of ranks that compute each forward pass together
+    reading: Callable[[str, int], AbstractContextManager[None]]  # entered while a part (name, bytes) is read
 
     @property
     def nets(self) -> Mapping[str, str]:
-        """The subfolders of the net's experts, by the names of its submodules; {"": "transformer"} for one net."""
+        """Subfolders of the net's experts by the name of its submodule; {"": "transformer"} for a single net."""
 
     @property
     def path(self) -> str:
-        """The folder or hub id of the checkpoint."""
+        """Folder or hub id of the checkpoint."""
 
     @property
     def folder(self) -> Path:
-        """The folder of its configuration, and of its weights once they are fetched."""
+        """Folder of the checkpoint's configuration, and of its weights once they are fetched."""
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The entries of model_index.json, with each part's configuration under its name."""
+        """Entries of model_index.json, with each part's configuration under its name."""
 
     @property
     def encoders(self) -> list[str]:
-        """The parts that encode texts."""
+        """Names of the parts that encode texts."""
 
     def check(self, params: Params) -> None:
-        """Raise ValueError for a size, number of frames or option that the model lacks; name the nearest legal one."""
+        """Raise ValueError for an unsupported size, number of frames or option, with the nearest supported value."""
 
     def check_context(self) -> None:
-        """Raise ValueError unless `context` ranks can compute a forward together; `check` has the rules of sizes."""
+        """Raise ValueError unless `context` ranks can compute a forward pass together; `check` checks sizes."""
 
     def share(self, net: nn.Module, mesh: "torch.distributed.DeviceMesh") -> None:
-        """Split the tokens of each forward of the net over the ranks of a row of `mesh`.
+        """Split the tokens of each forward pass of the net over the ranks in a row of `mesh`.
 
-        They call it with equal inputs, and get equal outputs. A rank's gradients are those of its tokens: their sum is
-        the gradient. mesh: with the axes "ring" and "ulysses".
+        The ranks call the net with equal inputs and get equal outputs. Each rank has only its own tokens' gradients;
+        their sum is the full gradient. mesh: mesh with the axes "ring" and "ulysses".
         """
 
     def check_image(self, height: int, width: int) -> None:
-        """Raise ValueError for a reference of a size, in pixels, that the model does not support."""
+        """Raise ValueError for a reference whose size, in pixels, is not supported."""
 
     def check_files(self) -> None:
-        """Raise ValueError unless all files exist, are complete, and match the configuration; read no weight."""
+        """Raise ValueError unless all files exist, are complete and match the configuration; no weights are read."""
 
     def latent_shape(self, params: Params) -> tuple[int, ...]:
         """Return the shape of one sample's latent."""
 
     def streams(self, params: Params) -> Mapping[str, int]:
-        """Return the number of each medium's elements in a sample's latent [n], in their order; {} for one medium."""
+        """Return each medium's number of elements in a sample's latent [n], in order; {} for a single medium."""
 
     def sigmas(self, params: Params) -> Tensor:
         """Return the noise levels [S + 1] of the checkpoint's scheduler from 1 to 0, on the host."""
 
     def weight_bytes(self) -> int:
-        """Return the size of the files with weights, without those of a hub id that are not fetched yet."""
+        """Return the size of the weight files, except those of a hub id that are not yet fetched."""
 
     def load(self, *, device: torch.device | str, dtype: torch.dtype, net: nn.Module | None = None) -> Parts:
-        """Return all parts, frozen, in eval mode. net: replaces the checkpoint's, whose weights are then not read."""
+        """Return all parts, frozen, in eval mode. net: net to use instead of reading the checkpoint's."""
 
     def load_net(self, *, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
         """Return only the net, as `load` does."""
 
     def empty_net(self, *, buffers: bool = False) -> nn.Module:
-        """Return the net on the meta device, for names and shapes. buffers: True to keep all but parameters real."""
+        """Return the net on the meta device, for names and shapes. buffers: True to materialize the buffers."""
 
     def weight_files(self, part: str = "transformer") -> list[Path]:
         """Return the safetensors files of a part."""
 
     def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False) -> Cond:
-        """Return a sample's conditioning by its text, or negative text, and its images, without the axis B.
+        """Return a sample's conditioning from its text, or negative text, and its images, without the axis B.
 
-        TEXT_OPTIONS are further keyword arguments. The sampler caches the result. Entries that grow with the text have
-        a mask.
+        TEXT_OPTIONS are further keyword arguments. The sampler caches the result. Entries whose length depends on the
+        text have a mask.
         """
 
     def condition(self, parts: Parts, prompt: Prompt, params: Params) -> Cond:
-        """Return a sample's other inputs, without the axis B: latents of reference images, first frames. Often none.
+        """Return a sample's other inputs, if any, without the axis B: latents of reference images, first frames.
 
-        The sampler caches it: it must depend only on the prompt's images, on `params` except `sde_steps`, and on frozen
-        weights.
+        The sampler caches the result: it must depend only on the prompt's images, on `params` except `sde_steps`, and
+        on frozen weights.
         """
 
     def is_guided(self, params: Params) -> bool:
@@ -122,7 +122,8 @@ class Model(Protocol):
     def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
         """Return the velocity [B, *latent_shape], float32, at x [B, *latent_shape] and noise levels sigma [B].
 
-        Sampling and training call it. It only calls `net`, which may be sharded, have adapters, or be another engine's.
+        Sampling and training both call it. It only calls `net`, which may be sharded, have adapters, or be another
+        engine's.
         """
 
     def decode(self, parts: Parts, x0: Tensor, cond: Cond, params: Params) -> tuple[Media, Rates]:
@@ -132,7 +133,7 @@ class Model(Protocol):
         """
 
     def encode_media(self, parts: Parts, media: Media, params: Params) -> Tensor:
-        """Return clean latents [B, *latent_shape] of media, the inverse of `decode`. Images are uint8, or in [0, 1]."""
+        """Return the clean latents [B, *latent_shape] of media; inverse of `decode`. Images are uint8, or in [0, 1]."""
 
 
 class _Wrapped:
@@ -141,7 +142,7 @@ class _Wrapped:
         vars(self).update(methods)
 
     @property  # type: ignore[misc]
-    def __class__(self) -> type:  # the wrapped one's, for `isinstance` and for names
+    def __class__(self) -> type:  # the wrapped object's, for `isinstance` and names
         return self._wrapped.__class__
 
     def __getattr__(self, name: str) -> Any:
@@ -149,5 +150,5 @@ class _Wrapped:
 
 
 def wrap(wrapped: T, **methods: Callable[..., object]) -> T:
-    """Return an object, such as a model, with some of its methods replaced; other attributes are the wrapped one's."""
+    """Return an object, such as a model, with some methods replaced; it shares all other attributes with `wrapped`."""
     return cast(T, _Wrapped(wrapped, methods))

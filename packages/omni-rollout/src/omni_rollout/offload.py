@@ -1,4 +1,4 @@
-"""Offload of frozen modules while they are idle."""
+"""Offloading of frozen modules while they are idle."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from omni_rollout.types import to_device
 
-Place = tuple[dict[str, Any], str, Tensor]  # a module's dict of tensors, a name in it, and that tensor
+Place = tuple[dict[str, Any], str, Tensor]  # a module's dict of tensors, a name in it, and the tensor
 
 
 class Rest:
-    """The offload of frozen modules' tensors from the device to copies on the host, from `begin` to `end`."""
+    """Offloading of frozen modules' tensors from the device to copies on the host, from `begin` to `end`."""
 
     def __init__(self, modules: Iterable[nn.Module], device: torch.device) -> None:
         places = places_of(each for module in modules for each in module.modules())
@@ -22,37 +22,37 @@ class Rest:
         self._device = device
 
     def begin(self) -> None:
-        """Free their memory on the device."""
+        """Free the tensors' memory on the device."""
         leave(self._host)
 
     def end(self) -> None:
-        """Copy them back."""
+        """Copy the tensors back to the device."""
         arrive(self._host, self._device)
 
 
 def places_of(modules: Iterable[nn.Module]) -> list[Place]:
-    """Return the places of the modules' own tensors."""
+    """Return the places of the tensors that belong directly to the modules."""
     tables = [table for each in modules for table in (each._parameters, each._buffers)]
     return [(table, name, tensor) for table in tables for name, tensor in table.items() if tensor is not None]
 
 
 def arrive(places: list[Place], device: torch.device) -> None:
-    """Replace tensors on the host by copies on the device."""
+    """Replace host tensors by copies on the device."""
     for table, name, tensor in places:
         there = tensor.detach().to(device, non_blocking=True)
         table[name] = nn.Parameter(there, requires_grad=False) if isinstance(tensor, nn.Parameter) else there
 
 
 def leave(places: list[Place]) -> None:
-    """Restore the tensors on the host."""
+    """Restore the host tensors."""
     for table, name, tensor in places:
         table[name] = tensor
 
 
 def bring(unit: nn.Module, places: list[Place], device: torch.device) -> None:
-    """Copy tensors of the host, pinned from now on, to the device whenever a module runs, without a wait of the host.
+    """Copy host tensors, which are pinned here, to the device whenever a module runs, without blocking the host.
 
-    A graph keeps the copies that it needs for its backward pass.
+    Autograd keeps the copies that it needs for the backward pass.
     """
     for _, _, tensor in places if device.type != "cpu" else ():
         if not tensor.is_pinned():
@@ -62,9 +62,9 @@ def bring(unit: nn.Module, places: list[Place], device: torch.device) -> None:
 
 
 def visit(module: nn.Module, device: torch.device) -> None:
-    """Make a frozen module on the host run on `device`, with its inputs; its outputs stay there. Call it once.
+    """Make a frozen, offloaded module run on `device`, with its inputs; its outputs stay there. Call it once.
 
-    A text encoder runs for a few texts per step. Its weights are copied each time, without a wait of the host, and the
+    A text encoder runs for a few texts per step. Its weights are copied each time, without blocking the host, and the
     device holds those of one block at a time.
     """
     module.register_forward_pre_hook(partial(_bring_inputs, device), with_kwargs=True)
@@ -73,7 +73,7 @@ def visit(module: nn.Module, device: torch.device) -> None:
 
 
 def _units(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
-    """Yield each block, an entry of a list, with its modules; and each other module with tensors, on its own."""
+    """Yield each block (an entry of a list) with its modules, and each other module with tensors by itself."""
     if any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
         yield module, [module]
     for child in module.children():
@@ -93,9 +93,9 @@ def _bring_inputs(
 
 
 def bring_blocks(net: nn.Module, block_names: Collection[str], device: torch.device) -> None:
-    """Move a net from the host to the device, except frozen weights of blocks, which are moved while a block runs.
+    """Move a net from the host to the device, except the blocks' frozen weights, which are copied while a block runs.
 
-    Adapters stay on the device. Recompute the blocks: else graphs keep the copies of all.
+    Adapters stay on the device. Recompute the blocks; otherwise autograd keeps the copies for all of them.
 
     block_names: class names of the blocks.
     """

@@ -1,7 +1,7 @@
-"""The denoising loop of every engine, and the replay of a sampled step.
+"""The denoising loop of all engines, and the replay of a sampled step.
 
 Sampling and training call the same functions of `omni_sched` and the same `predict_velocity`, so a step scored before
-the first update has the sampled log-prob.
+the first update has the sampled log-probability.
 """
 
 from collections.abc import Sequence
@@ -19,17 +19,17 @@ from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Trajectory, t
 
 
 class Sampler:
-    """A sampler with a model's parts.
+    """Sampler with a model's parts.
 
-    parts: from `model.load`, or an engine's parts under the same names. The net may be sharded and may have adapters:
-    it is only called. texts: settings of the cache of encoded texts and references.
+    parts: from `model.load`, or an engine's parts under the same names. The net is only called, so it may be sharded
+    and may have adapters. texts: settings of the cache of encoded texts and references.
     """
 
     def __init__(self, model: Model, parts: Parts, texts: TextCache = TEXT_CACHE) -> None:
         self.model = model
         self.parts = parts
         self.condition = Conditioner(model, parts, texts)
-        # Only the last one: `prepare` samples it for the next `sample`.
+        # Only the last noise: `prepare` samples it for the next `sample`.
         self._start_noise = lru_cache(1)(lambda seeds, shape: step_noise(seeds, INITIAL_NOISE, shape))
         self._starts = SharedStarts()
 
@@ -39,14 +39,13 @@ class Sampler:
     ) -> Trajectory:
         """Return one sample per prompt, in order, all in one batch; only the steps in `params.sde_steps` are kept.
 
-        Samples with equal prompt and `initial_seed` share their steps before the first of these, as `shared_starts`
-        computes them.
+        Samples with equal prompts and `initial_seed` share the steps before the first kept one (see `shared_starts`).
 
-        cond: of these samples; None is that of `condition`.
+        cond: conditioning of these samples; by default from `condition`.
 
         Raises:
-            ValueError: there are no prompts, they have sound or several sizes, or the model lacks a size, option or
-                number of images.
+            ValueError: there are no prompts, they have sound or several sizes, or the model does not support a size,
+                option or number of images.
         """
         check_prompts(prompts, self.model, params)
         self.model.check(params)
@@ -73,7 +72,7 @@ class Sampler:
         )
 
     def prepare(self, prompts: Sequence[Prompt], params: Params) -> None:
-        """Sample the initial noise of the next `sample`, unless it is shared; this changes no result."""
+        """Sample the initial noise of the next `sample`, unless it is shared; this does not change any result."""
         if all(prompt.initial_seed is None for prompt in prompts):
             self._noise(prompts, self.model.latent_shape(params))
 
@@ -115,24 +114,24 @@ class Sampler:
         return self._starts.latents(prompts, (version, params), compute)
 
     def _noise(self, prompts: Sequence[Prompt], shape: Sequence[int]) -> Tensor:
-        """Return the initial noise [B, ...] of samples."""
+        """Return the samples' initial noise [B, ...]."""
         return self._start_noise(tuple(prompt.start_seed for prompt in prompts), tuple(shape))
 
     def _velocity(self, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
-        """Return the net's velocity [B, ...] at latents x [B, ...] of one noise level."""
+        """Return the net's velocity [B, ...] at latents x [B, ...] at one noise level."""
         levels = torch.full((len(x),), float(sigma), device=x.device)
         return self.model.predict_velocity(self.parts.net, x, levels, cond, params)
 
 
 def replay(model: Model, net: nn.Module, trajectory: Trajectory, k: int) -> Transition:
-    """Return the k-th kept step of a trajectory under `net`; bit-identical to sampling if `net` sampled."""
+    """Return the k-th kept step of a trajectory under `net`; bit-identical to sampling if `net` sampled it."""
     t, params, x, sigma = trajectory, trajectory.params, trajectory.x[:, k], trajectory.sigma(k)
     velocity = model.predict_velocity(net, x, sigma, t.cond, params)
     return params.rule(velocity, x, sigma, t.sigma_next(k), noise_level=params.noise_level, x_next=t.x_next[:, k])
 
 
 def to_wire(media: Media) -> Media:
-    """Return images in [0, 1] as uint8, rounded to the nearest level, and sound unchanged."""
+    """Return images and videos in [0, 1] as uint8, rounded to the nearest level, and sound unchanged."""
     return {
         kind: (tensor * 255).round().to(torch.uint8).contiguous() if kind in ("image", "video") else tensor
         for kind, tensor in media.items()

@@ -1,6 +1,6 @@
 """The steps before the first stochastic one, computed once for samples with an equal start.
 
-This is the shared prefix of Flow-GRPO-Fast (arXiv 2505.05470). Samples with equal prompt and `initial_seed` have equal
+This is the shared prefix of Flow-GRPO-Fast (arXiv 2505.05470). Samples with equal prompts and `initial_seed` have equal
 starts.
 """
 
@@ -14,9 +14,9 @@ from omni_rollout.types import Prompt
 
 @dataclass
 class Prefix:
-    """Latents x [n, ...] before the first stochastic step of n `starts`, and the seeds of samples that used them.
+    """Latents x [n, ...] of n `starts` before the first stochastic step, and the seeds of the samples that used them.
 
-    prompts: of the first of these samples; they keep the images alive whose ids `starts` has.
+    prompts: prompts of the first of these samples, which keep alive the images whose ids are in `starts`.
     """
 
     starts: object
@@ -26,7 +26,7 @@ class Prefix:
 
 
 class SharedStarts:
-    """The latents of the last batch, which a next one with the same starts and new samples reuses, as of one group."""
+    """Latents of the last batch, which the next one reuses if it has the same starts and new samples."""
 
     def __init__(self) -> None:
         self._last: Prefix | None = None
@@ -34,24 +34,25 @@ class SharedStarts:
     def latents(self, prompts: Sequence[Prompt], facts: object, compute: Callable[[list[int]], Tensor]) -> Tensor:
         """Return the latents [B, ...] of samples before their first stochastic step.
 
-        facts: what they depend on beside the prompts. compute: returns those of some of the samples, by their places.
+        facts: what the latents depend on besides the prompts. compute: returns the latents of some samples, by their
+            indices.
         """
         first, row_of = _distinct_starts(prompts)
         starts = facts, [_start(prompts[i]) for i in first]
         seeds, last = {prompt.seed for prompt in prompts}, self._last
-        if not last or last.starts != starts or last.seeds & seeds:  # a sample is repeated: the weights may differ
+        if not last or last.starts != starts or last.seeds & seeds:  # a repeated sample may come from other weights
             last = self._last = Prefix(starts, compute(first), prompts, set())
         last.seeds |= seeds
         return last.x[row_of]
 
 
 def _distinct_starts(prompts: Sequence[Prompt]) -> tuple[list[int], list[int]]:
-    """Return the index of the first sample of each distinct start, and for each sample its position among those."""
+    """Return the index of the first sample of each distinct start, and each sample's index among those."""
     starts = [_start(prompt) for prompt in prompts]
     distinct = [*dict.fromkeys(starts)]
     return [starts.index(start) for start in distinct], [distinct.index(start) for start in starts]
 
 
 def _start(prompt: Prompt) -> tuple[str | int, ...]:
-    """Return what samples with an equal start share: texts, ids of images, and the seed of the noise."""
+    """Return what samples with an equal start share: texts, ids of images, and the noise's seed."""
     return prompt.text, prompt.negative, *map(id, prompt.images), prompt.start_seed

@@ -1,4 +1,4 @@
-"""The contract of any engine, as one function for tests."""
+"""The contract of all engines, as one function for tests."""
 
 from dataclasses import replace
 
@@ -22,9 +22,9 @@ def check_engine(
 ) -> None:
     """Raise AssertionError unless `engine` keeps the contract.
 
-    params: with at least two consecutive kept steps. net: the trainer's, with equal weights; by default the engine's.
-    tolerance: largest |log-prob(trainer) - log-prob(engine)| in nats per element; 0 requires bit-identity. num_images:
-    references of each prompt; by default the fewest that the model supports.
+    params: must have at least two consecutive kept steps. net: the trainer's, with equal weights; by default the
+    engine's. tolerance: largest |log-prob(trainer) - log-prob(engine)| in nats per element; 0 requires bit-identity.
+    num_images: number of references per prompt; by default the fewest that the model supports.
     """
     words = ["A", "B", "C", "D"]
     num_images = model.IMAGES[0] if num_images is None else num_images
@@ -67,7 +67,7 @@ def check_fields(trajectory: Trajectory, prompts: list[Prompt], model: Model, pa
 
 
 def check_media(trajectory: Trajectory, model: Model, params: Params) -> None:
-    """Check that kinds, layout and rates are the wire's."""
+    """Check the kinds, layout and rates of the media."""
     assert tuple(trajectory.media) == model.MEDIA
     B, size = len(trajectory), (params.height, params.width, 3)
     for kind, tensor in trajectory.media.items():
@@ -81,7 +81,7 @@ def check_media(trajectory: Trajectory, model: Model, params: Params) -> None:
 
 
 def check_chain(trajectory: Trajectory) -> None:
-    """Check that a kept step starts exactly where the kept step before it ended."""
+    """Check that a kept step starts exactly where the previous kept step ended."""
     steps = trajectory.sde_steps[0].tolist()
     in_a_row = [k for k in range(1, len(steps)) if steps[k] == steps[k - 1] + 1]
     assert in_a_row, f"params.sde_steps must hold two consecutive steps, got {steps}"
@@ -90,7 +90,7 @@ def check_chain(trajectory: Trajectory) -> None:
 
 
 def check_scores(trajectory: Trajectory, model: Model, net: nn.Module, *, tolerance: float) -> None:
-    """Check that replaying a sampled step under the trainer's net gives the engine's log-prob."""
+    """Check that replaying a sampled step under the trainer's net gives the engine's log-probability."""
     for k in range(trajectory.num_kept):
         with torch.no_grad():
             score = replay(model, net, trajectory, k).log_prob
@@ -115,7 +115,7 @@ def check_noise(engine: Engine, prompts: list[Prompt], params: Params, trajector
 
 
 def check_starts(engine: Engine, model: Model, prompts: list[Prompt], params: Params) -> None:
-    """Check that samples with one initial seed start from one noise, and differ after the first stochastic step."""
+    """Check that samples with one initial seed start from the same noise and differ after the first stochastic step."""
     shared = [replace(prompts[0], initial_seed=5), replace(prompts[0], seed=6, initial_seed=5), prompts[1]]
     trajectory = engine.generate(shared, params)
     check_fields(trajectory, shared, model, params)
@@ -125,7 +125,7 @@ def check_starts(engine: Engine, model: Model, prompts: list[Prompt], params: Pa
 
 
 def check_versions(engine: Engine, prompts: list[Prompt], params: Params) -> None:
-    """Check that trajectories have the version of the last sync, and that sleeping and waking changes nothing."""
+    """Check that trajectories have the version of the last sync, and that sleeping and waking change nothing."""
     before = engine.generate(prompts, params)
     engine.load_weights((), version=before.weight_version + 1)
     engine.sleep()

@@ -1,6 +1,6 @@
-"""Policies that think before they generate an image: their samples, and the door to their models.
+"""Policies that think before they generate an image: their samples, and the protocol of their models.
 
-Shapes: B samples, P tokens before a thought, V of the vocabulary.
+Shapes: B samples, P tokens before a thought, V vocabulary size.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from omni_rollout.types import Cond, Params, Trajectory
 
 
 class ThinkingModel(Model, Writer, Protocol):
-    """A model that writes a thought, and generates an image from prompt and thought."""
+    """Model that writes a thought, then generates an image from the prompt and thought."""
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -26,7 +26,7 @@ class ThinkingModel(Model, Writer, Protocol):
         """Return the tokens before a thought, `input_ids` on the host, for a prompt's `ids` [P] from `encode`."""
 
     def start(self, encoded: Sequence[Cond], device: torch.device) -> "Writing":
-        """Return thoughts that have no tokens yet."""
+        """Return thoughts without any tokens yet."""
 
     def decode_text(self, tokens: Tensor) -> str:
         """Return the text of one thought, without marks."""
@@ -39,7 +39,7 @@ class Writing(Protocol):
     """Unfinished thoughts."""
 
     def next_logits(self, net: nn.Module, tokens: Tensor | None) -> Tensor:
-        """Return the logits [B, V] after the tokens [B] that were sampled last; None before the first."""
+        """Return the logits [B, V] after the last sampled tokens [B], or None before the first ones."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""Policies over tokens: parameters and answers, the door to their models, and the answers' log-probs.
+"""Policies over tokens: parameters and answers, the protocol of their models, and the answers' log-probabilities.
 
-Shapes: B samples, P tokens of the longest prompt, T of the longest answer, V of the vocabulary. A log-prob is in nats
-per token.
+Shapes: B samples, P tokens of the longest prompt, T tokens of the longest answer, V vocabulary size. Log-probabilities
+are in nats per token.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,8 +25,9 @@ MAX_LOGITS = 2**26  # scored at a time: 0.27 GB in float32, and three times that
 class TokenParams:
     """Sampling parameters of all answers of one call.
 
-    max_new_tokens: the largest T, with the end token. temperature: divisor of logits, in sampling and in log-probs.
-    top_p: probability mass of the most likely tokens to sample from; log-probs ignore it, so training requires 1.
+    max_new_tokens: the largest T, including the end token. temperature: divisor of the logits, in sampling and in
+    log-probabilities. top_p: probability mass of the most likely tokens to sample from; log-probabilities ignore it, so
+    training requires 1.
     """
 
     max_new_tokens: int
@@ -43,10 +44,10 @@ class TokenParams:
 class TokenTrajectory(Samples):
     """The B answers of a batch.
 
-    encoded: the results of `TokenModel.encode`, on the host. tokens: int64 [B, T], arbitrary after the end. mask: bool
-    [B, T], True up to the end token. forced: bool [B, T], True for tokens of a tool's results, which the policy has
-    not sampled. rollout_log_prob: the sampling policy's, float32 [B, T], 0 after the end and where forced. ended: bool
-    [B], True with an end token. answers: B texts.
+    encoded: results of `TokenModel.encode`, on the host. tokens: int64 [B, T], arbitrary after the end. mask:
+    bool [B, T], True up to the end token. forced: bool [B, T], True for tokens of a tool's results, which the policy
+    has not sampled. rollout_log_prob: the sampling policy's log-probabilities, float32 [B, T], 0 after the end and
+    where forced. ended: bool [B], True if there is an end token. answers: B texts.
     """
 
     encoded: tuple[Cond, ...]
@@ -60,7 +61,7 @@ class TokenTrajectory(Samples):
 
     @property
     def lengths(self) -> Tensor:
-        """The number of tokens of each answer, int64 [B]."""
+        """Number of tokens of each answer, int64 [B]."""
         return self.mask.sum(dim=1)
 
     @property
@@ -70,7 +71,7 @@ class TokenTrajectory(Samples):
 
     @classmethod
     def cat(cls, parts: Sequence[Self]) -> Self:
-        """Concatenate the samples of `parts`, padded to the longest answer. Raises as `Samples.cat`."""
+        """Concatenate the samples of `parts`, padded to the longest answer. Raises like `Samples.cat`."""
         length = max(part.tokens.shape[1] for part in parts)
         return super().cat([part._resized(length) for part in parts])
 
@@ -91,31 +92,31 @@ class Writer(Protocol):
 
     @property
     def suppressed(self) -> tuple[int, ...]:
-        """Tokens that no answer may have: placeholders of media."""
+        """Tokens that no answer may contain: media placeholders."""
 
     def inputs(self, encoded: Sequence[Cond], tokens: Tensor, mask: Tensor) -> Cond:
-        """Return the net's inputs: left-padded prompts and answers [B, T], on the device of `tokens`."""
+        """Return the net's inputs for left-padded prompts and answers [B, T], on the device of `tokens`."""
 
     def predict(self, net: nn.Module, inputs: Cond) -> Tensor:
-        """Return the output [B, P + T, ...] of the net's head for these inputs."""
+        """Return the output [B, P + T, ...] of the net's head."""
 
 
 class TokenModel(Writer, Protocol):
-    """A language model for one checkpoint; it has the checkpoint's configuration and no weight."""
+    """A language model for one checkpoint; it has the checkpoint's configuration but no weights."""
 
     BLOCK_NAMES: tuple[str, ...]  # classes of the net's blocks, the units of sharding and recomputing
-    EXPERT_NAMES: ClassVar[tuple[str, ...]]  # classes of its modules of experts
-    LORA_TARGETS: str  # a pattern of the whole names of layers with LoRA
+    EXPERT_NAMES: ClassVar[tuple[str, ...]]  # classes of the net's modules of experts
+    LORA_TARGETS: str  # pattern for the full names of the layers that get LoRA
     FROZEN: ClassVar[tuple[str, ...]]  # prefixes of the names of modules that are never trained
-    MEDIA: ClassVar[tuple[str, ...]]  # the kinds that prompts may hold
-    config: dict[str, Any]  # of the net
-    sample_rate: int  # of sounds in prompts, Hz; 0 for a model without sound
+    MEDIA: ClassVar[tuple[str, ...]]  # kinds of media that prompts may hold
+    config: dict[str, Any]  # configuration of the net
+    sample_rate: int  # of sound in prompts, Hz; 0 for a model without sound
     ends: tuple[int, ...]  # tokens that end an answer
-    prefix: str  # of the net's names in the checkpoint's files, with its dot
-    boundary: float  # 0, as there is one net
-    reads_weights: bool  # if False, `check_files` requires no weights, and nets have uninitialized ones
-    dtype: torch.dtype  # of the net's computation and media; set it when the net is loaded in another one
-    reading: Callable[[str, int], AbstractContextManager[None]]  # around the reading of a part of so many bytes
+    prefix: str  # prefix of the net's names in the checkpoint's files, with its dot
+    boundary: float  # 0, because there is one net
+    reads_weights: bool  # if False, `check_files` requires no weights, and nets are uninitialized
+    dtype: torch.dtype  # of the net's computation and media; set it if the net is loaded in another dtype
+    reading: Callable[[str, int], AbstractContextManager[None]]  # entered while a part (name, bytes) is read
 
     @property
     def nets(self) -> Mapping[str, str]:
@@ -123,17 +124,17 @@ class TokenModel(Writer, Protocol):
 
     @property
     def folder(self) -> Path:
-        """The checkpoint's folder."""
+        """Folder of the checkpoint."""
 
     @property
     def vocabulary(self) -> Mapping[str, int]:
-        """The tokens by their texts."""
+        """Tokens by their texts."""
 
     def check_files(self) -> None:
-        """Raise ValueError unless the files of weights exist; read no weight."""
+        """Raise ValueError unless the weight files exist; no weights are read."""
 
     def weight_bytes(self) -> int:
-        """Return the size of the files with weights, without those of a hub id that are not fetched yet."""
+        """Return the size of the weight files, except those of a hub id that are not yet fetched."""
 
     def load_net(self, *, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
         """Return the net with the checkpoint's weights, frozen, in eval mode."""
@@ -142,16 +143,16 @@ class TokenModel(Writer, Protocol):
         """Return the net on the meta device, for names and shapes."""
 
     def encode(self, prompt: Prompt) -> Cond:
-        """Return a prompt's `input_ids` [P], and the tensors of its media under the net's names."""
+        """Return a prompt's `input_ids` [P] and the tensors of its media under the net's names."""
 
     def decode(self, tokens: Tensor) -> str:
         """Return the text of one answer, without special tokens."""
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the tokens of a text in an answer, which hold neither an end nor a suppressed token."""
+        """Return the tokens of a text in an answer, without end and suppressed tokens."""
 
     def save(self, net: nn.Module, weights: Mapping[str, Tensor], folder: Path) -> None:
-        """Write full weights, by the net's names, in transformers' layout, with the checkpoint's other files."""
+        """Write full weights, under the net's names, in transformers' layout, with the checkpoint's other files."""
 
 
 class TokenEngine(WeightedEngine, Protocol):
@@ -170,9 +171,9 @@ class TokenScores:
 
 
 def score_tokens(model: Writer, net: nn.Module, batch: TokenTrajectory) -> TokenScores:
-    """Return the log-prob of each token of the answers under `net`, with the batch's sampling parameters.
+    """Return the log-probability of each token of the answers under `net`, with the batch's sampling parameters.
 
-    The same batch is bit-identical before and in an update: the ratio is exactly 1 until the weights change.
+    The same batch gives bit-identical results before and in an update: the ratio is exactly 1 until the weights change.
     """
     score = partial(_score, suppressed=model.suppressed, params=batch.params)
     found = score_logits(model, net, batch, batch.tokens, score)
@@ -182,13 +183,13 @@ def score_tokens(model: Writer, net: nn.Module, batch: TokenTrajectory) -> Token
 def score_logits(
     model: Writer, net: nn.Module, batch: TokenTrajectory, targets: Tensor, score: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Return what `score(logits [n, V], targets [n, ...])` returns, [n, S], for the tokens of the answers, [B, T, S].
+    """Return the results [n, S] of `score(logits [n, V], targets [n, ...])` for the answers' tokens, as [B, T, S].
 
-    targets: [B, T, ...]. It is called with MAX_LOGITS logits at a time, and again in the backward pass.
+    targets: [B, T, ...]. `score` is called with MAX_LOGITS logits at a time, and again in the backward pass.
     """
     device = next(net.parameters()).device
     tokens, mask = batch.tokens.to(device), batch.mask.to(device)
-    whole: Any = net  # has an output head like all models of transformers
+    whole: Any = net  # has an output head like all transformers models
     head = whole.get_output_embeddings()
     whole.set_output_embeddings(ScoringHead(head, targets.to(device), score))
     try:
@@ -198,7 +199,7 @@ def score_logits(
 
 
 def _score(logits: Tensor, tokens: Tensor, *, suppressed: Sequence[int], params: TokenParams) -> Tensor:
-    """Return log-probs of tokens [n] by their logits [n, V], and entropies, [n, 2]."""
+    """Return the log-probabilities of tokens [n] from their logits [n, V], and the entropies: [n, 2]."""
     log_probs = token_log_probs(logits, suppressed, params)
     chosen = log_probs.gather(-1, tokens[:, None])
     if torch.is_grad_enabled():
@@ -208,7 +209,7 @@ def _score(logits: Tensor, tokens: Tensor, *, suppressed: Sequence[int], params:
 
 
 def token_log_probs(logits: Tensor, suppressed: Sequence[int], params: TokenParams) -> Tensor:
-    """Return the log-probs [..., V], float32, of all tokens; of suppressed ones -inf. Sampling and scoring call it."""
+    """Return the log-probs [..., V], float32, of all tokens, -inf for suppressed ones. Sampling and scoring call it."""
     scaled = logits.float() / params.temperature
     if suppressed:
         scaled = scaled.index_fill(-1, to_device(torch.tensor(suppressed), scaled.device), -torch.inf)
@@ -216,10 +217,10 @@ def token_log_probs(logits: Tensor, suppressed: Sequence[int], params: TokenPara
 
 
 class ScoringHead(nn.Module):
-    """A replacement of a net's output head that returns `score` of logits and targets [B, T, ...] instead of logits.
+    """Replacement of a net's output head that returns `score` of logits and targets [B, T, ...] instead of logits.
 
-    The head and `score` run on MAX_LOGITS logits at a time, and are recomputed in the backward pass: all logits, for a
-    vocabulary of 150,000, take 0.6 GB for 1,000 tokens. The pieces depend only on shapes.
+    The head and `score` run on MAX_LOGITS logits at a time and are recomputed in the backward pass: with a vocabulary
+    of 150,000, the logits of 1,000 tokens take 0.6 GB. The pieces depend only on shapes.
     """
 
     def __init__(self, head: nn.Module, targets: Tensor, score: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -241,7 +242,7 @@ class ScoringHead(nn.Module):
         return whole.unflatten(0, self.targets.shape[:2])
 
     def _filled(self, pieces: Sequence[tuple[Tensor, Tensor]], count: int) -> Tensor:
-        """Return the scores [count, S] of all pieces, which are never in memory twice."""
+        """Return the scores [count, S] of all pieces without holding them twice in memory."""
         whole, end = torch.empty(0), 0
         for hidden, targets in pieces:
             found = self._piece(hidden, targets)

@@ -1,7 +1,7 @@
-"""A tool that a language model calls in its answer: a Python function of a text; the answer continues after its result.
+"""Tools that a language model calls in its answer: Python functions of a text, after whose result the answer continues.
 
 The tokens of a result are in the answer and in the net's context, but the policy has not sampled them: they are masked
-from losses, ratios and divergences, as in Search-R1 (arXiv 2503.09516).
+in losses, ratios and divergences, as in Search-R1 (arXiv 2503.09516).
 """
 
 from collections import deque
@@ -14,25 +14,25 @@ from torch import Tensor
 from omni_rollout.tokens import TokenModel
 
 MARKS = ("<tool>", "</tool>", "<result>", "</result>")
-MOST_CHARACTERS = 2000  # of a result; the rest is cut off
+MOST_CHARACTERS = 2000  # of a result; the rest is dropped
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A function of a call's text. marks: before and after a call, and before and after its result."""
+    """A function of a call's text. marks: texts before and after a call, and before and after its result."""
 
     function: Callable[[str], object]
     marks: tuple[str, str, str, str] = MARKS
 
     def __post_init__(self) -> None:
         if len(self.marks) != 4 or not all(self.marks) or self.marks[3].endswith(self.marks[1]):
-            rule = "marks must be four texts, of which the last does not end as the second"
+            rule = "marks must be four texts, and the last must not end with the second"
             raise ValueError(f"{rule}, got {self.marks}")
 
     def follow(self, answer: str) -> str:
-        """Return the result of the call at the end of an answer; nothing if there is none.
+        """Return the result of the call at the end of an answer, or "" without one.
 
-        An exception is a result too: the model reads it.
+        An exception is also a result, which the model reads.
         """
         before, after, *around = self.marks
         if not answer.endswith(after):
@@ -46,10 +46,10 @@ class Tool:
 
 
 class Calls:
-    """The results that the answers of a batch are going on with, while their tokens are sampled."""
+    """Tool results that continue the answers of a batch while it is sampled."""
 
     def __init__(self, tool: Tool, model: TokenModel, count: int) -> None:
-        """Begin without any. count: B."""
+        """Begin without results. count: B."""
         self._tool, self._model = tool, model
         self._waiting = [deque[int]() for _ in range(count)]
 
@@ -59,6 +59,6 @@ class Calls:
         for tokens, waiting in zip(own, self._waiting, strict=True):
             if waiting or not len(tokens) or int(tokens[-1]) in self._model.ends:
                 continue
-            if self._model.decode(tokens[-len(mark.encode()) :]).endswith(mark):  # a token has a byte at least
+            if self._model.decode(tokens[-len(mark.encode()) :]).endswith(mark):  # a token has at least one byte
                 waiting += self._model.tokenize(self._tool.follow(self._model.decode(tokens)))
         return torch.tensor([waiting.popleft() if waiting else -1 for waiting in self._waiting], device=answers.device)

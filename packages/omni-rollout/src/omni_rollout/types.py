@@ -1,7 +1,8 @@
-"""Prompts, sampling parameters and samples: the plain frozen data of an engine's inputs and outputs.
+"""Prompts, sampling parameters and samples: the frozen data of an engine's inputs and outputs.
 
-Shapes: B samples, S denoising steps, K stochastic (trained) steps, T text tokens. `sigma` is the noise level in [0, 1],
-1 = noise, 0 = data; latents, means and log-probs are float32; a log-prob is in nats per latent element.
+Shapes: B samples, S denoising steps, K stochastic (trained) steps, T text tokens. `sigma` is the noise level in [0, 1]:
+1 is noise, 0 is data. Latents, means and log-probabilities are float32; log-probabilities are in nats per latent
+element.
 """
 
 import math
@@ -17,19 +18,19 @@ from omni_sched import Transition, sde_step
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-# A model's conditioning, every tensor with leading dimension B. A tensor X [B, T, ...] that grows with the text has an
-# X_mask, bool [B, T], by which it is padded and truncated; a tensor without a mask never is. Masks stay on the host,
-# which reads them without waiting for the device.
+# A model's conditioning; every tensor has the leading dimension B. A tensor X [B, T, ...] whose length depends on the
+# text has an X_mask, bool [B, T], by which it is padded and truncated; a tensor without a mask never is. Masks stay on
+# the host, which reads them without waiting for the device.
 Cond = dict[str, Tensor]
 Solver = Literal["euler", "dpmpp"]
 Media = dict[str, Tensor]  # image uint8 [B, H, W, 3]; video uint8 [B, F, H, W, 3]; audio float32 [B, points, channels]
-Rates = dict[str, float]  # of media: fps, sample_rate
-SHARED = ("rates", "weight_version", "sigmas", "params")  # fields that a batch of samples has once
-OF_STEPS = ("x", "x_next", "sde_steps", "rollout_log_prob", "rollout_mean")  # fields with a value for each kept step
+Rates = dict[str, float]  # rates of media: fps, sample_rate
+SHARED = ("rates", "weight_version", "sigmas", "params")  # fields that a batch has once
+OF_STEPS = ("x", "x_next", "sde_steps", "rollout_log_prob", "rollout_mean")  # fields with a value per kept step
 
 
 class Parts(SimpleNamespace):
-    """The loaded parts of a model, frozen, under diffusers' names; and `net`, which is trained."""
+    """Loaded parts of a model, frozen, under diffusers' names; and `net`, which is trained."""
 
     net: nn.Module
 
@@ -39,11 +40,11 @@ class Prompt:
     """The prompt of one sample.
 
     text: the prompt's text. group: number of the group of samples that it is compared with. index: its position among
-    the samples of the step. seed: of its noise. negative: the negative prompt; empty is the model's default. images:
+    the samples of the step. seed: seed of its noise. negative: negative prompt; empty for the model's default. images:
     references to edit, or a video's first and last frames, each uint8 [H, W, 3]. audio: float32 [points, channels].
-    video: uint8 [F, H, W, 3]. rates: of audio and video. meta: further data for a scorer. initial_seed: of the initial
-    noise, if not `seed`; samples of a group that share it differ by the noise of the stochastic steps. size: (height,
-    width) in pixels, None for any; the Params of its batch must have it.
+    video: uint8 [F, H, W, 3]. rates: rates of audio and video. meta: further data for a scorer. initial_seed: seed of
+    the initial noise, if not `seed`; samples of a group that share it differ in the noise of the stochastic steps.
+    size: (height, width) in pixels, or None for any; the batch's Params must have it.
     """
 
     text: str
@@ -66,7 +67,7 @@ class Prompt:
 
     @property
     def start_seed(self) -> int:
-        """The seed of its initial noise."""
+        """Seed of the initial noise."""
         return self.seed if self.initial_seed is None else self.initial_seed
 
 
@@ -74,13 +75,13 @@ class Prompt:
 class Params:
     """Sampling parameters of all samples of one call.
 
-    num_inference_steps: S. height, width: pixels. num_frames, frame_rate: of a video, frames and frames per second.
-    guidance_scale: that of the model's diffusers pipeline. guidance: values of the model's OPTIONS, by name. rule: the
-    stochastic step of omni_sched at the step indices `sde_steps`; the steps before are Euler's. noise_level: strength
-    of the injected noise, defined by the rule. keep_mean: True to store the steps' means. solver: of the steps after
-    the last stochastic one, or of all steps if there is none: Euler's, or dpmpp, DPM-Solver++(2M). compress_ratio: the
-    share of these steps that remains, in (0, 1]; the trajectory has the shorter schedule (MixGRPO-Flash, arXiv
-    2507.21802). decode: False for samples without media.
+    num_inference_steps: S. height, width: pixels. num_frames, frame_rate: frames and frames per second of a video.
+    guidance_scale: as in the model's diffusers pipeline. guidance: values of the model's OPTIONS by name. rule: the
+    stochastic step of omni_sched at the step indices `sde_steps`; the steps before are Euler steps. noise_level:
+    strength of the injected noise, defined by the rule. keep_mean: True to store the steps' means. solver: solver for
+    the steps after the last stochastic one, or for all steps without one: euler, or dpmpp for DPM-Solver++(2M).
+    compress_ratio: share of these steps that is kept, in (0, 1]; the trajectory has the shorter schedule
+    (MixGRPO-Flash, arXiv 2507.21802). decode: False for samples without media.
     """
 
     num_inference_steps: int
@@ -122,7 +123,7 @@ class Params:
 
     @property
     def first_after(self) -> int:
-        """The step after the last stochastic one; 0 if all are deterministic."""
+        """Step after the last stochastic one; 0 if all are deterministic."""
         return self.sde_steps[-1] + 1 if self.sde_steps else 0
 
 
@@ -130,8 +131,8 @@ class Params:
 class Samples:
     """The B samples of a batch.
 
-    prompts: of the B samples. media: every tensor has the leading dimension B. rates: of the media. weight_version: of
-    the weights that sampled.
+    prompts: prompts of the B samples. media: every tensor has the leading dimension B. rates: rates of the media.
+    weight_version: version of the weights that sampled.
     """
 
     prompts: tuple[Prompt, ...]
@@ -144,7 +145,7 @@ class Samples:
 
     @property
     def indices(self) -> Tensor:
-        """The samples' positions in the step, int64 [B], on the host."""
+        """Positions of the samples in the step, int64 [B], on the host."""
         return torch.tensor([prompt.index for prompt in self.prompts])
 
     def to(self, device: torch.device | str) -> Self:
@@ -165,7 +166,7 @@ class Samples:
 
     @classmethod
     def cat(cls, parts: Sequence[Self]) -> Self:
-        """Concatenate the samples of `parts`; pad answers to the longest, and conditioning that has a mask.
+        """Concatenate the samples of `parts`; answers and conditioning with a mask are padded to the longest.
 
         Raises:
             ValueError: parts differ in something that all samples of a batch share: schedule, parameters, rates, weight
@@ -185,11 +186,11 @@ class Samples:
 
 @dataclass(frozen=True)
 class Trajectory(Samples):
-    """Samples with the K stochastic steps of each; other steps are not kept.
+    """Samples with their K stochastic steps; other steps are not kept.
 
-    x, x_next: latents before and after each kept step, [B, K, ...]. sde_steps: their indices, int64 [B, K].
-    sigmas: the whole schedule, [S + 1]. rollout_log_prob: the sampling policy's, [B, K]; rollout_mean: [B, K, ...] or
-    None. cond: the model's conditioning. x0: clean latents, [B, ...]. params: sampling parameters.
+    x, x_next: latents before and after each kept step, [B, K, ...]. sde_steps: their indices, int64 [B, K]. sigmas: the
+    whole schedule, [S + 1]. rollout_log_prob: the sampling policy's log-probabilities, [B, K]; rollout_mean:
+    [B, K, ...] or None. cond: the model's conditioning. x0: clean latents, [B, ...]. params: sampling parameters.
     """
 
     x: Tensor
@@ -204,7 +205,7 @@ class Trajectory(Samples):
 
     @property
     def num_kept(self) -> int:
-        """K."""
+        """Number of kept steps, K."""
         return self.sde_steps.shape[1]
 
     def sigma(self, k: int) -> Tensor:
@@ -216,7 +217,7 @@ class Trajectory(Samples):
         return self.sigmas[self.sde_steps[:, k] + 1]
 
     def take_steps(self, steps: slice | Tensor) -> "Trajectory":
-        """Return the same samples with only some of their kept steps: a slice, or for each sample its own, [B, k]."""
+        """Return the same samples with only some of their kept steps: a slice, or indices per sample, [B, k]."""
         rows = slice(None) if isinstance(steps, slice) else torch.arange(len(self), device=steps.device)[:, None]
         found = {name: getattr(self, name) for name in OF_STEPS}
         return replace(self, **{name: value[rows, steps] for name, value in found.items() if value is not None})
@@ -234,13 +235,13 @@ class Trajectory(Samples):
 class WeightedEngine(Protocol):
     """An engine that samples with a trainer's weights."""
 
-    shares_weights: bool  # True if its net is the trainer's: a sync moves nothing
-    is_exact: bool  # True if its arithmetic is the trainer's: a step replayed under equal weights is bit-identical
-    moved_bytes: int  # by the last load_weights
+    shares_weights: bool  # True if its net is the trainer's, so that a sync moves nothing
+    is_exact: bool  # True if a step replayed by the trainer under equal weights is bit-identical
+    moved_bytes: int  # bytes moved by the last load_weights
 
     @property
     def net(self) -> nn.Module:
-        """The module that samples, which may be the trainer's."""
+        """Module that samples, which may be the trainer's."""
 
     def adopt(self, params: Iterable[tuple[str, nn.Parameter]]) -> int:
         """Move the trainer's parameters into the engine's storage where possible; return the bytes saved."""
@@ -263,36 +264,37 @@ class Engine(WeightedEngine, Protocol):
 
     @property
     def parts(self) -> Parts:
-        """The loaded parts, for `Model.decode` and `Model.encode_media`."""
+        """Loaded parts, for `Model.decode` and `Model.encode_media`."""
 
     def generate(self, prompts: Sequence[Prompt], params: Params) -> Trajectory:
         """Return one sample per prompt, in order."""
 
     def prepare(self, prompts: Sequence[Prompt], params: Params) -> None:
-        """Do the host's share of the next `generate` while the device is busy; this changes no result."""
+        """Do the host's part of the next `generate` while the device is busy; this does not change any result."""
 
     def condition(self, prompts: Sequence[Prompt], params: Params) -> Cond:
         """Return the conditioning of `generate`; distinct texts and images are encoded once and cached."""
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to a device, from the host without waiting."""
+    """Copy a tensor to a device; copies from the host do not block."""
     is_copied = tensor.device.type == "cpu" and device.type not in ("cpu", "meta")
     return (tensor.pin_memory() if is_copied else tensor).to(device, non_blocking=True)
 
 
 def pick(tensor: Tensor, rows: Sequence[int]) -> Tensor:
-    """Return the rows of a tensor on any device; the host does not wait."""
+    """Return the rows of a tensor on any device, without blocking the host."""
     return tensor[to_device(torch.tensor(rows, dtype=torch.long), tensor.device)]
 
 
 def join(batches: Sequence[Mapping[str, Tensor]], *, dim: int, what: str) -> dict[str, Tensor]:
-    """Concatenate tensors of equal names along the batch dimension; pad those with a mask along `dim`.
+    """Concatenate tensors with equal names along the batch dimension; those with a mask are padded along `dim`.
 
-    dim: 1 for batches [B, T, ...]; 0 for single samples [T, ...], which are stacked. what: the argument, for messages.
+    dim: 1 for batches [B, T, ...]; 0 for single samples [T, ...], which are stacked. what: the argument's name in
+    messages.
 
     Raises:
-        ValueError: names differ, or the shapes of tensors that have no mask.
+        ValueError: names, or the shapes of tensors without a mask, differ.
     """
     names = batches[0].keys()
     for batch in batches:
@@ -317,14 +319,14 @@ def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _rows(value: Any, rows: Sequence[int]) -> Any:
-    """Return the rows of a field's value that has one for each sample."""
+    """Return the rows of a field's value that has one row per sample."""
     if isinstance(value, tuple):
         return tuple(value[i] for i in rows)
     return value.select(rows) if isinstance(value, Samples) else _each(value, lambda tensor: pick(tensor, rows))
 
 
 def _concatenated(values: Sequence[Any], what: str) -> Any:
-    """Return the concatenated values of a field that has a row for each sample."""
+    """Return the concatenated values of a field that has one row per sample."""
     if isinstance(values[0], Samples):
         return values[0].cat(values)
     if isinstance(values[0], tuple):
@@ -340,5 +342,5 @@ def _joined(tensors: Sequence[Tensor], what: str) -> Tensor:
 
 
 def _growing(cond: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of entries that grow with the text: those with a mask."""
+    """Return the names of entries whose length depends on the text: those with a mask."""
     return [name for name in cond if f"{name}_mask" in cond]

@@ -83,7 +83,7 @@ def find_loader(name: str) -> Callable[..., ScoreFn]:
 
 
 def check_scorer(name: str) -> None:
-    """Raise ValueError unless there are scorers for a reward; they are not loaded, and no user's file is executed."""
+    """Raise ValueError unless all scorers of a reward exist; no scorer is loaded, and no user's file is executed."""
     for spec in () if name.startswith(RULES) else parse(name).specs.values():
         if (own := spec.removeprefix(FRAMES)).startswith(PREFIX):
             check_user(own)
@@ -95,13 +95,13 @@ def load_scorer(name: str, *, threads: int = 1, options: Mapping[str, str] | Non
     """Load a scorer by name.
 
     Args:
-        name: one of SCORERS, `python:path/to/file.py:function`, one of images after `frames:`, a reward as in
+        name: one of SCORERS, `python:path/to/file.py:function`, a scorer of images after `frames:`, a reward as in
             `omni_reward.terms`, or rules for texts after `rules:`.
         threads: cores that the scorer may use.
         options: settings by name; for a combination, by SCORER.NAME.
 
     Raises:
-        ValueError: the scorer or an option does not exist, or the scorer refuses its value.
+        ValueError: the scorer or an option does not exist, or the scorer does not accept its value.
         ImportError: it needs a library that is not installed.
     """
     if name.startswith(RULES):  # patterns may contain any character
@@ -113,7 +113,7 @@ def load_scorer(name: str, *, threads: int = 1, options: Mapping[str, str] | Non
 
 
 def find_empty(name: str) -> "Callable[..., Empty] | None":
-    """Return the `empty_...` function of a scorer with a network; None for others.
+    """Return the `empty_...` function of a scorer with a network, or None for other scorers.
 
     Raises:
         ImportError: it needs a library that is not installed.
@@ -146,13 +146,13 @@ def find_empty(name: str) -> "Callable[..., Empty] | None":
 
 
 def empty_networks(name: str, device: str, options: Mapping[str, str], num_devices: int = 1) -> "dict[str, Empty]":
-    """Return the networks that scorers have on the first accelerators, without values, by the scorer's name.
+    """Return the scorers' networks on the first accelerators, with uninitialized weights, by the scorer's name.
 
-    Left out are scorers whose option `device` is a CPU or an accelerator behind the first `num_devices`.
+    Scorers whose option `device` is a CPU or an accelerator beyond the first `num_devices` are left out.
 
     Args:
         name, options: as in `load_scorer`.
-        device: on which the networks are allocated.
+        device: device on which the networks are allocated.
 
     Raises:
         ValueError, ImportError: as `load_scorer`.
@@ -174,7 +174,8 @@ def empty_networks(name: str, device: str, options: Mapping[str, str], num_devic
 def device_options(name: str, options: Mapping[str, str]) -> list[str]:
     """Return the options that place the networks of a reward on a device, such as "device" or "clip.device".
 
-    Left out are those that are given. None is returned if one of these is no CPU: then its owner has placed them.
+    Options that are given are left out. If one of them is not a CPU, the list is empty: the user has placed the
+    networks.
 
     name, options: as in `load_scorer`.
 
@@ -228,7 +229,7 @@ def _load(spec: str, threads: int, options: Mapping[str, str]) -> Scorer:
 
 
 def _call(spec: str, load: Callable[..., ScoreFn], options: Mapping[str, str], **own: int) -> ScoreFn:
-    """Call a `load_...` function with its options."""
+    """Call a `load_...` function with options."""
     signature = inspect.signature(load)
     try:
         converted: dict[str, str | float] = {name: _convert(name, text, signature) for name, text in options.items()}

@@ -4,7 +4,7 @@
 
 The head is five linear layers without activations. Its published weights are the PyTorch file
 sac+logos+ava1-l14-linearMSE.pth of the repository christophschuhmann/improved-aesthetic-predictor. Only tensors are
-read from it; a .safetensors file of the same tensors works too. Most scores are between 4 and 7; some use a tenth.
+read from it; a .safetensors file of the same tensors works too. Most scores are between 4 and 7; some divide by 10.
 
 Letters: N samples, H height, W width, E size of an embedding.
 """
@@ -21,7 +21,7 @@ from omni_reward.wire import Scorer
 
 
 def empty_aesthetic(device: str, *, model: str = CLIP, dtype: str = "float32") -> neural.Empty:
-    """Return the network of `load_aesthetic` without values and its small head; the rest as in `empty_clip`."""
+    """Return the network of `load_aesthetic`, uninitialized and without the small head; see `empty_clip`."""
     return empty_clip(device, model=model, dtype=dtype)
 
 
@@ -36,7 +36,7 @@ def load_aesthetic(
         device, dtype, threads: as in `omni_reward.scorers.clip.load_clip`; the head computes in float32.
 
     Raises:
-        ValueError: an argument breaks its rule, the model cannot be read, or the head does not fit it.
+        ValueError: an argument is invalid, the model cannot be read, or the head does not fit it.
         OSError: the head cannot be read.
     """
     clip = load_embedder(model, None, device=device, dtype=dtype, threads=threads)

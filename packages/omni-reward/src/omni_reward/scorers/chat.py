@@ -1,4 +1,4 @@
-"""A client that asks an OpenAI-compatible chat endpoint, such as vLLM's or SGLang's, about images.
+"""Client that asks an OpenAI-compatible chat endpoint, such as vLLM's or SGLang's, about images.
 
 It samples at temperature 0 and with a fixed seed, requests JSON if there is a schema, and returns the model's text. The
 caller must check the text: servers differ in how well they follow a schema, and some silently ignore it.
@@ -23,7 +23,7 @@ MAX_TOKENS = 1024  # of an answer
 
 
 class UnansweredError(Exception):
-    """A question without a complete answer from a working endpoint; the message is the reason, without the server."""
+    """A working endpoint gave no complete answer to a question; the message is the reason, without the server."""
 
 
 class Endpoint:
@@ -31,12 +31,12 @@ class Endpoint:
 
     Args:
         url: base URL, such as http://127.0.0.1:8000/v1.
-        timeout_s: limit of a question, retries included.
-        seed: of the endpoint's sampler.
-        token: sent as a bearer token if set.
+        timeout_s: time limit of a question, including retries.
+        seed: seed of the endpoint's sampler.
+        token: bearer token, if any.
 
     Raises:
-        ValueError: the URL is not of an HTTP server, or the token is not valid in a header.
+        ValueError: the URL is not an HTTP URL, or the token is not valid in a header.
     """
 
     def __init__(self, url: str, timeout_s: float, seed: int = 0, token: str | None = None) -> None:
@@ -47,10 +47,10 @@ class Endpoint:
     def ask(
         self, model: str, images: Sequence[np.ndarray], question: str, *, system: str, schema: dict[str, object] | None
     ) -> str:
-        """Return the text of a model's answer to a question about images [H, W, 3], uint8, RGB, which precede it.
+        """Return the text of a model's answer to a question about images [H, W, 3], uint8, RGB, that precede it.
 
         system: the first message, if any.
-        schema: of a JSON answer; None for a text.
+        schema: JSON schema of the answer; None for plain text.
 
         Raises:
             UnansweredError: an image is too large, or the model refused or did not finish.

@@ -1,13 +1,13 @@
-"""Lists of questions about an image, in the metadata of its prompt; the score is the share with the right answers.
+"""Questions about an image from its prompt's metadata; the score is the share of right answers.
 
     "questions": ["Is there a dog?", {"question": "Is the dog white?", "parents": [0]},
                   {"question": "How many cats are there?", "answer": 3}]
     "vqa_list": [["How many cats are there?", "three"], ["Are the cats black?", "Yes"]]
 
-An answer is yes, which is the default, no, or a number. A question with `parents`, indices of earlier questions, counts
-only if they do, as in DPG-Bench (Hu et al., arXiv 2403.05135) and DSG (Cho et al., arXiv 2310.18235). `vqa_list` are
-GenEval 2's pairs (Kamath et al., arXiv 2512.16853), of which the share is its TIFA score. Both ask one question at a
-time; here all of an image are asked at once, without its prompt.
+An answer is yes (the default), no, or a number. A question with `parents`, indices of earlier questions, counts as
+right only if they do, as in DPG-Bench (Hu et al., arXiv 2403.05135) and DSG (Cho et al., arXiv 2310.18235). `vqa_list`
+has GenEval 2's pairs (Kamath et al., arXiv 2512.16853), whose share of right answers is its TIFA score. Both benchmarks
+ask one question at a time; here all questions about an image are asked at once, without its prompt.
 """
 
 import json
@@ -28,7 +28,7 @@ NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight
 
 @dataclass(frozen=True)
 class Question:
-    """A question with its right answer, yes, no or a number, and the indices of questions on which it depends."""
+    """Question with its right answer (yes, no or a number) and the indices of the questions that it depends on."""
 
     text: str
     answer: str | int = "yes"
@@ -39,7 +39,7 @@ def read_questions(meta: Mapping[str, object]) -> list[Question]:
     """Return the questions of a prompt.
 
     Raises:
-        ValueError: there are none, or too many, or one breaks its rule.
+        ValueError: there are none or too many, or one is invalid.
     """
     key = "vqa_list" if "vqa_list" in meta and "questions" not in meta else "questions"
     given = meta.get(key)
@@ -76,7 +76,7 @@ def _read_answer(where: str, given: object) -> str | int:
 
 
 def checklist(meta: Mapping[str, object]) -> Task:
-    """Return the task of asking a prompt's questions.
+    """Return the task that asks a prompt's questions.
 
     Raises:
         ValueError: as `read_questions`.

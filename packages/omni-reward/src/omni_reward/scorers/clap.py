@@ -1,7 +1,7 @@
-"""CLAP: the similarity of a sound and its prompt, the cosine of their embeddings, in [-1, 1].
+"""CLAP: the similarity of a sound to its prompt, as the cosine of their embeddings, in [-1, 1].
 
 CLAP (Wu et al., arXiv 2211.06687) takes one channel at 48 kHz. It gets the first 10 s of a sound; a shorter sound is
-repeated. Models that fuse random crops of longer sounds are refused, as their scores are not deterministic. The
+repeated. Models that fuse random crops of longer sounds are rejected, because their scores are not deterministic. The
 published repositories hold their weights as pytorch_model.bin.
 
 Letters: N samples, S points in time, C channels.
@@ -19,8 +19,8 @@ from omni_reward.wire import Score, Scorer
 
 HERTZ = 48_000
 CLAP = "laion/clap-htsat-unfused"
-FRAMES = 1001  # of 10 s of sound
-PUBLISHED: dict[str, dict[str, Any]] = {  # with 153 and 194 million weights; the first has the values of the class
+FRAMES = 1001  # in 10 s of sound
+PUBLISHED: dict[str, dict[str, Any]] = {  # 153 and 194 million weights; the first has the class's default values
     CLAP: {},
     "laion/larger_clap_general": {  # verl-omni's
         "audio_config": {"depths": [2, 2, 12, 2], "hidden_size": 1024, "patch_embeds_hidden_size": 128}
@@ -29,10 +29,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {  # with 153 and 194 million weights; th
 
 
 def empty_clap(device: str, *, model: str = CLAP, dtype: str = "float32") -> neural.Empty:
-    """Return the network of `load_clap` without values.
+    """Return the network of `load_clap` with uninitialized weights.
 
     Raises:
-        ValueError: an argument breaks its rule, or the model's configuration cannot be read.
+        ValueError: an argument is invalid, or the model's configuration cannot be read.
     """
     config = neural.load_config(ClapConfig, model, PUBLISHED)
     network = neural.empty_model(ClapModel, config, dtype, device)
@@ -55,7 +55,7 @@ def load_clap(*, model: str = CLAP, device: str | None = None, dtype: str = "flo
         device, dtype, threads: as in `omni_reward.scorers.clip.load_clip`.
 
     Raises:
-        ValueError: an argument breaks its rule, or the model cannot be read.
+        ValueError: an argument is invalid, or the model cannot be read.
     """
     where, kind = neural.pick_device(device, threads=threads), neural.pick_dtype(dtype)
     config = neural.load_part(ClapConfig, model)

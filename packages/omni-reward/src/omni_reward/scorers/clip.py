@@ -1,11 +1,11 @@
-"""CLIP and PickScore: the similarity of an image and its prompt by a CLIP model.
+"""CLIP and PickScore: the similarity of an image to its prompt by a CLIP model.
 
     clip = cos(image, prompt)                                   in [-1, 1]; good matches are around 0.3
     pickscore = exp(logit_scale) cos(image, prompt)             good images are around 20 to 23
 
-CLIPScore is by Radford et al. (arXiv 2103.00020) and Hessel et al. (arXiv 2104.08718); others multiply it by 100 or
-2.5. PickScore (Kirstain et al., arXiv 2305.01569) is a CLIP model trained on people's choices; some divide it by 26. A
-prompt is truncated to the length of the model, 77 tokens for the published ones.
+CLIPScore is from Radford et al. (arXiv 2103.00020) and Hessel et al. (arXiv 2104.08718); others multiply it by 100 or
+2.5. PickScore (Kirstain et al., arXiv 2305.01569) is a CLIP model trained on human choices; some divide it by 26. A
+prompt is truncated to the model's length, 77 tokens for the published models.
 
 Letters: N samples, H height, W width, S side of the model's input, E size of an embedding.
 """
@@ -85,7 +85,7 @@ def load_embedder(model: str, tokenizer: str | None, *, device: str | None, dtyp
     """Load a CLIP model by name.
 
     Raises:
-        ValueError: an argument breaks its rule, or the model cannot be read.
+        ValueError: an argument is invalid, or the model cannot be read.
     """
     where = neural.pick_device(device, threads=threads)
     loaded = neural.load_model(CLIPModel, model, neural.pick_dtype(dtype), where)
@@ -93,10 +93,10 @@ def load_embedder(model: str, tokenizer: str | None, *, device: str | None, dtyp
 
 
 def empty_clip(device: str, *, model: str = CLIP, dtype: str = "float32") -> neural.Empty:
-    """Return the network of `load_clip` without values.
+    """Return the network of `load_clip` with uninitialized weights.
 
     Raises:
-        ValueError: an argument breaks its rule, or the model's configuration cannot be read.
+        ValueError: an argument is invalid, or the model's configuration cannot be read.
     """
     config = neural.load_config(CLIPConfig, model, PUBLISHED)
     network = neural.empty_model(CLIPModel, config, dtype, device)
@@ -112,7 +112,7 @@ def empty_clip(device: str, *, model: str = CLIP, dtype: str = "float32") -> neu
 
 
 def empty_pickscore(device: str, *, model: str = PICKSCORE, dtype: str = "float32") -> neural.Empty:
-    """Return the network of `load_pickscore` without values; the rest as in `empty_clip`."""
+    """Return the network of `load_pickscore` with uninitialized weights; see `empty_clip`."""
     return empty_clip(device, model=model, dtype=dtype)
 
 
@@ -124,17 +124,17 @@ def load_clip(
     dtype: str = "float32",
     threads: int = 1,
 ) -> Scorer:
-    """Load the scorer of `image` [N, H, W, 3], uint8, RGB, by the cosine.
+    """Load the scorer of `image` [N, H, W, 3], uint8, RGB, by the cosine similarity.
 
     Args:
         model: name of a CLIP model.
         tokenizer: name of its tokenizer; the model's own name by default.
-        device: of the computation; by default the accelerator, else the CPU.
+        device: device of the computation; by default the accelerator if there is one, else the CPU.
         dtype: float32, bfloat16 or float16.
         threads: CPU cores to use.
 
     Raises:
-        ValueError: an argument breaks its rule, or the model cannot be read.
+        ValueError: an argument is invalid, or the model cannot be read.
     """
     clip = load_embedder(model, tokenizer or model, device=device, dtype=dtype, threads=threads)
 
@@ -155,7 +155,7 @@ def load_pickscore(
     """Load the scorer of `image` [N, H, W, 3], uint8, RGB, by the scaled cosine; arguments as in `load_clip`.
 
     Raises:
-        ValueError: an argument breaks its rule, or the model cannot be read.
+        ValueError: an argument is invalid, or the model cannot be read.
     """
     clip = load_embedder(model, tokenizer, device=device, dtype=dtype, threads=threads)
     scale = clip.model.logit_scale.detach().float().exp()

@@ -3,10 +3,10 @@
     p(c | pixel) ~ max over shades s of c of exp(-d(pixel, s)^2 / 2w^2),    share(c) = mean over pixels of p(c | pixel)
     score = min(1, share(named) / (2 max over other c of share(c)))        in [0, 1]
 
-It is 1 if the named color has at least twice the area of any other, so letters on a sign cost little, and 1/2 at a tie,
-so a mixture of all colors does not pay. The colors are the eleven basic terms of English (Berlin and Kay, 1969). Shades
-of the chromatic ones are from the color survey of xkcd.com (CC0): the plain name, light, dark and dull. d is the
-distance in Oklab (Ottosson, 2020) with half weight for lightness.
+The score is 1 if the named color has at least twice the area of any other, so letters on a sign cost little, and 1/2 at
+a tie, so a mixture of all colors does not pay. The colors are the eleven basic color terms of English (Berlin and Kay,
+1969). Shades of the chromatic colors are from the color survey of xkcd.com (CC0): the plain name, light, dark and dull.
+d is the distance in Oklab (Ottosson, 2020) with half weight for lightness.
 
 Letters: N samples, H height, W width, C colors, S shades, L levels of a channel.
 """

@@ -1,18 +1,19 @@
-"""Win rates within a group, by a vision-language model that compares its images; the rest is in vlm.py.
+"""Win rates within a group of images, which a vision-language model compares; the rest is in vlm.py.
 
 | task | a question shows | it asks for |
 |---|---|---|
 | `preference` | two images, for each pair of the group | the better one |
-| `unifiedreward_pair` | the same | scores of both, as UnifiedReward 2.0 was trained; their mean decides |
+| `unifiedreward_pair` | the same | scores of both, as in UnifiedReward 2.0's training; their means decide |
 | `ranking` | all images of the group | the place of each; equal places are a tie |
 
-A score is the share of the other samples that a sample beats, in [0, 1], a tie counting one half; its mean over a group
-is 1/2. With `orders` both, each question is also asked with its images in reverse, and the shares are averaged, since
-models favor one position; with one, each is asked once, in a random order that depends on the seed and the prompt. A
-pair with an unanswered question counts for neither sample. A sample with fewer than half of its pairs has no score.
+A score is the share of the other samples that a sample beats, in [0, 1]. A tie counts one half; a group's mean is 1/2.
+With `orders` both, each question is also asked with its images in reverse order, and the shares are averaged, because
+models favor one position. With `orders` one, each question is asked once, in a random order that depends on the seed
+and the prompt. A pair with an unanswered question counts for neither sample. A sample with fewer than half of its pairs
+has no score.
 
-`preference` is the reward of Pref-GRPO (arXiv 2508.20751). Its released code asks once per pair, the lower
-index first, and counts an answer without a form as half a win for both; here it counts for neither.
+`preference` is the reward of Pref-GRPO (arXiv 2508.20751). Its released code asks once per pair, with the lower index
+first, and counts an unparsable answer as half a win for both; here it counts for neither.
 
 Letters: G samples of a group.
 """
@@ -30,13 +31,13 @@ from omni_reward.errors import RewardError
 from omni_reward.scorers.tasks import NUMBER, QUESTIONS, Message, Task
 from omni_reward.wire import Score, ScoreFn
 
-Order = tuple[int, ...]  # places in the group of the images that a question shows
+Order = tuple[int, ...]  # indices in the group of the images that a question shows
 Ask = Callable[[Task, Sequence[np.ndarray], str], Score | RewardError]
 ORDERS = ("both", "one")
 
 
 def ranking_task(count: int) -> Task:
-    """Return the question about `count` images, whose score has the place of each in its parts."""
+    """Return the task that ranks `count` images; the parts of its score are their places."""
     fields = {"reason": None, **{f"image_{i}": (1, count) for i in range(1, count + 1)}}
     question = QUESTIONS["ranking"].replace("{count}", str(count))
     return Task(
@@ -46,7 +47,7 @@ def ranking_task(count: int) -> Task:
 
 
 def _score_preference(fields: dict[str, float], prompt: str) -> Score:
-    """Return the places of two images."""
+    """Return the places of two images, as the parts of a score."""
     if (better := fields["better"]) not in (1, 2):
         raise ValueError(f"better must be 1 or 2, got {better}")
     return Score(0.0, parts={"image_1": better, "image_2": 3 - better})
@@ -59,7 +60,7 @@ AXES = ("alignment", "coherence", "style")
 
 
 def _score_pair(fields: dict[str, float], prompt: str) -> Score:
-    """Return the places of two images by the means of UnifiedReward's relative scores."""
+    """Return the places of two images by the means of UnifiedReward's relative scores, as the parts of a score."""
     first, second = (sum(fields[f"{axis}_{i}"] for axis in AXES) for i in (1, 2))
     return Score(0.0, parts={"image_1": 1 + (first < second), "image_2": 1 + (second < first)})
 
@@ -75,7 +76,7 @@ PAIR = Task(
     ),
     _score_pair,
 )
-# The question about a number of images, by task.
+# The task for a number of images, by name.
 GROUP_TASKS: dict[str, Callable[[int], Task]] = {
     "preference": lambda count: PREFERENCE,
     "unifiedreward_pair": lambda count: PAIR,
@@ -84,7 +85,7 @@ GROUP_TASKS: dict[str, Callable[[int], Task]] = {
 
 
 def orders_of(task: str, count: int, orders: str, draw: random.Random) -> list[Order]:
-    """Return the images of each question about a group of `count`."""
+    """Return the indices of the images in each question about a group of `count` images."""
     shown = [tuple(range(count))] if task == "ranking" else list(combinations(range(count), 2))
     if orders == "both":
         return [*shown, *(order[::-1] for order in shown)]
@@ -94,9 +95,9 @@ def orders_of(task: str, count: int, orders: str, draw: random.Random) -> list[O
 def win_rates(count: int, answers: Sequence[tuple[Order, Sequence[float] | None]]) -> list[Score]:
     """Return the score of each of `count` samples.
 
-    answers: the images of each question and their places, 1 the best; None without an answer.
+    answers: the images of each question, and their places (1 is the best) or None without an answer.
     """
-    shares = defaultdict[Order, list[float]](list)  # of the first of a pair; NaN without an answer
+    shares = defaultdict[Order, list[float]](list)  # share of the first of a pair; NaN without an answer
     for order, places in answers:
         for (a, first), (b, second) in combinations(enumerate(order), 2):
             share = math.nan if places is None else (1 + (places[a] < places[b]) - (places[a] > places[b])) / 2
@@ -120,7 +121,7 @@ def _score_wins(won: Sequence[float], others: int) -> Score:
 
 
 def group_scorer(task: str, orders: str, seed: int, ask: Ask, pool: ThreadPoolExecutor) -> ScoreFn:
-    """Return the scorer of the images of one group, which asks in the threads of the pool.
+    """Return the scorer of the images of one group, which asks its questions in the threads of the pool.
 
     Raises:
         ValueError: orders is not one of ORDERS.
@@ -144,7 +145,7 @@ def group_scorer(task: str, orders: str, seed: int, ask: Ask, pool: ThreadPoolEx
 
 
 def _places(answer: Score | RewardError) -> list[float] | None:
-    """Return the places of the images in an answer, in the order of the question; None if there is none."""
+    """Return the places of the images in an answer, in the order of the question, or None without an answer."""
     if isinstance(answer, RewardError) or answer.value is None:
         return None
     return [answer.parts[f"image_{i}"] for i in range(1, len(answer.parts) + 1)]

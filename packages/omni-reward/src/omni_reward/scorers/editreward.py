@@ -1,11 +1,12 @@
-"""EditReward: human preference for an edit, given its reference and instruction, by a vision-language model.
+"""EditReward: human preference for an edit, given its reference and instruction, from a vision-language model.
 
     score = (following + quality) / 2,    part_i = head_i(h_i)_0
 
-h_i is the last state of Qwen2.5-VL-7B at the token <|Reward|>, after the reference, the edit and one of two texts. They
-ask how well the edit follows the instruction, and how good it is (Wu et al., arXiv 2509.26346, whose released model
-takes the mean). Each head is three linear layers with ReLUs, in float32. The first of its two outputs is the mean of
-the preference; the second, the logarithm of its deviation, is not used. An image of any size has about 256 tokens.
+h_i is the last hidden state of Qwen2.5-VL-7B at the token <|Reward|>, after the reference, the edit and one of two
+texts, which ask how well the edit follows the instruction and how good it is (Wu et al., arXiv 2509.26346; their
+released model takes the mean). Each head is three linear layers with ReLUs, in float32. The first of its two outputs is
+the mean of the preference; the second, the logarithm of its deviation, is not used. An image of any size becomes about
+256 tokens.
 
 Letters: N samples, H height, W width.
 """
@@ -31,10 +32,10 @@ PARTS = ("following", "quality")
 
 
 def empty_editreward(device: str, *, base: str = BASE, dtype: str = "bfloat16") -> neural.Empty:
-    """Return the network of `load_editreward` without values.
+    """Return the network of `load_editreward` with uninitialized weights.
 
     Raises:
-        ValueError: an argument breaks its rule, or the configuration of `base` cannot be read.
+        ValueError: an argument is invalid, or the configuration of `base` cannot be read.
     """
     side = round(NUM_PIXELS**0.5) // PATCH
     return empty_judge(device, base, dtype, (2, side, side), "Qwen2.5-VL")
@@ -59,7 +60,7 @@ def load_editreward(
         device, dtype, threads: as in `omni_reward.scorers.clip.load_clip`.
 
     Raises:
-        ValueError: an argument breaks its rule, or the model cannot be read.
+        ValueError: an argument is invalid, or the model cannot be read.
         OSError: a text cannot be read.
     """
     files = dict(zip(PARTS, (following, quality), strict=True))
@@ -101,5 +102,5 @@ def load_editreward(
 
 
 def still(image: np.ndarray) -> tuple[np.ndarray, tuple[int, int]]:
-    """Return an image [H, W, 3] as a clip of its frames, and the height and width that the model sees."""
+    """Return an image [H, W, 3] as a clip of equal frames, and the height and width that the model sees."""
     return np.stack([image] * FRAMES), fit_size(*image.shape[:2], least=NUM_PIXELS, most=NUM_PIXELS)

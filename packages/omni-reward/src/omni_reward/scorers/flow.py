@@ -1,15 +1,15 @@
-"""Optical-flow scorer by rule: the speed of motion, or its agreement with the direction in the prompt.
+"""Rule-based optical-flow scorer: the speed of motion, or its agreement with the direction in the prompt.
 
     speed = mean over frames and the fastest pixels of |d| fps / h        in frame heights per second
     direction = mean d . u / mean |d|                                     in [-1, 1]; 0 without motion
 
 d is the displacement of a pixel from one frame to the next, by the method of Lucas and Kanade (IJCAI 1981) on a pyramid
 (Bouguet, 2000): in a window around each pixel, d solves the normal equations of I(p) = J(p + d) to first order,
-iteratively, from coarse to fine frames. The frames are the small ones of `omni_reward.scorers.video`; displacements up
-to an eighth of a frame are found. Areas without texture have no motion. u is the unit vector of the direction that the
-prompt names.
+iteratively, from coarse to fine frames. The frames are the small ones of `omni_reward.scorers.video`; displacements of
+up to an eighth of a frame are found. Areas without texture show no motion. u is the unit vector of the direction that
+the prompt names.
 
-With the fastest 5 % of the pixels, speed is the quantity of VBench's dynamic degree (arXiv 2311.17982); that uses RAFT.
+With the fastest 5 % of the pixels, speed is the quantity of VBench's dynamic degree (arXiv 2311.17982, with RAFT).
 
 Letters: N samples, T frames, H height, W width, h and w those of small frames.
 """
@@ -29,7 +29,7 @@ DIRECTIONS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}  
 LEAST_SIDE = 16  # of the smallest frames of the pyramid
 REACH = 3  # pixels from the center of the window to its edge
 ROUNDS = 4  # iterations at each size
-STIFFNESS = 50.0  # added to the window's mean squared gradient, in levels per pixel, against motion of noise
+STIFFNESS = 50.0  # added to the window's mean squared gradient, in levels per pixel, to suppress motion from noise
 
 
 def load_flow(*, measure: str = "speed", top: float = 1.0) -> Scorer:
@@ -101,7 +101,7 @@ def _window(x: np.ndarray) -> np.ndarray:
 
 
 def _sample(image: np.ndarray, flow: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return image [h, w] at p + flow(p) by bilinear interpolation, and True for positions inside it."""
+    """Return the image [h, w] sampled bilinearly at p + flow(p), and True for the positions inside the image."""
     h, w = image.shape
     places = np.indices((h, w)) + flow
     rows, columns = places[0].clip(0, h - 1), places[1].clip(0, w - 1)

@@ -1,7 +1,7 @@
-"""Scorers of images on the frames of a video: `frames:NAME` for any of them.
+"""Image scorers on the frames of a video: `frames:NAME` for any scorer of images.
 
     mean      mean of the scores of every n-th frame
-    positive  mean of those above 0, or 0: flow_grpo's for text (omni_reward/scorers/text.py)
+    positive  mean of those above 0, else 0, as flow_grpo does for text (omni_reward/scorers/text.py)
     min       the minimum: one bad frame costs the whole video
     first, last      the score of that frame
 
@@ -26,12 +26,12 @@ def over_frames(scorer: Scorer, *, frames: str = "mean", every: int = 1) -> Scor
     """Return a scorer of `video` [N, T, H, W, 3], uint8, RGB, with the scores of the frames in `details`.
 
     Args:
-        scorer: of images.
+        scorer: a scorer of images.
         frames: one of FRAMES.
-        every: n scores every n-th frame from the first on.
+        every: n to score every n-th frame, beginning with the first.
 
     Raises:
-        ValueError: an argument breaks its rule.
+        ValueError: an argument is invalid.
     """
     if scorer.media != ("image",):
         raise ValueError(f"{PREFIX} must be followed by a scorer of images, got one of {', '.join(scorer.media)}")

@@ -1,14 +1,14 @@
-"""GenEval (Ghosh et al., arXiv 2310.11513): objects by Mask2Former, their colors by CLIP, grades by geneval_rules.py.
+"""GenEval (Ghosh et al., arXiv 2310.11513): objects from Mask2Former, colors from CLIP, grades from geneval_rules.py.
 
     confidence = p(class | query) * mean of the mask's probabilities where they are above 1/2
     color      = argmax over COLORS of cos(CLIP(object), mean of CLIP(text) over three texts)
 
-Both are the published evaluation's: the image's best 100 pairs of query and class count; a box encloses its mask; CLIP
-sees the box, gray (#999999) outside of the mask. Its detector is mmdet's Mask2Former with Swin-S, trained on COCO;
-DETECTOR is the same network with its authors' weights.
+Both follow the published evaluation: the image's best 100 pairs of query and class count; a box encloses its mask; CLIP
+sees the box, gray (#999999) outside of the mask. The published detector is mmdet's Mask2Former with Swin-S, trained on
+COCO; DETECTOR is the same network with its authors' weights.
 
 The published evaluation is evaluation/evaluate_images.py of github.com/djghosh13/geneval; masks and confidences
-are `instance_postprocess` of mmdet/models/seg_heads/panoptic_fusion_heads/maskformer_fusion_head.py of
+follow `instance_postprocess` of mmdet/models/seg_heads/panoptic_fusion_heads/maskformer_fusion_head.py of
 github.com/open-mmlab/mmdetection, version 2.
 
 Letters: N samples, H height, W width, h and w of the network's masks, Q queries, C classes, E size of an embedding.
@@ -34,28 +34,28 @@ from omni_reward.scorers.pixels import MAX_ASPECT, square_pixels
 from omni_reward.wire import Score, Scorer
 
 DETECTOR = "facebook/mask2former-swin-small-coco-instance"
-PUBLISHED: dict[str, dict[str, Any]] = {DETECTOR: {"num_labels": 80}}  # the rest is transformers' default
+PUBLISHED: dict[str, dict[str, Any]] = {DETECTOR: {"num_labels": 80}}  # otherwise transformers' defaults
 COCO_NAMES = {  # names in checkpoints -> GenEval's
     "mouse": "computer mouse", "remote": "tv remote", "keyboard": "computer keyboard",
     "aeroplane": "airplane", "diningtable": "dining table", "motorbike": "motorcycle", "pottedplant": "potted plant",
     "sofa": "couch", "tvmonitor": "tv",
 }  # fmt: skip
-SIDE, LONGEST = 800, 1333 / 800  # shorter side of the detector's input, and most of the longer one to it
-MOST_DETECTIONS, BATCH_SIZE = 100, 4  # of an image; images at once
+SIDE, LONGEST = 800, 1333 / 800  # shorter side of the detector's input, and the largest ratio of the longer side to it
+MOST_DETECTIONS, BATCH_SIZE = 100, 4  # per image; images per batch
 GRAY = 0x99
 TEXTS = ("a photo of a {color} {name}", "a photo of a {color}-colored {name}", "a photo of a {color} object")
-GRADES = ("partial", "strict", "correct")  # those of `geneval_rules.Grades`
+GRADES = ("partial", "strict", "correct")  # the fields of `geneval_rules.Grades`
 
 
 @dataclass(frozen=True)
 class Detector:
-    """A Mask2Former of instances.
+    """Mask2Former for instance segmentation.
 
     Args:
         model: transformers' Mask2FormerModel.
-        head: from the state of a query to the logits of C classes and of none.
-        names: of the classes.
-        processor: makes the input of images.
+        head: maps the state of a query to the logits of C classes and of no object.
+        names: names of the classes.
+        processor: prepares the model's input from images.
     """
 
     model: Any
@@ -64,9 +64,9 @@ class Detector:
     processor: Mask2FormerImageProcessorPil
 
     def detect(self, images: np.ndarray) -> list[Callable[[], list[Detection]]]:
-        """Run the network on images [N, H, W, 3], uint8, RGB, and return for each a function that finds its objects.
+        """Run the network on images [N, H, W, 3], uint8, RGB, and return a function per image that finds its objects.
 
-        It raises FloatingPointError if the network's numbers are not finite.
+        The function raises FloatingPointError if the network's outputs are not finite.
         """
         made = self.processor(list(images), input_data_format="channels_last", return_tensors="pt")
         pixels = made["pixel_values"].to(self.model.device, self.model.dtype)
@@ -87,7 +87,7 @@ def find_objects(
         masks: logits [Q, h, w].
         between: (height, width) of the network's input, to which masks are resized first.
         size: (H, W) of the image.
-        names: of the classes.
+        names: names of the classes.
 
     Raises:
         FloatingPointError: a number is not finite.
@@ -95,7 +95,7 @@ def find_objects(
     if not (chances.isfinite().all() and masks.isfinite().all()):
         raise FloatingPointError("the detector returned numbers that are not finite")
     best, places = chances.flatten().topk(min(MOST_DETECTIONS, chances.numel()))
-    best, places = best[sure := best > LEAST_CONFIDENCE], places[sure]  # as no confidence is above its chance
+    best, places = best[sure := best > LEAST_CONFIDENCE], places[sure]  # a confidence is at most its class probability
     logits = masks[None, places // len(names)].float()
     for side in (between, size):
         logits = interpolate(logits, side, mode="bilinear", align_corners=False)
@@ -119,7 +119,7 @@ def color_texts(clip: Embedder, name: str) -> Tensor:
 
 
 def see(images: Iterable[np.ndarray], side: int) -> Tensor:
-    """Return the input [N, 3, side, side] of CLIP as open_clip makes it, by torchvision's rounding of the middle."""
+    """Return CLIP's input [N, 3, side, side] as in open_clip, whose center crop is rounded as in torchvision."""
     return torch.from_numpy(square_pixels(images, side, halve=lambda rest: round(rest / 2)))
 
 
@@ -144,8 +144,8 @@ def judge(
     """Return the score of an image, or an abstention if its metadata or a network's numbers are invalid.
 
     Args:
-        find: returns its objects.
-        meta: of its prompt.
+        find: returns the image's objects.
+        meta: metadata of its prompt.
         color: returns the color of an object.
         value: the grade that is the score, one of GRADES; all three are parts.
     """
@@ -177,7 +177,7 @@ def load_detector(name: str, side: int, device: torch.device, dtype: torch.dtype
     """Load a detector by name.
 
     Raises:
-        ValueError: side is below 32, the model cannot be read, or it lacks an object of GenEval.
+        ValueError: side is below 32, the model cannot be read, or an object of GenEval is missing.
     """
     if side < 32:
         raise ValueError(f"side must be >= 32, got {side}")
@@ -199,10 +199,10 @@ def load_detector(name: str, side: int, device: torch.device, dtype: torch.dtype
 def empty_geneval(
     device: str, *, detector: str = DETECTOR, model: str = CLIP, side: int | str = SIDE, dtype: str = "float32"
 ) -> neural.Empty:
-    """Return the networks of `load_geneval` without values.
+    """Return the networks of `load_geneval` with uninitialized weights.
 
     Raises:
-        ValueError: an argument breaks its rule, or a model's configuration cannot be read.
+        ValueError: an argument is invalid, or a model's configuration cannot be read.
     """
     config = neural.load_config(Mask2FormerConfig, detector, PUBLISHED)
     network = neural.empty_model(Mask2FormerModel, config, dtype, device)
@@ -230,13 +230,13 @@ def load_geneval(
     """Load the scorer of `image` [N, H, W, 3], uint8, RGB, by the metadata of GenEval's prompts.
 
     Args:
-        detector: name of a Mask2Former of instances with GenEval's objects.
-        model, tokenizer, device, dtype, threads: as in `omni_reward.scorers.clip.load_clip`; of the colors' model.
+        detector: name of a Mask2Former for instance segmentation with GenEval's objects.
+        model, tokenizer, device, dtype, threads: as in `omni_reward.scorers.clip.load_clip`; the model is for colors.
         grade: which grade is the score, one of GRADES; all three are parts.
         side: pixels of the shorter side of the detector's input.
 
     Raises:
-        ValueError: an argument breaks its rule, or a model cannot be read.
+        ValueError: an argument is invalid, or a model cannot be read.
     """
     if grade not in GRADES:
         raise ValueError(f"grade must be one of {list(GRADES)}, got {grade!r}")
@@ -248,7 +248,7 @@ def load_geneval(
 
 
 def grader(detector: Detector, clip: Embedder, grade: str, version: str) -> Scorer:
-    """Return the scorer of `load_geneval` of two models that are loaded."""
+    """Return the scorer of `load_geneval` from two loaded models."""
     color = partial(color_of, clip, cache(partial(color_texts, clip)))
 
     def score(media: Arrays, prompts: list[str], meta: Meta) -> list[Score]:

@@ -1,15 +1,16 @@
-"""GenEval's rules (Ghosh et al., arXiv 2310.11513): whether detected objects are those that a prompt asks for.
+"""GenEval's rules (Ghosh et al., arXiv 2310.11513): whether the detected objects match a prompt.
 
-A detection counts if its confidence is above 0.3, and above 0.9 in prompts that count; of a class only the 16 most
-confident ones do. There are three grades:
+A detection counts if its confidence is above 0.3 (0.9 for prompts that count objects) and it is among the 16 most
+confident ones of its class. There are three grades:
 
-    correct    the published evaluation: enough objects, of which the most confident ones have color and position
-    strict     as flow_grpo's server: exactly so many objects, all of them with color and position
-    partial    the reward that flow_grpo trains with: the mean over parts of the strict rule
+    correct    the published evaluation: enough objects, the most confident ones with the right color and position
+    strict     as in flow_grpo's server: the exact number of objects, all of them with the right color and position
+    partial    the reward that flow_grpo trains with: the mean over the parts of the strict rule
 
-An object of the prompt is a part of `partial`, 1 - |wanted - found| / wanted, which is negative above twice the wanted
-number. A color is another, the share of objects that have it, and so is a position. If the number is wrong, both are
-one part with 0. A wrong position is two parts, 0 and 1, as released: two objects in the wrong places have 3 / 4.
+Each object of the prompt is a part of `partial`: 1 - |wanted - found| / wanted, which is negative above twice the
+wanted number. Its color is another part, the share of the objects that have it, and so is its position. If the number
+is wrong, color and position are one part of 0. A wrong position is two parts, 0 and 1, as in the released code: two
+objects in the wrong places have 3 / 4.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,10 +43,10 @@ class Detection:
     """A detected object.
 
     Args:
-        name: of its class.
+        name: name of its class.
         box: left, top, right and bottom, in pixels.
         confidence: in [0, 1].
-        mask: True for its pixels, [H, W]; None if the detector has boxes only.
+        mask: True for its pixels, [H, W]; None if the detector returns only boxes.
     """
 
     name: str
@@ -56,11 +57,11 @@ class Detection:
 
 @dataclass(frozen=True)
 class Wanted:
-    """An object that a prompt asks for, or excludes.
+    """Object that a prompt asks for or excludes.
 
     Args:
-        name: of its class.
-        count: how many there are to be; excluded are so many or more.
+        name: name of its class.
+        count: number of objects wanted; for an excluded object, the smallest number that is wrong.
         color: one of COLORS, or None for any.
         relation: one of RELATIONS to the object `target`, or None for any place.
         target: index of an earlier object.
@@ -75,7 +76,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Wish:
-    """A prompt's objects: `include` all, `exclude` none; `counting` needs the higher confidence."""
+    """A prompt's objects: all of `include`, none of `exclude`; `counting` requires the higher confidence."""
 
     include: tuple[Wanted, ...]
     exclude: tuple[Wanted, ...] = ()
@@ -92,10 +93,10 @@ class Grades:
 
 
 def read_wish(meta: Mapping[str, object]) -> Wish:
-    """Return the wish in the metadata of a prompt, with the keys of GenEval: tag, include, exclude.
+    """Return the wish in a prompt's metadata, which has GenEval's keys: tag, include, exclude.
 
     Raises:
-        ValueError: a key is missing or breaks its rule.
+        ValueError: a key is missing or invalid.
     """
     include = _read_list("include", meta.get("include"))
     if not include:
@@ -135,7 +136,7 @@ def grade(detections: Sequence[Detection], wish: Wish, color_of: Callable[[Detec
     """Return the grades of an image.
 
     Args:
-        detections: of the image, in any order, with any confidence.
+        detections: the image's detections, in any order and with any confidence.
         wish: what its prompt asks for.
         color_of: returns the color of an object; called only for objects that should have one.
     """
@@ -160,13 +161,13 @@ def keep(detections: Sequence[Detection], *, counting: bool) -> dict[str, list[D
 def _parts(
     found: Mapping[str, Sequence[Detection]], wish: Wish, color_of: Callable[[Detection], str], *, exact: bool
 ) -> list[float]:
-    """Return the parts of `partial`, each 1 if it is right; less than 1 in one at least if the image is wrong.
+    """Return the parts of `partial`, each 1 if it is right; if the image is wrong, at least one is below 1.
 
     Args:
-        exact: True if more objects than wanted are wrong, too; else the most confident ones are taken.
+        exact: True if surplus objects are wrong too; else only the most confident ones are taken.
     """
     parts: list[float] = []
-    groups: list[Sequence[Detection]] = []  # right objects of each wanted one; empty if they are wrong
+    groups: list[Sequence[Detection]] = []  # objects for each wanted one; empty if they are wrong
     for wanted in wish.include:
         group = found.get(wanted.name, ())
         group = group if exact else group[: wanted.count]
@@ -190,10 +191,10 @@ def _position_parts(group: Sequence[Detection], targets: Sequence[Detection], re
 
 
 def relations(box: Box, target: Box) -> set[str]:
-    """Return the RELATIONS of a box to another: none if they are too near each other, two on a diagonal.
+    """Return the RELATIONS of a box to another: none if they are too close to each other, two on a diagonal.
 
-    The offset of the centers, shortened along each axis by OVERLAP of both sizes, is compared with half of its length
-    before.
+    The offset of the centers is shortened along each axis by OVERLAP times both sizes, then compared with half of its
+    original length.
     """
     low, high = np.array([box[:2], target[:2]]), np.array([box[2:], target[2:]])
     offset = np.subtract(*(low + high) / 2)  # right and down

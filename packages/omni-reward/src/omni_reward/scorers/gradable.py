@@ -1,4 +1,4 @@
-"""Find prompts that a reward cannot score, by their texts and lines. Loads no scorer and executes no user file."""
+"""Detection of prompts that a reward cannot score, by text and line. Loads no scorer and executes no user file."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -13,9 +13,9 @@ Fault = Callable[[str, Line], str]  # why a prompt's samples get no score, "" if
 
 
 def find_fault(name: str, options: Mapping[str, str]) -> Fault:
-    """Return what is wrong with a prompt for a reward. name, options: as for `load_scorer`.
+    """Return a function that says why a prompt gets no score from a reward. name, options: as for `load_scorer`.
 
-    Scorers whose libraries are not installed here, and users' functions, take any prompt.
+    Scorers whose libraries are not installed here, and users' functions, accept any prompt.
     """
     if name.startswith(RULES):
         with suppress(ValueError, ImportError):  # such as a library that only the server has
@@ -32,7 +32,7 @@ def find_fault(name: str, options: Mapping[str, str]) -> Fault:
 
 
 def _of_scorer(spec: str, task: str) -> Fault | None:
-    """Return what is wrong with a prompt for one scorer; None if it takes any. task: of `vlm`."""
+    """Return the function of `find_fault` for one scorer, or None if it accepts any prompt. task: `vlm`'s."""
     match spec:
         case "ocr":
             from omni_reward.scorers.text import wanted_text
@@ -65,7 +65,7 @@ def _of_scorer(spec: str, task: str) -> Fault | None:
 def _of_rules(reward: str) -> Fault:
     from omni_reward.rules import check_keys, open_rules
 
-    if "python:" in reward:  # whose file only the server executes
+    if "python:" in reward:  # only the server executes the file
         return lambda text, line: ""
     rules = open_rules(reward)
     return lambda text, line: _raised(lambda: check_keys(rules, line, flag="--scorer"))

@@ -1,7 +1,7 @@
-"""A small network from a model's features to a score, built from its weights.
+"""Small networks from a model's features to a score, built from their weights.
 
-It is a sequence of linear layers with their positions in the weights' names: "0.weight", "0.bias", "2.weight" etc.
-Positions of dropout and activations in training have no weights.
+A network is a sequence of linear layers, named by position: "0.weight", "0.bias", "2.weight" etc. The positions of
+dropout and activations in training have no weights.
 """
 
 import re
@@ -19,7 +19,7 @@ def build_head(weights: Mapping[str, Tensor], num_features: int, num_scores: int
         has_relu: True if a ReLU follows each layer except the last.
 
     Raises:
-        ValueError: the weights are not of such a sequence.
+        ValueError: the weights do not belong to such a sequence.
     """
     places = sorted({int(match[1]) for name in weights if (match := re.fullmatch(r"(\d+)\.(weight|bias)", name))})
     names = {f"{place}.{kind}" for place in places for kind in ("weight", "bias")}
@@ -30,7 +30,7 @@ def build_head(weights: Mapping[str, Tensor], num_features: int, num_scores: int
     wanted = list(zip(sizes[1:], sizes, strict=False))
     biases = [tuple(weights[f"{place}.bias"].shape) for place in places]
     if shapes != wanted or biases != [(size,) for size in sizes[1:]] or sizes[-1] != num_scores:
-        raise ValueError(f"a head must make {num_scores} of {num_features} numbers, got layers of the shapes {shapes}")
+        raise ValueError(f"a head must map {num_features} numbers to {num_scores}, got layers of the shapes {shapes}")
     layers: list[nn.Module] = []
     for place, (num_out, num_in) in zip(places, shapes, strict=True):
         linear = nn.Linear(num_in, num_out)

@@ -1,11 +1,11 @@
-"""HPSv2.1: human preference for an image given its prompt, the cosine of a CLIP model's embeddings, in [-1, 1].
+"""HPSv2.1: human preference for an image given its prompt, as the cosine of a CLIP model's embeddings, in [-1, 1].
 
-HPSv2 (Wu et al., arXiv 2306.09341) is CLIP ViT-H/14 of open_clip, trained on people's choices; good images score around
+HPSv2 (Wu et al., arXiv 2306.09341) is open_clip's CLIP ViT-H/14, trained on human choices; good images score around
 0.3, and the benchmark's tables show 100 times the score. The file HPS_v2.1_compressed.pt of the repository xswu/HPSv2
-holds the weights under open_clip's names; HPS_v2_compressed.pt is the version 2.0, on another scale.
+holds the weights under open_clip's names; HPS_v2_compressed.pt is version 2.0, on another scale.
 
-An image is seen whole: its longer side is resized to the model's, and black fills the rest. Its values are resized as
-floats, with antialiasing, as torchvision does from 0.17 on. A prompt is cleaned as by open_clip's tokenizer.
+The model sees the whole image: its longer side is resized to the model's side, and black fills the rest. Pixels are
+resized as floats, with antialiasing, as in torchvision 0.17 and later. A prompt is cleaned as in open_clip's tokenizer.
 
 Source: hpsv2/img_score.py and hpsv2/src/open_clip of github.com/tgxs002/HPSv2.
 
@@ -30,7 +30,7 @@ from omni_reward.wire import Scorer
 
 HPSV2 = "xswu/HPSv2"
 WEIGHTS = "HPS_v2.1_compressed.pt"
-NAMES = {  # of transformers, by open_clip's
+NAMES = {  # open_clip's -> transformers'
     "token_embedding.weight": "text_model.embeddings.token_embedding.weight",
     "positional_embedding": "text_model.embeddings.position_embedding.weight",
     "ln_final": "text_model.final_layer_norm",
@@ -52,7 +52,7 @@ LAYERS = {
 
 
 def empty_hpsv2(device: str, *, base: str = VIT_H, dtype: str = "float32") -> neural.Empty:
-    """Return the network of `load_hpsv2` without values; the rest as in `empty_clip`."""
+    """Return the network of `load_hpsv2` with uninitialized weights; see `empty_clip`."""
     return empty_clip(device, model=base, dtype=dtype)
 
 
@@ -74,7 +74,7 @@ def load_hpsv2(
         device, dtype, threads: as in `omni_reward.scorers.clip.load_clip`.
 
     Raises:
-        ValueError: an argument breaks its rule, or the model cannot be read.
+        ValueError: an argument is invalid, or the model cannot be read.
     """
     to = neural.pick_dtype(dtype), neural.pick_device(device, threads=threads)
     own = rename_weights(neural.read_weights(neural.find_file(model, weights), within="state_dict"))
@@ -128,5 +128,5 @@ def _whole(pixels: Tensor, side: int) -> Tensor:
 
 
 def clean_text(prompt: str) -> str:
-    """Return a prompt with its broken characters and HTML entities resolved."""
+    """Return a prompt with broken characters repaired and HTML entities decoded."""
     return html.unescape(html.unescape(ftfy.fix_text(prompt))).strip()

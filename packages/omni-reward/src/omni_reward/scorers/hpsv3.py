@@ -1,10 +1,10 @@
-"""HPSv3: human preference for an image given its prompt, by a vision-language model with a reward head.
+"""HPSv3: human preference for an image given its prompt, from a vision-language model with a reward head.
 
-    score = head(h)_0, h the last state of Qwen2-VL-7B at the token <|Reward|>
+    score = head(h)_0, where h is the last hidden state of Qwen2-VL-7B at the token <|Reward|>
 
 The head is three linear layers with ReLUs, in float32; the first of its two outputs is the mean of the preference
 (Ma et al., arXiv 2508.03789). Good images score around 10 and above, bad ones around 0 and below; some multiply the
-score by 0.1. An image of any size has 256 tokens.
+score by 0.1. An image of any size becomes 256 tokens.
 
 Letters: N samples, H height, W width.
 """
@@ -25,10 +25,10 @@ NUM_PIXELS = 256 * SIDE**2  # approximately, after both sides are rounded
 
 
 def empty_hpsv3(device: str, *, base: str = BASE, dtype: str = "bfloat16") -> neural.Empty:
-    """Return the network of `load_hpsv3` without values.
+    """Return the network of `load_hpsv3` with uninitialized weights.
 
     Raises:
-        ValueError: an argument breaks its rule, or the configuration of `base` cannot be read.
+        ValueError: an argument is invalid, or the configuration of `base` cannot be read.
     """
     side = round(NUM_PIXELS**0.5) // PATCH
     return empty_judge(device, base, dtype, (1, side, side))
@@ -52,7 +52,7 @@ def load_hpsv3(
         device, dtype, threads: as in `omni_reward.scorers.clip.load_clip`.
 
     Raises:
-        ValueError: an argument breaks its rule, or the model cannot be read.
+        ValueError: an argument is invalid, or the model cannot be read.
         OSError: the instruction cannot be read.
     """
     to = neural.pick_device(device, threads=threads), neural.pick_dtype(dtype)

@@ -1,9 +1,9 @@
-"""ImageBind: the similarity of a video and its sound, the cosine of their embeddings, in [-1, 1].
+"""ImageBind: the similarity of a video to its sound, as the cosine of their embeddings, in [-1, 1].
 
-ImageBind (Girdhar et al., arXiv 2305.05665) averages the embeddings of clips of 2 s: five of a video, each as three
-square crops of two frames, and three of a sound, each as 128 mel bands at 16 kHz. Starts of clips are evenly spaced;
-shorter sounds are padded with silence. The first channel of a sound is taken, and resampled by a Fourier series;
-imagebind/data.py of github.com/facebookresearch/ImageBind resamples by a filter.
+ImageBind (Girdhar et al., arXiv 2305.05665) averages the embeddings of clips of 2 s: five clips of a video, each as
+three square crops of two frames, and three clips of a sound, each as 128 mel bands at 16 kHz. The starts of the clips
+are evenly spaced; shorter sounds are padded with silence. The first channel of a sound is resampled by a Fourier
+series; imagebind/data.py of github.com/facebookresearch/ImageBind resamples by a filter.
 
 Letters: N samples, T frames, H height, W width, S points in time, C channels.
 """
@@ -31,7 +31,7 @@ MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.2757
 
 
 def empty_imagebind(device: str, *, dtype: str = "float32") -> neural.Empty:
-    """Return the network of `load_imagebind` without values.
+    """Return the network of `load_imagebind` with uninitialized weights.
 
     Raises:
         ValueError: scorers do not support the dtype.
@@ -59,7 +59,7 @@ def load_imagebind(*, weights: str, device: str | None = None, dtype: str = "flo
         device, dtype, threads: as in `omni_reward.scorers.clip.load_clip`.
 
     Raises:
-        ValueError: an argument breaks its rule, or the weights are of another model.
+        ValueError: an argument is invalid, or the weights belong to another model.
         OSError: the weights cannot be read.
     """
     from imagebind.models import imagebind_model
@@ -71,7 +71,7 @@ def load_imagebind(*, weights: str, device: str | None = None, dtype: str = "flo
     except RuntimeError as exc:
         raise ValueError(f"weights must be those of imagebind_huge, got {weights!r}: {exc}") from exc
     network = network.to(where, kind).eval().requires_grad_(False)
-    hear = ASTFeatureExtractor(max_length=204, mean=-4.268, std=9.138 / 2)  # it divides by two deviations
+    hear = ASTFeatureExtractor(max_length=204, mean=-4.268, std=9.138 / 2)  # it divides by 2 std
 
     def score(media: Arrays, prompts: list[str], meta: Meta) -> list[Score]:
         rates: list[tuple[Any, Any]] = [(sample["sample_rate"], sample["fps"]) for sample in meta]
@@ -100,7 +100,7 @@ def starts_of(length: int, rate: float, count: int) -> list[Fraction]:
 
 
 def ends_of(start: Fraction, fps: float, length: int) -> list[int]:
-    """Return the first and the last frame of the clip that starts at `start` s, at least the last one of the video."""
+    """Return the first and last frame of the clip that starts at `start` s, limited to the video's frames."""
     first = min(math.ceil(float(fps) * start), length - 1)  # rounded as pytorchvideo's decoder does
     return [first, max(first, min(math.ceil(float(fps) * (start + SECONDS)), length) - 1)]
 

@@ -7,8 +7,8 @@ ViT-L/16 (Xu et al., arXiv 2304.05977). The head is five linear layers without a
 and 2. A prompt is truncated to 35 tokens.
 
 The published weights (ImageReward.pt, with med_config.json, at zai-org/ImageReward) have the names of BLIP's code; they
-are renamed for transformers. Only tensors are read from the PyTorch file. ImageReward.safetensors of the same tensors
-has priority.
+are renamed for transformers. Only tensors are read from the PyTorch file. ImageReward.safetensors with the same tensors
+takes priority.
 
 Letters: N samples, H height, W width, T tokens.
 """
@@ -43,7 +43,7 @@ TEXT: dict[str, Any] = {
 }  # fmt: skip
 HEAD_WIDTH = 64  # of an attention head in both sizes of BLIP's vision tower; not in the weights
 
-_VISION_NAMES = (  # of BLIP's code -> of transformers, in this order
+_VISION_NAMES = (  # BLIP's -> transformers', in this order
     (r"^cls_token$", "embeddings.class_embedding"),
     (r"^pos_embed$", "embeddings.position_embedding"),
     (r"^patch_embed\.proj\.", "embeddings.patch_embedding."),
@@ -60,7 +60,7 @@ _TEXT_SETTINGS = (
 
 
 def empty_imagereward(device: str, *, dtype: str = "float32") -> neural.Empty:
-    """Return the published networks of `load_imagereward` without values.
+    """Return the published networks of `load_imagereward` with uninitialized weights.
 
     Raises:
         ValueError: scorers do not support the dtype.
@@ -95,7 +95,7 @@ def load_imagereward(
         device, dtype, threads: as in `omni_reward.scorers.clip.load_clip`; the head computes in float32.
 
     Raises:
-        ValueError: an argument breaks its rule, or the model cannot be read.
+        ValueError: an argument is invalid, or the model cannot be read.
     """
     where, kind = neural.pick_device(device, threads=threads), neural.pick_dtype(dtype)
     kept = neural.read_config(model, "med_config.json", _TEXT_SETTINGS)

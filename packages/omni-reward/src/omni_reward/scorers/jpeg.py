@@ -1,11 +1,11 @@
-"""JPEG scorer: the size of an image as a JPEG file, small or large.
+"""JPEG scorer: the size of an image as a JPEG file, to be small or large.
 
     incompressibility = bytes of the file / 1000          in kB
     compressibility = -incompressibility
 
 The file is written at quality 95, with Pillow's other defaults. These are the two rewards of DDPO (Black et al., arXiv
-2305.13301, section 5.1). They need no model and no prompt, for a quick check of a whole training run; they
-do not depend on the content of an image.
+2305.13301, section 5.1). They need neither a model nor a prompt, which suits a quick check of a whole training run.
+They do not depend on the content of an image.
 
 Letters: N samples, H height, W width.
 """

@@ -1,10 +1,10 @@
 """Likeness scorer: how well an edit preserves the parts of an image that it should not change.
 
-    score = max(0, 1 - d / zero_at),    d = mean over the three channels of the difference, in [0, 1]
+    score = max(0, 1 - d / zero_at),    d = mean absolute difference over the three channels, in [0, 1]
 
-The difference from the first reference is either pixel by pixel, the L1 distance of editing benchmarks (MagicBrush,
-arXiv 2306.10012), or of the two median colors: if a word covers less than half of a sign, the median is the color of
-the background. A box can be excluded, or only the box can be compared.
+The difference from the first reference is measured either pixel by pixel, as the L1 distance of editing benchmarks
+(MagicBrush, arXiv 2306.10012), or between the two median colors: if a word covers less than half of a sign, the median
+is the color of the background. A box can be excluded, or the comparison restricted to it.
 
 A reference of another size is resized to the sample's by area averaging, without keeping its aspect ratio.
 
@@ -24,12 +24,12 @@ def load_likeness(*, measure: str = "pixels", leave_out: str = "", only: str = "
 
     Args:
         measure: `pixels` compares pixel by pixel, `ground` the median colors.
-        leave_out: excluded box TOP,LEFT,BOTTOM,RIGHT, in shares of height and width.
+        leave_out: box to exclude, TOP,LEFT,BOTTOM,RIGHT in shares of height and width.
         only: box to which the comparison is restricted.
-        zero_at: d from which the score is 0, in (0, 1]; 1 is the distance of black and white.
+        zero_at: d from which the score is 0, in (0, 1]; 1 is the distance between black and white.
 
     Raises:
-        ValueError: an option breaks its rule, or both boxes are given.
+        ValueError: an option is invalid, or both boxes are given.
     """
     if measure not in MEASURES:
         raise ValueError(f"measure must be one of {list(MEASURES)}, got {measure!r}")
@@ -67,13 +67,13 @@ def fit(image: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def _inside(box: list[float], height: int, width: int) -> np.ndarray:
-    """Return True [height, width] for the pixels whose center is in the box."""
+    """Return a mask [height, width] of the pixels whose center is in the box."""
     rows, columns = ((np.arange(side) + 0.5) / side for side in (height, width))
     return ((rows >= box[0]) & (rows < box[2]))[:, None] & ((columns >= box[1]) & (columns < box[3]))
 
 
 def _means(count: int, length: int) -> np.ndarray:
-    """Return weights [count, length] that average `length` pixels to `count`; rows sum to 1."""
+    """Return weights [count, length] that average `length` pixels into `count`; rows sum to 1."""
     edges, places = np.arange(count + 1) * length / count, np.arange(length)
     overlaps = np.minimum(edges[1:, None], places + 1) - np.maximum(edges[:-1, None], places)
     return overlaps.clip(0) * count / length

@@ -1,7 +1,7 @@
 """Devices, weights and batches of neural scorers.
 
 Weights are read from safetensors, or from a PyTorch file with `weights_only=True`, which runs no code. A model is named
-by a local folder, or a repository of the hub, which transformers downloads and caches.
+by a local folder or by a hub repository, which transformers downloads and caches.
 
 Letters: N samples, H height, W width.
 """
@@ -31,7 +31,7 @@ from omni_reward.wire import Score, Scorer, parse_json
 
 BATCH_SIZE = 16
 MAX_CONFIG_BYTES = 2**22
-PROBE_S = 3.0  # longest wait for the hub's answer
+PROBE_S = 3.0  # longest wait for the hub
 Weights = Mapping[str, Tensor]
 Rate = Callable[[np.ndarray, list[str]], Tensor]
 RateAny = Callable[[np.ndarray, list[str], Meta], Tensor]
@@ -42,7 +42,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 def image_scorer(
     rate: Rate, version: str, decline: Decline = lambda prompt: None, networks: Sequence[nn.Module] = ()
 ) -> Scorer:
-    """Return a scorer of `image` by `rate(images, prompts)`, the scores [N]; the rest as in `network_scorer`."""
+    """Return a scorer of `image` from `rate(images, prompts)`, which returns scores [N]; see `network_scorer`."""
     given: RateAny = lambda images, prompts, meta: rate(images, prompts)  # noqa: E731
     return network_scorer("image", given, version, decline, networks=networks)
 
@@ -55,15 +55,15 @@ def network_scorer(
     parts: Sequence[str] = (),
     networks: Sequence[nn.Module] = (),
 ) -> Scorer:
-    """Return a scorer of images or videos by a network; it abstains above MAX_ASPECT.
+    """Return a scorer of images or videos from a network; it abstains above MAX_ASPECT.
 
     Args:
         kind: `image` or `video`.
-        rate: scores [N] of media [N, ...], uint8, RGB, N prompts and their meta, N at least 1; with parts, [N, parts].
-        version: of the scorer.
-        decline: returns why the network cannot read a prompt; None if it can.
+        rate: returns scores [N], or [N, parts], for media [N, ...], uint8, RGB, N >= 1 prompts and their meta.
+        version: version of the scorer.
+        decline: returns why the network cannot read a prompt, or None if it can.
         parts: names of the summands of a score.
-        networks: those that can sleep.
+        networks: networks that can sleep.
     """
 
     def score(media: Arrays, prompts: list[str], meta: Meta) -> list[Score]:
@@ -85,7 +85,7 @@ def network_scorer(
 
 
 def mover(*networks: nn.Module) -> Callable[[bool], None]:
-    """Return a function that moves networks to the host if called with True, and back to their devices with False."""
+    """Return a function that moves networks to the host when called with True, and back to their devices with False."""
     homes = [(network, next(network.parameters()).device) for network in networks]
 
     def move(asleep: bool) -> None:
@@ -98,7 +98,7 @@ def mover(*networks: nn.Module) -> Callable[[bool], None]:
 
 
 def pick_device(name: str | None, *, threads: int) -> torch.device:
-    """Return the device of this name, by default the accelerator, else the CPU, and set the number of CPU threads.
+    """Return the device of this name (by default the accelerator, else the CPU), and set the number of CPU threads.
 
     Raises:
         ValueError: threads is below 1, or the device does not exist.
@@ -128,14 +128,14 @@ def pick_dtype(name: str) -> torch.dtype:
 def load_model(
     kind: Any, name: str, dtype: torch.dtype, device: torch.device, *, config: Any = None, weights: Any = None
 ) -> Any:
-    """Load a network of a class of transformers, for inference.
+    """Load a network of a transformers class for inference.
 
     Args:
         kind: the class.
         name: name of the model.
-        dtype, device: of its weights.
-        config: configuration instead of the model's.
-        weights: tensors by name instead of the model's.
+        dtype, device: dtype and device of its weights.
+        config: configuration that replaces the model's.
+        weights: tensors by name that replace the model's.
 
     Raises:
         ValueError: the model does not exist, has no safetensors, or its weights are not of this class.
@@ -148,14 +148,14 @@ def load_model(
     except RuntimeError as exc:
         raise ValueError(f"{name} must hold the weights of a {kind.__name__}: {exc}") from exc
     if missing := sorted(info["missing_keys"]):  # transformers would initialize them randomly
-        raise ValueError(f"{name} must hold all weights of a {kind.__name__}, but not {missing[:3]}")
+        raise ValueError(f"{name} must hold all weights of a {kind.__name__}, missing {missing[:3]}")
     return model.to(device).eval().requires_grad_(False)
 
 
 class Empty(NamedTuple):
-    """A scorer's network, whose weights have no values, for those who count the memory of a device.
+    """A scorer's network with uninitialized weights, for measuring its memory on a device.
 
-    call: runs it on as many samples as the scorer takes at once.
+    call: runs the network on as many samples as the scorer takes at once.
     """
 
     network: nn.Module
@@ -163,7 +163,7 @@ class Empty(NamedTuple):
 
 
 def empty_model(kind: Any, config: Any, dtype: str, device: str) -> Any:
-    """Return a network of a class of transformers on a device, without values.
+    """Return a network of a transformers class on a device, with uninitialized weights.
 
     Raises:
         ValueError: scorers do not support the dtype.
@@ -174,7 +174,7 @@ def empty_model(kind: Any, config: Any, dtype: str, device: str) -> Any:
 
 
 def load_config(kind: Any, name: str, published: Mapping[str, Mapping[str, Any]]) -> Any:
-    """Return a model's configuration, without its files if it is among the published ones.
+    """Return a model's configuration; for published models, no file is read.
 
     Raises:
         ValueError: the model does not exist.
@@ -183,7 +183,7 @@ def load_config(kind: Any, name: str, published: Mapping[str, Mapping[str, Any]]
 
 
 def load_part(kind: Any, name: str) -> Any:
-    """Load a model's configuration, tokenizer or feature extractor by its class of transformers.
+    """Load a model's configuration, tokenizer or feature extractor by its transformers class.
 
     Raises:
         ValueError: the model does not exist, or needs remote code.
@@ -203,10 +203,10 @@ def find_file(name: str, file: str) -> Path:
 
 
 def read_config(name: str, file: str, entries: Sequence[str]) -> dict[str, Any]:
-    """Return entries of a JSON file of a model by name; a dot is before the name in an inner object.
+    """Return entries of a model's JSON file by name; a dot separates the name from that of the outer object.
 
     Raises:
-        ValueError: the file does not exist, is no JSON, or lacks one.
+        ValueError: the file does not exist or is not JSON, or an entry is missing.
     """
     content, found = parse_json(read_file(find_file(name, file), MAX_CONFIG_BYTES), f"{file} of {name}"), {}
     for entry in entries:
@@ -218,10 +218,10 @@ def read_config(name: str, file: str, entries: Sequence[str]) -> dict[str, Any]:
 
 
 def find_weights(name: str) -> dict[str, Tensor]:
-    """Read a model's weights from model.safetensors or, if it has none, from pytorch_model.bin, which runs no code.
+    """Read a model's weights from model.safetensors or, without it, from pytorch_model.bin, without running code.
 
     Raises:
-        ValueError: the model has neither, or the file has other objects than tensors.
+        ValueError: the model has neither, or the file has objects other than tensors.
     """
     try:
         return read_weights(find_file(name, "model.safetensors"))
@@ -230,17 +230,17 @@ def find_weights(name: str) -> dict[str, Tensor]:
 
 
 def read_weights(path: Path, *, within: str = "") -> dict[str, Tensor]:
-    """Read tensors by name from a .safetensors file, or from a PyTorch file with only tensors.
+    """Read tensors by name from a .safetensors file, or from a PyTorch file that holds only tensors.
 
-    within: name of the dictionary that holds the tensors in a PyTorch file; the file is the dictionary by default.
+    within: key of the dictionary of tensors in a PyTorch file; by default the file is the dictionary.
 
     Raises:
-        ValueError: the file has other objects.
+        ValueError: the file holds other objects.
         OSError: the file cannot be read.
     """
     if path.suffix == ".safetensors":
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     weights = torch.load(path, map_location="cpu", weights_only=True)
     if within and isinstance(weights, dict):
         weights = weights.get(within)
@@ -261,9 +261,9 @@ def short_name(name: str) -> str:
 
 @contextmanager
 def _readable(name: str) -> Iterator[str]:
-    """Report an error of the `with` block, which reads a model at the yielded place: its name, or its folder.
+    """Report an error of the `with` block, which reads a model from the yielded name or folder.
 
-    Of a hub that cannot be reached it is the folder in its cache.
+    If the hub cannot be reached, this is the model's folder in the cache.
     """
     is_id = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name) and not Path(name).is_dir()
     fault = hub_fault() if is_id else ""
@@ -272,13 +272,13 @@ def _readable(name: str) -> Iterator[str]:
     except OSError as exc:
         rule = "a model must be a folder, or a repository of the hub that can be downloaded or is cached"
         raise ValueError(f"{rule}, got {name!r}: {fault or _first_line(exc)}") from exc
-    except ValueError as exc:  # transformers asks for remote code, which is never run
+    except ValueError as exc:  # transformers requires remote code, which is never run
         raise ValueError(f"a model must load without remote code, got {name!r}: {_first_line(exc)}") from exc
 
 
 @cache
 def hub_fault() -> str:
-    """Return why the hub cannot be reached, or nothing if it answers; it is asked once, for at most PROBE_S."""
+    """Return why the hub cannot be reached, or "" if it answers; probed once, for at most PROBE_S."""
     if constants.is_offline_mode():
         return "HF_HUB_OFFLINE is set"
     answer: Future[int] = Future()
@@ -286,10 +286,10 @@ def hub_fault() -> str:
     def ask() -> None:
         try:
             answer.set_result(get_session().head(constants.ENDPOINT, timeout=PROBE_S).status_code)
-        except Exception as exc:  # of any HTTP client that the library has
+        except Exception as exc:  # from any HTTP client of the library
             answer.set_exception(exc)
 
-    Thread(target=ask, daemon=True).start()  # as the lookup of a host's name has no timeout
+    Thread(target=ask, daemon=True).start()  # DNS lookup has no timeout
     try:
         fault = answer.exception(timeout=PROBE_S)
     except TimeoutError:

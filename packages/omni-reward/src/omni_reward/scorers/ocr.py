@@ -1,4 +1,4 @@
-"""OCR scorer: the agreement of the text in an image with the quoted text in its prompt.
+"""OCR scorer: the agreement of an image's text with the quoted text in its prompt.
 
     boxes     a detector finds the text, and each box is read as a line: for images with text anywhere
     line      the whole image is read as one line: for small signs and labels
@@ -17,23 +17,23 @@ from rapidocr import RapidOCR
 from omni_reward.scorers.text import FORMULAS, agreement, wanted_text
 from omni_reward.wire import Score, Scorer
 
-MAX_ASPECT = {"boxes": 8, "line": 40}  # the cost grows with it, and the recognizer fails on very high images
-DETECTOR_SIDE = 960  # pixels; larger images are reduced to it, as by PaddleOCR in flow_grpo
+MAX_ASPECT = {"boxes": 8, "line": 40}  # the cost grows with it, and the recognizer fails on very tall images
+DETECTOR_SIDE = 960  # pixels; larger images are downscaled to it, as by PaddleOCR in flow_grpo
 LEAST_SIDE = 64  # pixels; a smaller image is likely a sign with one line
 
 
 def load_ocr(*, reading: str = "boxes", formula: str = "strict", threads: int = 1) -> Scorer:
-    """Load the scorer of `image` [N, H, W, 3], uint8, RGB, with the read and the wanted text in `details`.
+    """Load the scorer of `image` [N, H, W, 3], uint8, RGB, with the text read and the text wanted in `details`.
 
-    An image without text is scored by the formula. An error of the detector or the recognizer is raised, not scored 0.
+    An image without text is scored by the formula. Errors of the detector or recognizer are raised, not scored as 0.
 
     Args:
         reading: key of MAX_ASPECT.
         formula: one of FORMULAS.
-        threads: CPU cores of one recognition. Its threads busy-wait: more than 1 is slower on shared cores.
+        threads: CPU cores per recognition. The threads busy-wait: more than 1 is slower on shared cores.
 
     Raises:
-        ValueError: an argument breaks its rule.
+        ValueError: an argument is invalid.
     """
     if reading not in MAX_ASPECT:
         raise ValueError(f"reading must be one of {list(MAX_ASPECT)}, got {reading!r}")
@@ -45,12 +45,12 @@ def load_ocr(*, reading: str = "boxes", formula: str = "strict", threads: int = 
         params={
             "Global.use_det": reading == "boxes",
             "Global.use_cls": False,
-            "Global.log_level": "error",  # otherwise it warns of each image without text
+            "Global.log_level": "error",  # otherwise it warns about each image without text
             "EngineConfig.onnxruntime.intra_op_num_threads": threads,
             "Det.limit_type": "max",
             "Det.limit_side_len": DETECTOR_SIDE,
-            # [C, H, W] with the minimum width, which grows with the image's aspect. The default, 320, is wider than
-            # most signs, and padding costs time.
+            # [C, H, W] with the minimum width, which grows with the image's aspect ratio. The default of 320 is wider
+            # than most signs, and padding costs time.
             "Rec.rec_img_shape": [3, 48, 48],
         }
     )
@@ -63,7 +63,7 @@ def load_ocr(*, reading: str = "boxes", formula: str = "strict", threads: int = 
 
 
 def _score_image(engine: Any, reading: str, formula: str, image: np.ndarray, prompt: str) -> Score:
-    """Return the score of one image [H, W, 3], independent of the others of its batch."""
+    """Return the score of one image [H, W, 3], independent of its batch."""
     target = wanted_text(prompt)
     if isinstance(target, Score):
         return target
@@ -86,8 +86,8 @@ def _score_image(engine: Any, reading: str, formula: str, image: np.ndarray, pro
 def reading_order(boxes: np.ndarray) -> list[int]:
     """Return indices of boxes [K, 4, 2] in reading order, along the direction of the boxes.
 
-    Corners are (x, y), clockwise from the top left. Boxes are on one line if the distance of their centers is less than
-    half of the smaller height.
+    Corners are (x, y), clockwise from the top left. Two boxes are on the same line if the distance between their
+    centers is less than half of the smaller height.
     """
     along = (boxes[:, 1] - boxes[:, 0]).sum(axis=0)  # long boxes have more weight
     along = along / max(np.hypot(*along), 1e-9)

@@ -1,7 +1,7 @@
-"""Inputs of vision models: images read, resized, cropped, normalized and cut into patches, by Pillow and numpy.
+"""Inputs of vision models: images are read, resized, cropped, normalized and cut into patches with Pillow and numpy.
 
 The libraries' processors have variants with different rounding, and some need torchvision. The models were trained with
-Pillow's bicubic filter on 8-bit pixels, as here.
+Pillow's bicubic filter on 8-bit pixels, as used here.
 
 Letters: N samples, H height, W width, S side of the model's input, P number of patches, D numbers in a patch.
 """
@@ -14,7 +14,7 @@ from PIL import Image, ImageOps
 
 MEAN = np.array([0.48145466, 0.4578275, 0.40821073], np.float32)  # CLIP's, which BLIP and Qwen2-VL use too
 STD = np.array([0.26862954, 0.26130258, 0.27577711], np.float32)
-PATCH, MERGE, FRAMES = 14, 2, 2  # pixels of a patch of Qwen2-VL, patches and frames of a token
+PATCH, MERGE, FRAMES = 14, 2, 2  # Qwen2-VL: pixels of a patch, patches and frames of a token
 SIDE = PATCH * MERGE  # pixels of a token
 MAX_ASPECT = 200  # longer side / shorter side, limit of Qwen2-VL
 
@@ -22,7 +22,7 @@ MAX_ASPECT = 200  # longer side / shorter side, limit of Qwen2-VL
 def read_pixels(image: Image.Image) -> np.ndarray:
     """Return an opened image of any mode, upright and without alpha, as diffusers' load_image does: uint8 [H, W, 3].
 
-    Gray of 16 bits keeps its upper 8, as Pillow does with colors of 16 bits; its conversion of gray would clip.
+    16-bit gray keeps its upper 8 bits, as Pillow does for 16-bit colors; Pillow's conversion of gray would clip.
     """
     upright = ImageOps.exif_transpose(image)
     if upright.mode.startswith("I"):
@@ -35,9 +35,9 @@ def square_pixels(
 ) -> np.ndarray:
     """Return CLIP's input [N, 3, S, S], float32, normalized, of N images [H, W, 3], uint8, RGB.
 
-    The shorter side is resized to S, the longer in proportion, rounded down; then the center is cropped.
+    The shorter side is resized to S and the longer in proportion, rounded down; then the center is cropped.
 
-    halve: returns how many of the pixels that are cut come before the center: as transformers by default.
+    halve: returns how many of the cropped pixels come before the center; by default as in transformers.
     """
     return np.stack([_normalize(_middle(image, side, halve)) for image in images])
 
@@ -51,10 +51,10 @@ def _middle(image: np.ndarray, side: int, halve: Callable[[int], int]) -> np.nda
 
 
 def fit_size(height: int, width: int, *, least: int, most: int) -> tuple[int, int]:
-    """Return height and width as multiples of SIDE, with `least` to `most` pixels and nearly the same aspect.
+    """Return height and width as multiples of SIDE, with `least` to `most` pixels and nearly the same aspect ratio.
 
-    The rule of Qwen2-VL: round both sides to multiples; with too many pixels, scale down and round down; with too few,
-    scale up and round up.
+    This is Qwen2-VL's rule: round both sides to multiples; with too many pixels, scale down and round down; with too
+    few, scale up and round up.
 
     Raises:
         ValueError: the aspect ratio is above MAX_ASPECT.
@@ -72,9 +72,9 @@ def fit_size(height: int, width: int, *, least: int, most: int) -> tuple[int, in
 
 
 def to_patches(clip: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Return patches [P, D], float32, for Qwen2-VL's vision tower of a resized clip [F, H, W, 3], uint8, RGB.
+    """Return patches [P, D], float32, of a resized clip [F, H, W, 3], uint8, RGB, for Qwen2-VL's vision tower.
 
-    Groups of FRAMES frames are in order; within one, squares of MERGE x MERGE patches, which become one token, are
+    Groups of FRAMES frames are in order; within a group, squares of MERGE x MERGE patches, which become one token, are
     in row order. The order within a patch is channel, frame, row, column.
     """
     pixels = np.stack([_normalize(_resize(image, height, width)) for image in clip])

@@ -1,8 +1,8 @@
 """Check that a scorer with a network is the published one, by its scores of files that everybody can download.
 
-The files and what is known of them are in published.toml. Few authors publish scores of single samples. For the other
+The files and the published values are in published.toml. Few authors publish scores of single samples. For the other
 scorers an order must hold: of three things, each image, sound or still video scores highest with its own name, or with
-its own sound. A network that lacks weights, or has others, is refused when it is loaded.
+its own sound. A network with missing or unexpected weights fails to load.
 """
 
 import argparse
@@ -34,21 +34,21 @@ PUBLISHED: dict[str, Any] = tomllib.loads(TABLE.read_text("utf-8"))
 MAX_BYTES = 2**22  # of a file
 TIMEOUT_S = 60.0
 FRAMES, FPS = 16, 8  # of a still video
-NO_PROMPT = {"aesthetic": (1.0, 10.0)}  # range of scores of those that ignore the prompt
+NO_PROMPT = {"aesthetic": (1.0, 10.0)}  # range of the scores of scorers that ignore the prompt
 
 
 class Check(NamedTuple):
-    """A check: whether it passed, and its line on the terminal."""
+    """Result of a check: whether it passed, and its line on the terminal."""
 
     passed: bool
     text: str
 
 
 def read_file(folder: str, name: str, sha256: str, local: Path | None) -> bytes:
-    """Return a published file, downloaded unless a local folder has it.
+    """Return a published file, which is downloaded unless it is in a local folder.
 
     Raises:
-        ValueError: the file is another one.
+        ValueError: the file has a different content.
         OSError: it cannot be read or downloaded.
     """
     if local:
@@ -69,7 +69,7 @@ def download(url: str) -> bytes:
         reply.raise_for_status()
         try:
             return reply.raw.read(MAX_BYTES, decode_content=True)
-        except HTTPError as exc:  # cut short, or not what its encoding says
+        except HTTPError as exc:  # truncated, or not in its stated encoding
             raise OSError(f"{url} must arrive whole: {exc}") from exc
 
 
@@ -79,7 +79,7 @@ def image_of(content: bytes) -> np.ndarray:
 
 
 def sound_of(content: bytes) -> tuple[np.ndarray, int]:
-    """Return the sound [S, C], float32, and its rate of a .wav file of 16 bits."""
+    """Return the sound [S, C], float32, of a 16-bit .wav file, and its rate."""
     with wave.open(BytesIO(content)) as file:
         points = np.frombuffer(file.readframes(file.getnframes()), "<i2").reshape(-1, file.getnchannels())
         return points.astype(np.float32) / 2**15, file.getframerate()
@@ -96,7 +96,7 @@ def compare(scorer: Scorer, known: Mapping[str, Any], local: Path | None) -> Ite
 
 
 def order(name: str, scorer: Scorer, known: Mapping[str, Any], local: Path | None) -> Iterator[Check]:
-    """Check that each thing scores highest with what belongs to it."""
+    """Check that each thing scores highest with its own name or sound."""
     things = known["things"]
     contents = {file: read_file(known["folder"], file, sha256, local) for file, sha256 in known["files"].items()}
     images = [image_of(contents[f"{thing}_image.jpg"]) for thing in things]
@@ -132,12 +132,12 @@ def scored(scorer: Scorer, image: np.ndarray, sound: np.ndarray, rate: int, thin
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run `python -m omni_reward.verify`, which exits with 0 if all checks pass, 1 if one fails, and 2 on errors."""
+    """Run `python -m omni_reward.verify`, which exits with 0 if all checks pass, 1 if one fails, and 2 on an error."""
     how = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog="omni_reward.verify", description=__doc__, formatter_class=how)
     parser.add_argument("--scorer", required=True, help="name of a scorer with a network")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="option of the scorer")
-    parser.add_argument("--files", type=Path, metavar="FOLDER", help="folder with the files, else they are downloaded")
+    parser.add_argument("--files", type=Path, metavar="FOLDER", help="folder of the files; downloaded by default")
     args = parser.parse_args(argv)
     try:
         if args.scorer not in SCORERS or not find_empty(args.scorer):

@@ -1,9 +1,9 @@
-"""Reward models of Qwen2-VL and Qwen2.5-VL with a reward head: HPSv3, VideoAlign and EditReward.
+"""Reward models based on Qwen2-VL and Qwen2.5-VL with a reward head: HPSv3, VideoAlign and EditReward.
 
-The model reads a chat of one or several clips, an instruction that contains the prompt, and marks, the tokens whose
-last hidden states are graded. Scores are only meaningful with the instruction of the training, which is not part of
+The model reads a chat of one or several clips, an instruction that contains the prompt, and marks: the tokens whose
+last hidden states are scored. Scores are only meaningful with the instruction used in training, which is not part of
 this package; scripts/scorers/instruction.py extracts it from the source code of the reward model. As in these models,
-positions of tokens are one-dimensional, while Qwen2-VL has time, row and column for tokens of an image.
+token positions are one-dimensional, while Qwen2-VL has time, row and column for image tokens.
 
 Letters: N samples, F frames, H height, W width, T tokens, R marks, P patches, D width of a state.
 """
@@ -22,19 +22,19 @@ from omni_reward.scorers import neural
 from omni_reward.scorers.pixels import FRAMES, MERGE, PATCH, to_patches
 
 PLACE = "{text_prompt}"  # placeholder of the prompt in the instruction
-CHAT = (  # Qwen2-VL's format of a chat
+CHAT = (  # Qwen2-VL's chat format
     "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
     "<|im_start|>user\n<|vision_start|>{sample}<|vision_end|>{text}<|im_end|>\n<|im_start|>assistant\n"
 )
 MAX_PROMPT_CHARS = 8000
 MAX_INSTRUCTION_BYTES = 2**20
-TEXT_TOKENS = 512  # of a prompt in its instruction, as a guess
+TEXT_TOKENS = 512  # an estimate for an instruction with its prompt
 TEXT_2B = {"hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_hidden_layers": 28}
 TEXT_2B |= {"num_key_value_heads": 2, "vocab_size": 151_936}
 TEXT_7B = {"hidden_size": 3584, "intermediate_size": 18_944, "num_attention_heads": 28, "num_hidden_layers": 28}
 TEXT_7B |= {"num_key_value_heads": 4, "vocab_size": 152_064}
 ROPE = {"mrope_section": [16, 24, 24], "rope_theta": 1e6, "rope_type": "default"}
-PUBLISHED: dict[str, dict[str, Any]] = {  # without their heads of words 2.2 and 7.7 billion weights
+PUBLISHED: dict[str, dict[str, Any]] = {  # 2.2 and 7.7 billion weights without the language-model heads
     f"Qwen/Qwen2-VL-{size}-Instruct": {
         "text_config": text | {"rope_parameters": ROPE},
         "vision_config": {"hidden_size": text["hidden_size"]},
@@ -47,7 +47,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {  # without their heads of words 2.2 and
     }
 }
 NEXT_CLIP = "<|vision_end|><|vision_start|>"  # between two clips of a chat
-Clips = Sequence[tuple[np.ndarray, tuple[int, int]]]  # frames [F, H, W, 3], uint8, and the height and width they get
+Clips = Sequence[tuple[np.ndarray, tuple[int, int]]]  # frames [F, H, W, 3], uint8, and their new height and width
 
 
 Kind = Literal["Qwen2-VL", "Qwen2.5-VL"]
@@ -59,10 +59,10 @@ KINDS: dict[Kind, tuple[Any, Any]] = {
 
 @dataclass(frozen=True)
 class Judge:
-    """A Qwen2-VL or Qwen2.5-VL that reads samples with an instruction.
+    """Qwen2-VL or Qwen2.5-VL model that reads samples with an instruction.
 
-    network, tokenizer: of transformers. instruction: with the placeholder of the prompt and the marks. marks: their
-    tokens. pad: the placeholder token of the sample.
+    network, tokenizer: from transformers. instruction: text with the placeholder of the prompt and the marks. marks:
+    ids of the marks' tokens. pad: the placeholder token of the sample.
     """
 
     network: Any
@@ -102,12 +102,12 @@ class Judge:
 def empty_judge(
     device: str, base: str, dtype: str, grid: tuple[int, int, int], kind: Kind = "Qwen2-VL"
 ) -> neural.Empty:
-    """Return the network of `load_judge` without values.
+    """Return the network of `load_judge` with uninitialized weights.
 
-    grid: patches of a sample along time, height and width; of several images, time counts them.
+    grid: patches of a sample along time, height and width; several images are counted along time.
 
     Raises:
-        ValueError: an argument breaks its rule, or the configuration of `base` cannot be read.
+        ValueError: an argument is invalid, or the configuration of `base` cannot be read.
     """
     config = neural.load_config(KINDS[kind][0], base, PUBLISHED)
     network = neural.empty_model(KINDS[kind][1], config, dtype, device)
@@ -132,19 +132,19 @@ def load_judge(
     to: tuple[torch.device, Any],
     kind: Kind = "Qwen2-VL",
 ) -> Judge:
-    """Load the reward model of these weights.
+    """Load the reward model with these weights.
 
     Args:
         instruction: path of the text, with `{text_prompt}` and the marks in their order.
-        weights: of the model, under old or current names of transformers.
+        weights: the model's weights, under old or current names of transformers.
         base: name of the base model, for its configuration and tokenizer.
         marks: the added tokens, in their order.
         pad: the placeholder token of the sample.
         to: device and dtype.
-        kind: of the base model.
+        kind: kind of the base model.
 
     Raises:
-        ValueError: an argument breaks its rule, or the weights do not fit.
+        ValueError: an argument is invalid, or the weights do not fit.
         OSError: the instruction cannot be read.
     """
     text = read_instruction(instruction, marks)
@@ -162,10 +162,10 @@ def load_judge(
 
 
 def read_instruction(path: str, marks: Sequence[str], name: str = "instruction") -> str:
-    """Return the text of an instruction. name: of the option that holds the path.
+    """Return the text of an instruction. name: name of the option that holds the path.
 
     Raises:
-        ValueError: it lacks a mark or the place of the prompt, or has one twice.
+        ValueError: a mark or the placeholder of the prompt is missing or occurs twice.
         OSError: it cannot be read.
     """
     text = read_file(path, MAX_INSTRUCTION_BYTES).decode()
@@ -175,7 +175,7 @@ def read_instruction(path: str, marks: Sequence[str], name: str = "instruction")
 
 
 def _rename(name: str) -> str:
-    """Return the name of a weight in the current Qwen2VLModel, from its name in an earlier or current version."""
+    """Return a weight's name in the current Qwen2VLModel from its name in an earlier or current version."""
     if name.startswith(("model.visual.", "model.language_model.")):
         return name.removeprefix("model.")
     return name.replace("model.", "language_model.", 1) if name.startswith("model.") else name

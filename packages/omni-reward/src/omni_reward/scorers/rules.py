@@ -1,7 +1,7 @@
-"""The rules of `omni_reward.rules` as a scorer of texts: `--scorer "rules:math + 0.1*format=PATTERN"`.
+"""Rules of `omni_reward.rules` as a scorer of texts: `--scorer "rules:math + 0.1*format=PATTERN"`.
 
-They grade in a separate process, with a time limit for each answer: a regular expression or a math checker may not
-terminate on a model's text, and math-verify's limits need the main thread of a process.
+The rules run in a separate process with a time limit for each answer: a regular expression or a math checker may not
+terminate on a model's text, and math-verify's time limits work only in a process's main thread.
 """
 
 import faulthandler
@@ -23,16 +23,16 @@ START_S = 60.0  # for the process's start and imports
 
 
 def load_rules(reward: str, timeout_s: float = 20.0, request_timeout_s: float = 100.0) -> Scorer:
-    """Load a scorer of texts by rules, with their version; it abstains on a line that a rule cannot grade.
+    """Load a scorer of texts by rules, with the rules' version; it abstains on a line that a rule cannot grade.
 
     Args:
         reward: as in a trainer's `--reward`.
-        timeout_s: limit of an answer, after which it is an abstention.
-        request_timeout_s: limit of a request, after which the remaining answers are abstentions; a trainer waits 120 s
-            for a reply.
+        timeout_s: time limit per answer; beyond it, the scorer abstains.
+        request_timeout_s: time limit per request; beyond it, the scorer abstains on the remaining answers. A trainer
+            waits 120 s for a reply.
 
     Raises:
-        ValueError: an argument breaks its rule.
+        ValueError: an argument is invalid.
     """
     for name, value in (("timeout_s", timeout_s), ("request_timeout_s", request_timeout_s)):
         if not 0 < value < math.inf:
@@ -45,7 +45,7 @@ def load_rules(reward: str, timeout_s: float = 20.0, request_timeout_s: float = 
 
 
 class _Grader:
-    """A grading process, which is restarted after an answer that took too long or killed it."""
+    """A grading process, which is restarted after an answer that took too long or killed the process."""
 
     def __init__(self, reward: str, version: str, timeout_s: float, request_timeout_s: float) -> None:
         self._reward, self._version, self._timeout_s = reward, version, timeout_s
@@ -88,10 +88,10 @@ class _Grader:
 def _serve(reward: str, version: str, pipe: Connection) -> None:
     """Grade answers from the pipe until its other end is closed.
 
-    An answer comes with the seconds after which the process exits: a killed server cannot end it, and a regular
-    expression blocks all threads of the process.
+    Each answer comes with a time limit in seconds, after which the process exits: a killed server cannot end it, and a
+    regular expression blocks all threads of the process.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which finishes its requests
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the server, which finishes its requests
     rules = open_rules(reward)
     now = version_of(rules)
     while True:
@@ -109,7 +109,7 @@ def _serve(reward: str, version: str, pipe: Connection) -> None:
             reply = {"value": score.value, "parts": score.parts}
         except ValueError as exc:
             reply = {"abstained": str(exc) or repr(exc)}
-        except (Exception, SystemExit) as exc:  # of a user's function
+        except (Exception, SystemExit) as exc:  # a user's function may raise anything
             reply = {"failed": f"{type(exc).__name__}: {exc}"}
         faulthandler.cancel_dump_traceback_later()
         pipe.send_bytes(json.dumps(reply).encode())

@@ -1,4 +1,4 @@
-"""Two scorers of sound by rule: the pitch of a tone, and the synchrony of a sound with the motion of its video.
+"""Two rule-based scorers of sound: the pitch of a tone, and the synchrony of a sound with the motion in its video.
 
     pitch = max(0, 1 - |1200 log2(f / target)| / zero_at)                                                   (1)
     sync = correlation over t of the loudness between frames t and t + 1 with mean |g_{t+1} - g_t|          (2)
@@ -7,8 +7,8 @@ In (1) f is the loudest frequency: the peak of the spectrum with a Hann window, 
 logarithms of three bins (Smith and Serra, ICMC 1987). A cent is a hundredth of a semitone. A prompt names its target as
 `440 Hz` or as a note such as `A4`, in equal temperament with A4 = 440 Hz.
 
-In (2), in [-1, 1], loudness is the root mean square and g the luma. Like AV-Align (Yariv et al., arXiv 2309.16429) it
-compares the energy of the sound with the motion, but over all frames instead of at peaks.
+In (2), which is in [-1, 1], loudness is the root mean square and g the luma. Like AV-Align (Yariv et al., arXiv
+2309.16429) it compares the energy of the sound with the motion, but over all frames instead of at peaks.
 
 Silence and a still video score 0.
 
@@ -25,7 +25,7 @@ from omni_reward.scorers.video import gray_frames
 from omni_reward.wire import Score, Scorer
 
 SILENCE = 1e-4  # of full scale
-SEMITONES = {"C": -9, "D": -7, "E": -5, "F": -4, "G": -2, "A": 0, "B": 2}  # from A of the same octave
+SEMITONES = {"C": -9, "D": -7, "E": -5, "F": -4, "G": -2, "A": 0, "B": 2}  # relative to A of the same octave
 MIN_GAPS = 3  # fewest intervals between frames for a correlation
 
 
@@ -58,7 +58,7 @@ def load_pitch(*, zero_at: float = 1200.0) -> Scorer:
 
 
 def named_pitch(prompt: str) -> float | None:
-    """Return the frequency, in Hz, that the prompt names; None if it names none or several."""
+    """Return the frequency, in Hz, that the prompt names, or None unless it names exactly one."""
     named = [float(number) for number in re.findall(r"(\d+(?:\.\d+)?) ?Hz\b", prompt)]
     for letter, sign, octave in re.findall(r"\b([A-G])([#b]?)(\d)\b", prompt):
         semitones = SEMITONES[letter] + {"#": 1, "b": -1, "": 0}[sign] + 12 * (int(octave) - 4)
@@ -67,7 +67,7 @@ def named_pitch(prompt: str) -> float | None:
 
 
 def loudest_frequency(sound: np.ndarray, rate: float) -> float:
-    """Return the frequency of the peak of a sound's [S] spectrum, in Hz; 0 for silence."""
+    """Return the peak frequency of a sound's [S] spectrum, in Hz; 0 for silence."""
     sound = sound.astype(np.float64) - sound.mean(dtype=np.float64)
     if len(sound) < 8 or np.sqrt(np.mean(sound**2)) < SILENCE:
         return 0.0
@@ -78,7 +78,7 @@ def loudest_frequency(sound: np.ndarray, rate: float) -> float:
 
 
 def resample(sound: np.ndarray, rate: float, wanted: float) -> np.ndarray:
-    """Resample a sound [S]; exact for tones below half of both rates that are periodic in its length."""
+    """Resample a sound [S]; exact for tones below half of both rates that are periodic over its length."""
     count = max(1, round(len(sound) * wanted / rate))
     if count == len(sound):
         return sound
@@ -97,7 +97,7 @@ def load_sync() -> Scorer:
 
     def score_pair(clip: np.ndarray, sound: np.ndarray, rate: float) -> Score:
         edges = np.round(np.arange(len(clip)) * rate).astype(int)
-        edges = edges[edges <= len(sound)]  # of the common duration
+        edges = edges[edges <= len(sound)]  # within the common duration
         if len(edges) <= MIN_GAPS or rate < 2:
             return Score(None, abstained=f"video and sound have fewer than {MIN_GAPS + 1} frames in common")
         motion = np.abs(np.diff(gray_frames(clip)[1][: len(edges)], axis=0)).mean(axis=(1, 2))

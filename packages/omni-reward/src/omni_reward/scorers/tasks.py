@@ -1,9 +1,9 @@
-"""Questions about an image for a vision-language model, the forms of the answers, and their scores.
+"""Questions about an image for a vision-language model, the formats of the answers, and their scores.
 
-A valid answer has exactly the requested fields, each within its range; any other raises, and the caller abstains. It is
-a JSON object, and the prompt a JSON string in the question, so that it cannot end its quotation or pass for our text.
-The questions of `ocr` and `unifiedreward...` have the words of others, with the prompt as it is, and answers in the
-form that their models were trained with.
+A valid answer has exactly the requested fields, each within its range; any other answer raises an error, and the caller
+abstains. The answer is a JSON object. The prompt is a JSON string in the question, so that it cannot end its quotation
+or pass for our text. The questions of `ocr` and `unifiedreward...` keep their authors' wording, with the raw prompt,
+and expect answers in the format that the models were trained with.
 
 | task | fields | score, in [0, 1] |
 |---|---|---|
@@ -17,11 +17,11 @@ form that their models were trained with.
 
     sqrt(min(success, preservation) * min(naturalness, artifacts))                                          (1)
 
-An edit is shown beside its first reference, and by itself for its naturalness and artifacts.
+An edit is shown next to its first reference, and by itself for its naturalness and artifacts.
 
 Sources: `ocr` is compute_score_ocr of verl-omni (verl_omni/utils/reward_score/genrm_ocr.py), which samples at
 temperature 0.7. UnifiedReward (arXiv 2503.05236) is scaled as in verl-omni, its first version as in flow_grpo. (1) is
-VIEScore (Ku et al., arXiv 2312.14867). The scales of `edit_rating` are those of EditReward (arXiv 2509.26346).
+VIEScore (Ku et al., arXiv 2312.14867). `edit_rating` has the scales of EditReward (arXiv 2509.26346).
 """
 
 import hashlib
@@ -49,15 +49,14 @@ _LEVELS: Range = (1, 4)
 
 @dataclass(frozen=True)
 class Message:
-    """A message to the model, and the form of its answer.
+    """A message to the model and the format of its answer.
 
     Args:
         text: the question; {prompt} is replaced by the prompt.
-        fields: range of each number in the answer, words of which a text must be one, or None for any text; in the
-            order of the answer.
+        fields: in the answer's order, the range of a number, the words that a text may be, or None for any text.
         pattern: regular expression of the answer, with a group for each field; by default the answer is JSON.
         system: the first message of the chat, if any.
-        shows_all: True if it shows all images, such as the reference before an edit, and not only the last.
+        shows_all: True if the message shows all images, such as the reference before an edit, and not only the last.
     """
 
     text: str
@@ -82,7 +81,7 @@ class Message:
         """Return the fields of an answer.
 
         Raises:
-            ValueError: the answer does not have the requested form.
+            ValueError: the answer does not have the requested format.
         """
         fields = self._matched(answer) if self.pattern else parse_json(answer, "the answer")
         if not isinstance(fields, dict) or fields.keys() != self.fields.keys():
@@ -101,12 +100,12 @@ class Message:
 
 @dataclass(frozen=True)
 class Task:
-    """A kind of judgment, by the answers to one or more questions.
+    """Kind of judgment, based on the answers to one or more questions.
 
     Args:
-        questions: asked one after another; no two have a field of the same name.
-        score: returns the score of the fields of all answers, given the prompt.
-        decline: returns the abstention of a prompt that does not suit the questions, else None.
+        questions: asked one after another; their fields have distinct names.
+        score: returns the score for the fields of all answers and the prompt.
+        decline: returns the abstention for a prompt that does not suit the questions, or None.
     """
 
     questions: tuple[Message, ...]
@@ -120,7 +119,7 @@ class Task:
 
     @property
     def version(self) -> str:
-        """The digest of the questions and the forms."""
+        """Digest of the questions and the answer formats."""
         asked = "".join(f"{own.text}{own.schema() or own.pattern}" for own in self.questions)
         return hashlib.sha256(asked.encode()).hexdigest()[:12]
 
@@ -168,7 +167,7 @@ def _score_mean(span: Range) -> Callable[[dict[str, Any], str], Score]:
 
 
 def _score_edit(most: float) -> Callable[[dict[str, Any], str], Score]:
-    """Return the function that makes VIEScore of an edit's numbers, each from 0 to `most`."""
+    """Return the function that computes VIEScore from an edit's numbers, each from 0 to `most`."""
 
     def score(fields: dict[str, Any], prompt: str) -> Score:
         reasons = {name: value for name, value in fields.items() if isinstance(value, str)}
@@ -197,7 +196,7 @@ _AXES = {"alignment": _STARS, "coherence": _STARS, "style": _STARS}
 _EDIT = {"reason": None, "success": _TEN, "preservation": _TEN}
 _EDIT_QUALITY = {"flaws": None, "naturalness": _TEN, "artifacts": _TEN}
 _EDIT_RATING = {"following": _LEVELS, "quality": _LEVELS}
-_ASSISTANT = "You are a helpful assistant."  # verl-omni's first message
+_ASSISTANT = "You are a helpful assistant."  # verl-omni's system message
 TASKS = {
     "alignment": Task((Message(QUESTIONS["alignment"], {"reason": None, "score": _TEN}),), _score_alignment),
     "ocr": Task(

@@ -1,7 +1,7 @@
-"""A scorer from a user's file: `--scorer python:path/to/file.py:function`.
+"""Scorer from a user's file: `--scorer python:path/to/file.py:function`.
 
-The file is executed, so only the server's command line may name it, never a request. It names a score function as in
-`omni_reward.wire.ScoreFn`, or an `omni_reward.Scorer` of one.
+The file is executed, so only the server's command line may name it, never a request. The name is that of a score
+function as in `omni_reward.wire.ScoreFn`, or of an `omni_reward.Scorer` built from one.
 """
 
 import ast
@@ -16,14 +16,14 @@ import numpy as np
 from omni_reward.wire import ScoreFn
 
 PREFIX = "python:"
-MODULE = "omni_reward_user_"  # begins the names of modules of users' files
+MODULE = "omni_reward_user_"  # prefix of the module names of users' files
 
 
 def load_user(spec: str, arguments: str = "media, prompts, meta") -> ScoreFn:
-    """Load the function or Scorer of `python:path/to/file.py:name`. arguments: those that a function takes.
+    """Load the function or Scorer of `python:path/to/file.py:name`. arguments: the arguments of the function.
 
     Raises:
-        ValueError: as `check_user`, or the file does not run, or what has this name is not callable.
+        ValueError: as `check_user`, or the file raises an exception, or the named object is not callable.
         ImportError: the file imports a package that is not installed.
     """
     check_user(spec, arguments)
@@ -48,14 +48,14 @@ def load_user(spec: str, arguments: str = "media, prompts, meta") -> ScoreFn:
 
 
 def own_line(error: BaseException) -> traceback.FrameSummary | None:
-    """Return the last line of a user's file in the traceback of an error; None if no such file is in it."""
+    """Return the last line of a user's file in the traceback of an error, or None if it has no such file."""
     frames, lines = traceback.walk_tb(error.__traceback__), traceback.extract_tb(error.__traceback__)
     names = [str(frame.f_globals.get("__name__")) for frame, _ in frames]
     return next((line for name, line in reversed([*zip(names, lines, strict=True)]) if name.startswith(MODULE)), None)
 
 
 def hint_of(error: BaseException) -> str:
-    """Return what media are, if a user's function took them for a list of images, as other trainers have it."""
+    """Return what media are if a user's function took them for a list of images, as in other trainers; else nothing."""
     is_key = isinstance(error, KeyError) and isinstance(error.args[0], int)
     is_attribute = isinstance(error, AttributeError) and isinstance(error.obj, str | dict | np.ndarray)
     is_slice = isinstance(error, TypeError) and "'slice'" in str(error)
@@ -67,10 +67,10 @@ def hint_of(error: BaseException) -> str:
 
 
 def check_user(spec: str, arguments: str = "media, prompts, meta") -> None:
-    """Check a `python:path/to/file.py:name` by the text of its file, which is not executed. arguments: as above.
+    """Check a `python:path/to/file.py:name` from its file's text without executing it. arguments: as in `load_user`.
 
     Raises:
-        ValueError: the file does not exist, is not Python, never mentions the name, or defines a function of other
+        ValueError: the file does not exist, is not Python, never mentions the name, or defines a function with other
             arguments.
     """
     path, _, name = spec.removeprefix(PREFIX).rpartition(":")
@@ -93,7 +93,7 @@ def check_user(spec: str, arguments: str = "media, prompts, meta") -> None:
 
 
 def _names(tree: ast.AST) -> Iterator[str]:
-    """Yield the names that code may bind."""
+    """Yield the names that the code may bind."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name

@@ -1,23 +1,23 @@
-"""Video scorer by rule: motion smoothness, sharpness and consistency of the frames, without a model.
+"""Rule-based video scorer: motion smoothness, sharpness and consistency of the frames, without a model.
 
 All three are in [0, 1] and use the luma (0.299 R + 0.587 G + 0.114 B, 0 to 255; ITU-R BT.601). Smoothness and
-consistency use small frames g_t, the means over squares of s x s pixels, s = min(H, W) // 64, at least 1.
+consistency use small frames g_t: the means over squares of s x s pixels, where s = min(H, W) // 64, at least 1.
 
     smoothness = 1 - mean_t mean |g_t - m_t| / 255                                                          (1)
     m_t(p) = (g_{t-1}(p - d) + g_{t+1}(p + d)) / 2, d the motion of p's block of 8 x 8
     sharpness = mean_t v_t / (v_t + 100), v_t the variance of the Laplacian of frame t                      (2)
     consistency = mean_{t > 1} (S(g_1, g_t) + S(g_{t-1}, g_t)) / 2                                          (3)
 
-(1) measures how well each frame is predicted from its two neighbours. This is VBench's motion smoothness (Huang et al.,
+(1) measures how well each frame is predicted from its two neighbors. This is VBench's motion smoothness (Huang et al.,
 arXiv 2311.17982) with classical interpolation instead of a network: d is the displacement of up to 4 with the best
 agreement of g_{t-1}(p - d) and g_{t+1}(p + d) over the block (bidirectional motion estimation, Choi et al., IEEE TCE
 46(3), 2000). A steady motion scores 1, a jerky one less. (2) is the focus measure of Pech-Pacheco et al. (ICPR 2000),
-mapped to [0, 1] by the variance that is a common threshold of blur; it uses the full size, so only videos of one size
-are comparable. (3) has the form of VBench's subject consistency, with S the structural similarity over whole frames
-(Wang et al., IEEE TIP 13(4), 2004), at least 0, instead of a network's features.
+mapped to [0, 1] by the variance that is a common threshold for blur; it uses the full size, so only videos of the same
+size are comparable. (3) has the form of VBench's subject consistency, with S the structural similarity over whole
+frames (Wang et al., IEEE TIP 13(4), 2004), at least 0, instead of a network's features.
 
 A still video has a smoothness and a consistency of 1, so a reward of only these stops the motion. `parts` has the three
-and `motion`, the mean speed in frame heights per second, for a reward of motion.
+measures and `motion`, the mean speed in frame heights per second, for a reward of motion.
 
 Letters: N samples, T frames, H height, W width, h and w those of small frames, D displacements.
 """
@@ -37,7 +37,7 @@ HALF_SHARP = 100.0  # variance of the Laplacian that scores 1/2
 MIN_SIDE = 32
 MIN_FRAMES = 3
 _LUMA = np.array([0.299, 0.587, 0.114], np.float32)
-_SHIFTS = sorted(  # the shortest first: of equal matches the block gets the shortest
+_SHIFTS = sorted(  # shortest first: among equal matches, the shortest is chosen
     ((dy, dx) for dy in range(-REACH, REACH + 1) for dx in range(-REACH, REACH + 1)), key=lambda shift: np.hypot(*shift)
 )
 
@@ -76,21 +76,21 @@ def gray_frames(clip: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def shrink(gray: np.ndarray, factor: int) -> np.ndarray:
-    """Reduce frames to [T, h, w] by averaging squares of factor x factor pixels; incomplete squares are cut off."""
+    """Reduce frames to [T, h, w] by averaging squares of factor x factor pixels; incomplete squares are dropped."""
     num_frames, height, width = gray.shape
     h, w = height // factor, width // factor
     return gray[:, : h * factor, : w * factor].reshape(num_frames, h, factor, w, factor).mean(axis=(2, 4))
 
 
 def motion_smoothness(gray: np.ndarray) -> tuple[float, float]:
-    """Return smoothness (1) in [0, 1] of frames [T, h, w], and the mean length of motion, in pixels per frame."""
+    """Return smoothness (1) in [0, 1] of frames [T, h, w], and the mean motion, in pixels per frame."""
     triples = zip(gray, gray[1:], gray[2:], strict=False)
     errors, lengths = zip(*(_interpolation_error(*triple) for triple in triples), strict=True)
     return 1 - float(np.mean(errors)) / 255, float(np.mean(lengths))
 
 
 def _interpolation_error(before: np.ndarray, frame: np.ndarray, after: np.ndarray) -> tuple[float, float]:
-    """Return mean |frame - m| and mean |d| of one frame [h, w] and its neighbours, away from the edges."""
+    """Return mean |frame - m| and mean |d| of one frame [h, w] with its neighbors, away from the edges."""
     h, w = ((side - 2 * REACH) // BLOCK * BLOCK for side in frame.shape)
 
     def window(image: np.ndarray, dy: int, dx: int) -> np.ndarray:
@@ -111,7 +111,7 @@ def sharpness(gray: np.ndarray) -> float:
 
 
 def _laplacian(x: np.ndarray) -> np.ndarray:
-    """Return the four neighbours minus four times the pixel, of an image [H, W] without its border."""
+    """Return the four neighbors minus four times the pixel for an image [H, W], without its border."""
     return x[:-2, 1:-1] + x[2:, 1:-1] + x[1:-1, :-2] + x[1:-1, 2:] - 4 * x[1:-1, 1:-1]
 
 

@@ -1,10 +1,10 @@
-"""VideoAlign: visual quality, motion quality and text alignment of a video, by a vision-language model with a head.
+"""VideoAlign: visual quality, motion quality and text alignment of a video, from a vision-language model with a head.
 
     score = VQ + MQ + TA,    part_i = (head_i(h_i) - mean_i) / std_i
 
 with the last hidden state h_i of Qwen2-VL-2B at <|VQ_reward|>, <|MQ_reward|>, <|TA_reward|> (Liu et al., arXiv
-2501.13918). Means and standard deviations are in the published model's settings. As there, the model gets two frames
-per second, at least four, evenly spaced from the first to the last. Its LoRA weights are merged.
+2501.13918). The means and standard deviations are in the published model's settings. As published, the model gets two
+frames per second, at least four, evenly spaced from the first to the last. Its LoRA weights are merged.
 
 Letters: N samples, T frames, H height, W width, D width of a state.
 """
@@ -31,14 +31,14 @@ SETTINGS = (  # entries of the published model's settings
 )
 LEAST_FRAMES = 4
 LEAST_PIXELS = 128 * SIDE**2  # of a frame
-MOST_PIXELS = 256 * SIDE**2  # the same, as the published model's settings have it
+MOST_PIXELS = 256 * SIDE**2  # of a frame, from the published model's settings
 
 
 def empty_videoalign(device: str, *, base: str = BASE, dtype: str = "bfloat16") -> neural.Empty:
-    """Return the network of `load_videoalign` without values, for videos of 5 s at two frames per second.
+    """Return the network of `load_videoalign` with uninitialized weights, for videos of 5 s at two frames per second.
 
     Raises:
-        ValueError: an argument breaks its rule, or the configuration of `base` cannot be read.
+        ValueError: an argument is invalid, or the configuration of `base` cannot be read.
     """
     side = round(MOST_PIXELS**0.5) // PATCH
     return empty_judge(device, base, dtype, (10 // FRAMES, side, side))
@@ -62,14 +62,14 @@ def load_videoalign(
         device, dtype, threads: as in `omni_reward.scorers.clip.load_clip`.
 
     Raises:
-        ValueError: an argument breaks its rule, or the model cannot be read.
+        ValueError: an argument is invalid, or the model cannot be read.
         OSError: the instruction cannot be read.
     """
     to = neural.pick_device(device, threads=threads), neural.pick_dtype(dtype)
     alpha, rank, most, wanted, *scales = neural.read_config(model, "model_config.json", SETTINGS).values()
     weights = merge_lora(neural.read_weights(neural.find_file(model, CHECKPOINT)), alpha / rank)
     judge = load_judge(instruction, weights, base, [f"<|{part}_reward|>" for part in PARTS], "<|video_pad|>", to)
-    head = weights["rm_head.weight"].float().to(to[0]).expand(3, -1)  # a row for all parts, or one for each
+    head = weights["rm_head.weight"].float().to(to[0]).expand(3, -1)  # one row for all parts, or one per part
     mean, std = torch.tensor(scales).to(to[0]).chunk(2)
 
     def rate(clips: np.ndarray, prompts: list[str], meta: Meta) -> Tensor:
@@ -84,7 +84,7 @@ def load_videoalign(
 
 
 def merge_lora(weights: neural.Weights, scale: float) -> dict[str, Tensor]:
-    """Merge `scale` B A into each weight with an adapter, and return all weights under names without PEFT's."""
+    """Merge `scale` B A into each weight with an adapter, and return all weights without PEFT's name prefixes."""
     merged = neural.below("base_model.model.", weights)
     for name in [name for name in merged if name.endswith(".base_layer.weight")]:
         layer = name.removesuffix(".base_layer.weight")

@@ -1,9 +1,9 @@
-"""A scorer by a vision-language model at an OpenAI-compatible endpoint; the questions are in tasks.py.
+"""Scorer that asks a vision-language model at an OpenAI-compatible endpoint; the questions are in tasks.py.
 
-A valid answer is a score. An answer of another form, out of range or truncated is an abstention with the reason, and so
-is a sample on which the endpoint failed or timed out. If it failed on all samples of a call, the scorer fails, and the
-client decides how to continue: a wrong token or a dead endpoint must not look like abstentions. Tasks that compare the
-images of a group are in compare.py.
+A valid answer is a score. An answer in another format, out of range or truncated is an abstention with the reason, and
+so is a sample on which the endpoint failed or timed out. If the endpoint failed on all samples of a call, the scorer
+fails, and the client decides how to continue: a wrong token or a dead endpoint must not look like abstentions. Tasks
+that compare the images of a group are in compare.py.
 """
 
 import hashlib
@@ -43,17 +43,17 @@ def load_vlm(
 
     Args:
         url: the endpoint's base URL, such as http://127.0.0.1:8000/v1.
-        task: a key of TASKS, TASK for the questions in each prompt's metadata, or a key of GROUP_TASKS, for whole
-            groups.
+        task: a key of TASKS, TASK for the questions in each prompt's metadata, or a key of GROUP_TASKS, which score
+            whole groups.
         model: name of the model; None if the endpoint serves only one.
         token_file: file with the endpoint's bearer token.
-        timeout_s: limit of a question, retries included.
-        max_in_flight: samples scored, or questions of GROUP_TASKS asked, at a time.
-        seed: of the endpoint's sampler; the temperature is 0.
-        orders: of the images in a question of GROUP_TASKS: `both`, or `one`, chosen at random.
+        timeout_s: time limit of a question, including retries.
+        max_in_flight: maximum number of concurrent samples, or questions of GROUP_TASKS.
+        seed: seed of the endpoint's sampler; the temperature is 0.
+        orders: orders of the images in a question of GROUP_TASKS: `both`, or `one`, chosen at random.
 
     Raises:
-        ValueError: an argument breaks its rule, or the endpoint does not answer or does not serve the model.
+        ValueError: an argument is invalid, or the endpoint does not answer or does not serve the model.
         OSError: the token file cannot be read.
     """
     if task not in (known := sorted((*TASKS, TASK, *GROUP_TASKS))):
@@ -94,7 +94,7 @@ def load_vlm(
 
 
 def _choose(name: str, prompt: str, meta: Mapping[str, object], before: tuple[np.ndarray, ...]) -> Task | Score:
-    """Return the task of a prompt, or the abstention of one that does not suit it."""
+    """Return the task for a prompt, or the abstention if the prompt does not suit the task."""
     if name == TASK:
         try:
             return checklist(meta)

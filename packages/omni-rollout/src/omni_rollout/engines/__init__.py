@@ -1,1 +1,1 @@
-"""Engines: the embedded engine, and vLLM-Omni."""
+"""Engines: the embedded ones, and vLLM-Omni."""

@@ -1,7 +1,7 @@
-"""The embedded engine: the denoising loop in the training process, on the training process's modules.
+"""The embedded engine: the denoising loop in the training process, on the trainer's modules.
 
-It samples with the very module object that the trainer updates, so a weight sync moves nothing, and at the same batch
-shape, so a step scored before the first update has exactly the sampled log-prob.
+It samples with the module object that the trainer updates, so a weight sync moves nothing. It uses the same batch
+shape, so a step scored before the first update has exactly the sampled log-probability.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ from omni_rollout.types import Cond, Params, Parts, Prompt, Trajectory
 
 
 class DiffusersEngine:
-    """An engine that samples with a model's parts, as returned by `model.load`."""
+    """Engine that samples with a model's parts, as returned by `model.load`."""
 
     shares_weights = True
     is_exact = True
@@ -33,12 +33,12 @@ class DiffusersEngine:
         """Return one sample per prompt, in order, all in one batch; only the steps in `params.sde_steps` are kept.
 
         Raises:
-            ValueError: there are no prompts, images have several sizes, or the model lacks a size or option.
+            ValueError: there are no prompts, images have several sizes, or the model does not support a size or option.
         """
         return self.sampler.sample(prompts, params, weight_version=self.weight_version)
 
     def prepare(self, prompts: Sequence[Prompt], params: Params) -> None:
-        """Sample the initial noise of the next batch, so that a busy device need not wait for it."""
+        """Sample the initial noise of the next batch, while the device is busy."""
         self.sampler.prepare(prompts, params)
 
     def condition(self, prompts: Sequence[Prompt], params: Params) -> Cond:
@@ -46,7 +46,7 @@ class DiffusersEngine:
         return self.sampler.condition(prompts, params)
 
     def adopt(self, params: Iterable[tuple[str, nn.Parameter]]) -> int:
-        """Return 0: the trainer's parameters are those of this engine."""
+        """Return 0: this engine uses the trainer's parameters."""
         return 0
 
     @torch.no_grad()

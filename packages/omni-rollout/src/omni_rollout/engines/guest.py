@@ -1,8 +1,8 @@
-"""Isolation of a trainer's process from guests that expect a separate process: vLLM and vLLM-Omni.
+"""Isolation of the trainer's process from guests that expect their own process: vLLM and vLLM-Omni.
 
 They overwrite torchrun's environment variables, rename the process, prefix every line of output, and destroy the
-process group when they end. Here they join the trainer's process group, or during their start a temporary one of a
-single rank, and everything else is restored.
+process group when they end. Here they join the trainer's process group (while they start, a temporary one with a single
+rank), and everything else is restored.
 """
 
 import os
@@ -23,7 +23,7 @@ except ModuleNotFoundError:  # then the guest cannot rename the process either
 
 @contextmanager
 def kept_process_group() -> Iterator[None]:
-    """Keep a guest from destroying the world's process group in the `with` block."""
+    """Prevent a guest from destroying the default process group in the `with` block."""
     destroy = torch.distributed.destroy_process_group
 
     def destroy_own(group: Any = None) -> None:
@@ -36,7 +36,7 @@ def kept_process_group() -> Iterator[None]:
 
 @contextmanager
 def some_process_group(backend: str) -> Iterator[None]:
-    """Provide a process group in the `with` block: the trainer's, or one of only this process."""
+    """Provide a process group in the `with` block: the trainer's, or one with only this process."""
     group = torch.distributed
     if group.is_initialized():
         yield
@@ -50,12 +50,12 @@ def some_process_group(backend: str) -> Iterator[None]:
 
 @contextmanager
 def undisturbed_process() -> Iterator[None]:
-    """Keep the output's format; restore process title, generators, and environment variables except vLLM's."""
+    """Keep the output's format, and restore the process title, generators, and environment variables except vLLM's."""
     before, plain, arrays = dict(os.environ), random.getstate(), np.random.get_state()
     device = torch.accelerator.current_accelerator()
     places = [torch.accelerator.current_device_index()] if device else []
     title = setproctitle.getproctitle() if setproctitle else ""
-    os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # else it configures logging, and prefixes each line of output
+    os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # otherwise vLLM configures logging and prefixes each line of output
     try:
         with torch.random.fork_rng(places, device_type=device.type if device else "cpu"):
             yield

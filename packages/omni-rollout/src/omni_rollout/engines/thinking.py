@@ -1,8 +1,8 @@
 """The embedded engine of models that think before they generate an image: a thought token by token, then the image.
 
-The thought is sampled with a KV cache, and scored without one: its log-probs agree within rounding. The denoising steps
-read prompt and thought again in each forward pass, so a replayed step is bit-identical, and its gradient reaches the
-layers that read the thought.
+The thought is sampled with a KV cache but scored without one, so its log-probabilities agree within rounding. The
+denoising steps read the prompt and thought again in each forward pass, so a replayed step is bit-identical, and its
+gradient reaches the layers that read the thought.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,14 +19,14 @@ from omni_rollout.thoughts import ThinkingModel, ThinkingParams, ThoughtTrajecto
 from omni_rollout.tokens import TokenParams, TokenTrajectory
 from omni_rollout.types import Cond, Params, Parts, Prompt
 
-THOUGHT_NOISE = 1 << 20  # the noise stream of a sample's thought: a step that no schedule has
+THOUGHT_NOISE = 1 << 20  # the noise stream of a sample's thought: larger than any step of a schedule
 
 
 class ThinkingEngine(DiffusersEngine):
-    """An engine that samples with a model's parts, as returned by `model.load`.
+    """Engine that samples with a model's parts, as returned by `model.load`.
 
-    together: returns True if its argument is True on all ranks: with sharded weights all ranks continue to write until
-    the last thought has ended.
+    together: returns True if its argument is True on all ranks. With sharded weights, all ranks must continue to
+    generate until the last thought has ended.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class ThinkingEngine(DiffusersEngine):
         """Return a thought and a sample per prompt, in order, in one batch; `thought` in a prompt's meta is its text.
 
         Raises:
-            ValueError: as DiffusersEngine's, or a prompt has an initial_seed.
+            ValueError: as in DiffusersEngine, or a prompt has an initial_seed.
         """
         if not isinstance(params, ThinkingParams):
             raise ValueError(f"params must be ThinkingParams, got {type(params).__name__}")
@@ -65,7 +65,7 @@ class ThinkingEngine(DiffusersEngine):
     def think(self, prompts: Sequence[Prompt], cond: Cond, params: TokenParams) -> TokenTrajectory:
         """Return one thought per prompt, in order. A sample's random numbers depend only on its seed.
 
-        cond: of the prompts, from `condition`.
+        cond: conditioning of the prompts, from `condition`.
         """
         encoded = tuple(
             self.model.ask(ids[mask].cpu()) for ids, mask in zip(cond["ids"], cond["ids_mask"], strict=True)

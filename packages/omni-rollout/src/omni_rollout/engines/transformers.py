@@ -1,7 +1,8 @@
 """The embedded engine of language models: transformers' generation in the training process, on the trained module.
 
-It samples with a KV cache, and so with other shapes than the update: log-probs agree within rounding, 5e-7 in float32.
-Trainers compute the old policy's with `score_tokens`, and use those of this engine only to report the gap.
+It samples with a KV cache, and therefore with other shapes than the update: log-probabilities agree within rounding,
+5e-7 in float32. Trainers compute the old policy's log-probabilities with `score_tokens`, and use this engine's only to
+report the gap.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,10 +20,10 @@ from omni_rollout.types import Cond, Prompt
 
 
 class TransformersEngine:
-    """An engine that samples with a language model's net, as returned by `TokenModel.load_net`.
+    """Engine that samples with a language model's net, as returned by `TokenModel.load_net`.
 
-    synced: True if the net is sharded: all ranks call it until the answers of all ranks have ended. tool: that answers
-    may call.
+    synced: True if the net is sharded: all ranks call it until the answers on all ranks have ended. tool: tool that
+    answers may call.
     """
 
     shares_weights = True
@@ -51,7 +52,7 @@ class TransformersEngine:
             max_new_tokens=most, do_sample=False, eos_token_id=ends, pad_token_id=ends[0], use_cache=True
         )
         self.net.generation_config = GenerationConfig()  # type: ignore[assignment]  # the net's would fill in defaults
-        head: nn.Module = self.net.get_output_embeddings()  # type: ignore[operator]  # as all transformers models have
+        head: nn.Module = self.net.get_output_embeddings()  # type: ignore[operator]  # all transformers models have it
         last = head.register_forward_pre_hook(lambda _, given: (given[0][:, -1:],))  # logits of all positions are large
         try:
             whole = self.net.generate(  # type: ignore[operator]
@@ -66,15 +67,15 @@ class TransformersEngine:
         return replace(found, forced=torch.stack(sampler.forced, dim=1).cpu() & found.mask) if calls else found
 
     def adopt(self, params: Iterable[tuple[str, nn.Parameter]]) -> int:
-        """Return 0: the trainer's parameters are those of this engine."""
+        """Return 0: this engine uses the trainer's parameters."""
         return 0
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """Set the version: the weights are the trainer's."""
+        """Set the version: the engine uses the trainer's weights."""
         self.weight_version = version
 
     def sleep(self) -> None:
-        """Do nothing: every weight that samples is trained."""
+        """Do nothing: all of the engine's weights are trained."""
 
     def wake(self) -> None:
         """Do nothing."""
@@ -84,7 +85,7 @@ class TransformersEngine:
 
 
 def encode_prompts(model: TokenModel, prompts: Sequence[Prompt]) -> tuple[Cond, ...]:
-    """Return what `model.encode` returns for each prompt; equal prompts share one.
+    """Return the result of `model.encode` for each prompt; equal prompts share one result.
 
     Raises:
         ValueError: there are no prompts, or the model does not support one.
@@ -107,7 +108,7 @@ def answers_of(
     params: TokenParams,
     weight_version: int,
 ) -> TokenTrajectory:
-    """Return the answers, on the host, of sampled tokens [B, T] with log-probs, T times [B].
+    """Return the answers, on the host, from sampled tokens [B, T] and their log-probabilities, T times [B].
 
     ends: tokens that end an answer; those after the first are masked. decode: returns the text of an answer's tokens.
     """
@@ -135,7 +136,7 @@ def answers_of(
 def given_answers(
     model: TokenModel, prompts: Sequence[Prompt], texts: Sequence[str], params: TokenParams, *, weight_version: int = 0
 ) -> TokenTrajectory:
-    """Return answers to prompts that are given, not sampled: each text with the end token; rollout_log_prob is 0.
+    """Return given answers to prompts as if sampled: each text with the end token, and a rollout_log_prob of 0.
 
     Raises:
         ValueError: an answer has more than `max_new_tokens` tokens, or the model does not support a prompt.
@@ -149,16 +150,16 @@ def given_answers(
     return answers_of(tokens, none, model.ends, model.decode, prompts, encoded, params, weight_version)
 
 
-UNITS = 2**31  # of probability; their squares fit int64
+UNITS = 2**31  # per unit of probability; its square fits int64
 
 
 class TokenSampler:
-    """A sampler of next tokens by inverse transform sampling, with a uniform number of each sample's seed.
+    """Sampler of next tokens by inverse transform sampling, with uniform numbers from each sample's seed.
 
-    transformers calls it with logits [B, V], and selects the only token whose result is not -inf. log_probs: of the
-    tokens so far, [B] each. calls: of a tool, whose results take the place of sampled tokens. forced: of the tokens so
-    far whether they are such ones, [B] each; empty without `calls`. stream: of a sample's noise; each use of a seed has
-    another.
+    transformers calls it with logits [B, V], and selects the only token whose result is not -inf. log_probs: those of
+    the tokens so far, [B] each. calls: tool calls, whose results replace sampled tokens. forced: for each token so far,
+    True where it is from a tool, [B] each; empty without `calls`. stream: noise stream of a sample; each use of a seed
+    has its own.
     """
 
     def __init__(
@@ -176,10 +177,10 @@ class TokenSampler:
         self.calls, self.log_probs, self.forced = calls, list[Tensor](), list[Tensor]()
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return scores that leave one token to sample."""
+        """Return scores in which one token can be sampled."""
         log_probs = token_log_probs(scores, self.suppressed, self.params)
         ordered, order = log_probs.exp().sort(dim=-1, descending=True, stable=True)
-        counts = (ordered * UNITS).long()  # integers have exact sums on every device
+        counts = (ordered * UNITS).long()  # sums of integers are exact on every device
         kept = counts.cumsum(dim=-1) - counts < self.params.top_p * UNITS  # always keeps the first one
         share = (counts * kept).cumsum(dim=-1)
         place = self.places[:, len(self.log_probs)].to(share.device) * share[:, -1] // UNITS

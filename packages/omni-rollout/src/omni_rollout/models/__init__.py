@@ -25,8 +25,8 @@ from omni_rollout.models.wan import Wan, WanImageToVideo
 from omni_rollout.models.z_image import ZImage
 from omni_rollout.thoughts import ThinkingModel
 
-# The pipeline of an index, or the architecture of config.json where there is none -> the model's class.
-# A new model is one more line.
+# The pipeline of an index, or the architecture of config.json without an index -> the model's class.
+# A new model is a new line.
 MODELS: dict[str, Callable[[str | Path], Model]] = {
     "QwenImagePipeline": QwenImage,
     "BagelForConditionalGeneration": Bagel,
@@ -51,7 +51,7 @@ MODELS: dict[str, Callable[[str | Path], Model]] = {
 }
 THINKING_MODELS: dict[str, Callable[[str | Path], ThinkingModel]] = {"BagelForConditionalGeneration": ThinkingBagel}
 INDEXES = ("model_index.json", "modular_model_index.json")
-REFUSED = {  # pipelines that one might expect here -> why they are not supported
+REFUSED = {  # pipelines that users might expect -> why they are not supported
     "Flux3DistilledModularPipeline": "its net takes the level at which a step ends; klein-base is a model here",
     "MiniMaxH3ModularPipeline": "its frames and its sound have separate schedules, and a trajectory here has one",
     "HunyuanVideoPipeline": "HunyuanVideo 1.0 has other text encoders and another net than 1.5, which is a model here",
@@ -63,7 +63,7 @@ def open_model(path: str | Path) -> Model:
     """Return the model of a checkpoint, which is a folder or a hub id. No weight is read.
 
     Raises:
-        ValueError: there is no such folder, it holds another pipeline, or a file of its configuration is damaged.
+        ValueError: the folder does not exist, holds another pipeline, or has a damaged configuration file.
     """
     kind, folder = _kind(path)
     if not isinstance(kind, str) or kind not in MODELS:
@@ -80,7 +80,7 @@ def open_thinking_model(path: str | Path) -> ThinkingModel:
     """Return the model of a checkpoint that writes a thought before it generates an image. No weight is read.
 
     Raises:
-        ValueError: as `open_model`, or the checkpoint's model writes none.
+        ValueError: as `open_model`, or the checkpoint's model does not write thoughts.
     """
     kind, folder = _kind(path)
     if not isinstance(kind, str) or kind not in THINKING_MODELS:

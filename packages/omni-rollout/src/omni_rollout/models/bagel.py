@@ -1,8 +1,8 @@
 """BAGEL (arXiv 2505.14683): images from text and references, by a language model that is trained with the image.
 
 A checkpoint is the released folder: config.json, llm_config.json, vit_config.json, ema.safetensors, ae.safetensors and
-a tokenizer. The transformer is in `bagel_net`, the encoder of references in `bagel_vision`; the VAE is FLUX.1's, under
-the names of its first release.
+a tokenizer. The transformer is in `bagel_net`, the reference encoder in `bagel_vision`; the VAE is FLUX.1's, with the
+names of its first release.
 
 Shapes: B samples, C latent channels (16), h x w latent pixels (an eighth of the image; h' x w' of a reference), T text
 tokens, n vision tokens of a reference, D width of the language model.
@@ -39,7 +39,7 @@ KNOWN = (  # the only supported values
     ("transformer", "rope_scaling", None),
     ("vit", "hidden_act", "gelu_pytorch_tanh"),
 )
-VAE_LEAST, VIT_LEAST = 512, 224  # pixels of a reference's shorter side, if its longer one permits it
+VAE_LEAST, VIT_LEAST = 512, 224  # pixels of a reference's shorter side, if the longer side permits it
 RANGES = {
     "cfg_img_scale": (1.0, math.inf),  # 1 is no guidance
     "cfg_renorm_min": (0.0, 1.0),
@@ -47,16 +47,16 @@ RANGES = {
     "vit_max_size": (14, 980),
 }
 EDITING = {"cfg_img_scale": 2.0, "cfg_interval_low": 0.0, "cfg_renorm_type": TEXT_CHANNEL}  # with references
-TEXT = ("ids", "ids_mask", "marks")  # what `encode` returns
+TEXT = ("ids", "ids_mask", "marks")  # entries that `encode` returns
 BLOCKS = 4  # of the VAE's encoder, and of its decoder
 
 
 class Bagel(ImageModel):
-    """BAGEL for one checkpoint. Its guidance is `guidance_scale`, which released code calls cfg_text_scale.
+    """BAGEL for one checkpoint. Its guidance is `guidance_scale`, called cfg_text_scale in the released code.
 
-    OPTIONS are those of released code; with references they default to its editing options. `bagel_guidance` computes
-    guidance, which acts on noise levels above cfg_interval_low up to cfg_interval_high. The sides of references have at
-    most vae_max_size pixels for the VAE, and vit_max_size for the vision transformer.
+    OPTIONS are those of the released code; with references they default to its editing options. `bagel_guidance`
+    computes the guidance, which acts on noise levels above cfg_interval_low up to cfg_interval_high. The sides of
+    references have at most vae_max_size pixels for the VAE, and vit_max_size for the vision transformer.
     """
 
     PIPELINE = "BagelForConditionalGeneration"
@@ -67,7 +67,7 @@ class Bagel(ImageModel):
         "vae": ("diffusers", "AutoencoderKL"),
     }
     BLOCK_NAMES: ClassVar[tuple[str, ...]] = ("BagelBlock",)
-    LORA_TARGETS: ClassVar[tuple[str, ...]] = (  # as published: only of the image's tokens
+    LORA_TARGETS: ClassVar[tuple[str, ...]] = (  # as published: only for image tokens
         "self_attn.q_proj_moe_gen",
         "self_attn.k_proj_moe_gen",
         "self_attn.v_proj_moe_gen",
@@ -93,7 +93,7 @@ class Bagel(ImageModel):
         self.config: dict[str, Any] = {"_class_name": self.PIPELINE} | read_json(self.folder / "config.json")
         for part in ("tokenizer", "transformer", "vit"):
             self.config[part] = read_json(self.config_file(part))
-        # From released code, not from a file.
+        # From the released code, not from a file.
         self.config["vae"] = {"latent_channels": 16, "scaling_factor": 0.3611, "shift_factor": 0.1159}
         self.config["vit"]["width"] = self.config["transformer"].get("hidden_size", 3584)
         for part, name, known in KNOWN:
@@ -112,12 +112,12 @@ class Bagel(ImageModel):
         return [file]
 
     def _num_bytes(self, part: str) -> int:
-        is_first = part in ("transformer", "vae")  # of those in a file
+        is_first = part in ("transformer", "vae")  # the first part in a file
         file = self.folder / WEIGHTS.get(part, "")
         return file.stat().st_size if is_first and file.is_file() else 0
 
     def check(self, params: Params) -> None:
-        """Raise ValueError for a size or option that the model lacks."""
+        """Raise ValueError for an unsupported size or option."""
         super().check(params)
         check_size(params, PIXELS_PER_TOKEN, most=MAX_TOKENS_PER_SIDE)
         knobs = self._knobs(params, edits=False)
@@ -135,7 +135,7 @@ class Bagel(ImageModel):
     def sigmas(self, params: Params) -> Tensor:
         """Return the noise levels [S + 1] from 1 to 0, evenly spaced and shifted, the same for any size.
 
-        The num_timesteps of released code is S + 1.
+        The released code's num_timesteps is S + 1.
         """
         return shift_sigmas(linear_sigmas(params.num_inference_steps), self.option(params, "timestep_shift"))
 
@@ -143,7 +143,7 @@ class Bagel(ImageModel):
         """Return the tokens of one prompt: `ids` [T], `ids_mask` [T], True, and `marks` [2] around the image."""
         text = prompt.negative if negative else prompt.text
         begin, end, *marks = parts.tokenizer.convert_tokens_to_ids(list(MARKS))
-        # Without a negative prompt the negative has no token at all.
+        # Without a negative prompt, the negative has no tokens at all.
         ids = [begin, *parts.tokenizer.encode(text, add_special_tokens=False), end] if text or not negative else []
         device = parts.vae.device
         return {
@@ -155,7 +155,7 @@ class Bagel(ImageModel):
     def condition(self, parts: Parts, prompt: Prompt, params: Params) -> Cond:
         """Return the references' latents, `reference_0` [C, h', w'] ..., and vision tokens, `seen_0` [n, D] ....
 
-        The latents are the mean of the VAE's code; released code samples from it.
+        The latents are the mean of the VAE's code; the released code samples from it.
         """
         from omni_rollout.models.bagel_vision import fit
 
@@ -170,8 +170,8 @@ class Bagel(ImageModel):
     def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
         """Return the velocity [B, C, h, w], float32, at x [B, C, h, w] and noise levels sigma [B].
 
-        cond: that of `encode` and `condition`, with an axis B; with guidance also the negatives of `encode`.
-        Guidance runs its forwards at every level, also outside of its interval: ranks with other levels do equal work.
+        cond: from `encode` and `condition`, with an axis B; with guidance also the negatives of `encode`.
+        Guidance runs its forward passes at every level, even outside its interval: ranks at other levels do equal work.
         """
         text = [cond[name] for name in TEXT]
         references = [[t for name, t in cond.items() if name.startswith(kind)] for kind in ("reference_", "seen_")]
@@ -222,7 +222,7 @@ class Bagel(ImageModel):
         if part != "vae":
             cls, config = self._class(part), self.config[part]
             known = inspect.signature(cls.__init__).parameters
-            return cls(**{name: config[name] for name in known if name in config})  # the files have more
+            return cls(**{name: config[name] for name in known if name in config})  # the files have more entries
         return self._class("vae")(
             **self._vae_sizes(),
             down_block_types=("DownEncoderBlock2D",) * BLOCKS,
@@ -233,7 +233,7 @@ class Bagel(ImageModel):
         )
 
     def _vae_sizes(self) -> dict[str, Any]:
-        """Return the widths and layers of the VAE, which only its weights tell; a file, if there are none."""
+        """Return the VAE's widths and layers from its weights, which have no configuration, or from a file instead."""
         if (file := self.folder / "ae.json").is_file():
             return read_json(file)
         shapes = safetensors_shapes(self.weight_files("vae"))
@@ -245,9 +245,9 @@ class Bagel(ImageModel):
 def _velocity(
     net: nn.Module, x: Tensor, sigma: Tensor, text: Sequence[Tensor], references: Sequence[Sequence[Tensor]]
 ) -> Tensor:
-    """Return the velocity [B, C, h, w], float32, of one forward pass.
+    """Return the velocity [B, C, h, w], float32, from one forward pass.
 
-    text: the entries TEXT. references: their latents and vision tokens.
+    text: the entries of TEXT. references: the references' latents and vision tokens.
     """
     ids, mask, marks = text
     clean, seen = references

@@ -1,11 +1,11 @@
 """BAGEL's guidance by text and by references: three velocities, and a bound on the norm of the guided one.
 
-With scales s and i and the velocities v of text and references, v_t without the text and v_r without references:
+With scales s and i, the velocities v with text and references, v_t without the text and v_r without the references:
 
     guided = v_r + i (w - v_r),   w = v_t + s (v - v_t)
 
-A longer result is scaled down to the norm of v, by at most the factor cfg_renorm_min. cfg_renorm_type selects what is
-scaled: `guided` over the whole sample (GLOBAL) or token by token (CHANNEL), or w token by token (TEXT_CHANNEL).
+A result longer than v is scaled down to the norm of v, by a factor of at least cfg_renorm_min. cfg_renorm_type selects
+what is scaled: `guided` over the whole sample (GLOBAL) or per token (CHANNEL), or w per token (TEXT_CHANNEL).
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ GLOBAL, CHANNEL, TEXT_CHANNEL = 0, 1, 2
 
 
 def guide(velocity: Tensor, no_text: Tensor, no_references: Tensor, scale: float, knobs: Mapping[str, float]) -> Tensor:
-    """Return the guided velocity [B, C, h, w] of v, v_t and v_r. scale: s. knobs: BAGEL's options; cfg_img_scale: i."""
+    """Return the guided velocity [B, C, h, w] from v, v_t, v_r. scale: s. knobs: BAGEL's options, cfg_img_scale: i."""
     image_scale, kind = knobs["cfg_img_scale"], knobs["cfg_renorm_type"]
     guided = no_text + scale * (velocity - no_text)
     if kind == TEXT_CHANNEL:
@@ -31,7 +31,7 @@ def guide(velocity: Tensor, no_text: Tensor, no_references: Tensor, scale: float
 
 
 def _shorten(guided: Tensor, velocity: Tensor, least: float, *, by_token: bool) -> Tensor:
-    """Return `guided`, scaled to at most the norm of `velocity` per sample or token, by a factor of `least` or more."""
+    """Scale `guided` down to at most the norm of `velocity`, per sample or token, by a factor of at least `least`."""
     if by_token:
         tokens = pack(guided)
         lengths = [each.norm(dim=2, keepdim=True) for each in (pack(velocity), tokens)]

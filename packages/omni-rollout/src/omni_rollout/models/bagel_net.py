@@ -1,9 +1,9 @@
 """BAGEL's transformer (arXiv 2505.14683) on the blocks of transformers' Qwen2: two sets of weights, one sequence.
 
-Every layer has its weights twice: NAME_moe_gen for latents, NAME for all else. References, text and image are one
-sequence of `bagel_sequence` and one forward pass. Released code has a KV cache of all but the image; here nothing is
-kept between calls, so that every weight that affects the image can be trained. Names are those of ema.safetensors. A
-subclass writes text in a separate call, with a KV cache while it samples.
+Every layer has its weights twice: NAME_moe_gen for latents, NAME for everything else. References, text and image are
+one sequence (see `bagel_sequence`) and one forward pass. The released code has a KV cache of everything except the
+image; here nothing is kept between calls, so that every weight that affects the image can be trained. Names are those
+of ema.safetensors. A subclass writes text in a separate call, with a KV cache while it samples.
 
 Shapes: B samples, T text tokens, U tokens with NAME, G with NAME_moe_gen, L = U + G, D width, C latent channels.
 """
@@ -29,13 +29,13 @@ from transformers.models.qwen2.modeling_qwen2 import (
 
 from omni_rollout.models.bagel_sequence import MAX_TOKENS_PER_SIDE, Segment, attend, join, lay_out, part
 
-PATCH = 2  # latent pixels of a token, along each side
+PATCH = 2  # latent pixels per token along each side
 LATENT_CHANNELS = 16
 TIME_FREQUENCIES = 256
 
 
 class Twofold(nn.Module):
-    """A module whose children come in pairs: NAME for text and marks, NAME_moe_gen for latents."""
+    """Module whose children come in pairs: NAME for text and marks, NAME_moe_gen for latents."""
 
     def add_pair(self, name: str, make: Callable[[], nn.Module]) -> None:
         """Add NAME and NAME_moe_gen."""
@@ -43,18 +43,18 @@ class Twofold(nn.Module):
         self.add_module(f"{name}_moe_gen", make())
 
     def pair(self, name: str, text: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
-        """Return NAME of one stream, and NAME_moe_gen of the other."""
+        """Return NAME's output for one stream, and NAME_moe_gen's for the other."""
         return self.get_submodule(name)(text), self.get_submodule(f"{name}_moe_gen")(image)
 
 
 class KeyValues:
-    """A KV cache: keys and values [B, heads, L, width] of earlier tokens, by the layer's attention."""
+    """KV cache: keys and values [B, heads, L, width] of earlier tokens, by attention layer."""
 
     def __init__(self) -> None:
         self.of: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
     def extend(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys and values of new tokens; return the layer's keys and values of all tokens."""
+        """Append the keys and values of new tokens; return the layer's keys and values of all tokens."""
         if layer in self.of:
             key, value = (torch.cat(pair, dim=2) for pair in zip(self.of[layer], (key, value), strict=True))
         self.of[layer] = key, value
@@ -62,7 +62,7 @@ class KeyValues:
 
 
 class BagelAttention(Twofold):
-    """Attention of both streams, with normalised queries and keys."""
+    """Attention of both streams, with normalized queries and keys."""
 
     def __init__(self, config: Qwen2Config) -> None:
         super().__init__()
@@ -84,12 +84,12 @@ class BagelAttention(Twofold):
         segments: Sequence[Segment],
         kept: KeyValues | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the attention's output for both streams [B, U, D] and [B, G, D]. rope: cos and sin [B, L, head_dim].
+        """Return the attention's output for both streams, [B, U, D] and [B, G, D]. rope: cos and sin [B, L, head_dim].
 
-        kept: the KV cache of the tokens before, which is extended.
+        kept: the KV cache of the preceding tokens, which is extended.
         """
         query, key, value = (self._heads(name, text, image) for name in ("q_proj", "k_proj", "v_proj"))
-        exact = torch.promote_types(text.dtype, torch.float32)  # of norms and rotations, as released
+        exact = torch.promote_types(text.dtype, torch.float32)  # for norms and rotations, as released
         q = join(*self.pair("q_norm", *(heads.to(exact) for heads in query)), segments)
         k = join(*self.pair("k_norm", *(heads.to(exact) for heads in key)), segments)
         q, k = (heads.to(text.dtype) for heads in apply_rotary_pos_emb(q, k, *rope))
@@ -123,7 +123,7 @@ class BagelBlock(Twofold):
         segments: Sequence[Segment],
         kept: KeyValues | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return both streams after the layer; the arguments are BagelAttention's."""
+        """Return both streams after the layer; arguments as in BagelAttention."""
         words, patches = self.self_attn(*self.pair("input_layernorm", text, image), rope, segments, kept)
         text, image = text + words, image + patches
         words, patches = self.pair("mlp", *self.pair("post_attention_layernorm", text, image))
@@ -154,7 +154,7 @@ class BagelLayers(Twofold):
     ) -> Tensor:
         """Return the image's tokens [B, N, D] after all layers.
 
-        references: tokens [B, N_i, D] of the references' latents. The other arguments are BagelTransformer's.
+        references: tokens [B, N_i, D] of the references' latents. The other arguments are as in BagelTransformer.
         """
         N, around = image.shape[1], self.embed_tokens(marks)
         before = [tokens for each in seen for tokens in (around, around, each)]
@@ -167,7 +167,7 @@ class BagelLayers(Twofold):
         return normalised
 
     def read(self, input_ids: Tensor, attention_mask: Tensor, kept: KeyValues | None) -> Tensor:
-        """Return the tokens [B, L, D] of a text after all layers; the arguments are BagelThinker's."""
+        """Return the tokens [B, L, D] of a text after all layers; arguments as in BagelThinker."""
         text, words = self.embed_tokens(input_ids), attention_mask.bool()
         columns = torch.arange(words.shape[1], device=words.device)
         rows = columns[-input_ids.shape[1] :, None]
@@ -192,13 +192,13 @@ class BagelLayers(Twofold):
 
 
 class BagelTransformer(ModelMixin, ConfigMixin, PeftAdapterMixin):
-    """BAGEL's image generator. Arguments are those of llm_config.json, and defaults the released model's."""
+    """BAGEL's image generator. Arguments are as in llm_config.json; defaults are the released model's."""
 
     _supports_gradient_checkpointing = True
     _no_split_modules = ("BagelBlock",)
-    _keep_in_fp32_modules = ("rotary_emb",)  # 8 bits of a frequency would be another angle at each position
+    _keep_in_fp32_modules = ("rotary_emb",)  # 8-bit frequencies would change the angle at each position
     WRITES = False
-    # The encoder of references, which is a separate part, and the head for text.
+    # The reference encoder, which is a separate part, and the text head.
     _keys_to_ignore_on_load_unexpected = (r"^vit_", r"^connector\.", r"^language_model\.lm_head\.")
 
     @register_to_config
@@ -246,7 +246,7 @@ class BagelTransformer(ModelMixin, ConfigMixin, PeftAdapterMixin):
     ) -> Tensor:
         """Return the velocity [B, C, h, w] at latents hidden_states [B, C, h, w] and noise levels timestep [B].
 
-        input_ids, attention_mask: the text [B, T], padded at its end, and its mask. marks: the ids [B, 2] of the tokens
+        input_ids, attention_mask: the text [B, T], padded at the end, and its mask. marks: ids [B, 2] of the tokens
         around an image. references: clean latents [B, C, h', w'] of each. seen: BagelVision's tokens [B, n, D] of each.
         """
         image = self._embed(hidden_states, timestep)
@@ -261,25 +261,25 @@ class BagelTransformer(ModelMixin, ConfigMixin, PeftAdapterMixin):
         return velocity
 
     def _embed(self, latents: Tensor, timestep: Tensor) -> Tensor:
-        """Return the tokens [B, N, D] of latents [B, C, h, w]: the sum of patches, noise level and positions."""
+        """Return the tokens [B, N, D] of latents [B, C, h, w]: the sum of the patches, noise level and position."""
         dtype = self.vae2llm.weight.dtype
         patches = latents.unflatten(-1, (-1, PATCH)).unflatten(2, (-1, PATCH)).permute(0, 2, 4, 3, 5, 1)
         rows, columns = (torch.arange(count, device=latents.device) for count in patches.shape[1:3])
         places = (rows[:, None] * MAX_TOKENS_PER_SIDE + columns).flatten()
         level = get_timestep_embedding(timestep, TIME_FREQUENCIES, flip_sin_to_cos=True, downscale_freq_shift=0)
         tokens: Tensor = self.vae2llm(patches.flatten(3).flatten(1, 2).to(dtype))
-        # The table of positions is fixed: sines and cosines, as released.
+        # The position table is fixed: sines and cosines, as released.
         places = self.latent_pos_embed["pos_embed"].detach()[places].to(dtype)
         return tokens + self.time_embedder["mlp"](level.to(dtype))[:, None] + places
 
 
 class BagelThinker(BagelTransformer):
-    """BAGEL with its head for text: a call without latents writes text."""
+    """BAGEL with its text head: a call without latents writes text."""
 
     WRITES = True
 
     def get_output_embeddings(self) -> nn.Module:
-        """Return the head that computes logits, like models of transformers."""
+        """Return the head that computes logits, as transformers models do."""
         head: nn.Module = self.language_model["lm_head"]
         return head
 
@@ -288,7 +288,7 @@ class BagelThinker(BagelTransformer):
         self.language_model["lm_head"] = head
 
     def forward(self, hidden_states: Tensor | None = None, **given: Any) -> Any:  # type: ignore[override]
-        """Run BagelTransformer's forward; without latents `write`."""
+        """Run BagelTransformer's forward, or `write` without latents."""
         return self.write(**given) if hidden_states is None else super().forward(hidden_states, **given)
 
     def write(
@@ -300,10 +300,10 @@ class BagelThinker(BagelTransformer):
         only_last: bool = False,
         use_cache: bool = False,
     ) -> CausalLMOutput:
-        """Return the logits [B, L, V] after each of the tokens input_ids [B, L], or only after the last one, [B, 1, V].
+        """Return the logits [B, L, V] after each token of input_ids [B, L], or [B, 1, V] after only the last one.
 
         attention_mask: False for padding, [B, L]; longer by the tokens in `kept`, a KV cache that is extended.
-        use_cache: False, the argument of transformers' models.
+        use_cache: must be False; for compatibility with transformers models.
         """
         layers: BagelLayers = self.language_model["model"]  # type: ignore[assignment]
         states = layers.read(input_ids, attention_mask, kept)

@@ -1,7 +1,7 @@
 """The sequence of BAGEL's tokens, in segments: references, text, image.
 
-A segment attends to itself and all before it; text is causal. A reference is two segments: its latents at noise level
-0, and its tokens of the vision transformer. The tokens of an image share one position. With R references:
+A segment attends to itself and everything before it; text is causal. A reference is two segments: its latents at noise
+level 0, and its vision-transformer tokens. The tokens of an image share one position. With R references:
 
     segment    reference i           reference i, vision   text               image
     tokens     2 marks, N_i latents  2 marks, n_i tokens   T                  2 marks, N latents
@@ -24,9 +24,9 @@ MAX_TOKENS_PER_SIDE = 64  # along a side, as in the weights; the released config
 
 
 class Segment(NamedTuple):
-    """The numbers of a segment's tokens with NAME and with NAME_moe_gen, and the attention mask up to its end.
+    """Number of a segment's tokens for NAME and for NAME_moe_gen, and the attention mask up to its end.
 
-    visible: the mask of scaled_dot_product_attention; None for all tokens, or causal ones.
+    visible: mask for scaled_dot_product_attention; None if all tokens are visible, or if the segment is causal.
     """
 
     text: int
@@ -36,9 +36,9 @@ class Segment(NamedTuple):
 
 
 def lay_out(words: Tensor, references: Sequence[tuple[int, int]], image: int) -> tuple[list[Segment], Tensor]:
-    """Return the segments of a sequence, and its positions [B, L].
+    """Return the segments of a sequence and its positions [B, L].
 
-    words: mask of the text [B, T], False for padding. references: N_i and n_i of each. image: N.
+    words: mask of the text [B, T], False for padding. references: (N_i, n_i) of each. image: N.
     """
     B, T = words.shape
     segments = [segment for clean, seen in references for segment in (Segment(2, clean), Segment(2 + seen, 0))]
@@ -67,7 +67,7 @@ def part(states: Tensor, segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, segments: Sequence[Segment]) -> Tensor:
-    """Return the attention of a sequence [B, heads, L, width] by segments; keys and values may begin before it."""
+    """Return the attention over a sequence [B, heads, L, width] by segments; keys and values may begin before it."""
     out, end = [], 0
     past = key.shape[2] - query.shape[2]
     for text, image, visible, is_causal in segments:

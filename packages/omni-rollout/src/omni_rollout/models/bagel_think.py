@@ -1,9 +1,9 @@
 """BAGEL that thinks before it generates an image (arXiv 2505.14683, section on generation with thinking).
 
-The sequence is a request to think, the prompt, the thought and the image; <|im_start|> and <|im_end|> enclose each
-text, and the model itself ends a thought. The negative omits both prompt and thought.
+The sequence is a request to think, the prompt, the thought and the image. <|im_start|> and <|im_end|> enclose each
+text; the model itself ends a thought. The negative omits both the prompt and the thought.
 
-Shapes: B samples, P tokens of the longest request with its prompt, T of the longest thought, V of the vocabulary.
+Shapes: B samples, P tokens of the longest request with prompt, T tokens of the longest thought, V vocabulary size.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ REQUEST = (  # as released
 
 
 class BagelWriting:
-    """Unfinished thoughts, with a KV cache. ids, words: those of `ThinkingBagel.batch`."""
+    """Unfinished thoughts with a KV cache. ids, words: from `ThinkingBagel.batch`."""
 
     def __init__(self, ids: Tensor, words: Tensor) -> None:
         from omni_rollout.models.bagel_net import KeyValues
@@ -35,7 +35,7 @@ class BagelWriting:
         self.ids, self.words, self.kept = ids, words, KeyValues()
 
     def next_logits(self, net: nn.Module, tokens: Tensor | None) -> Tensor:
-        """Return the logits [B, V] after the tokens [B] that were sampled last; None before the first."""
+        """Return the logits [B, V] after the last sampled tokens [B], or None before the first ones."""
         if tokens is not None:
             self.ids = tokens[:, None]
             self.words = pad(self.words, [0, 1], value=True)
@@ -44,9 +44,9 @@ class BagelWriting:
 
 
 class ThinkingBagel(Bagel):
-    """BAGEL for one checkpoint, with its head for text. Prompts have no references."""
+    """BAGEL for one checkpoint, with its text head. Prompts have no references."""
 
-    LORA_TARGETS: ClassVar[tuple[str, ...]] = (  # of the image's tokens as published, and the same of the text's
+    LORA_TARGETS: ClassVar[tuple[str, ...]] = (  # of image tokens as published, and the same of text tokens
         *Bagel.LORA_TARGETS,
         *(name.replace("_moe_gen", "") for name in Bagel.LORA_TARGETS),
     )
@@ -70,7 +70,7 @@ class ThinkingBagel(Bagel):
         return {"input_ids": pad(ids, [0, 1], value=self.begin)}
 
     def batch(self, encoded: Sequence[Cond], tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ids [B, P + T] and their mask, False for padding: left-padded prompts, and thoughts [B, T]."""
+        """Return the ids [B, P + T] of left-padded prompts and thoughts [B, T], and their mask, False for padding."""
         device, length = tokens.device, max(len(each["input_ids"]) for each in encoded)
         rows = [(each["input_ids"], length - len(each["input_ids"])) for each in encoded]
         ids = torch.stack([pad(row, [left, 0], value=self.end) for row, left in rows]).to(device)
@@ -78,17 +78,17 @@ class ThinkingBagel(Bagel):
         return torch.cat([ids, tokens.masked_fill(~mask, self.end)], dim=1), torch.cat([words.bool(), mask], dim=1)
 
     def inputs(self, encoded: Sequence[Cond], tokens: Tensor, mask: Tensor) -> Cond:
-        """Return the net's inputs: prompts and thoughts [B, T], on the device of `tokens`."""
+        """Return the net's inputs for prompts and thoughts [B, T], on the device of `tokens`."""
         ids, words = self.batch(encoded, tokens, mask)
         return {"input_ids": ids, "attention_mask": words}
 
     def predict(self, net: nn.Module, inputs: Cond) -> Tensor:
-        """Return the output of the net's head for text."""
+        """Return the output of the net's text head."""
         logits: Tensor = net(**inputs, use_cache=False).logits
         return logits
 
     def start(self, encoded: Sequence[Cond], device: torch.device) -> "BagelWriting":
-        """Return thoughts that have no tokens yet."""
+        """Return thoughts without any tokens yet."""
         none = torch.empty(len(encoded), 0, dtype=torch.long, device=device)
         return BagelWriting(*self.batch(encoded, none, none.bool()))
 
@@ -98,9 +98,9 @@ class ThinkingBagel(Bagel):
         return str(text)
 
     def with_thoughts(self, cond: Cond, thoughts: TokenTrajectory) -> Cond:
-        """Return the image's conditioning, `cond` with the thoughts after the prompts; add missing end tokens.
+        """Return the image's conditioning: `cond` with the thoughts after the prompts. Missing end tokens are added.
 
-        cond: that of `encode`, with an axis B.
+        cond: from `encode`, with an axis B.
         """
         device, rows = cond["ids"].device, []
         for each, tokens, mask in zip(thoughts.encoded, thoughts.tokens, thoughts.mask, strict=True):

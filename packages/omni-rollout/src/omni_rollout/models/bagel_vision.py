@@ -1,4 +1,4 @@
-"""BAGEL's encoder of references: their sizes, and SigLIP's vision transformer on a grid of any size.
+"""BAGEL's reference encoder: the sizes of references, and SigLIP's vision transformer on a grid of any size.
 
 Names are those of ema.safetensors. Nothing here is trained.
 """
@@ -16,9 +16,9 @@ MOST_PIXELS = 14 * 14 * 9 * 1024  # of a reference
 
 
 class BagelVision(nn.Module):
-    """The vision transformer and its connector to the language model.
+    """Vision transformer with its connector to the language model.
 
-    Arguments are those of vit_config.json, defaults the released model's. width: of the language model.
+    Arguments are as in vit_config.json; defaults are the released model's. width: width of the language model.
     """
 
     def __init__(
@@ -36,10 +36,10 @@ class BagelVision(nn.Module):
             hidden_size=hidden_size,
             intermediate_size=intermediate_size,
             num_attention_heads=num_attention_heads,
-            num_hidden_layers=num_hidden_layers - 1,  # released code leaves out the last
+            num_hidden_layers=num_hidden_layers - 1,  # the released code omits the last layer
         )
         config._attn_implementation = "sdpa"
-        encoder = SiglipEncoder(config)  # type: ignore[arg-type]  # annotated with the configuration of both towers
+        encoder = SiglipEncoder(config)  # type: ignore[arg-type]  # annotated with both towers' configuration
         self.patch_size, self.grid = patch_size, image_size // patch_size  # pixels; patches along a side
         vision = {
             "embeddings": nn.ModuleDict(
@@ -56,7 +56,7 @@ class BagelVision(nn.Module):
         self.vit_pos_embed = nn.ParameterDict({"pos_embed": nn.Parameter(torch.zeros(self.grid**2, width))})
 
     def forward(self, image: Tensor) -> Tensor:
-        """Return the tokens [n, D] of an image [3, H, W] in [-1, 1], one for each patch, row by row."""
+        """Return the tokens [n, D] of an image [3, H, W] in [-1, 1], one per patch, in row order."""
         vision, size = self.vit_model["vision_model"], self.patch_size
         patch, place, encoder, norm = map(vision.get_submodule, STAGES)
         weight = patch.get_parameter("weight")
@@ -72,13 +72,13 @@ class BagelVision(nn.Module):
 def fit(image: Tensor, *, unit: int, least: float, most: float) -> Tensor:
     """Return a reference, uint8 [H, W, 3], resized to sides that are multiples of `unit` pixels and at most `most`.
 
-    The shorter side has at least `least` pixels if the longer one permits it. Steps and rounding are those of released
-    code; the filter is bicubic.
+    The shorter side has at least `least` pixels if the longer one permits it. The steps and rounding follow the
+    released code; the filter is bicubic.
     """
     height, width = image.shape[:2]
     scale = max(min(most / max(height, width), 1.0), least / min(height, width))
     height, width = _scaled(height, width, scale, unit)
-    if height * width > MOST_PIXELS:  # by the quotient of the areas, not by its root
+    if height * width > MOST_PIXELS:  # by the ratio of the areas, not by its root
         height, width = _scaled(height, width, MOST_PIXELS / (height * width), unit)
     if max(height, width) > most:
         height, width = _scaled(height, width, most / max(height, width), unit)
@@ -86,6 +86,6 @@ def fit(image: Tensor, *, unit: int, least: float, most: float) -> Tensor:
 
 
 def _scaled(height: int, width: int, scale: float, unit: int) -> tuple[int, int]:
-    """Return both sides scaled, each to the nearest multiple of the unit."""
+    """Scale both sides, and round each to the nearest multiple of the unit."""
     new_height, new_width = (max(1, round(round(side * scale) / unit)) * unit for side in (height, width))
     return new_height, new_width

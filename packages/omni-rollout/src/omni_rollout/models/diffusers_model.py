@@ -1,4 +1,4 @@
-"""The base of models whose checkpoint is the folder of a diffusers pipeline: files, configuration, loading."""
+"""Base of models whose checkpoint is a diffusers pipeline folder: files, configuration, loading."""
 
 import inspect
 import json
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Value = TypeVar("Value", int, float, bool, str, list)
-MOST_TEXT_TOKENS = 512  # that the stock pipelines allow as max_sequence_length
-PIXELS_PER_TOKEN = 16  # of images: 8 by the VAE, 2 by the patches
-JOINT_ATTENTION = (  # the layers of joint attention to images and texts, by diffusers' names
+MOST_TEXT_TOKENS = 512  # largest max_sequence_length of the stock pipelines
+PIXELS_PER_TOKEN = 16  # for images: 8 from the VAE, 2 from the patches
+JOINT_ATTENTION = (  # diffusers' names of the layers of joint attention to images and texts
     "attn.to_q",
     "attn.to_k",
     "attn.to_v",
@@ -38,8 +38,8 @@ JOINT_ATTENTION = (  # the layers of joint attention to images and texts, by dif
     "attn.add_v_proj",
     "attn.to_add_out",
 )
-# The fields of a flow scheduler that change its levels or steps, besides those that `sigmas` reads, with the only
-# supported values; a tuple is for one of several.
+# Fields of a flow scheduler that change its levels or steps, besides those that `sigmas` reads, with the only supported
+# values; a tuple lists alternatives.
 FLOW_SCHEDULER: Mapping[str, object] = {
     "num_train_timesteps": 1000,
     "invert_sigmas": False,
@@ -53,16 +53,16 @@ FLOW_SCHEDULER: Mapping[str, object] = {
 
 
 class DiffusersModel:
-    """The half of a Model that depends on the checkpoint's files; a subclass adds the arithmetic.
+    """The part of a Model that depends on the checkpoint's files; a subclass adds the arithmetic.
 
-    PIPELINE: the `_class_name` of its INDEX. PARTS: the parts to load, each with its library and class. OPTIONAL: those
-    that a checkpoint may lack.
-    GUIDANCE: the scales of classifier-free guidance, `guidance_scale` or some of OPTIONS, each with its lowest value,
-    which turns it off; negatives are required if one of them is above. UNUSED: modules of parts that never run, and are
-    not loaded.
+    PIPELINE: the `_class_name` in its INDEX. PARTS: the parts to load, each with its library and class. OPTIONAL: parts
+    that may be missing in a checkpoint.
+    GUIDANCE: scales of classifier-free guidance, `guidance_scale` or some of OPTIONS, each with its lowest value, which
+    turns it off; negatives are required if a scale is above it. UNUSED: modules of parts that never run and are not
+    loaded.
 
     Raises:
-        ValueError: a file of the configuration is missing, damaged, or of another class; it is named.
+        ValueError: a configuration file is missing, damaged, or for another class; the message names the file.
     """
 
     PIPELINE: ClassVar[str]
@@ -81,13 +81,13 @@ class DiffusersModel:
     BRANCHES: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     NEGATES_TEXT: ClassVar[bool] = False
     IMAGES = range(1)
-    CONTEXT_PARALLEL: ClassVar[bool] = False  # True if several ranks can compute a forward together
-    HEADS: ClassVar[tuple[str, ...]] = ("num_attention_heads",)  # their numbers, in the net's configuration
+    CONTEXT_PARALLEL: ClassVar[bool] = False  # True if several ranks can compute a forward pass together
+    HEADS: ClassVar[tuple[str, ...]] = ("num_attention_heads",)  # numbers of heads in the configuration
     boundary = 0.0
-    reads_weights = True  # False: parts are made from their configuration only, with uninitialized values
+    reads_weights = True  # False: parts are built only from their configuration, with uninitialized weights
     reading: Callable[[str, int], AbstractContextManager[None]] = staticmethod(lambda part, size: nullcontext())
-    context = 1  # ranks that compute each forward together
-    host_encoders = False  # True: text encoders are offloaded, and copied to the device while they encode
+    context = 1  # ranks that compute each forward pass together
+    host_encoders = False  # True: text encoders are offloaded and copied to the device while they encode
 
     def __init__(self, path: str | Path) -> None:
         self.path = str(path)
@@ -99,13 +99,13 @@ class DiffusersModel:
         self._check_config()
 
     def _check_config(self) -> None:
-        """Raise ValueError for a configuration that is not supported; a subclass adds its built-in values."""
+        """Raise ValueError for an unsupported configuration; a subclass adds its built-in values."""
         for part in self.parts:
             self._expect(part, quantization_config=None)
         self._expect("scheduler", **self.SCHEDULER)
 
     def _expect(self, part: str, **built_in: object) -> None:
-        """Raise ValueError unless a part's configuration has these values; values that an older file lacks pass."""
+        """Raise ValueError unless a part's configuration has these values; values missing in older files pass."""
         for name, value in built_in.items():
             allowed = value if isinstance(value, tuple) else (value,)
             if (found := self.config[part].get(name)) not in (None, *allowed):
@@ -113,7 +113,7 @@ class DiffusersModel:
                 raise ValueError(f"{name} of {self.config_file(part)} {rule}, got {json.dumps(found):.80}")
 
     def _expect_length(self, part: str, name: str, length: int) -> None:
-        """Raise ValueError unless a list of a part's configuration, if it has one, has `length` entries."""
+        """Raise ValueError unless a list in a part's configuration, if present, has `length` entries."""
         found = self.config[part].get(name)
         if found is not None and not (isinstance(found, list) and len(found) == length):
             rule = f"must have {length} entries for a {self.PIPELINE}"
@@ -121,16 +121,16 @@ class DiffusersModel:
 
     @property
     def nets(self) -> Mapping[str, str]:
-        """The subfolder of each of the net's experts, by name; the name is empty for a single net."""
+        """Subfolder of each of the net's experts, by name; the name is empty for a single net."""
         return {"": "transformer"}
 
     @property
     def parts(self) -> list[str]:
-        """The parts of PARTS that this checkpoint has."""
+        """Parts of PARTS that this checkpoint has."""
         return [part for part in self.PARTS if isinstance(self.config.get(part), dict)]
 
     def _part_config(self, part: str, library: str, name: str) -> dict[str, Any]:
-        """Return the configuration of one part; raise ValueError where the files name another class for it."""
+        """Return the configuration of one part; raise ValueError if the files name another class for it."""
         index, found = self.folder / self.INDEX, self.config.get(part)
         if isinstance(found, list) and len(found) == 3 and isinstance(found[2], dict):  # of a modular pipeline
             where, found = found[2].get("pretrained_model_name_or_path"), found[2].get("type_hint")
@@ -142,7 +142,7 @@ class DiffusersModel:
         file = self.config_file(part)
         config = read_json(file)
         found = name if "tokenizer" in part else config.get("_class_name") or config.get("architectures", [name])
-        if found not in (name, [name], [name.replace("Model", "ForCausalLM")]):  # the body of a language model
+        if found not in (name, [name], [name.replace("Model", "ForCausalLM")]):  # the base model of a language model
             raise ValueError(f"{part} must be a {name}, {file} says {found!r:.80}")
         return config
 
@@ -158,12 +158,12 @@ class DiffusersModel:
         return self.folder / part / f"{kind}.json"
 
     def value(self, part: str, name: str, kind: type[Value], default: Value | None = None) -> Value:
-        """Return one value of a part's configuration; the default of the part's class where an older file lacks it.
+        """Return a value of a part's configuration, or the default of the part's class if an older file has none.
 
-        A list must hold numbers.
+        A list must contain numbers.
 
         Raises:
-            ValueError: it is missing, or of another type.
+            ValueError: it is missing or has another type.
         """
         value = self.config[part].get(name, default)
         if kind is float and type(value) is int:
@@ -190,7 +190,7 @@ class DiffusersModel:
         return replace(params, guidance_scale=scale, guidance={**params.guidance, **off})
 
     def check(self, params: Params) -> None:
-        """Raise ValueError for an option that the model lacks, or guidance below off; a subclass adds sizes."""
+        """Raise ValueError for an unsupported option, or guidance below its minimum; a subclass adds sizes."""
         for name in params.guidance:
             if name not in self.OPTIONS:
                 have = f"one of {', '.join(self.OPTIONS)}" if self.OPTIONS else "empty"
@@ -206,10 +206,10 @@ class DiffusersModel:
                 raise ValueError(f"{name} must be >= {off:g}, where {off:g} is no guidance, got {scale}")
 
     def check_context(self) -> None:
-        """Raise ValueError unless `context` ranks can compute a forward together; `check` has the rules of sizes."""
+        """Raise ValueError unless `context` ranks can compute a forward pass together; `check` checks sizes."""
         if self.context > 1 and not self.CONTEXT_PARALLEL:
             raise ValueError(f"context must be 1 for a {self.PIPELINE}, got {self.context}")
-        backend = os.environ.get("DIFFUSERS_ATTN_BACKEND", "native")  # some of the others exchange no tokens
+        backend = os.environ.get("DIFFUSERS_ATTN_BACKEND", "native")  # some other backends exchange no tokens
         if self.context > 1 and backend != "native":
             raise ValueError(f"DIFFUSERS_ATTN_BACKEND must be native for a context of {self.context}, got {backend}")
         for part, name in product(self.nets.values(), self.HEADS if self.context > 1 else ()):
@@ -230,10 +230,10 @@ class DiffusersModel:
             raise ValueError(f"{rule}, such as {height * unit} x {width * unit}, got {have}")
 
     def share(self, net: nn.Module, mesh: "torch.distributed.DeviceMesh") -> None:
-        """Split the tokens of each forward of the net over the ranks of a row of `mesh`.
+        """Split the tokens of each forward pass of the net over the ranks in a row of `mesh`.
 
-        They call it with equal inputs, and get equal outputs. A rank's gradients are those of its tokens: their sum is
-        the gradient. mesh: with the axes "ring" and "ulysses".
+        The ranks call the net with equal inputs and get equal outputs. Each rank has only its own tokens' gradients;
+        their sum is the full gradient. mesh: mesh with the axes "ring" and "ulysses".
         """
         from diffusers import ContextParallelConfig, ParallelConfig
         from diffusers.hooks import apply_context_parallel
@@ -250,11 +250,11 @@ class DiffusersModel:
             apply_context_parallel(part, config.context_parallel_config, self._context_plan(part))
 
     def _context_plan(self, net: nn.Module) -> dict[str, Any]:
-        """Return which inputs and outputs of a net's modules ranks split and gather: diffusers' own."""
+        """Return diffusers' plan of the module inputs and outputs that ranks split and gather."""
         return dict(net._cp_plan)  # type: ignore[arg-type]
 
     def check_text_length(self, params: Params, most: int = MOST_TEXT_TOKENS) -> None:
-        """Raise ValueError unless the option max_sequence_length is a number of text tokens that the model supports."""
+        """Raise ValueError unless the option max_sequence_length is a supported number of text tokens."""
         if (length := self.option(params, "max_sequence_length")) not in range(1, most + 1):
             raise ValueError(f"max_sequence_length must be a whole number from 1 to {most}, got {length:g}")
 
@@ -277,12 +277,12 @@ class DiffusersModel:
 
     @property
     def terminal(self) -> float:
-        """The lowest level above 0 after the scheduler's stretching; 0 if it does not stretch."""
+        """Lowest level above 0 after the scheduler's stretching; 0 if it does not stretch."""
         part = "scheduler"
         return self.value(part, "shift_terminal", float) if self.config.get(part, {}).get("shift_terminal") else 0.0
 
     def _mu(self, params: Params) -> float:
-        """Return the strength of a shift by the number of tokens."""
+        """Return the shift mu for the number of tokens."""
         return resolution_mu(
             self._num_tokens(params),
             base_tokens=self.value("scheduler", "base_image_seq_len", int, 256),
@@ -292,7 +292,7 @@ class DiffusersModel:
         )
 
     def _num_tokens(self, params: Params) -> int:
-        """Return the number of tokens of a sample; a schedule may be shifted by it."""
+        """Return the number of tokens in a sample, on which a schedule's shift may depend."""
         return (params.height // PIXELS_PER_TOKEN) * (params.width // PIXELS_PER_TOKEN)
 
     def streams(self, params: Params) -> dict[str, int]:
@@ -300,7 +300,7 @@ class DiffusersModel:
         return {}
 
     def check_files(self) -> None:
-        """Raise ValueError unless all files exist, are complete, and match the configuration; read no weight.
+        """Raise ValueError unless all files exist, are complete and match the configuration; no weights are read.
 
         A hub id needs only configurations, as `load` checks its other files; so does a model that reads no weights.
         """
@@ -318,7 +318,7 @@ class DiffusersModel:
     def _check_weights(self, part: str, wanted: Mapping[str, Tensor]) -> None:
         files = self.weight_files(part)
         folder, found = files[0].parent, safetensors_shapes(files)
-        if part not in self.nets.values():  # older names are translated while they are loaded
+        if part not in self.nets.values():  # older names are translated during loading
             return
         if missing := wanted.keys() - found.keys():
             raise ValueError(f"model is incomplete: {folder} lacks {len(missing)} weights, such as {min(missing)}")
@@ -333,18 +333,18 @@ class DiffusersModel:
 
     @property
     def encoders(self) -> list[str]:
-        """The parts that encode texts."""
+        """Names of the parts that encode texts."""
         return [part for part in self.parts if part.startswith("text_encoder")]
 
     def load(self, *, device: torch.device | str, dtype: torch.dtype, net: nn.Module | None = None) -> Parts:
-        """Return all parts, frozen, in eval mode. net: replaces the checkpoint's, whose weights are then not read.
+        """Return all parts, frozen, in eval mode. net: net to use instead of reading the checkpoint's.
 
         Raises:
-            ValueError: a part cannot be made from its files, lacks weights, or has some that are not finite.
+            ValueError: a part cannot be built from its files, or its weights are incomplete or not finite.
         """
         others = [part for part in self.parts if part not in (*self.nets.values(), "scheduler")]
         hosted = self.encoders if self.host_encoders else []
-        own = {"vae": torch.float32} if dtype == torch.float16 else {}  # whose overflows no pixel would show
+        own = {"vae": torch.float32} if dtype == torch.float16 else {}  # its overflows would not be visible in pixels
         places = {part: "cpu" if part in hosted else device for part in others}
         parts = Parts(**{part: self._loaded(part, place, own.get(part, dtype)) for part, place in places.items()})
         for part in hosted:
@@ -361,7 +361,7 @@ class DiffusersModel:
             return self._load(part, device, dtype)
 
     def weight_bytes(self) -> int:
-        """Return the size of the files with weights, without those of a hub id that are not fetched yet."""
+        """Return the size of the weight files, except those of a hub id that are not yet fetched."""
         return sum(map(self._num_bytes, self.parts)) if self.reads_weights else 0
 
     def _num_bytes(self, part: str) -> int:
@@ -370,17 +370,17 @@ class DiffusersModel:
         return size_of(self.folder / part, name)
 
     def empty_net(self, *, buffers: bool = False) -> nn.Module:
-        """Return the net on the meta device, for names and shapes. buffers: True to keep all but parameters real."""
+        """Return the net on the meta device, for names and shapes. buffers: True to materialize the buffers."""
         return joined({name: self._empty(part, buffers=buffers) for name, part in self.nets.items()})
 
     def weight_files(self, part: str = "transformer") -> list[Path]:
-        """Return the safetensors files of a part; those of a hub id are fetched."""
+        """Return the safetensors files of a part, after fetching them for a hub id."""
         local_folder(self.path, f"{part}/*.safetensors")
         name = "model" if self.PARTS[part][0] == "transformers" else "diffusion_pytorch_model"
         return safetensors_files(self.folder / part, name)
 
     def condition(self, parts: Parts, prompt: Prompt, params: Params) -> Cond:
-        """Return {}: only the text is conditioned on."""
+        """Return {}: the model is conditioned only on text."""
         return {}
 
     def _class(self, part: str) -> Any:
@@ -407,22 +407,22 @@ class DiffusersModel:
                 kept = getattr(cls, "_keep_in_fp32_modules", None) or () if dtype == torch.float16 else ()
                 module = nn.Module.to(module, device, dtype).requires_grad_(False).eval()
                 for name, param in module.named_parameters():
-                    if not {*name.split(".")}.isdisjoint(kept):  # as its library loads them
+                    if not {*name.split(".")}.isdisjoint(kept):  # as the library does when it loads them
                         param.data = param.float()
                 return module
         folder = self.weight_files(part)[0].parent  # raises if there are none: the library would look for other formats
         module, missing = self._read(part, dtype)
-        if missing:  # the library has initialized them at random
+        if missing:  # the library has initialized them randomly
             some = f"{len(missing)} weights, such as {min(missing)}"
             raise ValueError(f"model is incomplete: {folder} lacks {some}")
         module.to(device).eval().requires_grad_(False)
         for name, weight in module.named_parameters():
-            if not (weight.sum().isfinite() or weight.isfinite().all()):  # a finite sum, which is faster, has neither
+            if not (weight.sum().isfinite() or weight.isfinite().all()):  # a fast check first
                 raise ValueError(f"model is damaged: {name} of {folder} is not finite")
         return module
 
     def _read(self, part: str, dtype: torch.dtype) -> tuple[nn.Module, Collection[str]]:
-        """Return a part with its weights, and the names of those that its files lack."""
+        """Return a part with its weights, and the names of the weights that are missing in its files."""
         module, report = self._class(part).from_pretrained(
             self.folder,
             subfolder=part,
@@ -444,7 +444,7 @@ class DiffusersModel:
         return module.requires_grad_(False)
 
     def _make(self, part: str) -> nn.Module:
-        """Return a part, made from its configuration."""
+        """Return a part built from its configuration."""
         cls, config = self._class(part), self.config[part]
         of_transformers = self.PARTS[part][0] == "transformers"
         module: nn.Module = cls(cls.config_class.from_dict(config)) if of_transformers else cls.from_config(config)
@@ -452,11 +452,11 @@ class DiffusersModel:
 
 
 class ImageModel(DiffusersModel):
-    """A DiffusersModel of images, whose latents are the scaled code of an AutoencoderKL."""
+    """DiffusersModel of images, whose latents are the scaled code of an AutoencoderKL."""
 
     def _check_config(self) -> None:
         super()._check_config()
-        self._expect_length("vae", "block_out_channels", 4)  # each but the first halves the sides
+        self._expect_length("vae", "block_out_channels", 4)  # each except the first halves the sides
 
     def latent_shape(self, params: Params) -> tuple[int, int, int]:
         """Return (C, h, w)."""
@@ -480,7 +480,7 @@ class ImageModel(DiffusersModel):
 
 
 class Experts(nn.Module):
-    """Several nets as one module; the keyword `expert` of a call names the one that runs."""
+    """Several nets as one module; the keyword `expert` of a call selects the net to run."""
 
     def __init__(self, nets: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -488,18 +488,18 @@ class Experts(nn.Module):
             self.add_module(name, net)
 
     def forward(self, *, expert: str, **inputs: Any) -> Any:
-        """Return the output of that net."""
+        """Return the output of the selected net."""
         return self.get_submodule(expert)(**inputs)
 
     def enable_gradient_checkpointing(self, run_block: Callable[..., Any]) -> None:
-        """Run the blocks of all nets through that function, as diffusers' models do."""
+        """Run the blocks of all nets through `run_block`, as diffusers' models do."""
         for net in self.children():
             net.enable_gradient_checkpointing(run_block)  # type: ignore[operator]
 
 
 @contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Create new float tensors of the `with` block in that dtype, like `from_pretrained`."""
+    """Create new float tensors in the `with` block in this dtype, like `from_pretrained`."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -509,18 +509,18 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def joined(nets: Mapping[str, nn.Module]) -> nn.Module:
-    """Return the nets as one module; a single net unchanged."""
+    """Return the nets as one module, or a single net unchanged."""
     return Experts(nets) if len(nets) > 1 else next(iter(nets.values()))
 
 
 def _without(cls: type[nn.Module], unused: Collection[str]) -> type[nn.Module]:
-    """Return the class of transformers without modules that never run: names, or name.N: for a list's entries from N.
+    """Return a transformers class without modules that never run: names, or name.N: for a list's entries from N.
 
-    Weights of these modules in the files are not read: 3 to 27 % of a text encoder, 1 to 11 GB in bfloat16.
+    The weights of these modules in files are not read: 3 to 27 % of a text encoder, 1 to 11 GB in bfloat16.
     """
 
     class Part(cls):  # type: ignore[misc,valid-type]
-        _tied_weights_keys = None  # none of the remaining ones are tied
+        _tied_weights_keys = None  # none of the remaining weights are tied
         _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [
             re.escape(name.rstrip(":0123456789")) for name in unused
         ]
@@ -534,13 +534,13 @@ def _without(cls: type[nn.Module], unused: Collection[str]) -> type[nn.Module]:
                 else:
                     self.set_submodule(name, nn.Identity())
 
-    for name in ("__name__", "__qualname__", "__module__"):  # transformers finds the older names of weights by them
+    for name in ("__name__", "__qualname__", "__module__"):  # transformers uses them to find older weight names
         setattr(Part, name, getattr(cls, name))
     return Part
 
 
 def check_size(params: Params, unit: int, *, most: int | None = None) -> None:
-    """Raise ValueError unless height and width are from 1 to `most` times `unit` pixels; name the nearest."""
+    """Raise ValueError unless height and width are 1 to `most` times `unit` pixels; name the nearest valid size."""
     bound = "" if most is None else f" up to {most * unit}"
     for name, value in (("height", params.height), ("width", params.width)):
         if value < unit or value % unit or (most is not None and value > most * unit):
@@ -559,22 +559,23 @@ def both(cond: Cond, name: str) -> Tensor:
 
 
 def where_needed(mask: Tensor, device: torch.device) -> Tensor | None:
-    """Return a mask on that device, or None if it hides nothing: attention without a mask is faster.
+    """Return a mask on the device, or None if it hides nothing: attention without a mask is faster.
 
-    It hides nothing in a batch of one prompt's samples: their texts run in one call, and their negatives, of another
-    length, in a second. There are two calls for any lengths: sharded ranks must make the same number.
+    It hides nothing in a batch of samples of a single prompt: their texts run in one call, and their negatives, which
+    have another length, in a second one. There are two calls for any lengths, because sharded ranks must make
+    equally many.
     """
     return None if bool(mask.all()) else to_device(mask, device)
 
 
 def pixels(media: Tensor) -> Tensor:
-    """Return images [..., H, W, 3], uint8 or in [0, 1], as float32 in [-1, 1], channels before height."""
+    """Return images [..., H, W, 3], uint8 or in [0, 1], as float32 in [-1, 1], with channels before height."""
     values = media.float() / 127.5 if media.dtype == torch.uint8 else media.float() * 2
     return (values - 1).movedim(-1, -3)
 
 
 def resized(image: Tensor, height: int, width: int, *, resample: str = "LANCZOS") -> Tensor:
-    """Return an image, uint8 [H, W, 3], resized with PIL's filter of that name."""
+    """Return an image, uint8 [H, W, 3], resized with the named PIL filter."""
     from transformers.image_transforms import PILImageResampling, resize
 
     return torch.tensor(resize(image.cpu().numpy(), (height, width), resample=getattr(PILImageResampling, resample)))
@@ -587,19 +588,19 @@ def pack(x: Tensor) -> Tensor:
 
 
 def unpack(tokens: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return the inverse of `pack` for a latent of the given shape [B, C, h, w]."""
+    """Invert `pack` for a latent of the given shape [B, C, h, w]."""
     B, C, h, w = shape
     return tokens.view(B, h // 2, w // 2, C, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(B, C, h, w)
 
 
 def text_ids(tokenizer: "PreTrainedTokenizerBase", encoder: "PreTrainedModel", text: str, length: float) -> Tensor:
-    """Return the ids [1, length] of a text, truncated or padded to the length."""
+    """Return the ids [1, length] of a text, truncated or padded to `length`."""
     tokens = tokenizer([text], padding="max_length", max_length=int(length), truncation=True, return_tensors="pt")
     return tokens.input_ids.to(encoder.device)
 
 
 def _check_types(signature: inspect.Signature, config: Mapping[str, Any], file: Path) -> None:
-    """Raise ValueError for a value of another type than its parameter's default."""
+    """Raise ValueError for a value whose type is not that of its parameter's default."""
     for name, parameter in signature.parameters.items():
         value, default = config.get(name), parameter.default
         if value is None or default in (None, inspect.Parameter.empty) or _has_type(value, default):
@@ -608,7 +609,7 @@ def _check_types(signature: inspect.Signature, config: Mapping[str, Any], file: 
 
 
 def _has_type(value: object, default: object) -> bool:
-    """True if a value of a JSON file and its entries have the types of a default and its entries."""
+    """True if a JSON value and its entries have the types of a default and its entries."""
     if isinstance(default, list | tuple):
         return isinstance(value, list | tuple) and (not default or all(_has_type(entry, default[0]) for entry in value))
     if isinstance(default, float):

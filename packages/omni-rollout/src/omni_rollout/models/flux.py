@@ -1,7 +1,7 @@
 """FLUX.1, dev, schnell and Kontext (arXiv 2506.15742): text to image, or image editing, a flow in an 8x VAE's latents.
 
-Shapes: B samples, C latent channels (16), h x w latent pixels (an eighth of the image), h' x w' of a reference, T text
-positions of T5 (max_sequence_length), D text width, D' that of CLIP's pooled text. All texts fill all positions, so
+Shapes: B samples, C latent channels (16), h x w latent pixels (an eighth of the image; h' x w' of a reference), T text
+positions of T5 (max_sequence_length), D text width, D' width of CLIP's pooled text. Every text fills all positions, so
 there is no mask.
 """
 
@@ -25,17 +25,18 @@ from omni_rollout.models.diffusers_model import (
 )
 from omni_rollout.types import Cond, Params, Parts, Prompt
 
-# Width and height of the images that Kontext was trained on: these portrait sizes, their landscape ones, and squares.
+# Widths and heights of the images that Kontext was trained on: these portrait sizes, their landscape versions, and
+# squares.
 SIZES = ((672, 1568), (688, 1504), (720, 1456), (752, 1392), (800, 1328), (832, 1248), (880, 1184), (944, 1104))
-AREA = 1024 * 1024  # pixels of each of them, about
+AREA = 1024 * 1024  # approximate pixels of each size
 
 
 class Flux1(ImageModel):
     """FLUX.1 for one checkpoint.
 
     `guidance_scale` is an input of dev's net, which was distilled from a guided one; schnell's net has no such input.
-    The option `true_cfg_scale` is the scale of additional classifier-free guidance, on above 1.
-    The option max_sequence_length is the number of T5's text tokens, padded or truncated: 512, or 256 for schnell.
+    The option `true_cfg_scale` is the scale of additional classifier-free guidance, which is on above 1.
+    The option max_sequence_length is the length to which T5's text is padded or truncated: 512, or 256 for schnell.
     """
 
     PIPELINE = "FluxPipeline"
@@ -53,7 +54,7 @@ class Flux1(ImageModel):
     GUIDANCE: ClassVar[Mapping[str, float]] = {"true_cfg_scale": 1.0}
     CONTEXT_PARALLEL = True
     BLOCK_NAMES: ClassVar[tuple[str, ...]] = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
-    LORA_TARGETS: ClassVar[tuple[str, ...]] = (  # as published; of the single blocks only q, k and v
+    LORA_TARGETS: ClassVar[tuple[str, ...]] = (  # as published; only q, k and v in the single blocks
         *JOINT_ATTENTION,
         "ff.net.0.proj",
         "ff.net.2",
@@ -72,7 +73,7 @@ class Flux1(ImageModel):
         self._expect("transformer", patch_size=1, in_channels=channels, out_channels=channels)
 
     def check(self, params: Params) -> None:
-        """Raise ValueError for a size or option that the model lacks."""
+        """Raise ValueError for an unsupported size or option."""
         super().check(params)
         self.check_text_length(params)
         check_size(params, PIXELS_PER_TOKEN)
@@ -95,8 +96,8 @@ class Flux1(ImageModel):
     def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
         """Return the velocity [B, C, h, w], float32, at x [B, C, h, w] and noise levels sigma [B].
 
-        cond: `embeds` [B, T, D] and `pooled` [B, D']; with classifier-free guidance also their negatives, and both
-        halves run as one batch; `reference_0`, if any: latents [B, C, h', w'] of the image to edit.
+        cond: `embeds` [B, T, D] and `pooled` [B, D'], and with classifier-free guidance their negatives, which run in
+        the same batch; `reference_0`, if any: latents [B, C, h', w'] of the image to edit.
         """
         embeds, pooled = cond["embeds"], cond["pooled"]
         images = [x, cond["reference_0"]] if "reference_0" in cond else [x]
@@ -107,7 +108,7 @@ class Flux1(ImageModel):
             tokens, sigma = torch.cat([tokens, tokens]), torch.cat([sigma, sigma])
         velocity = net(
             hidden_states=tokens.to(embeds.dtype),
-            timestep=(sigma.float() * 1000).to(embeds.dtype) / 1000,  # diffusers' own rounding
+            timestep=(sigma.float() * 1000).to(embeds.dtype) / 1000,  # rounded as in diffusers
             guidance=torch.full_like(sigma, params.guidance_scale) if self.takes_scale else None,
             pooled_projections=pooled,
             encoder_hidden_states=embeds,
@@ -125,16 +126,16 @@ class Flux1(ImageModel):
 class Flux1Kontext(Flux1):
     """FLUX.1 Kontext for one checkpoint, which edits one reference.
 
-    The option image_area is the number of pixels of the reference's latents, 4,096 tokens by default.
+    The option image_area is the number of pixels of the reference's latents, by default 4,096 tokens.
     """
 
     PIPELINE = "FluxKontextPipeline"
     OPTIONS: ClassVar[Mapping[str, float]] = {**Flux1.OPTIONS, "image_area": AREA}
-    CONTEXT_PARALLEL = False  # the tokens of a reference need not divide
+    CONTEXT_PARALLEL = False  # the number of a reference's tokens may not be divisible
     IMAGES = range(1, 2)
 
     def check(self, params: Params) -> None:
-        """Raise ValueError for a size or option that the model lacks."""
+        """Raise ValueError for an unsupported size or option."""
         super().check(params)
         if not (area := self.option(params, "image_area")) >= PIXELS_PER_TOKEN**2:
             raise ValueError(f"image_area must be >= {PIXELS_PER_TOKEN**2} pixels, got {area}")
@@ -146,7 +147,7 @@ class Flux1Kontext(Flux1):
 
 
 def _fit(image: Tensor, area: float) -> Tensor:
-    """Return an image, uint8 [H, W, 3], resized to the trained size nearest in aspect ratio, at about `area` pixels."""
+    """Return an image, uint8 [H, W, 3], at about `area` pixels and the trained size nearest in aspect ratio."""
     rows, columns = (max(1, side // PIXELS_PER_TOKEN) for side in image.shape[:2])
     sizes = [*SIZES, (1024, 1024), *((height, width) for width, height in reversed(SIZES))]
     width, height = min(sizes, key=lambda size: abs(columns / rows - size[0] / size[1]))

@@ -1,4 +1,4 @@
-"""FLUX.2 klein, klein-base and dev: text to image, also from references, a flow in the latents of a 16x VAE.
+"""FLUX.2 klein, klein-base and dev: text to image, optionally with references, a flow in the latents of a 16x VAE.
 
 Shapes: B samples, C latent channels (128), h x w latent pixels (a sixteenth of the image; h' x w' of a reference),
 T text tokens (512: shorter texts are padded, and the net attends to padding), D text width.
@@ -24,7 +24,7 @@ from omni_rollout.models.diffusers_model import (
 from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates
 
 TEXT_TOKENS = 512
-AREA = 1024 * 1024  # most pixels of a reference by default; a larger one is reduced to it
+AREA = 1024 * 1024  # largest reference by default, in pixels; larger ones are downscaled
 LEAST_SIDE, MOST_RATIO = 64, 8  # of a reference
 SYSTEM = (  # the system prompt that dev was trained with
     "You are an AI that reasons about image descriptions. You give structured responses focusing on object "
@@ -35,8 +35,8 @@ SYSTEM = (  # the system prompt that dev was trained with
 class Flux2Klein(DiffusersModel):
     """FLUX.2 klein or klein-base for one checkpoint.
 
-    The guidance of klein-base is `guidance_scale`, on above 1; klein, which is distilled, has none.
-    The option image_area is the most pixels of a reference's latents, 4,096 tokens by default.
+    The guidance of klein-base is `guidance_scale`, which is on above 1; klein, which is distilled, has none.
+    The option image_area is the maximum number of pixels of a reference for its latents, by default 4,096 tokens.
     """
 
     PIPELINE = "Flux2KleinPipeline"
@@ -52,7 +52,7 @@ class Flux2Klein(DiffusersModel):
     IMAGES = range(11)
     CONTEXT_PARALLEL = True
     BLOCK_NAMES: ClassVar[tuple[str, ...]] = ("Flux2TransformerBlock", "Flux2SingleTransformerBlock")
-    LORA_TARGETS: ClassVar[tuple[str, ...]] = (  # as published; of the single blocks only the first layer
+    LORA_TARGETS: ClassVar[tuple[str, ...]] = (  # as published; only the first layer of the single blocks
         *JOINT_ATTENTION,
         "ff.linear_in",
         "ff.linear_out",
@@ -68,17 +68,17 @@ class Flux2Klein(DiffusersModel):
         channels = 4 * self.value("vae", "latent_channels", int, 32)
         self._expect("transformer", patch_size=1, in_channels=channels, out_channels=channels)
         self._expect("vae", patch_size=[2, 2])
-        self._expect_length("vae", "block_out_channels", 4)  # each but the first halves the sides
+        self._expect_length("vae", "block_out_channels", 4)  # each except the first halves the sides
 
     def check_context(self) -> None:
-        """Raise ValueError unless `context` ranks can compute a forward together, each a part of a text's tokens."""
+        """Raise ValueError unless `context` ranks can compute a forward pass together, each a part of a text."""
         if TEXT_TOKENS % self.context:
             rule = f"context must divide the {TEXT_TOKENS} tokens of each text of a {self.PIPELINE}"
             raise ValueError(f"{rule}, got {self.context}")
         super().check_context()
 
     def check(self, params: Params) -> None:
-        """Raise ValueError for a size or option that the model lacks."""
+        """Raise ValueError for an unsupported size or option."""
         super().check(params)
         check_size(params, PIXELS_PER_TOKEN)
         if self.config.get("is_distilled") and params.guidance_scale != 1:
@@ -90,11 +90,11 @@ class Flux2Klein(DiffusersModel):
     def _check_area(self, area: float) -> None:
         if not area >= PIXELS_PER_TOKEN**2:
             raise ValueError(f"image_area must be >= {PIXELS_PER_TOKEN**2} pixels, got {area}")
-        if self.context > 1 and area != AREA:  # check_image counts a reference's tokens without it
+        if self.context > 1 and area != AREA:  # check_image counts a reference's tokens with the default
             raise ValueError(f"image_area must be {AREA} if {self.context} ranks compute a forward, got {area}")
 
     def check_image(self, height: int, width: int) -> None:
-        """Raise ValueError for a reference that is too small, too long, or has tokens that ranks cannot share."""
+        """Raise ValueError for a reference that is too small, too elongated, or has tokens that ranks cannot share."""
         if min(height, width) < LEAST_SIDE or max(height, width) > MOST_RATIO * min(height, width):
             rule = f"images must have sides of {LEAST_SIDE} pixels or more, one at most {MOST_RATIO} times the other"
             raise ValueError(f"{rule}, got height {height} and width {width}")
@@ -114,10 +114,10 @@ class Flux2Klein(DiffusersModel):
         return self.value("transformer", "in_channels", int, 128), *size
 
     def _mu(self, params: Params) -> float:
-        """Return the strength of a shift by the number of tokens and of steps.
+        """Return the shift mu for the number of tokens and of steps.
 
-        It is linear in the tokens at 10 steps and at 200, and interpolated in the steps; above 4,300 tokens it is the
-        value of 200 steps.
+        It is linear in the tokens at 10 steps and at 200 steps, and interpolated between these by the number of steps;
+        above 4,300 tokens, it is the value at 200 steps.
         """
         (_, h, w), S = self.latent_shape(params), params.num_inference_steps
         at_200 = 0.00016927 * h * w + 0.45666666
@@ -155,7 +155,7 @@ class Flux2Klein(DiffusersModel):
     def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
         """Return the velocity [B, C, h, w], float32, at x [B, C, h, w] and noise levels sigma [B].
 
-        cond: `embeds` [B, T, D]; with guidance also their negatives; `reference_0` and so on: latents [B, C, h', w'] of
+        cond: `embeds` [B, T, D], with guidance also their negatives; `reference_0` and so on: latents [B, C, h', w'] of
         references. Both halves of classifier-free guidance run as one batch.
         """
         embeds, guided = cond["embeds"], self.is_guided(params)
@@ -167,7 +167,7 @@ class Flux2Klein(DiffusersModel):
         words = pad(torch.arange(embeds.shape[1], device=x.device)[:, None], (3, 0))
         velocity = net(
             hidden_states=tokens.to(embeds.dtype),
-            timestep=sigma.float() * 1000 / 1000,  # diffusers' own rounding: its timesteps are float32 sigma * 1000
+            timestep=sigma.float() * 1000 / 1000,  # rounded as in diffusers, whose timesteps are float32 sigma * 1000
             guidance=self._embedded_guidance(params, sigma),
             encoder_hidden_states=embeds,
             txt_ids=words.expand(len(tokens), -1, -1),
@@ -181,7 +181,7 @@ class Flux2Klein(DiffusersModel):
         return negative + params.guidance_scale * (positive - negative)
 
     def _embedded_guidance(self, params: Params, sigma: Tensor) -> Tensor | None:
-        """Return the guidance [B] that is an input of the net; None if it has no such input."""
+        """Return the guidance [B] that the net takes as input, or None if it takes none."""
         return None
 
     def decode(self, parts: Parts, x0: Tensor, cond: Cond, params: Params) -> tuple[Media, Rates]:
@@ -229,13 +229,13 @@ class Flux2(Flux2Klein):
     def _class(self, part: str) -> Any:
         if part != "tokenizer":
             return super()._class(part)
-        from transformers import AutoTokenizer  # the processor's half for texts, which needs no torchvision
+        from transformers import AutoTokenizer  # the text half of the processor, which needs no torchvision
 
         return AutoTokenizer
 
 
 def fit(image: Tensor, area: float = AREA) -> Tensor:
-    """Return a reference, uint8 [H, W, 3], reduced to about `area` pixels and center-cropped to whole tokens."""
+    """Return a reference, uint8 [H, W, 3], downscaled to about `area` pixels and center-cropped to whole tokens."""
     size = _reduced(image.shape[0], image.shape[1], area)
     image = image if size == image.shape[:2] else resized(image, *size)
     top, left, rows, columns = _crop(*size)
@@ -243,7 +243,7 @@ def fit(image: Tensor, area: float = AREA) -> Tensor:
 
 
 def _reduced(height: int, width: int, area: float = AREA) -> tuple[int, int]:
-    """Return the size to which a reference is reduced, if it has more than `area` pixels; sides are a token or more."""
+    """Return the size of a reference after downscaling to at most `area` pixels; each side is at least a token."""
     if height * width <= area:
         return height, width
     scale = math.sqrt(area / (width * height))
@@ -251,7 +251,7 @@ def _reduced(height: int, width: int, area: float = AREA) -> tuple[int, int]:
 
 
 def _crop(height: int, width: int) -> tuple[int, int, int, int]:
-    """Return the first row and column, height and width of the whole tokens in the center of an image."""
+    """Return the first row, first column, height and width of the whole tokens in the center of an image."""
     unit = PIXELS_PER_TOKEN
     return height % unit // 2, width % unit // 2, height // unit * unit, width // unit * unit
 

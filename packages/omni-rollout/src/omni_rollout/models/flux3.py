@@ -1,7 +1,7 @@
-"""FLUX.3 klein-base: text to image, also from references, a flow in the latents of FLUX.2's VAE.
+"""FLUX.3 klein-base: text to image, optionally with references, a flow in the latents of FLUX.2's VAE.
 
 Shapes: B samples, C latent channels (128), h x w latent pixels (a sixteenth of the image; h' x w' of a reference),
-T text tokens (a multiple of 80: the net attends to that padding), D text width.
+T text tokens (a multiple of 80: the net attends to this padding), D text width.
 """
 
 import math
@@ -18,12 +18,12 @@ from omni_rollout.types import Cond, Params, Parts, Prompt
 
 WINDOW, MOST_TEXT_TOKENS = 80, 8192
 MOST_PIXELS, MOST_SIDE = 4 * 1024 * 1024, 4096  # of a single reference
-PLACE_SCALE = 0.5  # rows and columns in the net's places
-SCHEDULER = {"shift": 6.93}  # of diffusers' pipeline, whose files have none
+PLACE_SCALE = 0.5  # step of rows and columns in the net's positions
+SCHEDULER = {"shift": 6.93}  # from diffusers' pipeline, whose files have none
 
 
 class Flux3Klein(Flux2Klein):
-    """FLUX.3 klein-base for one checkpoint. Its guidance is `guidance_scale`, on above 1."""
+    """FLUX.3 klein-base for one checkpoint. Its guidance is `guidance_scale`, which is on above 1."""
 
     PIPELINE = "Flux3ModularPipeline"
     INDEX = "modular_model_index.json"
@@ -58,10 +58,10 @@ class Flux3Klein(Flux2Klein):
 
     def _class(self, part: str) -> Any:
         if part == "tokenizer":
-            from transformers import Qwen2Tokenizer  # the processor's half for texts, which needs no torchvision
+            from transformers import Qwen2Tokenizer  # the text half of the processor, which needs no torchvision
 
             return Qwen2Tokenizer
-        found = super()._class(part)  # raises where diffusers is too old for it
+        found = super()._class(part)  # raises if diffusers is too old
         if part != "transformer":
             return found
         from omni_rollout.models.flux3_net import Flux3Transformer2DModel
@@ -72,9 +72,10 @@ class Flux3Klein(Flux2Klein):
         return super(Flux2Klein, self)._mu(params)
 
     def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False) -> Cond:
-        """Return the embeddings of one prompt, states of several layers.
+        """Return the embeddings of one prompt, hidden states of several layers.
 
-        `embeds` [T, 8D] in the encoder's dtype and `embeds_mask` [T], True: the net sees the padding to T too.
+        `embeds` [T, 8D] are in the encoder's dtype; `embeds_mask` [T] is all True, because the net also sees the
+        padding to T.
         """
         chat = [{"role": "user", "content": prompt.negative if negative else prompt.text}]
         text = parts.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
@@ -82,7 +83,7 @@ class Flux3Klein(Flux2Klein):
         ids = tokens.input_ids.to(parts.text_encoder.device)
         room = [0, min(-ids.shape[1] % WINDOW, MOST_TEXT_TOKENS - ids.shape[1])]
         seen, ids = pad(torch.ones_like(ids), room), pad(ids, room, value=parts.tokenizer.pad_token_id)
-        places = torch.arange(ids.shape[1], device=ids.device)[None].masked_fill(seen == 0, 1)  # as in its training
+        places = torch.arange(ids.shape[1], device=ids.device)[None].masked_fill(seen == 0, 1)  # as in training
         states = parts.text_encoder(
             input_ids=ids, attention_mask=seen, position_ids=places, output_hidden_states=True, use_cache=False
         ).hidden_states
@@ -90,7 +91,7 @@ class Flux3Klein(Flux2Klein):
         return {"embeds": embeds, "embeds_mask": torch.ones(len(embeds), dtype=torch.bool)}
 
     def condition(self, parts: Parts, prompt: Prompt, params: Params) -> Cond:
-        """Return the latents of the references, `reference_0` [C, h', w'] and so on; a single one is kept whole."""
+        """Return the latents of the references, `reference_0` [C, h', w'] and so on; a single one is not cropped."""
         prepare = _whole if len(prompt.images) == 1 else fit
         return {
             f"reference_{i}": self.encode_media(parts, {"image": prepare(image)[None]}, params)[0]
@@ -100,7 +101,7 @@ class Flux3Klein(Flux2Klein):
     def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
         """Return the velocity [B, C, h, w], float32, at x [B, C, h, w] and noise levels sigma [B].
 
-        cond: `embeds` [B, T, 8D] and `embeds_mask` [B, T]; with guidance also their negatives; `reference_0` and so on:
+        cond: `embeds` [B, T, 8D] and `embeds_mask` [B, T], with guidance also their negatives; `reference_0` and so on:
         latents [B, C, h', w'] of references.
         """
         references = [latents for name, latents in cond.items() if name.startswith("reference_")]
@@ -113,7 +114,7 @@ class Flux3Klein(Flux2Klein):
             given = {"image_cond_hidden_states": torch.cat(tokens[1:], dim=1)} if references else {}
             return net(
                 hidden_states=tokens[0],
-                timestep=(sigma.float() * 1000 / 1000).to(embeds.dtype),  # diffusers' own rounding
+                timestep=(sigma.float() * 1000 / 1000).to(embeds.dtype),  # rounded as in diffusers
                 encoder_hidden_states=embeds,
                 encoder_hidden_states_mask=where_needed(mask, x.device),
                 txt_ids=pad(torch.arange(embeds.shape[1], device=x.device).float()[:, None], [3, 0]),
@@ -129,11 +130,11 @@ class Flux3Klein(Flux2Klein):
 
 
 def _whole(image: Tensor) -> Tensor:
-    """Return a reference, uint8 [H, W, 3], downscaled if it is too large, with edges that fill its last tokens."""
+    """Return a reference, uint8 [H, W, 3], downscaled if too large and padded by reflection to whole tokens."""
     height, width = image.shape[:2]
     scale = min(1.0, math.sqrt(MOST_PIXELS / (width * height)), MOST_SIDE / max(width, height))
     sizes = round(height * scale), round(width * scale)
-    while math.prod(map(_canvas, sizes)) > MOST_PIXELS:  # with their edges
+    while math.prod(map(_canvas, sizes)) > MOST_PIXELS:  # with their padding
         scale *= 0.995
         sizes = round(height * scale), round(width * scale)
     image = image if sizes == (height, width) else resized(image, *sizes)
@@ -143,11 +144,11 @@ def _whole(image: Tensor) -> Tensor:
 
 
 def _canvas(side: int) -> int:
-    """Return the side of the whole tokens that hold so many pixels."""
+    """Return a side length in whole tokens that holds `side` pixels."""
     return min(MOST_SIDE, max(LEAST_SIDE, -(-side // PIXELS_PER_TOKEN) * PIXELS_PER_TOKEN))
 
 
 def _places(latents: Tensor, last: int) -> Tensor:
-    """Return the place (0, row, column, last) of each latent pixel of [B, C, h, w], [hw, 4]."""
+    """Return the position (0, row, column, last) of each latent pixel of [B, C, h, w], [hw, 4]."""
     rows, columns = (torch.arange(side, device=latents.device) * PLACE_SCALE for side in latents.shape[2:])
     return torch.cartesian_prod(rows.new_zeros(1), rows, columns, rows.new_full([1], last))

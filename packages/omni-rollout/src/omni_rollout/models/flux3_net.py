@@ -1,7 +1,7 @@
-"""FLUX.3's transformer: diffusers' modules and weights, with a mask for texts, and shifts once per sample.
+"""FLUX.3's transformer: diffusers' modules and weights, with a text mask, and shifts computed once per sample.
 
-Text, image and references each run through their own blocks, and then together. diffusers' forward takes one prompt,
-whose padding is a part of it; here a batch may have longer texts beside it, whose places are hidden.
+Text, image and references each run through their own blocks, and then together. diffusers' forward takes one prompt
+and treats its padding as part of it; here a batch may also have longer texts, whose positions are masked for others.
 """
 
 from collections.abc import Iterable
@@ -14,11 +14,11 @@ from diffusers.models.transformers.transformer_flux3 import Flux3Attention, Flux
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 
-Rotary = tuple[Tensor, Tensor, Tensor | None]  # cosines and sines [N, d] of the places, keys that are seen [B, 1, 1, N]
+Rotary = tuple[Tensor, Tensor, Tensor | None]  # cosines and sines [N, d] of positions, mask of keys [B, 1, 1, N]
 
 
 class Flux3Transformer2DModel(diffusers.Flux3Transformer2DModel):
-    """The net of diffusers' class, under the same name."""
+    """Net of diffusers' class, under the same name."""
 
     @wraps(diffusers.Flux3Transformer2DModel.__init__)  # type: ignore[misc]  # from_config reads its names
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -43,9 +43,9 @@ class Flux3Transformer2DModel(diffusers.Flux3Transformer2DModel):
         """Return the velocity [B, N, C] of an image's N latent pixels.
 
         hidden_states: latent pixels [B, N, C] of the image. timestep: [B], in [0, 1]. encoder_hidden_states: text
-        embeddings [B, T, D]. encoder_hidden_states_mask: bool [B, T], False for places of longer texts; None without.
+        embeddings [B, T, D]. encoder_hidden_states_mask: bool [B, T], False for positions of longer texts, or None.
         image_cond_hidden_states: latent pixels [B, M, C] of all references, or None. img_ids, txt_ids, image_cond_ids:
-        places [N, 4], [T, 4] and [M, 4].
+        positions [N, 4], [T, 4] and [M, 4].
         """
         dtype = hidden_states.dtype
         now, clean = (
@@ -75,7 +75,7 @@ class Flux3Transformer2DModel(diffusers.Flux3Transformer2DModel):
         return velocity
 
     def _own_blocks(self, name: str, tokens: Tensor, rotary: Rotary, level: Tensor) -> Tensor:
-        """Return tokens [B, N, D] of one kind after the blocks in which they see only each other."""
+        """Return tokens [B, N, D] of one kind after the blocks in which they attend only to each other."""
         blocks: Iterable[nn.Module] = self.txt_mode_blocks if name == "txt" else self.mode_blocks[name]
         shift = self.early_stream_modulations[name](level)
         for block in blocks:
@@ -89,7 +89,7 @@ class Flux3Transformer2DModel(diffusers.Flux3Transformer2DModel):
 
 
 class Attention(Flux3AttnProcessor):
-    """diffusers' attention, which here gets the mask with the places."""
+    """diffusers' attention, which receives the mask together with the positions."""
 
     def __call__(self, attn: Any, hidden_states: Tensor, attention_mask: None, image_rotary_emb: Rotary) -> Tensor:
         """Return the states [B, N, D] after attention."""
@@ -99,7 +99,7 @@ class Attention(Flux3AttnProcessor):
 
 
 class Norm(nn.RMSNorm):
-    """torch's norm, whose weights may be bfloat16 beside float32 queries and keys."""
+    """torch's RMSNorm, whose weights may be bfloat16 while queries and keys are float32."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x [..., d], float32, divided by its root mean square and scaled."""

@@ -1,4 +1,4 @@
-"""Checkpoints by name: a folder, or a hub id; for plans also the configurations of released models in this package."""
+"""Checkpoints by name: a folder or a hub id; for plans, also the released models' configurations in this package."""
 
 from concurrent.futures import Future
 from functools import cache
@@ -7,21 +7,21 @@ from threading import Thread
 
 from omni_rollout.models.parts import RELEASED, one_line
 
-PROBE_S = 3.0  # longest wait for the hub's answer
+PROBE_S = 3.0  # longest wait for the hub
 
 
 def released_models() -> dict[str, Path]:
-    """Return the folders in this package with the configurations of released models, by hub id."""
+    """Return the folders in this package with configurations of released models, by hub id."""
     return {f"{folder.parent.name}/{folder.name}": folder for folder in sorted(RELEASED.glob("*/*/"))}
 
 
 def local_folder(path: str | Path, *patterns: str) -> Path:
-    """Return the folder of a checkpoint; for a hub id, fetch its configuration, or the files of `patterns`, first.
+    """Return the folder of a checkpoint; for a hub id, first fetch its configuration, or the files of `patterns`.
 
-    If the hub cannot be reached, the files of its cache are taken.
+    If the hub cannot be reached, the files in its cache are used.
 
     Raises:
-        ValueError: there is no such folder or hub id.
+        ValueError: the folder or hub id does not exist.
     """
     folder = Path(path)
     if folder.is_dir():
@@ -50,7 +50,7 @@ def local_folder(path: str | Path, *patterns: str) -> Path:
 
 @cache
 def hub_fault() -> str:
-    """Return why the hub cannot be reached, or nothing if it answers; it is asked once, for at most PROBE_S."""
+    """Return why the hub cannot be reached, or "" if it answers; probed once, for at most PROBE_S."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
@@ -61,10 +61,10 @@ def hub_fault() -> str:
     def ask() -> None:
         try:
             answer.set_result(get_session().head(constants.ENDPOINT, timeout=PROBE_S).status_code)
-        except Exception as exc:  # of any HTTP client that the library has
+        except Exception as exc:  # from any HTTP client of the library
             answer.set_exception(exc)
 
-    Thread(target=ask, daemon=True).start()  # as the lookup of a host's name has no timeout
+    Thread(target=ask, daemon=True).start()  # DNS lookup has no timeout
     try:
         fault = answer.exception(timeout=PROBE_S)
     except TimeoutError:

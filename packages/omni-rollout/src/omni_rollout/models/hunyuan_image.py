@@ -1,7 +1,7 @@
 """HunyuanImage-3.0 (arXiv 2509.23951): text to image by a language model of 64 experts, 80 billion weights.
 
 Its weights and released code are under the Tencent Hunyuan Community License, which excludes the European Union, the
-United Kingdom and South Korea. This file and those beside it were written without that code (`hunyuan_image_net`).
+United Kingdom and South Korea. This file and its helpers were written without that code (see `hunyuan_image_net`).
 
 A checkpoint is the released folder: config.json, generation_config.json, safetensors files of all parts with their
 index, and a tokenizer. The transformer is in `hunyuan_image_net`, the VAE in `hunyuan_image_vae`.
@@ -25,7 +25,7 @@ from omni_rollout.models.parts import open_tokenizer
 from omni_rollout.types import Cond, Params, Parts, Prompt, to_device
 
 TRAIN_STEPS = 1000
-TEMPLATES = {  # the text before a prompt, and after it
+TEMPLATES = {  # the texts before and after a prompt
     "pretrain": ((), ()),
     "instruct": (("User: ",), ("\n\n", "Assistant: ", "<answer>")),
 }
@@ -50,7 +50,7 @@ KNOWN_OF_VAE = {"downsample_match_channel": True, "ffactor_spatial": PIXELS_PER_
 
 
 class HunyuanImage(ImageModel):
-    """HunyuanImage-3.0 for one checkpoint. Its guidance is `guidance_scale`, plain."""
+    """HunyuanImage-3.0 for one checkpoint. Its guidance is `guidance_scale`, without variants."""
 
     PIPELINE = "HunyuanImage3ForCausalMM"
     PARTS: ClassVar[Mapping[str, tuple[str, str]]] = {
@@ -84,7 +84,7 @@ class HunyuanImage(ImageModel):
                 f"sequence_template of {self.config_file('drawing')} must be {names}, got {template!r:.80}"
             )
         self.template = TEMPLATES[template]
-        if self.value("transformer", "moe_topk", int, 8) < 2:  # a single expert's released weight is not 1
+        if self.value("transformer", "moe_topk", int, 8) < 2:  # with a single expert, its released weight is not 1
             raise ValueError(f"moe_topk of {self.folder / 'config.json'} must be > 1")
         self.base = self.value("transformer", "image_base_size", int, 1024)
         self.sizes = buckets(self.base)
@@ -101,10 +101,10 @@ class HunyuanImage(ImageModel):
         return safetensors_files(self.folder, "model")
 
     def _num_bytes(self, part: str) -> int:
-        return size_of(self.folder, "model") if part in self.nets.values() else 0  # which hold the other parts too
+        return size_of(self.folder, "model") if part in self.nets.values() else 0  # they hold the other parts too
 
     def check(self, params: Params) -> None:
-        """Raise ValueError for a size or option that the model lacks; sizes are those of the released tokenizer."""
+        """Raise ValueError for an unsupported size or option; sizes are those of the released tokenizer."""
         super().check(params)
         height, width = params.height, params.width
         if (height, width) not in self.sizes:
@@ -118,9 +118,10 @@ class HunyuanImage(ImageModel):
         return channels, params.height // PIXELS_PER_TOKEN, params.width // PIXELS_PER_TOKEN
 
     def sigmas(self, params: Params) -> Tensor:
-        """Return the noise levels [S + 1] from 1 to 0 of vLLM-Omni's port, the same for any size.
+        """Return the noise levels [S + 1] from 1 to 0, as in vLLM-Omni's port, the same for any size.
 
-        Its scheduler spaces steps evenly between the shifted ends of the training schedule, and shifts them again.
+        The port's scheduler spaces steps evenly between the shifted ends of the training schedule, and shifts them
+        again.
         """
         shift = self.value("drawing", "flow_shift", float, 3.0)
         lowest = shift_sigmas(torch.tensor(1 / TRAIN_STEPS), shift)
@@ -128,9 +129,9 @@ class HunyuanImage(ImageModel):
         return torch.cat([shift_sigmas(levels, shift), torch.zeros(1)])
 
     def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False) -> Cond:
-        """Return the tokens of one prompt: `ids` [T] with `ids_mask` [T], True.
+        """Return the tokens of one prompt: `ids` [T], and `ids_mask` [T], which is all True.
 
-        Without a negative prompt the negative has a <cfg> for each token of the prompt.
+        Without a negative prompt, the negative has a <cfg> token for each token of the prompt.
         """
         tokenizer = parts.tokenizer
 
@@ -156,8 +157,8 @@ class HunyuanImage(ImageModel):
     def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
         """Return the velocity [B, C, h, w], float32, at x [B, C, h, w] and noise levels sigma [B].
 
-        cond: that of `encode` and `condition`, with an axis B; with guidance also the negatives of `encode`, and both
-        halves run as one batch. Entries of `omni_rollout.models.routing` replay the experts of sampling.
+        cond: from `encode` and `condition`, with an axis B; with guidance also the negatives of `encode`, which run in
+        the same batch. Entries of `omni_rollout.models.routing` replay the experts of sampling.
         """
         text = {name: cond[name] for name in ("ids", "ids_mask", "text_routes", "routes") if name in cond}
         marks, guided = cond["marks"], self.is_guided(params)
@@ -180,7 +181,7 @@ class HunyuanImage(ImageModel):
         return velocity
 
     def _statistics(self) -> tuple[float, float]:
-        """Return the VAE's scale and shift; 1 and 0 if the file has none."""
+        """Return the VAE's scale and shift; 1 and 0 if they are missing."""
         scale, shift = (self.config["vae"].get(f"{name}_factor") for name in ("scaling", "shift"))
         return scale or 1.0, shift or 0.0
 
@@ -215,11 +216,11 @@ class HunyuanImage(ImageModel):
     def _make(self, part: str) -> nn.Module:
         cls, config = self._class(part), self.config[part]
         known = inspect.signature(cls.__init__).parameters
-        return cls(**{name: config[name] for name in known if name in config})  # the file has more
+        return cls(**{name: config[name] for name in known if name in config})  # the file has more entries
 
 
 def _one(value: object) -> object:
-    """Return a value of the configuration; of a list by layer, the value that all layers have."""
+    """Return a configuration value, or the common value of a list with one entry per layer."""
     is_uniform = isinstance(value, list) and value and all(each == value[0] for each in value)
     return value[0] if is_uniform and isinstance(value, list) else value
 
@@ -227,9 +228,9 @@ def _one(value: object) -> object:
 def buckets(base: int) -> dict[tuple[int, int], int]:
     """Return the sizes (height, width) of a model for about base x base pixels, each with the index of its ratio.
 
-    From the square one side grows to twice the base and the other shrinks to half of it, in steps of a sixteenth;
-    ratios are counted from the widest on. Four further ones follow, and four further sizes have the ratio 1. Sizes
-    without whole tokens, which small bases have, are omitted.
+    Starting from the square, one side grows to twice the base and the other shrinks to half of it, in steps of a
+    sixteenth. Ratios are numbered from the widest on. Four further ratios follow, and four further sizes have ratio 1.
+    Sizes without whole tokens, which occur for small bases, are omitted.
     """
     step, low, high = base // 16, base // 2, base * 2
     tall, long, short = [], base, base

@@ -1,7 +1,7 @@
-"""The mixture of experts of HunyuanImage-3.0: every token is routed to its k best experts, and none is dropped.
+"""HunyuanImage-3.0's mixture of experts: every token is routed to its k best experts, and none is dropped.
 
-An expert's capacity is unlimited, so that a sample does not depend on its batch. All sizes except the number of rows of
-each expert are static: one operator multiplies all experts' rows, and a block stays one graph.
+An expert's capacity is unlimited, so that a sample does not depend on its batch. All sizes are static, except each
+expert's number of rows: one operator multiplies the rows of all experts, and a block remains one graph.
 
 Shapes: R tokens of a batch, k experts of a token, S = R k rows, E experts, D width, M inner width.
 """
@@ -16,7 +16,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 @torch.library.custom_op("omni_rollout::mm_experts", mutates_args=())
 def mm_experts(rows: Tensor, ends: Tensor, weights: list[Tensor]) -> Tensor:
-    """Return rows [S, in] times their expert's weight [out, in], [S, out]. ends: of experts' rows [E], on the host."""
+    """Return rows [S, in] times their expert's weight [out, in]: [S, out]. ends: ends of the rows [E], on the host."""
     out, start = rows.new_empty(len(rows), len(weights[0])), 0
     for weight, end in zip(weights, ends.tolist(), strict=True):
         torch.mm(rows[start:end], weight.t(), out=out[start:end])
@@ -67,7 +67,7 @@ mm_experts.register_autograd(_backward, setup_context=_keep)
 
 
 class GatedMLP(nn.Module):
-    """A gated MLP with the weight order of the released files: the up projection's linear half first, then its gate."""
+    """Gated MLP with the weight order of the released files: the up projection's linear half, then its gate."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class GatedMLP(nn.Module):
 
 
 class Expert(nn.Module):
-    """The weights of one expert under their released names; `HunyuanImageExperts` uses them."""
+    """Weights of one expert under their released names; used by `HunyuanImageExperts`."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Expert(nn.Module):
 
 
 class Router(nn.Module):
-    """The router, in float32, with the released name of its weight."""
+    """Router in float32; its weight has the released name."""
 
     def __init__(self, width: int, num_experts: int, top_k: int) -> None:
         super().__init__()
@@ -98,9 +98,9 @@ class Router(nn.Module):
         self.wg = nn.Linear(width, num_experts, bias=False)
 
     def forward(self, states: Tensor, routes: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the experts [R, k] of states [R, D], and their weights [R, k], whose sum is 1.
+        """Return the experts [R, k] of states [R, D] and their weights [R, k], which sum to 1.
 
-        routes: experts [R, k] to use instead of the best.
+        routes: experts [R, k] to use instead of the best ones.
         """
         exact = torch.promote_types(states.dtype, torch.float32)
         scores = linear(states.to(exact), self.wg.weight.to(exact)).softmax(dim=-1)
@@ -116,7 +116,7 @@ class HunyuanImageExperts(nn.ModuleList):
         """Return the output [R, D] for states [R, D], the experts [R, k] of each, and their weights [R, k]."""
         chosen, order = experts.flatten().sort(stable=True)
         ends = torch.searchsorted(chosen, torch.arange(len(self), device=states.device), right=True)
-        ends = ends if ends.is_meta else ends.cpu()  # the only wait for the device, with that of the backward pass
+        ends = ends if ends.is_meta else ends.cpu()  # the only synchronization besides that of the backward pass
         rows = states[order // experts.shape[1]]
         up, down = ([getattr(each, name)["weight"] for each in self] for name in ("gate_and_up_proj", "down_proj"))
         rows = mm_experts(gated(mm_experts(rows, ends, up)), ends, down)
@@ -125,7 +125,7 @@ class HunyuanImageExperts(nn.ModuleList):
 
 
 class Mixture(nn.Module):
-    """A shared MLP, and the experts of each token."""
+    """A shared MLP and the routed experts."""
 
     def __init__(self, width: int, inner: int, *, shared: int, num_experts: int, top_k: int) -> None:
         super().__init__()
@@ -142,6 +142,6 @@ class Mixture(nn.Module):
 
 
 def gated(states: Tensor) -> Tensor:
-    """Return the linear half [..., M] of states [..., 2M], times SiLU of the other."""
+    """Return the linear half [..., M] of states [..., 2M] times SiLU of the other half."""
     up, gate = states.chunk(2, dim=-1)
     return up * silu(gate)

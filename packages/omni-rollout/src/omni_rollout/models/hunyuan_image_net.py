@@ -1,14 +1,14 @@
 """HunyuanImage-3.0's transformer (arXiv 2509.23951), a mixture of experts that reads text and generates an image.
 
 Written from two sources under Apache-2.0: the layers are those of transformers' HunYuanMoEV1DecoderLayer, and the rest
-computes what vLLM-Omni's port does; released code was not read. Text and image are one sequence and one forward pass.
-Nothing is kept between calls, so that every weight that affects the image can be trained:
+computes what vLLM-Omni's port does; the released code was not read. Text and image are one sequence and one forward
+pass. Nothing is kept between calls, so that every weight that affects the image can be trained:
 
     tokens     T of text   <boi>, size, ratio   the noise level   N of the image
     attention  causal                                             all before it, all of the image
 
-Positions of the image are two-dimensional: every second rotary frequency is of rows, the others of columns. Names are
-those of the released files.
+The image's positions are two-dimensional: rotary frequencies alternate between rows and columns. Names are those of the
+released files.
 
 Shapes: B samples, T text tokens, P = T + 4, N = h w image tokens, L = P + N, D width, C latent channels.
 """
@@ -32,13 +32,13 @@ from omni_rollout.models.hunyuan_image_moe import Mixture
 from omni_rollout.models.routing import Routing
 
 TIME_FREQUENCIES = 256
-GROUPS = 32  # of channels, in norms
+GROUPS = 32  # groups of channels in norms
 Rope = tuple[Tensor, Tensor]
 Visible = Tensor | None
 
 
 class HunyuanImageAttention(nn.Module):
-    """Attention with one layer for queries, keys and values, which are grouped by key head."""
+    """Attention with a single layer for queries, keys and values, grouped by key head."""
 
     def __init__(self, width: int, num_heads: int, num_key_heads: int, head_dim: int, eps: float) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class HunyuanImageAttention(nn.Module):
         """Return the output [B, L, D] for states [B, L, D].
 
         rope: cos and sin [B, L, head_dim], float32. length: P. before, around: masks of scaled_dot_product_attention
-        for the first P tokens, None for causal attention, and for the image, None for full attention.
+        for the first P tokens (None for causal attention) and for the image (None for full attention).
         """
         qkv = self.qkv_proj(states).unflatten(-1, (self.num_key_heads, self.num_groups + 2, self.head_dim))
         query, key, value = qkv.split([self.num_groups, 1, 1], dim=3)
@@ -86,7 +86,7 @@ class HunyuanImageBlock(nn.Module):
 
 
 class HunyuanImageLayers(nn.Module):
-    """The language model: token embedding and layers; only writing would need its last norm."""
+    """Language model: token embedding and layers; the final norm is needed only to write text."""
 
     _gradient_checkpointing_func: Callable[..., tuple[Tensor, Tensor]]
 
@@ -112,14 +112,14 @@ class HunyuanImageLayers(nn.Module):
 
 
 class TimeEmbedding(nn.Module):
-    """The embedding of a noise level."""
+    """Embedding of a noise level."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.mlp = nn.Sequential(nn.Linear(TIME_FREQUENCIES, width), nn.GELU(), nn.Linear(width, width))
 
     def forward(self, timestep: Tensor) -> Tensor:
-        """Return the embedding [B, D] of timesteps [B] in thousandths of a noise level."""
+        """Return the embedding [B, D] of timesteps [B], in thousandths of a noise level."""
         level = get_timestep_embedding(timestep, TIME_FREQUENCIES, flip_sin_to_cos=True, downscale_freq_shift=0)
         out: Tensor = self.mlp(level.to(self.mlp[0].weight.dtype))
         return out
@@ -134,7 +134,7 @@ class LevelBlock(nn.Module):
             nn.GroupNorm(GROUPS, channels), nn.SiLU(), nn.Conv2d(channels, out, 3, padding=1)
         )
         self.emb_layers = nn.Sequential(nn.SiLU(), nn.Linear(width, 2 * out))
-        # The third is a dropout with probability 0, kept for the names.
+        # The third is a dropout with probability 0, which keeps the names.
         self.out_layers = nn.Sequential(
             nn.GroupNorm(GROUPS, out), nn.SiLU(), nn.Identity(), nn.Conv2d(out, out, 3, padding=1)
         )
@@ -152,18 +152,18 @@ class LevelBlock(nn.Module):
 
 
 class HunyuanImageTransformer(ModelMixin, ConfigMixin, PeftAdapterMixin):
-    """HunyuanImage-3.0's image generator. Arguments are those of config.json, one number for all layers.
+    """HunyuanImage-3.0's image generator. Arguments are as in config.json, with one number for all layers.
 
-    latent_channels: of the VAE.
+    latent_channels: channels of the VAE.
     """
 
     _supports_gradient_checkpointing = True
     _no_split_modules = ("HunyuanImageBlock",)
-    # The encoder of images, the decoder of latents, and the head for text.
+    # The image encoder, the latent decoder, and the text head.
     _keys_to_ignore_on_load_unexpected = (r"^vae\.", r"^vision_", r"^lm_head\.", r"^model\.ln_f\.")
 
     @register_to_config
-    def __init__(  # noqa: PLR0913 - those of the file
+    def __init__(  # noqa: PLR0913 - as in the file
         self,
         vocab_size: int = 133120,
         hidden_size: int = 4096,
@@ -219,9 +219,9 @@ class HunyuanImageTransformer(ModelMixin, ConfigMixin, PeftAdapterMixin):
     ) -> Tensor:
         """Return the velocity [B, C, h, w] at latents hidden_states [B, C, h, w] and noise levels timestep [B].
 
-        input_ids: the text [B, T], padded at its end. lengths: its tokens without padding [B]. marks: the ids [B, 3] of
-        the tokens before the noise level. attention_mask: False for padding [B, T]; None without padding. text_routes,
-        routes: experts to replay, see `Routing`.
+        input_ids: the text [B, T], padded at the end. lengths: number of its tokens without padding [B]. marks: ids
+        [B, 3] of the tokens before the noise level. attention_mask: False for padding [B, T]; None without padding.
+        text_routes, routes: experts to replay; see `Routing`.
         """
         (B, T), device, dtype = input_ids.shape, hidden_states.device, self.model.wte.weight.dtype
         thousandths = timestep * 1000
@@ -244,10 +244,10 @@ class HunyuanImageTransformer(ModelMixin, ConfigMixin, PeftAdapterMixin):
         return velocity
 
     def _rope(self, lengths: Tensor, longest: int, h: int, w: int) -> Rope:
-        """Return cos and sin [B, L, head_dim] for texts of these lengths [B], float32.
+        """Return cos and sin [B, L, head_dim], float32, for texts of these lengths [B].
 
-        The position of a text token is its index in the sequence. The image begins at `first`; its center is at the
-        position that the middle of its N tokens would have.
+        The position of a text token is its index in the sequence. The image begins at `first`, and its center is at the
+        position that the middle of its N tokens would have in a sequence.
         """
         head_dim, theta, device = self.config["attention_head_dim"], self.config["rope_theta"], lengths.device
         words = torch.arange(longest, device=device).expand(len(lengths), longest)

@@ -1,7 +1,7 @@
-"""HunyuanImage-3.0's VAE: 16 x 16 pixels per latent, by non-causal 3-D convolutions.
+"""HunyuanImage-3.0's VAE: 16 x 16 pixels per latent, by non-causal 3D convolutions.
 
-Written from vLLM-Omni's port (Apache-2.0). It was made for video: an image is encoded as equal frames, as many as one
-latent has, and the last decoded frame is the image. Names are those of the released files.
+Written from vLLM-Omni's port (Apache-2.0). It was made for video: an image is encoded as equal frames, as many as a
+latent covers, and the last decoded frame is the image. Names are those of the released files.
 
 Shapes: B samples, C latent channels, F frames, H x W pixels, h x w latent pixels.
 """
@@ -15,14 +15,14 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-GROUPS = 32  # of channels, in norms
+GROUPS = 32  # groups of channels in norms
 
 
 class Frames(nn.Module):
-    """The base of encoder and decoder: blocks in levels, and a middle with attention."""
+    """Base of the encoder and decoder: levels of blocks, and a middle with attention."""
 
     def add_middle(self, channels: int) -> None:
-        """Add `mid`."""
+        """Add the middle as `mid`."""
         self.mid = nn.ModuleDict()
         self.mid["block_1"], self.mid["block_2"] = Residual(channels, channels), Residual(channels, channels)
         self.mid["attn_1"] = Attention(channels)
@@ -35,7 +35,7 @@ class Frames(nn.Module):
 
 
 class Residual(nn.Module):
-    """Two convolutions."""
+    """Residual block of two convolutions."""
 
     def __init__(self, channels: int, out: int) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Attention(nn.Module):
 
 
 class Shrink(nn.Module):
-    """A layer that halves height and width and merges `times` frames, by moving them into channels."""
+    """Layer that halves height and width and merges `times` frames, by moving them into channels."""
 
     def __init__(self, channels: int, out: int, times: int) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Shrink(nn.Module):
 
 
 class Grow(nn.Module):
-    """A layer that doubles height and width and makes `times` frames of each, from channels."""
+    """Layer that doubles height and width and expands each frame to `times` frames, from channels."""
 
     def __init__(self, channels: int, out: int, times: int) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Grow(nn.Module):
 
 
 class Encoder(Frames):
-    """The encoder of frames: mean and log-variance of their code."""
+    """Encoder of frames to the mean and log-variance of their code."""
 
     def __init__(self, latents: int, widths: tuple[int, ...], layers: int, halvings: int, doublings: int) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class Encoder(Frames):
 
 
 class Decoder(Frames):
-    """The decoder of a code."""
+    """Decoder of a code to frames."""
 
     def __init__(self, latents: int, widths: tuple[int, ...], layers: int, halvings: int, doublings: int) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class Decoder(Frames):
 
 
 class HunyuanImageVAE(ModelMixin, ConfigMixin):
-    """The VAE. Arguments are those of config.json under `vae`; defaults are the released model's."""
+    """HunyuanImage-3.0's VAE. Arguments are as in config.json under `vae`; defaults are the released model's."""
 
     @register_to_config
     def __init__(

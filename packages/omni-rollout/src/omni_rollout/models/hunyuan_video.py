@@ -1,7 +1,7 @@
 """HunyuanVideo 1.5 (arXiv 2511.18870): text and image to video, a flow in the latents of a causal video VAE.
 
 Shapes: B samples, C latent channels (32), F frames of a video, f = (F - 1) / 4 + 1 latent frames, h x w latent pixels
-(a sixteenth of a frame), T text tokens of width D, G bytes of quoted words of width D', I tokens of a given frame of
+(a sixteenth of a frame), T text tokens of width D, G bytes of quoted words of width D', I tokens of the first frame of
 width D''.
 """
 
@@ -24,10 +24,10 @@ from omni_rollout.models.diffusers_model import (
 )
 from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates, to_device
 
-TEMPLATE_TOKENS = 108  # before the prompt's
+TEMPLATE_TOKENS = 108  # before the prompt's tokens
 TEXT_TOKENS = 1000
 GLYPH_TOKENS = 256
-REQUEST = (" " * 8).join(  # whose lines are indented in the released code
+REQUEST = (" " * 8).join(  # lines are indented in the released code
     [
         "You are a helpful assistant. Describe the video by detailing the following aspects: ",
         "1. The main content and theme of the video. ",
@@ -42,9 +42,9 @@ PLAIN = {"guidance_rescale": 0.0, "use_original_formulation": False, "start": 0.
 
 
 class HunyuanVideo15(DiffusersModel):
-    """HunyuanVideo 1.5 for one checkpoint. Its guidance is `guidance_scale`, on above 1, plain.
+    """HunyuanVideo 1.5 for one checkpoint. Its guidance is `guidance_scale`, on above 1, without variants.
 
-    Quoted words are encoded a second time, byte by byte, so that the model can spell them.
+    Quoted words are also encoded byte by byte, so that the model can spell them.
     """
 
     PIPELINE = "HunyuanVideo15Pipeline"
@@ -85,7 +85,7 @@ class HunyuanVideo15(DiffusersModel):
                 raise ValueError(f"{name} of {guider} must be {PLAIN[name]}, got {value!r:.80}")
 
     def check(self, params: Params) -> None:
-        """Raise ValueError for a size, a number of frames or an option that the model lacks."""
+        """Raise ValueError for an unsupported size, number of frames or option."""
         super().check(params)
         check_size(params, self._strides[0])
         stride, frames = self._strides[1], params.num_frames
@@ -102,7 +102,7 @@ class HunyuanVideo15(DiffusersModel):
 
     @property
     def _strides(self) -> tuple[int, int]:
-        """The pixels and frames of a latent pixel."""
+        """Pixels and frames per latent pixel."""
         return (
             self.value("vae", "spatial_compression_ratio", int, 16),
             self.value("vae", "temporal_compression_ratio", int, 4),
@@ -111,7 +111,7 @@ class HunyuanVideo15(DiffusersModel):
     def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False) -> Cond:
         """Return the embeddings of one prompt, `embeds` [T, D], and of its quoted words, `glyphs` [G, D']; G may be 0.
 
-        Each has a mask, all True, and its encoder's dtype.
+        Each is in its encoder's dtype and has a mask, which is all True.
         """
         text = prompt.negative if negative else prompt.text
         chat = [{"role": "system", "content": REQUEST}, {"role": "user", "content": text or " "}]
@@ -141,7 +141,7 @@ class HunyuanVideo15(DiffusersModel):
     def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
         """Return the velocity [B, C, f, h, w], float32, at x [B, C, f, h, w] and noise levels sigma [B].
 
-        cond: `embeds` [B, T, D], `glyphs` [B, G, D'] and their masks, with guidance also their negatives; and the
+        cond: `embeds` [B, T, D], `glyphs` [B, G, D'] and their masks, with guidance also their negatives, and the
         entries of `condition`.
         """
         dtype, given, known = cond["embeds"].dtype, torch.zeros_like(x), torch.zeros_like(x[:, :1])
@@ -173,7 +173,7 @@ class HunyuanVideo15(DiffusersModel):
     def decode(self, parts: Parts, x0: Tensor, cond: Cond, params: Params) -> tuple[Media, Rates]:
         """Return videos [B, F, H, W, 3] in [0, 1], float32, from clean latents x0 [B, C, f, h, w]."""
         code = (x0 / self.value("vae", "scaling_factor", float)).to(parts.vae.dtype)
-        video = torch.cat([parts.vae.decode(one, return_dict=False)[0] for one in code.split(1)])  # one at most
+        video = torch.cat([parts.vae.decode(one, return_dict=False)[0] for one in code.split(1)])  # one at a time
         return {"video": (video.float() / 2 + 0.5).clamp(0, 1).movedim(1, -1)}, {"fps": params.frame_rate}
 
     def encode_media(self, parts: Parts, media: Media, params: Params) -> Tensor:
@@ -183,13 +183,13 @@ class HunyuanVideo15(DiffusersModel):
         return code.float() * self.value("vae", "scaling_factor", float)
 
     def share(self, net: nn.Module, mesh: "torch.distributed.DeviceMesh") -> None:
-        """Split the tokens of each forward of the net over a row of `mesh`; all ranks refine all text tokens."""
+        """Split the tokens of each forward pass of the net over a row of `mesh`; every rank refines all text tokens."""
         super().share(net, mesh)
         for block in net.get_submodule("context_embedder.token_refiner.refiner_blocks").children():
             block.get_submodule("attn").processor._parallel_config = None  # type: ignore[union-attr]
 
     def _context_plan(self, net: nn.Module) -> dict[str, Any]:
-        """Return a plan, as diffusers has none: tokens, their places and words are split, and masks of both."""
+        """Return a plan, as diffusers has none: tokens, their positions, words and the masks are split."""
         from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 
         places = ContextParallelInput(split_dim=0, split_output=True)
@@ -209,7 +209,7 @@ class HunyuanVideo15(DiffusersModel):
 
 
 class HunyuanVideo15ImageToVideo(HunyuanVideo15):
-    """HunyuanVideo 1.5 for one checkpoint whose videos begin with a given frame, which SigLIP encodes too."""
+    """HunyuanVideo 1.5 for one checkpoint whose videos begin with a given frame, which SigLIP also encodes."""
 
     PIPELINE = "HunyuanVideo15ImageToVideoPipeline"
     PARTS: ClassVar[Mapping[str, tuple[str, str]]] = {
@@ -231,11 +231,11 @@ class HunyuanVideo15ImageToVideo(HunyuanVideo15):
             return super()._class(part)
         from transformers import SiglipImageProcessorPil
 
-        return SiglipImageProcessorPil  # which needs no torchvision
+        return SiglipImageProcessorPil  # needs no torchvision
 
 
 def covering(image: Tensor, height: int, width: int) -> Tensor:
-    """Return an image, uint8 [H, W, 3], resized to cover another size, and center-cropped to it."""
+    """Return an image, uint8 [H, W, 3], resized to cover another size and center-cropped to it."""
     H, W, _ = image.shape
     wide = W * height > H * width
     h, w = (height, W * height // H) if wide else (H * width // W, width)

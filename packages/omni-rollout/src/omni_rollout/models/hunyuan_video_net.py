@@ -1,12 +1,12 @@
 """HunyuanVideo 1.5's transformer: diffusers' modules and weights, with shapes that do not depend on texts.
 
-The class of diffusers moves each sample's words before its padding, for which the host waits in every forward pass; it
-has tokens for an absent image, and a mask of all queries times all keys. Attention to words has no order, so here they
-stay in place, absent tokens are omitted, and a mask has only keys, or is None.
+diffusers' class moves each sample's words before its padding, for which the host waits in every forward pass; it has
+tokens for an absent image, and a mask of all queries times all keys. Attention to words has no order, so here they
+stay in place, absent tokens are omitted, and the mask covers only keys, or is None.
 
-For 17 frames of 256 x 320 and 220 words this takes 0.45 of the operations of diffusers' pipeline, and on a CPU 0.3 of
-the time; if diffusers' class gets no padding and an image without tokens, 0.9 of the time. For 33 frames of
-480 x 848 it saves a mask of 0.2 GB, which would rule out flash attention.
+For 17 frames of 256 x 320 and 220 words this takes 0.45 of the operations of diffusers' pipeline, and 0.3 of the time
+on a CPU; 0.9 of the time if diffusers' class gets no padding and an image without tokens. For 33 frames of 480 x 848,
+it saves a mask of 0.2 GB, which would rule out flash attention.
 """
 
 from functools import wraps
@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 
 class HunyuanVideo15Transformer3DModel(diffusers.HunyuanVideo15Transformer3DModel):
-    """The net of diffusers' class, under the same name."""
+    """Net of diffusers' class, under the same name."""
 
     @wraps(diffusers.HunyuanVideo15Transformer3DModel.__init__)  # type: ignore[misc]  # from_config reads its names
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -41,8 +41,9 @@ class HunyuanVideo15Transformer3DModel(diffusers.HunyuanVideo15Transformer3DMode
     ) -> Tensor:
         """Return the velocity [B, C, f, h, w] at hidden_states [B, 2C + 1, f, h, w], latents with their condition.
 
-        timestep: [B], of 1000. encoder_hidden_states: words [B, T, D]. encoder_hidden_states_2: glyphs [B, G, D'].
-        The masks, bool [B, T] and [B, G], are False for padding; both None without padding. image_embeds: [B, I, D''].
+        timestep: [B], from 0 to 1000. encoder_hidden_states: words [B, T, D]. encoder_hidden_states_2: glyphs
+        [B, G, D']. The masks, bool [B, T] and [B, G], are False for padding; both None without padding.
+        image_embeds: [B, I, D''].
         """
         B, _, f, h, w = hidden_states.shape
         temb, rope = self.time_embed(timestep), self.rope(hidden_states)
@@ -52,7 +53,7 @@ class HunyuanVideo15Transformer3DModel(diffusers.HunyuanVideo15Transformer3DMode
         words = torch.cat([x + kind for x, kind in zip(context, self.cond_type_embed.weight, strict=False)], dim=1)
         x, mask = self.x_embedder(hidden_states), None
         ranks = self._parallel_config.context_parallel_config.ulysses_degree if self._parallel_config else 1
-        length, more = words.shape[1], -words.shape[1] % ranks  # ranks take equally many words
+        length, more = words.shape[1], -words.shape[1] % ranks  # each rank takes equally many words
         if encoder_attention_mask is not None and encoder_attention_mask_2 is not None:
             given = torch.cat([encoder_attention_mask, encoder_attention_mask_2], dim=1)
             mask = pad(given, [0, length - given.shape[1]], value=True)

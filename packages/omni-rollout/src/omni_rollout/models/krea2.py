@@ -1,7 +1,7 @@
 """Krea 2 (github.com/krea-ai/krea-2), raw and turbo: text to image, a flow in the latents of Qwen-Image's VAE.
 
-Shapes: B samples, C latent channels (16), h x w latent pixels (an eighth of the image), T text tokens, L layers of the
-text encoder (12), D text width. The net fuses the states of all L layers.
+Shapes: B samples, C latent channels (16), h x w latent pixels (an eighth of the image), T text tokens, L text encoder
+layers (12), D text width. The net fuses the hidden states of all L layers.
 """
 
 from collections.abc import Mapping
@@ -17,11 +17,11 @@ from omni_rollout.types import Cond, Params, Parts, Prompt, to_device
 
 BEFORE, AFTER = TEMPLATE.split("{}")
 AFTER_TOKENS = 5
-DISTILLED_MU = 1.15  # strength of the shift of the turbo checkpoint, for all sizes
+DISTILLED_MU = 1.15  # shift mu of the turbo checkpoint for all sizes
 
 
 class Krea2(QwenVaeModel):
-    """Krea 2 for one checkpoint. Its guidance is `guidance_scale`, on above 0; the turbo checkpoint takes 0."""
+    """Krea 2 for one checkpoint. Its guidance is `guidance_scale`, on above 0; the turbo checkpoint requires 0."""
 
     PIPELINE = "Krea2Pipeline"
     PARTS: ClassVar[Mapping[str, tuple[str, str]]] = {
@@ -47,7 +47,7 @@ class Krea2(QwenVaeModel):
 
     @property
     def layers(self) -> list[int]:
-        """The hidden states of the text encoder that the net reads: 0 is the input of its first layer."""
+        """Hidden states of the text encoder that the net reads; 0 is the input of the first layer."""
         found = self.config.get("text_encoder_select_layers")
         found = list(self.LAYERS) if found is None else found
         texts = self.config["text_encoder"].get("text_config")
@@ -61,7 +61,7 @@ class Krea2(QwenVaeModel):
         return found
 
     def _class(self, part: str) -> Any:
-        found = super()._class(part)  # raises where diffusers is too old for it
+        found = super()._class(part)  # raises if diffusers is too old
         if part != "transformer":
             return found
         from omni_rollout.models.krea2_net import Krea2Transformer2DModel
@@ -69,7 +69,7 @@ class Krea2(QwenVaeModel):
         return Krea2Transformer2DModel
 
     def check(self, params: Params) -> None:
-        """Raise ValueError for a size or option that the model lacks."""
+        """Raise ValueError for an unsupported size or option."""
         super().check(params)
         check_size(params, PIXELS_PER_TOKEN)
 
@@ -77,7 +77,7 @@ class Krea2(QwenVaeModel):
         return DISTILLED_MU if self.config.get("is_distilled") else super()._mu(params)
 
     def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False) -> Cond:
-        """Return the embeddings of one prompt: `embeds` [T, L, D] in the encoder's dtype and `embeds_mask` [T], True.
+        """Return the embeddings of one prompt: `embeds` [T, L, D] in the encoder's dtype, and `embeds_mask` [T], True.
 
         A long prompt is truncated before the end of the template.
         """
@@ -103,7 +103,7 @@ class Krea2(QwenVaeModel):
         def predict(embeds: Tensor, mask: Tensor) -> Tensor:
             return net(
                 hidden_states=tokens.to(embeds.dtype),
-                timestep=(sigma.float() * 1000 / 1000).to(embeds.dtype),  # diffusers' own rounding
+                timestep=(sigma.float() * 1000 / 1000).to(embeds.dtype),  # rounded as in diffusers
                 encoder_hidden_states=embeds,
                 encoder_attention_mask=where_needed(mask, x.device),
                 position_ids=pad(places, [0, 0, embeds.shape[1], 0]),

@@ -10,7 +10,7 @@ from torch.nn.functional import rms_norm
 
 
 class Krea2Transformer2DModel(diffusers.Krea2Transformer2DModel):
-    """The net of diffusers' class, under the same name."""
+    """Net of diffusers' class, under the same name."""
 
     @wraps(diffusers.Krea2Transformer2DModel.__init__)  # type: ignore[misc]  # from_config reads its names
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -21,7 +21,7 @@ class Krea2Transformer2DModel(diffusers.Krea2Transformer2DModel):
 
 
 class Norm(Krea2RMSNorm):
-    """diffusers' norm, whose weights may be bfloat16: there 1 + weight would have steps of 1/128."""
+    """diffusers' norm for bfloat16 weights, for which diffusers would compute 1 + weight in steps of 1/128."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return states [..., D], divided by their root mean square and scaled by 1 + weight."""

@@ -1,9 +1,9 @@
-"""LTX-2 and LTX-2.3 (arXiv 2601.03233): text, or text and a first frame, to video with sound, a flow in both's latents.
+"""LTX-2 and LTX-2.3 (arXiv 2601.03233): text, or text and a first frame, to video with sound, a flow in their latents.
 
 Shapes: B samples, n latent elements of a sample: those of its frames, [C, f, h, w], then those of its sound, [L, A].
 C latent channels (128), F frames, f = (F - 1) / 8 + 1, h x w latent pixels (a thirty-second of a frame), L latents of
-sound (25 per second), A numbers each (128), T text positions (1024), D and D' widths of the text for frames and sound.
-All texts fill all positions with learned registers, so there is no mask. Both media share one schedule.
+sound (25 per second), A numbers per latent (128), T text positions (1024), D and D' text widths for frames and sound.
+Every text fills all positions with learned registers, so there is no mask. Both media share one schedule.
 """
 
 import math
@@ -20,15 +20,15 @@ from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates, to_dev
 
 CPU = torch.device("cpu")
 TEXT_TOKENS = 1024
-MEL_RATIO = 4  # frames, and bins, of a spectrogram to a latent
+MEL_RATIO = 4  # spectrogram frames, and bins, per latent
 SOUND_SCALE = "audio_guidance_scale"
-WIDE_VOCODER = "LTX2VocoderWithBWE"  # of 2.3, which makes 48 kHz of 16
+WIDE_VOCODER = "LTX2VocoderWithBWE"  # for 2.3, which converts 16 kHz to 48 kHz
 
 
 class LTX2(DiffusersModel):
-    """LTX-2 or 2.3 for one checkpoint. Its guidance is `guidance_scale`, on above 1.
+    """LTX-2 or 2.3 for one checkpoint. Its guidance is `guidance_scale`, which is on above 1.
 
-    The option audio_guidance_scale is the scale of the sound, if it differs from that of the frames. The pipeline's
+    The option audio_guidance_scale is the scale for the sound, if it differs from that for the frames. The pipeline's
     further guidance, by forward passes without some attention, is not supported. A first frame is known data: the net
     gets it at noise level 0, and its velocity leads to it.
     """
@@ -80,7 +80,7 @@ class LTX2(DiffusersModel):
         self._expect("transformer", patch_size=1, patch_size_t=1, in_channels=channels, out_channels=channels)
         self._expect("transformer", audio_patch_size=1, audio_patch_size_t=1)
         self._expect("vae", timestep_conditioning=False)
-        for name in ("video", "audio"):  # else a ValueError: some positions are masked
+        for name in ("video", "audio"):  # without registers, some positions would be masked
             self.value("connectors", f"{name}_connector_num_learnable_registers", int, 128)
 
     def _part_config(self, part: str, library: str, name: str) -> dict[str, Any]:
@@ -98,11 +98,11 @@ class LTX2(DiffusersModel):
         return own[part] if part in own else super()._class(part)
 
     def option(self, params: Params, name: str) -> float:
-        """Return the value of `guidance_scale` or an option; the sound's scale defaults to that of the frames."""
+        """Return the value of `guidance_scale` or an option; the sound's scale defaults to the frames'."""
         return params.guidance.get(name, params.guidance_scale)
 
     def check(self, params: Params) -> None:
-        """Raise ValueError for a size, a number of frames or an option that the model lacks."""
+        """Raise ValueError for an unsupported size, number of frames or option."""
         super().check(params)
         stride, pixels = self._strides()
         check_size(params, pixels)
@@ -118,7 +118,7 @@ class LTX2(DiffusersModel):
     def check_image(self, height: int, width: int) -> None:
         """Raise ValueError for a first frame of less than 2 x 2 pixels, which H.264 cannot hold.
 
-        And where ranks compute forwards together, as the noise level of a first frame is another one.
+        Also if ranks compute forward passes together, because a first frame has a different noise level.
         """
         if min(height, width) < 2:
             raise ValueError(f"a first frame must have at least 2 x 2 pixels, got {width} x {height}")
@@ -126,12 +126,12 @@ class LTX2(DiffusersModel):
             raise ValueError(f"context must be 1 for a {self.PIPELINE} with a first frame, got {self.context}")
 
     def _strides(self) -> tuple[int, int]:
-        """The frames, and the pixels along a side, of a latent."""
+        """Return the frames, and the pixels along a side, per latent."""
         frames, pixels, *_ = self.value("transformer", "vae_scale_factors", list)
         return int(frames), int(pixels)
 
     def _sound_rate(self) -> float:
-        """Return the latents of sound per second."""
+        """Return the sound latents per second."""
         hop = self.value("audio_vae", "mel_hop_length", int, 160)
         return self.value("audio_vae", "sample_rate", int, 16_000) / hop / MEL_RATIO
 
@@ -146,7 +146,7 @@ class LTX2(DiffusersModel):
         return (self.value("transformer", "in_channels", int, 128), *grid), sound
 
     def streams(self, params: Params) -> dict[str, int]:
-        """Return the numbers of a sample's latent elements for frames and sound."""
+        """Return the numbers of latent elements of a sample for frames and sound."""
         return dict(zip(self.MEDIA, map(math.prod, self._shapes(params)), strict=True))
 
     def latent_shape(self, params: Params) -> tuple[int]:
@@ -181,9 +181,9 @@ class LTX2(DiffusersModel):
         return {"embeds": frames[0], "sound_embeds": sound[0]}
 
     def share(self, net: nn.Module, mesh: "torch.distributed.DeviceMesh") -> None:
-        """Split the tokens of the frames in each forward of the net over the ranks of a row of `mesh`.
+        """Split the frames' tokens of each forward pass of the net over the ranks in a row of `mesh`.
 
-        All compute all of the sound, and take the first rank's.
+        All ranks compute all of the sound, and use the first rank's result.
         """
         from omni_rollout.models.ltx2_net import share_frames
 
@@ -191,12 +191,12 @@ class LTX2(DiffusersModel):
         share_frames(net, mesh)
 
     def _context_plan(self, net: nn.Module) -> dict[str, Any]:
-        """Return the plan without texts and with places of either form; the sound is gathered, not added up."""
+        """Return the plan without texts and with positions of either shape; the sound is gathered, not summed."""
         from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 
         gathered, places = ContextParallelOutput(gather_dim=1), ContextParallelInput(split_dim=-2, split_output=True)
         return {
-            "": {  # a first frame has levels of its own, else there is one for a sample
+            "": {  # a first frame has its own levels; otherwise there is one per sample
                 "hidden_states": ContextParallelInput(split_dim=1),
                 "timestep": ContextParallelInput(split_dim=1, expected_dims=2),
             },
@@ -208,7 +208,7 @@ class LTX2(DiffusersModel):
     def condition(self, parts: Parts, prompt: Prompt, params: Params) -> Cond:
         """Return the latents of a given first frame, `first` [C, 1, h, w].
 
-        It is compressed as H.264 first, as the frames were that trained the weights.
+        It is first compressed with H.264, like the frames that the weights were trained on.
         """
         if not prompt.images:
             return {}
@@ -223,13 +223,13 @@ class LTX2(DiffusersModel):
 
     @cached_property
     def _net(self) -> Any:
-        """A net that computes positions on the host: on a device it would create constants, and the host would wait."""
+        """Net that computes positions on the host: on a device it would create constants, and the host would wait."""
         return self.empty_net()
 
     def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
         """Return the velocity [B, n], float32, at x [B, n] and noise levels sigma [B].
 
-        cond: `embeds` [B, T, D] and `sound_embeds` [B, T, D'], with guidance also their negatives; with a first frame
+        cond: `embeds` [B, T, D] and `sound_embeds` [B, T, D'], with guidance also their negatives; with a first frame,
         `first` [B, C, 1, h, w]. Both halves of classifier-free guidance run as one batch.
         """
         texts, guided, first = [cond["embeds"], cond["sound_embeds"]], self.is_guided(params), cond.get("first")
@@ -238,7 +238,7 @@ class LTX2(DiffusersModel):
         noisy = frames[:, :, :1]
         if first is not None:
             frames = torch.cat([first.to(frames.dtype), frames[:, :, 1:]], dim=2)
-        # For strided rows a frozen linear layer uses another matrix product than a trained one, with other rounding.
+        # For strided rows, frozen and trained linear layers use different matrix products, which round differently.
         tokens, sound = frames.flatten(2).transpose(1, 2).contiguous(), sound.contiguous()
         level = sigma.float() * 1000
         if guided:
@@ -258,7 +258,7 @@ class LTX2(DiffusersModel):
             timestep=levels,
             audio_timestep=level,
             sigma=level,
-            use_cross_timestep=True,  # the level of the whole sample, also for what crosses over to a first frame
+            use_cross_timestep=True,  # the sample's level, even for cross-attention to a first frame
             num_frames=f,
             height=h,
             width=w,
@@ -298,14 +298,15 @@ class LTX2(DiffusersModel):
         return media, {"fps": params.frame_rate, "sample_rate": rate}
 
     def encode_media(self, parts: Parts, media: Media, params: Params) -> Tensor:
-        """Raise ValueError: a checkpoint lacks the spectrogram that the sound's latents need."""
+        """Raise ValueError: a checkpoint does not define the spectrogram that sound latents need."""
         raise ValueError(f"samples of a {self.PIPELINE} must be given as latents, got {' and '.join(media)}")
 
 
 def compressed(image: Tensor, crf: int) -> Tensor:
-    """Return an image, uint8 [H, W, 3], as H.264 at this CRF keeps it, of even height and width.
+    """Return an image, uint8 [H, W, 3], after H.264 compression at this CRF, with even height and width.
 
-    It is one slice: as many as the host has cores, as in the stock pipeline, would make the pixels depend on the host.
+    It is encoded as one slice: as many slices as cores, as in the stock pipeline, would make the pixels depend on the
+    host.
     """
     import av
 

@@ -1,4 +1,4 @@
-"""LTX-2's modules with positions: diffusers' classes, whose tables of float64 any accelerator can use."""
+"""LTX-2's modules with positions: diffusers' classes, with float64 tables that any accelerator can use."""
 
 from functools import partial, wraps
 from typing import Any
@@ -15,12 +15,12 @@ from omni_rollout.models.rotary import has_float64
 from omni_rollout.types import to_device
 
 Rotations = tuple[Tensor, Tensor]  # cosines and sines
-Inputs = tuple[Tensor, ...]  # without names
-Hooked = tuple[Inputs, dict[str, Any]]  # inputs as a hook has changed them
+Inputs = tuple[Tensor, ...]  # positional inputs
+Hooked = tuple[Inputs, dict[str, Any]]  # inputs changed by a hook
 
 
 class LTX2VideoTransformer3DModel(diffusers.LTX2VideoTransformer3DModel):
-    """The net of diffusers' class, under the same name."""
+    """Net of diffusers' class, under the same name."""
 
     @wraps(diffusers.LTX2VideoTransformer3DModel.__init__)  # type: ignore[misc]  # from_config reads its names
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -31,7 +31,7 @@ class LTX2VideoTransformer3DModel(diffusers.LTX2VideoTransformer3DModel):
 
 
 class LTX2TextConnectors(ltx2.LTX2TextConnectors):
-    """The connectors of diffusers' class, under the same name."""
+    """Connectors of diffusers' class, under the same name."""
 
     @wraps(ltx2.LTX2TextConnectors.__init__)  # type: ignore[misc]  # from_config reads its names
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -42,15 +42,15 @@ class LTX2TextConnectors(ltx2.LTX2TextConnectors):
 
 
 class Positions(LTX2AudioVideoRotaryPosEmbed):
-    """Rotations of frames or sound: without float64 computed on the host, where the places are, once for equal ones.
+    """Rotations of frames or sound. Without float64 they are computed on the host, where the positions are, and cached.
 
-    found: the places of the last call, and their rotations.
+    found: the positions of the last call, and their rotations.
     """
 
     found: tuple[Tensor, Rotations] | None = None
 
     def forward(self, coords: Tensor, device: torch.device) -> Rotations:
-        """Return the rotations on the device for places [B, axes, N, 2], which all samples share."""
+        """Return the rotations on the device for positions [B, axes, N, 2], which all samples share."""
         if has_float64(device):
             return super().forward(to_device(coords, device), device)
         if self.found is None or not torch.equal(self.found[0], coords[:1]):
@@ -59,17 +59,17 @@ class Positions(LTX2AudioVideoRotaryPosEmbed):
 
 
 class TextPositions(LTX2RotaryPosEmbed1d):
-    """Rotations of words: without float64 computed on the host."""
+    """Rotations of words; without float64 they are computed on the host."""
 
     def forward(self, batch_size: int, pos: int, device: torch.device) -> Rotations:
-        """Return the rotations on the device of the first `pos` places."""
+        """Return the rotations on the device for the first `pos` positions."""
         if has_float64(device):
             return super().forward(batch_size, pos, device)
         return spread(super().forward(1, pos, "cpu"), batch_size, device)
 
 
 def spread(rotations: Rotations, num_samples: int, device: torch.device) -> Rotations:
-    """Return one sample's rotations on a device, for each of the samples."""
+    """Return one sample's rotations, on a device, for all samples."""
     cosines, sines = (
         (each if each.device.type == device.type else to_device(each, device)).expand(num_samples, *each.shape[1:])
         for each in rotations
@@ -78,12 +78,12 @@ def spread(rotations: Rotations, num_samples: int, device: torch.device) -> Rota
 
 
 def share_frames(net: nn.Module, mesh: "torch.distributed.DeviceMesh") -> None:
-    """Let each rank's frames attend to all texts and sound, and all sound attend to all frames.
+    """Make each rank's frames attend to all texts and sound, and all sound attend to all frames.
 
-    diffusers' parallel attention has no backward pass where there are more keys than queries, or fewer. It stays for
-    frames that attend to frames.
+    diffusers' parallel attention has no backward pass if the numbers of keys and queries differ. It is kept for frames
+    that attend to frames.
 
-    mesh: with the axis "ulysses".
+    mesh: mesh with the axis "ulysses".
     """
     ranks = mesh["ulysses"]
     for block in net.get_submodule("transformer_blocks").children():
@@ -96,12 +96,12 @@ def share_frames(net: nn.Module, mesh: "torch.distributed.DeviceMesh") -> None:
 
 
 def _take_places(rank: int, size: int, module: nn.Module, frames: Inputs, inputs: dict[str, Any]) -> Hooked:
-    """Return the inputs with the places of a rank's own frames."""
+    """Return the inputs with the positions of the rank's own frames."""
     own = tuple(each.chunk(size, dim=-2)[rank] for each in inputs["query_rotary_emb"])
     return frames, {**inputs, "query_rotary_emb": own}
 
 
 def _gather_frames(group: Any, size: int, module: nn.Module, sound: Inputs, inputs: dict[str, Any]) -> Hooked:
-    """Return the inputs with the frames of all ranks, whose gradients go back to the rank of each and are added up."""
-    copies = inputs["encoder_hidden_states"][:, :, None].expand(-1, -1, size, -1)  # one for each rank
+    """Return the inputs with the frames of all ranks; gradients are summed on the rank that owns each frame."""
+    copies = inputs["encoder_hidden_states"][:, :, None].expand(-1, -1, size, -1)  # one per rank
     return sound, {**inputs, "encoder_hidden_states": SeqAllToAllDim.apply(group, copies, 2, 1)[:, :, 0]}

@@ -2,8 +2,8 @@
 
 Shapes: B samples, C latent channels (16), h x w latent pixels (an eighth of the image), T text tokens, D text width.
 
-Latents stay unpacked, [B, C, h, w], so that a tensor's shape is the geometry; they are packed into 2 x 2 tokens only
-around the transformer call. The transformer runs in the dtype of the text embeddings.
+Latents stay unpacked, [B, C, h, w], so that a tensor's shape shows the geometry; they are packed into 2 x 2 tokens only
+around the transformer call. The transformer runs in the text embeddings' dtype.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ from omni_rollout.models.diffusers_model import (
 )
 from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates, to_device
 
-# The chat template the model was trained with; the embeddings of its first TEMPLATE_TOKENS tokens are dropped.
+# The chat template that the model was trained with; the embeddings of its first TEMPLATE_TOKENS tokens are dropped.
 TEMPLATE = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
     "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
@@ -33,7 +33,7 @@ MAX_PROMPT_TOKENS = 512
 
 
 class QwenVaeModel(DiffusersModel):
-    """A DiffusersModel of images, whose latents are the normalized code of an AutoencoderKLQwenImage."""
+    """DiffusersModel of images, whose latents are the normalized code of an AutoencoderKLQwenImage."""
 
     def _check_config(self) -> None:
         super()._check_config()
@@ -41,7 +41,7 @@ class QwenVaeModel(DiffusersModel):
         self._expect_length("vae", "temperal_downsample", 3)  # each halves the sides
 
     def load(self, *, device: torch.device | str, dtype: torch.dtype, net: nn.Module | None = None) -> Parts:
-        """Load as any model does, and reduce the decoder, which is a video decoder, to a single frame."""
+        """Load as other models do, then reduce the video decoder to a single frame."""
         parts = super().load(device=device, dtype=dtype, net=net)
         cut_to_one_frame(parts.vae.decoder)
         return parts
@@ -66,7 +66,7 @@ class QwenVaeModel(DiffusersModel):
 
 
 class QwenImage(QwenVaeModel):
-    """Qwen-Image for one checkpoint. Its guidance is `true_cfg_scale`, on above 1."""
+    """Qwen-Image for one checkpoint. Its guidance is `true_cfg_scale`, which is on above 1."""
 
     PIPELINE = "QwenImagePipeline"
     PARTS: ClassVar[Mapping[str, tuple[str, str]]] = {
@@ -110,7 +110,7 @@ class QwenImage(QwenVaeModel):
         return QwenImageTransformer2DModel
 
     def check(self, params: Params) -> None:
-        """Raise ValueError for a size or option that the model lacks."""
+        """Raise ValueError for an unsupported size or option."""
         super().check(params)
         check_size(params, PIXELS_PER_TOKEN)
         if params.guidance_scale != 1:
@@ -120,11 +120,11 @@ class QwenImage(QwenVaeModel):
             self._check_tokens(params, PIXELS_PER_TOKEN)
 
     def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False) -> Cond:
-        """Return the embeddings of one prompt: `embeds` [T, D] in the encoder's dtype and `embeds_mask` [T], True.
+        """Return the embeddings of one prompt: `embeds` [T, D] in the encoder's dtype and `embeds_mask` [T], all True.
 
-        One prompt at a time, so that the embeddings do not depend on the batch.
+        Prompts are encoded one at a time, so that the embeddings do not depend on the batch.
         """
-        # A user may omit the negative; the released pipeline then guides away from one space.
+        # Without a negative prompt, the released pipeline guides away from a single space.
         text = (prompt.negative or " ") if negative else prompt.text
         tokens = parts.tokenizer(
             TEMPLATE.format(text), max_length=MAX_PROMPT_TOKENS + TEMPLATE_TOKENS, truncation=True, return_tensors="pt"
@@ -135,25 +135,25 @@ class QwenImage(QwenVaeModel):
     def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
         """Return the velocity [B, C, h, w], float32, at x [B, C, h, w] and noise levels sigma [B].
 
-        cond: `embeds` [B, T, D] and `embeds_mask` [B, T]; with guidance also their negatives; `reference_0` and so on:
-        latents [B, C, h', w'] of images to edit. The guided result is rescaled, token by token, to the norm of the
-        conditional prediction, like the released pipeline ("true CFG").
+        cond: `embeds` [B, T, D] and `embeds_mask` [B, T], with guidance also their negatives; `reference_0` and so on:
+        latents [B, C, h', w'] of images to edit. The guided result is rescaled, per token, to the norm of the
+        conditional prediction, as in the released pipeline ("true CFG").
         """
         images = [x, *(latents for name, latents in cond.items() if name.startswith("reference_"))]
         tokens = torch.cat([pack(latents) for latents in images], dim=1)
         shapes = [[(1, latents.shape[-2] // 2, latents.shape[-1] // 2) for latents in images]] * len(tokens)
 
         def predict(embeds: Tensor, mask: Tensor) -> Tensor:
-            if more := -mask.shape[1] % self.context:  # for equally many positions on every rank
+            if more := -mask.shape[1] % self.context:  # so that every rank has equally many positions
                 embeds, mask = nn.functional.pad(embeds, [0, 0, 0, more]), nn.functional.pad(mask, [0, more])
             return net(
                 hidden_states=tokens.to(embeds.dtype),
-                timestep=sigma.float() * 1000 / 1000,  # diffusers' own rounding: its timesteps are float32 sigma * 1000
+                timestep=sigma.float() * 1000 / 1000,  # rounded as in diffusers: its timesteps are float32 sigma * 1000
                 encoder_hidden_states=embeds,
                 encoder_hidden_states_mask=where_needed(mask, embeds.device),
                 img_shapes=shapes,
                 return_dict=False,
-            )[0][:, : x[0, 0].numel() // 4].float()  # without the velocity of the references
+            )[0][:, : x[0, 0].numel() // 4].float()  # without the references' velocity
 
         velocity = predict(cond["embeds"], cond["embeds_mask"])
         if self.is_guided(params):
@@ -164,7 +164,7 @@ class QwenImage(QwenVaeModel):
 
 
 class OneFrameConv(nn.Conv2d):
-    """A causal video convolution for a single frame: only its last taps in time, as the others multiply zeros."""
+    """Causal video convolution for a single frame: only its last temporal taps, because the others multiply zeros."""
 
     def __init__(self, conv: nn.Conv3d) -> None:
         _, height, width = conv.kernel_size
@@ -179,20 +179,20 @@ class OneFrameConv(nn.Conv2d):
 
 
 def cut_to_one_frame(decoder: nn.Module) -> None:
-    """Replace the convolutions of a video decoder by those that a single frame needs.
+    """Replace the convolutions of a video decoder by convolutions for a single frame.
 
-    This leaves 38 % of the operations and, on a CPU, of the time, and saves 2.4 GB of bfloat16 activations for an image
-    of 1024 pixels.
+    This leaves 38 % of the operations and, on a CPU, of the time, and saves 2.4 GB of bfloat16 activations for a
+    1024-pixel image.
     """
     for name, module in list(decoder.named_modules()):
         if isinstance(module, nn.Conv3d):
             decoder.set_submodule(name, OneFrameConv(module))
-    # Without `feat_cache`: there is no next frame that needs the inputs of convolutions.
+    # Without `feat_cache`: no next frame needs the convolutions' inputs.
     decoder.register_forward_pre_hook(lambda _, args, kwargs: (args, {}), with_kwargs=True)
 
 
 def features(hidden: Tensor, num_left_out: int) -> Cond:
-    """Return the conditioning of last hidden states [1, N, D] of a template with a text, without its first tokens."""
+    """Return the conditioning from last hidden states [1, N, D] of a template with a text, without the first tokens."""
     embeds = hidden[0, num_left_out:]
     return {"embeds": embeds, "embeds_mask": torch.ones(len(embeds), dtype=torch.bool)}
 

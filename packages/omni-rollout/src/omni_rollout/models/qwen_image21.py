@@ -3,7 +3,7 @@
 Shapes: B samples, C latent channels (64), h x w latent pixels (a sixteenth of the image; h' x w' of a reference),
 T text tokens, D text width.
 
-A reference enters twice: the text encoder reads it, and its latents stand in the text where the encoder read it.
+A reference enters twice: the text encoder reads it, and its latents are inserted at its place in the text.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from omni_rollout.models.qwen_image_edit import PLACE, check_image_area, fit, im
 from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates, to_device
 
 STRIDE = 16  # pixels of a latent pixel
-# The chat template the model was trained with; the embeddings of its system message are dropped.
+# The chat template that the model was trained with; the embeddings of its system message are dropped.
 SYSTEM = "<|im_start|>system\nComprehend and analyze the provided prompt.<|im_end|>\n"
 TEMPLATE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
@@ -34,9 +34,9 @@ class Processor:
 
 
 class QwenImage21(DiffusersModel):
-    """Qwen-Image-2.1 for one checkpoint. Its guidance is `true_cfg_scale`, plain, on above 1; it is trained for none.
+    """Qwen-Image-2.1 for one checkpoint. Its guidance is `true_cfg_scale`, on above 1; it was trained to need none.
 
-    The option image_area is the number of pixels of a reference's latents, 4,096 tokens each by default.
+    The option image_area is the number of pixels of each reference for its latents, by default 4,096 tokens.
     """
 
     PIPELINE = "QwenImage21Pipeline"
@@ -68,13 +68,13 @@ class QwenImage21(DiffusersModel):
         channels = self.value("vae", "z_dim", int, 64)
         self._expect("transformer", patch_size=1, in_channels=channels, out_channels=channels, causal_condition=True)
         self._expect("vae", in_channels=4, out_channels=4, patch_size=None, scale_factor_spatial=STRIDE)
-        self._expect_length("vae", "dim_mult", 5)  # each but the first halves the sides
+        self._expect_length("vae", "dim_mult", 5)  # each except the first halves the sides
         if self.config.get("sample_sigmas") is not None:
             file = self.folder / "model_index.json"
             raise ValueError(f"sample_sigmas of {file} must be null, got {self.config['sample_sigmas']!r:.80}")
 
     def _class(self, part: str) -> Any:
-        found = super()._class(part)  # raises where diffusers is too old for it
+        found = super()._class(part)  # raises if diffusers is too old
         if part != "transformer":
             return found
         from omni_rollout.models.qwen_image21_net import QwenImage21Transformer2DModel
@@ -84,7 +84,7 @@ class QwenImage21(DiffusersModel):
     def _load(self, part: str, device: torch.device | str, dtype: torch.dtype) -> Any:
         if part != "processor":
             module = super()._load(part, device, dtype)
-            if part == "text_encoder":  # the net was trained on what goes into the last norm
+            if part == "text_encoder":  # the net was trained on the last norm's input
                 module.set_submodule("model.language_model.norm", nn.Identity())
             return module
         from transformers import Qwen2Tokenizer
@@ -93,7 +93,7 @@ class QwenImage21(DiffusersModel):
         return Processor(open_tokenizer(Qwen2Tokenizer, folder), open_processor(image_processor_class(), folder))
 
     def check(self, params: Params) -> None:
-        """Raise ValueError for a size or option that the model lacks."""
+        """Raise ValueError for an unsupported size or option."""
         super().check(params)
         check_size(params, 2 * STRIDE)
         if params.guidance_scale != 1:
@@ -108,10 +108,10 @@ class QwenImage21(DiffusersModel):
     def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False) -> Cond:
         """Return the embeddings of a prompt and its references, in the encoder's dtype.
 
-        `before_0` [T, D] and so on are what is before each reference, `embeds` [T, D] what is after the last one, with
-        `embeds_mask` [T], True.
+        `before_0` [T, D] and so on are the tokens before each reference, `embeds` [T, D] the tokens after the last one;
+        `embeds_mask` [T] is all True.
         """
-        text = (prompt.negative if negative else prompt.text) or " "  # no token at all could not be encoded
+        text = (prompt.negative if negative else prompt.text) or " "  # an empty text could not be encoded
         tokenizer, encoder = parts.processor.tokenizer, parts.text_encoder
         images, seen = [fit(image, self.SEEN_AREA) for image in prompt.images], {}
         if images:
@@ -139,7 +139,7 @@ class QwenImage21(DiffusersModel):
     def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
         """Return the velocity [B, C, h, w], float32, at x [B, C, h, w] and noise levels sigma [B].
 
-        cond: `embeds` [B, T, D] and `embeds_mask` [B, T]; with guidance also their negatives; with references
+        cond: `embeds` [B, T, D] and `embeds_mask` [B, T], with guidance also their negatives; with references,
         `reference_0` and so on, latents [B, C, h', w'], and `before_0` and so on, embeddings [B, T', D].
         """
         references = [latents for name, latents in cond.items() if name.startswith("reference_")]
@@ -151,7 +151,7 @@ class QwenImage21(DiffusersModel):
             dtype = texts[-1].dtype
             return net(
                 hidden_states=tokens.to(dtype),
-                timestep=(sigma.float() * 1000).to(dtype) / 1000,  # diffusers' own rounding
+                timestep=(sigma.float() * 1000).to(dtype) / 1000,  # rounded as in diffusers
                 encoder_hidden_states=texts,
                 encoder_hidden_states_mask=where_needed(cond[f"{sign}embeds_mask"], x.device),
                 img_shapes=[(latents.shape[-2], latents.shape[-1]) for latents in images],

@@ -1,9 +1,9 @@
-"""Qwen-Image-2.1's transformer: diffusers' modules and weights, with places that do not depend on the batch.
+"""Qwen-Image-2.1's transformer: diffusers' modules and weights, with positions that do not depend on the batch.
 
 Texts and images are one sequence: text, reference, text, reference, and so on, text, image. Each text token attends to
-what is before it, each image token also to its whole image. diffusers' forward reads the layout from a mask on the
-host, counts the padding of shorter texts as text before the image, and rotates in complex numbers; here the layout
-follows from shapes, the image is placed after its own text, and rotations are real.
+everything before it, and each image token also to its whole image. diffusers' forward reads the layout from a mask on
+the host, counts the padding of shorter texts as text before the image, and uses complex rotations; here the layout
+follows from shapes, the image's position follows its own text, and rotations are real.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ Segment = tuple[int, int, bool]  # first token, end, True for text
 
 
 class QwenImage21Transformer2DModel(diffusers.QwenImage21Transformer2DModel):
-    """The net of diffusers' class, under the same name."""
+    """Net of diffusers' class, under the same name."""
 
     @wraps(diffusers.QwenImage21Transformer2DModel.__init__)  # type: ignore[misc]  # from_config reads its names
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -43,9 +43,9 @@ class QwenImage21Transformer2DModel(diffusers.QwenImage21Transformer2DModel):
     ) -> Tensor:
         """Return the velocity [B, N, C] of an image's N latent pixels.
 
-        hidden_states: latent pixels of all references, then those of the image. timestep: [B], in [0, 1].
-        encoder_hidden_states: the embeddings [B, T, D] of the text before each reference, and of that before the image.
-        encoder_hidden_states_mask: bool [B, T] of the last text, False for padding at its end; None without padding.
+        hidden_states: latent pixels of all references, then of the image. timestep: [B], in [0, 1].
+        encoder_hidden_states: embeddings [B, T, D] of the text before each reference, and of the text before the image.
+        encoder_hidden_states_mask: bool [B, T] for the last text, False for padding at its end; None without padding.
         img_shapes: height and width of each reference and of the image, in latent pixels.
         """
         images = self.img_in(hidden_states).split([h * w for h, w in img_shapes], dim=1)
@@ -77,7 +77,7 @@ class QwenImage21Transformer2DModel(diffusers.QwenImage21Transformer2DModel):
         return velocity
 
     def _angles(self, positions: Tensor) -> Tensor:
-        """Return the angles [(B,) N, d/2] of rotations at positions [(B,) N, 3]."""
+        """Return the rotation angles [(B,) N, d/2] for positions [(B,) N, 3]."""
         theta, widths = float(self.pos_embed.theta), self.pos_embed.axes_dim
         speeds = [1 / torch.pow(theta, torch.arange(0, width, 2).float() / width) for width in widths]
         axes = zip(positions.unbind(-1), speeds, strict=True)
@@ -99,7 +99,7 @@ class Attention(QwenImage21AttnProcessor):
     ) -> Tensor:
         """Return the states [B, N, D] after attention, segment by segment.
 
-        attention_mask: bool [B, 1, 1, N], False for padding, which only the last segment would see. rotary_emb: angles.
+        attention_mask: bool [B, 1, 1, N], False for padding, which only the last segment sees. rotary_emb: angles.
         """
         query, key, value = (
             layer(hidden_states).unflatten(-1, (attn.heads, -1)) for layer in (attn.to_q, attn.to_k, attn.to_v)
@@ -126,10 +126,10 @@ class Attention(QwenImage21AttnProcessor):
 def places(
     lengths: Sequence[int], shapes: Sequence[tuple[int, int]], mask: Tensor | None, device: torch.device
 ) -> Tensor:
-    """Return frame, row and column of each token, [N, 3], or [B, N, 3] with a mask of the last text.
+    """Return the frame, row and column of each token: [N, 3], or [B, N, 3] with a mask of the last text.
 
-    The n-th place of a text is (n, n, n). The next image is at frame n, with rows and columns from its middle, and
-    takes as many places as its longer side.
+    The n-th position in a text is (n, n, n). The next image is at frame n, with rows and columns counted from its
+    middle, and takes as many positions as its longer side.
     """
     found, n = [], 0
     for length, (h, w) in zip(lengths, shapes, strict=True):

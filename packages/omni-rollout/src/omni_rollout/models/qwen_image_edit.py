@@ -1,7 +1,8 @@
 """Qwen-Image-Edit and Qwen-Image-Edit-Plus (2509, 2511): Qwen-Image that edits one or several references.
 
-A reference enters twice: the text encoder reads it, and its latents are further tokens beside those of the image.
-Beyond Qwen-Image's, shapes are: h' x w' latent pixels of a reference, which is resized to about `image_area` pixels.
+A reference enters twice: the text encoder reads it, and its latents are further tokens next to those of the image.
+
+Shapes besides Qwen-Image's: h' x w' latent pixels of a reference, which is resized to about `image_area` pixels.
 """
 
 import math
@@ -15,7 +16,7 @@ from omni_rollout.models.diffusers_model import PIXELS_PER_TOKEN, DiffusersModel
 from omni_rollout.models.qwen_image import QwenImage, features
 from omni_rollout.types import Cond, Params, Parts, Prompt
 
-# The chat template the models were trained with; the embeddings of its first TEMPLATE_TOKENS tokens are dropped.
+# The chat template that the models were trained with; the embeddings of its first TEMPLATE_TOKENS tokens are dropped.
 TEMPLATE = (
     "<|im_start|>system\nDescribe the key features of the input image (color, shape, size, texture, objects, "
     "background), then explain how the user's text instruction should alter or modify the image. Generate a new image "
@@ -23,14 +24,14 @@ TEMPLATE = (
     "<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 )
 TEMPLATE_TOKENS = 64
-PLACE = "<|image_pad|>"  # one for each token of an image
+PLACE = "<|image_pad|>"  # one per token of an image
 UNIT = 32  # pixels; the sides of references are multiples of it
 
 
 class QwenImageEditPlus(QwenImage):
-    """Qwen-Image-Edit-Plus for one checkpoint. Its guidance is `true_cfg_scale`, on above 1.
+    """Qwen-Image-Edit-Plus for one checkpoint. Its guidance is `true_cfg_scale`, which is on above 1.
 
-    The option image_area is the number of pixels of a reference's latents, 4,096 tokens each by default.
+    The option image_area is the number of pixels of each reference for its latents, by default 4,096 tokens.
     """
 
     PIPELINE = "QwenImageEditPlusPipeline"
@@ -45,12 +46,12 @@ class QwenImageEditPlus(QwenImage):
     CAPTION: ClassVar[str] = "Picture {}: "  # before a reference in the text
 
     def check(self, params: Params) -> None:
-        """Raise ValueError for a size or option that the model lacks."""
+        """Raise ValueError for an unsupported size or option."""
         super().check(params)
         check_image_area(self, params)
 
     def check_context(self) -> None:
-        """Raise ValueError unless `context` ranks can compute a forward together: a reference has 4 tokens a unit."""
+        """Raise ValueError unless `context` ranks can share a forward pass; references have 4 tokens per unit."""
         super().check_context()
         if (UNIT // PIXELS_PER_TOKEN) ** 2 % self.context:
             raise ValueError(f"context must be 1, 2 or 4 for a {self.PIPELINE}, got {self.context}")
@@ -58,7 +59,7 @@ class QwenImageEditPlus(QwenImage):
     def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False) -> Cond:
         """Return the embeddings of a prompt and its references: `embeds` [T, D] and `embeds_mask` [T].
 
-        The encoder gets the types of tokens, or it would number those of images like words (diffusers issue 14194).
+        The encoder gets the token types; otherwise it would number image tokens like words (diffusers issue 14194).
         """
         text = (prompt.negative or " ") if negative else prompt.text
         images = [fit(image, self.SEEN_AREA) for image in prompt.images]
@@ -93,14 +94,14 @@ class QwenImageEdit(QwenImageEditPlus):
 
 
 def image_processor_class() -> Any:
-    """Return the class of the processor's half for images, which needs no torchvision."""
+    """Return the class of the processor's image half, which needs no torchvision."""
     from transformers import Qwen2VLImageProcessorPil
 
     return Qwen2VLImageProcessorPil
 
 
 def check_image_area(model: DiffusersModel, params: Params) -> None:
-    """Raise ValueError for references of less than a unit; a model's option image_area is their pixels."""
+    """Raise ValueError for references smaller than a unit; the model's option image_area is their number of pixels."""
     if not (area := model.option(params, "image_area")) >= UNIT * UNIT:
         raise ValueError(f"image_area must be >= {UNIT * UNIT} pixels, got {area}")
 

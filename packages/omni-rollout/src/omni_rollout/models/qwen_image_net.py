@@ -1,4 +1,4 @@
-"""Qwen-Image's transformer: diffusers' class, with positions for any accelerator."""
+"""Qwen-Image's transformer: diffusers' class, with positions that any accelerator can use."""
 
 from functools import cache, wraps
 from typing import Any
@@ -14,7 +14,7 @@ from omni_rollout.types import to_device
 
 
 class QwenImageTransformer2DModel(diffusers.QwenImageTransformer2DModel):
-    """The net of diffusers' class, under the same name."""
+    """Net of diffusers' class, under the same name."""
 
     @wraps(diffusers.QwenImageTransformer2DModel.__init__)  # type: ignore[misc]  # from_config reads its names
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -25,7 +25,7 @@ class QwenImageTransformer2DModel(diffusers.QwenImageTransformer2DModel):
 
 
 class Positions(QwenEmbedRope):
-    """Frequencies as complex numbers, or as angles where rotations are real."""
+    """Frequencies as complex numbers, or as angles if rotations are real."""
 
     @cache  # noqa: B019  # as in diffusers
     def _get_device_freqs(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -35,7 +35,7 @@ class Positions(QwenEmbedRope):
 
 
 class Attention(QwenDoubleStreamAttnProcessor2_0):
-    """diffusers' attention, which here also takes angles."""
+    """diffusers' attention, which also accepts angles."""
 
     def __call__(
         self,
@@ -46,10 +46,10 @@ class Attention(QwenDoubleStreamAttnProcessor2_0):
         attention_mask: None = None,
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the states of the image [B, N, D] and of the text [B, T, D] after attention among all of them.
+        """Return the states of the image [B, N, D] and of the text [B, T, D] after joint attention.
 
-        encoder_hidden_states_mask: bool [B, T], False for padding. image_rotary_emb: frequencies or angles, [N, d/2] of
-        the image and [T, d/2] of the text.
+        encoder_hidden_states_mask: bool [B, T], False for padding. image_rotary_emb: frequencies or angles, [N, d/2]
+        for the image and [T, d/2] for the text.
         """
         if image_rotary_emb is None or image_rotary_emb[0].is_complex():
             inputs = hidden_states, encoder_hidden_states, encoder_hidden_states_mask, None, image_rotary_emb

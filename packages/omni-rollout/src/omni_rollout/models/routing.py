@@ -1,8 +1,8 @@
-"""Mixtures of experts: their load, and the replay of sampling's routes in the update.
+"""Mixtures of experts: their load, and replay of the sampled routes in the update.
 
-The net of such a model has a `Routing`, which it calls once in each forward pass with the choices of all its routers;
-its texts are the model's `ids`. Where sampling and update round differently, as in other batches, a near tie may send a
-token to another expert, and the ratio of the step jumps. Replayed routes rule that out (R3, arXiv 2510.11370).
+The net of such a model has a `Routing`, which it calls once per forward pass with the choices of all its routers;
+its texts are the model's `ids`. If sampling and update round differently, as in different batches, a near tie may send
+a token to another expert, and the ratio of the step jumps. Replayed routes prevent this (R3, arXiv 2510.11370).
 
 Shapes: B samples, T text tokens, N further tokens, K kept steps, k experts of a token, E experts.
 """
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from omni_rollout.model import Model, wrap
 from omni_rollout.types import Cond, Engine, Params, Prompt, Trajectory
 
-Chosen = tuple[Tensor, Tensor]  # experts of text tokens and of all after them, see `Routing`
+Chosen = tuple[Tensor, Tensor]  # experts of text tokens and of all later tokens, see `Routing`
 
 
 class Routing(nn.Module):
-    """The place for hooks that read the choices of a net's routers."""
+    """Attachment point for hooks that read the choices of a net's routers."""
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
@@ -29,17 +29,17 @@ class Routing(nn.Module):
         self.num_experts = num_experts
 
     def forward(self, text: Tensor, others: Tensor) -> Chosen:
-        """Return the experts of text tokens [B, T, layers, k] and of all after them [B, N, layers, k], uint8."""
+        """Return the experts of text tokens [B, T, layers, k] and of all later tokens [B, N, layers, k], uint8."""
         return text, others
 
 
 def routing_of(net: nn.Module) -> Routing | None:
-    """Return the routing of a net that is a mixture of experts, else None."""
+    """Return the routing of a net with a mixture of experts, else None."""
     return next((module for module in net.modules() if isinstance(module, Routing)), None)
 
 
 class ExpertLoad:
-    """The number of tokens of each expert and layer, padding included, over the forward passes that are counted.
+    """Number of tokens per expert and layer, including padding, over the counted forward passes.
 
     routing.register_forward_hook(load.count)
     """
@@ -71,11 +71,11 @@ class ExpertLoad:
 
 
 def replay_routes(model: Model, engine: Engine, routing: Routing) -> tuple[Model, Engine]:
-    """Return an engine that keeps the routes of the kept steps in `cond`, and a model that replays them.
+    """Return a model that replays routes, and an engine that stores the routes of the kept steps in `cond`.
 
-    They are a byte for each token, layer, expert of the token and kept step; those of the text are stored
-    once. `cond` has `text_routes` [B, T, layers, k] with a mask, `routes` [B, K, N, layers, k], and the noise levels
-    `route_levels` [B, K] at which these steps start; with guidance also the negatives of both.
+    Routes take a byte for each token, layer, expert of the token and kept step; those of the text are stored once.
+    `cond` has `text_routes` [B, T, layers, k] with a mask, `routes` [B, K, N, layers, k], and the noise levels
+    `route_levels` [B, K] at which these steps start; with guidance also the negatives of both kinds of routes.
     """
     seen: list[Chosen] = []
 
@@ -108,7 +108,7 @@ def replay_routes(model: Model, engine: Engine, routing: Routing) -> tuple[Model
 
 
 def _by_sample(model: Model, trajectory: Trajectory, kept: Sequence[Chosen]) -> dict[str, Tensor]:
-    """Return the entries of `cond` for the choices in the forward passes of the kept steps."""
+    """Return the entries of `cond` for the routers' choices in the kept steps."""
     cond: Mapping[str, Tensor] = trajectory.cond
     sides = ("", "negative_") if model.is_guided(trajectory.params) else ("",)
     texts, others = kept[0][0].chunk(len(sides)), torch.stack([chosen[1] for chosen in kept], dim=1).chunk(len(sides))

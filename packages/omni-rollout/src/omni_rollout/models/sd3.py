@@ -1,7 +1,7 @@
 """Stable Diffusion 3 and 3.5, medium and large (arXiv 2403.03206): text to image, a flow in the latents of an 8x VAE.
 
 Shapes: B samples, C latent channels (16), h x w latent pixels (an eighth of the image), T text positions (77 of two
-CLIP encoders, max_sequence_length of T5), D text width. All texts fill all positions, so there is no mask.
+CLIP encoders, max_sequence_length of T5), D text width. Every text fills all positions, so there is no mask.
 """
 
 from collections.abc import Mapping
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 class StableDiffusion3(ImageModel):
-    """Stable Diffusion 3 or 3.5 for one checkpoint. Its guidance is `guidance_scale`, on above 1.
+    """Stable Diffusion 3 or 3.5 for one checkpoint. Its guidance is `guidance_scale`, which is on above 1.
 
-    The option max_sequence_length is the number of T5's text tokens, padded or truncated.
+    The option max_sequence_length is the length to which T5's text is padded or truncated.
     """
 
     PIPELINE = "StableDiffusion3Pipeline"
@@ -49,7 +49,7 @@ class StableDiffusion3(ImageModel):
         self._expect("transformer", in_channels=channels, out_channels=channels)
 
     def check(self, params: Params) -> None:
-        """Raise ValueError for a size or option that the model lacks."""
+        """Raise ValueError for an unsupported size or option."""
         super().check(params)
         self.check_text_length(params)
         unit = 8 * self.value("transformer", "patch_size", int, 2)
@@ -65,10 +65,10 @@ class StableDiffusion3(ImageModel):
             raise ValueError(f"{rule}, such as {near}, got {length}")
 
     def share(self, net: nn.Module, mesh: "torch.distributed.DeviceMesh") -> None:
-        """Split the tokens of each forward of the net over the ranks of a row of `mesh`.
+        """Split the tokens of each forward pass of the net over the ranks in a row of `mesh`.
 
-        The attention of diffusers' net exchanges no tokens. HunyuanVideo's computes the same and does, and Z-Image's
-        where there are no texts.
+        The attention of diffusers' net exchanges no tokens. HunyuanVideo's attention computes the same and does; so
+        does Z-Image's for blocks without texts.
         """
         from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
         from diffusers.models.transformers.transformer_z_image import ZSingleStreamAttnProcessor
@@ -101,7 +101,7 @@ class StableDiffusion3(ImageModel):
     def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False, max_sequence_length: float = 256) -> Cond:
         """Return the embeddings of one prompt: `embeds` [T, D] and `pooled` [D'], in the encoders' dtype."""
         text = prompt.negative if negative else prompt.text
-        length = parts.tokenizer.model_max_length  # for both, like the pipeline
+        length = parts.tokenizer.model_max_length  # for both, as in the pipeline
         clip, pooled = _encode_clip(parts.tokenizer, parts.text_encoder, text, length)
         clip_2, pooled_2 = _encode_clip(parts.tokenizer_2, parts.text_encoder_2, text, length)
         t5 = parts.text_encoder_3(text_ids(parts.tokenizer_3, parts.text_encoder_3, text, max_sequence_length))[0]
@@ -112,7 +112,7 @@ class StableDiffusion3(ImageModel):
     def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
         """Return the velocity [B, C, h, w], float32, at x [B, C, h, w] and noise levels sigma [B].
 
-        cond: `embeds` [B, T, D] and `pooled` [B, D']; with guidance also their negatives. Both halves of
+        cond: `embeds` [B, T, D] and `pooled` [B, D'], with guidance also their negatives. Both halves of
         classifier-free guidance run as one batch.
         """
         embeds, pooled = cond["embeds"], cond["pooled"]
@@ -136,6 +136,6 @@ class StableDiffusion3(ImageModel):
 def _encode_clip(
     tokenizer: "PreTrainedTokenizerBase", encoder: "PreTrainedModel", text: str, length: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the embeddings [1, length, D] before the last layer, and the pooled ones [1, D']."""
+    """Return the embeddings [1, length, D] before the last layer and the pooled embedding [1, D']."""
     out = encoder(text_ids(tokenizer, encoder, text, length), output_hidden_states=True)
     return out.hidden_states[-2], out[0]

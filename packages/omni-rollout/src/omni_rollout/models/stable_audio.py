@@ -1,4 +1,4 @@
-"""Stable Audio 3 (arXiv 2605.17991): text to sound, a flow in the latents of an autoencoder of stereo sound.
+"""Stable Audio 3 (arXiv 2605.17991): text to sound, a flow in the latents of a stereo autoencoder.
 
 Shapes: B samples, C latent channels (256), n latent frames (of 4096 points), N points, T text positions (256), D width.
 """
@@ -19,10 +19,10 @@ MAX_LOGSNR = 16.0  # beyond it float32 levels round to 0 and 1
 
 
 class StableAudio3(DiffusersModel):
-    """Stable Audio 3 for one checkpoint. Its guidance is `guidance_scale`, on above 1, plain.
+    """Stable Audio 3 for one checkpoint. Its guidance is `guidance_scale`, on above 1, without variants.
 
     Height, width and frames have no effect: the option duration is the sound's length in seconds. The noise levels are
-    evenly spaced between the log-SNRs logsnr_min and logsnr_max.
+    evenly spaced in log-SNR from logsnr_min to logsnr_max.
     """
 
     PIPELINE = "StableAudio3Pipeline"
@@ -58,7 +58,7 @@ class StableAudio3(DiffusersModel):
         self._expect("transformer", patch_size=1, io_channels=self.value("vae", "latent_dim", int))
 
     def check(self, params: Params) -> None:
-        """Raise ValueError for a length or an option that the model lacks."""
+        """Raise ValueError for an unsupported length or option."""
         super().check(params)
         seconds, longest = self.option(params, "duration"), self.value("duration_embedder", "max_val", float, 384.0)
         rate = self.value("vae", "sampling_rate", int)
@@ -69,7 +69,7 @@ class StableAudio3(DiffusersModel):
         low, high = self.option(params, "logsnr_min"), self.option(params, "logsnr_max")
         if not -MAX_LOGSNR <= low < high <= MAX_LOGSNR:
             bound = f"{MAX_LOGSNR:g}"
-            raise ValueError(f"logsnr_min must be >= -{bound} and < logsnr_max, and that <= {bound}, got {low}, {high}")
+            raise ValueError(f"logsnr_min must be >= -{bound} and < logsnr_max <= {bound}, got {low}, {high}")
 
     def latent_shape(self, params: Params) -> tuple[int, int]:
         """Return (C, n)."""
@@ -81,11 +81,11 @@ class StableAudio3(DiffusersModel):
 
     @property
     def _stride(self) -> int:
-        """The points of a latent frame."""
+        """Points per latent frame."""
         return self.value("vae", "patch_size", int) * math.prod(self.value("vae", "encoder_strides", list))
 
     def sigmas(self, params: Params) -> Tensor:
-        """Return the noise levels [S + 1] from 1 to 0, with even steps of log-SNR between."""
+        """Return the noise levels [S + 1] from 1 to 0, with even log-SNR steps between."""
         low, high = self.option(params, "logsnr_min"), self.option(params, "logsnr_max")
         levels = torch.sigmoid(linear_sigmas(params.num_inference_steps) * (high - low) - high)
         levels[0], levels[-1] = 1, 0
@@ -110,7 +110,7 @@ class StableAudio3(DiffusersModel):
     def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
         """Return the velocity [B, C, n], float32, at x [B, C, n] and noise levels sigma [B].
 
-        cond: `embeds` [B, T, D], `is_text` [B, T] and `duration` [B, D]; with guidance also the negatives of the former
+        cond: `embeds` [B, T, D], `is_text` [B, T] and `duration` [B, D]; with guidance also the negatives of the first
         two, and both halves run as one batch.
         """
         embeds, is_text, duration = cond["embeds"], cond["is_text"], cond["duration"]
@@ -154,4 +154,4 @@ class StableAudio3(DiffusersModel):
             return cls
         from diffusers.loaders import PeftAdapterMixin
 
-        return type(cls.__name__, (cls, PeftAdapterMixin), {})  # diffusers' class of this net cannot load adapters
+        return type(cls.__name__, (cls, PeftAdapterMixin), {})  # diffusers' class cannot load adapters

@@ -1,8 +1,8 @@
 """Wan 2.1 and 2.2 (arXiv 2503.20314): text and image to video, a flow in the latents of a causal video VAE.
 
-Shapes: B samples, C latent channels (16; 48 of TI2V-5B), F frames of a video, f = (F - 1) / 4 + 1 latent frames, h x w
-latent pixels (an eighth of a frame, a sixteenth of TI2V-5B), T text positions (512), D text width. All texts fill all
-positions, and the net attends to the zeros after a text, so there is no mask.
+Shapes: B samples, C latent channels (16; 48 in TI2V-5B), F frames of a video, f = (F - 1) / 4 + 1 latent frames, h x w
+latent pixels (an eighth of a frame, a sixteenth in TI2V-5B), T text positions (512), D text width. Every text fills all
+positions, and the net attends to the zeros after it, so there is no mask.
 """
 
 import html
@@ -18,17 +18,17 @@ from omni_rollout.models.diffusers_model import FLOW_SCHEDULER, DiffusersModel, 
 from omni_rollout.models.qwen_image import channel_statistics
 from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates, to_device
 
-TEXT_TOKENS = 512  # a net with keys for images takes all tokens before this many last ones for image tokens
+TEXT_TOKENS = 512  # a net with image keys takes all but the last 512 tokens for image tokens
 PATCH = 2  # latent pixels along a token's side
 EXPERTS = {"high": "transformer", "low": "transformer_2"}  # by noise level -> subfolder
 
 
 class Wan(DiffusersModel):
-    """Wan for one checkpoint. Its guidance is `guidance_scale`, on above 1.
+    """Wan for one checkpoint. Its guidance is `guidance_scale`, which is on above 1.
 
-    The option guidance_scale_2 is the scale of the expert of low noise levels, 0 for guidance_scale; flow_shift is the
-    shift of the schedule, 0 for the checkpoint's. TI2V-5B accepts a first frame as known data: the net gets it at noise
-    level 0, and its velocity leads to it.
+    The option guidance_scale_2 is the scale for the expert of low noise levels, or 0 for guidance_scale; flow_shift is
+    the shift of the schedule, or 0 for the checkpoint's. TI2V-5B accepts a first frame as known data: the net gets it
+    at noise level 0, and its velocity leads to it.
     """
 
     PIPELINE = "WanPipeline"
@@ -82,15 +82,15 @@ class Wan(DiffusersModel):
 
     @property
     def nets(self) -> Mapping[str, str]:
-        """The subfolders of the experts high and low, if the checkpoint has two."""
+        """Subfolders of the experts high and low, if the checkpoint has two."""
         return EXPERTS if "transformer_2" in self.parts else super().nets
 
     def _images(self) -> range:
-        """Return the possible numbers of given frames: TI2V-5B accepts the first, or none."""
+        """Return the allowed numbers of given frames: TI2V-5B accepts the first frame or none."""
         return range(2 if self.is_per_token else 1)
 
     def check(self, params: Params) -> None:
-        """Raise ValueError for a size, a number of frames or an option that the model lacks."""
+        """Raise ValueError for an unsupported size, number of frames or option."""
         super().check(params)
         most = self.value("transformer", "rope_max_seq_len", int, 1024)
         check_size(params, PATCH * self.value("vae", "scale_factor_spatial", int, 8), most=most)
@@ -117,16 +117,16 @@ class Wan(DiffusersModel):
         return self.value("vae", "z_dim", int), frames, params.height // stride, params.width // stride
 
     def sigmas(self, params: Params) -> Tensor:
-        """Return the noise levels [S + 1] from 1 to 0, evenly spaced and shifted like those of Wan's released code."""
+        """Return the noise levels [S + 1] from 1 to 0, evenly spaced and shifted as in Wan's released code."""
         shift = self.option(params, "flow_shift") or self.value("scheduler", "flow_shift", float, 1.0)
         return shift_sigmas(linear_sigmas(params.num_inference_steps), shift)
 
     def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False) -> Cond:
-        """Return the embeddings of one prompt: `embeds` [T, D] in the encoder's dtype, zeros after the text."""
+        """Return the embeddings of one prompt: `embeds` [T, D] in the encoder's dtype, with zeros after the text."""
         from ftfy import fix_text
 
         text = fix_text(prompt.negative if negative else prompt.text)
-        text = html.unescape(html.unescape(text))  # twice, like diffusers
+        text = html.unescape(html.unescape(text))  # twice, as in diffusers
         tokens = parts.tokenizer(
             [" ".join(text.split())], padding="max_length", max_length=TEXT_TOKENS, truncation=True, return_tensors="pt"
         )
@@ -136,10 +136,10 @@ class Wan(DiffusersModel):
         return {"embeds": torch.cat([embeds[:length], torch.zeros_like(embeds[length:])])}
 
     def condition(self, parts: Parts, prompt: Prompt, params: Params) -> Cond:
-        """Return the conditioning by given frames: for TI2V-5B `first` [C, 1, h, w], the latents of the first.
+        """Return the conditioning by given frames: for TI2V-5B, `first` [C, 1, h, w], the latents of the first frame.
 
-        Else `image_latents` [4 + C, f, h, w], a mask of the given frames and the latents of a video that is gray
-        between them; and CLIP's embeddings of them, `image_embeds` [n, D'], for a net with that input.
+        Otherwise `image_latents` [4 + C, f, h, w], a mask of the given frames and the latents of a video that is gray
+        between them; and for nets with that input, CLIP's embeddings of the frames, `image_embeds` [n, D'].
         """
         if not prompt.images:
             return {}
@@ -151,7 +151,7 @@ class Wan(DiffusersModel):
             video[i], known[i] = frame.float() / 255, 1
         latents = self.encode_media(parts, {"video": video[None]}, params)[0]
         stride = self.value("vae", "scale_factor_temporal", int, 4)
-        mask = torch.cat([known[:1].expand(stride), known[1:]]).view(-1, stride).T  # of the frames of a latent frame
+        mask = torch.cat([known[:1].expand(stride), known[1:]]).view(-1, stride).T  # of the frames in each latent frame
         mask = to_device(mask[..., None, None].expand(-1, *latents.shape[1:]).contiguous(), latents.device)
         return {"image_latents": torch.cat([mask, latents])} | self._seen(parts, prompt)
 
@@ -168,11 +168,11 @@ class Wan(DiffusersModel):
         """Return the velocity [B, C, f, h, w], float32, at x [B, C, f, h, w] and noise levels sigma [B].
 
         cond: `embeds` [B, T, D], with guidance also its negative, and the entries of `condition`. Both halves of
-        classifier-free guidance run as one batch. With two experts all levels must be on one side of the boundary; the
-        host waits for them.
+        classifier-free guidance run as one batch. With two experts, all levels must be on one side of the boundary, and
+        the host waits for them.
 
         Raises:
-            ValueError: the levels are on both sides.
+            ValueError: the levels are on both sides of the boundary.
         """
         embeds, image, first = cond["embeds"], cond.get("image_embeds"), cond.get("first")
         guided, expert = self.is_guided(params), self._expert(sigma)
@@ -208,7 +208,7 @@ class Wan(DiffusersModel):
         return torch.cat([(x[:, :, :1] - first) / sigma.view(-1, 1, 1, 1, 1), velocity[:, :, 1:]], dim=2)
 
     def _expert(self, sigma: Tensor) -> dict[str, str]:
-        """Return the keyword that names the expert to run."""
+        """Return the keyword argument that selects the expert to run."""
         if not self.boundary:
             return {}
         low = {level < self.boundary for level in sigma.tolist()}
@@ -234,14 +234,14 @@ class Wan(DiffusersModel):
 class WanImageToVideo(Wan):
     """Wan for one checkpoint whose videos begin with a given frame, and may end with another.
 
-    2.1 also encodes the frames with CLIP: its checkpoints accept the first one, or both if trained for both.
+    Wan 2.1 also encodes the frames with CLIP: its checkpoints accept the first one, or both if trained for both.
     """
 
     PIPELINE = "WanImageToVideoPipeline"
     IMAGES = range(1, 3)
 
     def _images(self) -> range:
-        """Return the possible numbers of given frames."""
+        """Return the allowed numbers of given frames."""
         if "image_encoder" not in self.parts:
             return range(1, 2 if self.is_per_token else 3)
         return range(2, 3) if self.config["transformer"].get("pos_embed_seq_len") else range(1, 2)
@@ -251,4 +251,4 @@ class WanImageToVideo(Wan):
             return super()._class(part)
         from transformers import CLIPImageProcessorPil
 
-        return CLIPImageProcessorPil  # which needs no torchvision
+        return CLIPImageProcessorPil  # needs no torchvision

@@ -1,4 +1,4 @@
-"""A tokenizer without a vocabulary, for plans: it returns the length of a text, not its tokens."""
+"""Tokenizer without a vocabulary, for plans: its tokens show only the length of a text."""
 
 import re
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from transformers import PreTrainedTokenizer
 
 PIECES = re.compile(r"[^\W\d_]{1,8}|\d|_|[^\w\s]|\n| {2,}")
-CHAT = (  # a template with each of the media in its own place, like those of Qwen's models
+CHAT = (  # a template with a place for each medium, as in Qwen's models
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
     "{% if part.type == 'text' %}{{ part.text }}"
@@ -18,9 +18,9 @@ CHAT = (  # a template with each of the media in its own place, like those of Qw
 
 
 class WordTokenizer(PreTrainedTokenizer):
-    """A tokenizer of words: up to 8 letters are a token, and so is each digit, mark and line end, all with one id.
+    """Tokenizer of words: up to 8 letters are a token, and so is each digit, mark and line end, all with one id.
 
-    It has the special tokens of its tokenizer_config.json. Texts get a few more tokens than by a released vocabulary.
+    It has the special tokens of its tokenizer_config.json. It counts slightly more tokens than a released vocabulary.
     """
 
     def __init__(self, **config: Any) -> None:
@@ -28,7 +28,7 @@ class WordTokenizer(PreTrainedTokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """The number of ids beside those of special tokens."""
+        """Number of ids besides those of special tokens."""
         return 1
 
     def get_vocab(self) -> dict[str, int]:

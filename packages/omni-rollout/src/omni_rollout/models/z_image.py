@@ -1,8 +1,8 @@
 """Z-Image, base and turbo (arXiv 2511.22699): text to image, a flow in the latents of an 8x VAE.
 
 Shapes: B samples, C latent channels (16), h x w latent pixels (an eighth of the image), T text tokens, D text width.
-The net takes and returns lists with a tensor per sample; its time runs from 0 (noise) to 1 (data), its velocity from
-noise to data.
+The net takes and returns lists with one tensor per sample. Its time runs from 0 (noise) to 1 (data), and its velocity
+from noise to data.
 """
 
 from collections.abc import Mapping
@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from omni_rollout.models.diffusers_model import PIXELS_PER_TOKEN, ImageModel, check_size
 from omni_rollout.types import Cond, Params, Parts, Prompt
 
-TEXT_UNIT = 32  # tokens; the net pads a text to a multiple
+TEXT_UNIT = 32  # tokens; the net pads a text to a multiple of it
 
 
 class ZImage(ImageModel):
-    """Z-Image for one checkpoint. Its guidance is `guidance_scale`, on above 0; the turbo checkpoint takes 0.
+    """Z-Image for one checkpoint. Its guidance is `guidance_scale`, on above 0; the turbo checkpoint requires 0.
 
     Options: `cfg_truncation`, the time in [0, 1] after which guidance is off; `cfg_normalization`, the largest ratio of
-    the guided velocity's norm to the conditional one's, 0 for no bound; `max_sequence_length`, the number of tokens to
-    which a text is truncated, including those of the chat template.
+    the guided velocity's norm to the conditional one's, or 0 for no bound; `max_sequence_length`, the number of tokens
+    to which a text is truncated, including the chat template's.
     """
 
     PIPELINE = "ZImagePipeline"
@@ -58,7 +58,7 @@ class ZImage(ImageModel):
         return ZImageTransformer2DModel
 
     def check(self, params: Params) -> None:
-        """Raise ValueError for a size or option that the model lacks."""
+        """Raise ValueError for an unsupported size or option."""
         super().check(params)
         places, rows, columns = self.value("transformer", "axes_lens", list, [1024, 512, 512])
         check_size(params, PIXELS_PER_TOKEN, most=min(rows, columns))
@@ -68,19 +68,19 @@ class ZImage(ImageModel):
                 raise ValueError(f"{name} must be in [0, {most}], got {value}")
 
     def check_context(self) -> None:
-        """Raise ValueError unless `context` ranks can compute a forward together: tokens come in units of 32."""
+        """Raise ValueError unless `context` ranks can compute a forward pass together: tokens come in units of 32."""
         if TEXT_UNIT % self.context:
             raise ValueError(f"context must divide {TEXT_UNIT} for a {self.PIPELINE}, got {self.context}")
         super().check_context()
 
     def share(self, net: nn.Module, mesh: "torch.distributed.DeviceMesh") -> None:
-        """Split the tokens of each forward of the net over a row of `mesh`; all ranks refine all tokens."""
+        """Split the tokens of each forward pass of the net over a row of `mesh`; every rank refines all tokens."""
         super().share(net, mesh)
         for block in (*net.get_submodule("noise_refiner").children(), *net.get_submodule("context_refiner").children()):
             block.get_submodule("attention").processor._parallel_config = None  # type: ignore[union-attr]
 
     def _context_plan(self, net: nn.Module) -> dict[str, Any]:
-        """Return a plan, as diffusers has none: image and text are split where they are one sequence."""
+        """Return a plan, as diffusers has none: image and text are split once they are one sequence."""
         from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 
         part = ContextParallelInput(split_dim=1)
@@ -91,7 +91,7 @@ class ZImage(ImageModel):
         }
 
     def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False, max_sequence_length: float = 512) -> Cond:
-        """Return the embeddings of one prompt: `embeds` [T, D] in the encoder's dtype and `embeds_mask` [T], True."""
+        """Return the embeddings of one prompt: `embeds` [T, D] in the encoder's dtype, and `embeds_mask` [T], True."""
         chat = [{"role": "user", "content": prompt.negative if negative else prompt.text}]
         text = parts.tokenizer.apply_chat_template(
             chat, tokenize=False, add_generation_prompt=True, enable_thinking=True
@@ -104,10 +104,10 @@ class ZImage(ImageModel):
     def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
         """Return the velocity [B, C, h, w], float32, at x [B, C, h, w] and noise levels sigma [B].
 
-        cond: `embeds` [B, T, D] and `embeds_mask` [B, T]; with guidance also their negatives, which are not run if
+        cond: `embeds` [B, T, D] and `embeds_mask` [B, T], with guidance also their negatives, which do not run if
         truncation turns guidance off for all samples.
         """
-        time = (1000 - sigma.float() * 1000) / 1000  # diffusers' own rounding
+        time = (1000 - sigma.float() * 1000) / 1000  # rounded as in diffusers
         scale = torch.full_like(time, params.guidance_scale)
         guided, truncation = self.is_guided(params), self.option(params, "cfg_truncation")
         if guided and truncation < 1:

@@ -1,4 +1,4 @@
-"""Z-Image's transformer: diffusers' class, with positions for any accelerator."""
+"""Z-Image's transformer: diffusers' class, with positions that any accelerator can use."""
 
 from functools import wraps
 from typing import Any
@@ -13,7 +13,7 @@ from omni_rollout.types import to_device
 
 
 class ZImageTransformer2DModel(diffusers.ZImageTransformer2DModel):
-    """The net of diffusers' class, under the same name."""
+    """Net of diffusers' class, under the same name."""
 
     @wraps(diffusers.ZImageTransformer2DModel.__init__)  # type: ignore[misc]  # from_config reads its names
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -25,12 +25,12 @@ class ZImageTransformer2DModel(diffusers.ZImageTransformer2DModel):
 
 
 class Positions(RopeEmbedder):
-    """Frequencies as complex numbers, or as angles where rotations are real."""
+    """Frequencies as complex numbers, or as angles if rotations are real."""
 
     freqs_cis: list[Tensor] | None
 
     def __call__(self, ids: Tensor) -> Tensor:
-        """Return the frequencies [N, d/2] of places [N, axes]."""
+        """Return the frequencies [N, d/2] of positions [N, axes]."""
         if self.freqs_cis is None and is_real(ids.device):
             tables = self.precompute_freqs_cis(self.axes_dims, self.axes_lens, theta=self.theta)
             self.freqs_cis = [to_device(table.angle(), ids.device) for table in tables]
@@ -38,7 +38,7 @@ class Positions(RopeEmbedder):
 
 
 class Attention(ZSingleStreamAttnProcessor):
-    """diffusers' attention, which here also takes angles."""
+    """diffusers' attention, which also accepts angles."""
 
     def __call__(
         self,

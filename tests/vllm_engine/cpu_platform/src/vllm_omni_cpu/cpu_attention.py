@@ -7,17 +7,17 @@ from vllm_omni.diffusion.attention.backends.sdpa import SDPABackend, SDPAImpl
 
 
 class CpuAttention(SDPAImpl):
-    """Scaled dot-product attention; vLLM-Omni's dispatch knows five platforms, and this is not one of them."""
+    """Scaled dot-product attention; vLLM-Omni's dispatch supports five platforms, but not this one."""
 
     def forward(self, query: Any, key: Any, value: Any, attn_metadata: Any = None) -> torch.Tensor:
-        """Attention of [B, T, heads, head size] tensors, with the metadata's mask."""
+        """Return the attention of [B, T, heads, head size] tensors, with the metadata's mask."""
         return self._forward_impl(query, key, value, attn_metadata)
 
 
 class CpuAttentionBackend(SDPABackend):
-    """The backend that has `CpuAttention`."""
+    """Backend with `CpuAttention`."""
 
     @staticmethod
     def get_impl_cls() -> type[SDPAImpl]:
-        """The class that computes."""
+        """Return the class that computes attention."""
         return CpuAttention

@@ -1,12 +1,12 @@
 """The vLLM-Omni engine: its worker, modules and kernels, inside the training process.
 
 A batch of prompts becomes a batch of requests. The worker runs its pipeline once on all of them, and the pipeline runs
-the denoising loop of the embedded engine on vLLM-Omni's modules. So all steps, windows and noise are omni_sched's; only
-the arithmetic of another implementation of the transformer differs from the trainer.
+the embedded engine's denoising loop on vLLM-Omni's modules. All steps, windows and noise are therefore omni_sched's;
+only the arithmetic of the transformer's other implementation differs from the trainer.
 
-An unsharded trainer can hold its parameters in the engine's storage (`adopt`): a sync then moves no byte.
-`load_weights` copies those that are not adopted and requires every one of them: a missing name is an error, which
-vLLM-Omni would silently skip. Names are diffusers': `to_q` is a slice of the rows of the fused `to_qkv`.
+An unsharded trainer can hold its parameters in the engine's storage (`adopt`): a sync then moves no bytes.
+`load_weights` copies the weights that are not adopted and requires all of them: a missing name, which vLLM-Omni would
+silently skip, is an error. Names are diffusers': `to_q` is a slice of the rows of the fused `to_qkv`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,24 +33,23 @@ from vllm_omni.platforms import current_omni_platform  # isort: skip
 from omni_rollout.engines.vllm_omni.pipelines import PIPELINES  # isort: skip
 from omni_rollout.engines.vllm_omni.quantized import QuantizedLayer, is_quantized  # isort: skip
 
-PROBES = 32  # elements of each weight that a sync compares afterwards, at most
+PROBES = 32  # most elements of each weight that a sync compares afterwards
 
 
 class VllmOmniEngine:
-    """A vLLM-Omni engine, at most one per process. It begins with the checkpoint's weights as version 0.
+    """vLLM-Omni engine, at most one per process. It begins with the checkpoint's weights as version 0.
 
-    model: from `open_model`. device: this rank's; its index selects the accelerator. dtype: of all weights. together:
-    entered around code that may fail on only one rank; a context manager such as `same_error` then raises on all ranks,
-    and none waits forever. With a process group, all ranks construct their engines at the same point.
-
-    quantization: the format in which vLLM-Omni holds the weights of linear layers; None is `dtype`.
+    model: from `open_model`. device: this rank's device; its index selects the accelerator. dtype: dtype of all
+    weights. together: context manager for code that may fail on only one rank; one such as `same_error` then raises on
+    all ranks, so that none waits forever. With a process group, all ranks construct their engines at the same point.
+    quantization: format in which vLLM-Omni holds the weights of linear layers; None for `dtype`.
 
     Raises:
-        ValueError: vLLM-Omni's platform is not that of `device`, or it has no pipeline for the model, or does not
+        ValueError: vLLM-Omni's platform does not match `device`, or it has no pipeline for the model or does not
             quantize it.
     """
 
-    shares_weights = False  # adopted weights too get a new version, and are checked
+    shares_weights = False  # adopted weights also get a new version and are checked
     is_exact = False
 
     def __init__(
@@ -85,35 +84,35 @@ class VllmOmniEngine:
             raise ValueError(
                 f"quantization must be None for a {kind}, which vLLM-Omni does not quantize, got {quantization}"
             )
-        self._quantized = {  # by diffusers' name: the layer, and its rows on the meta device
+        self._quantized = {  # by diffusers' name: the layer, and the rows, on the meta device
             theirs: (layer, view)
             for name, layer in self._layers.items()
             for theirs, view in self._views({f"{name}.weight": layer.form}).items()
         }
         self._adopted: dict[str, nn.Parameter] = {}  # the trainer's parameters in the engine's storage
         self._asleep: list[Tensor] = []  # the tensors that `sleep` has freed
-        # By id of a tensor: its values on the host, or its shape where a sync has them.
+        # By a tensor's id: its values on the host, or only its shape if a sync brings the values.
         self._kept: dict[int, Tensor] = {}
-        self._dropped = False  # True if weights are those of no version until the next sync
+        self._dropped = False  # True if the weights are invalid until the next sync
         self._calls = count()
 
     @property
     def parts(self) -> Parts:
-        """The pipeline's modules."""
+        """Modules of the pipeline."""
         parts: Parts = self.pipeline.sampler.parts
         return parts
 
     @property
     def net(self) -> nn.Module:
-        """The transformer that samples."""
+        """Transformer that samples."""
         return self.parts.net
 
     def generate(self, prompts: Sequence[Prompt], params: Params) -> Trajectory:
         """Return one sample per prompt, in order, all in one batch; only the steps in `params.sde_steps` are kept.
 
         Raises:
-            ValueError: there are no prompts, or the model lacks their size.
-            RuntimeError: the engine sleeps, or waits for weights that it has dropped.
+            ValueError: there are no prompts, or the model does not support their size.
+            RuntimeError: the engine sleeps, or waits for the weights that it has dropped.
         """
         if not prompts:
             raise ValueError("prompts must hold at least one prompt, got none")
@@ -124,11 +123,11 @@ class VllmOmniEngine:
         requests = [_request(f"{call}-{i}", p, params, self.weight_version) for i, p in enumerate(prompts)]
         outputs = self._worker.execute_model_batch(_schedule(call, requests), self._worker.od_config).runner_outputs
         trajectory = Trajectory.cat([output.result.output for output in outputs])
-        # Tensors from inference mode cannot be trained with. Concatenation has copied all but this one.
+        # Inference-mode tensors cannot be used in training. Concatenation has copied all except this one.
         return replace(trajectory, sigmas=trajectory.sigmas.clone())
 
     def prepare(self, prompts: Sequence[Prompt], params: Params) -> None:
-        """Sample the initial noise of the next batch, so that a busy device need not wait for it."""
+        """Sample the initial noise of the next batch, while the device is busy."""
         self.pipeline.sampler.prepare(prompts, params)
 
     def condition(self, prompts: Sequence[Prompt], params: Params) -> Cond:
@@ -138,7 +137,7 @@ class VllmOmniEngine:
         return cond
 
     def weights(self) -> dict[str, Tensor]:
-        """Return views of the transformer's weights that are not quantized, under diffusers' names.
+        """Return views of the transformer's unquantized weights under diffusers' names.
 
         Raises:
             RuntimeError: the engine sleeps.
@@ -155,11 +154,12 @@ class VllmOmniEngine:
     def adopt(self, params: Iterable[tuple[str, nn.Parameter]]) -> int:
         """Move a trainer's parameters into the engine's storage; return the number of bytes deduplicated.
 
-        The trainer then updates the engine's weights. The values must equal the engine's, which reveals a wrong name or
-        another checkpoint; they may be on the host. Earlier adoptions end. No quantized weight is adopted.
+        The trainer then updates the engine's weights in place. The values must equal the engine's, which reveals a
+        wrong name or another checkpoint; they may be on the host. Earlier adoptions end. Quantized weights are not
+        adopted.
 
         Raises:
-            ValueError: the engine has no such weight, or another shape, dtype or value.
+            ValueError: the engine has no such weight, or one of another shape, dtype or value.
         """
         own, self._adopted = self.weights(), {}
         for name, param in params:
@@ -179,14 +179,14 @@ class VllmOmniEngine:
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         """Copy weights into the engine, one at a time, as `version`.
 
-        tensors: full tensors under diffusers' names, with every weight of the transformer that is not adopted; adopted
-        ones may be included, and are not moved. `named_weights` of omni_train merges LoRA. None is kept alive. After an
-        error some weights are new and some old: do not use the engine any more.
+        tensors: full tensors under diffusers' names, with every weight of the transformer that is not adopted. Adopted
+        ones may be included, and are not moved. `named_weights` of omni_train merges LoRA. No tensor is kept alive.
+        After an error, some weights are new and some old: the engine must not be used any more.
 
         Raises:
-            ValueError: the transformer lacks a name or shape, a weight is missing, or an adopted weight has another
-                tensor, which would overwrite the trainer's.
-            RuntimeError: the engine sleeps, or has other values afterwards.
+            ValueError: the transformer has no such name or shape, a weight is missing, or another tensor is given for
+                an adopted weight, which would overwrite the trainer's.
+            RuntimeError: the engine sleeps, or its values differ afterwards.
         """
         weights, given, moved, arrived = self.weights(), {}, 0, set[str]()
         own = weights | dict(self.net.named_buffers()) | {name: rows for name, (_, rows) in self._quantized.items()}
@@ -220,16 +220,16 @@ class VllmOmniEngine:
     def sleep(self) -> None:
         """Free every tensor on the device that the trainer has not adopted; do nothing on a CPU.
 
-        The net's weights are dropped, as the next sync has them all; other tensors never change and are copied to the
-        host once. vLLM's memory pool is not used: it would free adopted weights too, and torch's statistics do not
-        include it.
+        The net's weights are dropped, because the next sync has all of them; other tensors never change and are copied
+        to the host once. vLLM's memory pool is not used: it would free adopted weights too, and torch's statistics do
+        not include it.
         """
         if self._worker.device.type != "cpu" and not self._asleep:
             self._free()
             torch.accelerator.empty_cache()
 
     def wake(self) -> None:
-        """Undo `sleep`; weights that were dropped come with the next `load_weights`."""
+        """Undo `sleep`; the next `load_weights` brings dropped weights."""
         device = self._worker.device
         for tensor in self._asleep:
             values = self._kept[id(tensor)]
@@ -262,11 +262,9 @@ class VllmOmniEngine:
         stop_worker(self._worker)
 
     def _check_arrival(self, given: dict[str, Tensor], version: int) -> None:
-        """Raise RuntimeError unless some elements of each weight equal the trainer's, read from the sampling modules.
+        """Raise RuntimeError unless some elements of each weight in the sampling modules equal the trainer's.
 
-        Quantized weights have none that do.
-
-        An adopted weight must also have the address of the trainer's parameter.
+        Quantized weights are not compared. An adopted weight must also have the address of the trainer's parameter.
         """
         own = self.weights() | dict(self.net.named_buffers())
         moved_away = [name for name, param in self._adopted.items() if param.data_ptr() != own[name].data_ptr()]
@@ -282,10 +280,10 @@ class VllmOmniEngine:
 def diffusers_views(
     transformer: Any, params: Mapping[str, Tensor], renamed: dict[str, str], packed: dict[str, list[str]]
 ) -> dict[str, Tensor]:
-    """Return views of weights of a transformer of vLLM-Omni, given by its own names, under diffusers' names.
+    """Return views of the weights of a vLLM-Omni transformer, given by its own names, under diffusers' names.
 
-    A fused layer has the rows of its original layers, in the order of `packed`, or of the transformer's
-    `packed_modules_mapping`. renamed: pieces of names, vLLM-Omni's -> diffusers'.
+    A fused layer has the rows of its original layers in the order of `packed`, or of the transformer's
+    `packed_modules_mapping`. renamed: parts of names, vLLM-Omni's -> diffusers'.
     """
     views: dict[str, Tensor] = {}
     fused = packed or transformer.packed_modules_mapping
@@ -304,12 +302,12 @@ def diffusers_views(
 
 
 def _request(name: str, prompt: Prompt, params: Params, weight_version: int) -> OmniDiffusionRequest:
-    """Return vLLM-Omni's request for one sample, with prompt and parameters as extra arguments."""
+    """Return vLLM-Omni's request for one sample, with the prompt and parameters as extra arguments."""
     sampling = OmniDiffusionSamplingParams(
         height=params.height,
         width=params.width,
         num_inference_steps=params.num_inference_steps,
-        seed=0,  # unused: noise comes from omni_sched, by the prompt's seed
+        seed=0,  # unused: noise comes from omni_sched, from the prompt's seed
         extra_args={"prompt": prompt, "params": params, "weight_version": weight_version},
     )
     return OmniDiffusionRequest(prompt={"prompt": prompt.text}, sampling_params=sampling, request_id=name)
@@ -338,7 +336,7 @@ def _fitting(own: dict[str, Tensor], name: str, tensor: Tensor) -> Tensor:
 def _probe(tensor: Tensor, version: int) -> Tensor:
     """Return a copy of up to PROBES evenly spaced elements, which does not keep the tensor alive.
 
-    The first one depends on the version, so that consecutive syncs compare every element in turn.
+    The first element depends on the version, so that consecutive syncs eventually compare every element.
     """
     stride = max(1, -(-tensor.numel() // PROBES))
     return tensor.flatten()[version % stride :: stride].clone()

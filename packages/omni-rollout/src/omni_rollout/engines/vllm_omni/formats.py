@@ -1,9 +1,9 @@
-"""Layers of each model that vLLM-Omni quantizes, for plans without vLLM-Omni."""
+"""Layers of each model that vLLM-Omni quantizes; does not need vLLM-Omni."""
 
 from omni_rollout.model import Model
 
 LAYERS: dict[str, tuple[str, tuple[str, ...]] | None] = {
-    # By vLLM-Omni's pipelines: how names of layers begin, and their endings beside those that have LoRA.
+    # By pipeline: the prefix of the names of the layers, and their endings besides those of layers with LoRA.
     "FluxPipeline": ("single_transformer_blocks.", ("proj_mlp", "proj_out")),
     "FluxKontextPipeline": ("single_transformer_blocks.", ("proj_mlp", "proj_out")),
     "Flux2KleinPipeline": ("", ("attn.to_out",)),
@@ -22,7 +22,7 @@ LAYERS: dict[str, tuple[str, tuple[str, ...]] | None] = {
 
 
 def quantized_names(model: Model) -> list[str]:
-    """Return the net's weights, under diffusers' names, that vLLM-Omni holds in 8 bits where it quantizes.
+    """Return diffusers' names of the net's weights that vLLM-Omni holds in 8 bits when it quantizes.
 
     Raises:
         ValueError: vLLM-Omni has no pipeline for the model.

@@ -1,7 +1,7 @@
-"""vLLM-Omni's pipelines as rollout pipelines, one row per model.
+"""vLLM-Omni's pipelines as rollout pipelines, one class per model.
 
-A class subclasses one of vLLM-Omni's pipelines, and has the differences of its transformer's parameter names from
-diffusers'. If vLLM-Omni's transformer has other arguments, a hook converts diffusers' call.
+A class subclasses one of vLLM-Omni's pipelines and lists where its transformer's parameter names differ from
+diffusers'. If vLLM-Omni's transformer takes other arguments, a hook converts diffusers' call.
 """
 
 from collections.abc import Iterable
@@ -44,7 +44,7 @@ class Flux1KontextRollout(RolloutPipeline, FluxKontextPipeline):
 
 
 class QwenPipeline(RolloutPipeline):
-    """A rollout pipeline with Qwen-Image's transformer."""
+    """Rollout pipeline with Qwen-Image's transformer."""
 
     diffusers_names: ClassVar = {".to_out.": ".to_out.0."}
 
@@ -54,11 +54,11 @@ class QwenPipeline(RolloutPipeline):
 
 
 class QwenEditPipeline(QwenPipeline):
-    """A rollout pipeline of Qwen-Image's editing models."""
+    """Rollout pipeline of Qwen-Image's editing models."""
 
     def __init__(self, **kwargs: Any) -> None:
         stock = type(self).__bases__[1]
-        # `encode` needs only the processor's half for images.
+        # `encode` needs only the image half of the processor.
         with patch(f"{stock.__module__}.Qwen2VLProcessor", image_processor_class()):
             super().__init__(**kwargs)
 
@@ -87,27 +87,27 @@ class Flux2Rollout(RolloutPipeline, flux2.Flux2Pipeline):
     packed: ClassVar = Flux2KleinRollout.packed
 
     def __init__(self, **kwargs: Any) -> None:
-        with patch.object(flux2, "PixtralProcessor", AutoTokenizer):  # its half for texts, which needs no torchvision
+        with patch.object(flux2, "PixtralProcessor", AutoTokenizer):  # its text half, which needs no torchvision
             super().__init__(**kwargs)
         encoder, net = self.text_encoder, self.text_encoder.language_model.model
-        theta = encoder.config.rope_parameters["rope_theta"]  # of the file; vLLM-Omni takes 1e6
+        theta = encoder.config.rope_parameters["rope_theta"]  # from the file; vLLM-Omni uses 1e6
         net.rotary_emb = type(net.rotary_emb)(encoder.head_dim, encoder.max_position_embeddings, theta)
         net.rotary_emb.register_forward_pre_hook(_count_padding)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load all weights; the head of the text encoder, which is not used, may be missing."""
+        """Load all weights; the text encoder's unused head may be missing."""
         loaded: set[str] = super().load_weights(weights)
         return loaded | {"text_encoder.language_model.lm_head.weight"}
 
 
 def _count_padding(module: object, args: tuple[Tensor, torch.dtype]) -> tuple[Tensor, torch.dtype]:
-    """Give padding its own positions, as in diffusers' pipeline, whose net attends to it."""
+    """Give padding its own positions, as in diffusers' pipeline, whose net attends to padding."""
     positions, dtype = args
     return torch.arange(positions.shape[1], device=positions.device)[None], dtype
 
 
 class HunyuanVideoPipeline(RolloutPipeline):
-    """A rollout pipeline with HunyuanVideo 1.5's transformer."""
+    """Rollout pipeline with HunyuanVideo 1.5's transformer."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -120,7 +120,7 @@ class HunyuanVideoRollout(HunyuanVideoPipeline, HunyuanVideo15Pipeline):
 
 
 class HunyuanVideoImageRollout(HunyuanVideoPipeline, hunyuan_i2v.HunyuanVideo15I2VPipeline):
-    """HunyuanVideo 1.5 with a given frame."""
+    """HunyuanVideo 1.5 with a first frame."""
 
     def __init__(self, **kwargs: Any) -> None:
         with patch.object(hunyuan_i2v, "SiglipImageProcessor", SiglipImageProcessorPil):
@@ -128,7 +128,7 @@ class HunyuanVideoImageRollout(HunyuanVideoPipeline, hunyuan_i2v.HunyuanVideo15I
 
 
 class LTX2Rollout(RolloutPipeline, LTX2Pipeline):
-    """LTX-2 and 2.3, frames and sound, without a given first frame."""
+    """LTX-2 and 2.3, frames and sound, without a first frame."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -142,7 +142,7 @@ class StableDiffusion3Rollout(RolloutPipeline, StableDiffusion3Pipeline):
 
 
 class WanPipeline(RolloutPipeline):
-    """A rollout pipeline of Wan: parameter names, and the experts as one net."""
+    """Rollout pipeline of Wan, with its parameter names and the experts as one net."""
 
     diffusers_names: ClassVar = {
         ".to_out.": ".to_out.0.",
@@ -164,7 +164,7 @@ class WanRollout(WanPipeline, Wan22Pipeline):
 
 
 class WanImageToVideoRollout(WanPipeline, wan_i2v.Wan22I2VPipeline):
-    """Wan 2.1 and 2.2 with a given frame."""
+    """Wan 2.1 and 2.2 with a first frame."""
 
     def __init__(self, **kwargs: Any) -> None:
         read = wan_i2v._load_json
@@ -181,7 +181,7 @@ class WanImageToVideoRollout(WanPipeline, wan_i2v.Wan22I2VPipeline):
 
 
 class ZImageRollout(RolloutPipeline, z_image.ZImagePipeline):
-    """Z-Image, in the sizes of its configuration: vLLM-Omni's pipeline builds the released ones."""
+    """Z-Image with the sizes of its configuration; vLLM-Omni's pipeline builds the released sizes."""
 
     text_encoder: Any
 
@@ -190,11 +190,11 @@ class ZImageRollout(RolloutPipeline, z_image.ZImagePipeline):
         sizes = get_transformer_config_kwargs(od_config.tf_model_config, stock)
         with patch.object(z_image, "ZImageTransformer2DModel", partial(stock, **sizes)):
             super().__init__(od_config=od_config, **kwargs)
-        self.text_encoder = self.text_encoder.model  # without the head, which some checkpoints lack
+        self.text_encoder = self.text_encoder.model  # without the head, which is missing in some checkpoints
         self.transformer.register_forward_pre_hook(_omit_form, with_kwargs=True)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load all weights but the head of the text encoder."""
+        """Load all weights except the text encoder's head."""
         loaded: set[str] = super().load_weights(
             (name.replace("text_encoder.model.", "text_encoder."), tensor)
             for name, tensor in weights
@@ -204,18 +204,18 @@ class ZImageRollout(RolloutPipeline, z_image.ZImagePipeline):
 
 
 def _omit_form(module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Omit diffusers' form of a result, which vLLM-Omni's transformer does not know."""
+    """Drop diffusers' `return_dict`, which vLLM-Omni's transformer does not accept."""
     return args, {name: value for name, value in kwargs.items() if name != "return_dict"}
 
 
 def _add_text_lengths(module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Add the padded length of every text, which vLLM-Omni's transformer requires as an argument."""
+    """Add the padded length of every text, an argument that vLLM-Omni's transformer requires."""
     num_samples, length = kwargs["encoder_hidden_states"].shape[:2]
     return args, kwargs | {"txt_seq_lens": [length] * num_samples}
 
 
 def _add_masks(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Add masks and, without an image, one masked token of it, which vLLM-Omni's transformer requires."""
+    """Add the masks that vLLM-Omni's transformer requires and, without an image, one masked image token."""
     words, glyphs, image = kwargs["encoder_hidden_states"], kwargs["encoder_hidden_states_2"], kwargs["image_embeds"]
     has_image = image is not None
     if not has_image:
@@ -235,7 +235,7 @@ def _add_masks(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
 
 
 def _refuse_first_frame(module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise ValueError for levels of noise by token, which vLLM-Omni also takes for attention between the media."""
+    """Raise ValueError for per-token noise levels, which vLLM-Omni also uses for attention between the media."""
     if kwargs["timestep"].dim() > 1:
         rule = "a first frame of an LTX2Pipeline must be sampled with --engine diffusers"
         raise ValueError(f"{rule}: vLLM-Omni modulates attention between frames and sound by other noise levels")

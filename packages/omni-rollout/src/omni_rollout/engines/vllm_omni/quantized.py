@@ -1,4 +1,4 @@
-"""Linear layers of vLLM-Omni whose weights have fewer bits, and how they take new ones."""
+"""Linear layers of vLLM-Omni with quantized weights, and how they take new weights."""
 
 from typing import Any
 
@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 
 class QuantizedLayer:
-    """A linear layer that vLLM-Omni has quantized while it loaded.
+    """Linear layer that vLLM-Omni quantized while loading it.
 
-    form: its weight before, on the meta device. The last of the rows that `put` takes quantizes the whole.
+    form: its original weight, on the meta device. After the last rows from `put`, the whole weight is quantized.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -21,12 +21,12 @@ class QuantizedLayer:
         layer.register_forward_pre_hook(_make_contiguous)
 
     def begin(self) -> None:
-        """Drop the rows of a sync that failed."""
+        """Drop the rows of a failed sync."""
         self._whole: Tensor | None = None
         self._missing = len(self.form)
 
     def put(self, rows: Tensor, tensor: Tensor) -> None:
-        """Take rows of a new weight. rows: where they are in `form`, as a view of it."""
+        """Take rows of a new weight. rows: their place in `form`, as a view of it."""
         if self._whole is None:
             self._whole = torch.empty_like(self.form, device=self._layer.weight.device)
         row = rows.storage_offset() // self.form.shape[1]
@@ -37,7 +37,7 @@ class QuantizedLayer:
             self.begin()
 
     def _quantize(self, whole: Tensor) -> None:
-        """Quantize a weight with vLLM-Omni, as on loading, and copy the result into the old tensor."""
+        """Quantize a weight with vLLM-Omni, as in loading, and copy the result into the old tensor."""
         layer = self._layer
         places = dict(layer.named_parameters(recurse=False))
         layer.weight = nn.Parameter(whole, requires_grad=False)
@@ -49,10 +49,10 @@ class QuantizedLayer:
 
 
 def is_quantized(layer: nn.Module) -> bool:
-    """True if vLLM-Omni has quantized the weight of this layer while it loaded."""
+    """True if vLLM-Omni quantized the layer's weight while loading it."""
     return getattr(getattr(layer, "quant_method", None), "uses_meta_device", False)
 
 
 def _make_contiguous(layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return contiguous inputs: quantized layers view them as one matrix, and models give them parts of a sequence."""
+    """Make inputs contiguous: quantized layers view them as one matrix, and models pass parts of a sequence."""
     return tuple(arg.contiguous() for arg in args)

@@ -1,6 +1,6 @@
-"""A worker of vLLM-Omni inside a training rank.
+"""vLLM-Omni worker inside a training rank.
 
-The worker is a guest of the process, see `omni_rollout.engines.guest`. Sampling calls no collective, so ranks may have
+The worker is a guest of the process; see `omni_rollout.engines.guest`. Sampling calls no collectives, so ranks may have
 different prompts, batches and numbers of steps.
 """
 
@@ -23,7 +23,7 @@ from omni_rollout.types import Parts
 check_vllm_omni()
 if not torch.accelerator.is_available():
     os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")  # vLLM reads it when it is imported
-with patch.dict(os.environ, VLLM_CONFIGURE_LOGGING="0"):  # else it changes the format of every log line
+with patch.dict(os.environ, VLLM_CONFIGURE_LOGGING="0"):  # otherwise it changes the format of every log line
     from vllm.utils.import_utils import resolve_obj_by_qualname
     from vllm_omni.diffusion.data import DiffusionOutput, OmniDiffusionConfig
     from vllm_omni.diffusion.distributed.parallel_state import destroy_distributed_env, model_parallel_is_initialized
@@ -33,11 +33,11 @@ with patch.dict(os.environ, VLLM_CONFIGURE_LOGGING="0"):  # else it changes the 
 
 
 class RolloutPipeline:
-    """A mixin for pipelines of vLLM-Omni that answers a batch of requests by one call of our sampler on its modules.
+    """Mixin for vLLM-Omni pipelines that answers a batch of requests by one call of our sampler on its modules.
 
-    diffusers_names: pieces of its transformer's parameter names, with diffusers'. packed: fused layers with their
-    original layers, in the order of their rows, if vLLM-Omni's transformer has no `packed_modules_mapping`. sampler:
-    set by the engine.
+    diffusers_names: parts of the transformer's parameter names -> diffusers'. packed: fused layers with their original
+    layers, in the order of their rows, if vLLM-Omni's transformer has no `packed_modules_mapping`. sampler: set by the
+    engine.
     """
 
     supports_request_batch = True
@@ -48,12 +48,12 @@ class RolloutPipeline:
 
     @property
     def net(self) -> nn.Module:
-        """The module that samples."""
+        """Module that samples."""
         net: nn.Module = self.transformer
         return net
 
     def parts(self, model: Model, dtype: torch.dtype) -> Parts:
-        """Return the pipeline's modules as the model takes them, in the transformer's dtype."""
+        """Return the pipeline's modules in the form that the model takes, in the transformer's dtype."""
         names = [name for name in model.config if hasattr(self, name) and name not in model.nets.values()]
         parts = Parts(net=self.net, **{name: getattr(self, name) for name in names})
         for part in vars(parts).values():
@@ -62,7 +62,7 @@ class RolloutPipeline:
         return parts
 
     def forward(self, req: DiffusionRequestBatch) -> list[DiffusionOutput]:
-        """Return a Trajectory with one sample per request, in the `output` of its DiffusionOutput."""
+        """Return one DiffusionOutput per request, whose `output` is a Trajectory of one sample."""
         asked = [params.extra_args for params in req.sampling_params_list]
         trajectory = self.sampler.sample(
             [extra["prompt"] for extra in asked], asked[0]["params"], weight_version=asked[0]["weight_version"]
@@ -81,16 +81,14 @@ def start_worker(
 ) -> DiffusionWorker:
     """Return a worker with the pipeline's checkpoint loaded, on the device of `local_rank`.
 
-    quantization: of vLLM-Omni, of the transformer's linear layers, such as "fp8".
+    With a process group, all ranks must call this at the same point, because it creates groups. After an error, the
+    trainer's group is unchanged, and another worker can be started.
 
-    With a process group every rank calls this at the same point, as it creates groups. After an error the trainer's
-    group is unchanged, and another worker can be started.
-
-    together: entered around code that may fail on only one rank and contains no collective, so that the caller can
-    raise on every rank.
+    quantization: vLLM-Omni's name for the format of the transformer's linear layers, such as "fp8". together: context
+    manager for code without collectives that may fail on only one rank, so that the caller can raise on every rank.
 
     Raises:
-        RuntimeError: the process has a worker already.
+        RuntimeError: the process already has a worker.
     """
     if model_parallel_is_initialized():
         raise RuntimeError("this process has an engine already, and vLLM-Omni allows only one: close() it first")
@@ -105,14 +103,14 @@ def start_worker(
                 parallel_config={"data_parallel_size": world},  # every rank holds the whole model
                 enforce_eager=True,
                 quantization_config=quantization,
-                extras={},  # its default is a placeholder that breaks some pipelines
+                extras={},  # the default is a placeholder that breaks some pipelines
             )
             config.enrich_config()
         worker_class = resolve_obj_by_qualname(current_omni_platform.get_diffusion_worker_cls())
         try:
-            # Both ranks only select the device: the process group has the global rank.
+            # Both arguments only select the device: the process group has the global rank.
             worker = worker_class(local_rank=local_rank, rank=local_rank, od_config=config, skip_load_model=True)
-            # It would transfer an autoregressive stage's KV cache: a broadcast of pickled objects per request.
+            # This would transfer an autoregressive stage's KV cache: a broadcast of pickled objects per request.
             worker.model_runner.kv_transfer_manager = None
             with together():
                 worker.load_model(load_format="custom_pipeline", custom_pipeline_name=pipeline)

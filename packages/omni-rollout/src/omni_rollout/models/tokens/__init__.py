@@ -10,7 +10,7 @@ from omni_rollout.models.tokens.qwen3_omni import Qwen3Omni
 from omni_rollout.models.tokens.qwen_text import QwenText
 from omni_rollout.tokens import TokenModel
 
-# The architecture of config.json -> the model's class. A new model is one more line.
+# The architecture of config.json -> the model's class. A new model is a new line.
 TOKEN_MODELS: dict[str, Callable[[str | Path], TokenModel]] = {
     "Qwen2ForCausalLM": QwenText,
     "Qwen3ForCausalLM": QwenText,
@@ -22,10 +22,10 @@ TOKEN_MODELS: dict[str, Callable[[str | Path], TokenModel]] = {
 
 
 def open_token_model(path: str | Path) -> TokenModel:
-    """Return the language model of a checkpoint, which is a folder or a hub id. No weight is read.
+    """Return the language model of a checkpoint, which is a folder or a hub id. No weights are read.
 
     Raises:
-        ValueError: there is no such folder, it holds another model, or a file of its configuration is damaged.
+        ValueError: the folder does not exist, holds another model, or has a damaged configuration file.
     """
     folder = local_folder(path)
     found = read_json(folder / "config.json").get("architectures")

@@ -1,6 +1,6 @@
 """Qwen2.5-VL (github.com/QwenLM/Qwen2.5-VL): text, images and video in, text out.
 
-It needs no torchvision: transformers' PIL processor cuts images into patches, and a video's frames in pairs.
+It needs no torchvision: transformers' PIL processor cuts images, and a video's frames in pairs, into patches.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from omni_rollout.types import Cond, Prompt
 
 
 class Patches:
-    """The patches of images and videos, like those of transformers' processors."""
+    """Patches of images and videos, as in transformers' processors."""
 
     def __init__(self, folder: Path) -> None:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -31,7 +31,7 @@ class Patches:
     def of_video(self, video: Tensor) -> tuple[Tensor, Tensor]:
         """Return the patches [n, D] of a video, uint8 [F, H, W, 3], and its grid [1, 3]: frame pairs, rows, columns.
 
-        The processor repeats an image in time; here a patch has two frames instead.
+        The processor repeats an image in time; here a patch has two different frames instead.
         """
         span = self.processor.temporal_patch_size
         frames = torch.cat([video, video[-1:].expand(-len(video) % span, -1, -1, -1)])
@@ -42,7 +42,7 @@ class Patches:
         return together.flatten(0, 1).flatten(1), torch.tensor([[len(frames) // span, rows, columns]])
 
     def places(self, grids: Tensor) -> list[int]:
-        """Return the number of prompt tokens of each grid."""
+        """Return the number of prompt tokens for each grid."""
         counts: list[int] = (grids.prod(dim=1) // self.processor.merge_size**2).tolist()
         return counts
 
@@ -83,12 +83,12 @@ class Qwen25VL(TransformersModel):
         self.patches = Patches(self.folder)
 
     def encode_media(self, prompt: Prompt) -> tuple[Cond, dict[int, list[int]]]:
-        """Return the tensors of a prompt's images and video, and the number of tokens of each by placeholder."""
+        """Return the tensors of a prompt's images and video, and the number of tokens of each medium by placeholder."""
         found, images, videos = self.patches.encode(prompt, seconds="second_per_grid_ts")
         return found, {self.config["image_token_id"]: images, self.config["video_token_id"]: videos}
 
     def positions(self, inputs: Cond) -> Cond:
-        """Return each token's type, 0 text, 1 image, 2 video, from which the net computes positions."""
+        """Return each token's type (0 text, 1 image, 2 video), from which the net computes positions."""
         kinds = torch.zeros_like(inputs["input_ids"])
         for kind, name in enumerate(("image_token_id", "video_token_id"), start=1):
             kinds = kinds.masked_fill(inputs["input_ids"] == self.config[name], kind)

@@ -1,6 +1,6 @@
 """The thinker of Qwen3-Omni (github.com/QwenLM/Qwen3-Omni): text, images, sound and video in, text out.
 
-It loads from the folder of the whole model, whose names begin with `thinker.`, or from that of a separate thinker.
+It loads from the folder of the whole model, where names begin with `thinker.`, or of a separate thinker.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ FEATURES = ("input_features", "feature_attention_mask")
 
 
 class Qwen3Omni(TransformersModel):
-    """Qwen3-Omni's thinker for one checkpoint. Its towers for images and sound are frozen."""
+    """Qwen3-Omni's thinker for one checkpoint. Its vision and audio towers are frozen."""
 
     BLOCK_NAMES: tuple[str, ...] = (
         "Qwen3OmniMoeThinkerTextDecoderLayer",
@@ -28,7 +28,7 @@ class Qwen3Omni(TransformersModel):
         "Qwen3OmniMoeAudioEncoderLayer",
     )
     EXPERT_NAMES: ClassVar[tuple[str, ...]] = ("Qwen3OmniMoeThinkerTextExperts",)
-    LORA_TARGETS = r"model\.layers\.\d+\.self_attn\.[qkvo]_proj"  # not those of the towers
+    LORA_TARGETS = r"model\.layers\.\d+\.self_attn\.[qkvo]_proj"  # not those in the towers
     FROZEN: ClassVar[tuple[str, ...]] = ("visual", "audio_tower")
     MEDIA: ClassVar[tuple[str, ...]] = ("image", "video", "audio")
     PLACES: ClassVar[tuple[str, ...]] = (
@@ -52,7 +52,7 @@ class Qwen3Omni(TransformersModel):
         self.prefix = "thinker." if "thinker_config" in read_json(self.file) else ""
 
     def read_config(self) -> dict[str, Any]:
-        """Return the configuration of the thinker, also of the whole model's."""
+        """Return the thinker's configuration, including from a whole model's file."""
         own: dict[str, Any] = self.net_config().to_dict()
         return own | {"architectures": read_json(self.file)["architectures"]}
 
@@ -63,13 +63,13 @@ class Qwen3Omni(TransformersModel):
         return Qwen3OmniMoeThinkerForConditionalGeneration
 
     def config_of(self, content: dict[str, Any]) -> Any:
-        """Return the configuration of the thinker, also of the whole model's."""
+        """Return the thinker's configuration, including from a whole model's file."""
         from transformers import Qwen3OmniMoeThinkerConfig
 
         return Qwen3OmniMoeThinkerConfig(**content.get("thinker_config", content))
 
     def encode_media(self, prompt: Prompt) -> tuple[Cond, dict[int, list[int]]]:
-        """Return the tensors of a prompt's images, video and sound, and the number of tokens of each by placeholder."""
+        """Return the tensors of a prompt's images, video and sound, and each one's number of tokens by placeholder."""
         from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import _get_feat_extract_output_lengths
 
         found, images, videos = self.patches.encode(prompt, seconds="video_second_per_grid")
@@ -94,7 +94,7 @@ class Qwen3Omni(TransformersModel):
         return {}
 
     def save(self, net: nn.Module, weights: Mapping[str, Tensor], folder: Path) -> None:
-        """Write the weights under the whole model's names, which the thinker's class reads too."""
+        """Write the weights under the whole model's names, which the thinker's class can also read."""
         from transformers import Qwen3OmniMoeConfig, Qwen3OmniMoeForConditionalGeneration
 
         config = Qwen3OmniMoeConfig(thinker_config=self.net_config().to_dict(), enable_audio_output=False)

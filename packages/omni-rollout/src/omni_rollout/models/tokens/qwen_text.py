@@ -6,11 +6,11 @@ from omni_rollout.models.tokens.transformers_model import TransformersModel
 
 
 class QwenText(TransformersModel):
-    """A Qwen2.5 or Qwen3 for one checkpoint, with experts or without."""
+    """Qwen2.5 or Qwen3 for one checkpoint, with or without experts."""
 
     LORA_TARGETS = r"model\.layers\.\d+\.self_attn\.[qkvo]_proj"
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
         kind = self.config["architectures"][0].removesuffix("ForCausalLM")
-        self.BLOCK_NAMES = (f"{kind}DecoderLayer",)  # they differ only in names
+        self.BLOCK_NAMES = (f"{kind}DecoderLayer",)  # the models differ only in names

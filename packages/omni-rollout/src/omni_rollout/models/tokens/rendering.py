@@ -1,4 +1,4 @@
-"""A program that renders a chat with a checkpoint's untrusted template, within 10 s and 2 GB.
+"""Program that renders a chat with a checkpoint's untrusted template, within 10 s and 2 GB.
 
 Its input is a JSON object: the arguments of transformers' `render_jinja_template`, with special tokens separate.
 """

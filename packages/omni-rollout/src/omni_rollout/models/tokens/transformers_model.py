@@ -1,6 +1,6 @@
-"""The base of language models with transformers' checkpoints: files, texts, padding, loading, saving.
+"""Base of language models with transformers' checkpoints: files, texts, padding, loading, saving.
 
-Shapes: B samples, P tokens of the longest prompt, T of the longest answer.
+Shapes: B samples, P tokens of the longest prompt, T tokens of the longest answer.
 """
 
 import json
@@ -22,18 +22,18 @@ from omni_rollout.models.hub import local_folder
 from omni_rollout.models.parts import RELEASED, UNUSABLE, made_of, one_line, open_tokenizer
 from omni_rollout.types import Cond, Prompt
 
-# Kind of a prompt's media -> its name in chat templates.
+# Field of a prompt's media -> name in chat templates.
 PARTS = {"images": "image", "video": "video", "audio": "audio"}
 MEDIA = ("pixel_values", "pixel_values_videos", "input_features")  # inputs of towers
 
-MAX_RENDERED = 2**20  # letters that a chat template may add to a chat
+MAX_RENDERED = 2**20  # characters that a chat template may add to a chat
 
 
 class TransformersModel:
-    """The half of a TokenModel that depends on the checkpoint's files; a subclass adds media.
+    """The part of a TokenModel that depends on the checkpoint's files; a subclass adds media.
 
-    PLACES: entries of config.json with the tokens of media placeholders and their marks, which no answer may have.
-    GROWS: entries of `encode` that are padded at the end of their last axis before they are concatenated.
+    PLACES: entries of config.json with the tokens of media placeholders and their marks, which no answer may contain.
+    GROWS: entries of `encode` that are padded at the end of their last axis before concatenation.
     """
 
     BLOCK_NAMES: tuple[str, ...]
@@ -56,9 +56,9 @@ class TransformersModel:
         self.path, self.folder = str(path), local_folder(path)
         self.file = self.folder / "config.json"
         self.config = self.read_config()
-        self.net_config()  # checked before the tokenizer reads it too
+        self.net_config()  # checked before the tokenizer also reads it
         self.tokenizer: Any = open_tokenizer(AutoTokenizer, self.folder)
-        template = self.folder / "chat_template.json"  # in releases of models with media
+        template = self.folder / "chat_template.json"  # in released models with media
         if self.tokenizer.chat_template is None and template.is_file():
             self.tokenizer.chat_template = read_json(template).get("chat_template")
         self.suppressed = tuple(_token(self.file, name, self.config.get(name)) for name in self.PLACES)
@@ -70,7 +70,7 @@ class TransformersModel:
             raise ValueError(f"model must have a token that ends answers, {self.folder} names none")
 
     def read_config(self) -> dict[str, Any]:
-        """Return the configuration of the net."""
+        """Return the net's configuration."""
         return read_json(self.file)
 
     @property
@@ -80,13 +80,13 @@ class TransformersModel:
 
     @property
     def vocabulary(self) -> Mapping[str, int]:
-        """The tokens by their texts."""
+        """Tokens by their texts."""
         return dict(self.tokenizer.get_vocab())
 
     def check_files(self) -> None:
-        """Raise ValueError unless all files are complete and consistent; read no weight.
+        """Raise ValueError unless all files are complete and consistent; no weights are read.
 
-        `load_net` checks the weights of a hub id.
+        The weights of a hub id are checked by `load_net`.
         """
         with _quiet():
             is_whole = Path(self.path).is_dir() and self.reads_weights and RELEASED not in self.folder.parents
@@ -109,7 +109,7 @@ class TransformersModel:
         """Return the net with the checkpoint's weights, frozen, in eval mode.
 
         Raises:
-            ValueError: the weights do not fit the configuration, or some are not finite.
+            ValueError: the weights do not fit the configuration, or are not finite.
         """
         if not self.reads_weights:
             return self._make(torch.device(device), dtype)
@@ -117,18 +117,18 @@ class TransformersModel:
         with self.reading("weights", self.weight_bytes()):
             net = self._read(dtype, values=True).requires_grad_(False).eval().to(device)
         for name, weight in net.named_parameters():
-            if not (weight.sum().isfinite() or weight.isfinite().all()):  # a finite sum, which is faster, has neither
+            if not (weight.sum().isfinite() or weight.isfinite().all()):  # a fast check first
                 raise ValueError(f"model is damaged: {name} of {self.folder} is not finite")
         return net
 
     def weight_bytes(self) -> int:
-        """Return the size of the files with weights, without those of a hub id that are not fetched yet."""
+        """Return the size of the weight files, except those of a hub id that are not yet fetched."""
         return size_of(self.folder, "model") if self.reads_weights else 0
 
     def _read(self, dtype: torch.dtype, *, values: bool) -> nn.Module:
-        """Return the net with all weights of the files; on the meta device, with only their shapes, if not `values`.
+        """Return the net with all weights of the files, or if not `values`, on the meta device with only their shapes.
 
-        transformers opens no file: it would choose other ones, also pickles.
+        transformers opens no files itself: it might choose others, even pickles.
         """
         cls = self.net_class()
         with safetensors_slices(safetensors_files(self.folder, "model")) as slices, made_of(self.file, cls.__name__):
@@ -156,13 +156,13 @@ class TransformersModel:
         return loaded
 
     def empty_net(self, *, buffers: bool = False) -> nn.Module:
-        """Return the net on the meta device, for names and shapes. buffers: True to keep all but parameters real."""
+        """Return the net on the meta device, for names and shapes. buffers: True to materialize the buffers."""
         from accelerate import init_empty_weights
 
         return self._make(init_empty_weights(False) if buffers else torch.device("meta"), torch.float32)
 
     def _make(self, place: AbstractContextManager[Any], dtype: torch.dtype) -> nn.Module:
-        """Return the net, frozen, with uninitialized weights at that place."""
+        """Return the net, frozen, with uninitialized weights in that place."""
         from transformers.initialization import no_init_weights
 
         cls = self.net_class()
@@ -182,14 +182,14 @@ class TransformersModel:
             return self.config_of(content)
 
     def config_of(self, content: dict[str, Any]) -> Any:
-        """Return the configuration of a file's object."""
+        """Return the configuration for a file's object."""
         return self.net_class().config_class.from_dict(content)
 
     def encode(self, prompt: Prompt) -> Cond:
-        """Return a prompt's `input_ids` [P], and the tensors of its media under the net's names.
+        """Return a prompt's `input_ids` [P] and the tensors of its media under the net's names.
 
         Raises:
-            ValueError: the model does not support the media, or the text has placeholders of media.
+            ValueError: the model does not support the media, or the text contains media placeholders.
         """
         kinds = [kind for name, kind in PARTS.items() if getattr(prompt, name) not in (None, ())]
         for kind in kinds:
@@ -223,7 +223,7 @@ class TransformersModel:
         return text
 
     def chat_of(self, prompt: Prompt, kinds: Sequence[str]) -> list[dict[str, object]]:
-        """Return the messages for a prompt without: the system's, if any, and the user's with media before the text."""
+        """Return messages for a prompt without them: the system's, if any, and the user's with media first."""
         content: list[dict[str, str]] = [{"type": kind} for kind in kinds if kind != "image"]
         content = [{"type": "image"}] * len(prompt.images) + content + [{"type": "text", "text": prompt.text}]
         chat: list[dict[str, object]] = [{"role": "user", "content": content if kinds else prompt.text}]
@@ -232,11 +232,11 @@ class TransformersModel:
         return chat
 
     def encode_media(self, prompt: Prompt) -> tuple[Cond, dict[int, list[int]]]:
-        """Return the tensors of a prompt's media, and the number of tokens of each medium by its placeholder."""
+        """Return the tensors of a prompt's media, and the number of tokens of each medium by placeholder."""
         return {}, {token: [] for token in self.suppressed}
 
     def inputs(self, encoded: Sequence[Cond], tokens: Tensor, mask: Tensor) -> Cond:
-        """Return the net's inputs: left-padded prompts and answers [B, T], on the device of `tokens`."""
+        """Return the net's inputs for left-padded prompts and answers [B, T], on the device of `tokens`."""
         device, length = tokens.device, max(len(each["input_ids"]) for each in encoded)
         rows = [(each["input_ids"], length - len(each["input_ids"])) for each in encoded]
         ids = torch.stack([pad(row, [left, 0], value=self.ends[0]) for row, left in rows]).to(device)
@@ -259,7 +259,7 @@ class TransformersModel:
         return logits
 
     def positions(self, inputs: Cond) -> Cond:
-        """Return the positions of tokens, like those of transformers' generation."""
+        """Return the token positions, as in transformers' generation."""
         places = inputs["attention_mask"].cumsum(dim=1) - 1
         return {"position_ids": places.masked_fill(inputs["attention_mask"] == 0, 1)}
 
@@ -269,12 +269,12 @@ class TransformersModel:
         return text
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the tokens of a text in an answer, without those that the text has no right to: ends and media."""
+        """Return the tokens of a text in an answer, without end and media tokens, which the text must not contain."""
         left_out = {*self.ends, *self.suppressed}
         return [token for token in self.tokenizer(text, add_special_tokens=False).input_ids if token not in left_out]
 
     def save(self, net: nn.Module, weights: Mapping[str, Tensor], folder: Path) -> None:
-        """Write full weights, by the net's names, in transformers' layout, with the checkpoint's other files."""
+        """Write full weights, under the net's names, in transformers' layout, with the checkpoint's other files."""
         empty: Any = self.empty_net()
         empty.save_pretrained(folder, state_dict=dict(weights))
         self.finish(folder)
@@ -289,10 +289,10 @@ class TransformersModel:
 
 
 def _token(file: Path, name: str, value: object) -> int:
-    """Return the token of a file's entry.
+    """Return an entry of a file if it is a token.
 
     Raises:
-        ValueError: it is not a token.
+        ValueError: the entry is not a token.
     """
     if type(value) is not int or value < 0:
         raise ValueError(f"{name} of {file} must be a token, got {value!r:.80}")
@@ -301,9 +301,9 @@ def _token(file: Path, name: str, value: object) -> int:
 
 @cache
 def check_template(folder: Path, template: str, chat: str, special: str) -> None:
-    """Raise ValueError for a chat template that fails, or takes too much time or memory, for a chat of one word.
+    """Raise ValueError if a chat template fails, or takes too much time or memory, for a chat of one word.
 
-    A separate process renders it, which bounds both. chat, special: the inputs of `rendering`, in JSON.
+    It is rendered in a separate process, which limits both. chat, special: inputs of `rendering` in JSON.
     """
     asked = f'{{"conversations": [{chat}], "chat_template": {json.dumps(template)}, "special": {special}}}'
     script = Path(__file__).with_name("rendering.py")
