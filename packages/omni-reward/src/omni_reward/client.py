@@ -9,7 +9,7 @@
 A sample gets a value, or `Score.abstained` says why it has none. If a request fails, `on_failure` chooses between an
 exception and abstention. A failure never becomes a score of 0.
 
-Letters: N samples, H height, W width.
+Notation: N samples, H height, W width.
 """
 
 import math

@@ -4,7 +4,7 @@ The raw scores are summed, so a weight must also account for a scorer's scale. A
 scorer separately: `Score.parts` has each raw score under the scorer's name, and `stack_parts` returns them as a table.
 If a scorer abstains on a sample, so does the combination.
 
-Letters: N samples, R scorers.
+Notation: N samples, R scorers.
 """
 
 import math

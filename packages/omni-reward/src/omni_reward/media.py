@@ -10,7 +10,7 @@
 
 An edited sample also has references, its input images: uint8 [H, W, 3] each, of any sizes.
 
-Letters: N samples, T frames, H height, W width, S points in time, C channels.
+Notation: N samples, T frames, H height, W width, S points in time, C channels.
 """
 
 import reprlib

@@ -4,7 +4,7 @@ A request is one safetensors blob: a tensor per kind of media and per reference,
 the blob's metadata. A reply is JSON. Neither can run code. Both ends build the same `ScoreRequest` and `Score`, and
 therefore apply the same rules; a violation is a `ValueError` that names the field, the rule and the value.
 
-Letters: N samples. docs/reward-protocol.md specifies the protocol for other clients and scorers.
+Notation: N samples. docs/reward-protocol.md specifies the protocol for other clients and scorers.
 """
 
 import inspect

@@ -6,7 +6,7 @@ The head is five linear layers without activations. Its published weights are th
 sac+logos+ava1-l14-linearMSE.pth of the repository christophschuhmann/improved-aesthetic-predictor. Only tensors are
 read from it; a .safetensors file of the same tensors works too. Most scores are between 4 and 7; some divide by 10.
 
-Letters: N samples, H height, W width, E size of an embedding.
+Notation: N samples, H height, W width, E size of an embedding.
 """
 
 from pathlib import Path

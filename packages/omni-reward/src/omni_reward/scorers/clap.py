@@ -4,7 +4,7 @@ CLAP (Wu et al., arXiv 2211.06687) takes one channel at 48 kHz. It gets the firs
 repeated. Models that fuse random crops of longer sounds are rejected, because their scores are not deterministic. The
 published repositories hold their weights as pytorch_model.bin.
 
-Letters: N samples, S points in time, C channels.
+Notation: N samples, S points in time, C channels.
 """
 
 from typing import Any

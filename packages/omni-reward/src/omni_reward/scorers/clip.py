@@ -7,7 +7,7 @@ CLIPScore is from Radford et al. (arXiv 2103.00020) and Hessel et al. (arXiv 210
 2.5. PickScore (Kirstain et al., arXiv 2305.01569) is a CLIP model trained on human choices; some divide it by 26. A
 prompt is truncated to the model's length, 77 tokens for the published models.
 
-Letters: N samples, H height, W width, S side of the model's input, E size of an embedding.
+Notation: N samples, H height, W width, S side of the model's input, E size of an embedding.
 """
 
 from collections.abc import Callable, Iterable

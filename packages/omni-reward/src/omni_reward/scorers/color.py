@@ -8,7 +8,7 @@ a tie, so a mixture of all colors does not pay. The colors are the eleven basic 
 1969). Shades of the chromatic colors are from the color survey of xkcd.com (CC0): the plain name, light, dark and dull.
 d is the distance in Oklab (Ottosson, 2020) with half weight for lightness.
 
-Letters: N samples, H height, W width, C colors, S shades, L levels of a channel.
+Notation: N samples, H height, W width, C colors, S shades, L levels of a channel.
 """
 
 import re

@@ -15,7 +15,7 @@ has no score.
 `preference` is the reward of Pref-GRPO (arXiv 2508.20751). Its released code asks once per pair, with the lower index
 first, and counts an unparsable answer as half a win for both; here it counts for neither.
 
-Letters: G samples of a group.
+Notation: G samples of a group.
 """
 
 import math

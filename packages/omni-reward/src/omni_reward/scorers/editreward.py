@@ -8,7 +8,7 @@ released model takes the mean). Each head is three linear layers with ReLUs, in 
 the mean of the preference; the second, the logarithm of its deviation, is not used. An image of any size becomes about
 256 tokens.
 
-Letters: N samples, H height, W width.
+Notation: N samples, H height, W width.
 """
 
 from collections.abc import Sequence

@@ -11,7 +11,7 @@ the prompt names.
 
 With the fastest 5 % of the pixels, speed is the quantity of VBench's dynamic degree (arXiv 2311.17982, with RAFT).
 
-Letters: N samples, T frames, H height, W width, h and w those of small frames.
+Notation: N samples, T frames, H height, W width, h and w those of small frames.
 """
 
 import re

@@ -7,7 +7,7 @@
 
 `frames:likeness` with the first frame measures how well a video preserves its first image.
 
-Letters: N samples, T frames, K scored frames.
+Notation: N samples, T frames, K scored frames.
 """
 
 import math

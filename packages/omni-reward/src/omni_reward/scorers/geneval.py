@@ -11,7 +11,7 @@ The published evaluation is evaluation/evaluate_images.py of github.com/djghosh1
 follow `instance_postprocess` of mmdet/models/seg_heads/panoptic_fusion_heads/maskformer_fusion_head.py of
 github.com/open-mmlab/mmdetection, version 2.
 
-Letters: N samples, H height, W width, h and w of the network's masks, Q queries, C classes, E size of an embedding.
+Notation: N samples, H height, W width, h and w of the network's masks, Q queries, C classes, E size of an embedding.
 """
 
 from collections.abc import Callable, Iterable, Mapping

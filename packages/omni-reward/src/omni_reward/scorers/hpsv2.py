@@ -9,7 +9,7 @@ resized as floats, with antialiasing, as in torchvision 0.17 and later. A prompt
 
 Source: hpsv2/img_score.py and hpsv2/src/open_clip of github.com/tgxs002/HPSv2.
 
-Letters: N samples, H height, W width, S side of the model's input.
+Notation: N samples, H height, W width, S side of the model's input.
 """
 
 import html

@@ -6,7 +6,7 @@ The head is three linear layers with ReLUs, in float32; the first of its two out
 (Ma et al., arXiv 2508.03789). Good images score around 10 and above, bad ones around 0 and below; some multiply the
 score by 0.1. An image of any size becomes 256 tokens.
 
-Letters: N samples, H height, W width.
+Notation: N samples, H height, W width.
 """
 
 import numpy as np

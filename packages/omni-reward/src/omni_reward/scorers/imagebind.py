@@ -5,7 +5,7 @@ three square crops of two frames, and three clips of a sound, each as 128 mel ba
 are evenly spaced; shorter sounds are padded with silence. The first channel of a sound is resampled by a Fourier
 series; imagebind/data.py of github.com/facebookresearch/ImageBind resamples by a filter.
 
-Letters: N samples, T frames, H height, W width, S points in time, C channels.
+Notation: N samples, T frames, H height, W width, S points in time, C channels.
 """
 
 import math

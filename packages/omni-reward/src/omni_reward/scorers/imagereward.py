@@ -10,7 +10,7 @@ The published weights (ImageReward.pt, with med_config.json, at zai-org/ImageRew
 are renamed for transformers. Only tensors are read from the PyTorch file. ImageReward.safetensors with the same tensors
 takes priority.
 
-Letters: N samples, H height, W width, T tokens.
+Notation: N samples, H height, W width, T tokens.
 """
 
 import re

@@ -7,7 +7,7 @@ The file is written at quality 95, with Pillow's other defaults. These are the t
 2305.13301, section 5.1). They need neither a model nor a prompt, which suits a quick check of a whole training run.
 They do not depend on the content of an image.
 
-Letters: N samples, H height, W width.
+Notation: N samples, H height, W width.
 """
 
 import io

@@ -8,7 +8,7 @@ is the color of the background. A box can be excluded, or the comparison restric
 
 A reference of another size is resized to the sample's by area averaging, without keeping its aspect ratio.
 
-Letters: N samples, H height, W width.
+Notation: N samples, H height, W width.
 """
 
 import numpy as np

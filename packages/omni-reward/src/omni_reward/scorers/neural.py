@@ -3,7 +3,7 @@
 Weights are read from safetensors, or from a PyTorch file with `weights_only=True`, which runs no code. A model is named
 by a local folder or by a hub repository, which transformers downloads and caches.
 
-Letters: N samples, H height, W width.
+Notation: N samples, H height, W width.
 """
 
 import re

@@ -5,7 +5,7 @@
 
 The score is a formula of `omni_reward.scorers.text`.
 
-Letters: N samples, H height, W width, K boxes.
+Notation: N samples, H height, W width, K boxes.
 """
 
 import warnings

@@ -3,7 +3,7 @@
 The libraries' processors have variants with different rounding, and some need torchvision. The models were trained with
 Pillow's bicubic filter on 8-bit pixels, as used here.
 
-Letters: N samples, H height, W width, S side of the model's input, P number of patches, D numbers in a patch.
+Notation: N samples, H height, W width, S side of the model's input, P number of patches, D numbers in a patch.
 """
 
 import math

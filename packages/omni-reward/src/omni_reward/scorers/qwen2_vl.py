@@ -5,7 +5,7 @@ last hidden states are scored. Scores are only meaningful with the instruction u
 this package; scripts/scorers/instruction.py extracts it from the source code of the reward model. As in these models,
 token positions are one-dimensional, while Qwen2-VL has time, row and column for image tokens.
 
-Letters: N samples, F frames, H height, W width, T tokens, R marks, P patches, D width of a state.
+Notation: N samples, F frames, H height, W width, T tokens, R marks, P patches, D width of a state.
 """
 
 from collections.abc import Sequence

@@ -12,7 +12,7 @@ In (2), which is in [-1, 1], loudness is the root mean square and g the luma. Li
 
 Silence and a still video score 0.
 
-Letters: N samples, T frames, S points in time, C channels.
+Notation: N samples, T frames, S points in time, C channels.
 """
 
 import re

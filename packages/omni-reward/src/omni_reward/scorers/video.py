@@ -19,7 +19,7 @@ frames (Wang et al., IEEE TIP 13(4), 2004), at least 0, instead of a network's f
 A still video has a smoothness and a consistency of 1, so a reward of only these stops the motion. `parts` has the three
 measures and `motion`, the mean speed in frame heights per second, for a reward of motion.
 
-Letters: N samples, T frames, H height, W width, h and w those of small frames, D displacements.
+Notation: N samples, T frames, H height, W width, h and w those of small frames, D displacements.
 """
 
 from typing import Any

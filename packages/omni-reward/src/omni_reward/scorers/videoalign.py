@@ -6,7 +6,7 @@ with the last hidden state h_i of Qwen2-VL-2B at <|VQ_reward|>, <|MQ_reward|>, <
 2501.13918). The means and standard deviations are in the published model's settings. As published, the model gets two
 frames per second, at least four, evenly spaced from the first to the last. Its LoRA weights are merged.
 
-Letters: N samples, T frames, H height, W width, D width of a state.
+Notation: N samples, T frames, H height, W width, D width of a state.
 """
 
 from typing import Any

@@ -6,7 +6,7 @@ their order, whichever scores come first, so that no bit depends on the scorer's
 all scores of all ranks are graded, as in an update that waits for them: where a scorer has failed, the weights are
 untouched.
 
-Letters: N samples of a step over all ranks, B samples of a batch. A sample's place among the N is its prompt's `index`.
+Notation: N samples of a step over all ranks, B samples of a batch. A sample's place among the N is its prompt's `index`.
 """
 
 import math

@@ -3,7 +3,7 @@
 A reward is a function `(images, texts) -> rewards`: images [B, 3, H, W] in [0, 1], B texts, rewards [B], all float32.
 A new one is a line of REWARDS, whose functions take a folder or hub id and a device.
 
-Letters: B images, L letters of all their words, H height, W width.
+Notation: B images, L letters of all their words, H height, W width.
 """
 
 from collections.abc import Callable

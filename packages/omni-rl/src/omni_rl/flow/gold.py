@@ -1,7 +1,7 @@
 """The gold set, whose prompts and scorer training never sees: does the reward still mean what it meant?
 
 Distances are between latents, of NUM_ELEMENTS elements at even intervals, in units of the distance of two random
-samples of the run's first evaluation of the set, which checkpoints keep. Letters: N samples of all ranks, G of each
+samples of the run's first evaluation of the set, which checkpoints keep. Notation: N samples of all ranks, G of each
 prompt, D elements.
 """
 

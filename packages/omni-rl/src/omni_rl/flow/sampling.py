@@ -1,6 +1,6 @@
 """Sampling: the samples of a step, distributed over the ranks, and their report; evaluations on fixed prompts.
 
-Letters: N samples of a step over all ranks, B samples of a batch.
+Notation: N samples of a step over all ranks, B samples of a batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence

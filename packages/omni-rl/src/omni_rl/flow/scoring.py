@@ -1,6 +1,6 @@
 """From the samples of a step to their advantages: requests of scores, and the rewards of all ranks.
 
-Letters: N samples of a step over all ranks, n of them this rank's; B samples of a batch. A sample's place among the N
+Notation: N samples of a step over all ranks, n of them this rank's; B samples of a batch. A sample's place among the N
 is its prompt's `index`, so nothing here depends on how the samples were dealt to the ranks.
 """
 

@@ -7,7 +7,7 @@ OmniNFT, arXiv 2605.12480).
 
     L = sum_m s_m L_m(stream m, A_m)
 
-Letters: N samples of a step over all ranks, B of a batch; M streams, in the order of STREAMS.
+Notation: N samples of a step over all ranks, B of a batch; M streams, in the order of STREAMS.
 """
 
 from collections.abc import Callable, Collection, Sequence

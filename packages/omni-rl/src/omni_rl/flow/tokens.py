@@ -1,6 +1,6 @@
 """A policy over tokens: its rewards, its rollout and evaluation, and the batches of an update.
 
-Letters: N samples of a step over all ranks, B samples of a batch. A sample's place among the N is its prompt's `index`.
+Notation: N samples of a step over all ranks, B samples of a batch. A sample's place among the N is its prompt's `index`.
 """
 
 import time

@@ -6,7 +6,7 @@
 | video | uint8 [F, H, W, 3] | a video, and a strip of some of its frames |
 | audio | float32 [S, C] | the sound, and its waveform if there is no video |
 
-Letters: F frames, H height, W width, S points in time, C channels. PyAV writes .mp4, .webm and .flac.
+Notation: F frames, H height, W width, S points in time, C channels. PyAV writes .mp4, .webm and .flac.
 """
 
 import io
