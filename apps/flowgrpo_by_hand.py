@@ -6,8 +6,8 @@
 
 The model generates several samples of each prompt, with a few stochastic denoising steps. A server scores them. The
 steps of samples above the mean of their group become more likely, the others less (Flow-GRPO, arXiv 2505.05470).
-Metrics, checkpoints and weights are in runs/NAME; the same command resumes a run. With equal settings
-`train_flowgrpo.py` gives the same bits. It adds checks, memory plans, a report, averaged weights and more algorithms.
+Metrics, checkpoints and weights are written to runs/NAME; the same command resumes a run. With the same settings,
+`train_flowgrpo.py` gives identical results, and adds checks, memory plans, a report, averaged weights and algorithms.
 """
 
 import math
@@ -26,42 +26,42 @@ import tyro
 class Args:
     """Settings of a run."""
 
-    model: str  # Folder or hub id of a diffusers pipeline that makes images from text
-    prompts: str  # Training prompts, one a line, or a .jsonl file
+    model: str  # Folder or hub id of a diffusers text-to-image pipeline
+    prompts: str  # Training prompts, one per line, or a .jsonl file
     eval_prompts: str  # Held-out prompts
     scorer_url: str  # URL of a reward server
     name: str = "by-hand"  # Name of the run in runs/NAME
 
-    vllm_omni: bool = False  # Sample with vLLM-Omni, in this process, instead of the net that is trained
-    shard: Literal["ddp", "fsdp2"] = "ddp"  # On several ranks: a copy of the weights on each, or a part
-    dtype: Literal["float32", "bfloat16"] = "float32"  # Data type of frozen weights; trained ones are float32
+    vllm_omni: bool = False  # Sample with vLLM-Omni, in this process, instead of the trained net
+    shard: Literal["ddp", "fsdp2"] = "ddp"  # On several ranks: replicated (ddp) or sharded (fsdp2) weights
+    dtype: Literal["float32", "bfloat16"] = "float32"  # Data type of frozen weights; trained weights are float32
     lora_rank: int = 0  # Rank of the adapters; 0 trains all weights
     lora_alpha: int = 64  # The adapters' product is scaled by alpha / rank
 
     prompts_per_step: int = 8  # Prompts in a training step, over all ranks
     group_size: int = 8  # Samples of each prompt
-    batch_size: int = 16  # Samples in a forward of a rank
+    batch_size: int = 16  # Samples per forward of a rank
     height: int = 32  # Pixels
     width: int = 96  # Pixels
     num_inference_steps: int = 10  # Denoising steps
     guidance_scale: float = 1.0  # Classifier-free guidance
     noise_level: float = 0.4  # Strength of the injected noise
-    window_size: int = 2  # Number of denoising steps with noise, in a row; only they are trained
-    window_low: int = 1  # First step that may be the window's first
-    window_high: int = 4  # One past the last step that may have noise
+    window_size: int = 2  # Number of consecutive stochastic steps; only they are trained
+    window_low: int = 1  # First step that may be stochastic
+    window_high: int = 4  # One past the last step that may be stochastic
 
     num_minibatches: int = 1  # Optimizer steps in a training step
     clip_range: float = 1e-3  # Half-width of PPO's clip
     lr: float = 8e-5  # Learning rate of AdamW
 
     train_steps: int = 300  # Training steps
-    eval_every: int = 50  # Training steps between two evaluations
-    save_every: int = 10  # Training steps between two checkpoints
+    eval_every: int = 50  # Training steps between evaluations
+    save_every: int = 10  # Training steps between checkpoints
     seed: int = 0  # Seed of all random numbers
 
 
-MAY_CHANGE = ("name", "scorer_url", "shard", "train_steps", "eval_every", "save_every")  # when a run continues
-args = tyro.cli(Args, description=__doc__)  # before torch is imported, so that --help answers at once
+MAY_CHANGE = ("name", "scorer_url", "shard", "train_steps", "eval_every", "save_every")  # when a run resumes
+args = tyro.cli(Args, description=__doc__)  # before torch is imported, so that --help is fast
 for name, value in vars(args).items():
     least = 0 if name in ("lora_rank", "window_low", "seed") else 1
     if type(value) is int and value < least:
@@ -91,23 +91,23 @@ from omni_train.signals import catch_stop
 from omni_train.weights.full import named_weights, save_weights
 from torch import Tensor
 
-# 2. The ranks, and what they read
+# 2. The ranks and their inputs
 
-dist = init_distributed()  # one process for each device; without torchrun a single rank
+dist = init_distributed()  # one process per device; without torchrun one rank
 if dist.device.type == "cpu":
-    torch.set_num_threads(1)  # the same bits on any number of cores
+    torch.set_num_threads(1)  # reproducible on any number of cores
 dtype = getattr(torch, args.dtype)
 mode = args.shard if dist.mesh else "none"
 
 
 def check_prompt(record: PromptRecord) -> None:
-    """Refuse what this page does not use."""
+    """Raise ValueError for a prompt with features that this page does not support."""
     if record.images or record.size:
         raise ValueError("a prompt must have no images and no size: train_flowgrpo.py takes them")
 
 
 def expand(records: Sequence[PromptRecord], num_samples: int, step: int) -> list[Prompt]:
-    """Return the samples to take of each prompt. Each has its own seed, so that ranks and batches change no sample."""
+    """Return the samples of each prompt. Each has its own seed, so that samples do not depend on ranks and batches."""
     return [
         Prompt(
             record.text, group=group, index=group * num_samples + i, seed=sample_seed(args.seed, step, record.index, i),
@@ -118,7 +118,7 @@ def expand(records: Sequence[PromptRecord], num_samples: int, step: int) -> list
     ]  # fmt: skip
 
 
-with same_error(dist):  # one rank's mistake ends all of them
+with same_error(dist):  # an error on one rank ends all ranks
     num_prompts, per_round = args.prompts_per_step, dist.world_size * args.batch_size  # one batch on each rank
     train_prompts = PromptSampler(args.prompts, prompts_per_step=num_prompts, seed=args.seed, check=check_prompt)
     eval_prompts = expand(load_prompts(args.eval_prompts, check=check_prompt), 1, -1)
@@ -137,14 +137,14 @@ with same_error(dist):  # one rank's mistake ends all of them
     scorer = RewardClient(args.scorer_url, timeout_s=120)
     scorer.check()
 
-# 3. The policy, the engine that samples from it, and what a run leaves behind
+# 3. The policy, the engine that samples from it, and the run's files
 
 lora = Lora(model.LORA_TARGETS, args.lora_rank, args.lora_alpha, "default", args.seed) if args.lora_rank else None
 preparation = Preparation(dist.device, model.BLOCK_NAMES, dtype, lora, mesh=dist.mesh if mode == "fsdp2" else None)
 files = {name: model.weight_files(part) for name, part in model.nets.items()}
 net = prepare(model.empty_net(buffers=True), preparation, files)  # adapters, weights, shards
 if mode == "ddp":
-    shard(net, dist.mesh, mode=mode)  # copies rank 0's trained weights; `prepare` has sharded those of fsdp2
+    shard(net, dist.mesh, mode=mode)  # copies rank 0's trained weights; for fsdp2, `prepare` has sharded them
 
 if args.vllm_omni:
     from omni_rollout.engines.vllm_omni.engine import VllmOmniEngine
@@ -162,7 +162,7 @@ checkpoints = Checkpoint(folder / "checkpoints", dist)
 if saved := checkpoints.latest():
     check_config(saved, vars(args), ignore=MAY_CHANGE)
     checkpoints.load(saved, net, optimizer)
-claim_folder(dist, folder, has_checkpoint=bool(saved))  # it holds no other run
+claim_folder(dist, folder, has_checkpoint=bool(saved))  # raises if it holds another run
 first_step = saved.step if saved else 0
 log = RunLog(folder, is_main=dist.is_main, total_steps=args.train_steps, resume_step=first_step if saved else -1)
 
@@ -170,9 +170,9 @@ log = RunLog(folder, is_main=dist.is_main, total_steps=args.train_steps, resume_
 
 
 def sample(prompts: Sequence[Prompt], params: Params) -> tuple[list[Trajectory], Tensor]:
-    """Return this rank's batches, and the rewards [N] of all ranks' samples. A sample without a score has NaN.
+    """Return this rank's batches, and the rewards [N] of all ranks' samples, NaN without a score.
 
-    A batch is scored while the next one is sampled. A request that fails ends the run.
+    Each batch is scored while the next one is sampled. A failed request ends the run.
     """
     batches, pending = [], []
     for own_prompts in deal(prompts, dist, args.batch_size):
@@ -193,7 +193,7 @@ with log, catch_stop() as stop:
     if not saved:
         log.log(0, {"eval/reward": sample(eval_prompts, params)[1].nanmean().item()})
     for step in range(first_step, args.train_steps):
-        # Rollout: a few denoising steps in a row, the window, have noise.
+        # Rollout: a few consecutive denoising steps, the window, are stochastic.
         window = sde_window(
             args.num_inference_steps, args.window_size, low=args.window_low, high=args.window_high,
             strategy="random", iteration=step, seed=args.seed,
@@ -203,14 +203,14 @@ with log, catch_stop() as stop:
         with log.phase("rollout"):
             batches, rewards = sample(prompts, noisy)
 
-        # Advantages: each sample beside the others of its prompt.
+        # Advantages: compare each sample with the others of its prompt.
         advantages = group_advantages(rewards, torch.tensor([p.group for p in prompts]), std="batch").to(dist.device)
 
-        # Update: the noisy steps again, and the ratio of their probability to that before the update.
+        # Update: evaluate the stochastic steps again; the ratio is their probability over that before the update.
         losses = []
         with log.phase("update"):
             old = [[batch.rollout_log_prob[:, k] for k in range(batch.num_kept)] for batch in batches]
-            if not engine.is_exact:  # its arithmetic is close to the trainer's, and not equal
+            if not engine.is_exact:  # its arithmetic is close to the trainer's but not equal
                 with torch.no_grad():
                     old = [[replay(model, net, b, k).log_prob for k in range(b.num_kept)] for b in batches]
             num_batches = len(batches) // args.num_minibatches
@@ -244,7 +244,7 @@ with log, catch_stop() as stop:
             break
     checkpoints.wait()
 
-for name, part in model.nets.items():  # as diffusers' own pipeline loads them
+for name, part in model.nets.items():  # in the layout that diffusers' pipeline loads
     save_weights(net.get_submodule(name), folder / "weights" / name, dist, into=part)
 engine.close()
 shutdown()

@@ -1,7 +1,7 @@
-"""Sample a model, with or without trained weights, onto one contact sheet; a video is a strip of frames.
+"""Sample from a model, with or without trained weights, onto a contact sheet that shows videos as strips of frames.
 
-Videos and sounds are also written to the folder sheet next to sheet.png, as .mp4 and .flac. --out-dir also
-writes images, as .png, and samples.jsonl with the prompt and the seed of each file.
+Videos and sounds are also written as .mp4 and .flac to the folder sheet next to sheet.png. --out-dir also
+writes images as .png, and samples.jsonl with the prompt and the seed of each file.
 
     python apps/sample.py --model checkpoints/tiny-signs-qwen-image --prompt 'a blue sign that says "K7QX"' \\
         --height 32 --width 96
@@ -11,7 +11,7 @@ writes images, as .png, and samples.jsonl with the prompt and the seed of each f
         --height 512 --width 768 --true-cfg-scale 4 --dtype bfloat16
 
 The same seed gives the same noise for any weights, so two sheets show what training changed. For an adapter that was
-trained from other weights than the model's, pass both: --weights FULL,ADAPTER.
+trained on top of fine-tuned full weights, pass both: --weights FULL,ADAPTER.
 """
 
 import json
@@ -40,7 +40,7 @@ from omni_rl.settings.fields import (
 from omni_rl.settings.toml import fitting, plain
 from omni_train.prompts.files import PromptRecord, RecordCheck, load_prompts
 
-# 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
+# 1. Settings. Parsed before torch is imported, so that --help and errors in flags are fast.
 
 SAMPLES = "samples.jsonl"  # in --out-dir, the prompt and the seed of each file
 
@@ -58,32 +58,32 @@ class Args:
     """Settings of the samples."""
 
     model: Annotated[str, REQUIRED] = ""  # Folder or hub id of a diffusers pipeline
-    weights: str = ""  # Folder of trained weights, full or an adapter; or FULL,ADAPTER for both
-    prompt: str = 'a blue sign that says "K7QX"'  # Prompt, a text
+    weights: str = ""  # Folder of trained weights, full or an adapter; FULL,ADAPTER for both
+    prompt: str = 'a blue sign that says "K7QX"'  # Text of the prompt
     prompts: str = ""  # File, folder or data set of prompts, instead of --prompt
     prompt_key: str = ""  # Key or column of the prompt; empty: prompt or messages
-    negative_prompt: str = ""  # Text that guidance leads away from, of a prompt that brings none
-    images: str = ""  # Images to edit, of every prompt, with commas between; --prompts may name others for each
-    media_root: str = ""  # Folder below which --prompts may name images too, beside their own folder
-    num_images: Annotated[int, at_least(1)] = 1  # Number of samples, going through the prompts in turn
+    negative_prompt: str = ""  # Negative prompt, for prompts without their own
+    images: str = ""  # Images to edit with every prompt, separated by commas; or --prompts names images
+    media_root: str = ""  # Folder for images of --prompts, in addition to their own
+    num_images: Annotated[int, at_least(1)] = 1  # Number of samples, cycling through the prompts
     out: str = ""  # Contact sheet to write, .png, .jpg or .webp; empty: sheet.png, or none with --out-dir
-    out_dir: str = ""  # Folder for a file of each sample
+    out_dir: str = ""  # Folder for the file of each sample
     seed: Annotated[int, between(0, 2**63 - 1)] = 0  # Seed of the noise
-    height: Annotated[int | None, between(1, 2**14)] = None  # Height in pixels; none: as the weights' run, else 512
-    width: Annotated[int | None, between(1, 2**14)] = None  # Width in pixels; none: likewise, else 512
-    num_frames: Annotated[int | None, between(1, 2**14)] = None  # Frames of a video, or 1; none: likewise, else 1
-    frame_rate: Annotated[float | None, between(1e-3, 1e3)] = None  # Frames in a second; none: likewise, else 24
-    num_inference_steps: Annotated[int | None, between(2, 10_000)] = None  # Denoising steps; none: likewise, else 10
-    guidance_scale: float | None = None  # Guidance of pipelines that call it so; none: likewise, else 1, mostly off
-    true_cfg_scale: float | None = None  # Guidance of pipelines that call it so, as Qwen-Image's; none: likewise
-    guidance: str | None = None  # Further guidance knobs of the pipeline, as name=value,name=value; none: likewise
+    height: Annotated[int | None, between(1, 2**14)] = None  # Height in pixels; none: that of the weights' run, or 512
+    width: Annotated[int | None, between(1, 2**14)] = None  # Width in pixels; none: likewise, or 512
+    num_frames: Annotated[int | None, between(1, 2**14)] = None  # Frames of a video; none: likewise, or 1
+    frame_rate: Annotated[float | None, between(1e-3, 1e3)] = None  # Frames per second; none: likewise, or 24
+    num_inference_steps: Annotated[int | None, between(2, 10_000)] = None  # Denoising steps; none: likewise, or 10
+    guidance_scale: float | None = None  # Guidance scale, if the pipeline has one; none: likewise, or 1
+    true_cfg_scale: float | None = None  # True CFG scale, as in Qwen-Image; none: likewise, or 1
+    guidance: str | None = None  # Other guidance settings of the pipeline, as name=value,name=value; none: likewise
     scorer: SampleScorer = SampleScorer()  # A reward server that scores the samples
     batch_size: Annotated[int, at_least(1)] = 16  # Images per forward
     dtype: groups.Dtype = "float32"  # Data type of the weights
 
 
 def check_args(args: Args) -> None:
-    """Raise ValueError when settings do not fit together, or prompts or images cannot be read."""
+    """Raise ValueError if settings do not fit together, or prompts or images cannot be read."""
     args = settle(args)
     check_bounds(args)
     parse_numbers(args.guidance or "", "--guidance")
@@ -102,7 +102,7 @@ def check_args(args: Args) -> None:
         (num_ranks() == 1, f"sample.py runs in one process, got {num_ranks()} ranks"),
     )  # fmt: skip
     check_model(args.model)
-    check_sides(args.model, args.height or 0, args.width or 0)  # which `settle` has set
+    check_sides(args.model, args.height or 0, args.width or 0)  # set by `settle`
     check_urls(args.scorer.url, "--scorer.url")
     read_prompts(args, check_media_prompt)
 
@@ -114,10 +114,10 @@ DEFAULTS = {
 
 
 def settle(args: Args) -> Args:
-    """Return the settings, with those of the weights' run or of DEFAULTS where none are given."""
+    """Fill missing settings with those of the weights' run, or with DEFAULTS."""
     found: dict[str, Any] = dict(DEFAULTS)
     for folder in listed(args.weights)[-1:]:
-        for file in (folder / "recipe.toml", folder.parent / "config.toml"):  # of weights from the hub, and of a run's
+        for file in (folder / "recipe.toml", folder.parent / "config.toml"):  # for weights from the hub, and from a run
             if file.is_file():
                 with flag(f"{file}: "):
                     run = plain(tomllib.loads(file.read_text("utf-8")))
@@ -129,14 +129,14 @@ def settle(args: Args) -> Args:
 
 
 def listed(text: str) -> tuple[Path, ...]:
-    """Return the paths in a text, with commas between."""
+    """Return the comma-separated paths in a text."""
     return tuple(Path(piece) for piece in text.split(",") if piece)
 
 
 def read_prompts(args: Args, check: RecordCheck) -> list[PromptRecord]:
-    """Return the prompts, with the negative prompt and the images that go with all of them.
+    """Return the prompts, with the negative prompt and images for all of them.
 
-    check: called with each of a file.
+    check: called with each prompt of a file.
 
     Raises:
         ValueError: a file of prompts or an image is missing or damaged, or both --images and the file name images.
@@ -176,7 +176,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sample:
-    """A sample as it is shown: a picture [H, W, 3], its score as a text, its line of samples.jsonl, and its media."""
+    """A sample to show: its image [H, W, 3], score as text, line of samples.jsonl, and kinds of media."""
 
     picture: np.ndarray
     label: str
@@ -188,8 +188,8 @@ def main(args: Args) -> None:
     """Sample in batches, score the samples if there is a scorer, and write the files.
 
     Raises:
-        ValueError, OSError: the model, the weights, the prompts or the scorer cannot be used; before any weight is
-            loaded, but for a scorer that fails later.
+        ValueError, OSError: the model, the weights, the prompts or the scorer cannot be used. Raised before any weights
+            are loaded, except if the scorer fails later.
     """
     args, dist = settle(args), init_distributed()
     params = params_of(args)
@@ -216,7 +216,7 @@ def main(args: Args) -> None:
 
 
 def params_of(args: Args) -> Params:
-    """Return the sampling parameters of settled settings."""
+    """Return the sampling parameters from the result of `settle`."""
     settings = {name: value for name, value in vars(args).items() if name in DEFAULTS}
     true_cfg = {"true_cfg_scale": scale} if (scale := settings.pop("true_cfg_scale")) != 1 else {}
     guidance = {**parse_numbers(settings.pop("guidance"), "--guidance"), **true_cfg}
@@ -224,7 +224,7 @@ def params_of(args: Args) -> Params:
 
 
 def open_checked(args: Args, params: Params) -> Model:
-    """Return the model, whose files are whole, and which takes the parameters; it has no weights yet."""
+    """Open the model without weights, and check its files and the parameters."""
     with flag("--model: "):
         model = open_model(args.model)
         model.check_files()
@@ -236,7 +236,7 @@ def open_checked(args: Args, params: Params) -> Model:
 
 
 def find_weights(args: Args, model: Model) -> list[tuple[str, Path]]:
-    """Return the folders of --weights, each with the net of the model that takes it, in the order of loading."""
+    """Return the folders of --weights in the order of loading, each with the name of its net."""
     folders = listed(args.weights)
     with flag("--weights: "):
         found = [(name, home) for folder in folders for name, home in homes(folder, model.nets).items()]
@@ -249,7 +249,7 @@ def find_weights(args: Args, model: Model) -> list[tuple[str, Path]]:
 
 
 def open_scorer(args: Args, dist: Dist, model: Model, record: PromptRecord, params: Params) -> Scorer:
-    """Return the scorer of --scorer.url, which has graded one prompt, or one that abstains."""
+    """Return the scorer of --scorer.url, after scoring one prompt, or one that abstains."""
     if not args.scorer.url:
         return abstaining()
     canary = replace(record, meta={**record.meta, "fps": params.frame_rate})
@@ -263,7 +263,7 @@ def open_scorer(args: Args, dist: Dist, model: Model, record: PromptRecord, para
 def sample(
     args: Args, dist: Dist, engine: DiffusersEngine, scorer: Scorer, batch: list[Prompt], params: Params
 ) -> dict[int, Sample]:
-    """Return the samples of a batch by their index; their files are written."""
+    """Return the samples of a batch by index, and write their files."""
     samples = engine.generate(batch, params.of_size(batch[0].size)).to("cpu")
     try:
         scores = collect(dist, [submit(scorer, samples)])
@@ -286,7 +286,7 @@ def sample(
 
 
 def write(args: Args, prompts: list[Prompt], samples: list[Sample]) -> None:
-    """Write samples.jsonl and the contact sheet, and print where they are."""
+    """Write samples.jsonl and the contact sheet, and print their paths."""
     if args.out_dir:
         lines = [json.dumps(each.row, ensure_ascii=False) + "\n" for each in samples]
         (Path(args.out_dir) / SAMPLES).write_text("".join(lines), "utf-8")

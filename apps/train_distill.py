@@ -5,7 +5,7 @@
 The student samples, and a teacher computes its velocity at each latent of the student, so that the student is corrected
 on its own trajectories (DiffusionOPD, arXiv 2605.15055). A teacher with several steps per student step trains a
 few-step student (progressive distillation, arXiv 2202.00512, on the student's trajectories). A teacher with guidance
-trains a student that needs none.
+trains a student that needs no guidance.
 
     omni-rl train distill --preset tiny-signs
     omni-rl train distill --nproc-per-node 8 --model black-forest-labs/FLUX.1-dev --lora.rank 32 \\
@@ -36,12 +36,12 @@ from omni_rl.settings.eval_sets import MediaEval
 from omni_rl.settings.fields import Flat, at_least, between, flag, require
 from omni_rl.settings.rules import check_scored
 
-# 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
+# 1. Settings. Parsed before torch is imported, so that --help and errors in flags are fast.
 
 
 @dataclass(frozen=True)
 class StudentSampling(groups.Sampling):
-    """How the student samples."""
+    """Sampling of the student."""
 
     num_inference_steps: Annotated[int, between(2, 10_000)] = 4  # Denoising steps of the student
 
@@ -68,16 +68,16 @@ class Args(MediaArgs):
     # Algorithm
     algo: Literal["opd", "opd-cps", "opd-ode"] = "opd-ode"  # Algorithm, a row of the table ALGOS
     teachers: str = ""  # Teachers as NAME=FOLDER of weights, separated by commas; empty: the model before training
-    teacher_substeps: Annotated[int, at_least(1)] = 1  # Steps that a teacher takes within each step of the student
-    teacher_guidance_scale: Annotated[float | None, at_least(0)] = None  # Teachers' scale; none: the student's
-    teacher_true_cfg_scale: Annotated[float | None, at_least(1)] = None  # As --true-cfg-scale; none: the student's
-    noise_level: Annotated[float, at_least(1e-6)] = 0.7  # Strength of the noise that opd and opd-cps inject
+    teacher_substeps: Annotated[int, at_least(1)] = 1  # Steps of a teacher within each step of the student
+    teacher_guidance_scale: Annotated[float | None, at_least(0)] = None  # Teachers' guidance scale; none: the student's
+    teacher_true_cfg_scale: Annotated[float | None, at_least(1)] = None  # Teachers' true CFG scale; none: the student's
+    noise_level: Annotated[float, at_least(1e-6)] = 0.7  # Strength of the noise of opd and opd-cps
     train_low: Annotated[int, at_least(0)] = 0  # First trained step of the student
-    train_high: int | None = None  # One past the last trained step; none: all, but the last one if it is stochastic
+    train_high: int | None = None  # One past the last trained step; none: all that can be trained
 
 
 def check_args(args: Args) -> None:
-    """Raise ValueError when settings do not fit together."""
+    """Raise ValueError if settings do not fit together."""
     low, high = trained_steps(args)
     check_scored(args, num_trained=max(1, high - low), needs_scorer=False)
     most = args.sampling.num_inference_steps - (args.algo != "opd-ode")
@@ -94,7 +94,7 @@ def check_args(args: Args) -> None:
 
 
 def trained_steps(args: Args) -> tuple[int, int]:
-    """Return the first step of the student that is trained, and one past the last."""
+    """Return the first trained step of the student, and one past the last."""
     most = args.sampling.num_inference_steps - (args.algo != "opd-ode")
     return args.train_low, most if args.train_high is None else args.train_high
 
@@ -103,7 +103,7 @@ def parse_teachers(text: str) -> dict[str, str]:
     """Return the folders of the teachers by name.
 
     Raises:
-        ValueError: a piece is not NAME=FOLDER, a name comes twice or is no plain word, or there is no such folder.
+        ValueError: a piece is not NAME=FOLDER, a name is repeated or not an identifier, or the folder does not exist.
     """
     folders: dict[str, str] = {}
     for piece in filter(None, text.split(",")):
@@ -120,7 +120,7 @@ def parse_teachers(text: str) -> dict[str, str]:
 if __name__ == "__main__":
     ARGS = parse_cli(Args, check_args, sys.argv[1:], app="train_distill", description=__doc__)
 
-# 2. Algorithms. One more is one more row.
+# 2. Algorithms. To add one, add a row.
 
 import torch
 from omni_losses import LossOutput, distill_kl_loss, distill_velocity_loss
@@ -146,7 +146,7 @@ from torch import Tensor
 
 
 def velocity_loss(velocity: Tensor, wanted: Tensor, at: "Latents", weights: Tensor) -> LossOutput:
-    """Return the squared distance of the velocities, which needs no noise."""
+    """Return the squared distance of the velocities, for deterministic steps."""
     return distill_velocity_loss(velocity, wanted, weights=weights)
 
 
@@ -164,14 +164,14 @@ ALGOS: dict[str, tuple[Callable[..., Transition], Loss]] = {
     "opd-ode": (ode_step, velocity_loss),
 }
 
-BEFORE = ""  # the name of the teacher that is the model before training
+BEFORE = ""  # name of the teacher that is the initial model
 UNSCORED = abstaining("samples of training are not scored")
 
 # 3. A training step: rollout of the student, and its correction
 
 
 def main(args: Args, world: World) -> None:
-    """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
+    """Train the run, or resume it. Evaluated weights are written to runs/NAME/weights."""
     teachers = parse_teachers(args.teachers)
     inputs = read_media(args, world, policies=[] if teachers else ["reference"], scored=False)
     rule = None if args.algo == "opd-ode" else ALGOS[args.algo][0]
@@ -198,7 +198,7 @@ def main(args: Args, world: World) -> None:
 
 
 def student_params(args: Args, params: Params) -> Params:
-    """Return the student's sampling parameters. The last step is not kept: the one before it ends where it starts."""
+    """Return the student's sampling parameters. The last step is not kept: it starts where the previous one ends."""
     rule, _ = ALGOS[args.algo]
     low, high = trained_steps(args)
     last = args.sampling.num_inference_steps - 1
@@ -207,7 +207,7 @@ def student_params(args: Args, params: Params) -> Params:
 
 
 def teacher_params(args: Args, params: Params) -> Params:
-    """Return the sampling parameters of the teachers, which may be guided where the student is not."""
+    """Return the sampling parameters of the teachers, which may be guided even if the student is not."""
     scale, cfg = args.teacher_guidance_scale, args.teacher_true_cfg_scale
     guidance = params.guidance if cfg is None else {**params.guidance, "true_cfg_scale": cfg}
     return replace(params, guidance=guidance, guidance_scale=params.guidance_scale if scale is None else scale)
@@ -225,7 +225,7 @@ class Latents:
 
 
 def latents_at(trajectory: Trajectory, i: int) -> Latents:
-    """Return those of the i-th step of the schedule, which is kept or the last one."""
+    """Return the latents of the i-th step of the schedule, which must be kept or the last one."""
     k = i - trajectory.params.sde_steps[0]
     if k < trajectory.num_kept:
         return Latents(
@@ -244,7 +244,7 @@ def update(
 ) -> dict[str, float]:
     """Take an optimizer step on each minibatch of this rank's batches; metrics are means over steps and ranks.
 
-    conds: what the teachers see of each batch.
+    conds: the teachers' conditioning of each batch.
     """
     args, dist, (_, loss_of) = run.args, run.dist, ALGOS[run.args.algo]
     points = [(batch, cond, i) for batch, cond in zip(batches, conds, strict=True) for i in range(*trained_steps(args))]
@@ -268,7 +268,7 @@ def update(
 
 
 def shares(batch: Trajectory, teacher: str, count: int) -> Tensor:
-    """Return a teacher's share [B] of each sample's loss: 1, 0, or that of one among `count`."""
+    """Return a teacher's share [B] of each sample's loss: 1 or 0 if the prompt names a teacher, else 1 / count."""
     named = [prompt.meta.get("teacher") for prompt in batch.prompts]
     return torch.tensor([1 / count if name is None else float(name == teacher) for name in named])
 
@@ -282,7 +282,7 @@ def teacher_cond(run: MediaRun[Args], batch: Trajectory) -> Cond:
 
 @torch.no_grad()
 def teacher_velocity(run: MediaRun[Args], name: str, cond: Cond, at: Latents) -> Tensor:
-    """Return a teacher's mean velocity [B, ...] over the student's step, which ends where the teacher's steps end."""
+    """Return a teacher's mean velocity [B, ...] over its steps within the student's step."""
     args, model, params = run.args, run.model, teacher_params(run.args, at.params)
     levels = [torch.lerp(at.sigma, at.sigma_next, j / args.teacher_substeps) for j in range(args.teacher_substeps + 1)]
     x, velocities = at.x, []

@@ -1,21 +1,21 @@
-"""Distillation of models that answer in text: a student learns all token probabilities of a teacher, of any size.
+"""Distillation of models that generate text: a student learns all token probabilities of a teacher of any size.
 
     prompts -> rollout of the student -> the teacher's log-probs of all tokens -> divergence -> step
 
-The student answers, and a teacher tells the probability of each token of the vocabulary after each token of the answer,
-so that the student is corrected on its own answers (GKD, arXiv 2306.13649). With --completion-key it learns on given
-answers instead. The loss is the KL of either direction, or the Jensen-Shannon divergence.
+The student answers, and a teacher computes the probabilities of the whole vocabulary after each token of the answer, so
+that the student is corrected on its own answers (GKD, arXiv 2306.13649). With --completion-key it learns from given
+answers instead. The loss is the KL divergence in either direction, or the Jensen-Shannon divergence.
 
     omni-rl train distill_tokens --preset tiny-beeps
     omni-rl train distill_tokens --nproc-per-node 8 --model Qwen/Qwen2.5-3B-Instruct --teacher runs/big/weights \\
         --prompts questions.jsonl --eval.prompts eval.jsonl
     torchrun --standalone --nproc-per-node 8 apps/train_distill_tokens.py ...  # the same, without the command
 
-The teacher has the student's vocabulary, and reads the student's tokens. Training needs no reward: --reward grades only
+The teacher has the student's vocabulary, and reads the student's tokens. Training needs no reward; --reward grades only
 answers of evaluations.
 
 Differences from TRL's GKDTrainer:
-1. A batch has answers of the student or given ones, not some of each by chance.
+1. All answers are the student's or all are given, not a random mix.
 2. The mean is over the answers' tokens of all batches and ranks of an optimizer step.
 """
 
@@ -30,7 +30,7 @@ from omni_rl.settings.eval_sets import TokenEval
 from omni_rl.settings.fields import REQUIRED, Flat, between, require
 from omni_rl.settings.token_args import TokenArgs, check_answers, check_tokens
 
-# 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
+# 1. Settings. Parsed before torch is imported, so that --help and errors in flags are fast.
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class StudentData(groups.TokenData):
     """Prompts that the student answers."""
 
     group_size: Annotated[int, between(1, 65_536)] = 1  # Samples of each prompt
-    completion_key: str = ""  # Key or column of given answers to learn on; empty: the student's own answers
+    completion_key: str = ""  # Key or column of given answers; empty: the student's own answers
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Args(TokenArgs):
     scorer: groups.TokenScorer = groups.TokenScorer()
     optim: groups.Optim = groups.Optim()
     tool: groups.ToolCalls = groups.ToolCalls()
-    reward: str = ""  # Rules that grade answers of evaluations, as in 'math + 0.1*format=PATTERN'; empty: exact
+    reward: str = ""  # Rules that grade answers of evaluations, such as 'math + 0.1*format=PATTERN'; empty: exact
     lr: Annotated[float | None, between(0, 1)] = None  # Learning rate of AdamW; none: 1e-5 with LoRA, 1e-6 without
 
     # Algorithm
@@ -67,7 +67,7 @@ class Args(TokenArgs):
 
 
 def check_args(args: Args) -> None:
-    """Raise ValueError when settings do not fit together."""
+    """Raise ValueError if settings do not fit together."""
     data = args.data
     check_tokens(args)
     if data.completion_key:
@@ -107,7 +107,7 @@ from torch import Tensor
 
 
 def main(args: Args, world: World) -> None:
-    """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
+    """Train the run, or resume it. Evaluated weights are written to runs/NAME/weights."""
     key = args.data.completion_key
     inputs = read_texts(args, world, scored=False, answers=[key] if key else [])
     inputs, teacher_model = read_teacher(args, world, inputs, args.teacher)
@@ -120,7 +120,7 @@ def main(args: Args, world: World) -> None:
     model, engine = open_engine(args, world, inputs, net)
     teacher = open_teacher(world, inputs, teacher_model)
     policy = open_policy(args, world, inputs, session, net, engine)
-    policy.teachers = {"teacher": teacher.net}  # whose forwards are counted too
+    policy.teachers = {"teacher": teacher.net}  # so that its forwards are counted too
     run = open_run(args, world, inputs, session, model, policy, engine, scorer, held_out, algorithm="distill")
     with Loop(run, evaluate_set, export) as steps:
         for step in steps:

@@ -3,7 +3,7 @@
     online:   prompts -> rollout -> score -> best and worst of each group -> update (noise -> errors -> loss -> step)
     offline:  preference file -> update
 
-A pair is two samples of one prompt, of which one is preferred. Both are noised with the same new noise to the same
+A pair is a preferred and a rejected sample of one prompt. Both are noised with the same new noise to the same
 level, and the model is trained to denoise the preferred one better than a reference, and the other one worse
 (Diffusion-DPO, arXiv 2311.12908). The reference is the policy before training.
 
@@ -16,7 +16,7 @@ docs/preferences.md describes the file, and `scripts/build_preferences.py` creat
 generate samples but do not grade them.
 
 Differences from the released code of the papers:
-1. A group with equal scores gives no pair, and a sample without a score is in no pair.
+1. Groups with equal scores and samples without a score yield no pairs.
 2. The loss uses the conditional velocity, even if samples are guided, because it is the one that denoises data.
 3. Noise and levels depend on (seed, step, prompt) and, online, on which sample of the group is preferred. They do not
    depend on the number of ranks.
@@ -35,7 +35,7 @@ from omni_rl.settings.eval_sets import MediaEval
 from omni_rl.settings.fields import Flat, at_least, between, require
 from omni_rl.settings.rules import check_scored
 
-# 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
+# 1. Settings. Parsed before torch is imported, so that --help and errors in flags are fast.
 
 
 @dataclass(frozen=True)
@@ -56,20 +56,20 @@ class Args(MediaArgs):
     lr: Annotated[float | None, between(0, 1)] = None  # Learning rate of AdamW; none: 3e-4 with LoRA, 1e-5 without
 
     # Algorithm
-    preferences: str = ""  # File of pairs, .jsonl, to train on offline, instead of --prompts and a scorer
-    dpo_beta: Annotated[float, at_least(1e-12)] = 2000.0  # Strength of the pull to the reference
+    preferences: str = ""  # File of pairs (.jsonl) for offline training, instead of --prompts and a scorer
+    dpo_beta: Annotated[float, at_least(1e-12)] = 2000.0  # Strength of the regularization towards the reference
     levels_per_pair: Annotated[int, at_least(1)] = 1  # Noise levels per pair
-    level_shift: Annotated[float, at_least(1e-3)] = 1.0  # Shift of the logit-normal levels, > 1 towards noise
+    level_shift: Annotated[float, at_least(1e-3)] = 1.0  # Shift of the logit-normal levels; > 1: towards noise
 
     def __post_init__(self) -> None:
-        """Set `prompts` to the file of pairs, so that printed and saved settings have it."""
+        """Set `prompts` to the file of pairs, so that printed and saved settings include it."""
         super().__post_init__()
         vars(self).update(data=replace(self.data, prompts=self.preferences or self.data.prompts))
 
 
 def check_args(args: Args) -> None:
-    """Raise ValueError when settings do not fit together."""
-    offline = bool(args.preferences)  # then a batch is of pairs of one size, however many samples it holds
+    """Raise ValueError if settings do not fit together."""
+    offline = bool(args.preferences)  # then a batch has pairs of one size, for any batch size
     data = args.data
     samples, unit = data.prompts_per_step * data.group_size, max(data.batch_size, data.group_size)
     per_round = unit * dp_size(args)
@@ -88,7 +88,7 @@ def check_args(args: Args) -> None:
         (offline or unit % min(data.batch_size, data.group_size) == 0,
          f"--batch-size and --group-size: one must divide the other, got {data.batch_size} and {data.group_size}"),
         (offline or samples % per_round == 0,
-         f"all ranks must draw whole groups and batches: {per_round} must divide a step's samples ({samples})"),
+         f"all ranks must sample whole groups and batches: {per_round} must divide a step's samples ({samples})"),
         (data.prompts_per_step % data.num_minibatches == 0,
          f"--num-minibatches must divide --prompts-per-step ({data.prompts_per_step}), got {data.num_minibatches}"),
         (not offline or data.group_size == 2, f"--preferences needs --group-size 2, got {data.group_size}"),
@@ -124,11 +124,11 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Pairs:
-    """This rank's n pairs of one size: clean latents [n, ...], each pair's seed of its noise and place in the step.
+    """This rank's n pairs of one size: clean latents [n, ...], and each pair's noise seed and place in the step.
 
-    size: (height, width), or None for that of the settings.
+    size: (height, width), or None for the size in the settings.
 
-    Without a single pair there is one row, which only fills up, and no place.
+    Without any pairs there is one filler row, and `places` is empty.
     """
 
     win: Tensor
@@ -140,7 +140,7 @@ class Pairs:
 
 
 def main(args: Args, world: World) -> None:
-    """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
+    """Train the run, or resume it. Evaluated weights are written to runs/NAME/weights."""
     scored = not args.preferences
     inputs = read_media(args, world, policies=["reference"], scored=scored)
     session = open_session(args, world, inputs)
@@ -153,7 +153,7 @@ def main(args: Args, world: World) -> None:
     policy = open_policy(args, world, inputs, session, net, engine)
     run = open_run(args, world, inputs, session, model, policy, engine, scorer, held_out, algorithm="dpo")
     if world.only_samples:
-        serve(run, roll_out)  # type: ignore[arg-type]  # which has samples, as the settings say
+        serve(run, roll_out)  # type: ignore[arg-type]  # not None: rollout ranks exclude --preferences
         return
     with Loop(run, evaluate_set, export) as steps:
         for step, rollout in sampled(run, steps, roll_out):
@@ -164,7 +164,7 @@ def main(args: Args, world: World) -> None:
 
 
 def roll_out(run: MediaRun[Args], step: Step) -> Rollout[Trajectory] | None:
-    """Return this rank's samples of a step, with pending scores; none offline."""
+    """Return this rank's samples of a step, with pending scores, or None offline."""
     if run.args.preferences:
         return None
     with run.phase("rollout"):
@@ -172,14 +172,14 @@ def roll_out(run: MediaRun[Args], step: Step) -> Rollout[Trajectory] | None:
 
 
 def pairs_of(run: MediaRun[Args], step: Step, rollout: Rollout[Trajectory]) -> list[Pairs]:
-    """Return the best and the worst of each of this rank's groups of the step, by size."""
-    pairs = wait_and_grade(run, step, rollout, choose)  # all of them, as a batch takes pairs of groups that have one
+    """Return the best and the worst sample of each of this rank's groups of the step, by size, and show samples."""
+    pairs = wait_and_grade(run, step, rollout, choose)  # wait for all, because batches hold pairs of several groups
     show(run, step, rollout)
     return pairs
 
 
 def choose(run: MediaRun[Args], step: Step, rollout: Rollout[Trajectory]) -> list[Pairs]:
-    """Return the best and the worst of each of this rank's groups, by size."""
+    """Return the best and the worst sample of each of this rank's groups, by size."""
     rewards, chosen = rewards_at(run, step, rollout), []
     for same in by_size(rollout.batches):
         trajectory = Trajectory.cat(same)
@@ -216,7 +216,7 @@ def read_pairs(run: MediaRun[Args], step: Step) -> list[Pairs]:
 
 @dataclass(frozen=True)
 class Noised:
-    """B/2 pairs at one noise level each, the preferred samples first, so B samples; the first `count` pairs count."""
+    """B samples: B/2 pairs at one noise level each, preferred samples first. Only the first `count` pairs count."""
 
     x0: Tensor
     noise: Tensor
@@ -227,12 +227,12 @@ class Noised:
 
 
 def noise_afresh(run: MediaRun[Args], step: Step, pairs: Pairs, own: Sequence[int]) -> list[Noised]:
-    """Return the pairs in the rows `own`, filled up to a batch of the usual shape, at each of their noise levels.
+    """Return the pairs in the rows `own`, filled up to the usual batch shape, at each of their noise levels.
 
-    One of two experts is chosen for each level of the step.
+    If the model has two experts, one of them is chosen for each level of the step.
     """
     args = run.args
-    first = args.sampling.num_inference_steps  # the noise of the steps before is the rollout's
+    first = args.sampling.num_inference_steps  # lower indices are the rollout's noise
     count = args.levels_per_pair
     rows = [*own, *[0] * (args.data.batch_size // 2 - len(own))]
     seeds, onto = [pairs.seeds[i] for i in rows], partial(to_device, device=pairs.win.device)
@@ -250,7 +250,7 @@ def noise_afresh(run: MediaRun[Args], step: Step, pairs: Pairs, own: Sequence[in
 
 
 def of_one_expert(run: MediaRun[Args], step: Step, sigma: Tensor, k: int) -> Tensor:
-    """Move noise levels [B], the k-th of a step, to the side of one of two experts by their quantiles."""
+    """Move noise levels [B], the k-th of a step, to one of two experts' sides by rescaling their quantiles."""
     shift, boundary = run.args.level_shift, torch.tensor(run.model.boundary).double()
     places, cut = (torch.special.ndtr(-shift_sigmas(s.double(), 1 / shift).logit()) for s in (sigma, boundary))
     normal = -torch.special.ndtri(on_one_side(run, step, places, cut.item(), k))
@@ -265,7 +265,7 @@ def errors(run: MediaRun[Args], net: nn.Module, at: Noised) -> Tensor:
 
 
 def minibatch(data: groups.Data, pairs: Sequence[Pairs], number: int) -> list[tuple[Pairs, list[int]]]:
-    """Return this rank's batches of one optimizer step: rows of pairs of one size."""
+    """Return this rank's batches of one optimizer step, as pairs of one size and their rows."""
     batches = []
     for same in pairs:
         numbers = [place * data.num_minibatches // data.prompts_per_step for place in same.places]
@@ -279,9 +279,9 @@ def update(run: MediaRun[Args], step: Step, pairs: Sequence[Pairs]) -> dict[str,
     args, dist, num_updates = run.args, run.dist, run.args.data.num_minibatches
     own = [minibatch(args.data, pairs, number) for number in range(num_updates)]
     counts = gather_json(dist, [[sum(len(rows) for _, rows in batches), len(batches)] for batches in own])
-    counts = counts[:: dist.context]  # of each share of ranks once
+    counts = counts[:: dist.context]  # once per context-parallel group
     num_pairs, most = torch.tensor(counts).sum(dim=0)[:, 0].tolist(), torch.tensor(counts).amax(dim=0)[:, 1].tolist()
-    # Every rank computes as many batches as the one with the most, as sharded weights demand.
+    # All ranks compute the same number of batches, as sharded weights require.
     filled = [batches + [(pairs[0], [])] * (n - len(batches)) for batches, n in zip(own, most, strict=True)]
     points = [[at for same, rows in batches for at in noise_afresh(run, step, same, rows)] for batches in filled]
     with torch.no_grad(), run.policy.reference() as net:
@@ -289,7 +289,7 @@ def update(run: MediaRun[Args], step: Step, pairs: Sequence[Pairs]) -> dict[str,
     forwards, results = [], []
     for number in range(num_updates):
         for at, old in zip(points[number], references[number], strict=True) if num_pairs[number] else ():
-            real = at.count or 1  # without any, the first row keeps this rank in step, with weight 0
+            real = at.count or 1  # a filler runs with weight 0, to keep ranks in step
             now = errors(run, run.policy.net, at)
             out = diffusion_dpo_loss(*(e[:real] for e in (*now.chunk(2), *old.chunk(2))), dpo_beta=args.dpo_beta)
             # Gradients are summed over pairs, noise levels and ranks; this makes the sum a mean.

@@ -1,11 +1,11 @@
-"""Preferences between answers in text, for any input: DPO, online and offline.
+"""Preferences between text answers to any input: DPO, online and offline.
 
     online:   prompts -> rollout -> score -> best and worst of each group -> update (log-probs -> loss -> step)
     offline:  preference file -> update
 
-A pair is two answers to one prompt, of which one is preferred. The model learns to raise the log-prob of the preferred
-answer over a reference's, and to lower the other one's (DPO, arXiv 2305.18290). The reference is the policy before
-training.
+A pair is a preferred and a rejected answer to one prompt. The model learns to raise the log-prob of the preferred
+answer relative to a reference, and to lower that of the other one (DPO, arXiv 2305.18290). The reference is the policy
+before training.
 
     omni-rl train dpo_tokens --preset tiny-beeps
     omni-rl train dpo_tokens --nproc-per-node 8 --preset qwen25-lora --preferences pairs.jsonl --eval.prompts eval.jsonl
@@ -14,9 +14,9 @@ training.
 A line of --preferences is a prompt with a "chosen" and a "rejected" answer; docs/tokens.md describes it.
 
 Differences from TRL's DPOTrainer:
-1. Answers end with the token that ends an answer, and without what the chat template writes after that.
+1. Answers end with the end-of-answer token, without the text that the chat template adds after it.
 2. Means are over the pairs of all batches and ranks of an optimizer step.
-3. Online, a group with equal scores gives no pair, and a sample without a score is in no pair.
+3. Online, groups with equal scores and samples without a score yield no pairs.
 """
 
 import sys
@@ -30,7 +30,7 @@ from omni_rl.settings.eval_sets import TokenEval
 from omni_rl.settings.fields import Flat, at_least, between, require
 from omni_rl.settings.token_args import TokenArgs, check_answers, check_tokens
 
-# 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
+# 1. Settings. Parsed before torch is imported, so that --help and errors in flags are fast.
 
 SIDES = ("chosen", "rejected")  # keys of a pair's answers
 
@@ -52,21 +52,21 @@ class Args(TokenArgs):
     scorer: groups.TokenScorer = groups.TokenScorer()
     optim: groups.Optim = groups.Optim()
     tool: groups.ToolCalls = groups.ToolCalls()
-    reward: str = ""  # Rules that grade answers, as in 'math + 0.1*format=PATTERN'; empty: exact, or scorer
+    reward: str = ""  # Rules that grade answers, such as 'math + 0.1*format=PATTERN'; empty: exact, or scorer
     lr: Annotated[float | None, between(0, 1)] = None  # Learning rate of AdamW; none: 5e-6 with LoRA, 1e-6 without
 
     # Algorithm
-    preferences: str = ""  # File of pairs, .jsonl, to train on offline, instead of --prompts
-    dpo_beta: Annotated[float, at_least(1e-12)] = 0.1  # Strength of the pull to the reference
+    preferences: str = ""  # File of pairs (.jsonl) for offline training, instead of --prompts
+    dpo_beta: Annotated[float, at_least(1e-12)] = 0.1  # Strength of the regularization towards the reference
 
     def __post_init__(self) -> None:
-        """Set `prompts` to the file of pairs, so that printed and saved settings have it."""
+        """Set `prompts` to the file of pairs, so that printed and saved settings include it."""
         super().__post_init__()
         vars(self).update(data=replace(self.data, prompts=self.preferences or self.data.prompts))
 
 
 def check_args(args: Args) -> None:
-    """Raise ValueError when settings do not fit together."""
+    """Raise ValueError if settings do not fit together."""
     data = args.data
     if args.preferences:
         check_answers(args, SIDES, name="--preferences")
@@ -111,7 +111,7 @@ from torch import Tensor, nn
 class Pairs:
     """This rank's n pairs of answers to the same prompts, and each pair's place among the prompts of the step.
 
-    Without a single pair there is one row, which only fills up, and no place.
+    Without any pairs there is one filler row, and `places` is empty.
     """
 
     win: TokenTrajectory
@@ -120,7 +120,7 @@ class Pairs:
 
 
 def main(args: Args, world: World) -> None:
-    """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
+    """Train the run, or resume it. Evaluated weights are written to runs/NAME/weights."""
     offline = bool(args.preferences)
     answers = SIDES if offline else ()
     inputs = read_texts(args, world, policies=["reference"], scored=not offline, answers=answers)
@@ -142,19 +142,19 @@ def main(args: Args, world: World) -> None:
 
 
 def roll_out(run: TokenRun[Args], step: Step) -> Rollout[TokenTrajectory] | None:
-    """Return this rank's answers of a step, with pending scores; none offline."""
+    """Return this rank's answers of a step, with pending scores, or None offline."""
     return None if run.args.preferences else sample_round(run, step.number)
 
 
 def pairs_of(run: TokenRun[Args], step: Step, rollout: Rollout[TokenTrajectory]) -> Pairs:
-    """Return the best and the worst of each of this rank's groups of the step."""
+    """Return the best and the worst answer of each of this rank's groups of the step, and show answers."""
     pairs = wait_and_grade(run, step, rollout, choose)
     show_answers(run, step, rollout)
     return pairs
 
 
 def choose(run: TokenRun[Args], step: Step, rollout: Rollout[TokenTrajectory]) -> Pairs:
-    """Return the best and the worst of each of this rank's groups, which a batch has whole."""
+    """Return the best and the worst answer of each of this rank's groups. Batches hold whole groups."""
     rewards, whole = rewards_at(run, step, rollout), TokenTrajectory.cat(rollout.batches)
     row_of = {index: row for row, index in enumerate(whole.indices.tolist())}
     pairs = [pair for pair in best_worst_pairs(rewards, rollout.groups) if pair[0] in row_of]
@@ -183,14 +183,14 @@ def read_pairs(run: TokenRun[Args], step: Step) -> Pairs:
 
 @dataclass(frozen=True)
 class PairBatch:
-    """B/2 pairs of one forward, the preferred answers first, so B answers; the first `count` pairs count."""
+    """B answers of one forward: B/2 pairs, preferred answers first. Only the first `count` pairs count."""
 
     trajectory: TokenTrajectory
     count: int
 
 
 def minibatch(args: Args, pairs: Pairs, number: int) -> list[PairBatch]:
-    """Return this rank's batches of one optimizer step: of pairs of like length, each as `cut` has them."""
+    """Return this rank's batches of one optimizer step, of pairs of similar length, as `cut` splits them."""
     data, both = args.data, torch.stack([pairs.win.lengths, pairs.lose.lengths]).amax(dim=0).tolist()
     sizes = [(len(e["input_ids"]), length) for e, length in zip(pairs.win.encoded, both, strict=True)]
     numbers = [place * data.num_minibatches // data.prompts_per_step for place in pairs.places]
@@ -201,7 +201,7 @@ def minibatch(args: Args, pairs: Pairs, number: int) -> list[PairBatch]:
 
 
 def batch_of(pairs: Pairs, rows: Sequence[int], count: int) -> PairBatch:
-    """Return the pairs in these rows."""
+    """Return a batch of the pairs in these rows."""
     return PairBatch(TokenTrajectory.cat([pairs.win.select(rows), pairs.lose.select(rows)]).trim(), count)
 
 
@@ -217,7 +217,7 @@ def update(run: TokenRun[Args], step: Step, pairs: Pairs) -> dict[str, float]:
     own = [minibatch(args, pairs, number) for number in range(num_updates)]
     counts = torch.tensor(gather_json(dist, [[sum(b.count for b in batches), len(batches)] for batches in own]))
     num_pairs, most = counts.sum(dim=0)[:, 0].tolist(), counts.amax(dim=0)[:, 1].tolist()
-    # Every rank computes as many batches as the one with the most, as sharded weights demand.
+    # All ranks compute the same number of batches, as sharded weights require.
     filled = [b + [batch_of(pairs, [0], 0)] * (n - len(b)) for b, n in zip(own, most, strict=True)]
     with torch.no_grad(), run.policy.reference() as net:
         references = [[sums(run, net, batch) for batch in batches] for batches in filled]

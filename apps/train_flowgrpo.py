@@ -14,7 +14,7 @@ Differences from the released code of the papers:
    checked only if the weights have not changed since sampling.
 2. `std` is the true standard deviation of a step, so the KL term is the true KL (theirs misses a factor |dt|).
 3. A sample without a score never counts as 0: its advantage is 0, and it is excluded from means.
-4. Noise depends only on (seed, step, prompt, sample): any number of ranks gives the same samples.
+4. Noise depends only on (seed, step, prompt, sample), not on the number of ranks.
 """
 
 import sys
@@ -30,7 +30,7 @@ from omni_rl.settings.eval_sets import MediaEval
 from omni_rl.settings.fields import Flat, at_least, between, require
 from omni_rl.settings.rules import check_scored, check_window
 
-# 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
+# 1. Settings. Parsed before torch is imported, so that --help and errors in flags are fast.
 
 Name = Literal[
     "flowgrpo",
@@ -48,9 +48,9 @@ Name = Literal[
 
 @dataclass(frozen=True)
 class Correction:
-    """Importance weights of a rollout by another engine, or by weights of some updates before."""
+    """Importance weights for a rollout by another engine, or by older weights."""
 
-    level: Literal["auto", "step", "trajectory"] = "auto"  # Unit that shares a weight; auto: step if off-policy
+    level: Literal["auto", "step", "trajectory"] = "auto"  # Weights per step or trajectory; auto: step if off-policy
     mode: Literal["truncate", "mask"] = "truncate"  # Treatment of weights beyond the bounds
     low: Annotated[float, at_least(0)] = 0.99  # Smallest weight per latent element
     high: Annotated[float, at_least(1 + 1e-6)] = 1.01  # Largest weight per latent element
@@ -79,21 +79,21 @@ class Args(MediaArgs):
     algo: Name = "flowgrpo"  # Algorithm, a row of the table ALGOS
     num_inner_epochs: Annotated[int, at_least(1)] = 1  # Passes of the update over the samples of a step
     iters_per_window: Annotated[int, at_least(1)] = 1  # Training steps that share a window
-    window_stride: Annotated[int, at_least(1)] = 1  # Steps that a sliding window moves at a time
-    same_start_noise: bool = False  # Start a group from one noise, and compute the steps before its window once
+    window_stride: Annotated[int, at_least(1)] = 1  # Steps by which a sliding window moves
+    same_start_noise: bool = False  # Start a group from the same noise, and share the steps before its window
     clip_range: Annotated[float, at_least(1e-6)] = 1e-4  # PPO clip half-width
-    kl_threshold: Annotated[float, at_least(1e-12)] = 1e-5  # Size of flow-dppo's trust region, nats per latent element
+    kl_threshold: Annotated[float, at_least(1e-12)] = 1e-5  # flow-dppo's trust region, in nats per latent element
     adv_clip_max: Annotated[float, at_least(1e-6)] = 5.0  # Bound on advantages
-    best_worst_n: Annotated[int, at_least(0)] = 0  # Samples of a group to train on, best and worst; 0 is all
+    best_worst_n: Annotated[int, at_least(0)] = 0  # Samples of a group to train on, best and worst; 0: all
     filter_groups: bool = False  # Drop groups whose samples have equal scores
-    kl_coef: Annotated[float, at_least(0)] = 0.0  # Weight of the KL to the policy before training
+    kl_coef: Annotated[float, at_least(0)] = 0.0  # Weight of the KL to the initial policy
     old_log_prob: Literal["auto", "rollout", "recompute", "correct"] = "auto"  # Source of the old log-probs
     ratio_tolerance: float | None = None  # Largest |ratio - 1| before the first update; none: 0 if exact
     route_replay: bool = False  # Use the rollout's expert routing in the update, for a mixture of experts
     correction: Correction = Correction()  # Importance weights of --old-log-prob correct
 
     def __post_init__(self) -> None:
-        """Set the unit of importance weights, so that printed and saved settings have it."""
+        """Set the unit of importance weights, so that printed and saved settings include it."""
         super().__post_init__()
         if self.correction.level == "auto":
             level: Literal["step", "trajectory"] = "step" if self.is_off_policy else "trajectory"
@@ -101,7 +101,7 @@ class Args(MediaArgs):
 
     @property
     def source(self) -> str:
-        """The source of the old log-probs; "auto" where it depends on the engine."""
+        """The source of the old log-probs; "auto" if it depends on the engine."""
         return "correct" if self.old_log_prob == "auto" and self.is_off_policy else self.old_log_prob
 
     @property
@@ -111,7 +111,7 @@ class Args(MediaArgs):
 
 
 def check_args(args: Args) -> None:
-    """Raise ValueError when settings do not fit together."""
+    """Raise ValueError if settings do not fit together."""
     size = check_window(args.window, args.sampling)
     num_trained = max(1, int(size * args.window.timestep_fraction))
     corrects, is_off_policy = args.source == "correct", args.is_off_policy
@@ -148,14 +148,14 @@ def check_args(args: Args) -> None:
 
 
 def repacks(args: Args) -> bool:
-    """Return True if samples may be left out, so that the others are trained on in other batches."""
+    """Return True if samples may be left out, so that the others are repacked into new batches."""
     return bool(args.best_worst_n) or args.filter_groups
 
 
 if __name__ == "__main__":
     ARGS = parse_cli(Args, check_args, sys.argv[1:], app="train_flowgrpo", description=__doc__)
 
-# 2. Algorithms. One more is one more row.
+# 2. Algorithms. To add one, add a row.
 
 import torch
 from omni_losses import (
@@ -187,11 +187,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Algo:
-    """A step rule, the strategy of its window, and the loss bound to its settings.
+    """A step rule, the strategy of its window, and a function that binds the loss to the settings.
 
-    A loss is called as `loss(log_prob, old_log_prob, advantages, weights=...)`. moments: True to call it with `mean`,
-    `old_mean` and `std` too. weigh: returns the weights [B] of a step from (batch, step, std). solver: of the steps
-    after the window. compress_ratio: share of these steps to take.
+    A loss is called as `loss(log_prob, old_log_prob, advantages, weights=...)`. moments: True to also pass `mean`,
+    `old_mean` and `std`. weigh: returns the weights [B] of a step from (batch, step, std). solver: solver for the steps
+    after the window. compress_ratio: fraction of these steps to take.
     """
 
     rule: Callable[..., Transition]
@@ -209,7 +209,7 @@ def clipped(a: Args) -> Callable[..., LossOutput]:
 
 
 def guarded(a: Args) -> Callable[..., LossOutput]:
-    """Return PPO's clipped loss with a ratio that is centered at 1, with the same spread at every step (GRPO-Guard)."""
+    """Return PPO's clipped loss with ratios centered at 1 and of equal spread at every step (GRPO-Guard)."""
     return partial(grpo_guard_loss, clip_range=a.clip_range, adv_clip_max=a.adv_clip_max)
 
 
@@ -219,12 +219,12 @@ def trust_region(a: Args) -> Callable[..., LossOutput]:
 
 
 def by_length(batch: TrainBatch, k: int, std: Tensor) -> Tensor:
-    """Return 1 / -dt of the k-th kept step, which gives steps of any length equal gradients (GRPO-Guard)."""
+    """Return 1 / -dt of the k-th kept step, which makes gradients independent of the step's length (GRPO-Guard)."""
     return 1 / (batch.trajectory.sigma(k) - batch.trajectory.sigma_next(k))
 
 
 def by_noise(batch: TrainBatch, k: int, std: Tensor) -> Tensor:
-    """Return weights in proportion to the noise of the step (TempFlow-GRPO)."""
+    """Return weights proportional to the noise of the step (TempFlow-GRPO)."""
     return tempflow_weights(std)
 
 
@@ -245,7 +245,7 @@ ALGOS = {
 
 
 def main(args: Args, world: World) -> None:
-    """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
+    """Train the run, or resume it. Evaluated weights are written to runs/NAME/weights."""
     policies = ["reference"] if args.kl_coef else []
     inputs = read_media(args, world, policies=policies, routes=args.route_replay)
     check_trained_steps(args, world, inputs, args.window.steps(args.sampling), ALGOS[args.algo].rule)
@@ -286,17 +286,17 @@ def roll_out(run: MediaRun[Args], step: Step) -> MediaRollout:
 
 
 def num_in_a_row(run: MediaRun[Args]) -> int:
-    """Return how many consecutive samples one rank takes: a group, if it shares the steps before its window."""
+    """Return the number of consecutive samples of a rank: a group, if it shares the steps before its window."""
     data = run.args.data
     has_groups = not data.group_size % data.batch_size and not data.prompts_per_step % run.dist.dp_size
     return data.group_size if run.args.same_start_noise and has_groups else 1
 
 
-QUANTIZED_TOLERANCE = 2e-2  # largest |ratio - 1| that linear layers in 8 bits explain
+QUANTIZED_TOLERANCE = 2e-2  # largest |ratio - 1| explained by 8-bit linear layers
 
 
 def source_and_tolerance(run: MediaRun[Args], batches: Sequence[TrainBatch]) -> tuple[str, float]:
-    """Return the source of the old log-probs, and the largest |ratio - 1| that it allows before the first update."""
+    """Return the source of the old log-probs, and the largest |ratio - 1| allowed before the first update."""
     args = run.args  # exact: the same arithmetic on both sides
     is_exact = run.engine.is_exact and batches[0].is_as_sampled and run.gate == "exact"
     source, tolerance = args.source, args.ratio_tolerance
@@ -308,7 +308,7 @@ def source_and_tolerance(run: MediaRun[Args], batches: Sequence[TrainBatch]) -> 
 
 
 def params_at(run: MediaRun[Args], step: Step) -> Params:
-    """Return the sampling parameters of a training step; its window is the same on every rank."""
+    """Return the sampling parameters of a training step. All ranks have the same window."""
     args, algo = run.args, ALGOS[run.args.algo]
     moves = {"iters_per_window": args.iters_per_window, "stride": args.window_stride}
     params = window_params(run, step, args.window, rule=algo.rule, strategy=algo.window, **moves)
@@ -317,14 +317,14 @@ def params_at(run: MediaRun[Args], step: Step) -> Params:
 
 @dataclass(frozen=True)
 class OldStep:
-    """A stochastic step under the policy before the update. log_prob: [B]. mean: [B, ...] if the loss asks for it."""
+    """A stochastic step under the policy before the update. log_prob: [B]. mean: [B, ...] if the loss needs it."""
 
     log_prob: Tensor
     mean: Tensor | None
 
 
 def update(run: MediaRun[Args], step: Step, batches: Sequence[TrainBatch]) -> dict[str, float]:
-    """Take an optimizer step on each minibatch of this rank's batches; metrics, as means."""
+    """Take an optimizer step on each minibatch of this rank's batches; return metrics, as means."""
     args, dist, algo = run.args, run.dist, ALGOS[run.args.algo]
     source, tolerance = source_and_tolerance(run, batches)
     size, num_kept = len(batches) // args.data.num_minibatches, batches[0].trajectory.num_kept
@@ -362,14 +362,14 @@ def update(run: MediaRun[Args], step: Step, batches: Sequence[TrainBatch]) -> di
 
 
 def old_policy(run: MediaRun[Args], batches: Sequence[TrainBatch], source: str) -> list[list[OldStep]]:
-    """Return each batch's steps under the policy before the update; [] for a batch whose own forwards add them."""
+    """Return each batch's steps under the policy before the update; [] if the batch's own forwards add them."""
     algo, num_kept = ALGOS[run.args.algo], batches[0].trajectory.num_kept
     if source == "rollout":
         return [[rollout_step(batch, k) for k in range(num_kept)] for batch in batches]
     # Before the first update a forward's log-prob is the old one; weights of trajectories need all steps at once.
     adds_own = source == "recompute" or run.args.correction.level == "step"
     num_first = len(batches) // run.args.data.num_minibatches if adds_own else 0
-    later = [batch.trajectory for batch in batches[num_first:]]  # with gradients, as kernels may differ without
+    later = [batch.trajectory for batch in batches[num_first:]]  # with gradients, because other kernels may run without
     old = [[as_old(algo, replay(run.model, run.policy.net, t, k)) for k in range(num_kept)] for t in later]
     return [[] for _ in range(num_first)] + old
 
@@ -380,13 +380,13 @@ def gap_to_rollout(batch: TrainBatch, k: int, now: Transition) -> Tensor:
 
 
 def replayed_gap(run: MediaRun[Args], batches: Sequence[TrainBatch], forward: int) -> Tensor:
-    """Return `gap_to_rollout` of a forward of the update, which are counted batch by batch, recomputed."""
+    """Recompute a forward of the update, counted batch by batch, and return its `gap_to_rollout`."""
     batch, k = batches[forward // batches[0].trajectory.num_kept], forward % batches[0].trajectory.num_kept
     return gap_to_rollout(batch, k, replay(run.model, run.policy.net, batch.trajectory, k))
 
 
 def rollout_step(batch: TrainBatch, k: int) -> OldStep:
-    """Return the k-th kept step as the engine took it."""
+    """Return the k-th kept step as sampled by the engine."""
     means = batch.trajectory.rollout_mean
     return OldStep(batch.trajectory.rollout_log_prob[:, k], None if means is None else means[:, k])
 
@@ -397,7 +397,7 @@ def as_old(algo: Algo, step: Transition) -> OldStep:
 
 
 def correction_weights(args: Args, old: list[OldStep], batch: TrainBatch, k: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return importance weights [B] of the k-th kept step, and metrics: of this step, or of the whole trajectories."""
+    """Return importance weights [B] of the k-th kept step or of whole trajectories, and their metrics."""
     rows = slice(k, k + 1) if args.correction.level == "step" else slice(None)
     log_prob = torch.stack([step.log_prob for step in old[rows]], dim=1)
     weights, metrics = rollout_weights(log_prob, batch.trajectory.rollout_log_prob[:, rows], **vars(args.correction))
@@ -405,7 +405,7 @@ def correction_weights(args: Args, old: list[OldStep], batch: TrainBatch, k: int
 
 
 def step_weights(args: Args, batch: TrainBatch, k: int, std: Tensor, correction: Tensor | None) -> Tensor | None:
-    """Return weights [B] of the samples in the loss of the k-th kept step; None if all are 1."""
+    """Return weights [B] of the samples in the loss of the k-th kept step, or None if all are 1."""
     factors = [factor for factor in (batch.weights, correction) if factor is not None]
     if weigh := ALGOS[args.algo].weigh:
         factors.append(weigh(batch, k, std))
@@ -413,7 +413,7 @@ def step_weights(args: Args, batch: TrainBatch, k: int, std: Tensor, correction:
 
 
 def kl_to_reference(run: MediaRun[Args], batch: TrainBatch, k: int, now: Transition) -> Tensor:
-    """Return the mean KL of the k-th kept step to that of the policy before training."""
+    """Return the mean KL of the k-th kept step to the same step of the initial policy."""
     with torch.no_grad(), run.policy.reference() as net:
         reference = replay(run.model, net, batch.trajectory, k)
     kl = gaussian_kl(now.mean, reference.mean, now.std)

@@ -1,21 +1,21 @@
-"""Policy gradients for models that answer in text, for any input: GSPO, GRPO, DAPO, CISPO and Dr. GRPO.
+"""Policy gradients for models that generate text from any input: GSPO, GRPO, DAPO, CISPO and Dr. GRPO.
 
     prompts -> rollout -> answers -> score -> advantages -> update (log-probs -> loss -> step) -> sync
 
-The model generates a group of answers for each prompt. A rule grades them. Answers above the mean of their group become
-more likely, the others less. GSPO has one ratio per answer (arXiv 2507.18071), the others one per token.
+The model generates a group of answers for each prompt, and rules grade them. Answers above the mean of their group
+become more likely, the others less. GSPO has one ratio per answer (arXiv 2507.18071), the others one per token.
 
     omni-rl train gspo --preset tiny-beeps
     omni-rl train gspo --nproc-per-node 8 --preset qwen3-omni-lora --prompts a.jsonl --eval.prompts b.jsonl
     torchrun --standalone --nproc-per-node 8 apps/train_gspo.py ...  # the same, without the command
 
 Differences from the released code of the papers:
-1. Old log-probs come from the function and the batches of the update. Before the first update of every step the ratio
-   must be 1, or the run stops. The sampler's log-probs must be close to them; with --draw-ahead, samples of older
-   weights are corrected by importance weights instead.
+1. Old log-probs are computed by the same function and in the same batches as in the update. Before the first update of
+   every step the ratio must be 1, or the run stops. The sampler's log-probs must be close to them; with --draw-ahead,
+   samples from older weights are corrected by importance weights instead.
 2. Means over tokens or answers are over all batches and ranks of an optimizer step.
-3. Dynamic sampling takes other prompts in at most --rounds rounds, and uses the first groups with different scores.
-4. Samples depend only on (seed, step, prompt, sample): any number of ranks gives the same answers.
+3. Dynamic sampling takes new prompts in at most --rounds rounds, and uses the first groups whose scores differ.
+4. Samples depend only on (seed, step, prompt, sample), not on the number of ranks.
 """
 
 import sys
@@ -31,7 +31,7 @@ from omni_rl.settings.eval_sets import TokenEval
 from omni_rl.settings.fields import Flat, at_least, between, require
 from omni_rl.settings.token_args import TokenArgs, check_tokens
 
-# 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
+# 1. Settings. Parsed before torch is imported, so that --help and errors in flags are fast.
 
 
 Correction = Literal["auto", "off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
@@ -52,7 +52,7 @@ class Args(TokenArgs):
     scorer: groups.TokenScorer = groups.TokenScorer()
     optim: groups.Optim = groups.Optim()
     tool: groups.ToolCalls = groups.ToolCalls()
-    reward: str = ""  # Rules that grade answers, as in 'math + 0.1*format=PATTERN'; empty: exact, or scorer
+    reward: str = ""  # Rules that grade answers, such as 'math + 0.1*format=PATTERN'; empty: exact, or scorer
     lr: Annotated[float | None, between(0, 1)] = None  # Learning rate of AdamW; none: 3e-6 with LoRA, 1e-6 without
 
     # Algorithm
@@ -60,17 +60,17 @@ class Args(TokenArgs):
     clip_low: Annotated[float | None, at_least(1e-6)] = None  # Clip width below 1; none: the algorithm's
     clip_high: Annotated[float | None, at_least(1e-6)] = None  # Clip width above 1; none: the algorithm's
     num_iterations: Annotated[int, at_least(1)] = 1  # Passes of the update over the answers of a step
-    rounds: Annotated[int, at_least(1)] = 4  # Rollouts per step for dapo, at most
+    rounds: Annotated[int, at_least(1)] = 4  # Maximum rollouts per step, for dapo
     overlong_tokens: Annotated[int | None, at_least(0)] = None  # Last tokens with a penalty; none: a fifth, or 0
     mask_truncated: bool = False  # Drop truncated answers from the update
-    kl_coef: Annotated[float, at_least(0)] = 0.0  # Weight of the KL to the policy before training
+    kl_coef: Annotated[float, at_least(0)] = 0.0  # Weight of the KL to the initial policy
     ratio_tolerance: Annotated[float | None, at_least(0)] = None  # Largest |ratio - 1|; none: 1e-4, 1e-3 or any
     rollout_correction: Correction = "auto"  # Importance weights for vllm or --draw-ahead, or off
-    rollout_correction_cap: Annotated[float, at_least(1)] = 2.0  # Largest importance weight; larger: cut or masked
+    rollout_correction_cap: Annotated[float, at_least(1)] = 2.0  # Importance weight to truncate at, or mask above
 
 
 def check_args(args: Args) -> None:
-    """Raise ValueError when settings do not fit together."""
+    """Raise ValueError if settings do not fit together."""
     check_tokens(args)
     require(
         ((args.overlong_tokens or 0) <= args.sampling.max_new_tokens,
@@ -91,7 +91,7 @@ def check_args(args: Args) -> None:
 if __name__ == "__main__":
     ARGS = parse_cli(Args, check_args, sys.argv[1:], app="train_gspo", description=__doc__)
 
-# 2. Algorithms. One more is one more row.
+# 2. Algorithms. To add one, add a row.
 
 import torch
 from omni_losses import (
@@ -129,7 +129,7 @@ def of_sequences(
 
 @dataclass(frozen=True)
 class Algo:
-    """A loss with its clip range, its mean over tokens, the samples whose deviation divides advantages, and extras.
+    """A loss with its clip range, its mean over tokens, the standard deviation of advantages, and extras.
 
     The loss is called as `loss(log_prob, old_log_prob, advantages, mask, weights=..., clip_low=..., clip_high=...)`.
     """
@@ -138,8 +138,8 @@ class Algo:
     clip: tuple[float, float]
     mean: TokenMean = "sequence"
     std: Std = "group"
-    dynamic: bool = False  # sample until as many groups as there are prompts differ in their scores
-    overlong: bool = False  # punish answers near --max-new-tokens
+    dynamic: bool = False  # sample until there are as many groups with differing scores as prompts in a step
+    overlong: bool = False  # penalize answers near --max-new-tokens
 
 
 ALGOS = {
@@ -152,7 +152,7 @@ ALGOS = {
 
 
 def resolve_auto(args: Args) -> Args:
-    """Return the settings with values in place of None and auto."""
+    """Replace None and auto in the settings by values."""
     algo = ALGOS[args.algo]
     overlong, is_exact = args.sampling.max_new_tokens // 5 * algo.overlong, args.sampling.engine == "transformers"
     tolerance = torch.inf if args.policy.dtype != "float32" else 1e-4 if is_exact else 1e-3
@@ -173,7 +173,7 @@ def resolve_auto(args: Args) -> Args:
 
 
 def main(args: Args, world: World) -> None:
-    """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
+    """Train the run, or resume it. Evaluated weights are written to runs/NAME/weights."""
     inputs = read_texts(args, world, policies=["reference"] if args.kl_coef else [])
     session = open_session(args, world, inputs)
     if args.run.dry_run and print_plan(args, world, inputs, session):
@@ -194,7 +194,7 @@ def main(args: Args, world: World) -> None:
 
 
 def roll_out(run: TokenRun[Args], step: Step) -> Rollout[TokenTrajectory]:
-    """Return the answers of a step; with dynamic sampling, of several rounds until enough groups differ."""
+    """Return the answers of a step. With dynamic sampling, sample rounds until enough groups have differing scores."""
     rounds = resolve_auto(run.args).rounds
     first = step.number * rounds
     rollout = sample_round(run, first)
@@ -207,24 +207,24 @@ def roll_out(run: TokenRun[Args], step: Step) -> Rollout[TokenTrajectory]:
 
 
 def has_enough(run: TokenRun[Args], step: Step, rollout: Rollout[TokenTrajectory]) -> bool:
-    """Return True if at least as many groups have different scores as a step has prompts."""
+    """Return True if at least as many groups as prompts in a step have differing scores."""
     rewards = gather_rewards(run.dist, rollout.batches, rollout.scores, rollout.groups)
     return len(differing(rewards, rollout.groups)) >= run.args.data.prompts_per_step
 
 
 def differing(rewards: Tensor, groups: Tensor) -> Tensor:
-    """Return the groups that have two different scores, in order."""
+    """Return the groups with differing scores, in order."""
     return groups[filter_groups(rewards, groups)].unique()
 
 
 def grade(run: TokenRun[Args], step: Step, rollout: Rollout[TokenTrajectory]) -> list[list[TokenBatch]]:
-    """Return this rank's batches of each minibatch; none without a signal. They depend on all scores."""
+    """Return this rank's batches of each minibatch, or none without a signal. Needs all scores."""
     advantages, keep = compare(run, step, rollout)
     return pack(run, rollout.batches, advantages, keep, mean=ALGOS[run.args.algo].mean) if step.has_signal else []
 
 
 def compare(run: TokenRun[Args], step: Step, rollout: Rollout[TokenTrajectory]) -> tuple[Tensor, Tensor]:
-    """Return advantages [N] of all ranks' samples, and the mask [N] of those to train on."""
+    """Return advantages [N] of all ranks' samples, and the mask [N] of samples to train on."""
     args, algo, groups = resolve_auto(run.args), ALGOS[run.args.algo], rollout.groups
     scored = rewards = rewards_at(run, step, rollout)
     lengths, ended = lengths_of(run.dist, rollout.batches, len(groups))
@@ -233,7 +233,7 @@ def compare(run: TokenRun[Args], step: Step, rollout: Rollout[TokenTrajectory]) 
         rewards = rewards + overlong_penalty(lengths, max_tokens=longest, buffer=args.overlong_tokens)
     advantages, whole = (group_advantages(rewards, groups, std=algo.std, eps=eps) for eps in (1e-4, 1e-30))
     keep = ~rewards.isnan()
-    if algo.dynamic:  # of more groups than were asked for, the first
+    if algo.dynamic:  # only the first groups, if there are more than needed
         keep &= torch.isin(groups, differing(scored, groups)[: args.data.prompts_per_step])
     if args.mask_truncated:
         keep &= ended.bool()
@@ -264,7 +264,7 @@ def update(run: TokenRun[Args], step: Step, minibatches: list[list[TokenBatch]])
     forwards: list[dict[str, Tensor]] = []
     moves: list[Tensor] = []
     results = []
-    scale = sum(map(len, minibatches)) * dist.world_size / len(minibatches)  # a sum over forwards and ranks is logged
+    scale = sum(map(len, minibatches)) * dist.world_size / len(minibatches)  # to log a sum over forwards and ranks
     for number, m in enumerate(run.minibatches(step, epochs=args.num_iterations)):
         batches, befores = minibatches[m], old[m]
         for batch, before, other in zip(batches, befores, references[m], strict=True):
@@ -291,7 +291,7 @@ def update(run: TokenRun[Args], step: Step, minibatches: list[list[TokenBatch]])
 
 
 def correct(args: Args, batch: TokenBatch, old: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return loss weights [B] or [B, T] of the batch, and metrics of the sampler's distance from `old` [B, T]."""
+    """Return loss weights [B] or [B, T] of the batch, and metrics of the sampler's deviation from `old` [B, T]."""
     if args.sampling.engine == "transformers" and not args.sampling.draw_ahead:
         return batch.weights, {}
     is_off, sampled = args.rollout_correction == "off", batch.trajectory.rollout_log_prob.to(old.device)
@@ -304,10 +304,10 @@ def correct(args: Args, batch: TokenBatch, old: Tensor, mask: Tensor) -> tuple[T
 
 
 def penalty(log_prob: Tensor, other: Tensor | None, mask: Tensor) -> Tensor:
-    """Return the KL [B, T] of each token to the policy before training, if there is one; 0 after the end."""
+    """Return the KL [B, T] of each token to the initial policy, 0 after the end, or zeros without `other`."""
     if other is None:
         return torch.zeros_like(log_prob)
-    return k3_kl(log_prob.where(mask, 0.0), other.where(mask, 0.0))  # junk may overflow, and 0 times that is NaN
+    return k3_kl(log_prob.where(mask, 0.0), other.where(mask, 0.0))  # masked values may overflow, and 0 * inf is NaN
 
 
 def farthest(batch: TokenBatch, log_prob: Tensor, other: Tensor) -> Tensor:
@@ -317,25 +317,25 @@ def farthest(batch: TokenBatch, log_prob: Tensor, other: Tensor) -> Tensor:
 
 
 def score(run: TokenRun[Args], batch: TokenBatch) -> TokenScores:
-    """Return the log-probs of the batch's tokens under the weights being trained."""
+    """Return the log-probs of the batch's tokens under the trained weights."""
     return score_tokens(run.model, run.policy.net, batch.trajectory)
 
 
 def old_scores(run: TokenRun[Args], batch: TokenBatch) -> TokenScores:
-    """Return the same before the update; where kernels differ with gradients, log-probs by those."""
+    """Return `score` before the update; with gradients if kernels with and without them differ."""
     with torch.no_grad():
         scores = score(run, batch)
     return scores if run.gate == "exact" else replace(scores, log_prob=score(run, batch).log_prob.detach())
 
 
 def repeated_gap(run: TokenRun[Args], batches: list[TokenBatch], old: list[TokenScores], forward: int) -> Tensor:
-    """Return the log-probs of a forward of the update, computed again, minus the old ones, of tokens in a row."""
+    """Recompute the log-probs of a forward of the update, and subtract the old ones; return a vector over tokens."""
     off = score(run, batches[forward]).log_prob - old[forward].log_prob
     return off[batches[forward].trajectory.sampled.to(off.device)]
 
 
 def reference(run: TokenRun[Args], batch: TokenBatch) -> Tensor | None:
-    """Return the log-probs [B, T] of the batch's tokens under the policy before training, if the loss needs them."""
+    """Return the log-probs [B, T] of the batch's tokens under the initial policy, or None if the loss needs none."""
     if not run.args.kl_coef:
         return None
     with run.policy.reference() as net:

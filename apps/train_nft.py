@@ -3,8 +3,8 @@
     prompts -> rollout of the old policy -> score -> advantages -> update (noise -> velocity -> loss -> step) -> refresh
 
 A solver generates a group of samples for each prompt, and a scorer grades them over HTTP. Training uses only the
-finished samples: they are noised again, and the velocity is trained towards good samples and away from bad ones. There
-is no stochastic step, no density and no trajectory (DiffusionNFT, arXiv 2509.16117; AWM, arXiv 2509.25050;
+finished samples: they are noised again, and the velocity is trained towards good samples and away from bad ones. No
+stochastic steps, densities or trajectories are needed (DiffusionNFT, arXiv 2509.16117; AWM, arXiv 2509.25050;
 DGPO, arXiv 2510.08425).
 
     omni-rl train nft --preset tiny-signs
@@ -34,7 +34,7 @@ from omni_rl.settings.eval_sets import MediaEval
 from omni_rl.settings.fields import Flat, at_least, between, require
 from omni_rl.settings.rules import check_scored
 
-# 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
+# 1. Settings. Parsed before torch is imported, so that --help and errors in flags are fast.
 
 
 @dataclass(frozen=True)
@@ -58,31 +58,31 @@ class Args(MediaArgs):
     # Algorithm
     algo: Literal["nft", "awm", "dgpo"] = "nft"  # Algorithm, a row of the table ALGOS
     sample_with: Literal["old", "policy"] = "old"  # Policy that generates the samples
-    solver: Literal["euler", "dpmpp"] = "euler"  # Solver of rollouts; dpmpp: DPM-Solver++(2M). Evaluations use euler
+    solver: Literal["euler", "dpmpp"] = "euler"  # Solver of rollouts; dpmpp: DPM-Solver++(2M); evaluations use euler
     old_schedule: Literal["copy", "linear", "delayed_linear"] = "copy"  # Schedule of the old policy's decay
     old_decay_max: Annotated[float, between(0, 1)] = 1.0  # Largest decay of the old policy
-    old_every: Annotated[int, at_least(1)] = 1  # Training steps between two refreshes of the old policy
+    old_every: Annotated[int, at_least(1)] = 1  # Training steps between updates of the old policy
     num_inner_epochs: Annotated[int, at_least(1)] = 1  # Passes of the update over the noised samples of a step
     train_levels: int | None = None  # Noise levels per sample; none: all of the trained range
     train_low: Annotated[int, at_least(0)] = 0  # First step of the rollout's schedule with a trained level
     train_high: int | None = None  # One past the last such step; none: all steps
-    nft_beta: Annotated[float, at_least(1e-12)] = 1.0  # DiffusionNFT: distance of both policies from the old one
+    nft_beta: Annotated[float, at_least(1e-12)] = 1.0  # DiffusionNFT: distance of implicit policies from the old one
     weighting: Literal["uniform", "t", "t2", "huber", "ghuber"] = "ghuber"  # AWM: weighting of a sample's error
     dgpo_beta: Annotated[float, at_least(1e-12)] = 100.0  # DGPO: sharpness of a group's weight
-    dgpo_reference: Literal["reference", "sampler"] = "reference"  # DGPO: policy before training, or the sampling one
+    dgpo_reference: Literal["reference", "sampler"] = "reference"  # DGPO: the initial policy or the sampling policy
     clip_range: Annotated[float, at_least(1e-6)] = 1.0  # AWM, DGPO: clip half-width of the ratio
     adv_clip_max: Annotated[float, at_least(1e-6)] = 5.0  # Bound on advantages
-    kl_coef: Annotated[float, at_least(0)] = 0.0  # Weight of the distance to the velocity before training
-    old_kl_coef: Annotated[float, at_least(0)] = 0.0  # Weight of the distance to the velocity of the old policy
+    kl_coef: Annotated[float, at_least(0)] = 0.0  # Weight of the distance to the initial velocity
+    old_kl_coef: Annotated[float, at_least(0)] = 0.0  # Weight of the distance to the old policy's velocity
 
     @property
     def has_reference(self) -> bool:
-        """True if the policy before training is needed."""
+        """True if the initial policy is needed."""
         return bool(self.kl_coef) or (self.algo == "dgpo" and self.dgpo_reference == "reference")
 
 
 def check_args(args: Args) -> None:
-    """Raise ValueError when settings do not fit together."""
+    """Raise ValueError if settings do not fit together."""
     low, high, count = trained_levels(args)
     unit = args.data.group_size if args.algo == "dgpo" else 1  # whole groups
     check_scored(args, num_trained=max(1, count), unit=unit)
@@ -95,7 +95,7 @@ def check_args(args: Args) -> None:
 
 
 def trained_levels(args: Args) -> tuple[int, int, int]:
-    """Return the first trained step of the rollout's schedule, one past the last, and the levels of a sample."""
+    """Return the first trained step of the rollout's schedule, one past the last, and the levels per sample."""
     high = args.sampling.num_inference_steps if args.train_high is None else args.train_high
     return args.train_low, high, high - args.train_low if args.train_levels is None else args.train_levels
 
@@ -103,7 +103,7 @@ def trained_levels(args: Args) -> tuple[int, int, int]:
 if __name__ == "__main__":
     ARGS = parse_cli(Args, check_args, sys.argv[1:], app="train_nft", description=__doc__)
 
-# 2. Algorithms. One more is one more row.
+# 2. Algorithms. To add one, add a row.
 
 import torch
 from omni_losses import (
@@ -145,12 +145,12 @@ class Noised:
     x_t: Tensor
 
 
-Velocities = Mapping[str, Tensor]  # by policy: sampler, and those of `anchor_velocities`
+Velocities = Mapping[str, Tensor]  # by policy: "sampler", and the keys of `anchor_velocities`
 Loss = Callable[[Args, Tensor, Velocities, Noised], LossOutput]
 
 
 def nft_loss(args: Args, velocity: Tensor, others: Velocities, at: Noised) -> LossOutput:
-    """Return DiffusionNFT's loss: contrast a step from the old policy towards the trained one with a step away."""
+    """Return DiffusionNFT's loss, which contrasts a step from the old policy to the trained one with its opposite."""
     return diffusion_nft_loss(
         velocity,
         others["sampler"],
@@ -173,7 +173,7 @@ def matching_loss(args: Args, velocity: Tensor, others: Velocities, at: Noised) 
 
 
 def group_loss(args: Args, velocity: Tensor, others: Velocities, at: Noised) -> LossOutput:
-    """Return DGPO's loss: flow matching weighted by the advantage, and by how wrongly the group is still ordered."""
+    """Return DGPO's loss: flow matching weighted by the advantage, and by how badly the group is still ordered."""
     batch, x0, policies = at.batch, at.batch.trajectory.x0, (velocity, others[args.dgpo_reference], others["sampler"])
     now, reference, old = (velocity_error(v, x0, at.noise) for v in policies)
     groups = to_device(torch.tensor([prompt.group for prompt in batch.trajectory.prompts]), x0.device)
@@ -183,7 +183,7 @@ def group_loss(args: Args, velocity: Tensor, others: Velocities, at: Noised) -> 
 
 
 def loss_by_stream(sizes: list[int], shares: Sequence[float], loss_of: Loss) -> Loss:
-    """Return the sum of separate losses of frames and sound, each of its latent elements, in these shares."""
+    """Return the weighted sum of separate losses of frames and sound. sizes: latent elements. shares: weights."""
 
     def loss(args: Args, velocity: Tensor, others: Velocities, at: Noised) -> LossOutput:
         latents = velocity, at.batch.trajectory.x0, at.noise, at.x_t, *others.values()
@@ -201,7 +201,7 @@ def loss_by_stream(sizes: list[int], shares: Sequence[float], loss_of: Loss) -> 
 
 @dataclass(frozen=True)
 class Algo:
-    """A loss; `shares_noise` is True if the samples of a group share noise and noise level."""
+    """A loss. shares_noise: True if the samples of a group share noise and noise level."""
 
     loss: Loss
     shares_noise: bool = False
@@ -213,7 +213,7 @@ ALGOS = {"nft": Algo(nft_loss), "awm": Algo(matching_loss), "dgpo": Algo(group_l
 
 
 def main(args: Args, world: World) -> None:
-    """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
+    """Train the run, or resume it. Evaluated weights are written to runs/NAME/weights."""
     policies = ["old", "reference"] if args.has_reference else ["old"]
     inputs = read_media(args, world, policies=policies)
     check_trained_steps(args, world, inputs, trained_levels(args)[:2])
@@ -247,12 +247,12 @@ def roll_out(run: MediaRun[Args], step: Step) -> MediaRollout:
 
 
 def sampling_policy(run: MediaRun[Args]) -> AbstractContextManager[None]:
-    """Make the net the policy that samples, in the `with` block."""
+    """Make the net the sampling policy in the `with` block."""
     return run.policy.as_old() if run.args.sample_with == "old" else nullcontext()
 
 
 def refresh_old(run: MediaRun[Args], step: Step) -> float:
-    """Move the old policy towards the trained one; return the share of itself that it kept."""
+    """Move the old policy towards the trained one, and return its decay."""
     args, done = run.args, step.number + 1
     if done % args.old_every:
         return 1.0
@@ -264,16 +264,16 @@ def refresh_old(run: MediaRun[Args], step: Step) -> float:
 
 
 def noise_afresh(run: MediaRun[Args], step: Step, batch: TrainBatch) -> list[Noised]:
-    """Return the batch at each of its noise levels: one of every stratum of the trained part of the rollout's schedule.
+    """Return the batch at each of its noise levels, one per stratum of the trained part of the rollout's schedule.
 
-    Where two experts share a stratum, one of them is chosen for the step.
+    If two experts share a stratum, one of them is chosen for the step.
     """
     args, (low, high, count) = run.args, trained_levels(run.args)
     x0, sigmas = batch.trajectory.x0, batch.trajectory.sigmas
     first_of = {prompt.group: prompt.seed for prompt in reversed(batch.trajectory.prompts)}
     shares = ALGOS[args.algo].shares_noise
     seeds = [first_of[prompt.group] if shares else prompt.seed for prompt in batch.trajectory.prompts]
-    first = args.sampling.num_inference_steps  # the noise of the steps before is the rollout's
+    first = args.sampling.num_inference_steps  # lower indices are the rollout's noise
     uniform = torch.special.ndtr(step_noise(seeds, first + count, (count,)).double())
     if run.model.boundary:
         first_low = int((run.model.sigmas(batch.trajectory.params)[:-1] >= run.model.boundary).sum())
@@ -294,7 +294,7 @@ def predict(run: MediaRun[Args], net: torch.nn.Module, at: Noised) -> Tensor:
 
 
 def sampler_velocities(run: MediaRun[Args], points: list[Noised], num_first: int) -> list[Tensor | None]:
-    """Return velocities of the sampling policy at each point; None where it equals the trained one."""
+    """Return velocities of the sampling policy at each point, or None where it equals the trained policy."""
     skip = num_first if run.args.sample_with == "policy" else 0
     with sampling_policy(run), torch.set_grad_enabled(run.gate != "exact"):
         return [None] * skip + [predict(run, run.policy.net, at).detach() for at in points[skip:]]
@@ -306,14 +306,14 @@ def starts_as_old(args: Args, step: Step) -> bool:
 
 
 def repeated_gap(run: MediaRun[Args], points: list[Noised], sampler: list[Tensor | None], forward: int) -> Tensor:
-    """Return the velocity [B, ...] of a forward of the update, computed again, minus the sampling policy's."""
+    """Recompute the velocity [B, ...] of a forward of the update, and subtract the sampling policy's."""
     velocity, old = predict(run, run.policy.net, points[forward]), sampler[forward]
     return torch.zeros_like(velocity) if old is None else velocity - old
 
 
 @torch.no_grad()
 def anchor_velocities(run: MediaRun[Args], points: list[Noised]) -> dict[str, list[Tensor]]:
-    """Return the velocities at each point of the other policies that the loss needs."""
+    """Return the velocities, at each point, of the other policies that the loss needs."""
     velocities = {}
     if run.args.old_kl_coef:
         with run.policy.as_old():

@@ -2,7 +2,7 @@
 
     file of prompts and samples -> noise -> flow-matching error -> step
 
-Each sample is noised to random levels, and the model learns the velocity noise - data there. This is the pretraining
+Each sample is noised to random levels, at which the model learns the velocity noise - data. This is the pretraining
 loss, conditional flow matching (arXiv 2210.02747, rectified flow in arXiv 2403.03206). Training does not sample.
 
     omni-rl train sft --preset tiny-signs
@@ -10,14 +10,14 @@ loss, conditional flow matching (arXiv 2210.02747, rectified flow in arXiv 2403.
         --prompts data/mine/samples.jsonl --eval.prompts eval.txt
     torchrun --standalone --nproc-per-node 4 apps/train_sft.py ...  # the same, without the command
 
-Each line of --prompts names a file as "sample", or in a file of pairs as "win", the preferred sample;
+Each line of --prompts names a file as "sample", or, in a file of pairs, as "win", the preferred sample;
 docs/preferences.md describes both. Any other trainer can start from runs/NAME/weights with --init-weights. Training
-needs no reward: a scorer is only for evaluations.
+needs no reward; a scorer is only used in evaluations.
 
 Differences from diffusers' training scripts:
-1. Noise levels use the sampling schedule of the model, even if it depends on the size. `--level-shift`
+1. Noise levels follow the sampling schedule of the model, even if it depends on the size. `--level-shift`
    uses one shift for all sizes, like their SD3 script.
-2. `--logit-mean` > 0 moves the levels towards noise, as in arXiv 2403.03206; in their scripts towards data.
+2. `--logit-mean` > 0 moves the levels towards noise, as in arXiv 2403.03206; in their scripts it moves them to data.
 3. Levels and noise depend on (seed, step, prompt), not on the number of ranks.
 """
 
@@ -34,21 +34,21 @@ from omni_rl.settings.eval_sets import MediaEval
 from omni_rl.settings.fields import Flat, between
 from omni_rl.settings.rules import check_scored
 
-# 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
+# 1. Settings. Parsed before torch is imported, so that --help and errors in flags are fast.
 
 
 @dataclass(frozen=True)
 class LevelData(groups.Data):
     """Samples to imitate, each at several noise levels."""
 
-    group_size: Annotated[int, between(1, 65_536)] = 1  # Noise levels per sample of a step
+    group_size: Annotated[int, between(1, 65_536)] = 1  # Noise levels per sample in a step
 
 
 @dataclass(frozen=True)
 class LevelSampling(groups.Sampling):
     """Sizes, guidance, and the schedule of the noise levels."""
 
-    num_inference_steps: Annotated[int, between(2, 10_000)] = 40  # Steps of the schedule that noise levels interpolate
+    num_inference_steps: Annotated[int, between(2, 10_000)] = 40  # Steps of the schedule that levels interpolate
 
 
 @dataclass(frozen=True)
@@ -71,14 +71,14 @@ class Args(MediaArgs):
     lr: Annotated[float | None, between(0, 1)] = None  # Learning rate of AdamW; none: 1e-4 with LoRA, 1e-5 without
 
     # Algorithm
-    levels: Literal["logit-normal", "uniform"] = "logit-normal"  # Distribution of noise levels, before the schedule
-    logit_mean: Annotated[float, between(-10, 10)] = 0.0  # Mean of their logits, > 0 towards noise
+    levels: Literal["logit-normal", "uniform"] = "logit-normal"  # Distribution of noise levels before the schedule
+    logit_mean: Annotated[float, between(-10, 10)] = 0.0  # Mean of their logits; > 0: towards noise
     logit_std: Annotated[float, between(1e-3, 10)] = 1.0  # Standard deviation of their logits
-    level_shift: Annotated[float | None, between(1e-3, 1e3)] = None  # Shift to noise; none: the model's schedule
+    level_shift: Annotated[float | None, between(1e-3, 1e3)] = None  # Shift towards noise; none: the model's schedule
 
 
 def check_args(args: Args) -> None:
-    """Raise ValueError when settings do not fit together."""
+    """Raise ValueError if settings do not fit together."""
     check_scored(args, needs_scorer=False)
     check_preferences(args.data.prompts, args.data, args.sampling, ("sample",), name="--prompts")
 
@@ -105,12 +105,12 @@ from omni_sched import add_noise, linear_sigmas, shift_sigmas, step_noise
 from omni_train.dist import deal
 from torch import Tensor
 
-TRAIN_LEVELS = 1000  # of a schedule by --level-shift, as in diffusers' training scripts
+TRAIN_LEVELS = 1000  # levels of the schedule with --level-shift, as in diffusers' training scripts
 QUANTILES = (torch.arange(10_000, dtype=torch.float64) + 0.5) / 10_000  # to measure each expert's share of the levels
 
 
 def main(args: Args, world: World) -> None:
-    """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
+    """Train the run, or resume it. Evaluated weights are written to runs/NAME/weights."""
     inputs = read_media(args, world, scored=False)
     session = open_session(args, world, inputs)
     if args.run.dry_run and print_plan(args, world, inputs, session):
@@ -132,7 +132,7 @@ def main(args: Args, world: World) -> None:
 
 @dataclass(frozen=True)
 class Noised:
-    """B samples of one size, each at one noise level: x0 and noise [B, ...], sigma [B]; params without guidance."""
+    """B samples of one size, each at one noise level: x0 and noise [B, ...], sigma [B]. params: without guidance."""
 
     x0: Tensor
     noise: Tensor
@@ -155,7 +155,7 @@ def read_batches(run: MediaRun[Args], step: Step) -> list[Noised]:
 
 @torch.no_grad()
 def read_samples(run: MediaRun[Args], prompts: Sequence[Prompt], params: Params) -> Tensor:
-    """Return the clean latents [B, ...] of the samples that prompts name; each file is read and encoded once."""
+    """Return the clean latents [B, ...] of the samples that the prompts name. Each file is read and encoded once."""
     folder = run.prompts.folder
     names = [str(named_file(prompt.meta, "sample")) for prompt in prompts]
     found = {name: read_latent(run.model, run.engine.parts, folder / name, params) for name in dict.fromkeys(names)}
@@ -165,7 +165,7 @@ def read_samples(run: MediaRun[Args], prompts: Sequence[Prompt], params: Params)
 def levels(run: MediaRun[Args], step: Step, seeds: Sequence[int], params: Params) -> Tensor:
     """Return a noise level [B] for each seed, float32 on the host.
 
-    Of two experts, one is chosen for all levels of the step.
+    If the model has two experts, one of them is chosen for all levels of the step.
     """
     args, boundary, shift = run.args, run.model.boundary, run.args.level_shift
     schedule = run.model.sigmas(params) if shift is None else shift_sigmas(linear_sigmas(TRAIN_LEVELS), shift)
@@ -180,8 +180,7 @@ def levels(run: MediaRun[Args], step: Step, seeds: Sequence[int], params: Params
 def level_at(args: Args, schedule: Tensor, quantiles: Tensor) -> Tensor:
     """Return the noise level [B], float32, at quantiles [B] in (0, 1) of the levels' distribution, from noise to data.
 
-    schedule: levels [S + 1] from 1 to 0, interpolated linearly. Logit-normal places in it are those of eq. 19 in arXiv
-    2403.03206.
+    schedule: levels [S + 1] from 1 to 0, interpolated linearly. Logit-normal places follow eq. 19 of arXiv 2403.03206.
     """
     places = quantiles
     if args.levels == "logit-normal":

@@ -1,21 +1,21 @@
-"""Supervised fine-tuning of models that answer in text, for any input: a cold start for reinforcement learning.
+"""Supervised fine-tuning of models that generate text from any input: a cold start for reinforcement learning.
 
     file of prompts and answers -> log-probs -> negative log-likelihood -> step
 
-The model learns to give the answer of each line: the loss is the mean cross-entropy of the answers' tokens, their ends
-among them. Tokens of prompts are not trained. Training does not sample.
+The model learns the answer of each line: the loss is the mean cross-entropy of the answers' tokens, including their end
+tokens. Tokens of prompts are not trained. Training does not sample.
 
     omni-rl train sft_tokens --preset tiny-beeps
     omni-rl train sft_tokens --nproc-per-node 8 --preset qwen25-lora --prompts chats.jsonl --eval.prompts eval.jsonl
     torchrun --standalone --nproc-per-node 8 apps/train_sft_tokens.py ...  # the same, without the command
 
 A line of --prompts is a chat that ends with a message of the assistant, or a prompt with a "completion"; docs/tokens.md
-describes both. Evaluations sample answers, which --reward grades. Any other trainer of text can start from
+describes both. Evaluations sample answers, which --reward grades. Any other trainer on text can start from
 runs/NAME/weights.
 
 Differences from TRL's SFTTrainer:
-1. Only the last message of a chat is trained, as with its `completion_only_loss`. It ends with the token that ends an
-   answer, and without what the chat template writes after that.
+1. Only the last message of a chat is trained, as with its `completion_only_loss`. It ends with the end-of-answer token,
+   without the text that the chat template adds after it.
 2. The mean is over the answers' tokens of all batches and ranks of an optimizer step.
 """
 
@@ -30,14 +30,14 @@ from omni_rl.settings.eval_sets import TokenEval
 from omni_rl.settings.fields import Flat, between, require
 from omni_rl.settings.token_args import TokenArgs, check_answers, check_tokens
 
-# 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
+# 1. Settings. Parsed before torch is imported, so that --help and errors in flags are fast.
 
 
 @dataclass(frozen=True)
 class AnswerData(groups.TokenData):
     """Prompts with answers to imitate."""
 
-    group_size: Annotated[int, between(1, 1)] = 1  # Answers of each prompt, of which a line has one
+    group_size: Annotated[int, between(1, 1)] = 1  # Answers per prompt, always 1
     completion_key: str = "completion"  # Key or column of the answer; a chat's last message is "completion"
 
 
@@ -58,12 +58,12 @@ class Args(TokenArgs):
     scorer: groups.TokenScorer = groups.TokenScorer()
     optim: groups.Optim = groups.Optim()
     tool: groups.ToolCalls = groups.ToolCalls()
-    reward: str = ""  # Rules that grade answers of evaluations, as in 'math + 0.1*format=PATTERN'; empty: exact
+    reward: str = ""  # Rules that grade answers of evaluations, such as 'math + 0.1*format=PATTERN'; empty: exact
     lr: Annotated[float | None, between(0, 1)] = None  # Learning rate of AdamW; none: 1e-4 with LoRA, 1e-5 without
 
 
 def check_args(args: Args) -> None:
-    """Raise ValueError when settings do not fit together."""
+    """Raise ValueError if settings do not fit together."""
     check_tokens(args)
     check_answers(args, [args.data.completion_key])
     require(
@@ -89,7 +89,7 @@ from omni_rollout.tokens import score_tokens
 
 
 def main(args: Args, world: World) -> None:
-    """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
+    """Train the run, or resume it. Evaluated weights are written to runs/NAME/weights."""
     inputs = read_texts(args, world, scored=False, answers=[args.data.completion_key])
     session = open_session(args, world, inputs)
     if args.run.dry_run and print_plan(args, world, inputs, session):

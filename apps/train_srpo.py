@@ -1,6 +1,6 @@
 """Reward gradients for flow-matching models: SRPO, which differentiates the reward itself.
 
-    prompts -> rollout -> noise, one step, recovered image -> reward for praise and for blame -> loss -> step
+    prompts -> rollout -> noise, one step, recovered image -> reward with praise and with blame -> loss -> step
 
 The model generates one sample for each prompt, which is noised again. From there the model takes one short step, down
 or up to a random noise level, and the sample is recovered with the known noise. A reward model in this process
@@ -33,21 +33,21 @@ from omni_rl.settings.eval_sets import MediaEval
 from omni_rl.settings.fields import REQUIRED, Flat, at_least, between, require
 from omni_rl.settings.rules import check_media
 
-# 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
+# 1. Settings. Parsed before torch is imported, so that --help and errors in flags are fast.
 
 
 @dataclass(frozen=True)
 class GradientMemory(groups.MediaMemory):
-    """Ways to save memory where the update decodes images too."""
+    """Ways to save memory in an update that also decodes images."""
 
     OFFLOAD = "encoder optimizer activations blocks"
 
 
 @dataclass(frozen=True)
 class GradientSampling(groups.Sampling):
-    """How images are sampled."""
+    """Sampling of images."""
 
-    engine: Literal["diffusers"] = "diffusers"  # Engine that samples, in the trainer's process
+    engine: Literal["diffusers"] = "diffusers"  # Sampling engine in the trainer's process
 
 
 @dataclass(frozen=True)
@@ -72,20 +72,20 @@ class Args(MediaArgs):
     # Algorithm
     reward: Literal["sign-reader", "clip"] = "sign-reader"  # Reward, a row of REWARDS in omni_rl.flow.direct_rewards
     reward_model: Annotated[str, REQUIRED] = ""  # Folder or hub id of the reward's weights
-    positive_words: str = "Clear"  # Words of praise, separated by commas; a step puts one before all its prompts
-    negative_words: str = "Smudged"  # Words of blame, separated by commas; a step puts one before all its prompts
-    level_low: Annotated[float, at_least(0)] = 0.2  # Lowest noise level to train at; 0 is data
-    level_high: float = 0.95  # Highest noise level to train at, < 1; 1 is noise
-    level_step: Annotated[float, at_least(1e-3)] = 0.1  # Length of the one step, as a share of the levels' range
-    discount_low: Annotated[float, at_least(0)] = 0.1  # Share of the plain reward when denoising, lowest level
-    discount_high: Annotated[float, at_least(0)] = 0.25  # Share of the plain reward when denoising, highest level
-    inversion_discount_low: Annotated[float, at_least(0)] = 0.3  # Share of it when inverting, at the lowest level
-    inversion_discount_high: Annotated[float, at_least(0)] = 0.01  # Share of it when inverting, at the highest level
+    positive_words: str = "Clear"  # Words of praise, separated by commas; a step prefixes one to all its prompts
+    negative_words: str = "Smudged"  # Words of blame, separated by commas; a step prefixes one to all its prompts
+    level_low: Annotated[float, at_least(0)] = 0.2  # Lowest trained noise level; 0 is data
+    level_high: float = 0.95  # Highest trained noise level, < 1; 1 is noise
+    level_step: Annotated[float, at_least(1e-3)] = 0.1  # Length of the single step, as a fraction of the levels' range
+    discount_low: Annotated[float, at_least(0)] = 0.1  # Weight of the plain reward when denoising, lowest level
+    discount_high: Annotated[float, at_least(0)] = 0.25  # Weight of the plain reward when denoising, highest level
+    inversion_discount_low: Annotated[float, at_least(0)] = 0.3  # Its weight when inverting, lowest level
+    inversion_discount_high: Annotated[float, at_least(0)] = 0.01  # Its weight when inverting, highest level
     threshold: float = 0.7  # Relative reward above which there is no gradient
 
 
 def check_args(args: Args) -> None:
-    """Raise ValueError when settings do not fit together."""
+    """Raise ValueError if settings do not fit together."""
     check_media(args)
     height, width = args.sampling.height, args.sampling.width
     require(
@@ -101,7 +101,7 @@ def check_args(args: Args) -> None:
 
 
 def words(text: str) -> list[str]:
-    """Return the words between commas."""
+    """Return the comma-separated words."""
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
@@ -134,13 +134,13 @@ from torch import Tensor
 
 @torch.no_grad()
 def grade(reward: Reward, dist: Dist, media: Mapping[str, np.ndarray], texts: Sequence[str]) -> list[Score]:
-    """Score finished images or videos, uint8 [N, ..., H, W, 3], for their unchanged texts."""
+    """Score finished images or videos, uint8 [N, ..., H, W, 3], with their unchanged texts."""
     pixels = to_device(torch.from_numpy(next(iter(media.values()))), dist.device).float() / 255
     return [Score(value) for value in rewards_of(reward, pixels, texts).tolist()]
 
 
 def rewards_of(reward: Reward, pixels: Tensor, texts: Sequence[str]) -> Tensor:
-    """Return the rewards [N] of images [N, H, W, 3], or of videos [N, F, H, W, 3] as means over frames, in [0, 1]."""
+    """Return the rewards [N] of images [N, H, W, 3] in [0, 1], or means over frames of videos [N, F, H, W, 3]."""
     frames = pixels.movedim(-1, -3).reshape(len(texts), -1, 3, *pixels.shape[-3:-1])
     rewards = reward(frames.flatten(0, 1), [text for text in texts for _ in range(frames.shape[1])])
     return rewards.view(len(texts), -1).mean(dim=1)
@@ -150,7 +150,7 @@ def rewards_of(reward: Reward, pixels: Tensor, texts: Sequence[str]) -> Tensor:
 
 
 def main(args: Args, world: World) -> None:
-    """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
+    """Train the run, or resume it. Evaluated weights are written to runs/NAME/weights."""
     load_reward = cache(partial(REWARDS[args.reward], args.reward_model))
     inputs = read_media(args, world)
     session = open_session(args, world, inputs)
@@ -174,7 +174,7 @@ def main(args: Args, world: World) -> None:
 
 
 def grade_as_one(run: MediaRun[Args], step: Step, rollout: Rollout[Trajectory]) -> Sequence[Trajectory]:
-    """Log the rewards, of which none is compared within a group: the step is one."""
+    """Log the rewards as one group, because samples are not compared within groups."""
     rewards_at(run, step, rollout, torch.zeros(len(rollout.prompts), dtype=torch.long))
     return rollout.batches
 
@@ -186,14 +186,14 @@ def judge(load_reward: Callable[[torch.device], Reward], dist: Dist, kinds: Sequ
 
 
 def levels(run: MediaRun[Args], step: Step, batch: Trajectory, *, inversion: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return noise levels [B] before and after the model's one step, and the discounts [B] there.
+    """Return noise levels [B] before and after the model's single step, and the discounts [B].
 
-    u in (0, 1) is a sample's place in the range of levels, where the step ends. It begins `level_step` above, or below
-    when inverting, and nowhere beyond the range. Where the model has two experts, it begins on the side of one of them.
+    u in (0, 1) is a sample's place in the range of levels at the end of the step. The step begins `level_step` above
+    it, or below it when inverting, but within the range. With two experts, it begins on the side of the chosen one.
     """
     args = run.args
     seeds = [prompt.seed for prompt in batch.prompts]
-    first = args.sampling.num_inference_steps  # the noise of the steps before is the rollout's
+    first = args.sampling.num_inference_steps  # lower indices are the rollout's noise
     u = torch.special.ndtr(step_noise(seeds, first, (1,))[:, 0])
     span, boundary = args.level_high - args.level_low, run.model.boundary
     if boundary:
@@ -217,11 +217,11 @@ def align(run: MediaRun[Args], step: Step, reward: Reward, batch: Trajectory, *,
     args, prompts = run.args, batch.prompts
     sigma, sigma_next, discount = levels(run, step, batch, inversion=inversion)
     seeds, shape = [p.seed for p in prompts], batch.x0.shape[1:]
-    noise = to_device(step_noise(seeds, INITIAL_NOISE, shape), batch.x0.device)  # it began with this
+    noise = to_device(step_noise(seeds, INITIAL_NOISE, shape), batch.x0.device)  # its initial noise
     x, params = add_noise(batch.x0, noise, sigma), run.model.unguided(batch.params)
     velocity = run.model.predict_velocity(run.policy.net, x, sigma, batch.cond, params)
     x0 = direct_align(velocity, x, noise, sigma, sigma_next)
-    mode = "warn" if args.policy.deterministic else "default"  # torch takes padding whose gradients repeat
+    mode = "warn" if args.policy.deterministic else "default"  # selects padding with deterministic gradients
     with deterministic(mode):
         media, _ = run.model.decode(run.engine.parts, x0, batch.cond, params)
     positive, negative = (

@@ -1,4 +1,4 @@
-"""UniGRPO, for models that write a thought before an image: policy gradients of tokens and of denoising steps.
+"""UniGRPO, for models that write a thought before an image: policy gradients for tokens and denoising steps.
 
     prompts -> rollout (thought -> image) -> score -> advantages -> update (tokens and steps -> loss -> step) -> sync
 
@@ -11,11 +11,11 @@ Flow-GRPO, each with its own clip range.
     omni-rl train unigrpo --nproc-per-node 8 --preset bagel-pickscore-lora --scorer.url http://scorer:8100
     torchrun --standalone --nproc-per-node 8 apps/train_unigrpo.py ...  # the same, without the command
 
-Design decisions, as no code has been released:
+Design decisions, because no code has been released:
 1. Before the first update of every step the ratios of tokens and of steps must be 1, or the run stops. The old
-   log-probs of tokens come from the function and the batches of the update, those of steps from the rollout; with
-   --draw-ahead both come from the update, and importance weights correct samples of older weights.
-2. A step encodes the thought again instead of using its cache, so that its gradient reaches the layers that read it.
+   log-probs of tokens are computed as in the update, in the same batches, those of steps come from the rollout; with
+   --draw-ahead both are computed as in the update, and importance weights correct samples from older weights.
+2. A step encodes the thought again instead of using its cache, so that gradients reach the layers that read it.
 3. The loss of a thought is the mean over its tokens. Both parts are means over the samples of all ranks.
 4. Samples depend only on (seed, step, prompt, sample), not on the number of ranks.
 """
@@ -32,7 +32,7 @@ from omni_rl.settings.eval_sets import ThoughtEval
 from omni_rl.settings.fields import Flat, at_least, between
 from omni_rl.settings.token_args import ThinkingArgs, check_thinking
 
-# 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
+# 1. Settings. Parsed before torch is imported, so that --help and errors in flags are fast.
 
 
 @dataclass(frozen=True)
@@ -52,21 +52,21 @@ class Args(ThinkingArgs):
     streams: groups.Streams = groups.Streams()
     window: Flat[groups.Window] = groups.Window()
     advantages: Flat[groups.Advantages] = groups.Advantages(adv_std="group")
-    thought_reward: str = ""  # Rules that grade thoughts, added to the image's score, as in '0.5*contains'
+    thought_reward: str = ""  # Rules that grade thoughts, added to the image's score, such as '0.5*contains'
     lr: Annotated[float | None, between(0, 1)] = None  # Learning rate of AdamW; none: 1e-4 with LoRA, 1e-5 without
 
     # Algorithm
     clip_range: Annotated[float, at_least(1e-6)] = 1e-4  # PPO clip half-width of a step's ratio
-    thought_clip_low: Annotated[float, at_least(1e-6)] = 0.2  # Width of the clip range of a token's ratio below 1
-    thought_clip_high: Annotated[float, at_least(1e-6)] = 0.2  # Width of the clip range of a token's ratio above 1
+    thought_clip_low: Annotated[float, at_least(1e-6)] = 0.2  # Clip width of a token's ratio below 1
+    thought_clip_high: Annotated[float, at_least(1e-6)] = 0.2  # Clip width of a token's ratio above 1
     thought_weight: Annotated[float, at_least(0)] = 1.0  # Weight of the thought's loss relative to the image's
-    kl_coef: Annotated[float, at_least(0)] = 0.0  # Weight of the thoughts' KL to the policy before training
-    velocity_coef: Annotated[float, at_least(0)] = 0.0  # Weight of the squared distance to the velocity before training
+    kl_coef: Annotated[float, at_least(0)] = 0.0  # Weight of the thoughts' KL to the initial policy
+    velocity_coef: Annotated[float, at_least(0)] = 0.0  # Weight of the squared distance to the initial velocity
     ratio_tolerance: float | None = None  # Largest |ratio - 1| of sampled tokens; none: 1e-4 in float32, or any
 
 
 def check_args(args: Args) -> None:
-    """Raise ValueError when settings do not fit together."""
+    """Raise ValueError if settings do not fit together."""
     check_thinking(args)
 
 
@@ -103,11 +103,11 @@ from omni_rollout.tokens import TokenScores, TokenTrajectory, score_tokens
 from omni_sched import Transition, sde_step
 from torch import Tensor, nn
 
-STEP_BOUNDS, TOKEN_CAP = (0.99, 1.01), 2.0  # of importance weights with --draw-ahead
+STEP_BOUNDS, TOKEN_CAP = (0.99, 1.01), 2.0  # bounds of importance weights with --draw-ahead
 
 
 def main(args: Args, world: World) -> None:
-    """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
+    """Train the run, or resume it. Evaluated weights are written to runs/NAME/weights."""
     policies = ["reference"] if args.kl_coef or args.velocity_coef else []
     inputs = read_thoughts(args, world, policies=policies)
     check_trained_steps(args, world, inputs, args.window.steps(args.sampling), sde_step)
@@ -145,7 +145,7 @@ def lengths(run: ThinkingRun[Args], rollout: MediaRollout) -> dict[str, float]:
 
 
 def update(run: ThinkingRun[Args], step: Step, batches: Sequence[TrainBatch]) -> dict[str, float]:
-    """Take an optimizer step on each minibatch of this rank's batches; metrics, as means."""
+    """Take an optimizer step on each minibatch of this rank's batches; metrics are means."""
     args, dist = run.args, run.dist
     size, num_kept = len(batches) // args.data.num_minibatches, batches[0].trajectory.num_kept
     old = [old_scores(run, batch) for batch in batches]
@@ -182,7 +182,7 @@ def update(run: ThinkingRun[Args], step: Step, batches: Sequence[TrainBatch]) ->
 
 
 def old_scores(run: ThinkingRun[Args], batch: TrainBatch) -> TokenScores:
-    """Return the thoughts' scores before the update; where kernels differ with gradients, log-probs by those."""
+    """Return the thoughts' scores before the update; with gradients if kernels with and without them differ."""
     with torch.no_grad():
         scores = score(run, run.policy.net, batch.trajectory)
     if run.gate == "exact":
@@ -191,9 +191,9 @@ def old_scores(run: ThinkingRun[Args], batch: TrainBatch) -> TokenScores:
 
 
 def old_steps(run: ThinkingRun[Args], step: Step, batch: TrainBatch, *, is_first: bool) -> list[Tensor]:
-    """Return the log-prob [B] of each kept step before the update: the engine's, or one with gradients.
+    """Return the log-prob [B] of each kept step before the update: the engine's, or recomputed with gradients.
 
-    is_first: True for the first minibatch, to whose older samples the update itself adds them.
+    is_first: True for the first minibatch. If its samples are from older weights, the update adds the log-probs itself.
     """
     trajectory = batch.trajectory
     if run.gate == "exact" and not step.staleness:
@@ -217,9 +217,9 @@ def repeated_gap(
 
 
 def step_loss(run: ThinkingRun[Args], batch: TrainBatch, k: int, old: list[Tensor]) -> LossOutput:
-    """Return the loss of the k-th kept step: Flow-GRPO's, and the squared distance to the velocity before training.
+    """Return the loss of the k-th kept step: Flow-GRPO's, plus the squared distance to the initial velocity.
 
-    old: log-probs [B] before the update, to which this step's is added if it is the next.
+    old: log-probs [B] before the update; this step's is appended if it is the next.
     """
     args, trajectory = run.args, batch.trajectory
     velocity, now = retake(run, run.policy.net, trajectory, k)
@@ -237,7 +237,7 @@ def step_loss(run: ThinkingRun[Args], batch: TrainBatch, k: int, old: list[Tenso
 
 
 def step_weights(old: Tensor, trajectory: Trajectory, k: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return importance weights [B] of the k-th kept step, which older weights sampled, and metrics. old: [B]."""
+    """Return importance weights [B] of the k-th kept step, sampled by older weights, and metrics. old: [B]."""
     low, high = STEP_BOUNDS
     sampled = trajectory.rollout_log_prob[:, k : k + 1]
     weights, metrics = rollout_weights(old[:, None], sampled, level="step", low=low, high=high)
@@ -246,14 +246,14 @@ def step_weights(old: Tensor, trajectory: Trajectory, k: int) -> tuple[Tensor, d
 
 
 def thought_weights(old: TokenScores, trajectory: Trajectory, mask: Tensor) -> Tensor:
-    """Return those of each token [B, T], in the mean over thoughts of the mean over their tokens."""
+    """Return importance weights [B, T] of tokens, divided for the mean over thoughts of the mean over their tokens."""
     sampled = thoughts_of(trajectory).rollout_log_prob.to(mask.device)
     weights, _ = token_rollout_weights(old.log_prob, sampled, mask, cap=TOKEN_CAP)
     return weights / (len(mask) * mask.sum(dim=1, keepdim=True).clamp(min=1))
 
 
 def retake(run: ThinkingRun[Args], net: nn.Module, trajectory: Trajectory, k: int) -> tuple[Tensor, Transition]:
-    """Return the velocity under `net` at the k-th kept step, and the step: bit for bit as sampled, if `net` sampled."""
+    """Return the velocity of `net` at the k-th kept step, and the step: identical to the sample if `net` sampled it."""
     x, params = trajectory.x[:, k], trajectory.params
     velocity = run.model.predict_velocity(net, x, trajectory.sigma(k), trajectory.cond, params)
     return velocity, params.rule(
@@ -267,7 +267,7 @@ def retake(run: ThinkingRun[Args], net: nn.Module, trajectory: Trajectory, k: in
 
 
 def thought_loss(run: ThinkingRun[Args], batch: TrainBatch, before: TokenScores) -> LossOutput:
-    """Return the loss of the thoughts' tokens: GRPO's, and the KL to the policy before training."""
+    """Return the loss of the thoughts' tokens: GRPO's, plus the KL to the initial policy."""
     args, now = run.args, score(run, run.policy.net, batch.trajectory).log_prob
     mask = thoughts_of(batch.trajectory).mask.to(now.device)
     weights = thought_weights(before, batch.trajectory, mask) if args.sampling.draw_ahead else None
@@ -278,7 +278,7 @@ def thought_loss(run: ThinkingRun[Args], batch: TrainBatch, before: TokenScores)
         return LossOutput(out.loss, metrics)
     with torch.no_grad(), run.policy.reference() as net:
         other = score(run, net, batch.trajectory).log_prob
-    kl = k3_kl(now.where(mask, 0.0), other.where(mask, 0.0))  # junk may overflow, and 0 times that is NaN
+    kl = k3_kl(now.where(mask, 0.0), other.where(mask, 0.0))  # masked values may overflow, and 0 * inf is NaN
     mean = (kl.sum(dim=1) / mask.sum(dim=1)).mean()
     return LossOutput(out.loss + args.kl_coef * mean, metrics | {"kl": mean.detach()})
 
@@ -289,7 +289,7 @@ def score(run: ThinkingRun[Args], net: nn.Module, trajectory: Trajectory) -> Tok
 
 
 def thoughts_of(trajectory: Samples) -> TokenTrajectory:
-    """Return the thoughts before these samples."""
+    """Return the thoughts of these samples."""
     assert isinstance(trajectory, ThoughtTrajectory)
     return trajectory.thoughts
 
@@ -305,7 +305,7 @@ def gaps(batches: Sequence[TrainBatch], old: Sequence[TokenScores]) -> list[Tens
 
 
 def step_gaps(batches: Sequence[TrainBatch], old: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Return the same of each kept step."""
+    """Return the largest |ratio - 1| of each kept step of each batch, between sampling and update."""
     return [
         (before - batch.trajectory.rollout_log_prob[:, k]).abs().max().expm1()
         for batch, steps in zip(batches, old, strict=True)
@@ -314,7 +314,7 @@ def step_gaps(batches: Sequence[TrainBatch], old: Sequence[Sequence[Tensor]]) ->
 
 
 def tolerance(args: Args) -> float:
-    """Return the largest allowed gap."""
+    """Return the largest allowed |ratio - 1|."""
     return {"float32": 1e-4}.get(args.policy.dtype, torch.inf) if args.ratio_tolerance is None else args.ratio_tolerance
 
 

@@ -1,10 +1,10 @@
-"""Cheap scouts on one page: `flowgrpo_by_hand.py` with samples that are chosen by short rollouts of more seeds.
+"""Cheap scouts on one page: `flowgrpo_by_hand.py` with samples selected by short rollouts of more seeds.
 
     python -m omni_reward.server --scorer "0.5*ocr + 0.5*color" --option ocr.reading=line --port 8100 &
     torchrun --standalone --nproc-per-node 2 apps/variants/scouting.py --model checkpoints/tiny-signs-qwen-image \
         --prompts data/tiny-signs/train.txt --eval-prompts data/tiny-signs/eval.txt --scorer-url http://127.0.0.1:8100
 
-Each prompt has many scouts, which take few denoising steps without noise. The seeds of the best and the worst of them
+Each prompt has many scouts, samples with few deterministic denoising steps. The seeds of the best and the worst scouts
 are sampled again in full, and only these samples are trained on (Sol-RL, arXiv 2604.06916). A seed gives the same
 initial noise in both. The paper's scouts compute in 4 bits, and it trains by DiffusionNFT: 24 of 96 seeds.
 """
@@ -25,44 +25,44 @@ import tyro
 class Args:
     """Settings of a run."""
 
-    model: str  # Folder or hub id of a diffusers pipeline that makes images from text
-    prompts: str  # Training prompts, one a line, or a .jsonl file
+    model: str  # Folder or hub id of a diffusers text-to-image pipeline
+    prompts: str  # Training prompts, one per line, or a .jsonl file
     eval_prompts: str  # Held-out prompts
     scorer_url: str  # URL of a reward server
     name: str = "scouting"  # Name of the run in runs/NAME
 
-    vllm_omni: bool = False  # Sample with vLLM-Omni, in this process, instead of the net that is trained
-    shard: Literal["ddp", "fsdp2"] = "ddp"  # On several ranks: a copy of the weights on each, or a part
-    dtype: Literal["float32", "bfloat16"] = "float32"  # Data type of frozen weights; trained ones are float32
+    vllm_omni: bool = False  # Sample with vLLM-Omni, in this process, instead of the trained net
+    shard: Literal["ddp", "fsdp2"] = "ddp"  # On several ranks: replicated (ddp) or sharded (fsdp2) weights
+    dtype: Literal["float32", "bfloat16"] = "float32"  # Data type of frozen weights; trained weights are float32
     lora_rank: int = 0  # Rank of the adapters; 0 trains all weights
     lora_alpha: int = 64  # The adapters' product is scaled by alpha / rank
 
     prompts_per_step: int = 8  # Prompts in a training step, over all ranks
     num_scouts: int = 24  # Scouts of each prompt
     scout_steps: int = 4  # Denoising steps of a scout
-    group_size: int = 8  # Samples of each prompt in full: half of them its best scouts, half its worst
-    batch_size: int = 16  # Samples in a forward of a rank
+    group_size: int = 8  # Full samples of each prompt: half from its best scouts, half from its worst
+    batch_size: int = 16  # Samples per forward of a rank
     height: int = 32  # Pixels
     width: int = 96  # Pixels
     num_inference_steps: int = 10  # Denoising steps
     guidance_scale: float = 1.0  # Classifier-free guidance
     noise_level: float = 0.4  # Strength of the injected noise
-    window_size: int = 2  # Number of denoising steps with noise, in a row; only they are trained
-    window_low: int = 1  # First step that may be the window's first
-    window_high: int = 4  # One past the last step that may have noise
+    window_size: int = 2  # Number of consecutive stochastic steps; only they are trained
+    window_low: int = 1  # First step that may be stochastic
+    window_high: int = 4  # One past the last step that may be stochastic
 
     num_minibatches: int = 1  # Optimizer steps in a training step
     clip_range: float = 1e-3  # Half-width of PPO's clip
     lr: float = 8e-5  # Learning rate of AdamW
 
     train_steps: int = 300  # Training steps
-    eval_every: int = 50  # Training steps between two evaluations
-    save_every: int = 10  # Training steps between two checkpoints
+    eval_every: int = 50  # Training steps between evaluations
+    save_every: int = 10  # Training steps between checkpoints
     seed: int = 0  # Seed of all random numbers
 
 
-MAY_CHANGE = ("name", "scorer_url", "shard", "train_steps", "eval_every", "save_every")  # when a run continues
-args = tyro.cli(Args, description=__doc__)  # before torch is imported, so that --help answers at once
+MAY_CHANGE = ("name", "scorer_url", "shard", "train_steps", "eval_every", "save_every")  # when a run resumes
+args = tyro.cli(Args, description=__doc__)  # before torch is imported, so that --help is fast
 for name, value in vars(args).items():
     least = 0 if name in ("lora_rank", "window_low", "seed") else 1
     if type(value) is int and value < least:
@@ -95,23 +95,23 @@ from omni_train.signals import catch_stop
 from omni_train.weights.full import named_weights, save_weights
 from torch import Tensor
 
-# 2. The ranks, and what they read
+# 2. The ranks and their inputs
 
-dist = init_distributed()  # one process for each device; without torchrun a single rank
+dist = init_distributed()  # one process per device; without torchrun one rank
 if dist.device.type == "cpu":
-    torch.set_num_threads(1)  # the same bits on any number of cores
+    torch.set_num_threads(1)  # reproducible on any number of cores
 dtype = getattr(torch, args.dtype)
 mode = args.shard if dist.mesh else "none"
 
 
 def check_prompt(record: PromptRecord) -> None:
-    """Refuse what this page does not use."""
+    """Raise ValueError for a prompt with features that this page does not support."""
     if record.images or record.size:
         raise ValueError("a prompt must have no images and no size: train_flowgrpo.py takes them")
 
 
 def expand(records: Sequence[PromptRecord], num_samples: int, step: int) -> list[Prompt]:
-    """Return the samples to take of each prompt. Each has its own seed, so that ranks and batches change no sample."""
+    """Return the samples of each prompt. Each has its own seed, so that samples do not depend on ranks and batches."""
     return [
         Prompt(
             record.text, group=group, index=group * num_samples + i, seed=sample_seed(args.seed, step, record.index, i),
@@ -122,7 +122,7 @@ def expand(records: Sequence[PromptRecord], num_samples: int, step: int) -> list
     ]  # fmt: skip
 
 
-with same_error(dist):  # one rank's mistake ends all of them
+with same_error(dist):  # an error on one rank ends all ranks
     num_prompts, per_round = args.prompts_per_step, dist.world_size * args.batch_size  # one batch on each rank
     train_prompts = PromptSampler(args.prompts, prompts_per_step=num_prompts, seed=args.seed, check=check_prompt)
     eval_prompts = expand(load_prompts(args.eval_prompts, check=check_prompt), 1, -1)
@@ -145,14 +145,14 @@ with same_error(dist):  # one rank's mistake ends all of them
     scorer = RewardClient(args.scorer_url, timeout_s=120)
     scorer.check()
 
-# 3. The policy, the engine that samples from it, and what a run leaves behind
+# 3. The policy, the engine that samples from it, and the run's files
 
 lora = Lora(model.LORA_TARGETS, args.lora_rank, args.lora_alpha, "default", args.seed) if args.lora_rank else None
 preparation = Preparation(dist.device, model.BLOCK_NAMES, dtype, lora, mesh=dist.mesh if mode == "fsdp2" else None)
 files = {name: model.weight_files(part) for name, part in model.nets.items()}
 net = prepare(model.empty_net(buffers=True), preparation, files)  # adapters, weights, shards
 if mode == "ddp":
-    shard(net, dist.mesh, mode=mode)  # copies rank 0's trained weights; `prepare` has sharded those of fsdp2
+    shard(net, dist.mesh, mode=mode)  # copies rank 0's trained weights; for fsdp2, `prepare` has sharded them
 
 if args.vllm_omni:
     from omni_rollout.engines.vllm_omni.engine import VllmOmniEngine
@@ -170,7 +170,7 @@ checkpoints = Checkpoint(folder / "checkpoints", dist)
 if saved := checkpoints.latest():
     check_config(saved, vars(args), ignore=MAY_CHANGE)
     checkpoints.load(saved, net, optimizer)
-claim_folder(dist, folder, has_checkpoint=bool(saved))  # it holds no other run
+claim_folder(dist, folder, has_checkpoint=bool(saved))  # raises if it holds another run
 first_step = saved.step if saved else 0
 log = RunLog(folder, is_main=dist.is_main, total_steps=args.train_steps, resume_step=first_step if saved else -1)
 
@@ -178,9 +178,9 @@ log = RunLog(folder, is_main=dist.is_main, total_steps=args.train_steps, resume_
 
 
 def sample(prompts: Sequence[Prompt], params: Params) -> tuple[list[Trajectory], Tensor]:
-    """Return this rank's batches, and the rewards [N] of all ranks' samples. A sample without a score has NaN.
+    """Return this rank's batches, and the rewards [N] of all ranks' samples, NaN without a score.
 
-    A batch is scored while the next one is sampled. A request that fails ends the run.
+    Each batch is scored while the next one is sampled. A failed request ends the run.
     """
     batches, pending = [], []
     for own_prompts in deal(prompts, dist, args.batch_size):
@@ -195,7 +195,7 @@ def sample(prompts: Sequence[Prompt], params: Params) -> tuple[list[Trajectory],
 
 
 def choose(scouts: Sequence[Prompt], rewards: Tensor) -> list[Prompt]:
-    """Return the samples to take in full, with the seeds of each prompt's best and worst scouts.
+    """Return the prompts to sample in full, with the seeds of each prompt's best and worst scouts.
 
     rewards: [N], of the scouts. Raises ValueError if a prompt has too few scouts with a score.
     """
@@ -212,13 +212,13 @@ with log, catch_stop() as stop:
     if not saved:
         log.log(0, {"eval/reward": sample(eval_prompts, params)[1].nanmean().item()})
     for step in range(first_step, args.train_steps):
-        # Scouts: many seeds of each prompt, in few steps; the best and the worst seeds go on.
+        # Scouts: many seeds of each prompt, in few steps; select the best and the worst seeds.
         scouts = expand(train_prompts.at(step), args.num_scouts, step)
         with log.phase("scout"):
             _, scout_rewards = sample(scouts, short)
         prompts = choose(scouts, scout_rewards)
 
-        # Rollout: a few denoising steps in a row, the window, have noise.
+        # Rollout: a few consecutive denoising steps, the window, are stochastic.
         window = sde_window(
             args.num_inference_steps, args.window_size, low=args.window_low, high=args.window_high,
             strategy="random", iteration=step, seed=args.seed,
@@ -227,14 +227,14 @@ with log, catch_stop() as stop:
         with log.phase("rollout"):
             batches, rewards = sample(prompts, noisy)
 
-        # Advantages: each sample beside the others of its prompt.
+        # Advantages: compare each sample with the others of its prompt.
         advantages = group_advantages(rewards, torch.tensor([p.group for p in prompts]), std="batch").to(dist.device)
 
-        # Update: the noisy steps again, and the ratio of their probability to that before the update.
+        # Update: evaluate the stochastic steps again; the ratio is their probability over that before the update.
         losses = []
         with log.phase("update"):
             old = [[batch.rollout_log_prob[:, k] for k in range(batch.num_kept)] for batch in batches]
-            if not engine.is_exact:  # its arithmetic is close to the trainer's, and not equal
+            if not engine.is_exact:  # its arithmetic is close to the trainer's but not equal
                 with torch.no_grad():
                     old = [[replay(model, net, b, k).log_prob for k in range(b.num_kept)] for b in batches]
             num_batches = len(batches) // args.num_minibatches
@@ -269,7 +269,7 @@ with log, catch_stop() as stop:
             break
     checkpoints.wait()
 
-for name, part in model.nets.items():  # as diffusers' own pipeline loads them
+for name, part in model.nets.items():  # in the layout that diffusers' pipeline loads
     save_weights(net.get_submodule(name), folder / "weights" / name, dist, into=part)
 engine.close()
 shutdown()

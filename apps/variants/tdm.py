@@ -1,4 +1,4 @@
-"""TDM on one page: a student of a few steps whose trajectory is to have the distributions of a teacher's.
+"""TDM on one page: train a few-step student to match the distributions along a teacher's trajectory.
 
     python -m omni_reward.server --scorer ocr --option reading=line --port 8100 &
     torchrun --standalone --nproc-per-node 2 apps/variants/tdm.py --model checkpoints/tiny-signs-qwen-image \
@@ -6,7 +6,7 @@
         --scorer-url http://127.0.0.1:8100 --teacher-true-cfg-scale 4
 
 The student takes Euler steps (arXiv 2503.06674). The fake net learns to denoise the latents where each step ends,
-noised to a level inside the step. Where it and the teacher, the net before training, differ, they give the direction
+noised to a level inside the step. The difference between it and the teacher, the net before training, is the direction
 from the student's trajectory to the teacher's. Only evaluations are scored. The number of steps is fixed.
 """
 
@@ -26,19 +26,19 @@ import tyro
 class Args:
     """Settings of a run."""
 
-    model: str  # Folder or hub id of a diffusers pipeline that makes images from text
-    prompts: str  # Training prompts, one a line, or a .jsonl file
+    model: str  # Folder or hub id of a diffusers text-to-image pipeline
+    prompts: str  # Training prompts, one per line, or a .jsonl file
     eval_prompts: str  # Held-out prompts
     scorer_url: str  # URL of a reward server
     name: str = "tdm"  # Name of the run in runs/NAME
 
-    shard: Literal["ddp", "fsdp2"] = "ddp"  # On several ranks: a copy of the weights on each, or a part
-    dtype: Literal["float32", "bfloat16"] = "float32"  # Data type of frozen weights; trained ones are float32
-    lora_rank: int = 16  # Rank of the adapters of student and fake net; 0 trains all weights of two copies
+    shard: Literal["ddp", "fsdp2"] = "ddp"  # On several ranks: replicated (ddp) or sharded (fsdp2) weights
+    dtype: Literal["float32", "bfloat16"] = "float32"  # Data type of frozen weights; trained weights are float32
+    lora_rank: int = 16  # Rank of the adapters of student and fake net; 0 trains two full copies
     lora_alpha: int = 32  # The adapters' product is scaled by alpha / rank
 
     prompts_per_step: int = 64  # Prompts in a training step, over all ranks, each with one sample
-    batch_size: int = 16  # Samples in a forward of a rank
+    batch_size: int = 16  # Samples per forward of a rank
     height: int = 32  # Pixels
     width: int = 96  # Pixels
     num_inference_steps: int = 4  # Steps of the student
@@ -48,16 +48,16 @@ class Args:
 
     fake_updates: int = 5  # Optimizer steps of the fake net before each of the student
     lr: float = 1e-4  # Learning rate of AdamW for the student
-    fake_lr: float = 3e-4  # For the fake net
+    fake_lr: float = 3e-4  # Learning rate for the fake net
 
     train_steps: int = 100  # Training steps
-    eval_every: int = 10  # Training steps between two evaluations
-    save_every: int = 10  # Training steps between two checkpoints
+    eval_every: int = 10  # Training steps between evaluations
+    save_every: int = 10  # Training steps between checkpoints
     seed: int = 0  # Seed of all random numbers
 
 
-MAY_CHANGE = ("name", "scorer_url", "shard", "train_steps", "eval_every", "save_every")  # when a run continues
-args = tyro.cli(Args, description=__doc__)  # before torch is imported, so that --help answers at once
+MAY_CHANGE = ("name", "scorer_url", "shard", "train_steps", "eval_every", "save_every")  # when a run resumes
+args = tyro.cli(Args, description=__doc__)  # before torch is imported, so that --help is fast
 for name, value in vars(args).items():
     if type(value) is int and value < (least := int(name not in ("lora_rank", "seed"))):
         raise SystemExit(f"--{name.replace('_', '-')} must be >= {least}, got {value}")
@@ -87,23 +87,23 @@ from omni_train.signals import catch_stop
 from omni_train.weights.full import save_weights
 from torch import Tensor, nn
 
-# 2. The ranks, and what they read
+# 2. The ranks and their inputs
 
-dist = init_distributed()  # one process for each device; without torchrun a single rank
+dist = init_distributed()  # one process per device; without torchrun one rank
 if dist.device.type == "cpu":
-    torch.set_num_threads(1)  # the same bits on any number of cores
+    torch.set_num_threads(1)  # reproducible on any number of cores
 dtype = getattr(torch, args.dtype)
 mode = args.shard if dist.mesh else "none"
 
 
 def check_prompt(record: PromptRecord) -> None:
-    """Refuse what this page does not use."""
+    """Raise ValueError for a prompt with features that this page does not support."""
     if record.images or record.size:
         raise ValueError("a prompt must have no images and no size: train_distill.py takes them")
 
 
 def expand(records: Sequence[PromptRecord], step: int) -> list[Prompt]:
-    """Return a sample for each prompt. Each has its own seed, so that ranks and batches change no sample."""
+    """Return a sample for each prompt. Each has its own seed, so that samples do not depend on ranks and batches."""
     return [
         Prompt(
             record.text, group=i, index=i, seed=sample_seed(args.seed, step, record.index, 0),
@@ -113,7 +113,7 @@ def expand(records: Sequence[PromptRecord], step: int) -> list[Prompt]:
     ]  # fmt: skip
 
 
-with same_error(dist):  # one rank's mistake ends all of them
+with same_error(dist):  # an error on one rank ends all ranks
     num_prompts, per_round = args.prompts_per_step, dist.world_size * args.batch_size  # full batches on all ranks
     train_prompts = PromptSampler(args.prompts, prompts_per_step=num_prompts, seed=args.seed, check=check_prompt)
     eval_prompts = expand(load_prompts(args.eval_prompts, check=check_prompt), -1)
@@ -136,7 +136,7 @@ with same_error(dist):  # one rank's mistake ends all of them
     scorer = RewardClient(args.scorer_url, timeout_s=120)
     scorer.check()
 
-# 3. Student, fake net and teacher, and what a run leaves behind
+# 3. Student, fake net and teacher, and the run's files
 
 preparation = Preparation(dist.device, model.BLOCK_NAMES, dtype, mesh=dist.mesh if mode == "fsdp2" else None)
 files = {name: model.weight_files(part) for name, part in model.nets.items()}
@@ -162,7 +162,7 @@ if mode == "ddp":
 
 @contextmanager
 def net_of(role: str) -> Iterator[nn.Module]:
-    """Yield the net of student, fake or teacher, as it is in the block."""
+    """Yield the net of student, fake or teacher, with its adapter active in the block."""
     if not args.lora_rank:
         yield {"student": student, "fake": fake, "teacher": teacher}[role]
     else:
@@ -171,7 +171,7 @@ def net_of(role: str) -> Iterator[nn.Module]:
 
 
 engine = DiffusersEngine(model, model.load(device=dist.device, dtype=dtype, net=student))
-optimizer = build_adamw([*student_weights, *fake_weights], lr=args.lr, weight_decay=0.0)  # moves those with a gradient
+optimizer = build_adamw([*student_weights, *fake_weights], lr=args.lr, weight_decay=0.0)  # only those with a gradient
 backward = deterministic()(SummedBackward(trained, dist.mesh, mode=mode))  # sums the gradients of all ranks
 
 RunLock(folder, dist)  # one writer of the folder at a time
@@ -179,7 +179,7 @@ checkpoints = Checkpoint(folder / "checkpoints", dist)
 if saved := checkpoints.latest():
     check_config(saved, vars(args), ignore=MAY_CHANGE)
     checkpoints.load(saved, trained, optimizer)
-claim_folder(dist, folder, has_checkpoint=bool(saved))  # it holds no other run
+claim_folder(dist, folder, has_checkpoint=bool(saved))  # raises if it holds another run
 first_step = saved.step if saved else 0
 log = RunLog(folder, is_main=dist.is_main, total_steps=args.train_steps, resume_step=first_step if saved else -1)
 
@@ -212,7 +212,7 @@ class Segment:
 
 
 def sample_segments(prompts: Sequence[Prompt]) -> list[Segment]:
-    """Sample; return the student's steps."""
+    """Sample, and return the student's steps."""
     batch = engine.generate(prompts, replace(params, decode=False))
     noise = step_noise([prompt.seed for prompt in prompts], INITIAL_NOISE, batch.x0.shape[1:])
     x = [noise.to(dist.device), *batch.x_next.unbind(1), batch.x0]
@@ -253,7 +253,7 @@ with log, catch_stop() as stop:
         share = 1 / (len(segments) * dist.world_size)  # gradients are summed over segments and ranks
         fake_errors, matching_errors = [], []
 
-        # The fake net learns the student's latents, in some updates for each of the student: two time scales.
+        # The fake net learns the student's latents, with several updates per update of the student: two time scales.
         with log.phase("fake"):
             for i in range(args.fake_updates):
                 for at in segments:
@@ -264,7 +264,7 @@ with log, catch_stop() as stop:
                     fake_errors.append(error.detach())
                 learned = optimizer_step(optimizer, fake_weights, lr=args.fake_lr, max_grad_norm=1.0, dist=dist)
 
-        # The student moves its samples from where the fake net denoises its latents to where the teacher does.
+        # The student moves its samples from the fake net's denoised latents towards the teacher's.
         with log.phase("update"):
             for at in segments:
                 velocity, x0 = predict("student", at.batch, at.x, at.sigma)
@@ -295,6 +295,6 @@ with log, catch_stop() as stop:
             break
     checkpoints.wait()
 
-for name, part in model.nets.items():  # as diffusers' own pipeline loads them
+for name, part in model.nets.items():  # in the layout that diffusers' pipeline loads
     save_weights(student.get_submodule(name), folder / "weights" / name, dist, into=part)
 shutdown()

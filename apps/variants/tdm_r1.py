@@ -1,13 +1,13 @@
-"""TDM-R1 on one page: `tdm.py` with a reward, which needs no gradient.
+"""TDM-R1 on one page: `tdm.py` with a reward that needs no gradient.
 
     python -m omni_reward.server --scorer ocr --option reading=line --port 8100 &
     torchrun --standalone --nproc-per-node 2 apps/variants/tdm_r1.py --model checkpoints/tiny-signs-qwen-image \
         --prompts data/tiny-signs/train.txt --eval-prompts data/tiny-signs/eval.txt --scorer-url http://127.0.0.1:8100
 
 The student takes Euler steps, so that each of its latents leads to one image, whose score is the latent's reward (arXiv
-2603.07700). A surrogate learns to make the latents of each prompt's better samples more likely than those of the worse
-ones. The student follows the difference of the surrogate and the net before training, beside the loss of TDM, which
-keeps it near the teacher.
+2603.07700). A surrogate learns to make the latents of each prompt's better samples more likely than those of its worse
+samples. The student follows the difference of the surrogate and the net before training, in addition to the loss of
+TDM, which keeps it near the teacher.
 """
 
 import math
@@ -26,42 +26,42 @@ import tyro
 class Args:
     """Settings of a run."""
 
-    model: str  # Folder or hub id of a diffusers pipeline that makes images from text
-    prompts: str  # Training prompts, one a line, or a .jsonl file
+    model: str  # Folder or hub id of a diffusers text-to-image pipeline
+    prompts: str  # Training prompts, one per line, or a .jsonl file
     eval_prompts: str  # Held-out prompts
     scorer_url: str  # URL of a reward server
     name: str = "tdm-r1"  # Name of the run in runs/NAME
 
-    shard: Literal["ddp", "fsdp2"] = "ddp"  # On several ranks: a copy of the weights on each, or a part
-    dtype: Literal["float32", "bfloat16"] = "float32"  # Data type of frozen weights; trained ones are float32
-    lora_rank: int = 16  # Rank of the adapters of student, fake net and surrogate; 0 trains all weights of copies
+    shard: Literal["ddp", "fsdp2"] = "ddp"  # On several ranks: replicated (ddp) or sharded (fsdp2) weights
+    dtype: Literal["float32", "bfloat16"] = "float32"  # Data type of frozen weights; trained weights are float32
+    lora_rank: int = 16  # Rank of the adapters of student, fake net and surrogate; 0 trains full copies
     lora_alpha: int = 32  # The adapters' product is scaled by alpha / rank
 
     prompts_per_step: int = 8  # Prompts in a training step, over all ranks
     group_size: int = 8  # Samples of each prompt
-    batch_size: int = 16  # Samples in a forward of a rank
+    batch_size: int = 16  # Samples per forward of a rank
     height: int = 32  # Pixels
     width: int = 96  # Pixels
     num_inference_steps: int = 4  # Steps of the student
-    guidance_scale: float = 1.0  # Guidance of all nets but the teacher, for nets that take it as an input
+    guidance_scale: float = 1.0  # Guidance of all nets except the teacher, if they take it as an input
     teacher_guidance_scale: float = 1.0  # Guidance of the teacher, by the pipeline's guidance_scale
     teacher_true_cfg_scale: float = 1.0  # Guidance of the teacher, by the pipeline's true_cfg_scale
 
     fake_updates: int = 5  # Optimizer steps of the fake net before each of the student
     lr: float = 1e-4  # Learning rate of AdamW for the student
-    fake_lr: float = 3e-4  # For the fake net
-    surrogate_lr: float = 3e-4  # For the surrogate
-    surrogate_beta: float = 100.0  # The surrogate's weight falls sooner if it is high
-    reward_weight: float = 0.7  # Weight of the learned reward beside the loss of TDM
+    fake_lr: float = 3e-4  # Learning rate for the fake net
+    surrogate_lr: float = 3e-4  # Learning rate for the surrogate
+    surrogate_beta: float = 100.0  # Sharpness of the surrogate's weight; higher values reduce it sooner
+    reward_weight: float = 0.7  # Weight of the learned reward relative to the loss of TDM
 
     train_steps: int = 100  # Training steps
-    eval_every: int = 10  # Training steps between two evaluations
-    save_every: int = 10  # Training steps between two checkpoints
+    eval_every: int = 10  # Training steps between evaluations
+    save_every: int = 10  # Training steps between checkpoints
     seed: int = 0  # Seed of all random numbers
 
 
-MAY_CHANGE = ("name", "scorer_url", "shard", "train_steps", "eval_every", "save_every")  # when a run continues
-args = tyro.cli(Args, description=__doc__)  # before torch is imported, so that --help answers at once
+MAY_CHANGE = ("name", "scorer_url", "shard", "train_steps", "eval_every", "save_every")  # when a run resumes
+args = tyro.cli(Args, description=__doc__)  # before torch is imported, so that --help is fast
 for name, value in vars(args).items():
     if type(value) is int and value < (least := int(name not in ("lora_rank", "seed"))):
         raise SystemExit(f"--{name.replace('_', '-')} must be >= {least}, got {value}")
@@ -91,23 +91,23 @@ from omni_train.signals import catch_stop
 from omni_train.weights.full import save_weights
 from torch import Tensor, nn
 
-# 2. The ranks, and what they read
+# 2. The ranks and their inputs
 
-dist = init_distributed()  # one process for each device; without torchrun a single rank
+dist = init_distributed()  # one process per device; without torchrun one rank
 if dist.device.type == "cpu":
-    torch.set_num_threads(1)  # the same bits on any number of cores
+    torch.set_num_threads(1)  # reproducible on any number of cores
 dtype = getattr(torch, args.dtype)
 mode = args.shard if dist.mesh else "none"
 
 
 def check_prompt(record: PromptRecord) -> None:
-    """Refuse what this page does not use."""
+    """Raise ValueError for a prompt with features that this page does not support."""
     if record.images or record.size:
         raise ValueError("a prompt must have no images and no size: train_distill.py takes them")
 
 
 def expand(records: Sequence[PromptRecord], num_samples: int, step: int) -> list[Prompt]:
-    """Return the samples to take of each prompt. Each has its own seed, so that ranks and batches change no sample."""
+    """Return the samples of each prompt. Each has its own seed, so that samples do not depend on ranks and batches."""
     return [
         Prompt(
             record.text, group=group, index=group * num_samples + i, seed=sample_seed(args.seed, step, record.index, i),
@@ -118,7 +118,7 @@ def expand(records: Sequence[PromptRecord], num_samples: int, step: int) -> list
     ]  # fmt: skip
 
 
-with same_error(dist):  # one rank's mistake ends all of them
+with same_error(dist):  # an error on one rank ends all ranks
     num_prompts, per_round = args.prompts_per_step, dist.world_size * args.batch_size  # full batches on all ranks
     train_prompts = PromptSampler(args.prompts, prompts_per_step=num_prompts, seed=args.seed, check=check_prompt)
     eval_prompts = expand(load_prompts(args.eval_prompts, check=check_prompt), 1, -1)
@@ -144,7 +144,7 @@ with same_error(dist):  # one rank's mistake ends all of them
     scorer = RewardClient(args.scorer_url, timeout_s=120)
     scorer.check()
 
-# 3. Student, fake net, surrogate and teacher, and what a run leaves behind
+# 3. Student, fake net, surrogate and teacher, and the run's files
 
 preparation = Preparation(dist.device, model.BLOCK_NAMES, dtype, mesh=dist.mesh if mode == "fsdp2" else None)
 files = {name: model.weight_files(part) for name, part in model.nets.items()}
@@ -155,7 +155,7 @@ def read_net(own: Preparation) -> nn.Module:
     return prepare(model.empty_net(buffers=True), own, files)
 
 
-ROLES = ("student", "fake", "surrogate")  # of the trained nets; "reference" and "teacher" are the net before training
+ROLES = ("student", "fake", "surrogate")  # roles of trained nets; "reference" and "teacher" are the net before training
 if args.lora_rank:  # all nets in one: adapters, and the net without them
     lora = Lora(model.LORA_TARGETS, args.lora_rank, args.lora_alpha, "default", args.seed, others=ROLES[1:])
     trained = student = read_net(replace(preparation, lora=lora))
@@ -171,7 +171,7 @@ if mode == "ddp":
 
 @contextmanager
 def net_of(role: str) -> Iterator[nn.Module]:
-    """Yield the net of a role, as it is in the block."""
+    """Yield the net of a role, with its adapter active in the block."""
     if not args.lora_rank:
         yield nets[role] if role in ROLES else base
     else:
@@ -181,7 +181,7 @@ def net_of(role: str) -> Iterator[nn.Module]:
 
 engine = DiffusersEngine(model, model.load(device=dist.device, dtype=dtype, net=student))
 every_weight = [p for own in weights.values() for p in own]
-optimizer = build_adamw(every_weight, lr=args.lr, weight_decay=0.0)  # moves those with a gradient
+optimizer = build_adamw(every_weight, lr=args.lr, weight_decay=0.0)  # updates only weights with a gradient
 backward = deterministic()(SummedBackward(trained, dist.mesh, mode=mode))  # sums the gradients of all ranks
 
 RunLock(folder, dist)  # one writer of the folder at a time
@@ -189,7 +189,7 @@ checkpoints = Checkpoint(folder / "checkpoints", dist)
 if saved := checkpoints.latest():
     check_config(saved, vars(args), ignore=MAY_CHANGE)
     checkpoints.load(saved, trained, optimizer)
-claim_folder(dist, folder, has_checkpoint=bool(saved))  # it holds no other run
+claim_folder(dist, folder, has_checkpoint=bool(saved))  # raises if it holds another run
 first_step = saved.step if saved else 0
 log = RunLog(folder, is_main=dist.is_main, total_steps=args.train_steps, resume_step=first_step if saved else -1)
 
@@ -197,9 +197,9 @@ log = RunLog(folder, is_main=dist.is_main, total_steps=args.train_steps, resume_
 
 
 def sample(prompts: Sequence[Prompt]) -> tuple[list[Trajectory], Tensor]:
-    """Return this rank's batches of the student, and rewards [N] of all ranks' samples; NaN where there is none.
+    """Return this rank's batches of the student, and rewards [N] of all ranks' samples, NaN without a score.
 
-    A batch is scored while the next one is sampled. A request that fails ends the run.
+    Each batch is scored while the next one is sampled. A failed request ends the run.
     """
     batches, pending = [], []
     for own in deal(prompts, dist, args.batch_size):
@@ -258,7 +258,7 @@ with log, catch_stop() as stop:
     if not saved:
         log.log(0, {"eval/reward": sample(eval_prompts)[1].nanmean().item()})
     for step in range(first_step, args.train_steps):
-        # Rollout: the student's steps, and advantages of each sample beside the others of its prompt.
+        # Rollout: the student's steps, and the advantage of each sample within its group.
         prompts = expand(train_prompts.at(step), args.group_size, step)
         with log.phase("rollout"):
             batches, rewards = sample(prompts)
@@ -269,7 +269,7 @@ with log, catch_stop() as stop:
         means: dict[str, list[Tensor]] = {"fake/error": [], "surrogate/loss": [], "policy/matching_error": []}
         means["policy/reward_gap"] = []
 
-        # The fake net learns the student's latents, in some updates for each of the student: two time scales.
+        # The fake net learns the student's latents, with several updates per update of the student: two time scales.
         with log.phase("fake"):
             for i in range(args.fake_updates):
                 for at in segments:
@@ -280,7 +280,7 @@ with log, catch_stop() as stop:
                     means["fake/error"].append(error.detach())
                 optimizer_step(optimizer, weights["fake"], lr=args.fake_lr, max_grad_norm=1.0, dist=dist)
 
-        # The surrogate learns the reward of latents; a group shares its noise. Later latents tell more of the image.
+        # The surrogate learns the reward of latents; a group shares its noise. Later latents have more weight.
         with log.phase("surrogate"):
             for at in segments:
                 seeds = [sample_seed(args.seed, step, prompt.group, -1) for prompt in at.batch.prompts]
@@ -298,7 +298,7 @@ with log, catch_stop() as stop:
                 optimizer, weights["surrogate"], lr=args.surrogate_lr, max_grad_norm=1.0, dist=dist
             )
 
-        # The student moves its samples to where the teacher denoises its latents, and to where the reward is higher.
+        # The student moves its samples towards the teacher's denoised latents, and towards higher reward.
         with log.phase("update"):
             for at in segments:
                 velocity, x0 = predict("student", at.batch, at.x, at.sigma)
@@ -331,6 +331,6 @@ with log, catch_stop() as stop:
             break
     checkpoints.wait()
 
-for name, part in model.nets.items():  # as diffusers' own pipeline loads them
+for name, part in model.nets.items():  # in the layout that diffusers' pipeline loads
     save_weights(student.get_submodule(name), folder / "weights" / name, dist, into=part)
 shutdown()

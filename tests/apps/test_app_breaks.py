@@ -125,11 +125,11 @@ BREAKS = {  # what each rank does before, exit codes, what is said and advised, 
     ),
     "a full disk": (
         fill_the_disk, [1, 1],
-        "rank 0, 1, phase save: OSError: rank 1: [Errno 28] No space left on device\nThe machine refused: look at", 1
+        "rank 0, 1, phase save: OSError: rank 1: [Errno 28] No space left on device\nThe machine refused: check", 1
     ),
     "a disk that is full from the start": (
         partial(fill_the_disk, step=0), [1, 1],
-        "rank 0, 1, phase save: OSError: rank 1: [Errno 28] No space left on device\nThe machine refused: look at", -1
+        "rank 0, 1, phase save: OSError: rank 1: [Errno 28] No space left on device\nThe machine refused: check", -1
     ),
     "no memory for the model": (
         fail_to_load, [1, 1],

@@ -222,7 +222,7 @@ def test_a_dry_run_says_whether_a_step_fits_and_what_would(capsys):
     code, lines, found = run(app, args, capsys)
     assert code == 0
     assert lines[-1].startswith("fits --memory.device-gb 1, with ")
-    assert lines[lines.index("start: anew, in runs/tiny-signs") + 1].startswith("a step without weights runs now, ")
+    assert lines[lines.index("start: new run, in runs/tiny-signs") + 1].startswith("a step without weights runs now, ")
     assert any(line.endswith(": rollout 128 of 60, update 64 of 60") for line in lines)  # both halves of guidance
     assert lines[-1].endswith(" GB left beside 0.08 GB for context, NCCL and fragmentation")
     peak = found.peak / 1e9

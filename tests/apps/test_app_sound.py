@@ -100,9 +100,10 @@ def test_the_names_of_the_audio_are_those_that_the_sound_alone_needs():
 
 def test_a_model_without_sound_refuses_its_settings(here, bright_urls):
     silent = {"model": str(ROWS["wan21"].checkpoint()), "num_frames": 9, "scorer_url": bright_urls["video"]}
-    with pytest.raises(ValueError, match=r"--streams.freeze-audio needs a model that draws video with sound"):
+    with pytest.raises(ValueError, match=r"--streams.freeze-audio needs a model that generates video with sound"):
         train(train_flowgrpo, settings(train_flowgrpo, "", streams_freeze_audio=True, **silent))
     with pytest.raises(
-        ValueError, match=r"--streams.sound-weight and --streams.reward-media need a model that draws video with sound"
+        ValueError,
+        match=r"--streams.sound-weight and --streams.reward-media need a model that generates video with sound",
     ):
         train(train_nft, settings(train_nft, "", streams_sound_weight=0.5, **silent))

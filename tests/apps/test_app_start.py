@@ -79,7 +79,7 @@ def test_a_failing_scorer_of_the_run_s_own_is_told_in_lines_that_name_the_scorer
     args = settings("", scorer_name="python:mine.py:late", scorer_timeout_s=2.0, eval_first=False)
     life = lives.train(here, args)
     assert life.wait() == [1], life.text()
-    said = f"rank 0, phase reward.*: {FAILS[value]}\nThe run started this scorer: mend python:mine.py:late, as "
+    said = f"rank 0, phase reward.*: {FAILS[value]}\nThe run started this scorer: fix python:mine.py:late, as "
     assert re.search(said, life.text()), life.text()
     assert "Traceback" not in life.text()
 

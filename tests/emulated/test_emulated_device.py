@@ -361,5 +361,5 @@ print(advice(RuntimeError("the ratio must be 1"), Args()))
         f"{got}masks of [1, 1, 1, 16] are not supported",
         "auto runs",
         "attention must be auto on npu, whose own kernels compute it, got math",
-        "Mend a cause that the message names.",
+        "Fix a cause that the message names.",
     ]

@@ -224,9 +224,7 @@ def test_ranks_of_a_variable_that_was_left_are_told(rank, monkeypatch, capfd):
         monkeypatch.setenv("RANK", rank)
     with pytest.raises(SystemExit, match=r"^2$"):
         parse_cli(app.Args, app.check_args, [*words, "--scorer", "ocr", "--height", "32", "--width", "96"], app="none")
-    hint = (
-        "; their number is that of WORLD_SIZE in the environment: unset it, or start them by omni-rl train NAME --nproc"
-    )
+    hint = "; their number is WORLD_SIZE in the environment: unset it, or start them with omni-rl train NAME --nproc"
     said = capfd.readouterr().err
     assert "the ranks (7) must divide" in said
     assert (hint in said) == (rank is None)

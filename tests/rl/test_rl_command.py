@@ -169,7 +169,7 @@ def test_the_doctor_ends_with_1_where_nothing_can_train(tmp_path: Path, capsys, 
     by_name = {finding["name"]: finding for finding in answer["findings"]}
     assert (code, answer["can_train"]) == (1, False)
     assert (by_name["peft"]["state"], by_name["peft"]["get"]) == ("missing", 'pip install "omni-rl"')
-    assert by_name["checkpoints"]["text"] == "small models beside those of tiny-signs"
+    assert by_name["checkpoints"]["text"] == "small models other than those of tiny-signs"
     assert by_name["checkpoints"]["state"] == by_name["--engine diffusers"]["state"] == "missing"
 
 
@@ -177,7 +177,7 @@ def test_the_doctor_says_where_the_token_is_from_without_a_network(place: Path, 
     monkeypatch.setattr("socket.socket.connect", None)
     for token, saved, told in (
         ("", "", "^missing +token of the hub +.*accept .* license .*, then `hf auth login`, or set HF_TOKEN$"),
-        ("hf_a", "", "^ok +token of the hub +HF_TOKEN; gated models need their license accepted, too$"),
+        ("hf_a", "", "^ok +token of the hub +HF_TOKEN; gated models also need their license to be accepted$"),
         ("", "hf_b", "^ok +token of the hub +that of `hf auth login`; "),
     ):
         (place / "token").write_text(saved)

@@ -49,7 +49,7 @@ def test_overflows_of_float16_are_no_skipped_updates_until_no_factor_is_left():
     results.append(Run.optimizer_step(run, step))
     assert Run.policy_metrics(run, [{"loss": torch.tensor(1.0)}], results)["policy/grad_norm"] == 1.0
     policy.scaler.scale(param.sum() * math.inf).backward()
-    with pytest.raises(FloatingPointError, match=r"gradients must be finite in float16 times some factor >= 1"):
+    with pytest.raises(FloatingPointError, match=r"gradients must be finite in float16 at some loss scale >= 1"):
         Run.optimizer_step(run, step)
 
 

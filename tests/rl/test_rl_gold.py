@@ -142,9 +142,9 @@ def test_each_alarm_holds_after_its_window():
         ({"gold_scorer": "ocr"}, "--eval.gold-prompts must be given with --eval.gold-scorer or"),
         (
             {"gold_prompts": "train.txt", "gold_scorer": "ocr"},
-            "must be others than training sees, got train.txt and ocr",
+            "must differ from those of training, got train.txt and ocr",
         ),
-        ({"gold_prompts": "a.txt", "gold_scorer": "jpeg"}, "must be others than training sees, got a.txt and jpeg"),
+        ({"gold_prompts": "a.txt", "gold_scorer": "jpeg"}, "must differ from those of training, got a.txt and jpeg"),
         ({"stop_on": "gold-falls:2"}, "--eval.stop-on gold-falls:2 needs --eval.gold-prompts"),
         ({"stop_on": "gold-falls:0"}, "--eval.stop-on must be gold-falls:K with K from 1, got 'gold-falls:0'"),
         ({"stop_on": "reward-falls:1"}, "--eval.stop-on must be gold-falls:K with K from 1, got 'reward-falls:1'"),

@@ -1,12 +1,13 @@
-"""The batches of an update: all samples of a step, or those that are kept, with their advantages.
+"""The batches of an update: the samples of a step, or a selection of them, with their advantages.
 
-Where a rank samples whole groups, and each is divided by its own deviation or by none, the advantages of a batch need
-only the scores of its own groups. The first minibatch then waits for no more than these, batch by batch. Batches keep
-their order, whichever scores come first, so that no bit depends on the scorer's speed. Before the first optimizer step
-all scores of all ranks are graded, as in an update that waits for them: where a scorer has failed, the weights are
-untouched.
+If a rank samples whole groups, and advantages are divided by the standard deviation of their group or not at all, the
+advantages of a batch need only the scores of its own groups. The first minibatch then waits for these scores only,
+batch by batch. Batches keep their order regardless of which scores arrive first, so results do not depend on the
+scorer's speed. Before the first optimizer step all scores of all ranks are awaited: if a scorer failed, the weights
+are unchanged.
 
-Notation: N samples of a step over all ranks, B samples of a batch. A sample's place among the N is its prompt's `index`.
+Notation: N samples of a step over all ranks, B samples of a batch. The `index` of a prompt is the place of its sample
+among the N.
 """
 
 import math
@@ -31,7 +32,7 @@ from omni_rl.settings.groups import Advantages
 
 
 class Grades(NamedTuple):
-    """Advantages [B] of B samples, or [B, M] of M streams, and weights [B], where None is 1."""
+    """Advantages [B] of B samples, or [B, M] with M streams, and weights [B]; None means 1."""
 
     advantages: Tensor
     weights: Tensor | None = None
@@ -41,8 +42,8 @@ class Grades(NamedTuple):
 class TrainBatch:
     """A batch of an update. Reading `advantages` or `weights` waits for the scores of its groups.
 
-    grades: returns both. is_as_sampled: the rollout had the same batch, so that an exact engine's log-probs are the
-    update's to the last bit.
+    grades: returns both. is_as_sampled: True if the rollout had the same batch, so that the log-probs of an exact
+    engine equal those of the update bit by bit.
     """
 
     trajectory: Trajectory
@@ -51,17 +52,17 @@ class TrainBatch:
 
     @classmethod
     def of(cls, trajectory: Trajectory, advantages: Tensor, weights: Tensor | None = None) -> "TrainBatch":
-        """Return a batch whose grades are there."""
+        """Return a batch whose grades are known."""
         return cls(trajectory, lambda: Grades(advantages, weights))
 
     @property
     def advantages(self) -> Tensor:
-        """[B], or [B, M] of M streams."""
+        """Advantages [B], or [B, M] with M streams."""
         return self.grades().advantages
 
     @property
     def weights(self) -> Tensor | None:
-        """[B], or None where each sample counts once."""
+        """Weights [B], or None if each sample counts once."""
         return self.grades().weights
 
 
@@ -78,20 +79,21 @@ def train_batches(
 ) -> list[TrainBatch]:
     """Return this rank's batches to train on, with their grades.
 
-    A batch as it was sampled waits only for the scores of its own groups, when its grades are read. All wait for all
-    scores where samples may be left out, a rank samples parts of groups, or others' scores enter an advantage.
+    A batch waits only for the scores of its own groups, when its grades are read. All batches wait for all scores if
+    samples may be left out, a rank samples parts of groups, or an advantage depends on scores of other groups.
 
     Args:
         run: the run.
-        step: its step, which logs rewards and advantages.
-        rollout: of the step.
-        settings: of the advantages.
-        weighted: True if a sample without a score has weight 0.
-        best_worst, drop_silent_groups: as `keep_samples`.
-        num_minibatches: as `select`.
+        step: the step, to log rewards and advantages.
+        rollout: the step's samples.
+        settings: settings of the advantages.
+        weighted: True to give samples without a score weight 0.
+        best_worst, drop_silent_groups: see `keep_samples`.
+        num_minibatches: see `select`.
 
     Raises:
-        RewardError: the scorer failed for some rank; on every rank, at the latest before the first optimizer step.
+        RewardError: the scorer failed on some rank. Raised on every rank, at the latest before the first optimizer
+            step.
     """
     leaves_out = bool(best_worst) or drop_silent_groups
 
@@ -113,23 +115,23 @@ def train_batches(
 
 
 def with_some_steps(rollout: Rollout[Trajectory], fraction: float) -> Rollout[Trajectory]:
-    """Return the rollout with `some_steps` of each batch; with all of them where the share is 1."""
+    """Return the rollout with `some_steps` of each batch, or unchanged if `fraction` is 1."""
     return replace(rollout, batches=[some_steps(b, fraction) for b in rollout.batches]) if fraction < 1 else rollout
 
 
 def some_steps(batch: Trajectory, fraction: float) -> Trajectory:
-    """Return the samples with this share of their kept steps, at random for each, as DanceGRPO's released code does.
+    """Return the samples with a random fraction of their kept steps, as in DanceGRPO's released code.
 
-    The choice depends only on a sample's seed: any number of ranks takes the same steps.
+    The choice depends only on a sample's seed, so it does not depend on the number of ranks.
     """
-    first = batch.params.num_inference_steps  # the noise of the steps before is the rollout's
+    first = batch.params.num_inference_steps  # lower indices are the rollout's noise
     places = step_noise([prompt.seed for prompt in batch.prompts], first, (batch.num_kept,)).argsort(dim=1)
     chosen = places[:, : max(1, int(batch.num_kept * fraction))].sort(dim=1).values
     return batch.take_steps(to_device(chosen, batch.x.device))
 
 
 def groups_are_local(args: MediaArgs, settings: Advantages, dist: Dist, in_a_row: int) -> bool:
-    """Return True if the advantages of a rank's samples need only its own scores, which arrive batch by batch."""
+    """Return True if the advantages of a rank's samples depend only on its own scores, which arrive batch by batch."""
     is_whole = dist.world_size == 1 or in_a_row % args.data.group_size == 0
     waits = dist.context > 1 or args.sampling.draw_ahead or args.scorer.sleep or settings.reward_parts
     return is_whole and settings.adv_std != "batch" and not waits
@@ -138,10 +140,10 @@ def groups_are_local(args: MediaArgs, settings: Advantages, dist: Dist, in_a_row
 def _own_grades(
     run: MediaRun[MediaArgs], batch: Trajectory, rollout: Rollout[Trajectory], settings: Advantages, weighted: bool
 ) -> Grades:
-    """Return a batch's grades as soon as the scores up to the end of its last group have arrived.
+    """Return a batch's grades once the scores up to the end of its last group have arrived.
 
-    Those of a scorer that failed are 0, as ranks go through a sharded net together; the first optimizer step then
-    raises on every rank.
+    If the scorer failed, they are 0, because the ranks of a sharded net must run together; the first optimizer step
+    then raises on every rank.
     """
     prompts = [prompt for batch in rollout.batches for prompt in batch.prompts]
     requests, scores = arrived(rollout.pending, len(prompts)), list[Score]()
@@ -163,10 +165,10 @@ def _own_grades(
 def keep_samples(
     advantages: Tensor, rewards: Tensor, groups: Tensor, *, best_worst: int, drop_silent_groups: bool
 ) -> Tensor:
-    """Return a mask [N] of the samples to train on: the best and worst of each group, `best_worst` in all (0: all).
+    """Return a mask [N] of the samples to train on: the best and worst of each group, `best_worst` in total (0: all).
 
-    drop_silent_groups: leave out groups whose samples have equal scores. A sample whose reward is NaN is left out by
-    either choice.
+    drop_silent_groups: drop groups whose samples all have the same score. Either option drops samples whose reward is
+    NaN.
     """
     advantages = advantages.masked_fill(rewards.isnan(), math.nan)
     keep = filter_groups(advantages, groups) if drop_silent_groups else torch.ones_like(groups, dtype=torch.bool)
@@ -186,10 +188,10 @@ def select(
 ) -> list[TrainBatch]:
     """Return this rank's batches to train on, minibatch by minibatch, with their grades on the device.
 
-    They are as they were sampled if all samples are kept, else repacked. A minibatch is a consecutive chunk of them, or
-    if they are too few for that, a part of the kept steps of a chunk.
+    If all samples are kept, the batches are those of the rollout, else they are repacked. A minibatch is a consecutive
+    chunk of the batches or, if there are too few, a part of the kept steps of a chunk.
 
-    advantages: [N]. keep: [N], or None to keep all. weights: [N], of samples that are all kept.
+    advantages: [N]. keep: [N], or None to keep all. weights: [N], used only if all samples are kept.
     """
     num_chunks = math.gcd(len(batches), num_minibatches)
     if keep is None or keep.all():
@@ -211,7 +213,7 @@ def _train_batch(dist: Dist, batch: Trajectory, advantages: Tensor, weights: Ten
 
 
 def split_steps(batches: Sequence[TrainBatch], num_chunks: int, parts: int) -> list[TrainBatch]:
-    """Return each chunk of the batches `parts` times, first with the first of their kept steps, and so on."""
+    """Repeat each chunk of batches for each of `parts` consecutive parts of their kept steps."""
     size, length = len(batches) // num_chunks, batches[0].trajectory.num_kept // parts
     return [
         replace(batch, trajectory=batch.trajectory.take_steps(slice(start, start + length)))
@@ -224,9 +226,9 @@ def split_steps(batches: Sequence[TrainBatch], num_chunks: int, parts: int) -> l
 def repack(
     dist: Dist, batches: Sequence[Trajectory], advantages: Tensor, keep: Tensor, *, num_minibatches: int
 ) -> list[TrainBatch]:
-    """Put the kept samples into the fewest full batches, equally many on every rank and in every minibatch.
+    """Pack the kept samples into the fewest full batches, the same number on every rank and in every minibatch.
 
-    A minibatch keeps to its own consecutive share of the rank's batches, a batch to one size. Places that are left over
+    A minibatch uses its own consecutive share of the rank's batches, and a batch has samples of one size. Free places
     are filled with samples of weight 0, spread evenly over the batches of a size. The weights turn the mean over
     all places of a minibatch into the mean over its kept samples of all ranks.
     """
@@ -243,7 +245,7 @@ def repack(
         for same, num in zip(part, _filled(own, [len(same) for same in part], most), strict=True):
             indices = torch.cat([batch.indices for batch in same])
             order = keep[indices].int().argsort(descending=True, stable=True)[: num * size]
-            for row in order.view(size, num).T.sort(dim=1).values:  # dealt to batches in turn
+            for row in order.view(size, num).T.sort(dim=1).values:  # dealt round-robin to batches
                 picked, weights = indices[row], keep[indices[row]] * factor
                 batch = _train_batch(dist, _pick(same, row), advantages[picked], weights)
                 chosen.append(replace(batch, is_as_sampled=False))
@@ -260,7 +262,7 @@ def by_size(batches: Sequence[Trajectory]) -> list[list[Trajectory]]:
 
 
 def _filled(counts: Sequence[int], most: Sequence[int], total: int) -> list[int]:
-    """Raise the counts in turn, each up to its bound, until their sum is `total`."""
+    """Raise the counts one after another, each up to its bound, until their sum is `total`."""
     filled, left = [], total - sum(counts)
     for count, bound in zip(counts, most, strict=True):
         more = min(left, bound - count)
@@ -270,7 +272,7 @@ def _filled(counts: Sequence[int], most: Sequence[int], total: int) -> list[int]
 
 
 def _pick(batches: Sequence[Trajectory], places: Tensor) -> Trajectory:
-    """Return the samples at ascending places [B], counted through equal batches, without needless padding."""
+    """Return the samples at ascending places [B], counted across batches of equal size, with padding trimmed."""
     size = len(batches[0])
     found = places // size
     return Trajectory.cat([batches[i].select(places[found == i] % size) for i in found.unique().tolist()]).trim()

@@ -1,7 +1,7 @@
 """Differentiable rewards, for train_srpo.py.
 
 A reward is a function `(images, texts) -> rewards`: images [B, 3, H, W] in [0, 1], B texts, rewards [B], all float32.
-A new one is a line of REWARDS, whose functions take a folder or hub id and a device.
+To add one, add a row to REWARDS: a function of a folder or hub id and a device that returns the reward.
 
 Notation: B images, L letters of all their words, H height, W width.
 """
@@ -27,7 +27,7 @@ READER_FILE = "reader.safetensors"
 
 
 class SignReader(nn.Module):
-    """A reader of single letters of tiny-signs: logits [L, 33] of crops [L, 3, 32, 28] in [0, 1]."""
+    """A classifier of single letters of tiny-signs: logits [L, 33] of crops [L, 3, 32, 28] in [0, 1]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class SignReader(nn.Module):
         )
 
     def forward(self, crops: Tensor) -> Tensor:
-        """Return the logits."""
+        """Return the logits [L, 33]."""
         logits: Tensor = self.layers(2 * crops - 1)
         return logits
 
@@ -58,7 +58,7 @@ def sign_classes(text: str) -> list[int]:
     """Return the expected classes of a sign's letters: those of the quoted word, or SMUDGED for a smudged sign.
 
     Raises:
-        ValueError: the text has no word of a sign.
+        ValueError: the text has no valid word in quotes.
     """
     word = text.partition('"')[2].partition('"')[0]
     if not 1 <= len(word) <= MAX_LETTERS or not set(word) <= set(ALPHABET):
@@ -67,9 +67,9 @@ def sign_classes(text: str) -> list[int]:
 
 
 def load_sign_reader(path: str, device: torch.device) -> Reward:
-    """Load the reward of tiny-signs: the probability of the text's letters, averaged over a word.
+    """Load the reward of tiny-signs: the mean probability of the letters of the text's word.
 
-    path: a folder made by `scripts/pretrain.py reader`.
+    path: a folder written by `scripts/pretrain.py reader`.
     """
     reader = SignReader()
     reader.load_state_dict(load_file(Path(path) / READER_FILE))
@@ -90,11 +90,11 @@ def load_sign_reader(path: str, device: torch.device) -> Reward:
 # 2. CLIP
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-CLIP_SCALE = 1 / 20  # of the released code: scales PickScore's logits to HPS-v2.1's cosines
+CLIP_SCALE = 1 / 20  # from the released code: scales PickScore's logits to HPS-v2.1's cosines
 
 
 def load_clip(path: str, device: torch.device) -> Reward:
-    """Load the reward of a CLIP model: its logit / 20; with yuvalkirstain/PickScore_v1 it is SRPO's PickScore.
+    """Load the reward of a CLIP model, its logit / 20. With yuvalkirstain/PickScore_v1 it is SRPO's PickScore.
 
     path: folder or hub id of a transformers CLIPModel with its tokenizer.
     """
@@ -117,17 +117,16 @@ def load_clip(path: str, device: torch.device) -> Reward:
 
 
 def square(images: Tensor, side: int) -> Tensor:
-    """Return the center of the images [B, 3, H, W] with the shorter side resized to `side`: [B, 3, side, side].
+    """Resize the shorter side of images [B, 3, H, W] to `side` and crop the center: [B, 3, side, side].
 
-    It resizes by products with the weights of bicubic interpolation: the gradients of torch's own do not repeat their
-    bits.
+    Bicubic interpolation as matrix products, because the gradients of torch's interpolation are not deterministic.
     """
     rows, columns = (_resizing(length, side, min(images.shape[-2:]), images) for length in images.shape[-2:])
     return rows @ images @ columns.T
 
 
 def _resizing(length: int, side: int, shorter: int, like: Tensor) -> Tensor:
-    """Return the weights [side, length] of the pixels of an edge for the `side` pixels at the center of the resized."""
+    """Return the interpolation weights [side, length] from an edge's pixels to the central `side` resized pixels."""
     size = round(length * side / shorter)
     eye = torch.eye(length, device=like.device, dtype=like.dtype)[None, None]
     weights = nn.functional.interpolate(eye, size=(size, length), mode="bicubic", antialias=True)[0, 0]

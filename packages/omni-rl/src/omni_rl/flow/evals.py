@@ -1,4 +1,4 @@
-"""Evaluation sets, and metrics of their scores: means, the best of several samples, pass@k."""
+"""Evaluation sets, and the metrics of their scores: means, best of several samples, pass@k."""
 
 import hashlib
 import json
@@ -23,15 +23,15 @@ from omni_rl.settings.eval_sets import EvalSet, MediaEvalSet
 
 ParamsT = TypeVar("ParamsT", bound=Params | TokenParams)
 ScorerT = TypeVar("ScorerT")
-Shown = tuple[list[dict[str, Tensor]], list[Sample]]  # media by kind of each sample, and what the report says of it
+Shown = tuple[list[dict[str, Tensor]], list[Sample]]  # media of each sample by kind, and its row in the report
 
 
 @dataclass(frozen=True)
 class HeldOut(Generic[ParamsT, ScorerT]):
-    """A set of evaluation prompts: `samples` of each, generated with `params`.
+    """A set of evaluation prompts, with `samples` samples of each, generated with `params`.
 
-    name: empty for --eval.prompts. threshold: score from which on a sample passes. scorer: of this set,
-    if not the run's, and version: its name and version. watch: a second scorer.
+    name: empty for --eval.prompts. threshold: the lowest score that passes. scorer: the set's scorer, if it is not the
+    run's; version: its name and version. watch: a second scorer.
     """
 
     name: str
@@ -46,34 +46,34 @@ class HeldOut(Generic[ParamsT, ScorerT]):
 
     @property
     def digest(self) -> str:
-        """A SHA-256 of its prompts, with their files, its parameters, and its own scorer's version."""
+        """SHA-256 of the prompts and their files, the parameters, and the version of the set's scorer."""
         media = probe_digest((file for record in self.records for file in media_files(record)), num_blocks=1)
         own = [self.params, self.seed, self.samples, self.threshold, self.version, media, *self.records]
         return hashlib.sha256(json.dumps(own, sort_keys=True, default=_plain).encode()).hexdigest()
 
     def batch_size(self, most: int, num_ranks: int) -> int:
-        """Return the largest size of batches, up to `most`, with which no rank is idle."""
+        """Return the largest batch size, up to `most`, with which no rank is idle."""
         return min(most, math.ceil(len(self.records) / num_ranks) * self.samples)  # a prompt's samples stay together
 
     def metric(self, name: str) -> str:
-        """Return the name under which the log has a metric of this set."""
+        """Return the name of a metric of this set in the log."""
         return f"{start_of(self.name)}{name}"
 
 
 def start_of(name: str) -> str:
-    """Return what the names of a set's metrics in the log begin with."""
+    """Return the prefix of a set's metrics in the log."""
     return f"eval/{name}/" if name else "eval/"
 
 
 def _plain(value: object) -> object:
-    """Return what JSON has of a value: a dataclass' fields, and the name of a file or a function."""
+    """Return a value as JSON can encode it: the fields of a dataclass, the name of a file or function."""
     if is_dataclass(value):
         return vars(value)
     return getattr(value, "name", None) or getattr(value, "__name__", None) or str(value)
 
 
 def params_of_set(own: EvalSet, params: ParamsT) -> ParamsT:
-    """Return the sampling parameters of a set: the run's, with those that the set gives."""
+    """Return the sampling parameters of a set: the run's, overridden by the set's."""
     names = {field.name for field in fields(params)} - {"guidance"}
     given = {name: value for name, value in vars(own).items() if name in names and value is not None}
     if isinstance(own, MediaEvalSet) and isinstance(params, Params):
@@ -87,7 +87,7 @@ def params_of_set(own: EvalSet, params: ParamsT) -> ParamsT:
 def describe(held: HeldOut[Any, Any], rewards: Tensor) -> dict[str, float]:
     """Return metrics of a set by their names in the log: the mean score, its standard error, best@n, pass@k.
 
-    The error is over prompts, because samples of one prompt are correlated.
+    The standard error is over prompts, because samples of one prompt are correlated.
 
     rewards: [P * samples], prompt by prompt; NaN where there is none.
     """
@@ -109,9 +109,9 @@ def describe(held: HeldOut[Any, Any], rewards: Tensor) -> dict[str, float]:
 
 
 def by_tag(held: HeldOut[Any, Any], name: str, values: Tensor) -> dict[str, float]:
-    """Return the mean of a score for each `tag` of the prompts' meta and, as `tags`, the mean of these means.
+    """Return the mean of a score for each `tag` in the prompts' meta and, as `tags`, the mean of these means.
 
-    It is empty unless every prompt has a tag. GenEval's figure is the last (arXiv 2310.11513, section 3).
+    The result is empty unless every prompt has a tag. `tags` is GenEval's score (arXiv 2310.11513, section 3).
 
     values: [P * samples], prompt by prompt; NaN where there is none.
     """
@@ -125,9 +125,9 @@ def by_tag(held: HeldOut[Any, Any], name: str, values: Tensor) -> dict[str, floa
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """Return the chance that at least one of k samples passes, chosen from these without replacement.
+    """Return the probability that at least one of k samples, chosen without replacement, passes.
 
-    It estimates pass@k without bias: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, equation 1).
+    This is an unbiased estimator of pass@k: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, equation 1).
 
     Raises:
         ValueError: not 0 <= num_passed <= num_samples, or not 1 <= k <= num_samples.
@@ -141,9 +141,9 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
 def date_evaluations(
     sets: Sequence[HeldOut[Any, Any]], then: Mapping[str, object], now: int
 ) -> dict[str, tuple[str, int]]:
-    """Return the digest of each set, and the step from which on it is evaluated so: `now` if it was another before.
+    """Return the digest of each set, and the first step since which it is the same: `now` if the digest changed.
 
-    then: what this returned at the last start, of sets that are left out too.
+    then: the result at the last start; sets in it that no longer exist are kept.
     """
     found = dict(then)
     for held in sets:
@@ -152,18 +152,18 @@ def date_evaluations(
                 found[held.name] = digest, since
             case before:
                 found[held.name] = held.digest, now if before else 0
-    return found  # type: ignore[return-value]  # as an earlier start has returned it
+    return found  # type: ignore[return-value]  # returned by an earlier start
 
 
 def starts_of(dates: Mapping[str, tuple[str, int]]) -> dict[str, float]:
-    """Return the steps that `date_evaluations` has found, by what the names of a set's metrics begin with."""
+    """Return the steps of `date_evaluations` by the prefix of a set's metrics."""
     return {start_of(name): float(since) for name, (_, since) in dates.items()}
 
 
 def evaluate(
     sets: Sequence[HeldOut[Any, Any]], evaluate_set: Callable[[HeldOut[Any, Any]], tuple[dict[str, float], Shown]]
 ) -> tuple[dict[str, float], list[tuple[str, Shown]]]:
-    """Return the metrics of all sets, and this rank's samples of each for the report, by its name."""
+    """Return the metrics of all sets, and each set's name with this rank's samples for the report."""
     metrics, shown = dict[str, float](), list[tuple[str, Shown]]()
     for held in sets:
         found, own = evaluate_set(held)
@@ -173,7 +173,7 @@ def evaluate(
 
 
 def mixed(sets: Sequence[tuple[str, Shown]]) -> Shown:
-    """Return the samples of all sets in turn, so that the first of them are of every set."""
+    """Interleave the samples of all sets, so that the first ones include every set."""
 
     def named(name: str, row: Sample) -> Sample:
         return replace(row, prompt=f"{name}: {row.prompt}") if name else row

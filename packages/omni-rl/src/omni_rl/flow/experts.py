@@ -1,4 +1,4 @@
-"""Noise levels for models with two experts: keep each step on one side of the boundary."""
+"""Noise levels for models with two experts: each training step stays on one side of the boundary."""
 
 import torch
 from omni_sched import INITIAL_NOISE, step_noise
@@ -8,17 +8,17 @@ from torch import Tensor
 from omni_rl.run.run import MediaRun, Step
 from omni_rl.settings.args import MediaArgs
 
-NO_PROMPT = -1  # in place of a prompt's index, for a random number that all samples of a step share
+NO_PROMPT = -1  # replaces a prompt's index, for a random number shared by all samples of a step
 
 
 def on_one_side(run: MediaRun[MediaArgs], step: Step, places: Tensor, cut: float, number: int) -> Tensor:
-    """Rescale uniform places [B] in (0, 1) to one expert's side of `cut`, before which the first expert is used.
+    """Rescale uniform places [B] in (0, 1) to one expert's side of `cut`; the first expert is used below `cut`.
 
-    The side is random, the same for all batches and ranks of a step, and as likely as it is wide: over many steps the
-    places stay uniform. Where only one expert is trained, it is that expert's. number: of the random choice.
+    The side is random and the same for all batches and ranks of a step. Its probability is its width, so that over many
+    steps the places stay uniform. If only one expert is trained, its side is used. number: index of the random choice.
 
     Raises:
-        ValueError: no place is on the side of the only expert that is trained.
+        ValueError: only one expert is trained, and its side is empty.
     """
     before = "high" in run.trained
     if len(run.trained) > 1:
@@ -33,7 +33,7 @@ def on_one_side(run: MediaRun[MediaArgs], step: Step, places: Tensor, cut: float
 
 
 def clamp_to_side(run: MediaRun[MediaArgs], sigma: Tensor, side: Tensor) -> Tensor:
-    """Clamp noise levels [B] to the side of the boundary on which the level `side` is."""
+    """Clamp noise levels [B] to the level `side`'s side of the boundary."""
     boundary = torch.tensor(run.model.boundary, dtype=sigma.dtype)
     if side >= boundary:
         return sigma.clamp(min=boundary)

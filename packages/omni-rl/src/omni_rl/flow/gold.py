@@ -1,8 +1,7 @@
-"""The gold set, whose prompts and scorer training never sees: does the reward still mean what it meant?
+"""The gold set, whose prompts and scorer are not used in training: metrics that detect reward hacking.
 
-Distances are between latents, of NUM_ELEMENTS elements at even intervals, in units of the distance of two random
-samples of the run's first evaluation of the set, which checkpoints keep. Notation: N samples of all ranks, G of each
-prompt, D elements.
+Distances are between latents, at NUM_ELEMENTS evenly spaced elements. Their unit is the distance of two random samples
+of the run's first evaluation of the set, which checkpoints store. Notation: N samples of all ranks, D elements.
 """
 
 import hashlib
@@ -21,7 +20,7 @@ from omni_rl.flow.scorers import Scorer
 from omni_rl.run.run import MediaRun
 from omni_rl.settings.args import MediaArgs
 
-NUM_ELEMENTS = 256  # of a sample's latent; their mean square is within a tenth of that of all, a set's within less
+NUM_ELEMENTS = 256  # per latent; a sample's mean square is within a tenth of that over all elements, a set's closer
 
 
 def judge(
@@ -34,10 +33,10 @@ def judge(
 ) -> dict[str, float]:
     """Return rank correlation, diversity and drift of the gold set's samples by their names in the log.
 
-    There are no distances where all samples of the first evaluation were the same.
+    Diversity and drift are left out if all samples of the first evaluation were the same.
 
-    prompts: the N of all ranks. batches: this rank's, with the samples that fill them up. rewards, golds: [N], by
-    the run's scorer and by the gold scorer.
+    prompts: the N prompts of all ranks. batches: this rank's, including samples that only fill them up. rewards, golds:
+    scores [N] of the run's scorer and of the gold scorer.
     """
     rows = rows_of(run.dist, batches, len(prompts))
     params = held.params
@@ -56,14 +55,14 @@ def judge(
 
 
 def rank_correlation(first: Tensor, second: Tensor) -> float:
-    """Return Spearman's correlation of scores [N], of samples that have both; NaN where either scores all the same."""
+    """Return Spearman's correlation of scores [N], over samples with both; NaN if either score is constant."""
     scored = ~(first.isnan() | second.isnan())
     own, others = ranks(first[scored]).tolist(), ranks(second[scored]).tolist()
     return correlation(own, others) if min(len(set(own)), len(set(others))) > 1 else math.nan
 
 
 def rows_of(dist: Dist, batches: Sequence[Trajectory], total: int) -> Tensor:
-    """Return elements [total, D] of the latents of all ranks' samples, each at its index."""
+    """Return elements [total, D] of the latents of all ranks' samples, in the order of their indices."""
     own = dict[int, list[float]]()
     for batch in batches:
         flat = batch.x0.flatten(1)

@@ -1,4 +1,4 @@
-"""Sampling: the samples of a step, distributed over the ranks, and their report; evaluations on fixed prompts.
+"""Sampling of a step, distributed over the ranks, with its rows in the report; evaluations on fixed prompts.
 
 Notation: N samples of a step over all ranks, B samples of a batch.
 """
@@ -37,7 +37,7 @@ def expand_groups(
 ) -> list[Prompt]:
     """Return `group_size` samples of each prompt, group by group, each with its own seed.
 
-    same_start_noise: True if the samples of a group start from one noise.
+    same_start_noise: True if the samples of a group start from the same noise.
     """
     return [
         Prompt(
@@ -57,7 +57,7 @@ def expand_groups(
 
 
 def by_shapes(prompts: Sequence[Prompt]) -> list[list[Prompt]]:
-    """Group the prompts whose samples can share a batch."""
+    """Group prompts whose samples can share a batch."""
     together: dict[object, list[Prompt]] = {}
     for prompt in prompts:
         together.setdefault(prompt.shapes, []).append(prompt)
@@ -65,7 +65,7 @@ def by_shapes(prompts: Sequence[Prompt]) -> list[list[Prompt]]:
 
 
 def counted(batches: Sequence[Sequence[Prompt]]) -> Iterator[Sequence[Prompt]]:
-    """Yield the batches and report progress: of the samples, and of the texts to encode."""
+    """Yield the batches, with progress of the samples and of the texts to encode."""
     expect("encoding", len({prompt.text for batch in batches for prompt in batch}), "prompts")
     return over(batches, "samples")
 
@@ -86,9 +86,9 @@ def window_params(
     iters_per_window: int = 1,
     stride: int = 1,
 ) -> Params:
-    """Return the sampling parameters of a training step; its window of stochastic steps is the same on every rank.
+    """Return the sampling parameters of a training step. All ranks have the same window of stochastic steps.
 
-    rule: a step of omni_sched; with streams, frames and sound have separate log-probs. Others: as in `sde_window`.
+    rule: a step of omni_sched; with streams, frames and sound have separate log-probs. Others: see `sde_window`.
     """
     sde_steps = sde_window(
         run.args.sampling.num_inference_steps,
@@ -114,7 +114,7 @@ def sample(
     in_a_row: int = 1,
     scorer: Scorer | None = None,
 ) -> Rollout[Trajectory]:
-    """Return this rank's batches of `prompts`, as `sample_here` does, or from the ranks that only sample."""
+    """Return this rank's batches of `prompts`, from `sample_here` or from the ranks that only sample."""
     if run.samplers is None:
         return sample_here(run, prompts, params, in_a_row=in_a_row, scorer=scorer)
     in_a_row = max(run.args.data.batch_size, in_a_row, group_of(prompts, scorer or run.scorer))
@@ -124,7 +124,7 @@ def sample(
 
 
 def group_of(prompts: Sequence[Prompt], scorer: Scorer) -> int:
-    """Return the size of the groups that the scorer takes whole; 1 if it takes any samples."""
+    """Return the group size if the scorer takes whole groups, else 1."""
     return sum(prompt.group == prompts[0].group for prompt in prompts) if scorer.takes_groups else 1
 
 
@@ -136,16 +136,16 @@ def sample_here(
     in_a_row: int = 1,
     scorer: Scorer | None = None,
 ) -> Rollout[Trajectory]:
-    """Return this rank's batches of `prompts`; one is scored while the next one is sampled.
+    """Return this rank's batches of `prompts`. Each batch is scored while the next one is sampled.
 
-    With a scorer of groups, each group is dealt to one rank, and scored after its last batch. Ranks that compute each
-    forward together have the same batches, without media; they decode batches in turn, or tiles together, and score
-    batches in turn.
+    If the scorer compares groups, each group is dealt to one rank and scored after its last batch. Ranks of a
+    context-parallel group return the same batches, without media; they alternate in decoding and scoring batches, or
+    decode tiles together.
 
-    in_a_row: as in `deal`. scorer: instead of the run's.
+    in_a_row: see `deal`. scorer: replaces the run's.
 
     Raises:
-        RuntimeError: the engine samples with other weights than those of the last sync.
+        RuntimeError: the engine's weights are not those of the last sync.
     """
     batches, scored, pending, scorer = [], list[Trajectory](), list[Pending](), scorer or run.scorer
     dist, batch_size = run.dist, run.args.data.batch_size
@@ -162,9 +162,9 @@ def sample_here(
             raise RuntimeError(f"the engine samples with weights {batch.weight_version}, the trainer has {run.version}")
         if following:  # while the device is busy with this one
             run.engine.prepare(following, params.of_size(following[0].size))
-        # Scorers and the report look at the media on the host; one copy, which is all that waits for the batch.
+        # Scorers and the report read the media on the host; this copy is the only wait for the batch.
         batch = replace(batch, media={kind: tensor.cpu() for kind, tensor in batch.media.items() if is_scored})
-        if dist.context > 1:  # as all ranks that compute it together have it
+        if dist.context > 1:  # the same on all ranks of the group
             batches.append(replace(batch, media={}, rates={}, params=replace(batch.params, decode=True)))
         else:
             batches.append(batch)
@@ -181,7 +181,7 @@ def sample_here(
 
 
 def show(run: MediaRun[MediaArgs], step: Step, rollout: Rollout[Trajectory]) -> None:
-    """Put the best and worst of some of rank 0's samples into the report."""
+    """Show the best and worst of some of rank 0's samples in the report."""
     if report := run.session.report:
         scores = rollout.scores
         run.breakers.pictures(lambda: report.show_samples(step.number + 1, *_shown(rollout.scored, scores)))
@@ -192,8 +192,8 @@ def evaluate_set(run: MediaRun[MediaArgs], held: HeldOut[Params, Scorer]) -> tup
     is_gold = held.name == GOLD
     second = run.scorer if is_gold else held.watch
     prompts = expand_groups(held.records, held.samples, seed=held.seed, step=-1)  # the same for every run
-    # Every rank runs the same number of full batches, as sharded weights demand; what fills them up is not counted.
-    # So does a scorer of groups, which may span batches.
+    # Every rank runs the same number of full batches, as sharded weights and scorers of groups require; the samples
+    # that fill them up are not counted.
     asked = [held.scorer or run.scorer, *([second] if second else [])]
     group = held.samples if any(scorer.takes_groups for scorer in asked) else 1
     filled = fill_batches(prompts, run.args.data.batch_size, run.dist.dp_size, group=group)
@@ -223,9 +223,9 @@ def evaluate_set(run: MediaRun[MediaArgs], held: HeldOut[Params, Scorer]) -> tup
 
 
 def fill_batches(prompts: Sequence[Prompt], batch_size: int, num_ranks: int, *, group: int = 1) -> list[Prompt]:
-    """Add copies of prompts, under new indices, until every rank has the same number of full batches, each of one size.
+    """Add copies of prompts, with new indices, until every rank has the same number of full batches, each of one size.
 
-    group: number of consecutive prompts that stay on one rank; a copy belongs to another group.
+    group: number of consecutive prompts that stay on one rank. A copy belongs to another group.
     """
     unit, copies, seen = max(batch_size, group), count(len(prompts)), set[int]()
     full = [prompt for same in by_shapes(prompts) for prompt in _repeated(same, unit)]
@@ -243,12 +243,12 @@ def _repeated(prompts: Sequence[Prompt], unit: int) -> list[Prompt]:
 
 
 def _thoughts(batch: Samples) -> Sequence[str | None]:
-    """Return the thought before each sample, if the model thinks."""
+    """Return the thought before each sample, or None for a model without thoughts."""
     return batch.thoughts.answers if isinstance(batch, ThoughtTrajectory) else [None] * len(batch)
 
 
 def _shown(batches: Sequence[Samples], scores: Sequence[Score]) -> Shown:
-    """Return the media of each of this rank's samples, by kind, and the report's rows of them."""
+    """Return the media of each of this rank's samples by kind, and their rows in the report."""
     samples = [
         (prompt, batch.rates, thought)
         for batch in batches

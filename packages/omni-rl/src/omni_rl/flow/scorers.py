@@ -1,4 +1,4 @@
-"""Scorers: reward servers behind a client, or a function in this process."""
+"""Scorers: clients of reward servers, or a function in this process."""
 
 import os
 import secrets
@@ -37,22 +37,22 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 Pending = Future[list[Score]]
-Arrays = Mapping[str, np.ndarray]  # media by their kinds
+Arrays = Mapping[str, np.ndarray]  # media by kind
 Metas = Sequence[Mapping[str, object]]
-References = Sequence[Sequence[np.ndarray]] | None  # of each sample, for a scorer that takes them
-Groups = Sequence[int] | None  # of each sample, for a scorer that takes them
+References = Sequence[Sequence[np.ndarray]] | None  # per sample, for a scorer that takes them
+Groups = Sequence[int] | None  # per sample, for a scorer that takes them
 Grade = Callable[[Arrays, Sequence[str]], list[Score]]
 
 
 class AnyScorer(Protocol):
-    """A scorer of finished samples. `busy_s` counts the seconds that it has worked."""
+    """A scorer of finished samples."""
 
     @property
     def busy_s(self) -> float:
         """Seconds of work so far."""
 
     def close(self) -> None:
-        """Free what the scorer holds."""
+        """Free the scorer's resources."""
 
 
 class Scorer(AnyScorer, Protocol):
@@ -60,15 +60,15 @@ class Scorer(AnyScorer, Protocol):
 
     @property
     def kinds(self) -> Sequence[str]:
-        """The kinds of media that it takes, no more and no less."""
+        """The exact kinds of media that it takes."""
 
     @property
     def takes_references(self) -> bool:
-        """True if it takes the images that the samples were made from."""
+        """True if it takes the reference images of the samples."""
 
     @property
     def takes_groups(self) -> bool:
-        """True if it compares the samples of a group, and takes whole ones."""
+        """True if it compares the samples of a group and takes whole groups."""
 
     def submit(
         self, media: Arrays, prompts: Sequence[str], meta: Metas, references: References = None, groups: Groups = None
@@ -80,11 +80,11 @@ class TextScorer(AnyScorer, Protocol):
     """A scorer of texts."""
 
     def submit(self, answers: Sequence[str], prompts: Sequence[Prompt]) -> list[Pending]:
-        """Return the future scores of answers to prompts, in order, in one request or several."""
+        """Return futures of the scores of answers to prompts, in order, in one request or several."""
 
 
 class LocalScorer:
-    """A scorer in this process: `grade(media, texts) -> scores`, called at once with media of these kinds."""
+    """A scorer in this process that calls `grade(media, texts) -> scores` immediately, with media of these kinds."""
 
     takes_references = takes_groups = False
 
@@ -93,7 +93,7 @@ class LocalScorer:
         self.busy_s = 0.0
 
     def submit(self, media: Arrays, prompts: Sequence[str], *others: object) -> Pending:
-        """Return scores that are already known."""
+        """Return a completed future of the scores."""
         start = time.perf_counter()
         future: Pending = Future()
         future.set_result(self.grade(media, prompts))
@@ -101,13 +101,13 @@ class LocalScorer:
         return future
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing."""
 
 
 class SleepingScorer:
-    """A scorer whose servers keep their weights on the host except while they score.
+    """A scorer whose servers offload their weights except while they score.
 
-    Requests wait until a score is read on every rank: then no rank samples.
+    Requests are held back until every rank reads a score, because then no rank is sampling.
     """
 
     def __init__(self, client: RewardClient, dist: Dist) -> None:
@@ -124,7 +124,7 @@ class SleepingScorer:
     def submit(
         self, media: Arrays, prompts: Sequence[str], meta: Metas, references: References = None, groups: Groups = None
     ) -> Pending:
-        """Return the future scores of N samples, which are requested when it is read."""
+        """Return the future scores of N samples, which are requested when the future is read."""
         later = Later(self._score)
         self._waiting.append((later, partial(self.client.submit, media, prompts, meta, references, groups)))
         return later
@@ -134,15 +134,15 @@ class SleepingScorer:
         self.client.close()
 
     def _score(self) -> None:
-        """Score what waits, which wakes the servers, and let them sleep again; a collective."""
+        """Send the requests held back, which wakes the servers, then let them sleep again. A collective."""
         waiting, self._waiting = self._waiting, []
-        gather_json(self.dist, None)  # no rank samples any more
+        gather_json(self.dist, None)  # no rank is sampling any more
         pending = [asked(ask) for _, ask in waiting]
         wait(pending)
-        gather_json(self.dist, None)  # no rank scores any more
+        gather_json(self.dist, None)  # no rank is scoring any more
         try:
             self.client.sleep()
-        except RewardError as exc:  # the scores are there
+        except RewardError as exc:  # the scores have arrived
             print(
                 f"--scorer.sleep: {one_line(exc)}; the scorer's weights stay on the device", file=sys.stderr, flush=True
             )
@@ -154,7 +154,7 @@ class SleepingScorer:
 
 
 def asked(ask: Callable[[], Pending]) -> Pending:
-    """Return what is asked for; its error, where it cannot be asked, comes when it is read, as that of a scorer."""
+    """Return the requested future. If the request cannot be sent, the future raises the error when read."""
     try:
         return ask()
     except ValueError as exc:
@@ -164,7 +164,7 @@ def asked(ask: Callable[[], Pending]) -> Pending:
 
 
 def ruled(say: Callable[[], T], name: str) -> Future[T]:
-    """Return what rules say, or the RewardError of one that fails. name: of the flag that holds the rules."""
+    """Return a future of the rules' result, or of a RewardError if one fails. name: the flag that holds the rules."""
     found: Future[T] = Future()
     try:
         found.set_result(say())
@@ -183,7 +183,7 @@ class Later(Future[list[Score]]):
         self._ask = ask
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Return the error, if there is one."""
+        """Return the exception, or None."""
         if not self.done():
             self._ask()
         return super().exception(timeout)
@@ -196,12 +196,12 @@ class Later(Future[list[Score]]):
 
 
 def joined(first: Future[list[S]], second: Future[list[T]], join: Callable[[S, T], Score]) -> Pending:
-    """Return the scores made of two results, sample by sample, once they are read; or the error of either."""
+    """Return future scores that join two results sample by sample when read, or the error of either."""
 
     def ask() -> None:
         try:
             later.set_result([join(*pair) for pair in zip(first.result(), second.result(), strict=True)])
-        except Exception as exc:  # as that of a scorer
+        except Exception as exc:  # handled as a scorer's error
             later.set_exception(exc)
 
     later = Later(ask)
@@ -214,19 +214,19 @@ def abstaining(reason: str = "there is no scorer") -> LocalScorer:
 
 
 def scorer_to_start(asks: groups.Scorer) -> tuple[str, list[str]]:
-    """Return the scorer of which the run starts a server, and its options; "" if it starts none."""
+    """Return the name and options of the scorer for which the run starts a server, or "" if it starts none."""
     return split_options("" if asks.url else asks.name)
 
 
 def check_gradable(asks: groups.Scorer, prompts: Mapping[str, Sequence[PromptRecord]], *, prints: bool) -> None:
-    """Check that the scorer that the run starts can give scores to prompts, by their texts and lines.
+    """Check that the scorer started by the run can score the prompts, given their texts and meta.
 
-    prompts: those that it grades, by the setting that names them. prints: True if this rank prints a line where some
+    prompts: the prompts to grade, by the setting that names them. prints: True if this rank prints a line when some
     prompts get no score.
 
     Raises:
-        ValueError: more than half of the training prompts, with which steps without a score are likely, or all prompts
-            of an evaluation get no score.
+        ValueError: more than half of the training prompts or all prompts of an evaluation get no score. With so many,
+            training steps without any score are likely.
     """
     name, options = scorer_to_start(asks)
     if not name:
@@ -245,10 +245,10 @@ def check_gradable(asks: groups.Scorer, prompts: Mapping[str, Sequence[PromptRec
 
 
 def with_server(args: ArgsT, dist: Dist, open_servers: ExitStack) -> ArgsT:
-    """Return the settings with the URLs of servers of the scorers that they name, where they have none of their own.
+    """Start servers for the scorers that are named without a URL, and return the settings with their URLs.
 
-    The first rank of each machine starts them, with one token; they end with `open_servers`, or with the process. A
-    scorer with networks has a server on each accelerator of the machine's ranks, others have one. A collective.
+    The first rank of each machine starts them, with one token; they end with `open_servers` or with the process. A
+    scorer with networks gets a server on each accelerator of the machine's ranks, other scorers get one. A collective.
     """
     gold = split_options("" if args.eval.gold_scorer_url else args.eval.gold_scorer)
     named = {"scorer.url": scorer_to_start(args.scorer), "eval.gold_scorer_url": gold}
@@ -273,9 +273,9 @@ def with_server(args: ArgsT, dist: Dist, open_servers: ExitStack) -> ArgsT:
 
 
 def options_of_servers(scorer: str, options: list[str], dist: Dist) -> list[list[str]]:
-    """Return the options of each server of a scorer on this machine, one for each accelerator that its ranks have.
+    """Return the options of each server of a scorer on this machine, one server per accelerator of its ranks.
 
-    There is one server where ranks have no accelerator, or the scorer has no network that is free to be on any.
+    There is only one server if the ranks have no accelerator, or the scorer has no network that can be placed on any.
 
     Raises:
         ValueError: an option or the scorer does not exist.
@@ -285,7 +285,7 @@ def options_of_servers(scorer: str, options: list[str], dist: Dist) -> list[list
         return [options]
     try:
         names = device_options(scorer, read_options(options))
-    except ImportError:  # which the server reports
+    except ImportError:  # reported by the server
         return [options]
     places = [f"{dist.device.type}:{i}" for i in range(count if names else 1)]
     return [[*options, *(f"{name}={place}" for name in names)] for place in places]
@@ -302,18 +302,21 @@ def connect(
     name: str = "",
     parts: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[RewardClient | SleepingScorer, str]:
-    """Open a client of the scorer at one URL or of equal ones at several, with commas between; return its version too.
+    """Open a client of a scorer at one URL, or of identical scorers at several, separated by commas.
 
-    Each server scores a canary of the first of its ranks: a sample with the text, meta and references of a prompt.
-    These are the ranks of a machine where the URLs are of its own servers, or have {host} or {node}.
+    Each server first scores a canary: a sample with the text, meta and references of a prompt, sent by the first rank,
+    or by the first rank of each machine if the URLs are of its own servers, or contain {host} or {node}.
 
-    kinds: of media that the model generates; the scorer may take only some. samples: of these kinds, a canary's; others
-    are the client's own. name: of the flag that holds the URLs; by default that of the run's scorer.
-    parts: that its scores must name, each with the flag that names it.
+    kinds: kinds of media that the model generates; the scorer may take only some. samples: media of the canary for
+    these kinds; by default the client makes them. name: the flag that holds the URLs; default: the run's scorer.
+    parts: the parts that the scores must have, each with the flag that names it.
+
+    Returns:
+        The client and the scorer's name and version.
 
     Raises:
         ValueError: a server does not answer, refuses the token or the canary, takes other media, or takes references
-            where the prompt has none.
+            although the prompt has none.
     """
     with flag("--scorer.token-file: "):
         token = read_token(asks.token_file)
@@ -336,7 +339,7 @@ def connect(
     try:
         info = client.info()
         most = info["limits"]["max_batch"]
-        count = min(2, most)  # samples: to compare, and so that a number for all is no number for each
+        count = min(2, most)  # two samples, for comparison, and so that one number for all is not valid
         is_given = info["media"] in [[kind] for kind in samples]
         media = {kind: np.repeat(samples[kind], count, axis=0) for kind in info["media"]} if is_given else None
         references = [[read_image(path).numpy() for path in canary.images]] if client.takes_references else None
@@ -361,10 +364,10 @@ def connect(
            f"{', '.join(sorted(score.parts)) or 'no parts'}")
           for part, own in parts.items() for score in scores if score.abstained is None),
     )  # fmt: skip
-    waiting = info["limits"]["max_waiting"] * len(client.urls)  # requests that the servers let wait, of all ranks
+    waiting = info["limits"]["max_waiting"] * len(client.urls)  # requests of all ranks that may wait at the servers
     client.close()
     client = open_client(max_in_flight=max(1, waiting // num_ranks))
-    client.takes_references, client.kinds = references is not None, tuple(info["media"])  # asked once
+    client.takes_references, client.kinds = references is not None, tuple(info["media"])  # no further requests
     client.takes_groups, client.scorer = info["groups"], {key: info[key] for key in ("scorer", "scorer_version")}
     version = f"{info['scorer']} {info['scorer_version']}".strip()
     try:

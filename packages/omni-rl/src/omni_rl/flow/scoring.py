@@ -1,7 +1,7 @@
-"""From the samples of a step to their advantages: requests of scores, and the rewards of all ranks.
+"""From the samples of a step to their advantages: score requests, and the rewards of all ranks.
 
-Notation: N samples of a step over all ranks, n of them this rank's; B samples of a batch. A sample's place among the N
-is its prompt's `index`, so nothing here depends on how the samples were dealt to the ranks.
+Notation: N samples of a step over all ranks, n of them on this rank; B samples of a batch. A sample's place among the N
+is its prompt's `index`, so results do not depend on how the samples were dealt to the ranks.
 """
 
 import math
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def submit(scorer: Scorer, samples: Samples, rows: slice = slice(None)) -> Pending:
-    """Request the scores of a batch, or of some rows of it; return a future."""
+    """Request the scores of a batch, or of some of its rows, and return a future."""
     media = {kind: samples.media[kind][rows].cpu().numpy() for kind in scorer.kinds}
     prompts = samples.prompts[rows]
     references = [[image.numpy() for image in p.images] for p in prompts] if scorer.takes_references else None
@@ -41,12 +41,12 @@ def submit(scorer: Scorer, samples: Samples, rows: slice = slice(None)) -> Pendi
 
 
 def submit_groups(scorer: Scorer, batches: Sequence[Samples], group: int, size: int) -> list[Pending]:
-    """Request the scores of the groups that the last of a rank's batches completes; return futures.
+    """Request the scores of the groups completed by the last of a rank's batches, and return futures.
 
-    group: samples of a group, which a batch divides or is divided by. size: most samples in a request, which holds at
-    least a group; 0 is any.
+    group: size of a group, a multiple or divisor of the batch size. size: maximum number of samples in a request, which
+    holds at least one group; 0: no limit.
     """
-    turn = max(1, group // len(batches[-1]))  # batches that hold whole groups
+    turn = max(1, group // len(batches[-1]))  # number of batches that hold whole groups
     if len(batches) % turn:
         return []
     own, first = batches[-turn:], batches[-turn]
@@ -57,7 +57,7 @@ def submit_groups(scorer: Scorer, batches: Sequence[Samples], group: int, size: 
 
 
 def arrived(pending: Sequence[Pending], total: int) -> Iterator[Pending]:
-    """Yield the requests of `total` samples in their order, each once it is done."""
+    """Yield the requests of `total` samples in order, each when it is done."""
     with doing("scores", total, "samples"):
         for request in pending:
             if request.exception() is None:
@@ -68,11 +68,11 @@ def arrived(pending: Sequence[Pending], total: int) -> Iterator[Pending]:
 def collect(dist: Dist, pending: Sequence[Pending], total: int = 0) -> list[Score]:
     """Wait for the scores [n] of this rank's samples, and return them in the order of its batches.
 
-    total: n, for the progress.
+    total: n, for the progress bar.
 
     Raises:
-        RewardError: the scorer failed for some rank, or what it is asked cannot be sent; raised on every rank, so that
-            all can save what there is.
+        RewardError: the scorer failed on some rank, or a request could not be sent. Raised on every rank, so that all
+            can save their state.
     """
     error = next(filter(None, (request.exception() for request in arrived(pending, total))), None)
     for rank, message in enumerate(gather_json(dist, None if error is None else str(error))):
@@ -82,7 +82,7 @@ def collect(dist: Dist, pending: Sequence[Pending], total: int = 0) -> list[Scor
 
 
 def groups_of(prompts: Sequence[Prompt]) -> Tensor:
-    """Return the group [N] of each of a step's samples, int64."""
+    """Return the groups [N] of a step's samples, int64."""
     return torch.tensor([prompt.group for prompt in prompts])
 
 
@@ -90,8 +90,8 @@ def groups_of(prompts: Sequence[Prompt]) -> Tensor:
 class Rollout(Generic[BatchT]):
     """The samples of a step: the N prompts of all ranks, this rank's batches, and its pending scores in their order.
 
-    in_a_row: number of consecutive samples that one rank takes. decoded: the batches with media, which are scored; None
-    for all of them.
+    in_a_row: number of consecutive samples that are dealt to one rank. decoded: the batches with media, which are
+    scored; None: all.
     """
 
     prompts: Sequence[Prompt]
@@ -102,22 +102,22 @@ class Rollout(Generic[BatchT]):
 
     @property
     def scored(self) -> Sequence[BatchT]:
-        """The batches that this rank has scored; ranks with the same samples have scored the rest."""
+        """The batches scored by this rank. Other ranks of its context-parallel group score the rest."""
         return self.batches if self.decoded is None else self.decoded
 
     @property
     def num_scored(self) -> int:
-        """The number of samples that this rank has scored."""
+        """The number of samples scored by this rank."""
         return sum(map(len, self.scored))
 
     @property
     def groups(self) -> Tensor:
-        """The group [N] of each sample, int64."""
+        """The groups [N] of the samples, int64."""
         return groups_of(self.prompts)
 
     @property
     def scores(self) -> list[Score]:
-        """The scores [n] of the samples of `scored`; waits for them."""
+        """The scores [n] of the samples in `scored`. Waits for them."""
         return [score for future in self.pending for score in future.result()]
 
 
@@ -125,20 +125,20 @@ MediaRollout = Rollout[Trajectory]
 
 
 def gather_rewards(dist: Dist, batches: Sequence[Samples], scores: Sequence[Score], groups: Tensor) -> Tensor:
-    """Return the rewards [N], float64, of all ranks' samples, as `rewards_of` does. batches: those with the scores."""
+    """Return the rewards [N], float64, of all ranks' samples; see `rewards_of`. batches: those of `scores`."""
     return rewards_of(_in_order(dist, batches, values_of(scores), len(groups)), groups)
 
 
 def values_of(scores: Sequence[Score]) -> list[float]:
-    """Return the value of each score; NaN if there is none, infinite if its group is to be left out."""
+    """Return the value of each score: NaN if there is none, infinity if its group is to be dropped."""
     return [math.inf if s.mask_group else math.nan if s.value is None else s.value for s in scores]
 
 
 def rewards_of(values: Tensor, groups: Tensor) -> Tensor:
     """Return the rewards [N] of samples in whole groups [N] from the values [N] of their scores; NaN for no reward.
 
-    A group has none at all where the client asked to leave it out, or where it has several samples and fewer than two
-    scores, which compare nothing.
+    All rewards of a group are NaN if the client marked it to be dropped, or if it has several samples but fewer than
+    two scores, so that there is nothing to compare.
     """
     places = groups.unique(return_inverse=True)[1]
     masks = torch.ones_like(values), values.isfinite(), values.isinf()
@@ -149,12 +149,12 @@ def rewards_of(values: Tensor, groups: Tensor) -> Tensor:
 def gather_parts(
     dist: Dist, batches: Sequence[Samples], scores: Sequence[Score], names: Sequence[str], rewards: Tensor
 ) -> Tensor:
-    """Return the named parts [N, names] of all ranks' scores; NaN where there is none, or no reward.
+    """Return the named parts [N, names] of all ranks' scores; NaN for a missing part or reward.
 
-    batches: those with the scores.
+    batches: those of `scores`.
 
     Raises:
-        RuntimeError: no score has a part of that name.
+        RuntimeError: no score has a part with one of the names.
     """
     columns = [
         _in_order(dist, batches, [score.parts.get(name, math.nan) for score in scores], len(rewards)) for name in names
@@ -170,10 +170,10 @@ def gather_parts(
 def rewards_at(run: AnyRun, step: Step, rollout: Rollout[Any], groups: Tensor | None = None) -> Tensor:
     """Return the rewards [N] of all ranks' samples, and log them.
 
-    groups: [N], instead of the rollout's.
+    groups: [N], replaces the rollout's.
 
     Raises:
-        RuntimeError: no sample has a score, and --scorer.on-failure asks for one.
+        RuntimeError: no sample has a score, and --scorer.on-failure is raise.
     """
     groups, scores = rollout.groups if groups is None else groups, rollout.scores
     rewards = gather_rewards(run.dist, rollout.scored, scores, groups)
@@ -191,9 +191,9 @@ def rewards_at(run: AnyRun, step: Step, rollout: Rollout[Any], groups: Tensor | 
 
 
 def log_advantages(step: Step, advantages: Tensor, whole: Tensor) -> None:
-    """Log the extremes of a step's advantages, the effect of eps on them, and whether any is not 0.
+    """Log the extremes of a step's advantages and the effect of eps on them, and record whether any is nonzero.
 
-    whole: the advantages with an eps of almost 0.
+    whole: the advantages computed with an eps of almost 0.
     """
     step.has_signal = bool(advantages.any())
     step.metrics |= {"advantage/min": advantages.min().item(), "advantage/max": advantages.max().item()}
@@ -204,10 +204,10 @@ def log_advantages(step: Step, advantages: Tensor, whole: Tensor) -> None:
 def advantages_of(
     run: MediaRun[MediaArgs], step: Step, rollout: Rollout[Trajectory], settings: Advantages
 ) -> tuple[Tensor, Tensor]:
-    """Return advantages [N], or [N, M] of M streams, and rewards [N] of all ranks' samples; log both.
+    """Return advantages [N], or [N, M] with M streams, and rewards [N] of all ranks' samples, and log both.
 
     Raises:
-        RuntimeError: as `rewards_at`.
+        RuntimeError: as in `rewards_at`.
     """
     rewards = rewards_at(run, step, rollout)
     compare = partial(
@@ -229,9 +229,9 @@ def part_advantages(
     *,
     eps: float = 1e-4,
 ) -> Tensor:
-    """Return advantages [N] of --reward-parts, each normalized by itself; [N, M] with --streams.reward-media.
+    """Return advantages [N] of --reward-parts, each normalized separately; [N, M] with --streams.reward-media.
 
-    rewards: [N]. eps: as in `multi_reward_advantages`.
+    rewards: [N]. eps: see `multi_reward_advantages`.
     """
     weights, judges = parse_numbers(settings.reward_parts, ""), parse_judges(reward_media, settings.reward_parts)
     columns, groups = gather_parts(dist, rollout.scored, rollout.scores, list(weights), rewards), rollout.groups
@@ -249,7 +249,7 @@ def wait_and_grade(run: RunT, step: Step, rollout: RolloutT, grade: Callable[[Ru
     """Wait for the scores of all ranks, and return the result of `grade`.
 
     Raises:
-        RewardError: the scorer failed for some rank; on every rank.
+        RewardError: the scorer failed on some rank. Raised on every rank.
     """
     with run.phase("reward_wait"):
         collect(run.dist, rollout.pending, rollout.num_scored)
@@ -257,6 +257,6 @@ def wait_and_grade(run: RunT, step: Step, rollout: RolloutT, grade: Callable[[Ru
 
 
 def _in_order(dist: Dist, batches: Sequence[Samples], values: Sequence[float], total: int) -> Tensor:
-    """Return the numbers [total], float64, of all ranks' samples from this rank's."""
+    """Gather the values of all ranks' samples: [total], float64, in the order of their indices."""
     indices = torch.tensor([prompt.index for batch in batches for prompt in batch.prompts])
     return gather_by_index(dist, indices, torch.tensor(values, dtype=torch.float64), total)

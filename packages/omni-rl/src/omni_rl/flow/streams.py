@@ -1,9 +1,9 @@
-"""Separate losses of the frames and the sound of one sample, with an advantage each, and their weighted sum.
+"""Separate losses for the frames and the sound of one sample, each with its own advantage, and their weighted sum.
 
-A joint latent holds one stream after the other. Its log-probability is a mean over elements: the many elements of the
-frames outweigh those of the sound, and one advantage moves both. Here each stream m has a share s_m of the loss and its
-own advantage: the sum over the rewards that judge m, with or without the other stream (the modality-wise routing of
-OmniNFT, arXiv 2605.12480).
+A joint latent holds one stream after the other. Its log-probability is a mean over elements, so the many elements of
+the frames outweigh those of the sound, and one advantage applies to both. Here each stream m has a weight s_m in the
+loss and its own advantage: the sum over the rewards that judge m, alone or with the other stream (the modality-wise
+routing of OmniNFT, arXiv 2605.12480).
 
     L = sum_m s_m L_m(stream m, A_m)
 
@@ -18,20 +18,20 @@ from torch import Tensor
 
 
 def stream_weights(sizes: Collection[int], sound_weight: float | None) -> tuple[float, ...]:
-    """Return the share of each stream in the loss: that of its elements, unless --streams.sound-weight is given.
+    """Return the weight of each stream in the loss: its share of elements, unless --streams.sound-weight is given.
 
-    sizes: elements of each stream, as in `run.streams`.
+    sizes: number of elements of each stream, as in `run.streams`.
     """
     return tuple(size / sum(sizes) for size in sizes) if sound_weight is None else (1 - sound_weight, sound_weight)
 
 
 def of_stream(values: Tensor, m: int) -> Tensor:
-    """Return the m-th column of values [B, M], or values [B] that all streams share."""
+    """Return the m-th column of values [B, M], or values [B] themselves, which all streams share."""
     return values[:, m] if values.dim() > 1 else values
 
 
 def add_up(losses: Sequence[LossOutput], shares: Sequence[float]) -> LossOutput:
-    """Add the losses and metrics of the streams in these shares; of a largest deviation take the maximum."""
+    """Return the weighted sum of the losses and metrics of the streams. Metrics named max_dev take the maximum."""
 
     def added(values: Sequence[Tensor]) -> Tensor:
         return torch.stack([share * value for share, value in zip(shares, values, strict=True)]).sum()
@@ -42,7 +42,7 @@ def add_up(losses: Sequence[LossOutput], shares: Sequence[float]) -> LossOutput:
 
 
 def over_streams(loss_of: Callable[..., LossOutput], shares: Sequence[float]) -> Callable[..., LossOutput]:
-    """Return the policy loss of log-probabilities [B, M], with advantages [B] or [B, M] and weights [B] or None."""
+    """Return a policy loss of log-probabilities [B, M], with advantages [B] or [B, M] and weights [B] or None."""
 
     def loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, *, weights: Tensor | None) -> LossOutput:
         own = [

@@ -1,4 +1,4 @@
-"""Scores of images with thoughts: a scorer of the images, and rules for the thoughts."""
+"""Scores of images with thoughts: a scorer for the images, and rules for the thoughts."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,12 +13,12 @@ FLAG = "--thought-reward"
 
 
 def with_thoughts(scorer: Scorer, rules: Rules) -> Scorer:
-    """Return a scorer of images with rules for the thoughts before: a score is the sum of both, which are its parts."""
+    """Return a scorer of images with thoughts. Its scores add the image's score and the rules' grade, as parts."""
 
     def submit(
         media: Arrays, prompts: Sequence[str], meta: Metas, references: References = None, groups: Groups = None
     ) -> Pending:
-        """Return the future scores of N samples, whose meta hold the `thought`."""
+        """Return the future scores of N samples, with the `thought` in their meta."""
         thought = ruled(lambda: grade(rules, [str(each["thought"]) for each in meta], meta), FLAG)
         return joined(scorer.submit(media, prompts, meta, references, groups), thought, _add)
 
@@ -26,7 +26,7 @@ def with_thoughts(scorer: Scorer, rules: Rules) -> Scorer:
 
 
 def _add(image: Score, thought: Score) -> Score:
-    """Return the sum of both scores; none if the image has no score."""
+    """Return the sum of both scores, or no score if the image has none."""
     if image.value is None:
         return image
     parts = {"image": image.value, "thought": float(thought.value or 0.0)}

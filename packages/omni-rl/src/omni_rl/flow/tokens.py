@@ -1,6 +1,7 @@
-"""A policy over tokens: its rewards, its rollout and evaluation, and the batches of an update.
+"""Token policies: rewards, rollout, evaluation, and the batches of an update.
 
-Notation: N samples of a step over all ranks, B samples of a batch. A sample's place among the N is its prompt's `index`.
+Notation: N samples of a step over all ranks, B samples of a batch. The `index` of a prompt is the place of its sample
+among the N.
 """
 
 import time
@@ -37,9 +38,9 @@ from omni_rl.settings.token_args import TokenArgs
 
 
 class RuleScorer:
-    """Rules of `omni_reward.rules` in this process, and what a server says, where SCORER is among the terms.
+    """Rules of `omni_reward.rules` in this process, and a server's score if SCORER is one of their terms.
 
-    size: most samples in a request to the server; 0 is those of a batch.
+    size: maximum number of samples in a request to the server; 0: a batch.
     """
 
     def __init__(self, rules: Rules, client: RewardClient | None = None, size: int = 0) -> None:
@@ -48,11 +49,11 @@ class RuleScorer:
 
     @property
     def busy_s(self) -> float:
-        """Seconds of work so far, the server's among them."""
+        """Seconds of work so far, including the server's."""
         return self._busy_s + (self.client.busy_s if self.client else 0.0)
 
     def submit(self, answers: Sequence[str], prompts: Sequence[Prompt]) -> list[Pending]:
-        """Return the future scores, or the RewardErrors of rules that fail: all ranks then save and end."""
+        """Return the future scores, or the RewardErrors of failed rules, after which all ranks save and end."""
         start, size = time.perf_counter(), self.size or len(answers)
         pieces = [slice(i, i + size) for i in range(0, len(answers), size)] if self.client else [slice(None)]
         others = [self._ask(self.client, answers[piece], prompts[piece]) if self.client else None for piece in pieces]
@@ -68,20 +69,20 @@ class RuleScorer:
             self.client.close()
 
     def _ask(self, client: RewardClient, answers: Sequence[str], prompts: Sequence[Prompt]) -> Pending:
-        """Ask the server."""
+        """Request the server's scores."""
         references = [[image.numpy() for image in p.images] for p in prompts] if client.takes_references else None
         texts, metas = [p.text for p in prompts], [p.meta for p in prompts]
         return asked(partial(client.submit, {TEXT: answers}, texts, metas, references))
 
     def _grade(self, answers: Sequence[str], prompts: Sequence[Prompt], other: Pending | None) -> Pending:
-        """Return the future rewards of the rules and the server."""
+        """Return the future rewards that combine the rules and the server's score."""
         metas = [p.meta for p in prompts]
         if other is None:
             return ruled(partial(grade, self.rules, answers, metas), "--reward")
         return joined(ruled(partial(judge, self.rules, answers, metas), "--reward"), other, self._sum)
 
     def _sum(self, own: Mapping[str, float], other: Score) -> Score:
-        """Return the reward of the server's score and the rules' values, with each in the parts."""
+        """Return the reward from the server's score and the rules' values, which become its parts."""
         reward = self.rules.reward
         if other.value is None or reward.is_plain:
             return other
@@ -110,7 +111,7 @@ def evaluate_set(run: TokenRun[TokenArgs], held: HeldOut[TokenParams, TextScorer
     """Return metrics of a set's answers, and this rank's answers for the report."""
     prompts = prompts_of(held.records, held.samples, seed=held.seed, step=-1)  # the same for every run
     unit = run.args.data.batch_size * run.dist.world_size
-    places = range(-(-len(prompts) // unit) * unit)  # sharded ranks run equally many batches
+    places = range(-(-len(prompts) // unit) * unit)  # ranks of a sharded net run equally many batches
     filled = [replace(prompts[i % len(prompts)], index=i, group=i) for i in places]
     with gathered(run.policy.net) if "rollout" in run.policy.unshard else nullcontext():
         rollout = sample_answers(run, filled, held.params, held.scorer)
@@ -128,7 +129,7 @@ def prompts_of(records: Sequence[PromptRecord], group_size: int, *, seed: int, s
 def sample_round(
     run: TokenRun[TokenArgs], number: int, before: Rollout[TokenTrajectory] | None = None
 ) -> Rollout[TokenTrajectory]:
-    """Sample answers to the `number`-th prompts of the run, and return them after those before."""
+    """Sample answers to the prompts of the run's round `number`, and append them to those of `before`."""
     args = run.args
     fresh = prompts_of(run.prompts.at(number), args.data.group_size, seed=args.run.seed, step=number)
     count = len(before.prompts) if before else 0
@@ -143,7 +144,7 @@ def sample_round(
 
 
 def read_answers(run: TokenRun[TokenArgs], step: Step, key: str) -> list[TokenTrajectory]:
-    """Return this rank's batches of the answers that the step's prompts give under a key."""
+    """Return this rank's batches of the answers stored under `key` with the step's prompts."""
     prompts = prompts_of(run.prompts.at(step.number), 1, seed=run.args.run.seed, step=step.number)
     with run.phase("read"):
         return [
@@ -155,10 +156,10 @@ def read_answers(run: TokenRun[TokenArgs], step: Step, key: str) -> list[TokenTr
 def sample_answers(
     run: TokenRun[TokenArgs], prompts: Sequence[Prompt], params: TokenParams, scorer: TextScorer | None = None
 ) -> Rollout[TokenTrajectory]:
-    """Return this rank's batches of `prompts`, with scores of the run's scorer or another one.
+    """Return this rank's batches of answers to `prompts`, with the pending scores of `scorer` or the run's scorer.
 
     Raises:
-        RuntimeError: the engine samples with other weights than those of the last sync.
+        RuntimeError: the engine's weights are not those of the last sync.
     """
     batches: list[TokenTrajectory] = []
     pending: list[Pending] = []
@@ -173,7 +174,7 @@ def sample_answers(
 
 
 def lengths_of(dist: Dist, batches: Sequence[TokenTrajectory], total: int) -> tuple[Tensor, Tensor]:
-    """Return the lengths [total] of all ranks' texts, and 1 for each that has an end."""
+    """Return the lengths [total] of all ranks' texts, and [total] with 1 for each text that has ended."""
     indices = torch.cat([batch.indices for batch in batches])
     lengths = torch.cat([batch.lengths for batch in batches]).float()
     ended = torch.cat([batch.ended for batch in batches]).float()
@@ -181,7 +182,7 @@ def lengths_of(dist: Dist, batches: Sequence[TokenTrajectory], total: int) -> tu
 
 
 def _generate(engine: TokenEngine, dealt: Sequence[Sequence[Prompt]], params: TokenParams) -> Iterator[TokenTrajectory]:
-    """Yield the answers to batches of prompts, from one call each or one call for all if the engine cuts batches."""
+    """Yield the answers to batches of prompts, from one call each, or one call for all if the engine batches itself."""
     if engine.shares_weights:
         yield from (engine.generate(own, params) for own in dealt)
         return
@@ -191,14 +192,14 @@ def _generate(engine: TokenEngine, dealt: Sequence[Sequence[Prompt]], params: To
 
 
 def show_answers(run: TokenRun[TokenArgs], step: Step, rollout: Rollout[TokenTrajectory]) -> None:
-    """Put the best and worst of some of rank 0's answers into the report."""
+    """Show the best and worst of some of rank 0's answers in the report."""
     if report := run.session.report:
         scores = rollout.scores
         run.breakers.pictures(lambda: report.show_samples(step.number + 1, *_shown(rollout.batches, scores)))
 
 
 def _shown(batches: Sequence[TokenTrajectory], scores: Sequence[Score]) -> Shown:
-    """Return the media of each of this rank's prompts, by kind, and the report's rows of the answers."""
+    """Return the media of each of this rank's prompts by kind, and the answers' rows in the report."""
     media, rows = [], []
     answered = [(p, answer) for batch in batches for p, answer in zip(batch.prompts, batch.answers, strict=True)]
     for (p, answer), score in zip(answered, scores, strict=True):
@@ -211,10 +212,10 @@ def _shown(batches: Sequence[TokenTrajectory], scores: Sequence[Score]) -> Shown
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Answers of one forward of an update. advantages: [B]. weights: [B], of each token of an answer; 0 fills up.
+    """Answers of one forward of an update. advantages: [B]. weights: [B], per token of an answer; 0 for a filler.
 
-    by_answer, by_token: this batch's answers (tokens) relative to the average forward, which weigh metrics that are
-    averaged over forwards and ranks.
+    by_answer, by_token: number of answers (tokens) of this batch relative to the average forward, as weights of metrics
+    that are averaged over forwards and ranks.
     """
 
     trajectory: TokenTrajectory
@@ -224,9 +225,9 @@ class TokenBatch:
     by_token: float
 
     def weigh(self, metrics: dict[str, Tensor], *, of_answers: bool = False) -> dict[str, Tensor]:
-        """Weigh a forward's means over answers or tokens, so that means over forwards and ranks are over all of them.
+        """Weight a forward's means over answers or tokens, so that averages over forwards and ranks are exact.
 
-        Extremes stay as they are. A batch that only fills up changes neither.
+        Extremes are unchanged. A filler batch affects neither.
         """
         if not self.by_answer:
             nothing = {"mean": 0.0, "max": -torch.inf, "min": torch.inf}
@@ -236,7 +237,7 @@ class TokenBatch:
 
 
 def pack_all(run: TokenRun[TokenArgs], batches: Sequence[TokenTrajectory]) -> list[list[TokenBatch]]:
-    """Return the batches of `pack` with all of a step's samples alike, and the mean over their tokens."""
+    """Return the batches of `pack` with all of a step's samples, equally weighted, and a mean over their tokens."""
     ones = torch.ones(run.args.data.prompts_per_step * run.args.data.group_size)
     return pack(run, batches, ones, ones.bool(), mean="token")
 
@@ -244,10 +245,12 @@ def pack_all(run: TokenRun[TokenArgs], batches: Sequence[TokenTrajectory]) -> li
 def pack(
     run: TokenRun[TokenArgs], batches: Sequence[TokenTrajectory], advantages: Tensor, keep: Tensor, *, mean: TokenMean
 ) -> list[list[TokenBatch]]:
-    """Return this rank's batches of each minibatch, equally many on every rank, with weights of a mean over all ranks.
+    """Return this rank's batches of each minibatch, with weights for a mean over all ranks.
 
-    A minibatch is a consecutive share of the samples that are kept. A batch holds answers of like length, at most
-    --batch-size, and with their prompts and padding at most --tokens-per-batch tokens.
+    All ranks have the same number of batches.
+
+    A minibatch is a consecutive share of the kept samples. A batch holds at most --batch-size answers of similar
+    length, and at most --tokens-per-batch tokens including prompts and padding.
 
     advantages, keep: [N], of all ranks' samples in order.
     """
@@ -277,9 +280,10 @@ def pack(
 
 
 def cut(rows: Sequence[int], sizes: Sequence[tuple[int, int]], most: int, budget: int) -> list[list[int]]:
-    """Cut rows, the longest first, into batches of at most `most`, and at most `budget` tokens (0: any) if one fits.
+    """Cut rows, longest first, into batches of at most `most` rows and `budget` tokens (0: no limit).
 
-    sizes: tokens of the prompt and of the answer; each is padded to the batch's longest.
+    A row that exceeds the budget is a batch of its own. sizes: number of tokens of the prompt and of the answer, each
+    padded to the longest in the batch.
     """
     cuts: list[list[int]] = []
     for row in sorted(rows, key=lambda row: -sum(sizes[row])):

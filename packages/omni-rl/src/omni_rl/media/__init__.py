@@ -1,1 +1,1 @@
-"""Media files: check, read, write."""
+"""Checking, reading and writing of media files."""

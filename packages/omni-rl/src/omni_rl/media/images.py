@@ -1,4 +1,4 @@
-"""Image files: their check before any weight is loaded, and their pixels."""
+"""Image files: checks before any weights are loaded, and reading of pixels."""
 
 import struct
 import zlib
@@ -21,7 +21,7 @@ FORMATS = ("PNG", "JPEG", "WEBP")
 ENDINGS = {"PNG": b"IEND\xaeB`\x82", "JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "WEBP": b""}  # WebP's header has its size
 MAX_PIXELS = 2**25  # 8K and a little more, 0.1 GB
 EXIF_ORIENTATION, ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)
-DECODER_ERRORS = (  # of PIL and PyAV, seen on files with broken bytes
+DECODER_ERRORS = (  # raised by PIL and PyAV for damaged files
     OSError, EOFError, SyntaxError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError,
     struct.error, zlib.error, Image.DecompressionBombError,
 )  # fmt: skip
@@ -29,7 +29,7 @@ DECODER_ERRORS = (  # of PIL and PyAV, seen on files with broken bytes
 
 @contextmanager
 def decoding(path: Path, kind: str) -> Iterator[None]:
-    """Raise a decoder's errors as a ValueError that names the file and its expected kind; a pipe is not opened."""
+    """Convert a decoder's errors to a ValueError with the file and its expected kind. Only regular files are opened."""
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} must be a regular file")
     try:
@@ -40,12 +40,13 @@ def decoding(path: Path, kind: str) -> Iterator[None]:
 
 
 def image_size(path: Path) -> tuple[int, int]:
-    """Return (width, height) in pixels, upright; reads the header and the last bytes, a PNG without EXIF to its end.
+    """Return (width, height) of the upright image in pixels.
 
-    An image that further bytes follow, such as a telephone's film, is decoded.
+    Reads the header and the last bytes, or all of a PNG without EXIF data. If other data follow the image, such as a
+    phone's motion photo, the image is decoded.
 
     Raises:
-        ValueError: the file is missing, damaged, no PNG, JPEG or WebP, or has more than MAX_PIXELS.
+        ValueError: the file is missing, damaged, not a PNG, JPEG or WebP, or has more than MAX_PIXELS.
     """
     if path.suffix.lower() not in SUFFIXES or not path.is_file():
         raise ValueError(f"must name a file that exists and ends in one of {SUFFIXES}, got {path}")
@@ -65,15 +66,15 @@ def image_size(path: Path) -> tuple[int, int]:
             raise ValueError(f"{path} is cut short")
         if not ends:
             with decoding(path, "whole image"):
-                image.load()  # raises if that was the ending of a smaller image within
+                image.load()  # raises if the ending was that of an embedded thumbnail
     return size
 
 
 def read_image(path: Path) -> "Tensor":
-    """Return the pixels of an image, upright, uint8 [H, W, 3]; a cached tensor.
+    """Return the pixels of an upright image, uint8 [H, W, 3]. The tensor is cached.
 
     Raises:
-        ValueError: as `image_size`, or its pixels are damaged.
+        ValueError: as in `image_size`, or the pixels are damaged.
     """
     return _pixels(path.resolve(), path.stat().st_mtime_ns)
 
@@ -86,7 +87,7 @@ def _pixels(path: Path, changed_ns: int) -> "Tensor":
 
 
 def read_pixels(path: Path) -> "ndarray":
-    """Return the pixels of an image as `read_image` does, in an array of the caller's own."""
+    """Return the pixels of an image as in `read_image`, in a new array."""
     from omni_reward.scorers import pixels
 
     image_size(path)  # before its pixels take memory
@@ -95,18 +96,18 @@ def read_pixels(path: Path) -> "ndarray":
 
 
 def reference_sizes(record: PromptRecord) -> list[tuple[int, int]]:
-    """Return (height, width) of each of a prompt's references.
+    """Return (height, width) of each reference image of a prompt.
 
     Raises:
-        ValueError: as `image_size`.
+        ValueError: as in `image_size`.
     """
     return [image_size(path)[::-1] for path in record.images]
 
 
 def check_media_prompt(record: PromptRecord) -> None:
-    """Raise ValueError for a prompt that no model of images, videos or sound takes: a chat of several messages.
+    """Raise ValueError for a prompt that only models of text take: a chat of several messages, or sound or video.
 
-    Those of one, the user's, are prompts, which the model puts into its own chat. Raises as `reference_sizes` too.
+    A single message of the user is a prompt, which the model puts into its own chat. Also raises as `reference_sizes`.
     """
     chat = record.meta.get("messages")
     if isinstance(chat, list) and len(chat) > 1:
@@ -123,9 +124,9 @@ def check_media_prompt(record: PromptRecord) -> None:
 
 
 class AllOrNone:
-    """A check of prompts in turn: all have references, of any number and sizes, or none has.
+    """Check of prompts, one after another: either all have reference images, of any number and size, or none has.
 
-    References may add calls of the net, and ranks with sharded weights must all call it equally often.
+    References may add forward passes, and all ranks of a sharded net must run the same number.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Preference files (docs/preferences.md): their check before any weight is loaded, and their latents."""
+"""Preference files (docs/preferences.md): checks before any weights are loaded, and reading of latents."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,24 +23,24 @@ if TYPE_CHECKING:  # the check runs before torch is imported
 
 SIDES = ("win", "lose")
 SUFFIXES = tuple(dict.fromkeys((*images.SUFFIXES, *VIDEOS, ".safetensors")))
-MAX_SPEED_ERROR = 0.05  # share of the frame rate; times in a .gif are whole hundredths of a second
+MAX_SPEED_ERROR = 0.05  # fraction of the frame rate; times in a .gif are multiples of 0.01 s
 
 
 def named_file(meta: Mapping[str, object], side: str) -> object:
-    """Return what a line names as a side: of a pair the preferred one as "sample", which supervised training learns."""
+    """Return the value of a side in a line. "sample", for supervised training, is the preferred side of a pair."""
     return meta["win"] if side == "sample" and "win" in meta else meta.get(side)
 
 
 def check_preferences(
     path: str | Path, data: Data, sampling: Sampling, sides: Sequence[str] = SIDES, *, name: str = "--preferences"
 ) -> None:
-    """Check that every line names complete files in the preference file's folder, of the line's or the run's size.
+    """Check that every line names complete files in the preference file's folder, with the size of the line or the run.
 
-    At most a first frame is decoded, so a large file is checked in seconds. sampling: its frames, and the height and
-    the width that a line may set otherwise. sides: the keys of files. name: of the flag.
+    At most the first frame is decoded, so a large file is checked in seconds. sampling: number of frames, and the
+    height and width of lines that do not set them. sides: the keys with files. name: the flag.
 
     Raises:
-        ValueError: a name, a path or a file breaks a rule; the message names the pair or sample and the file.
+        ValueError: a name, a path or a file is invalid; the message names the pair or sample and the file.
     """
     what = "pair" if sides == SIDES else "sample"
     with flag(f"{name}: "):
@@ -55,15 +55,15 @@ def check_preferences(
 
 
 def read_latent(model: "Model", parts: "Parts", path: Path, params: "Params") -> "Tensor":
-    """Return a sample's latent, float32: tensor `x0` of a .safetensors file, or the VAE's code of an image or a video.
+    """Return a sample's latent, float32: tensor `x0` of a .safetensors file, or the VAE's latent of an image or video.
 
     Raises:
-        ValueError: its shape is not that of the model's latents, or there is no such tensor.
+        ValueError: its shape is not that of the model's latents, or the file has no tensor x0.
     """
     shape = model.latent_shape(params)
     if path.suffix.lower() == ".safetensors":
         with safe_open(path, framework="pt") as file:
-            if "x0" not in file.keys():  # noqa: SIM118 - the file is no mapping
+            if "x0" not in file.keys():  # noqa: SIM118 - the file is not a mapping
                 raise ValueError(f"{path} must hold a tensor x0, has {sorted(file.keys())}")
             x0: Tensor = file.get_tensor("x0").float()
     elif "audio" in model.MEDIA:
@@ -78,7 +78,7 @@ def read_latent(model: "Model", parts: "Parts", path: Path, params: "Params") ->
 
 
 def _file_of(record: PromptRecord, side: str, folder: Path) -> Path:
-    """Return the file of a side of a pair, which must exist in `folder` or below."""
+    """Return the file of a side of a pair, which must exist in `folder` or a subfolder."""
     name = named_file(record.meta, side)
     if not isinstance(name, str) or Path(name).suffix.lower() not in SUFFIXES:
         raise ValueError(f"must name a file with a suffix of {SUFFIXES}, got {name!r}")
@@ -91,7 +91,7 @@ def _file_of(record: PromptRecord, side: str, folder: Path) -> Path:
 
 
 def _check_file(path: Path, shape: tuple[int, int, int], frame_rate: float) -> None:
-    """Refuse a damaged file, and an image or a video that is not of this (frames, H, W) or frame rate."""
+    """Raise ValueError for a damaged file, or an image or video with other (frames, H, W) or another frame rate."""
     if path.suffix.lower() == ".safetensors":
         try:
             with safe_open(path, framework="np"):
@@ -106,7 +106,7 @@ def _check_file(path: Path, shape: tuple[int, int, int], frame_rate: float) -> N
 
 
 def _is_video(path: Path) -> bool:
-    """Return True if the file is a video; a .webp may be one."""
+    """Return True if the file is a video. A .webp may be either."""
     return path.suffix.lower() in VIDEOS and (path.suffix.lower() not in images.SUFFIXES or video_facts(path)[0] > 1)
 
 

@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_SOUND_S, MAX_FRAMES = 600, 768
-STREAMED = 2**31 - 2**16  # bytes that the header of a WAV has at least which was written before its length was known
-OGG_END = 4  # in the flags of a page
+STREAMED = 2**31 - 2**16  # a WAV whose header was written before its length was known claims at least so many bytes
+OGG_END = 4  # bit in the flags of a page
 MAX_PIXELS = 2**28  # of all frames of a video, 0.8 GB
 MAX_CACHED = 2**30  # bytes of sounds, and of videos
 MAX_POINTS = 2**28  # of all channels of a sound, 1 GB
 
 
 def cached(read: "Callable[[Path], tuple[Tensor, float]]") -> "Callable[[Path], tuple[Tensor, float]]":
-    """Wrap the function with a cache of its newest results, within MAX_CACHED bytes."""
-    found: dict[tuple[Path, int], tuple[Tensor, float]] = {}  # by file and time of its last change
+    """Wrap the function with a cache of its most recently used results, within MAX_CACHED bytes."""
+    found: dict[tuple[Path, int], tuple[Tensor, float]] = {}  # by file and its modification time
 
     @wraps(read)
     def recall(path: Path) -> "tuple[Tensor, float]":
         key = path.resolve(), path.stat().st_mtime_ns if path.is_file() else 0
-        found[key] = found.pop(key) if key in found else read(path)  # the newest is the last
+        found[key] = found.pop(key) if key in found else read(path)  # the most recent is last
         while len(found) > 1 and sum(tensor.nbytes for tensor, _ in found.values()) > MAX_CACHED:
             found.pop(next(iter(found)))
         return found[key]
@@ -57,13 +57,13 @@ def media_files(record: PromptRecord) -> list[Path]:
 
 @cached
 def read_sound(path: Path) -> "tuple[Tensor, float]":
-    """Return a sound as float32 [points, channels], and its sample rate; a cached tensor. Full scale is 1.
+    """Return a sound as float32 [points, channels] with full scale 1, and its sample rate. The tensor is cached.
 
     The file is a WAV, FLAC, MP3 or Ogg, or an .m4a, .mp4 or .webm with sound.
 
     Raises:
-        ValueError: the file is missing, cut, damaged, of another kind, without sound, or longer than MAX_SOUND_S or
-            MAX_POINTS. A cut MP3 without a header that tells its length is taken for a shorter one.
+        ValueError: the file is missing, truncated, damaged, of another kind, without sound, or longer than MAX_SOUND_S
+            or MAX_POINTS. A truncated MP3 without a length in its header is not detected.
     """
     import av
     import torch
@@ -90,7 +90,7 @@ def read_sound(path: Path) -> "tuple[Tensor, float]":
 
 
 def _check_wav_length(path: Path) -> None:
-    """Raise ValueError for a WAV with less sound than its header says, which FFmpeg reads as a shorter one."""
+    """Raise ValueError for a WAV with less sound than its header says. FFmpeg would read it as a shorter sound."""
     with path.open("rb") as file:
         head, chunk = file.read(12), file.read(8)
         if head[:4] != b"RIFF" or head[8:] != b"WAVE":
@@ -105,7 +105,7 @@ def _check_wav_length(path: Path) -> None:
 
 
 def _check_ogg_end(path: Path) -> None:
-    """Raise ValueError for an Ogg whose last page is cut or is not marked as the last, which FFmpeg does not mind."""
+    """Raise ValueError for an Ogg whose last page is truncated or not marked as the last. FFmpeg accepts both."""
     data = path.read_bytes()
     page = data[data.rfind(b"OggS") :]
     sizes = page[27 : 27 + page[26]] if len(page) > 26 else b""
@@ -116,10 +116,10 @@ def _check_ogg_end(path: Path) -> None:
 
 @cached
 def read_video(path: Path) -> "tuple[Tensor, float]":
-    """Return the frames of a video file, uint8 [F, H, W, 3], and its frames per second; a cached tensor.
+    """Return the frames of a video file, uint8 [F, H, W, 3], and its frames per second. The tensor is cached.
 
     Raises:
-        ValueError: as `videos.video_facts`, or it has more than MAX_FRAMES frames or MAX_PIXELS.
+        ValueError: as in `videos.video_facts`, or it has more than MAX_FRAMES frames or MAX_PIXELS.
     """
     count, height, width, _ = videos.video_facts(path)
     if count > MAX_FRAMES:

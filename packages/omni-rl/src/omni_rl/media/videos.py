@@ -1,4 +1,4 @@
-"""Video files: their check before any weight is loaded, and their frames.
+"""Video files: checks before any weights are loaded, and reading of frames.
 
 PIL reads .gif and .webp, PyAV the others.
 """
@@ -22,8 +22,8 @@ if TYPE_CHECKING:  # preference files are checked before torch is imported
 ANIMATIONS = {".gif": "GIF", ".webp": "WEBP"}
 CONTAINERS = {".mp4": ("libx264", "aac"), ".webm": ("libvpx-vp9", "libopus")}  # the codecs of written files
 VIDEOS = (*ANIMATIONS, *CONTAINERS)
-MISSING_S = 0.1  # that a whole sound may have less than it says, as encoders add a little
-AV_OPTIONS = {  # of FFmpeg, some of whose formats name other files and addresses
+MISSING_S = 0.1  # a complete sound may be this much shorter than stated, because encoders add a little
+AV_OPTIONS = {  # for FFmpeg, because some of its formats refer to other files and addresses
     "format_whitelist": "flac,matroska,mov,mp3,ogg,wav", "protocol_whitelist": "file",
 }  # fmt: skip
 
@@ -32,7 +32,7 @@ def video_facts(path: Path) -> tuple[int, int, int, float]:
     """Return (frames, height, width, frames per second); decodes at most the first frame.
 
     Raises:
-        ValueError: the file is missing, cut, damaged or of another kind.
+        ValueError: the file is missing, truncated, damaged or of another kind.
     """
     with _opened(path) as file:
         if isinstance(file, Image.Image):
@@ -48,7 +48,7 @@ def read_video(path: Path) -> "tuple[Tensor, float]":
     """Return the frames, uint8 [F, H, W, 3], of a video that `video_facts` accepts, and its mean frames per second.
 
     Raises:
-        ValueError: its frames are damaged.
+        ValueError: the frames are damaged.
     """
     import torch
 
@@ -65,23 +65,23 @@ def read_video(path: Path) -> "tuple[Tensor, float]":
 
 @contextmanager
 def open_av(path: Path, kind: str) -> "Iterator[InputContainer]":
-    """Open a file of sound or video; an error of its decoder becomes a ValueError that names the file and the kind."""
+    """Open a file of sound or video. Errors of its decoder become a ValueError with the file and the kind."""
     import av
 
     with decoding(path, kind):
         try:
             with av.open(f"file:{path}", metadata_errors="replace", options=AV_OPTIONS) as file:
                 yield file
-        except av.FFmpegError as exc:  # some of which are of no built-in class
+        except av.FFmpegError as exc:  # some have no built-in base class
             raise ValueError(str(exc)) from exc
 
 
 def packets_of(file: "InputContainer") -> "Iterator[Packet]":
-    """Yield the packets of all streams, the last ones empty.
+    """Yield the packets of all streams; the last ones are empty.
 
     Raises:
-        ValueError: the file ends before the time that it says, or within a packet of a file with a video; a sound whose
-            length was not known when its header was written may do that.
+        ValueError: the file ends before its stated length, or within a packet if it has a video. A sound may end within
+            a packet, because its length may have been unknown when its header was written.
     """
     import av
 
@@ -97,7 +97,7 @@ def packets_of(file: "InputContainer") -> "Iterator[Packet]":
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """Open a PIL image or a PyAV container; an error of its decoder becomes a ValueError that names the file."""
+    """Open a PIL image or a PyAV container. Errors of its decoder become a ValueError with the file."""
     kind = path.suffix.lower()
     if kind not in VIDEOS:
         raise ValueError(f"{path} must end in one of {VIDEOS}")
@@ -112,7 +112,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _has_end(image: ImageFile.ImageFile) -> bool:
-    """Return True if a GIF's last frame is followed by its end; PIL takes that of the file too."""
+    """Return True if a GIF's last frame is followed by the trailer. PIL also accepts the end of the file."""
     try:
         while True:
             image.seek(image.tell() + 1)

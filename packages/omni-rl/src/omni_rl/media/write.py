@@ -1,4 +1,4 @@
-"""Samples of any kind as files that a browser shows, and contact sheets of many.
+"""Samples of any kind as files for browsers, and contact sheets.
 
 | kind | sample | files |
 |---|---|---|
@@ -23,15 +23,15 @@ from omni_rl.media.videos import CONTAINERS
 
 EXACT_SIDE = 128  # pixels; images up to this size are lossless
 MAX_SIDE = 320  # pixels; larger images are reduced to this and stored as WebP
-MAX_FRAMES = 32  # of a video; a longer one keeps every n-th frame and its speed
+MAX_FRAMES = 32  # of a video; a longer video keeps every n-th frame, at the original speed
 STRIP_FRAMES = 6
-SOUND_RATE = 24_000  # Hz; sound at twice this rate or more is reduced to less than twice
-MAX_SOUND_S = 10  # seconds of a sound that are kept
+SOUND_RATE = 24_000  # Hz; sound at twice this rate or more is downsampled to less than twice
+MAX_SOUND_S = 10  # seconds of a sound to keep
 Media = Mapping[str, np.ndarray]  # of one sample, by kind
 
 
 def files_of(name: str, media: Media, rates: Mapping[str, float]) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Return what the page shows of a sample: the names of its files and its size in pixels; and the files."""
+    """Return a sample's row for the page, with the names of its files and its size in pixels, and the files."""
     if not media:
         return {"file": None, "size": [0, 0]}, {}
     image = still(media)
@@ -50,7 +50,7 @@ def files_of(name: str, media: Media, rates: Mapping[str, float]) -> tuple[dict[
 
 
 def whole_files(media: Media, rates: Mapping[str, float]) -> dict[str, bytes]:
-    """Return a sample's files by suffix: all whole, an image unchanged."""
+    """Return a sample's complete files by suffix. An image is stored without loss."""
     if "image" in media:
         return {".png": encode_png(media["image"])}
     video, sound, rate = media.get("video"), media.get("audio"), rates.get("sample_rate", 0)
@@ -60,14 +60,14 @@ def whole_files(media: Media, rates: Mapping[str, float]) -> dict[str, bytes]:
 
 
 def still(media: Media) -> np.ndarray:
-    """Return one image, uint8 [height, width, 3], of a sample of any kind."""
+    """Return an image, uint8 [height, width, 3], that shows a sample of any kind."""
     if "image" in media:
         return media["image"]
     return strip(media["video"]) if "video" in media else waveform(media["audio"])
 
 
 def strip(video: np.ndarray, count: int = STRIP_FRAMES) -> np.ndarray:
-    """Return kept frames of a video side by side: the first, the last and others between, uint8 [H, width, 3]."""
+    """Return frames of a video side by side, uint8 [H, width, 3]: the first, the last and some between."""
     video = video[:: _every(video)]
     chosen = np.unique(np.linspace(0, len(video) - 1, count).round().astype(int))
     gap = np.full((video.shape[1], max(1, video.shape[2] // 64), 3), 255, np.uint8)
@@ -83,7 +83,7 @@ def waveform(sound: np.ndarray, height: int = 48, width: int = 192) -> np.ndarra
 
 
 def few_frames(media: Media, rates: Mapping[str, float]) -> tuple[Media, Mapping[str, float]]:
-    """Return the media with every n-th frame of a video, at most MAX_FRAMES, and the rates at which they play."""
+    """Return the media with every n-th frame of the video, at most MAX_FRAMES, and rates that keep its speed."""
     every = _every(media["video"])
     return {**media, "video": media["video"][::every]}, {**rates, "fps": rates["fps"] / every}
 
@@ -93,7 +93,7 @@ def _every(video: np.ndarray) -> int:
 
 
 def encode(image: np.ndarray, *, max_side: int = MAX_SIDE) -> tuple[bytes, str]:
-    """Return an image, uint8 [H, W, 3], as a small file, and the suffix of its name."""
+    """Encode an image, uint8 [H, W, 3], as a small file; return it with its suffix."""
     if max(image.shape) <= EXACT_SIDE:
         return encode_png(image), ".png"
     reduced = Image.fromarray(image)
@@ -102,7 +102,7 @@ def encode(image: np.ndarray, *, max_side: int = MAX_SIDE) -> tuple[bytes, str]:
 
 
 def encode_png(image: np.ndarray) -> bytes:
-    """Return an image, uint8 [H, W, 3], without loss."""
+    """Encode an image, uint8 [H, W, 3], without loss."""
     return _saved(Image.fromarray(image), "PNG")
 
 
@@ -113,9 +113,9 @@ def _saved(image: Image.Image, kind: str, **options: Any) -> bytes:
 
 
 def animate(frames: np.ndarray, fps: float) -> tuple[bytes, str]:
-    """Return frames, uint8 [F, H, W, 3], as a small video, and the suffix of its name.
+    """Encode frames, uint8 [F, H, W, 3], as a small video; return it with its suffix.
 
-    It is an animated WebP, lossless if small; larger ones are a WebM.
+    Small frames give a lossless animated WebP, larger ones a WebM.
     """
     images = [Image.fromarray(frame) for frame in frames]
     exact = max(images[0].size) <= EXACT_SIDE
@@ -131,7 +131,7 @@ def animate(frames: np.ndarray, fps: float) -> tuple[bytes, str]:
 
 
 def encode_sound(sound: np.ndarray, rate: float) -> bytes:
-    """Return the beginning of a sound, float32 [S, C], as FLAC in one channel of 16 bits."""
+    """Encode the beginning of a sound, float32 [S, C], as mono FLAC with 16 bits."""
     every = max(1, int(rate // SOUND_RATE))
     mono = sound[: int(MAX_SOUND_S * rate)].mean(axis=1)
     mono = np.pad(mono, (0, -len(mono) % every)).reshape(-1, every).mean(axis=1)
@@ -139,9 +139,9 @@ def encode_sound(sound: np.ndarray, rate: float) -> bytes:
 
 
 def encode_video(frames: np.ndarray, fps: float, kind: str, sound: np.ndarray | None = None, rate: float = 0) -> bytes:
-    """Return a video of frames, uint8 [F, H, W, 3], of even height and width, with a sound, float32 [S, C].
+    """Encode frames, uint8 [F, H, W, 3] with even height and width, and a sound, float32 [S, C], as a video.
 
-    kind: a key of CONTAINERS. sound: mono or stereo. rate: of the sound, Hz.
+    kind: a key of CONTAINERS. sound: mono or stereo. rate: sample rate of the sound in Hz.
     """
     import av
 
@@ -161,7 +161,7 @@ def encode_video(frames: np.ndarray, fps: float, kind: str, sound: np.ndarray | 
 
 
 def encode_flac(sound: np.ndarray, rate: int) -> bytes:
-    """Return a sound, float32 [S, C], in 16 bits, without loss."""
+    """Encode a sound, float32 [S, C], as lossless FLAC with 16 bits."""
     import av
 
     written = io.BytesIO()
@@ -171,7 +171,7 @@ def encode_flac(sound: np.ndarray, rate: int) -> bytes:
 
 
 def _add_sound(file: Any, codec: str, sound: np.ndarray, rate: float) -> Callable[[], list[Any]]:
-    """Add a sound stream to a file before its first packet; return a function that makes the stream's packets."""
+    """Add a sound stream to a file before its first packet; return a function that encodes the stream's packets."""
     import av
 
     layout = "mono" if sound.shape[1] == 1 else "stereo"
@@ -190,11 +190,11 @@ def contact_sheet(
     margin: int = 4,
     max_side: float = math.inf,
 ) -> Image.Image:
-    """Return one image of all `images` in rows of `columns`, each with its label below.
+    """Return one image with all `images` in rows of `columns`, each with its label below.
 
-    images: N of uint8 [H, W, 3], RGB, of any sizes. If all are narrower than 192 pixels, they are enlarged by a whole
-    factor, so that labels fit and pixels stay sharp. labels: N texts, cut to the width; a glyph that the font lacks
-    becomes a question mark. max_side: pixels; a larger image reduces the scale of all.
+    images: N images, uint8 [H, W, 3], RGB, of any size. If all are narrower than 192 pixels, they are enlarged by an
+    integer factor, so that labels fit and pixels stay sharp. labels: N texts, cut to the width; a glyph missing in the
+    font becomes a question mark. max_side: pixels; if an image is larger, all are scaled down.
     """
     height, width = (max(image.shape[axis] for image in images) for axis in (0, 1))
     scale = max(1, 192 // width) if max(height, width) <= max_side else max_side / max(height, width)
@@ -214,12 +214,12 @@ def contact_sheet(
 
 
 def drawable(text: str) -> str:
-    """Return a text with a question mark for each glyph that PIL's font lacks."""
+    """Return a text with a question mark for each glyph missing in PIL's font."""
     return unicodedata.normalize("NFKC", text).encode("ascii", "replace").decode()
 
 
 def score_label(value: float | None, details: Mapping[str, object]) -> str:
-    """Return the label of a scored image: the wanted text, the text that was read, the score."""
+    """Return the label of a scored image: the target text, the recognized text, the score."""
     if value is None:
         return "no score"
     text = readable(value, 2)
@@ -227,5 +227,5 @@ def score_label(value: float | None, details: Mapping[str, object]) -> str:
 
 
 def readable(score: float, places: int) -> str:
-    """Return a score with so many decimals, or with five digits where these would hide it."""
+    """Format a score with `places` decimals, or with five significant digits if it is below 0.1 or at least 10."""
     return f"{score:.{places}f}" if score == 0 or 0.1 <= abs(score) < 10 else f"{score:.5g}"

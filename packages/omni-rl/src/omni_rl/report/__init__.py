@@ -1,4 +1,4 @@
-"""Reports of runs: one HTML file per run, made from plain files that the trainer writes.
+"""Reports of runs: one HTML file per run, generated from plain files that the trainer writes.
 
     ReportProcess(folder)                         writes it during the run, in a separate process
     write_versions(folder), write_eval(folder, ...), write_samples(folder, ...)     its other files

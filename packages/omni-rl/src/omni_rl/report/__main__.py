@@ -1,4 +1,4 @@
-"""Write the report of a run, or one page that compares several; or serve a folder of runs.
+"""Write the report of a run or a comparison of several, or serve a folder of runs.
 
 omni-rl report runs/a            writes runs/a/report.html
 omni-rl report runs/a runs/b     writes runs/comparison.html
@@ -15,13 +15,13 @@ from omni_rl.settings.printing import Parser
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command line. An error ends it with one message and exit code 2."""
+    """Run the command line. Errors end it with one message and exit code 2."""
     parser = Parser(prog="omni-rl report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="run folder; with --serve, a folder of runs")
     parser.add_argument("--out", type=Path, help="page to write for several runs")
     parser.add_argument("--serve", action="store_true", help="serve the folder (default: runs/)")
-    parser.add_argument("--host", default="127.0.0.1", help="with --serve: address; other than loopback, with a token")
-    parser.add_argument("--port", type=int, default=0, help="with --serve: port; 0 takes a free one")
+    parser.add_argument("--host", default="127.0.0.1", help="with --serve: address; unless loopback, with a token")
+    parser.add_argument("--port", type=int, default=0, help="with --serve: port; 0: any free port")
     args = parser.parse_args(argv)
     if args.serve and (len(args.runs) > 1 or args.out):
         parser.error("--serve takes one folder, and no --out")

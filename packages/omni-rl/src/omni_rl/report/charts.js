@@ -1,6 +1,6 @@
 "use strict";
 
-// Elements. Data from files is only set as text or as an attribute's value, never parsed as HTML.
+// Elements. Data from files is only inserted as text or as the value of an attribute, never parsed as HTML.
 
 function element(made, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
@@ -31,7 +31,7 @@ function show(value) {
   return String(Number(value.toPrecision(3)));
 }
 
-// Numbers side by side, with equal decimals.
+// Format numbers with the same number of decimals.
 function alike(values) {
   const texts = values.map(show);
   const places = Math.max(...texts.map((text) => (text.split(".")[1] || "").length));
@@ -48,7 +48,7 @@ function ticks(low, high, count) {
   return found;
 }
 
-// At least two ticks, if there is space.
+// Return at least two ticks, if possible.
 function fewTicks(low, high, count) {
   for (let n = count; n < count + 6; n++) if (ticks(low, high, n).length > 1) return ticks(low, high, n);
   return ticks(low, high, count);
@@ -60,7 +60,7 @@ function nearest(sorted, wanted) {
   return best;
 }
 
-// The mean of the values whose step is at most `reach` away.
+// Moving mean over the values at most `reach` steps away.
 function movingMean(steps, values, reach) {
   let [first, after, sum] = [0, 0, 0];
   return steps.map((step) => {
@@ -70,7 +70,7 @@ function movingMean(steps, values, reach) {
   });
 }
 
-// One cursor for all charts: pointing at a step in one of them reads that step in every one.
+// One cursor for all charts: pointing at a step in one chart shows its values in all of them.
 
 const cursor = { step: null, readers: [] };
 
@@ -80,7 +80,7 @@ function moveCursor(step) {
   for (const read of cursor.readers) read(step);
 }
 
-const LONG = 40; // points; a longer line that is noisy by nature gets a moving mean
+const LONG = 40; // points; longer lines of noisy metrics get a moving mean
 const MARGIN = { left: 46, right: 12, top: 10, bottom: 24 };
 
 // A chart: {title, note, tall, low, high, lines} with lines {label, color, x, y, low?, high?, smooth, dots}, or bars
@@ -149,7 +149,7 @@ function chartFigure(chart) {
   return figure;
 }
 
-// The names of a chart's metrics, as in metrics.jsonl and docs/metrics.md.
+// Names of a chart's metrics, as in metrics.jsonl and docs/metrics.md.
 function metrics(chart) {
   return [...new Set((chart.lines || chart.bars).map((line) => line.name).filter(Boolean))].join(", ");
 }
@@ -171,7 +171,7 @@ function stretch(chart, i) {
   return chart.from[i] === chart.to[i] ? show(chart.from[i]) : `${show(chart.from[i])} to ${show(chart.to[i])}, mean`;
 }
 
-// The common frame of lines and bars: axes, and the functions from step and value to pixels.
+// The common frame of lines and bars: axes, and functions that map steps and values to pixels.
 function frame(chart, width, height, bottom, top) {
   const right = width - MARGIN.right;
   const floor = height - MARGIN.bottom;

@@ -1,6 +1,6 @@
 """The content of a report as plain data: thinned curves, images within a budget of bytes, alarms.
 
-It comes from files and is not trusted: it stays data until the page draws it as text.
+It comes from files and is not trusted, so it remains data until the page shows it as text.
 """
 
 import base64
@@ -23,13 +23,13 @@ from omni_rl.report.folder import step_folders
 from omni_rl.run.alarms import find_alarms
 from omni_rl.run.metrics import CHARTS, METRICS, error_of, one_evaluation
 
-MAX_POINTS = 400  # of a curve; a longer one has mean, minimum and maximum of intervals of steps
-MAX_BARS = 60  # of the seconds per phase
+MAX_POINTS = 400  # of a curve; longer ones show mean, minimum and maximum per interval of steps
+MAX_BARS = 60  # in the chart of seconds per phase
 MAX_GROUPS = 12  # groups whose best and worst samples are shown
-EVAL_BYTES = 2_000_000  # of evaluations' images in the page, over all runs
-SAMPLE_BYTES = 600_000  # of samples' images in the page
+EVAL_BYTES = 2_000_000  # budget for the images of evaluations in the page, over all runs
+SAMPLE_BYTES = 600_000  # budget for the images of samples in the page
 PLAYED = 6  # bytes of video and sound count one sixth, so that a page stays below 20 MB
-MIN_EVALS, MIN_PROMPTS = 8, 4  # that a page keeps while it can
+MIN_EVALS, MIN_PROMPTS = 8, 4  # numbers that a page keeps if possible
 MAX_TEXT = 400  # characters of a prompt, a reason, a detail
 MAX_ANSWER = 2000  # characters of a sampled text
 MAX_DETAILS = 6  # of a score
@@ -48,11 +48,11 @@ START: Kinds = {"command": str, "commit": str}
 NOW: Kinds = {"text": str, "at": int | float}
 Steps = Sequence[Mapping[str, float]]
 Source = Callable[[Path], str]  # from a file to its URL in the page
-Shown = tuple[Mapping[str, Path], Mapping[str, Any]]  # the files of a sample, and its row
+Shown = tuple[Mapping[str, Path], Mapping[str, Any]]  # files and row of a sample
 
 
 def charts(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the charts of these runs, each with {name: label} of its lines; evaluation sets are in the first."""
+    """Return the charts of the runs, each with {name: label} of its lines; the first includes evaluation sets."""
     lines = [{row.name: row.label for row in METRICS if row.chart == chart.title} for chart in CHARTS]
     names = sorted({name for run in runs for name in run["curves"] if re.fullmatch("eval/.+/reward", name)})
     lines[0] |= {name: f"held-out, {name.split('/')[1]}" for name in names}
@@ -64,7 +64,7 @@ def _inline(file: Path) -> str:
 
 
 def outline(folder: Path, steps: Steps) -> dict[str, Any]:
-    """Return the progress, the settings and the starts of a run, and what it does at present.
+    """Return the progress, the settings, the starts and the current activity of a run.
 
     Raises:
         ValueError: one of its files cannot be read.
@@ -78,7 +78,7 @@ def outline(folder: Path, steps: Steps) -> dict[str, Any]:
         "step": int(steps[-1]["step"]) if steps else 0,
         "total": total if isinstance(total, int) and total < 2**53 else None,
         "seconds": sum(seconds),
-        "pace_s": sum(recent) / len(recent) if recent else None,  # with evaluations, for the remaining time
+        "pace_s": sum(recent) / len(recent) if recent else None,  # includes evaluations, for the remaining time
         "logged_at": (folder / "metrics.jsonl").stat().st_mtime,
         "config": config,
         "starts": _entries(folder / "versions.jsonl", START),
@@ -89,7 +89,7 @@ def outline(folder: Path, steps: Steps) -> dict[str, Any]:
 def run_data(folder: Path, *, num_runs: int = 1, link: str | None = None) -> dict[str, Any]:
     """Return the data of a run in a page of `num_runs` runs.
 
-    link: address of the folder, from which the page loads all images; None embeds some of them in the page.
+    link: address of the folder, from which the page loads all images; None: some images are embedded in the page.
 
     Raises:
         ValueError: `folder` has no metrics, or a file in it cannot be read.
@@ -107,7 +107,7 @@ def run_data(folder: Path, *, num_runs: int = 1, link: str | None = None) -> dic
     source, share = (_inline, 1.0) if link is None else (linked, math.inf)
     return {
         **found,
-        "step_s": median(trained) if trained else None,  # not moved by the few evaluations and saves
+        "step_s": median(trained) if trained else None,  # not affected by the few evaluations and saves
         "curves": {name: points for name in shown_names(steps) if (points := curve(steps, name))["x"]},
         "phases": phases(steps),
         "alarms": [asdict(alarm) for alarm in find_alarms(steps)],
@@ -117,7 +117,7 @@ def run_data(folder: Path, *, num_runs: int = 1, link: str | None = None) -> dic
 
 
 def shown_names(steps: Steps) -> list[str]:
-    """Return the metrics that are plotted as curves, sorted; a time is plotted only if it has a chart."""
+    """Return the metrics that are plotted as curves, sorted. A time is plotted only if it has a chart."""
     asked = {row.name for row in METRICS if row.chart} | {"time/step_s"}
     logged = {name for step in steps for name in step} - {"step"}
     found = logged - set(map(error_of, logged))
@@ -125,9 +125,10 @@ def shown_names(steps: Steps) -> list[str]:
 
 
 def curve(steps: Steps, name: str, limit: int = MAX_POINTS) -> dict[str, list[float]]:
-    """Return the points x, y of a metric, with a band if it has errors; above `limit`, means of intervals with bounds.
+    """Return the points x, y of a metric, with a band if it has standard errors.
 
-    An interval is one of `limit` equal parts of the steps, x is its middle. Values that are not finite are left out.
+    Above `limit` points, return means and bounds of intervals instead, `limit` equal parts of the steps with x in the
+    middle. Non-finite values are left out.
     """
     points = points_of(steps, name)
     if len(points) <= limit:
@@ -146,7 +147,7 @@ def curve(steps: Steps, name: str, limit: int = MAX_POINTS) -> dict[str, list[fl
 
 
 def band(values: Sequence[tuple[float, float]]) -> dict[str, list[float]]:
-    """Return the standard errors of (value, error), and the bounds one error below and above each value."""
+    """Return the standard errors of pairs (value, error), and bounds one error below and above each value."""
     return {
         "error": [_short(error) for _, error in values],
         "low": [_short(value - error) for value, error in values],
@@ -155,14 +156,14 @@ def band(values: Sequence[tuple[float, float]]) -> dict[str, list[float]]:
 
 
 def points_of(steps: Steps, name: str) -> list[tuple[float, float]]:
-    """Return (step, value) of a metric wherever it is finite."""
+    """Return (step, value) for each step at which a metric is finite."""
     return [(step["step"], step[name]) for step in steps if math.isfinite(step.get(name, math.nan))]
 
 
 def phases(steps: Steps, limit: int = MAX_BARS) -> dict[str, Any]:
     """Return mean seconds per step of each phase, and of the rest of the step, in at most `limit` intervals."""
     timed = [(step["step"], step) for step in steps if math.isfinite(step.get("time/step_s", math.nan))]
-    fullest = sorted((step for _, step in timed), key=len, reverse=True)  # its phases are in the order they ran
+    fullest = sorted((step for _, step in timed), key=len, reverse=True)  # its phases are in order of execution
     found = dict.fromkeys(name for step in fullest for name in step if name.startswith("time/") and name.endswith("_s"))
     names = [name for name in found if name != "time/step_s"]
     parts = _intervals(timed, limit) if timed else []
@@ -183,7 +184,7 @@ def phases(steps: Steps, limit: int = MAX_BARS) -> dict[str, Any]:
 def evaluations(folder: Path, last: int, budget: float, source: Source = _inline) -> dict[str, Any]:
     """Return the prompts of the last evaluation and their samples at each evaluation, within `budget` bytes.
 
-    Steps after `last` are left out: a resumed run will reach them again.
+    Steps after `last` are left out, because a resumed run will reach them again.
     """
     stored: list[tuple[int, dict[Any, Shown]]] = []
     references: dict[Any, list[Shown]] = {}
@@ -199,7 +200,7 @@ def evaluations(folder: Path, last: int, budget: float, source: Source = _inline
 
     while keys and size() > budget:
         count = len(kept) - 1
-        if count >= MIN_EVALS or (len(keys) <= MIN_PROMPTS and count > 1):  # the first, the last, others between
+        if count >= MIN_EVALS or (len(keys) <= MIN_PROMPTS and count > 1):  # the first, the last and some between
             kept = [stored[round(i * (len(stored) - 1) / (count - 1))] for i in range(count)]
         else:
             keys = keys[:-1]
@@ -215,7 +216,7 @@ def evaluations(folder: Path, last: int, budget: float, source: Source = _inline
 
 
 def groups(folder: Path, last: int, budget: float, source: Source = _inline) -> list[dict[str, Any]]:
-    """Return best and worst samples of the latest groups up to step `last`, the latest first, within `budget` bytes."""
+    """Return best and worst samples of the latest groups up to step `last`, latest first, within `budget` bytes."""
     shown: list[dict[str, Any]] = []
     for step, path in reversed(step_folders(folder / "samples", last)):
         for group in _entries(path / "groups.json", GROUP):
@@ -233,7 +234,7 @@ def groups(folder: Path, last: int, budget: float, source: Source = _inline) -> 
 
 
 def _intervals(points: Sequence[tuple[float, Any]], count: int) -> list[list[tuple[float, Any]]]:
-    """Split points (x, ...) into `count` equal intervals of x, without empty ones; up to `count` points, one each."""
+    """Split points (x, ...) into `count` equal intervals of x, without empty ones, or single points if they fit."""
     if len(points) <= count:
         return [[point] for point in points]
     first, last = points[0][0], points[-1][0]
@@ -263,7 +264,7 @@ def _references(folder: Path, row: Mapping[str, Any]) -> list[Shown]:
 
 
 def _text(value: object, most: int = MAX_TEXT) -> str:
-    """Return a number with five digits, or a normalized text of printable characters."""
+    """Return a number with five significant digits, or a text normalized to printable characters."""
     if isinstance(value, float):
         return f"{value:.5g}"
     text = unicodedata.normalize("NFKC", str(value)[:most])
@@ -275,30 +276,30 @@ def _score(value: object) -> float | None:
 
 
 def _short(value: float) -> float:
-    """Round to five digits, more than a screen shows."""
+    """Round to five significant digits, more than a screen can show."""
     return float(f"{value:.5g}")
 
 
 def _files(folder: Path, row: Mapping[str, Any]) -> dict[str, Path]:
     """Return the files of a sample: image or video, the strip of a video's frames, the sound."""
     files = {name: folder / Path(row[name]).name for name in ("file", "strip", "sound") if row.get(name)}
-    for file in files.values():  # their names have no folder
+    for file in files.values():  # names contain no folder
         if file.suffix not in MEDIA_TYPES:
             raise ValueError(f"{file} must be one of the kinds {', '.join(MEDIA_TYPES)}")
     return files
 
 
 def _size(files: Mapping[str, Path]) -> int:
-    """Return the size in the page: base64 is 4/3 of the file; video and sound count less."""
+    """Return the size in the page: base64 takes 4/3 of the file; video and sound count less."""
     plays = ("sound", "file") if "strip" in files else ("sound",)
     return sum(file.stat().st_size * 4 // 3 // (PLAYED if name in plays else 1) for name, file in files.items())
 
 
 def _entries(path: Path, kinds: Kinds) -> list[dict[str, Any]]:
-    """Return the objects of a JSON file with a list, or of JSON lines, of which the file may be missing.
+    """Return the objects of a JSON list, or of a file of JSON lines, which may be missing.
 
     Raises:
-        ValueError: an object is not as the functions of `omni_rl.report.folder` write it.
+        ValueError: an object does not have the form written by `omni_rl.report.folder`.
     """
     if path.suffix == ".jsonl":
         lines = read_jsonl(path) if path.exists() else []
@@ -318,7 +319,7 @@ def _parsed(path: Path) -> Any:
 
 
 def _checked(entry: object, kinds: Kinds, place: object) -> dict[str, Any]:
-    """Return the entry if it is an object with a value of the right kind for each name."""
+    """Return the entry after checking that it is an object with a value of the right type for each name."""
     if not isinstance(entry, dict):
         raise ValueError(f"{place}: must be an object, got {type(entry).__name__}. {REMEDY}")
     for name, kind in kinds.items():
@@ -331,18 +332,18 @@ def read_now(folder: Path) -> dict[str, Any] | None:
     """Return the current activity of a run, `text`, and its time `at`, if the run is active or was killed.
 
     Raises:
-        ValueError: the file is not as `omni_rl.report.folder.write_now` writes it.
+        ValueError: the file does not have the form written by `omni_rl.report.folder.write_now`.
     """
     path = folder / "now.json"
     try:
         found = _checked(_parsed(path), NOW, path)
-    except FileNotFoundError:  # it may end meanwhile
+    except FileNotFoundError:  # the run may have ended meanwhile
         return None
     return {"text": _text(found["text"]), "at": found["at"]}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the settings of a run; none without its config.toml.
+    """Return the settings of a run, empty without config.toml.
 
     Raises:
         ValueError: the file is not valid TOML.

@@ -1,17 +1,17 @@
-"""The files of a run folder that its report is made from, and the functions that write them.
+"""The files of a run folder from which its report is generated, and the functions that write them.
 
     runs/NAME/
       metrics.jsonl      a line per step                                           RunLog
       config.toml        the settings                                              the app
       versions.jsonl     a line per start: command, commit, versions               write_versions
       eval/000080/       the same prompts and seeds at every evaluation            write_eval
-      eval/000080.png    more of them on one sheet, with their scores              write_eval
+      eval/000080.png    a contact sheet of more of them, with their scores        write_eval
       samples/000082/    best and worst of some groups, of the last steps          write_samples
-      now.json           what it does at present, until it ends                    write_now
-      report.html        one page of all this                                      write_report
+      now.json           the current activity, until the run ends                  write_now
+      report.html        one page with all of this                                 write_report
 
-A folder of images is written completely or not at all, and a line torn by a crash is ignored. Only one rank writes.
-No text contains the credentials of a URL.
+Folders of images are written atomically, and a line truncated by a crash is ignored. Only one rank writes. Texts do not
+contain credentials of URLs.
 """
 
 import hashlib
@@ -48,12 +48,12 @@ if TYPE_CHECKING:
     Shown = np.ndarray | Tensor | Mapping[str, np.ndarray | Tensor]  # an image, or media by kind
     AllMedia = Sequence[Shown] | Mapping[int, Shown] | np.ndarray | Tensor
 
-MAX_SHEET = 64  # images on the sheet of an evaluation
-MAX_IMAGES = 16  # of an evaluation that have files
+MAX_SHEET = 64  # images on the contact sheet of an evaluation
+MAX_IMAGES = 16  # images of an evaluation with files
 MAX_EVALS = 48  # evaluations in the folder
-MAX_STEPS = 3  # steps whose samples are in the folder
-MAX_GROUPS = 4  # groups of a step that are shown
-SHEET_SIDE = 256  # pixels; larger images are reduced to this on the sheet
+MAX_STEPS = 3  # steps with samples in the folder
+MAX_GROUPS = 4  # groups shown of a step
+SHEET_SIDE = 256  # pixels; larger images are scaled down to this on the sheet
 LIBRARIES = ("omni-", "torch", "diffusers", "transformers", "peft", "safetensors", "numpy", "pillow", "vllm", "triton")
 
 
@@ -62,15 +62,15 @@ class Sample:
     """A sample's prompt, score and origin.
 
     Args:
-        prompt: its text.
-        reward: its score; None if the scorer abstained.
-        group: samples of one group compete.
-        seed: of its noise.
-        details: of the score, from the scorer; `target` and `read` are the wanted text and the text that was read.
-        abstained: why there is no score.
-        references: the images of an edit, uint8 [H, W, 3] each, arrays or tensors.
+        prompt: text of the prompt.
+        reward: score; None if the scorer abstained.
+        group: the samples of a group are compared with each other.
+        seed: seed of the noise.
+        details: details of the score, from the scorer; `target` and `read` are the wanted and the recognized text.
+        abstained: reason for a missing score.
+        references: the input images of an edit, uint8 [H, W, 3] each, arrays or tensors.
         rates: `fps` of video, `sample_rate` of audio.
-        answer: the sampled text of a text model; the media are then the prompt's.
+        answer: sampled text of a text model; the media are then the prompt's.
     """
 
     prompt: str
@@ -85,21 +85,21 @@ class Sample:
 
 
 def write_now(folder: str | Path, text: str) -> None:
-    """Write what the run does at present."""
+    """Write the current activity of the run."""
     write_atomically(Path(folder) / "now.json", json.dumps({"text": text, "at": time.time()}))
 
 
 def write_eval(folder: str | Path, step: int, media: "AllMedia", samples: Sequence[Sample]) -> None:
-    """Write the first 16 samples of the evaluation after `step` steps, and a sheet of the first 64.
+    """Write the first 16 samples of the evaluation after `step` steps, and a contact sheet of the first 64.
 
-    The folder keeps 48 evaluations: the one nearest to its neighbours is deleted, never the first or last.
+    The folder keeps 48 evaluations: the one closest to its neighbors is deleted, never the first or last.
 
     media: the media of each sample by kind: `image` uint8 [H, W, 3], `video` uint8 [F, H, W, 3], `audio` float32
-    [S, C], arrays or tensors on any device, of which only the written ones are copied to the host; or a mapping of
-    these only, by index. Images may come without a kind: uint8 [N, H, W, 3] or N of uint8 [H, W, 3].
+    [S, C], arrays or tensors on any device; only written samples are copied to the host. A mapping by index may hold
+    only these samples. Images may be given without a kind: uint8 [N, H, W, 3], or N arrays, uint8 [H, W, 3].
 
     Raises:
-        ValueError: media have another dtype or shape, or no rate.
+        ValueError: media have the wrong dtype or shape, or no rate.
     """
     shown = host_media(media, samples, range(min(MAX_SHEET, len(samples))))
     rows, files = _rows(shown, samples, range(min(MAX_IMAGES, len(samples))))
@@ -107,7 +107,7 @@ def write_eval(folder: str | Path, step: int, media: "AllMedia", samples: Sequen
     wide = STRIP_FRAMES if any("video" in own for own in shown.values()) else 1
     home = Path(folder) / "eval"
     write_folder_atomically(home / f"{step:06}", {"rows.json": _json(rows), **files})
-    if all(shown.values()):  # texts have no sheet
+    if all(shown.values()):  # text has no sheet
         stills = [still(own) for own in shown.values()]
         sheet = contact_sheet(stills, labels, columns=-(-8 // wide), max_side=SHEET_SIDE * wide)
         write_atomically(home / f"{step:06}.png", encode_png(np.asarray(sheet)))
@@ -122,10 +122,10 @@ def write_eval(folder: str | Path, step: int, media: "AllMedia", samples: Sequen
 def write_samples(folder: str | Path, step: int, media: "AllMedia", samples: Sequence[Sample]) -> None:
     """Write the best and worst sample of the step's first 4 groups, and delete all but the last 3 steps.
 
-    media: as in `write_eval`. Of a group without any score the first sample is written.
+    If a group has no scores, its first sample is written. media: see `write_eval`.
 
     Raises:
-        ValueError: media have another dtype or shape, or no rate.
+        ValueError: media have the wrong dtype or shape, or no rate.
     """
     entries: list[dict[str, Any]] = []
     files: dict[str, bytes] = {}
@@ -149,14 +149,14 @@ def write_versions(
     changed: Iterable[str] = (),
     facts: Mapping[str, Any] = {},
 ) -> None:
-    """Add a start of the run: its command, the commit of the program, the versions of the libraries.
+    """Add a start of the run: its command, the commit of the program and the versions of the libraries.
 
     Args:
         folder: the run folder.
-        argv: the program and its arguments; None takes those of this process.
+        argv: the program and its arguments; None: those of this process.
         hide: flags whose values are omitted, such as `--scorer.url`.
         changed: settings of `config.toml` that differ from their defaults; the report shows them first.
-        facts: more to show, such as the number of ranks.
+        facts: additional entries, such as the number of ranks.
     """
     words = list(sys.argv if argv is None else argv)
     entry = {
@@ -173,14 +173,14 @@ def write_versions(
 
 @cache
 def _packages() -> dict[str, str]:
-    """Return the versions of LIBRARIES; the metadata of all distributions is slow to read, so names are of folders."""
+    """Return the versions of LIBRARIES, found by folder name, because reading all distributions' metadata is slow."""
     folders = chain.from_iterable(Path(place).glob("*.dist-info") for place in sys.path)
     names = {folder.name.partition("-")[0].lower().replace("_", "-") for folder in folders}
     return {name: version(name) for name in sorted(names) if name.startswith(LIBRARIES)}
 
 
 def command_line(argv: Sequence[str], hide: Iterable[str] = ()) -> str:
-    """Return the command as a shell line, with `...` for the values of the flags in `hide`, in any spelling."""
+    """Return the command as a shell line, with `...` for values of flags in `hide`, spelled with - or _."""
     hidden, words = set(hide), []
     for before, word in pairwise(("", *argv)):
         flag, equals, _ = word.partition("=")
@@ -192,7 +192,7 @@ def command_line(argv: Sequence[str], hide: Iterable[str] = ()) -> str:
 
 
 def step_folders(home: Path, last: float = math.inf) -> list[tuple[int, Path]]:
-    """Return (step, folder) of the folders of steps up to `last`, in step order; none if `home` is missing."""
+    """Return (step, folder) of the step folders up to `last`, in step order; empty if `home` is missing."""
     if not home.is_dir():
         return []
     folders = [path for path in home.iterdir() if path.is_dir() and re.fullmatch("[0-9]+", path.name)]
@@ -205,7 +205,7 @@ def _json(document: object) -> str:
 
 
 def host_media(media: "AllMedia", samples: Sequence[Sample], shown: Iterable[int]) -> dict[int, Media]:
-    """Return the media of the samples at `shown` as arrays by kind; no other sample is copied to the host."""
+    """Return the media of the samples at `shown` as arrays by kind. Only these samples are copied to the host."""
     if not isinstance(media, Mapping) and len(media) != len(samples):
         raise ValueError(f"media must have {len(samples)} samples, got {len(media)}")
     hosted: dict[int, Media] = {}
@@ -231,7 +231,7 @@ def _host(array: "np.ndarray | Tensor") -> np.ndarray:
 
 
 def first_groups(samples: Sequence[Sample]) -> dict[int, list[int]]:
-    """Return the groups of a step that are shown, each with the indices of its samples."""
+    """Return the groups of a step to show, each with the indices of its samples."""
     members: dict[int, list[int]] = {}
     for i, sample in enumerate(samples):
         members.setdefault(sample.group, []).append(i)
@@ -239,7 +239,7 @@ def first_groups(samples: Sequence[Sample]) -> dict[int, list[int]]:
 
 
 def best_and_worst(samples: Sequence[Sample], indices: Sequence[int]) -> list[int]:
-    """Return the indices of the best and the worst sample; one if they are equal or nothing has a score."""
+    """Return the indices of the best and the worst sample, or one index if they are equal or there are no scores."""
     scored = [(reward, i) for i in indices if (reward := samples[i].reward) is not None and math.isfinite(reward)]
     if not scored:
         return list(indices[:1])
@@ -258,7 +258,7 @@ def _rows(
         files |= own
         references = []
         for image in host_references(samples[i]):
-            digest = hashlib.sha256(image.tobytes()).hexdigest()[:16]  # samples share the file of a reference
+            digest = hashlib.sha256(image.tobytes()).hexdigest()[:16]  # samples with the same reference share its file
             reference, own = files_of(f"reference-{digest}", {"image": image}, {})
             references.append(reference)
             files |= own
@@ -268,19 +268,19 @@ def _rows(
 
 
 def plain(value: object) -> object:
-    """Return the value if it is a text or a number, else a short text of it."""
+    """Return the value if it is a string or a number, else a short representation."""
     return value if isinstance(value, str | int | float | None) else reprlib.repr(value)
 
 
 def _add_line(path: Path, entry: Mapping[str, object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     before = read_regular(path) if os.path.lexists(path) else b""
-    kept = before[: before.rfind(b"\n") + 1]  # the rest was torn by a crash
+    kept = before[: before.rfind(b"\n") + 1]  # the rest was truncated by a crash
     write_atomically(path, kept + _json(entry).encode() + b"\n")
 
 
 def _launcher() -> str:
-    """Return what started this process: python, or torchrun with its numbers of nodes and of processes per node."""
+    """Return the launcher of this process: python, or torchrun with its number of nodes and processes per node."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return "python"
     nodes = os.environ.get("GROUP_WORLD_SIZE", "1")
@@ -288,7 +288,7 @@ def _launcher() -> str:
 
 
 def _commit(folder: Path) -> str:
-    """Return the commit of the folder's repository, with `+` if files differ; empty without a repository."""
+    """Return the commit of the folder's repository, with `+` if files are modified; empty without a repository."""
     git = shutil.which("git")
     words = ["-C", str(folder), "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+"]
     return subprocess.run([git, *words], capture_output=True, text=True).stdout.strip() if git else ""

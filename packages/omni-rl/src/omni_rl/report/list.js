@@ -4,7 +4,7 @@
 const NEWS_S = 3;
 const MOST = 8; // runs in a comparison
 const TITLE = JSON.parse(document.getElementById("data").textContent).title;
-let picked = []; // ids in the order of choice
+let picked = []; // ids in the order of selection
 const rows = new Map(); // a run's id -> {run, row, box}
 
 function about(run) {
@@ -85,7 +85,7 @@ async function ask() {
     if (!answer.ok) throw new Error(answer.statusText);
     take(await answer.json());
   } catch {
-    count.textContent = "The server does not answer; this is its last answer.";
+    count.textContent = "The server does not respond; this is its last answer.";
   }
   setTimeout(ask, NEWS_S * 1000);
 }

@@ -93,7 +93,7 @@ function runTable() {
   return el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Table of runs" }, el("table", {}, el("thead", {}, headings), el("tbody", {}, rows)));
 }
 
-// The settings that decide what a held-out score means; a run names its scorer, or a server that it reaches by a URL.
+// The settings that define a held-out score. A run names its scorer, or a server by its URL.
 const SCORED = [
   "scorer.name", "reward", "thought_reward", "eval.prompts", "eval.num_prompts", "eval.samples_per_prompt", "eval.num_inference_steps",
   "height", "width", "num_frames", "guidance_scale", "true_cfg_scale", "guidance", "max_new_tokens", "eval.temperature", "eval.top_p",
@@ -119,7 +119,7 @@ function alarms() {
 
 // Curves.
 
-// What a point of a thinned curve is.
+// Explanation of the points of a thinned curve.
 function thinned(curves) {
   const curve = curves.find((points) => points.low && !points.error);
   if (!curve) return "";
@@ -132,7 +132,7 @@ function domain() {
   return { low: Math.min(...steps), high: Math.max(...steps) };
 }
 
-// The lines of a chart: its metrics in one run, or in several runs one line per run of the metric that changes.
+// The lines of a chart: its metrics for one run; for several runs, one line per run of the first metric that changes.
 function linesOf(spec) {
   if (!MANY) {
     const found = Object.entries(spec.lines).filter(([name]) => RUNS[0].curves[name]);
@@ -181,7 +181,7 @@ function grids(figures, kind = "charts") {
 
 function policySection() {
   const made = grids(chartsOf("policy"));
-  const note = `Point at a step to read it in every chart; arrow keys do the same.${thinned(RUNS.flatMap((run) => Object.values(run.curves)))}`;
+  const note = `Point at a step to show its values in all charts; arrow keys do the same.${thinned(RUNS.flatMap((run) => Object.values(run.curves)))}`;
   return made.length ? section("Policy", note, made) : null;
 }
 
@@ -221,7 +221,7 @@ function scoreShare(score) {
 
 function scoreText(score) {
   const size = Math.max(Math.abs(RANGE.low), Math.abs(RANGE.high));
-  const places = Math.max(2, 1 - Math.floor(Math.log10(RANGE.high - RANGE.low)));  // which tell the scores apart
+  const places = Math.max(2, 1 - Math.floor(Math.log10(RANGE.high - RANGE.low)));  // enough to distinguish scores
   return places > 6 || (places === 2 && size >= 100) ? show(score) : score.toFixed(places);
 }
 
@@ -236,24 +236,24 @@ function said(picture) {
   return parts;
 }
 
-// The change of a score from that of the first image.
+// The change of a score since the first image.
 function chip(picture, base) {
   if (!base || base.reward === null || picture.reward === null) return null;
   const change = Number(scoreText(picture.reward)) - Number(scoreText(base.reward));
   if (!Number(scoreText(change))) return null;
   const text = `${change < 0 ? "\u2212" : "+"}${scoreText(Math.abs(change))}`;
-  return el("span", { class: change > 0 ? "chip up" : "chip down", title: "against the first picture" }, text);
+  return el("span", { class: change > 0 ? "chip up" : "chip down", title: "compared with the first image" }, text);
 }
 
 function pane(label, picture, prompt, mark = null, base = null) {
   const title = el("span", { class: "label", title: label }, mark, label);
-  if (!picture) return el("div", { class: "pane" }, el("p", { class: "pane-head" }, title), el("p", { class: "none" }, "no picture"));
+  if (!picture) return el("div", { class: "pane" }, el("p", { class: "pane-head" }, title), el("p", { class: "none" }, "no image"));
   const [width, height] = picture.size;
   const src = (STILL && picture.strip) || picture.src;
   const drawn = !src ? null : /^data:video|\.webm$/.test(src)
     ? el("video", { src, width, height, "aria-label": `${label}: ${prompt}`, autoplay: true, loop: true, playsinline: true })
     : el("img", { src, width, height, alt: `${label}: ${prompt}`, class: Math.max(width, height) <= 128 ? "exact" : null, decoding: "async", loading: DATA.live ? "lazy" : null });
-  if (drawn) drawn.muted = true; // or a browser would not let a video begin by itself
+  if (drawn) drawn.muted = true; // browsers autoplay only muted videos
   const text = picture.answer === undefined ? null : el("p", { class: "answer" }, picture.answer);
   const shown = [drawn && zoom(drawn, label, picture, prompt), frames(picture, label), sound(picture, label, prompt), text];
   if (picture.reward === undefined) return el("div", { class: "pane" }, el("p", { class: "pane-head" }, title), shown);
@@ -278,7 +278,7 @@ function referencePanes(references, prompt) {
   return references.map((picture, i) => pane(references.length > 1 ? `reference ${i + 1}` : "reference", picture, prompt));
 }
 
-// An image that fills the screen on click.
+// An image that opens in full size on click.
 function zoom(image, label, picture, prompt) {
   const button = el("button", { type: "button", class: "zoom", "aria-label": `Enlarge ${label}: ${prompt}` }, image);
   button.addEventListener("click", () => {
@@ -294,7 +294,7 @@ function zoom(image, label, picture, prompt) {
   return button;
 }
 
-// The prompt; a long one is cut to a few lines, and complete on hover.
+// The prompt, truncated to a few lines, with the full text on hover.
 function caption(prompt) {
   return el("figcaption", { title: prompt }, prompt);
 }
@@ -303,7 +303,7 @@ function shape(picture) {
   return picture && picture.size[0] > 1.6 * picture.size[1] ? "panes wide" : "panes";
 }
 
-// The panes of a card at `step`: in one run the first evaluation and that one, else each run.
+// The panes of a card at `step`: for one run, the first evaluation and this one; else one pane per run.
 function panesAt(prompt, step) {
   const same = (other) => other.text === prompt.text && other.seed === prompt.seed;
   const at = (run, wanted) => {
@@ -364,7 +364,7 @@ function pictureSection() {
   return section(title, note, control, grid.bar, grid.whole);
 }
 
-// Cards {card, text, scores}: the first eight, all after a click on a button, or those that match a filter.
+// Cards {card, text, scores}: the first eight, all after a click on the button, or those that match the filter.
 function few(cards, picture, name) {
   const grid = el("div", { class: MANY ? "rows" : shape(picture).replace("panes", "cards") }, cards.map(({ card }) => card));
   const more = el("button", { type: "button" }, `Show all ${cards.length}`);
@@ -472,7 +472,7 @@ function origin(run) {
     el("details", {}, el("summary", {}, "Versions"), pairs(Object.entries(packages || {}))));
 }
 
-// A button that copies a text; without access to the clipboard it selects the text's element.
+// A button that copies a text, or selects its element if the clipboard is not accessible.
 function copier(text, place) {
   const button = el("button", { type: "button" }, "Copy command");
   button.addEventListener("click", async () => {
@@ -484,7 +484,7 @@ function copier(text, place) {
   return button;
 }
 
-// All settings; the changed ones first and the others folded, if it is known which.
+// All settings; if known, the changed ones come first and the others are folded.
 function settings(run) {
   const changed = new Set((last(run.starts) || {}).changed);
   const entries = Object.entries(run.config);

@@ -1,7 +1,7 @@
-"""The report as one HTML file that loads nothing else, from network or disk.
+"""The report as a self-contained HTML file that loads nothing from the network or disk.
 
-Data from files is JSON without `<` in a script element that browsers do not run. The page's script reads it and sets it
-as text; a content security policy blocks any other script.
+Data from files is JSON without `<` in a script element that browsers do not run. The page's script reads it and inserts
+it as text; a content security policy blocks all other scripts.
 """
 
 import base64
@@ -35,7 +35,7 @@ def write_comparison(folders: Sequence[str | Path], path: str | Path) -> Path:
     """Write one page that compares the curves, images and settings of several runs.
 
     Raises:
-        ValueError: fewer than two folders, two of one name, or one of them cannot be read.
+        ValueError: there are fewer than two folders, two have the same name, or one cannot be read.
     """
     runs = [run_data(Path(folder), num_runs=len(folders)) for folder in folders]
     names = [run["name"] for run in runs]
@@ -46,9 +46,9 @@ def write_comparison(folders: Sequence[str | Path], path: str | Path) -> Path:
 
 
 def page(runs: Sequence[Mapping[str, Any]], *, live: bool = False) -> str:
-    """Return the HTML of a page of one run, or of several.
+    """Return the HTML of a page of one or several runs.
 
-    live: True if a server makes it on request, and serves the images.
+    live: True if a server generates it on request and serves the images.
     """
     title = " and ".join(run["name"] for run in runs)
     data = {"runs": runs, "charts": charts(runs), "live": live}
@@ -56,7 +56,7 @@ def page(runs: Sequence[Mapping[str, Any]], *, live: bool = False) -> str:
 
 
 def list_page(title: str) -> str:
-    """Return the HTML of a page that asks its server for the list of runs."""
+    """Return the HTML of a page that requests the list of runs from its server."""
     return _document(title, {"title": title}, "list.js", "data:", connect="'self'")
 
 
@@ -78,13 +78,13 @@ def _document(title: str, data: object, script_name: str, media: str, connect: s
 
 
 def embed(data: object) -> str:
-    """Return JSON that is safe in a script element: nothing in it can end the element or begin another."""
+    """Return JSON that is safe in a script element, because it cannot end the element or begin another."""
     text = json.dumps(_plain(data), allow_nan=False, separators=(",", ":"), default=str)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def _plain(value: Any) -> Any:
-    """Return the value with non-finite numbers as words."""
+    """Return the value with non-finite numbers as strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):

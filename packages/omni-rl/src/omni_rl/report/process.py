@@ -1,10 +1,10 @@
-"""A process beside a run that writes its images and its report and feeds its trackers, so that no step waits for them.
+"""A separate process that writes a run's images and report and feeds its trackers, so that no step waits for them.
 
     python -m omni_rl.report.process FOLDER TRACKERS PROJECT FD     the command of ReportProcess
 
-A message is JSON and the arrays that it names. The process answers after it has opened the tracker or failed to, and
+A message is JSON and the arrays that it names. The process answers after it has opened the trackers, or failed to, and
 after it has written an evaluation. If the connection ends before the message "end", the run has died: the process
-handles the messages that it has, and ends. It has its own session, so that Ctrl-C and torchrun signal only the run. A
+handles the messages that it has, and exits. It has its own session, so that Ctrl-C and torchrun signal only the run. A
 `multiprocessing.Process` would import the trainer's file, and torch with it.
 """
 
@@ -45,11 +45,11 @@ from omni_rl.run.sinks import Sink, tracker
 if TYPE_CHECKING:
     from omni_rl.report.folder import AllMedia
 
-MAX_SHARE = 0.25  # of the process's time for the page after new lines
-NOW_S, NOW_SHARE = 10.0, 0.01  # seconds between two pages without new lines, and the most of the time for them
+MAX_SHARE = 0.25  # of the process's time, to write the page after new lines
+NOW_S, NOW_SHARE = 10.0, 0.01  # least seconds between pages without new lines, and their maximum share of the time
 WAIT_S = 60.0  # for evaluations that are being written
-POLL_S = 1.0  # after which it is seen that an evaluation could not be sent
-MAX_WAITING = {"samples": 3, "now": 1}  # messages that wait to be sent; older ones would soon be replaced anyway
+POLL_S = 1.0  # interval to check for an evaluation that could not be sent
+MAX_WAITING = {"samples": 3, "now": 1}  # unsent messages; older ones are dropped, as new ones would replace them
 Arrays = dict[str, np.ndarray]
 Message = tuple[dict[str, Any], Arrays]
 
@@ -57,25 +57,25 @@ Message = tuple[dict[str, Any], Arrays]
 class ReportProcess:
     """A sink of `omni_train.log.RunLog` that sends lines and samples to the report process, without waiting.
 
-    Media must not be modified afterwards. If the process ends early, it warns once, and the run goes on without it.
-    What fails in the process is a warning, and is tried again at the next step. The log closes it.
+    Media must not be modified afterwards. If the process ends early, it warns once, and the run continues without it.
+    A failure in the process is a warning, and is retried at the next step. The log closes the sink.
 
-    tracker_error: why a tracker could not be opened, "" if all could.
+    tracker_error: why a tracker could not be opened, or "".
     """
 
     def __init__(self, folder: str | Path, track: str = "none", project: str = "omni-rl") -> None:
         """Start the process.
 
         Args:
-            folder: of the run.
-            track: the trackers, separated by commas, that get the metrics and the images of evaluations.
-            project: name under which trackers group runs.
+            folder: the run folder.
+            track: trackers for the metrics and the images of evaluations, separated by commas.
+            project: project name in the trackers.
         """
         self._folder = folder
         self._waiting: deque[Message] = deque()
         self._change = threading.Condition()
         self._has_warned = False
-        self._due = 0  # evaluations that may not be on the disk yet
+        self._due = 0  # evaluations that may not be on disk yet
         self._connection, theirs = Pipe()
         with theirs:
             fd = theirs.fileno()
@@ -90,7 +90,7 @@ class ReportProcess:
         self._put("log", step, metrics=dict(metrics))
 
     def show_eval(self, step: int, media: "AllMedia", samples: Sequence[Sample]) -> None:
-        """Send the samples of an evaluation, of which `omni_rl.report.write_eval` writes some."""
+        """Send the samples of an evaluation, to be written by `omni_rl.report.write_eval`."""
         self._warn_of_abstention(f"the evaluation after step {step}", samples)
         sent = range(min(MAX_SHEET, len(samples)))
         self._put_samples("eval", step, samples, sent, host_media(media, samples, sent))
@@ -98,7 +98,7 @@ class ReportProcess:
             self._due += 1
 
     def show_samples(self, step: int, media: "AllMedia", samples: Sequence[Sample]) -> None:
-        """Send the samples of a step that `omni_rl.report.write_samples` writes."""
+        """Send the samples of a step, to be written by `omni_rl.report.write_samples`."""
         self._warn_of_abstention(f"step {step}", samples)
         groups = first_groups(samples).values()
         shown = [i for indices in groups for i in best_and_worst(samples, indices)]
@@ -106,11 +106,11 @@ class ReportProcess:
         self._put_samples("samples", step, samples, sent, host_media(media, samples, shown))
 
     def show_now(self, text: str) -> None:
-        """Send what the run does at present."""
+        """Send the current activity of the run."""
         self._put("now", text=text)
 
     def wait(self) -> None:
-        """Wait until the samples of all evaluations are on the disk or the process has ended, at most `WAIT_S`."""
+        """Wait, at most `WAIT_S`, until the samples of all evaluations are on disk or the process has ended."""
         deadline = time.monotonic() + WAIT_S
         while self._due:
             left_s = deadline - time.monotonic()
@@ -132,7 +132,7 @@ class ReportProcess:
         self._connection.close()  # not before: the end of the connection means that the run has died
 
     def _answer(self) -> str:
-        """Return the next answer of the process: empty without an error."""
+        """Return the next answer of the process, "" for success."""
         try:
             return self._connection.recv_bytes().decode()
         except (EOFError, OSError):
@@ -141,7 +141,7 @@ class ReportProcess:
     def _put_samples(
         self, kind: str, step: int, samples: Sequence[Sample], sent: Sequence[int], shown: Mapping[int, Media]
     ) -> None:
-        """Send the samples at `sent`: rows, which name the arrays of their media and references."""
+        """Send the samples at `sent` as rows that name the arrays of their media and references."""
         rows, arrays = [], Arrays()
         for row, i in enumerate(sent):
             media, rates = shown.get(i, {}), samples[i].rates
@@ -176,13 +176,13 @@ class ReportProcess:
                 self._connection.send_bytes(binary)
             except OSError:
                 self._warn_of_loss()
-            except Exception as exc:  # of what a scorer's details may be
+            except Exception as exc:  # a scorer's details may be anything
                 pictures.fail(f"{type(exc).__name__}: {exc}")
                 with self._change:
                     self._due -= kind == "eval"
 
     def _warn_of_abstention(self, place: str, samples: Sequence[Sample]) -> None:
-        """Print once in a run why a sample has no score; the page has the reasons of its samples."""
+        """Print, once per run, why a sample has no score. The page shows the reasons of its samples."""
         reasons = [sample.abstained for sample in samples if sample.abstained]
         if reasons and not self._has_warned:
             self._has_warned = True
@@ -196,20 +196,20 @@ class ReportProcess:
 
 
 def main(folder: str, track: str, project: str, fd: str) -> None:
-    """Open the trackers, and follow the run to its end."""
+    """Open the trackers, and handle the messages of the run until it ends."""
     os.nice(5)  # training comes first
     connection, sinks, errors = Connection(int(fd)), list[tuple[Sink, Breaker]](), list[str]()
     for name in track.split(","):
         try:
             sinks += [(sink, Breaker(f"the tracker {name}", goes_on=True)) for sink in tracker(name, folder, project)]
-        except Exception as exc:  # of any library
+        except Exception as exc:  # any library may fail
             errors.append(" ".join(f"{type(exc).__name__}: {exc}".split()))
     if track != "none":
         connection.send_bytes("; ".join(errors).encode())
     page = Breaker("the page of the report", goes_on=True, remedy=f"to write it again: omni-rl report {folder}")
     try:
         _follow(connection, Path(folder), sinks, page)
-    except (EOFError, OSError):  # the run has died; its trackers see that it did not finish
+    except (EOFError, OSError):  # the run died; its trackers notice that it did not finish
         os._exit(0)
     page(write_report, Path(folder))
     for sink, guard in sinks:
@@ -218,7 +218,7 @@ def main(folder: str, track: str, project: str, fd: str) -> None:
 
 def _follow(connection: Connection, folder: Path, sinks: Sequence[tuple[Sink, Breaker]], page: Breaker) -> None:
     """Handle messages until the last one, and write the page in between."""
-    due, next_s, later_s = math.inf, 0.0, 0.0  # of the page: when it is due, and the soonest after a line, or without
+    due, next_s, later_s = math.inf, 0.0, 0.0  # when the page is due, and the earliest time after a line or without one
     pictures, present = (
         Breaker("the samples of the report", goes_on=True),
         Breaker("the progress in the report", goes_on=True),

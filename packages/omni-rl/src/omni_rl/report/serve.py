@@ -1,16 +1,16 @@
-"""Live pages of the runs of a folder: a list, the report of each, and comparisons of several.
+"""Live pages of the runs in a folder: a list, the report of each, and comparisons.
 
     omni-rl report --serve runs/        prints the address, and serves until Ctrl-C
 
-| address | what |
+| address | content |
 |---|---|
-| `/` | the list, which asks for `runs.json` every few seconds |
-| `/report?run=a&run=b` | the report of a run, or a comparison, made on request |
-| `/metrics` | the last line of each run's metrics, as Prometheus reads them |
+| `/` | the list, which reloads `runs.json` every few seconds |
+| `/report?run=a&run=b` | the report of a run, or a comparison, generated on request |
+| `/metrics` | the last line of each run's metrics, for Prometheus |
 | `/files/a/eval/000080/0000.png` | an image, a video or a sound of a report |
 
-It only reads, and serves no files outside the folder and no HTML of the folder. If other machines can reach it, every
-address begins with a random token.
+The server only reads, and serves no files outside the folder and no HTML files from it. If other machines can reach it,
+every address begins with a random token.
 """
 
 import asyncio
@@ -45,11 +45,11 @@ from omni_rl.report.data import MEDIA_TYPES, curve, outline, read_now, run_data
 from omni_rl.report.page import embed, list_page, page
 from omni_rl.run.metrics import one_evaluation
 
-FILES = ("metrics.jsonl", "config.toml", "versions.jsonl")  # of a run that the list reads
-HOMES = {"eval", "samples"}  # folders of a run whose media are served
-DEPTH = 3  # levels of folders that are searched for runs
+FILES = ("metrics.jsonl", "config.toml", "versions.jsonl")  # files of a run that the list reads
+HOMES = {"eval", "samples"}  # folders of a run with media to serve
+DEPTH = 3  # levels of folders to search for runs
 MAX_RUNS = 1000  # in the list
-MAX_COMPARED = 8  # the number of colors
+MAX_COMPARED = 8  # number of colors
 MAX_CONNECTIONS = 64
 HEADERS = {
     "Cache-Control": "no-store",
@@ -58,12 +58,12 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-State = tuple[tuple[int, int], ...]  # when each file changed, in nanoseconds, and its size in bytes
-PAGE_POLICY = "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"  # besides the one in the page
+State = tuple[tuple[int, int], ...]  # modification time in ns and size in bytes of each file
+PAGE_POLICY = "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"  # in addition to the page's own policy
 
 
 class Runs:
-    """The runs of a folder, or the run that the folder is."""
+    """The runs of a folder, which may itself be a run."""
 
     def __init__(self, root: Path) -> None:
         if not root.is_dir():
@@ -71,9 +71,9 @@ class Runs:
         self.root = root.resolve()
 
     def find(self) -> dict[str, Path]:
-        """Return the run folders by name: the path below the root, `.` for the root itself.
+        """Return the run folders by name, which is the path below the root, or `.` for the root itself.
 
-        Names that are not printable have no address and are left out.
+        Folders with unprintable names are left out.
         """
         found: dict[str, Path] = {}
         for place, folders, _ in os.walk(self.root):  # skips folders that cannot be read
@@ -86,16 +86,16 @@ class Runs:
         return found
 
     def outlines(self) -> list[dict[str, Any]]:
-        """Return the row of each run in the list, or the error of its files."""
+        """Return the row of each run in the list, or an error in its files."""
         return [{"id": name, "name": self.title(name), **self._outline(run)} for name, run in self.find().items()]
 
     def gauges(self) -> bytes:
-        """Return the last line of each run in Prometheus' text format; damaged runs have none."""
+        """Return the last line of each run in Prometheus' text format, without damaged runs."""
         registry = CollectorRegistry()
         step = Gauge("omni_rl_step", "Finished training steps of the run", ["run"], registry=registry)
         values = Gauge("omni_rl_metric", "Metric of the run's last line", ["run", "metric"], registry=registry)
         for name, folder in self.find().items():
-            with suppress(Exception):  # of any content; the list shows the error
+            with suppress(Exception):  # files may hold anything; the list shows the error
                 line = _last_line(folder, _state(folder))
                 title = _encodable(self.title(name))
                 step.labels(title).set(line["step"])
@@ -106,15 +106,15 @@ class Runs:
     def _outline(self, folder: Path) -> dict[str, Any]:
         try:
             return _outline(folder, _state(folder)) | {"now": read_now(folder)}
-        except Exception as exc:  # of any content; the other runs are listed
+        except Exception as exc:  # files may hold anything; the other runs are listed
             return {"error": str(exc).replace(f"{self.root}/", "")}
 
     def title(self, name: str) -> str:
-        """Return the name of a run on the pages."""
+        """Return the name of a run to show."""
         return self.root.name if name == "." else name
 
     def report(self, names: list[str]) -> str:
-        """Return the page of one run, or of several."""
+        """Return the page of one or several runs."""
         runs = self.find()
         missing = [name for name in names if name not in runs]
         if missing or not names:
@@ -125,7 +125,7 @@ class Runs:
             for name in names:
                 self._check_links(runs[name])
             data = [run_data(runs[name], num_runs=len(names), link=f"files/{quote(name)}") for name in names]
-        except Exception as exc:  # of any content
+        except Exception as exc:  # files may hold anything
             raise HTTPException(422, str(exc)) from exc
         return page([run | {"name": self.title(name)} for name, run in zip(names, data, strict=True)], live=True)
 
@@ -135,35 +135,35 @@ class Runs:
                 raise ValueError(f"{path.relative_to(self.root)} leads out of the folder that is served")
 
     def media(self, path: str) -> Path:
-        """Return the file that a report shows, by its path below the root."""
+        """Return the media file of a report, given its path below the root."""
         with suppress(OSError, ValueError):
             file = (self.root / path).resolve()
-            parts = file.relative_to(self.root).parts[:-1]  # after links were followed
+            parts = file.relative_to(self.root).parts[:-1]  # with links resolved
             if file.suffix in MEDIA_TYPES and HOMES & set(parts) and file.is_file():
                 return file
         raise HTTPException(404, "no such image, video or sound")
 
 
 def _encodable(text: str) -> str:
-    """Return the text with ? for what UTF-8 lacks, as JSON may name half a pair of surrogates."""
+    """Replace characters that UTF-8 cannot encode by ?, because JSON may contain lone surrogates."""
     return text.encode(errors="replace").decode()
 
 
 def _state(folder: Path) -> State:
-    """Return what changes when one of the run's files does."""
+    """Return modification times and sizes of the run's files."""
     stats = [path.stat() for name in FILES if (path := folder / name).exists()]
     return tuple((stat.st_mtime_ns, stat.st_size) for stat in stats)
 
 
 @lru_cache(MAX_RUNS)
 def _last_line(folder: Path, state: State) -> dict[str, float]:
-    """Return the last line of the run's metrics. state: of its files, which are read again only if it changes."""
+    """Return the last line of the run's metrics. state: cache key; the files are read again only if it changes."""
     return load_metrics(folder / FILES[0])[-1]
 
 
 @lru_cache(MAX_RUNS)
 def _outline(folder: Path, state: State) -> dict[str, Any]:
-    """Return the row of a run in the list. state: of its files, which are read again only if it changes."""
+    """Return the row of a run in the list. state: cache key; the files are read again only if it changes."""
     steps = one_evaluation(load_metrics(folder / FILES[0]))
     found = outline(folder, steps)
     config, start = found["config"], found["starts"][-1] if found["starts"] else {}
@@ -178,10 +178,10 @@ def create_app(runs: Runs, *, host: str = "localhost", token: str = "") -> Starl
 
     Args:
         runs: the runs to show.
-        host: a further name of loopback, without a token.
-        token: the beginning of every address; without one, only requests for loopback are answered.
+        host: an additional allowed name of the loopback address, if there is no token.
+        token: the beginning of every address. Without a token, only requests to the loopback address are answered.
     """
-    drawing, listing = asyncio.Lock(), asyncio.Lock()  # each needs many times the memory of the files that it reads
+    drawing, listing = asyncio.Lock(), asyncio.Lock()  # each takes many times the memory of the files that it reads
     start = f"/{token}/" if token else "/"
 
     def show(text: str) -> Response:
@@ -226,22 +226,22 @@ def create_app(runs: Runs, *, host: str = "localhost", token: str = "") -> Starl
 
 
 class LiveServer(uvicorn.Server):
-    """A server of a folder of runs, bound to its address. `run(sockets=[server.socket])` serves.
+    """A server for a folder of runs, bound to its address. Call `run(sockets=[server.socket])` to serve.
 
     Args:
         root: a folder of runs, or a run.
-        host: the address; if other machines can reach it, all addresses contain a secret token.
-        port: 0 takes a free one.
+        host: the address. If other machines can reach it, all addresses contain a secret token.
+        port: 0: any free port.
 
     Raises:
         ValueError: the folder or the address does not exist.
-        OSError: the address is taken.
+        OSError: the address is in use.
     """
 
     def __init__(self, root: Path, *, host: str = "127.0.0.1", port: int = 0) -> None:
         self.runs = Runs(root)
         self.socket = bind(host, port, has_token=True)
-        self.socket.listen()  # requests may come as soon as the address is printed
+        self.socket.listen()  # requests may arrive once the address is printed
         address, port = self.socket.getsockname()[:2]
         token = "" if is_loopback(address) else secrets.token_urlsafe(24)
         name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
@@ -249,7 +249,7 @@ class LiveServer(uvicorn.Server):
         super().__init__(configure(create_app(self.runs, host=host, token=token), MAX_CONNECTIONS))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stop; a response that is cut off, such as a paused video, is not an error."""
+        """Stop the server. An interrupted response, such as a paused video, is not an error."""
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         self.force_exit = True
         super().handle_exit(sig, frame)

@@ -1,5 +1,5 @@
 
-// Words that all pages share.
+// Texts shared by all pages.
 
 function duration(seconds) {
   const s = Math.round(seconds);

@@ -1,1 +1,1 @@
-"""A run: how it starts or resumes, its loop, and how it ends."""
+"""A run: its start or resumption, its loop, and its end."""

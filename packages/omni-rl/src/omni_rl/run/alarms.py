@@ -1,6 +1,6 @@
-"""Alarms: what should make a run's owner look, found in the lines of `metrics.jsonl`, for the terminal and the report.
+"""Alarms for the terminal and the report: rules that detect problems in the lines of `metrics.jsonl`.
 
-`omni_rl.run.metrics` has their rules. Pure functions of the lines.
+The rules are in `omni_rl.run.metrics`. All functions are pure functions of the lines.
 """
 
 import math
@@ -17,7 +17,7 @@ ALARMS = tuple((row.name, row.alarm) for row in METRICS if row.alarm)
 
 @dataclass(frozen=True)
 class Alarm:
-    """A step, the title of the rule that holds there, the numbers that prove it, and where to look."""
+    """A step, the title of the rule that holds there, the numbers that show it, and what to check."""
 
     step: int
     title: str
@@ -26,27 +26,27 @@ class Alarm:
 
     @property
     def text(self) -> str:
-        """A line for the terminal; the report shows the same from the log."""
+        """A line for the terminal. The report shows the same, from the log."""
         numbers = ", ".join(f"{name} {value:.4g}" for name, value in self.numbers.items())
         return f"ALARM after step {self.step}: {self.title} ({numbers}). {self.look}"
 
 
 class Watch:
-    """The state of the rules along the lines of a run; it keeps only the lines that they need."""
+    """The state of the rules over the lines of a run. It stores only the lines that they need."""
 
     def __init__(self) -> None:
         self._rows: dict[str, deque[Line]] = {}  # by the rule's title
         self._holding: set[str] = set()
-        self._broken: set[str] = set()  # metrics that were not finite at least once
+        self._broken: set[str] = set()  # metrics that have been non-finite at least once
 
     def __call__(self, line: Line) -> list[Alarm]:
-        """Return the alarms that begin with this line; one that ends may begin again."""
+        """Return the alarms that begin with this line. An alarm that ended may begin again."""
         return [alarm for alarm, is_new in self.see(line) if is_new]
 
     def see(self, line: Line) -> list[tuple[Alarm, bool]]:
-        """Return the alarms that hold with this line, each with True if it did not hold before.
+        """Return the alarms that hold at this line, each with True if it did not hold before.
 
-        line: with its `step`, the next one in step order.
+        line: the next line in step order, with its `step`.
         """
         self._broken |= {name for name, value in line.items() if not math.isfinite(value)}
         found = []
@@ -68,7 +68,8 @@ class Watch:
 def find_alarms(lines: Sequence[Line]) -> list[Alarm]:
     """Return one alarm for each rule that held after any of `lines`, for the report, in the order of their steps.
 
-    Its numbers are those of the last time, with `steps`, how often it held, and `since`, the first step of them.
+    Its numbers are those of the last step at which it held, plus `steps`, how often it held, and `since`, the first
+    step at which it held.
     """
     watch, last, since, counts = Watch(), dict[str, Alarm](), dict[str, float](), Counter[str]()
     for line in lines:
@@ -88,7 +89,7 @@ def _not_finite(name: str) -> Rule:
 
 
 def _alarm(rule: Rule, names: Sequence[str], rows: Sequence[Line]) -> Alarm:
-    """Return the alarm with the metrics' values in the last of the rows, and those in the first that differ."""
+    """Return the alarm with the metrics' values in the last row, and the values in the first row that differ."""
     first, last = rows[0], rows[-1]
     numbers = {f"{name}, from": first[name] for name in names if abs(first[name] - last[name]) > 0}
     return Alarm(int(last["step"]), rule.title, numbers | {name: last[name] for name in names}, rule.look)

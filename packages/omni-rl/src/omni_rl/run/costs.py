@@ -1,4 +1,4 @@
-"""What a step costs: work of the nets and of the scorer, memory, CPU seconds."""
+"""Costs of a step: work of the nets and of the scorer, memory, CPU seconds."""
 
 import math
 import time
@@ -12,7 +12,7 @@ from omni_rl.run.run import AnyRun, Step
 
 
 class Work(TypedDict):
-    """What a rank has done in a step, as `RunLog.log` takes it."""
+    """A rank's work in a step, as arguments of `RunLog.log`."""
 
     num_samples: float
     flops: dict[str, float]
@@ -21,7 +21,7 @@ class Work(TypedDict):
 
 @contextmanager
 def measured(run: AnyRun, step: Step) -> Iterator[None]:
-    """Count what the block costs, and add it to the metrics of the step."""
+    """Measure the cost of the block, and add it to the metrics of the step."""
     busy_s, cpu_s = run.scorer.busy_s, time.process_time()
     run.counts.clear()
     run.calls.clear()
@@ -37,15 +37,15 @@ def measured(run: AnyRun, step: Step) -> Iterator[None]:
 
 
 def costs(run: AnyRun, cpu_s: float) -> dict[str, float]:
-    """Return metrics of the cost of a step on all ranks, if all report it. cpu_s: CPU seconds of this rank."""
+    """Return the metrics of a step's cost that all ranks report, summed. cpu_s: CPU seconds of this rank."""
     names = ("perf/forwards", "perf/backwards", "perf/cpu_s")
-    own = run.breakers.calls(own_costs, run, cpu_s) or [math.nan] * len(names)  # other ranks wait for what this one has
+    own = run.breakers.calls(own_costs, run, cpu_s) or [math.nan] * len(names)  # other ranks wait in the gather
     sums = map(sum, zip(*gather_json(run.dist, own), strict=True))
     return {name: total for name, total in zip(names, sums, strict=True) if not math.isnan(total)}
 
 
 def own_costs(run: AnyRun, cpu_s: float) -> list[float]:
-    """Return the forwards and backwards of samples, and the CPU seconds, of this rank."""
+    """Return this rank's forwards and backwards, in samples, and its CPU seconds."""
     with_gradients = sum(samples for (_, has_gradient, _), samples in run.calls.items() if has_gradient)
     samples = [count / run.dist.context for count in (sum(run.calls.values()), with_gradients)]
     samples[0] += run.counts["forwards"]  # of ranks that only sample
@@ -53,7 +53,7 @@ def own_costs(run: AnyRun, cpu_s: float) -> list[float]:
 
 
 def work_of(run: AnyRun) -> Work:
-    """Return what this rank has done since its counts were cleared."""
+    """Return the work of this rank since its counts were cleared."""
     counted = run.flops.total(run.calls) if run.flops and not run.breakers.calls.is_off else {}
     return Work(
         num_samples=run.counts["sampled"] / run.dist.context,

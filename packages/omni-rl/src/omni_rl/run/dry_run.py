@@ -1,4 +1,4 @@
-"""What a dry run prints of a run: a rank's part of a training step, and the memory of its weights."""
+"""Output of a dry run: a rank's part of a training step, and the memory of its weights."""
 
 import math
 from typing import Any
@@ -17,19 +17,19 @@ from omni_rl.settings.args import MediaArgs, RunArgs, num_trainers, sharding
 from omni_rl.settings.fields import flag
 from omni_rl.settings.token_args import ThinkingArgs
 
-SHIPPED = "omni-rollout's, with a token for each word of a prompt, as {} cannot be fetched: {}"
+SHIPPED = "that of omni-rollout, with one token per word of a prompt, as {} cannot be fetched: {}"
 STEP = "--memory.device-gb GB plans its memory, and the host's, for an accelerator of that size"
 
 
 def plan_of(args: RunArgs, dist: Dist, inputs: Inputs[Any, Any], session: Session, net: nn.Module) -> list[str]:
-    """Return a rank's part of a training step and the memory of its weights. net: with its adapters, without values."""
+    """Return lines on a rank's part of a step and the memory of its weights. net: with adapters, without values."""
     mode, num_ranks, samplers = sharding(args, dist.world_size), dist.world_size, args.sharding.rollout_ranks
     lora_rank = args.lora.rank
     num_weights = sum(p.numel() for p in net.parameters())
     num_trained = sum(p.numel() for p in net.parameters() if p.requires_grad)
     num_nets = 0 if lora_rank else ("reference" in inputs.policies) + len(inputs.teachers)
     num_frozen = num_weights - num_trained + num_weights * num_nets + inputs.num_beside
-    # In float32: the weight, its gradient, moments and averages.
+    # In float32: the weight, its gradient, two moments and averages.
     copies = 4 + bool(args.policy.ema_decay) + ("old" in inputs.policies)
     share = args.sharding.size or num_ranks if mode == "fsdp2" else 1
     num_initial = num_trained if args.lora.init == "pissa" else 0  # float32
@@ -45,7 +45,7 @@ def plan_of(args: RunArgs, dist: Dist, inputs: Inputs[Any, Any], session: Sessio
     is_shipped = inputs.model.folder == released_models().get(args.policy.model)
     can_plan = not (args.eval.only or isinstance(args, ThinkingArgs) or args.sampling.engine == "vllm")
     has_step = bool(args.memory.device_gb)
-    url = "that of --scorer.url, which no file keeps" if args.scorer.url else ""
+    url = "that of --scorer.url, which is not written to files" if args.scorer.url else ""
     who = "rank" if dist.context == 1 else f"{dist.context} ranks, each with a part of every sample's tokens"
     lines = {
         "model": describe_model(inputs),
@@ -55,7 +55,7 @@ def plan_of(args: RunArgs, dist: Dist, inputs: Inputs[Any, Any], session: Sessio
             else {}
         ),
         "ranks": f"{num_ranks}, weights {mode}"
-        + ", experts on a rank each" * args.sharding.experts
+        + ", each expert on one rank" * args.sharding.experts
         + (f"; {samplers} more only sample" if samplers else ""),
         "samples per step": f"{samples}, {samples // dist.dp_size} per {who}, {args.data.batch_size} per forward",
         "optimizer steps per training step": str(args.data.num_minibatches),
@@ -64,8 +64,8 @@ def plan_of(args: RunArgs, dist: Dist, inputs: Inputs[Any, Any], session: Sessio
         "learning rate": f"{args.lr:g}"
         + (f", LoRA of rank {lora_rank} with alpha {args.lora.alpha}" * bool(lora_rank)),
         "weights of the net": f"{num_weights / 1e6:.1f} M, trained {num_trained / 1e6:.1f} M",
-        "memory per rank": f"{frozen_mb:.0f} MB frozen weights, {trained_mb:.0f} MB for what is trained (weights, "
-        "gradients, optimizer, averages); what is not trained and activations come on top",
+        "memory per rank": f"{frozen_mb:.0f} MB frozen weights, {trained_mb:.0f} MB for trained weights, gradients, "
+        "optimizer and averages; the model's other parts and activations come on top",
         **({"a step": STEP} if can_plan and not has_step else {}),
         **(_forward(args, inputs, net) if isinstance(args, MediaArgs) and not has_step else {}),
         "start": f"{session.begins}, in {session.folder}",
@@ -74,7 +74,7 @@ def plan_of(args: RunArgs, dist: Dist, inputs: Inputs[Any, Any], session: Sessio
 
 
 def describe_model(inputs: Inputs[Any, Any]) -> str:
-    """Return the class of the model, with the shapes of its latents and the length of its texts."""
+    """Return the name of the model's class, the shapes of its latents and the length of its texts."""
     model, params = inputs.model, inputs.params
     name = model.__class__.__name__
     if isinstance(params, TokenParams):
@@ -85,10 +85,10 @@ def describe_model(inputs: Inputs[Any, Any]) -> str:
 
 
 def _forward(args: MediaArgs, inputs: Inputs[Any, Any], net: nn.Module) -> dict[str, str]:
-    """Return what a forward takes, by running one without values; of thoughts, whose lengths are not known, nothing.
+    """Return the cost of a forward, counted on meta tensors, or nothing for thoughts, whose lengths are unknown.
 
     Raises:
-        ValueError: the forward fails, as of data types that do not fit.
+        ValueError: the forward fails, for example because data types do not match.
     """
     from omni_rl.tools.plan_forward import count_forward
 
@@ -96,14 +96,14 @@ def _forward(args: MediaArgs, inputs: Inputs[Any, Any], net: nn.Module) -> dict[
         return {}
     dtype = inputs.preparation.dtype
     for param in net.parameters() if sharding(args, num_trainers(args)) == "fsdp2" else ():
-        param.data = param.data.to(dtype)  # as they are gathered
+        param.data = param.data.to(dtype)  # the dtype of gathered weights
     with flag(f"--dtype {args.policy.dtype}: "):
         flops = count_forward(inputs.model, net, dtype, inputs.params, inputs.prompts.at(0)[0])
     return {"a forward of one sample": f"{flops / 1e12:.4g} TFLOP in {args.policy.dtype}"}
 
 
 def _evaluations(args: RunArgs, inputs: Inputs[Any, Any]) -> str:
-    """Return how many evaluations a run has, and what one of them takes beside the rollout of a training step."""
+    """Return the number of evaluations of a run, and the cost of one relative to the rollout of a training step."""
 
     def forwards(samples: int, params: Params | TokenParams) -> int:
         return samples * (params.num_inference_steps if isinstance(params, Params) else 1)

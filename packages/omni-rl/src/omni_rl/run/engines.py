@@ -1,6 +1,6 @@
-"""The engines by the names of --engine. One more is a class with the methods of `omni_rollout.Engine`, and a row.
+"""The engines that --engine names. To add one, add a class with the methods of `omni_rollout.Engine`, and a row here.
 
-Imports no torch, as the settings are checked with it.
+Imports no torch, because the check of settings imports this module.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ RolloutDtype = Literal["auto", "int8", "fp8"]
 
 
 class EngineRow(NamedTuple):
-    """open: opens the engine for a net that is trained. library: what one with its own weights needs."""
+    """open: opens the engine for the trained net. library: required by an engine with its own weights, else empty."""
 
     open: "Callable[[Model, nn.Module, Dist, torch.dtype, RolloutDtype, TextCache], Engine]"
     library: str = ""
@@ -29,7 +29,7 @@ class EngineRow(NamedTuple):
 def open_diffusers(
     model: "Model", net: "nn.Module", dist: "Dist", dtype: "torch.dtype", form: "RolloutDtype", texts: "TextCache"
 ) -> "Engine":
-    """Open the embedded engine, which samples with the net that is trained."""
+    """Open the embedded engine, which samples with the trained net."""
     from omni_rollout.engines.diffusers import DiffusersEngine
 
     return DiffusersEngine(model, model.load(device=dist.device, dtype=dtype, net=net), texts=texts)
@@ -38,7 +38,7 @@ def open_diffusers(
 def open_vllm_omni(
     model: "Model", net: "nn.Module", dist: "Dist", dtype: "torch.dtype", form: "RolloutDtype", texts: "TextCache"
 ) -> "Engine":
-    """Open vLLM-Omni in this process, beside the net that is trained."""
+    """Open vLLM-Omni in this process, with its own copy of the weights."""
     from omni_rollout.engines.vllm_omni.engine import VllmOmniEngine
     from omni_train.dist import same_error
 

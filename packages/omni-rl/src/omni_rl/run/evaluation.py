@@ -1,6 +1,6 @@
-"""An evaluation of a run: the held-out sets under the averaged weights, their export with its card, the best so far.
+"""Evaluations of a run: held-out sets under the averaged weights, export of these weights with a card, the best so far.
 
-A `Line` is one of the log, with its `step`. Lines of evaluations are those that have a metric `eval/...`.
+A `Line` is a line of the log, with its `step`. Lines of evaluations have a metric `eval/...`.
 """
 
 import shutil
@@ -28,19 +28,19 @@ Export = Callable[[Any, Mapping[str, object] | None], None]
 
 
 def is_due(run: AnyRun, done: int) -> bool:
-    """Return True if an evaluation is due after so many steps."""
+    """Return True if an evaluation is due after `done` steps."""
     args = run.args
     return bool(done or args.eval.first) and (done % args.eval.every == 0 or done == args.run.train_steps)
 
 
 def is_judged(line: Line) -> bool:
-    """Return True if a line of the log has an evaluation."""
+    """Return True if a line of the log contains an evaluation."""
     return any(name.startswith("eval/") for name in line)
 
 
 def date_sets(run: AnyRun, now: int) -> dict[str, float]:
-    """Note in the checkpoints from which step on each set is evaluated as now; return it as `sinces` does."""
-    then: Mapping[str, object] = run.session.config.get(EVALS, {})  # type: ignore[assignment]  # as an earlier start wrote it
+    """Record in the checkpoints since which step each set is evaluated as now; return the steps as `starts_of` does."""
+    then: Mapping[str, object] = run.session.config.get(EVALS, {})  # type: ignore[assignment]  # from an earlier start
     run.session.config[EVALS] = found = date_evaluations(run.held_out, then, now)
     return starts_of(found)
 
@@ -48,9 +48,10 @@ def date_sets(run: AnyRun, now: int) -> dict[str, float]:
 def hold_out(
     run: AnyRun, done: int, before: Sequence[Line], evaluate_set: EvaluateSet, export: Export
 ) -> dict[str, float]:
-    """Return metrics of the held-out prompts under the averaged weights; a run that trains exports these weights.
+    """Evaluate the held-out prompts under the averaged weights, export these weights, and return the metrics.
 
-    before: the lines of evaluations so far. evaluate_set, export: as in `Loop`.
+    The weights are exported only if the run has trained. before: the lines of evaluations so far. evaluate_set, export:
+    see `Loop`.
     """
 
     def evaluate_one(held: HeldOut[Any, Any]) -> tuple[dict[str, float], Shown]:
@@ -65,7 +66,7 @@ def hold_out(
             run.breakers.pictures(lambda: report.show_eval(done, *mixed(shown)))
         if done and not run.args.eval.only:
             if run.args.run.checkpoint_url:
-                run.session.checkpoints.wait()  # a save in progress sends the weights before
+                run.session.checkpoints.wait()  # a save in progress uploads the previous weights
             has_card = run.dist.is_main and "eval/reward" in metrics
             lines = [*before, {"step": done} | metrics]
             export(run, run.breakers.card(card_facts, run, lines) if has_card else None)
@@ -74,11 +75,11 @@ def hold_out(
 
 
 def settings_since(run: AnyRun) -> dict[str, float]:
-    """Return the metrics that tell from which step on each set, also one left out since, is evaluated as it was last.
+    """Return, as metrics, the step since which each set is evaluated as it was last, including sets left out since.
 
-    There are none if all are since the start.
+    Empty if this holds for all sets since the start.
     """
-    dates: Mapping[str, tuple[str, int]] = run.session.config.get(EVALS, {})  # type: ignore[assignment]  # of `date_sets`
+    dates: Mapping[str, tuple[str, int]] = run.session.config.get(EVALS, {})  # type: ignore[assignment]  # `date_sets`
     found = {f"{start}{SETTINGS_SINCE}": since for start, since in starts_of(dates).items()}
     return found if any(found.values()) and not run.args.eval.only else {}
 
@@ -89,7 +90,7 @@ def card_facts(run: AnyRun, evals: Sequence[Line]) -> dict[str, object]:
     evals: the lines of evaluations.
 
     Raises:
-        ValueError: they make no card, as a score is not finite.
+        ValueError: a score is not finite, so there is no card.
     """
     evals = [line for line in evals if "eval/reward" in line]
     first = {"held-out, base": evals[0]["eval/reward"]} if evals[0]["step"] == 0 and len(evals) > 1 else {}
@@ -99,7 +100,7 @@ def card_facts(run: AnyRun, evals: Sequence[Line]) -> dict[str, object]:
         if h.metric("reward") in evals[-1]
     }
     plain, settings = flat(build(type(run.args), {})), flat(without_secrets(run.args))
-    path = run.session.folder / "versions.jsonl"  # which is missing where its record failed
+    path = run.session.folder / "versions.jsonl"  # missing if it could not be written
     now = {"command": command_line(sys.argv, hide=secret_flags(type(run.args)))}
     starts = dict.fromkeys(str(start["command"]) for start in (read_jsonl(path) if path.exists() else [now]))
     facts: dict[str, object] = {
@@ -114,7 +115,7 @@ def card_facts(run: AnyRun, evals: Sequence[Line]) -> dict[str, object]:
 
 
 def changes_of(run: AnyRun, evals: Sequence[Line]) -> str:
-    """Return the first and the last held-out score of each set, in words."""
+    """Return the first and the last held-out score of each set as text."""
     changes = []
     for held in run.held_out:
         scores = [line[held.metric("reward")] for line in evals if held.metric("reward") in line]
@@ -130,20 +131,20 @@ def golds_of(lines: Sequence[Line]) -> list[Line]:
 
 
 def best_of(lines: Sequence[Line]) -> int | None:
-    """Return the step with the best gold score, the first of equal ones; None if there is none."""
+    """Return the step with the best gold score, the first of equal ones, or None without gold scores."""
     golds = golds_of(lines)
     return int(max(golds, key=lambda line: line[GOLD_REWARD])["step"]) if golds else None
 
 
 def has_fallen(lines: Sequence[Line], count: int) -> bool:
-    """Return True if the gold score has fallen in the last `count` lines that have one, as `falls` says."""
+    """Return True if the gold score has fallen, by `falls`, in the last `count` lines that have one."""
     golds = golds_of(lines)
     scores, errors = [line[GOLD_REWARD] for line in golds], [line.get(error_of(GOLD_REWARD), 0.0) for line in golds]
     return falls(scores, errors, count)
 
 
 def keep_best(run: AnyRun) -> None:
-    """Copy the weights that were just exported to runs/NAME/best, completely or not at all."""
+    """Copy the weights that were just exported to runs/NAME/best, atomically."""
     weights, best = run.session.folder / "weights", run.session.folder / "best"
     with same_error(run.dist):
         if run.dist.is_main:

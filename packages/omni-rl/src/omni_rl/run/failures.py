@@ -1,7 +1,7 @@
-"""Error reporting for a distributed run: one message from one rank, with rank, phase and remedy.
+"""Error reporting of a distributed run: one message from one rank, with rank, phase and remedy.
 
-`reports` are what the ranks sent each other (`omni_train.dist.tell_failure`): by rank, the phase and the error, or ""
-where another rank is the cause. A rank without a report hangs or was killed.
+`reports` are the messages that the ranks sent each other (`omni_train.dist.tell_failure`): by rank, the phase and the
+error, or "" if another rank is the cause. A rank without a report hangs or was killed.
 """
 
 import os
@@ -32,7 +32,7 @@ ArgsT = TypeVar("ArgsT", bound=RunArgs)
 
 
 def launch(main: Callable[[ArgsT, World], None], args: ArgsT) -> None:
-    """Run a trainer as a program: its messages, and exit code 0, 1 (something broke), 2 (a mistake) or 130 (Ctrl-C)."""
+    """Run a trainer as a program. Exit codes: 0, 1 (the run failed), 2 (invalid settings or files), 130 (Ctrl-C)."""
     end_imports()
     try:
         if args.memory.device_gb:
@@ -57,15 +57,15 @@ def launch(main: Callable[[ArgsT, World], None], args: ArgsT) -> None:
         say_failure(failure, args)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # a rank that failed must not wait, in some library's ending, for ranks that wait for it
+    os._exit(code)  # a failed rank must not wait, in an exit handler of a library, for ranks that wait for it
 
 
 @contextmanager
 def running(run: AnyRun) -> Iterator[Stop]:
-    """Record in the `with` block what asks the run to stop; close its log after it, and after success the run.
+    """Catch requests to stop in the `with` block. Afterwards, close the log and, if the block succeeded, the run.
 
     Raises:
-        BrokenRunError: the block has raised an exception.
+        BrokenRunError: the block raised an exception.
     """
     try:
         with catch_stop(run.world.signals) as stop, run.session.log:
@@ -84,15 +84,15 @@ class BrokenRunError(RuntimeError):
 
 
 def say_mistake(mistake: Exception) -> None:
-    """Print one line about a mistake in the settings."""
+    """Print an error in the settings as one line."""
     if _speaks(tell_failure(str(mistake))):
         print_mistake(mistake)
 
 
 def say_failure(failure: BrokenRunError, args: RunArgs) -> None:
-    """Print what broke where, what to change, and the command that continues what is no dry run.
+    """Print the error and its place, what to change, and, except for a dry run, the command that resumes the run.
 
-    The traceback comes first, unless a scorer, the disk or the store of --checkpoint-url failed.
+    The traceback is printed first, unless a scorer, the disk or the store of --checkpoint-url failed.
     """
     is_echo = is_lost_rank(failure.cause)
     reports = tell_failure("" if is_echo else str(failure))
@@ -108,7 +108,7 @@ def say_failure(failure: BrokenRunError, args: RunArgs) -> None:
 
 
 def describe(reports: Mapping[int, str], num_ranks: int) -> str:
-    """Return one line per distinct error with its ranks, or the ranks that sent none."""
+    """Return one line per distinct error with its ranks, or a line with the ranks that sent no report."""
     ranks_by_cause: dict[str, list[str]] = {}
     for rank in sorted(rank for rank, cause in reports.items() if cause):
         ranks_by_cause.setdefault(reports[rank], []).append(str(rank))
@@ -120,23 +120,23 @@ def describe(reports: Mapping[int, str], num_ranks: int) -> str:
 
 
 def is_of_scorer(error: BaseException) -> bool:
-    """True if a scorer failed, or gave no score."""
+    """Return True if a scorer failed or gave no score."""
     return isinstance(error, RewardError) or str(error).startswith("the scorer ")
 
 
 def is_of_disk(error: BaseException) -> bool:
-    """True if the machine does not let the run write, as one rank or another library says it."""
+    """Return True if the run could not write to disk, judged by the message."""
     words = ("No space left on device", "Disk quota exceeded", "Read-only file system", "Permission denied")
     return any(each in str(error) for each in words)
 
 
 def is_of_store(error: BaseException, args: RunArgs) -> bool:
-    """True if the store of --checkpoint-url failed, whose errors name its URL."""
+    """Return True if the store of --checkpoint-url failed. Its errors contain the URL."""
     return bool(args.run.checkpoint_url) and args.run.checkpoint_url.rstrip("/") in str(error)
 
 
 def advice(error: BaseException, args: RunArgs) -> str:
-    """Return what to change, by the kind of error."""
+    """Return advice for the kind of error."""
     text = str(error)
     is_out_of_memory = any(words in text.lower() for words in ("can't allocate memory", "out of memory"))
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or is_out_of_memory:
@@ -146,44 +146,44 @@ def advice(error: BaseException, args: RunArgs) -> str:
         )
     if is_of_scorer(error):
         if own := scorer_to_start(args.scorer)[0]:
-            return f"The run started this scorer: mend {own}, as the messages say. The same command starts it again."
-        return "The scorer failed: look at its log, and start it again."
+            return f"The run started this scorer: fix {own}, as the messages say. The same command starts it again."
+        return "The scorer failed: check its log, and start it again."
     if is_lost_rank(error):
         return (
-            "If the machine killed it for its memory (its log tells), lower --batch-size. If it was only slow, raise "
+            "If the machine killed it for its memory (see its log), lower --batch-size. If it was only slow, raise "
             "--hang-timeout-s."
         )
     if "No available kernel" in text or "No viable backend" in text:
         return "The kernels of --attention do not take these inputs, such as a mask or float32: try --attention auto."
     if "does not have a deterministic implementation" in text:
-        return "The device can take this gradient only in ways that do not repeat their bits: add --no-deterministic."
+        return "The device has no deterministic algorithm for this gradient: add --no-deterministic."
     if is_of_store(error, args) and "was taken by" in text:
-        return "Another run goes on with --checkpoint-url: end one of them, or give one another URL and --name."
+        return "Another run uses the same --checkpoint-url: end one of them, or give one another URL and --name."
     if is_of_store(error, args):
-        return "The store of --checkpoint-url refused or did not answer: look at its rights, its space and the network."
+        return "The store of --checkpoint-url refused or did not answer: check its permissions, space and network."
     if isinstance(error, OSError) or is_of_disk(error):
-        return "The machine refused: look at the free space and the rights of the disk that holds runs/."
+        return "The machine refused: check the free space and the permissions of the disk that holds runs/."
     if "ratio must be 1" in text:
         return advice_on_ratio(args)
     if isinstance(error, FloatingPointError) or "finite" in text:
         ways = [f"lower --lr, now {args.lr:g}", *["try --dtype float32"] * (args.policy.dtype != "float32")]
-        return f"In a run of another --name {', or '.join(ways)}. The metrics of the steps before show where it began."
-    return "This is not a mistake in the settings: the traceback above tells where it happened."
+        return f"In a run of another --name {', or '.join(ways)}. The metrics of earlier steps show where it began."
+    return "This is not an error in the settings: the traceback above shows where it happened."
 
 
 def advice_on_ratio(args: RunArgs) -> str:
-    """Return the trainer's flags, supported by its device, that may make the ratio 1 or let a run continue."""
+    """Return advice on the flags, supported by trainer and device, that may make the ratio 1 or let a run continue."""
     given, device = values_of(args), torch.accelerator.current_accelerator(check_available=True)
     own = "--old-log-prob recompute with " if "old_log_prob" in given else ""
     ways = {
         "--attention math": args.policy.attention != "math" and not has_own_attention(device or torch.device("cpu")),
         "--no-compile": given.get("compile"),
-        f"{own}--ratio-tolerance, above what it is off by, in a run of another --name": "ratio_tolerance" in given,
+        f"{own}--ratio-tolerance, above the deviation, in a run of another --name": "ratio_tolerance" in given,
     }
     named = [f"try {way}" for way, is_open in ways.items() if is_open]
-    return f"{', or '.join(['Mend a cause that the message names', *named])}."
+    return f"{', or '.join(['Fix a cause that the message names', *named])}."
 
 
 def _speaks(reports: Mapping[int, str]) -> bool:
-    """Return True if this rank prints: the first that knows the cause, or else the first that sent a report."""
+    """Return True if this rank prints: the first rank with a cause, or else the first that sent a report."""
     return int(os.environ.get("RANK", "0")) == min([rank for rank, cause in reports.items() if cause] or reports)

@@ -1,4 +1,4 @@
-"""What a run reads before any weight, and what media, text and thoughts share in reading it."""
+"""The inputs of a run, read before any weights, and functions to read them shared by media, text and thoughts."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,16 +31,16 @@ AnyParamsT = TypeVar("AnyParamsT", bound=Params | TokenParams)
 
 @dataclass(frozen=True)
 class Inputs(Generic[ModelT, ParamsT]):
-    """What a run reads before any weight: the result of `read_media`, `read_texts` or `read_thoughts`.
+    """The inputs of a run, read before any weights: the result of `read_media`, `read_texts` or `read_thoughts`.
 
-    model: without weights. params: what training samples with, without stochastic steps. held_out: the evaluation sets,
-    without their scorers. canary: the prompt with which scorers are tried. sizes: (height, width) of all prompts.
-    streams: as `Run`. preparation: of the net. trained: the experts that are trained, as in `Model.nets`.
-    policies: those beside the trained one: "old", for `Policy.as_old`, and "reference". teachers: folders of weights,
-    by name and expert. files: full weights to start from, by expert; adapters: folders of adapters instead, in whose
-    files names begin with `adapter_prefix`. digests: of files, and versions, which a resumed run must have too.
-    num_beside: weights of a teacher that is another model. count_samples: returns the number of samples in the inputs
-    of a forward and the shape of one, or None. score_parts: those that steps log.
+    model: without weights. params: sampling parameters of training, without stochastic steps. held_out: the evaluation
+    sets, without their scorers. canary: the prompt used to test scorers. sizes: (height, width) of all prompts.
+    streams: see `Run`. preparation: how the net is prepared. trained: the trained experts, as in `Model.nets`.
+    policies: policies besides the trained one: "old", for `Policy.as_old`, and "reference". teachers: folders of
+    weights, by name and expert. files: full weights to start from, by expert; adapters: folders of adapters to start
+    from instead, with names that begin with `adapter_prefix`. digests: digests of files and versions, which must be the
+    same when the run resumes. num_beside: number of weights of a teacher that is another model. count_samples: returns
+    the number of samples in a forward's inputs and the shape of one, or None. score_parts: parts of scores to log.
     """
 
     model: ModelT
@@ -64,7 +64,7 @@ class Inputs(Generic[ModelT, ParamsT]):
 
 
 def model_place(args: RunArgs) -> str | Path:
-    """Return --model; for a dry run that cannot fetch it, the folder in omni-rollout with its configuration, if any."""
+    """Return --model, or its configuration folder in omni-rollout, if any, for a dry run that cannot download it."""
     folder = released_models().get(args.policy.model)
     if folder and args.run.dry_run:
         try:
@@ -77,10 +77,10 @@ def model_place(args: RunArgs) -> str | Path:
 def preparation(
     args: RunArgs, device: torch.device, model: Any, is_frozen: Callable[[str], bool], *, compiles: bool = False
 ) -> Preparation:
-    """Return what the settings say is done to the net of a model.
+    """Return how the settings prepare the net of a model.
 
     Raises:
-        ValueError: the device has no such kernels of attention, no float8, or no compiler.
+        ValueError: the device lacks the attention kernels, float8, or a compiler.
     """
     own = args.lora
     adapters = Lora(
@@ -131,9 +131,9 @@ def preparation(
 def with_policies(
     inputs: InputsT, policies: Collection[str], teachers: Mapping[str, Mapping[str, Path]] = MappingProxyType({})
 ) -> InputsT:
-    """Return the inputs of a run with policies beside the trained one; with LoRA they are adapters too.
+    """Return the inputs with policies besides the trained one. With LoRA they are adapters too.
 
-    Without adapters to start from, the reference is the net without adapters.
+    With LoRA and no adapter to start from, the reference is the net with its adapters disabled.
     """
     how, adapters = inputs.preparation, inputs.adapters
     if how.lora:
@@ -145,7 +145,7 @@ def with_policies(
 
 
 def with_meshes(args: RunArgs, dist: Dist, inputs: InputsT) -> InputsT:
-    """Return the inputs with the meshes over which weights are sharded and a forward is split. Every rank calls it."""
+    """Return the inputs with the meshes for sharded weights and context parallelism. Every rank calls it."""
     mesh = shard_mesh(dist, args.sharding.size) if sharding(args, dist.world_size) == "fsdp2" else None
     split = context_mesh(dist) if dist.mesh and dist.context > 1 else None
     return replace(inputs, preparation=replace(inputs.preparation, mesh=mesh, context_mesh=split))
@@ -159,9 +159,10 @@ def read_sets(
     check_graded: RecordCheck,
     check_params: Callable[[AnyParamsT], None] = lambda params: None,
 ) -> list[HeldOut[AnyParamsT, Any]]:
-    """Return the sets of an evaluation, the first of which has the records of --eval.prompts.
+    """Return the evaluation sets; the first has the records of --eval.prompts.
 
-    check: called with each prompt of a set that has its own scorer; check_graded: of the gold set, and of all others.
+    check: called with each prompt of a set with its own scorer. check_graded: called with the prompts of the gold set
+    and of all other sets.
     """
     samples, threshold = args.eval.samples_per_prompt, args.eval.pass_threshold
     sets: list[HeldOut[AnyParamsT, Any]] = [HeldOut("", records, params, samples=samples, threshold=threshold)]
@@ -169,7 +170,7 @@ def read_sets(
         is_graded = own.name == GOLD or not own.scorer_url
         with flag(f"{setting_of(own, number, 'prompts')}: "):
             found = load_records(args.data, own.prompts, check_graded if is_graded else check)
-        few = own.name == GOLD and len(found) < 2  # for an error bar
+        few = own.name == GOLD and len(found) < 2  # two for a standard error
         require((not few, f"--eval.gold-prompts must have at least 2 prompts, got {len(found)}"))
         with flag(f"eval.sets[{number}]: "):
             check_params(own_params := params_of_set(own, params))
@@ -182,7 +183,7 @@ def read_sets(
 def graded_by_run(
     args: RunArgs, training: Sequence[PromptRecord], sets: Sequence[HeldOut[Any, Any]]
 ) -> dict[str, Sequence[PromptRecord]]:
-    """Return the prompts that the run's own scorer grades, by the settings that name them."""
+    """Return the prompts graded by the run's own scorer, by the settings that name them."""
     names = [
         (setting_of(own, i, "prompts"), own.name == GOLD or not own.scorer_url)
         for i, own in enumerate(args.eval.all_sets, start=1)
@@ -196,7 +197,7 @@ def open_set_scorers(
 ) -> list[HeldOut[AnyParamsT, Any]]:
     """Return the evaluation sets with their scorers.
 
-    connect: takes a URL, the setting's name and the set's prompts; returns a scorer, and its name and version.
+    connect: takes a URL, the setting's name and the set's prompts; returns a scorer, and its name with its version.
     """
     found = [*sets]
     for place, own in enumerate(args.eval.all_sets, start=1):

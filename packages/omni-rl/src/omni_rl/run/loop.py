@@ -1,14 +1,14 @@
-"""The loop of a run: what happens around and between its training steps.
+"""The loop of a run: everything around and between its training steps.
 
     with Loop(run, evaluate_set, export) as steps:
         for step in steps:
             ...
 
-Between steps it evaluates, logs, raises alarms, saves, and stops on request. When a step fails, it saves the finished
+Between steps it evaluates, logs, raises alarms, saves, and stops on request. If a step fails, it saves the finished
 steps and reports the error.
 
-`omni_rl.run.sources` yields the steps with their samples. It may sample some before their step: none once the run
-`is_asked` to stop, and the run stops after the last step that has samples.
+`omni_rl.run.sources` yields the steps with their samples and may sample ahead. Once the run `is_asked` to stop, nothing
+more is sampled ahead, and the run stops after the last step that has samples.
 """
 
 import sys
@@ -47,22 +47,22 @@ from omni_rl.settings.early import LOSS_SCALE
 
 
 class Loop:
-    """The remaining training steps of a run; the `with` block closes its log, and after success the run.
+    """The remaining training steps of a run. The `with` block closes the log and, on success, the run.
 
     evaluate_set: `(run, held) -> metrics, samples for the report` of a held-out set, without injected noise. export:
-    `(run, card)` writes what was trained to runs/NAME/weights. is_asked: True if the run is to stop. next_to_sample:
-    one past the last step that has samples; set by `sources`.
+    `(run, card)` writes the trained weights to runs/NAME/weights. is_asked: True if the run is to stop.
+    next_to_sample: one past the last step that has samples; set by `sources`.
     """
 
     def __init__(self, run: AnyRun, evaluate_set: EvaluateSet, export: Export) -> None:
         self.run, self.evaluate_set, self.export = run, evaluate_set, export
         self.is_asked, self.next_to_sample = False, 0
-        self._done = run.session.num_done  # finished steps; line n of the log is about n of them
-        self._saved = self._done  # finished steps of the newest checkpoint, which may be under way
-        self._in_step = False  # whether the trainer's own lines run
+        self._done = run.session.num_done  # finished steps; line n of the log is written after n steps
+        self._saved = self._done  # finished steps of the newest checkpoint, which may still be in progress
+        self._in_step = False  # True while the trainer's code runs
         self._watch, self._alarms = Watch(), Breaker("the alarms")
         self._evals: list[Line] = []  # lines with an evaluation, in step order, the same on every rank
-        self._unjudged: dict[str, float] = {}  # the last line, if its evaluation is due still
+        self._unjudged: dict[str, float] = {}  # the last line, if its evaluation is still due
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
@@ -73,7 +73,7 @@ class Loop:
 
     @contextmanager
     def _opened(self) -> Iterator[Self]:
-        """Read what the run has logged before it resumed; when the block fails, save the finished steps."""
+        """Read the log of the run before it resumed. If the block fails, save the finished steps."""
         self._read_lines()
         begin("")
         run, checkpoints = self.run, self.run.session.checkpoints
@@ -85,8 +85,8 @@ class Loop:
             try:
                 yield self
             except Exception as error:
-                if isinstance(error, RewardError) and self._in_step:  # of all ranks, before the weights were touched
-                    run.policy.optimizer.zero_grad(set_to_none=True)  # of an update that began before all scores came
+                if isinstance(error, RewardError) and self._in_step:  # on all ranks, before the weights changed
+                    run.policy.optimizer.zero_grad(set_to_none=True)  # an update may have begun before all scores came
                     self._save()
                     checkpoints.wait()
                 else:
@@ -94,7 +94,7 @@ class Loop:
                 raise
 
     def _read_lines(self) -> None:
-        """Read the evaluations before the run resumed, and its last line if that one's evaluation is due still."""
+        """Read the evaluations before the run resumed, and the last line if its evaluation is still due."""
         run, done = self.run, self._done
         lines = load_metrics(run.session.folder / "metrics.jsonl") if run.dist.is_main else []
         if lines and done == lines[-1]["step"] > 0 and is_due(run, done) and not is_judged(lines[-1]):
@@ -109,12 +109,12 @@ class Loop:
         return iter(self.run.world.steps(self.run, self._left()))
 
     def _left(self) -> Iterator[Step]:
-        """Yield the steps that are left, and do what happens before, between and after them."""
+        """Yield the remaining steps, and do the work before, between and after them."""
         run, args = self.run, self.run.args
         if args.eval.only:
             return self._evaluate_alone()
-        stops = run.session.num_done < 0 and self._finish(Step(-1))  # line 0: the model as it was given
-        if self._unjudged:  # as its scorer failed
+        stops = run.session.num_done < 0 and self._finish(Step(-1))  # line 0: the initial model
+        if self._unjudged:  # its scorer failed
             step = Step(self._done - 1)
             step.metrics = {name: value for name, value in self._unjudged.items() if not is_added(name)}
             stops = self._finish(step)
@@ -126,7 +126,7 @@ class Loop:
             with measured(run, step):
                 self._in_step = True
                 yield step
-                step.finish_grading()  # where no optimizer step was tried
+                step.finish_grading()  # if no optimizer step was attempted
                 self._in_step = False
             begin("")
             if not step.has_signal and run.dist.is_main:
@@ -136,25 +136,25 @@ class Loop:
             self._conclude("report, weights and metrics")
 
     def _evaluate_alone(self) -> None:
-        """Evaluate and log, and change nothing."""
+        """Evaluate and log without changing the run."""
         step = Step(max(self._done, 0) - 1)
         self._evaluate(step)
         self.run.session.log.log(step.number + 1, step.metrics)
         self._conclude("report and metrics")
 
     def _conclude(self, written: str) -> None:
-        """Print the held-out scores of each set, and the folder with all results."""
+        """Print the held-out scores of each set, and the folder of the results."""
         if self.run.dist.is_main:
             announce(f"{changes_of(self.run, self._evals)}; {written} in {self.run.session.folder}", self.run.args)
 
     def _finish(self, step: Step) -> bool:
-        """Evaluate, log and save when due; return True if the run stops here."""
+        """Evaluate, log and save if due; return True if the run stops here."""
         run, args, done, is_main = self.run, self.run.args, step.number + 1, self.run.dist.is_main
-        work = work_of(run)  # an evaluation draws more
+        work = work_of(run)  # before an evaluation samples more
         try:
             if is_due(run, done):
                 self._evaluate(step)
-        except RewardError:  # of all ranks: the steps are kept, and judged when the run goes on
+        except RewardError:  # on all ranks: save the steps, and evaluate them when the run resumes
             if done:
                 self._log(step, work)
                 self._save()
@@ -188,14 +188,14 @@ class Loop:
                 keep_best(run)
 
     def _log(self, step: Step, work: Work) -> None:
-        """Write the line of a step, which is finished then."""
+        """Write the line of a step and mark it finished."""
         self.run.session.log.log(step.number + 1, step.metrics, **work)
         self._done = step.number + 1
 
     def _save_when_due(self, *, is_last: bool, now: bool) -> None:
-        """Look after a save that is under way; begin one if it is time, and wait for the last one.
+        """Poll a save in progress, begin one if `now`, and wait for the last one.
 
-        It comes after the line of its step: none must be lost.
+        It is called after the line of its step is written, so that no line is lost.
         """
         checkpoints = self.run.session.checkpoints
         if not (now or checkpoints.is_saving):
@@ -204,11 +204,11 @@ class Loop:
             checkpoints.poll()
             if now:
                 self._save()
-            if is_last or not self._done:  # lines of trained steps without a checkpoint could not be continued
+            if is_last or not self._done:  # a run with logged steps but no checkpoint could not resume
                 checkpoints.wait()
 
     def _save(self) -> None:
-        """Begin a checkpoint of the finished steps, unless there is one."""
+        """Begin a checkpoint of the finished steps, unless it exists."""
         run, checkpoints = self.run, self.run.session.checkpoints
         if self._saved == self._done:
             return
@@ -217,4 +217,4 @@ class Loop:
         state = run.policy.net, run.policy.optimizer, run.policy.averages
         save(self._done, *state, config=run.session.config | scale)
         self._saved = self._done
-        checkpoints.pinned = best_of(self._evals)  # once that save has begun: an older best stays whole
+        checkpoints.pinned = best_of(self._evals)  # only once that save has begun, so that an older best stays complete

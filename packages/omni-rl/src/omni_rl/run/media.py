@@ -48,7 +48,7 @@ from omni_rl.run.world import World
 from omni_rl.settings.args import STREAMS, MediaArgs, load_records, offloaded, parse_numbers, read_prompts
 from omni_rl.settings.fields import as_flags, flag, flag_of, flags_by_name, require, values_of
 
-MIN_NOISE = 1000  # steps of float32 that the noise of a trained step has: rounding is at most 3e-4 of its gradient
+MIN_NOISE = 1000  # least noise of a trained step, in float32 steps: rounding is at most 3e-4 of its gradient
 
 ModelT = TypeVar("ModelT", bound=Model)
 ParamsT = TypeVar("ParamsT", bound=Params)
@@ -71,14 +71,14 @@ def params_of(args: MediaArgs) -> Params:
 def read_media(
     args: MediaArgs, world: World, *, policies: Collection[str] = (), routes: bool = False, scored: bool = True
 ) -> Inputs[Model, Params]:
-    """Read and check the model's configuration, the prompts and the weights to start from; load no weight.
+    """Read and check the model's configuration, the prompts and the weights to start from, without loading weights.
 
-    policies: those beside the trained one, as in `Inputs`. routes: True if the routes of a mixture of experts are
-    replayed. scored: False if only evaluations ask the scorer.
+    policies: policies besides the trained one, as in `Inputs`. routes: True if the routing of a mixture of experts is
+    replayed. scored: False if only evaluations use the scorer.
 
     Raises:
-        ValueError: some file is missing, incomplete or malformed, or the model does not fit the settings; the message
-            begins with the flag; the same on every rank.
+        ValueError: a file is missing, incomplete or malformed, or the model does not fit the settings. The message
+            begins with the flag and is the same on every rank.
     """
     progress.begin("reading the model and the prompts")
     with same_error(world.whole):
@@ -104,9 +104,9 @@ def read_all(
     check_graded: Callable[[PromptRecord], None] = lambda record: None,
     scored: bool = True,
 ) -> Inputs[ModelT, ParamsT]:
-    """Read all but the model itself.
+    """Read all inputs except the model.
 
-    check: called with each prompt, too. check_graded: with each that the run's own scorer grades. scored: as in
+    check: called with each prompt. check_graded: called with each prompt that the run's own scorer grades. scored: see
     `read_media`.
     """
     trained = {name: part for name, part in model.nets.items() if args.policy.train_experts in ("both", name)}
@@ -141,7 +141,7 @@ def read_all(
     streams = model.streams(params) if has_streams else {}
     require(
         (not has_streams or streams,
-         "--streams.sound-weight and --streams.reward-media need a model that draws video with sound"),
+         "--streams.sound-weight and --streams.reward-media need a model that generates video with sound"),
         (not has_streams or len(sizes) == 1,
          "--streams.sound-weight and --streams.reward-media need prompts of one size"),
     )  # fmt: skip
@@ -168,7 +168,7 @@ def read_all(
 def check_model(
     args: MediaArgs, world: World, model: Model, trained: Mapping[str, str], params: Params, eval_params: Params
 ) -> None:
-    """Raise ValueError unless the model is whole and fits the settings. params, eval_params: what it samples with."""
+    """Raise ValueError unless the model is complete and fits the settings and the sampling parameters."""
     only = " or ".join(("both", *filter(None, model.nets)))
     model.context = args.sharding.context_parallel
     options = {name: f"--guidance {name}" for name in model.OPTIONS}
@@ -182,7 +182,7 @@ def check_model(
         (not args.memory.decode_tile or "audio" not in model.MEDIA,
          "--memory.decode-tile needs a model that samples images, or videos without sound"),
         (not args.streams.freeze_audio or "audio" in model.BRANCHES,
-         "--streams.freeze-audio needs a model that draws video with sound"),
+         "--streams.freeze-audio needs a model that generates video with sound"),
     )  # fmt: skip
     model.host_encoders = "encoder" in offloaded(args.memory)
     kind = model.config["_class_name"]
@@ -192,7 +192,7 @@ def check_model(
             model.check(each)
     with flag("--model: "):
         model.sigmas(params)
-        world.check_files(model)  # last, as it imports the libraries that make the parts
+        world.check_files(model)  # last, because it imports the libraries of the parts
 
 
 def check_trained_steps(
@@ -202,9 +202,9 @@ def check_trained_steps(
     steps: tuple[int, int],
     rule: Callable[..., Transition] | None = None,
 ) -> None:
-    """Raise ValueError on every rank for trained steps at which another expert runs, or whose noise is lost.
+    """Raise ValueError on every rank for trained steps that use an untrained expert, or whose noise rounding hides.
 
-    steps: the first step of the schedule that is trained, and one past the last. rule: of steps with noise, if any.
+    steps: the first trained step of the schedule, and one past the last. rule: the rule of stochastic steps, if any.
     """
     model, params = inputs.model, inputs.params
     with same_error(world.whole):
@@ -217,7 +217,7 @@ def check_trained_steps(
 def check_experts(
     args: MediaArgs, model: Model, params: Params, steps: tuple[int, int], trained: Mapping[str, str]
 ) -> None:
-    """Raise ValueError for steps of the schedule at which only an expert runs that is not trained."""
+    """Raise ValueError for steps of the schedule that use an untrained expert."""
     if not model.boundary:
         return
     high = (model.sigmas(params)[:-1] >= model.boundary).tolist()
@@ -232,11 +232,12 @@ def check_experts(
 
 
 def check_noise(args: MediaArgs, rule: Callable[..., Transition], sigmas: Tensor, steps: tuple[int, int]) -> None:
-    """Raise ValueError if the noise of a step that may be trained is below the rounding of its latents.
+    """Raise ValueError if the noise of a step that may be trained is too close to the rounding of its latents.
 
-    The latents begin at a size of 1, and grow as the stochastic steps of a window make them grow without a velocity.
+    The latents are assumed to start at a standard deviation of 1, and to grow as in the stochastic steps of a window
+    with zero velocity.
 
-    rule: of a step. sigmas: of the schedule. steps: the first that may be trained, and one past the last.
+    rule: the step rule. sigmas: the schedule. steps: the first step that may be trained, and one past the last.
     """
     given, (first, end) = values_of(args), steps
     level, window = given["noise_level"], given.get("window_size") or end - first
@@ -258,7 +259,7 @@ def check_noise(args: MediaArgs, rule: Callable[..., Transition], sigmas: Tensor
 
 
 def read_start(args: MediaArgs, model: Model, how: Preparation) -> tuple[dict[str, Sequence[Path]], dict[str, Path]]:
-    """Check the weights to start from: full ones by expert, or folders of adapters; of either expert, or of both."""
+    """Check and return the weights to start from, by expert: files of full weights, or folders of adapters."""
     if not args.policy.init_weights:
         return {}, {}
     with flag("--init-weights: "):
@@ -272,7 +273,7 @@ def read_start(args: MediaArgs, model: Model, how: Preparation) -> tuple[dict[st
             (args.lora.rank, f"{args.policy.init_weights} holds a LoRA adapter, which needs --lora.rank > 0"),
             (not full, f"{args.policy.init_weights} must hold full weights or adapters, got both"),
         )
-        trial = adapt(net, how)  # without weights: layers and rank must fit
+        trial = adapt(net, how)  # without weights, to check layers and rank
         for name, home in found.items():
             check_adapter(trial.get_submodule(name), home)
         return {}, found
@@ -285,10 +286,10 @@ def read_teachers(
     folders: Mapping[str, str],
     teaching: Callable[[Params], Params],
 ) -> Inputs[Model, Params]:
-    """Return the inputs with the teachers, whose weights have the form of what is trained.
+    """Return the inputs with the teachers, whose weights have the same form as the trained ones.
 
-    folders: of weights by name, for `Policy.teacher`. teaching: returns what teachers sample with, from what the run
-    samples with.
+    folders: folders of weights by name, for `Policy.teacher`. teaching: maps the run's sampling parameters to those of
+    the teachers.
 
     Raises:
         ValueError: weights are missing or do not fit; the same on every rank.
@@ -322,7 +323,7 @@ def teachers_of(
 
 
 def canary_of(frame_rate: float, records: Sequence[PromptRecord]) -> PromptRecord:
-    """Return the prompt with which scorers are tried: one with the fewest images."""
+    """Return the prompt used to test scorers, one with the fewest images."""
     least = min(records, key=lambda record: len(record.images))
     return replace(least, meta={**least.meta, "fps": frame_rate})
 
@@ -337,13 +338,13 @@ def open_scorers(
     scored: bool = True,
     meta: Mapping[str, object] = MappingProxyType({}),
 ) -> tuple[Scorer, list[HeldOut[ParamsT, Scorer]]]:
-    """Return what scores samples, and the evaluation sets with their scorers.
+    """Return the scorer of samples, and the evaluation sets with their scorers.
 
-    own: opens another scorer than --scorer.url, of media of these kinds. scored: as in `read_media`. meta: that all
-    samples have beside their prompts'.
+    own: opens a scorer of the given kinds of media, instead of --scorer.url. scored: see `read_media`. meta: added to
+    the meta of all prompts.
 
     Raises:
-        ValueError: a scorer does not answer, does not fit, or is not the one that the run began with.
+        ValueError: a scorer does not answer, does not fit, or differs from the one that the run began with.
     """
     with same_error(world.whole):
         scorer, version, held_out = connect_scorers(args, world, inputs, own, meta)
@@ -354,7 +355,7 @@ def open_scorers(
             sizes |= {name: held.samples} if any(each.takes_groups for each in scorers) else {}
         check_groups(args, world.dist.dp_size, sizes)
         session.name_scorer(args, version)
-    world.check_alike({"scorer": version})  # each machine may have a server of its own
+    world.check_alike({"scorer": version})  # each machine may have its own server
     return scorer, held_out
 
 
@@ -379,7 +380,7 @@ def connect_scorers(
     graded = parse_numbers(values_of(args).get("reward_parts", ""), "--reward-parts")
     if own:
         scorer = own(world.dist, kinds)
-    elif url or args.run.dry_run:  # of a plan
+    elif url or args.run.dry_run:  # without a URL: a plan
         scorer, version = ask(url, canary=canary, parts=dict.fromkeys(graded, "--reward-parts"))
 
     def connect(url: str, name: str, records: Sequence[PromptRecord]) -> tuple[Scorer, str]:
@@ -390,10 +391,10 @@ def connect_scorers(
 
 
 def check_groups(args: MediaArgs, ranks: int, whole: Mapping[str, int]) -> None:
-    """Check the sizes of groups, by the settings' names, whose samples a scorer compares: each is of one rank.
+    """Check the group sizes, by setting, for a scorer that compares the samples of a group on one rank.
 
     Raises:
-        ValueError: they do not divide the samples of a step, or are divided by its batches.
+        ValueError: a group has one sample, does not fit the batch size, or the ranks cannot sample whole groups.
     """
     samples, per_batch = args.data.prompts_per_step * args.data.group_size, args.data.batch_size
     for name, size in whole.items():
@@ -415,7 +416,7 @@ def _with(meta: Mapping[str, object], record: PromptRecord) -> PromptRecord:
 def open_engine(
     args: MediaArgs, world: World, inputs: Inputs[Any, Any], net: nn.Module, *, routes: bool = False
 ) -> tuple[Model, Engine]:
-    """Return the model, with the wrappers of the run, and the engine. routes: as in `read_media`."""
+    """Return the model, with the wrappers of the run, and the engine. routes: see `read_media`."""
     model = with_sliced_decoding(args, inputs, world.instrumented(inputs.model))
     texts = TextCache(args.memory.text_cache_mb, args.memory.text_cache)
     how = inputs.preparation.dtype, args.memory.rollout_dtype, texts
@@ -426,7 +427,7 @@ def open_engine(
 
 
 def with_sliced_decoding(args: MediaArgs, inputs: Inputs[Any, Any], model: ModelT) -> ModelT:
-    """Return the model with `decode` in slices or tiles, as the settings say, and with progress in `encode`."""
+    """Return the model with `decode` in slices or tiles, per the settings, and with progress in `encode`."""
     model = wrap(model, encode=partial(encode_one, model.encode))
     tile, mesh = args.memory.decode_tile, inputs.preparation.context_mesh
     if tile:
@@ -438,7 +439,7 @@ def with_sliced_decoding(args: MediaArgs, inputs: Inputs[Any, Any], model: Model
 def encode_one(
     encode: Callable[..., Cond], parts: Parts, prompt: Prompt, *, negative: bool = False, **options: float
 ) -> Cond:
-    """Encode the text of a prompt, or its negative one, as `Model.encode` does, and report progress."""
+    """Encode the text of a prompt, or its negative text, as `Model.encode` does, and report progress."""
     with doing("encoding", unit="prompts"):
         cond = encode(parts, prompt, negative=negative, **options)
         advance(not negative)
@@ -446,7 +447,7 @@ def encode_one(
 
 
 def export(run: MediaRun[MediaArgs], card: Mapping[str, object] | None) -> None:
-    """Write a folder for each expert that is trained."""
+    """Write a folder of weights for each trained expert."""
     for name, part in run.trained.items():
         net, folder = run.policy.net.get_submodule(name), run.session.folder / "weights" / name
         save_weights(net, folder, run.dist, into=part, card=card)

@@ -1,6 +1,6 @@
-"""The metrics with a reader besides `metrics.jsonl`: a row has chart, column of the terminal, merge of ranks, alarm.
+"""Metrics shown beyond `metrics.jsonl`: each row sets chart, column of the terminal, merge over ranks, and alarm.
 
-A metric without a row is logged, drawn in a chart of its own, and averaged over ranks.
+A metric without a row is logged, drawn in its own chart, and averaged over ranks.
 """
 
 import math
@@ -13,24 +13,24 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # the report imports no torch
     from omni_train.dist import Merge
 
-MAX_EPS_SHARE = 0.5  # that an epsilon takes of advantages or steps
+MAX_EPS_SHARE = 0.5  # fraction by which an epsilon reduces advantages or steps
 MAX_ABSTAINED = 0.2  # share of samples without a score
 MAX_CLIPPED = 0.3  # share of ratios outside the clip range
-MAX_GAP = 1.0  # |ratio - 1| between sampler and trainer before an update; a rare token's may near it in bfloat16
-MIN_EFFECTIVE = 0.5  # share of samples that would be left if all had the same weight
+MAX_GAP = 1.0  # |ratio - 1| between sampler and trainer before an update; rare tokens in bfloat16 may come close
+MIN_EFFECTIVE = 0.5  # effective sample size as a share of all samples
 NUM_EVALS = 4  # evaluations after the first, in which the held-out score must rise
 NUM_FALLEN = 2  # evaluations in a row below the best gold score
-MIN_CORRELATION = 0.2  # of the ranks of reward and gold score
-MIN_DIVERSITY = 0.5  # of that of the first evaluation
-MAX_DRIFT = 1.0  # distance of a sample from its first one, over that of two random samples
+MIN_CORRELATION = 0.2  # rank correlation of reward and gold score
+MIN_DIVERSITY = 0.5  # relative to the first evaluation
+MAX_DRIFT = 1.0  # distance of a sample from its first version, relative to that of two random samples
 GOLD_REWARD = "eval/gold/reward"
-SETTINGS_SINCE = "settings_since"  # metric of a set: the step from which on it is evaluated as it is now
+SETTINGS_SINCE = "settings_since"  # metric of a set: the step since which it is evaluated as now
 SINCE = re.compile(rf"(eval/(?:[\w-]+/)?){SETTINGS_SINCE}")
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of the report, whose lines are the rows of METRICS with its title."""
+    """A chart of the report. Its lines are the rows of METRICS with its title."""
 
     section: str
     title: str
@@ -43,13 +43,13 @@ class Rule:
     """A condition that raises an alarm.
 
     Args:
-        title: of the alarm.
-        holds: the condition. Takes a column of `window` values of the metric, and one of each of `others`.
-        look: where to look when it holds.
-        window: lines in a row that the condition sees.
-        from_first: True if it sees all lines since the first, as soon as there are so many.
-        others: further metrics; a line that lacks one of them does not count.
-        of_fresh: True if a line whose samples are of older weights, as with --draw-ahead, does not count.
+        title: title of the alarm.
+        holds: the condition, a function of the last `window` values of the metric and of each of `others`.
+        look: what to check when it holds.
+        window: number of consecutive lines passed to the condition.
+        from_first: True to pass all lines since the first, once there are `window` of them.
+        others: further metrics. A line without one of them is skipped.
+        of_fresh: True to skip lines whose samples are from older weights, as with --draw-ahead.
     """
 
     title: str
@@ -63,15 +63,15 @@ class Rule:
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric and its readers.
+    """A metric, and where it is shown.
 
     Args:
-        name: in `metrics.jsonl`.
-        chart: title of the chart that draws it.
-        label: of its line there. A comparison of runs draws the first line of a chart that a run has.
-        column: its place in the terminal's line, from 1; 0 leaves it out.
-        merge: how the values of several forwards and ranks become one.
-        alarm: the rule that watches it.
+        name: its name in `metrics.jsonl`.
+        chart: title of its chart.
+        label: label of its line there. A comparison of runs draws each chart's first line that a run has.
+        column: its column in the terminal, from 1; 0: none.
+        merge: how the values of several forwards and ranks are merged.
+        alarm: its alarm rule.
     """
 
     name: str
@@ -91,12 +91,12 @@ def _rises(values: Sequence[float]) -> bool:
 
 
 def _stays(errors: Sequence[float], scores: Sequence[float]) -> bool:
-    """True if the mean of the last three scores is at most a standard error above the first, as noise may be."""
+    """Return True if the mean of the last three scores is within a standard error above the first, or below it."""
     return _mean(scores[-3:]) <= scores[0] + errors[0]
 
 
 def falls(scores: Sequence[float], errors: Sequence[float], count: int) -> bool:
-    """True if the last `count` scores are all more than two of its standard errors below the best one before them."""
+    """Return True if the last `count` scores are all below the best earlier score by more than two of its errors."""
     best, error = max(zip(scores[:-count], errors, strict=False), default=(-math.inf, 0.0))
     return max(scores[-count:]) < best - 2 * error
 
@@ -139,19 +139,19 @@ METRICS = (
     Metric("reward/mean", "Reward", "training", column=1),
     Metric(error_of(GOLD_REWARD),
            alarm=Rule("The gold score falls", lambda errors, scores: falls(scores, errors, NUM_FALLEN),
-                      "Training is past its best, which runs/NAME/best has: compare the images of these evaluations. "
+                      "Training is past its best (runs/NAME/best): compare the images of these evaluations. "
                       "--eval.stop-on gold-falls:K stops there.", window=1 + NUM_FALLEN, from_first=True,
                       others=(GOLD_REWARD,))),
     Metric("eval/gold/rank_correlation", "Gold set", "rank correlation",
            alarm=Rule("The reward ranks samples unlike the gold scorer", lambda v: max(v) < MIN_CORRELATION,
-                      "What it prefers is not what is wanted: compare its best and worst samples. Another reward, or "
-                      "a sum of several, may not be fooled so.", window=2)),
+                      "The reward prefers the wrong samples: compare its best and worst ones. Another reward, or a "
+                      "sum of several, may be harder to game.", window=2)),
     Metric("eval/gold/diversity", "Gold set", "diversity",
            alarm=Rule("The samples of a prompt become similar", lambda v: max(v[-2:]) < MIN_DIVERSITY * v[0],
                       "Look at the images of a prompt. Raise --kl-coef, or lower --lr.", window=3, from_first=True)),
     Metric("eval/gold/drift", "Gold set", "drift",
            alarm=Rule("The samples are far from the first ones", lambda v: min(v) > MAX_DRIFT,
-                      "With the same noise they are as unlike as two random ones were. Raise --kl-coef, or lower --lr.",
+                      "With the same noise they differ as much as two random ones did. Raise --kl-coef, or lower --lr.",
                       window=2)),
     Metric("policy/kl", "KL", "to the reference"),
     Metric("policy/kl_max", merge="max"),
@@ -161,11 +161,11 @@ METRICS = (
     Metric("policy/gap_by_gradients",
            alarm=Rule("Kernels with and without gradients differ", lambda gaps: gaps[0] > 0,
                       "The ratio before the first update was off by this much. Old log-probs are computed with "
-                      "gradients from now on; --attention math, where it is taken, may be exact.", window=1)),
+                      "gradients from now on; --attention math, if supported, may be exact.", window=1)),
     Metric("policy/gap_noisy",
-           alarm=Rule("Kernels do not repeat themselves", lambda gaps: gaps[0] > 0,
+           alarm=Rule("Kernels are not deterministic", lambda gaps: gaps[0] > 0,
                       "The ratio before the first update was off by this much. Old log-probs are the update's own "
-                      "from now on; --attention math, where it is taken, or no --compile may be exact.", window=1)),
+                      "from now on; --attention math, if supported, or --no-compile may be exact.", window=1)),
     Metric("policy/thought_ratio_max_dev", merge="max"),
     Metric("policy/clip_fraction", "Clip fraction", "all",
            alarm=Rule("Many ratios are clipped", lambda shares: _mean(shares) > MAX_CLIPPED,
@@ -196,14 +196,14 @@ METRICS = (
                       "whether prompts fit it.", others=("reward/min", "reward/max"))),
     Metric("reward/abstained_ratio", "Nothing to learn from", "samples",
            alarm=Rule("Many samples have no score", lambda shares: _mean(shares) > MAX_ABSTAINED,
-                      "They take no part in training. Look at the reasons in samples/ and at the scorer's log.")),
+                      "They are not used in training. Look at the reasons in samples/ and at the scorer's log.")),
     Metric("advantage/eps_share",
            alarm=Rule("The rewards differ by less than the epsilon of advantages", lambda v: v[0] > MAX_EPS_SHARE,
-                      "It is 1e-4, added to their deviation: advantages, and the loss, are a small part of what they "
-                      "would be. Multiply the reward, as in --scorer \"1000*NAME\".", window=1)),
+                      "The epsilon of 1e-4 is added to their standard deviation, which shrinks advantages and the "
+                      "loss. Multiply the reward, as in --scorer \"1000*NAME\".", window=1)),
     Metric("policy/eps_share",
            alarm=Rule("Gradients are smaller than Adam's epsilon", lambda v: v[0] > MAX_EPS_SHARE,
-                      "Weights move by a small part of --lr. Multiply the reward, as in --scorer \"1000*NAME\", or "
+                      "Weights move by a small fraction of --lr. Multiply the reward, as in --scorer \"1000*NAME\", or "
                       "lower --optim.adam-epsilon.", window=1)),
     Metric("policy/lr", "Learning rate", "rate"),
     Metric("perf/samples_per_s", "Throughput", "samples/s", column=3),
@@ -216,13 +216,13 @@ METRICS = (
 )  # fmt: skip
 
 COLUMNS = [row.name for row in sorted(METRICS, key=lambda row: row.column) if row.column]
-EXTREMES: "dict[str, Merge]" = {  # of an update, named without policy/
+EXTREMES: "dict[str, Merge]" = {  # metrics of an update, without the prefix policy/
     row.name.removeprefix("policy/"): row.merge for row in METRICS if row.merge != "mean"
 }
 
 
 def sinces(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the step from which on a set is evaluated as it is in the last line, by what its metrics begin with."""
+    """Return the step since which each set is evaluated as in the last line, by the prefix of its metrics."""
     last = next((line for line in reversed(lines) if any(map(SINCE.fullmatch, line))), {})
     return {found[1]: value for name, value in last.items() if (found := SINCE.fullmatch(name))}
 
@@ -230,9 +230,9 @@ def sinces(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def one_evaluation(
     lines: Sequence[Mapping[str, float]], since: Mapping[str, float] | None = None
 ) -> Sequence[Mapping[str, float]]:
-    """Return the lines without what was evaluated by other settings than the last ones.
+    """Return the lines without evaluations under settings other than the last ones.
 
-    since: as `sinces` returns it, the default.
+    since: the result of `sinces` by default.
     """
     since = sinces(lines) if since is None else since
     if not any(since.values()):

@@ -1,4 +1,4 @@
-"""Announcements of a run, its alarms and its end: on the terminal, and to a command of the user's."""
+"""Announcements of alarms and of the end of a run, on the terminal and to a command of the user."""
 
 import shlex
 import subprocess
@@ -14,16 +14,16 @@ WAIT_S = 10.0  # for the command
 
 
 def announce(text: str, args: RunArgs, file: TextIO | None = None, *, more: str = "") -> None:
-    """Print a text, and give it to the command of `--tracking.notify` on its standard input, after the run's name.
+    """Print a text, and pass it, after the run's name, to the standard input of the command of `--tracking.notify`.
 
-    The command starts without a shell. It never stops a run: where it fails, or runs longer than `WAIT_S`, a line says
-    so, without the command, which may hold a token; what the command prints is not shown.
+    The command runs without a shell, and its output is discarded. It never stops the run: if it fails, or takes longer
+    than `WAIT_S`, a line reports that, without the command, which may contain a token.
 
     Args:
-        text: a line or more, of which control characters and the credentials of URLs are left out.
+        text: one or more lines. Control characters and credentials in URLs are removed.
         args: settings of the run.
         file: where to print (default: standard output).
-        more: printed after the text, and not given to the command: what continues the run may hold tokens.
+        more: printed after the text but not passed to the command, because it may contain tokens.
     """
     say((text := printable(text)) + more, file)
     if not args.run.tracking.notify or args.run.dry_run:
@@ -50,6 +50,6 @@ def announce(text: str, args: RunArgs, file: TextIO | None = None, *, more: str 
 
 
 def say(text: str, file: TextIO | None = None) -> None:
-    """Print a text of a run (default: on standard output); the run continues if the terminal is closed."""
+    """Print a text (default: on standard output). The run continues if the terminal is closed."""
     with suppress(OSError, ValueError):
         print(text, file=file or sys.stdout, flush=True)

@@ -1,4 +1,4 @@
-"""The policy of a run: its nets, what moves their weights, and the policies beside it."""
+"""The policy of a run: its nets, its optimizer, and the old, reference and teacher policies."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 
 @dataclass
 class Policy:
-    """A net that is trained, and the policies beside it.
+    """The trained net, with its old, reference and teacher policies.
 
     ema: the moving average of the trained parameters, for evaluations. old: a copy of them, unless the old policy is an
     adapter. reference_net, teachers: frozen nets, unless these policies are adapters. adapters: the names of frozen
     adapters. unshard: the phases in which sharded weights are gathered once. backward: `backward(loss, of=n)` adds the
-    gradient of one of the n losses of an optimizer step. scaler: of losses in float16. params: the trained parameters.
+    gradient of one of the n losses of an optimizer step. scaler: loss scaler for float16. params: trained parameters.
     """
 
     net: nn.Module
@@ -40,12 +40,12 @@ class Policy:
 
     @property
     def averages(self) -> tuple[Snapshot, ...]:
-        """Averages that checkpoints contain besides the net and its optimizer."""
+        """The averages that checkpoints contain, besides the net and its optimizer."""
         return (self.ema, self.old) if self.old else (self.ema,)
 
     @property
     def sampled_with(self) -> list[Tensor]:
-        """Tensors of the sampling policies that change: trained parameters, and the old policy."""
+        """The tensors of sampling policies that change: the trained parameters and the old policy."""
         if "old" in self.adapters:
             layers = lora.lora_layers(self.net).values()
             return [*self.params, *(tensor for layer in layers for tensor in own_tensors(layer, "old"))]
@@ -62,7 +62,7 @@ class Policy:
             reshard(self.net)
 
     def move_old(self, decay: float) -> None:
-        """Move the old policy towards the trained one; it keeps the share `decay` of itself."""
+        """Update the old policy as an exponential moving average of the trained one with this decay."""
         if self.old:
             self.old.move(decay)
         else:
@@ -70,7 +70,7 @@ class Policy:
 
     @contextmanager
     def reference(self) -> Iterator[nn.Module]:
-        """Yield the policy as it was before training."""
+        """Yield the policy before training."""
         if self.reference_net is not None:
             yield self.reference_net
         else:
@@ -79,7 +79,7 @@ class Policy:
 
     @contextmanager
     def teacher(self, name: str) -> Iterator[nn.Module]:
-        """Yield the teacher of that name."""
+        """Yield the teacher `name`."""
         if name in self.teachers:
             yield self.teachers[name]
         else:

@@ -1,9 +1,9 @@
-"""torchrun for one machine: quiet, and with the exit code of the rank that failed first.
+"""torchrun for one machine, without its messages, and with the exit code of the rank that failed first.
 
     python -m omni_rl.run.ranks --nproc-per-node 2 train.py FLAGS
 
-Its flags are those of torchrun. On Ctrl-C the ranks have half an hour for the step that is under way
-and its checkpoint. A second Ctrl-C is passed on to them, and a third one kills those that are left.
+Its flags are those of torchrun. On Ctrl-C the ranks have half an hour to finish the current step and its checkpoint. A
+second Ctrl-C is passed on to them, and a third one kills the remaining ranks.
 """
 
 import logging
@@ -26,7 +26,7 @@ def launch(words: Sequence[str]) -> None:
     The program ends with the exit code of the rank that failed first, or 128 plus the number of the signal that ended
     it or this process.
     """
-    for module in ("elastic.agent.server.api", "elastic.multiprocessing.api", "run"):  # the ranks say what is wrong
+    for module in ("elastic.agent.server.api", "elastic.multiprocessing.api", "run"):  # the ranks report errors
         logging.getLogger(f"torch.distributed.{module}").setLevel(logging.CRITICAL)
     start = PContext.start
 
@@ -40,7 +40,7 @@ def launch(words: Sequence[str]) -> None:
         run(parse_args(["--standalone", "--shutdown-timeout", "1800", *words]))
     except ChildFailedError as failed:
         rank, first = failed.get_first_failure()
-        if first.exitcode < 0:  # it could say nothing itself
+        if first.exitcode < 0:  # it could not report itself
             print(f"rank {rank} was killed by {signal.Signals(-first.exitcode).name}", file=sys.stderr)
         sys.exit(first.exitcode if first.exitcode > 0 else 128 - first.exitcode)
     except SignalException as stop:
@@ -50,9 +50,10 @@ def launch(words: Sequence[str]) -> None:
 
 
 def pass_interrupts_on(ranks: PContext) -> None:
-    """Send the ranks every Ctrl-C, which a terminal does not as each has a session of its own; the third one kills.
+    """Send every Ctrl-C to the ranks, which run in their own sessions and get none from the terminal.
 
-    torchrun sends only the first one, waits at the second, and at the third ends while they go on.
+    The third one kills them. torchrun itself passes on only the first one, waits at the second, and at the third exits
+    while the ranks continue.
     """
     count = 0
 

@@ -1,6 +1,6 @@
-"""A run: its settings, ranks, policy, session, engine and scorer, and what every training step does with them.
+"""A run: its settings, ranks, policy, session, engine and scorer, and the operations shared by all training steps.
 
-`omni_rl.run.start.open_run` makes one of settings; a test makes one by hand.
+`omni_rl.run.start.open_run` builds a run from settings; tests build one by hand.
 """
 
 import math
@@ -46,9 +46,9 @@ ScorerT = TypeVar("ScorerT", bound=AnyScorer, covariant=True)
 
 CountSamples = Callable[[Mapping[str, Tensor], tuple[Tensor, ...]], tuple[int, torch.Size] | None]
 Gate = Literal["exact", "by-gradients", "noisy", "wrong"]
-REPEATS = 4  # of a forward, to see whether it repeats itself: rounding may hide noise once
+REPEATS = 4  # repeats of a forward, to test determinism: rounding may hide noise once
 SHOWN = {"eval": "evaluating", "reward_wait": "", "save": "saving", "sync": "sending weights", "read": "reading"}
-ROUNDING = {"float32": 1e-5, "bfloat16": 4e-3, "float16": 1e-3}  # largest |ratio - 1| of other kernels or batches
+ROUNDING = {"float32": 1e-5, "bfloat16": 4e-3, "float16": 1e-3}  # largest |ratio - 1| due to other kernels or batches
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,13 @@ class Breakers:
 class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
     """One rank of a run.
 
-    base_params: what training samples with, without any stochastic step. held_out: the sets of an evaluation; that of
-    --eval.prompts is the first. trained: the experts that are trained, as in `Model.nets`. streams: latent elements of
-    each medium, where frames and sound have separate losses. algorithm and base: for the model card. score_parts: those
-    that steps log. sleeps: True if the engine sleeps during updates. version: of the weights that the engine has.
-    counts: `sampled` is the number of samples. calls: samples that have passed the nets. flops: operations of the net,
-    and peak_tflops: those of the device, on the first rank. load: of the experts of a mixture of experts in the engine,
-    else None. samplers: the ranks that only sample, if any and this one trains. num_updates: optimizer steps of a
-    training step.
+    base_params: sampling parameters of training, without stochastic steps. held_out: the evaluation sets; the first is
+    --eval.prompts. trained: the trained experts, as in `Model.nets`. streams: latent elements of each medium, if frames
+    and sound have separate losses. algorithm, base: for the model card. score_parts: parts of scores to log. sleeps:
+    True if the engine sleeps during updates. version: version of the engine's weights. counts: `sampled` is the number
+    of samples. calls: samples that passed through the nets. flops: FLOPs of the net, and peak_tflops: of the device,
+    both on the first rank. load: load of the experts in the engine, or None without a mixture of experts. samplers: the
+    ranks that only sample, if there are any and this rank trains. num_updates: optimizer steps per training step.
     """
 
     args: ArgsT
@@ -105,17 +104,17 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
 
     @property
     def dist(self) -> Dist:
-        """The ranks and their device."""
+        """The process group and the device of this rank."""
         return self.world.dist
 
     @property
     def gate(self) -> Gate:
-        """The class that `reclassify` has given the run, since this start or before it."""
-        return self.session.config.get("gate", "exact")  # type: ignore[return-value]  # what `reclassify` wrote
+        """The class of the run, set by `reclassify` in this or an earlier start."""
+        return self.session.config.get("gate", "exact")  # type: ignore[return-value]  # set by `reclassify`
 
     @property
     def rounding(self) -> float:
-        """The largest |ratio - 1| that rounding by other kernels or batches explains."""
+        """The largest |ratio - 1| that the rounding of other kernels or batches explains."""
         return ROUNDING[self.args.policy.dtype]
 
     @contextmanager
@@ -130,15 +129,15 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
             yield
 
     def optimizer_step(self, step: "Step", *, has_signal: bool = True) -> StepResult:
-        """Clip the gradients, which `Policy.backward` has summed over ranks, and step; without a signal clear them.
+        """Clip the gradients, already summed over ranks by `Policy.backward`, and step the optimizer.
 
-        Without a signal only momentum and weight decay would move the weights.
+        Without a signal, clear the gradients instead, because only momentum and weight decay would move the weights.
 
-        has_signal: False if this minibatch of a step has none.
+        has_signal: False if this minibatch has no signal.
 
         Raises:
-            RewardError: of `step.finish_grading`, on every rank, before the weights are touched.
-            FloatingPointError: gradients in float16 are infinite or NaN times any factor; raised on every rank.
+            RewardError: from `step.finish_grading`, on every rank, before the weights change.
+            FloatingPointError: float16 gradients are infinite or NaN at any loss scale; raised on every rank.
         """
         step.finish_grading()
         args, policy, optim = self.args, self.policy, self.args.optim
@@ -152,13 +151,13 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
         how = {"lr": lr, "max_grad_norm": optim.max_grad_norm}
         result = optimizer_step(policy.optimizer, policy.params, **how, dist=self.dist, scaler=policy.scaler)
         if policy.scaler and result.skipped and policy.scaler.get_scale() < 1:
-            raise FloatingPointError("gradients must be finite in float16 times some factor >= 1, and are with none")
+            raise FloatingPointError("gradients must be finite in float16 at some loss scale >= 1, but are at none")
         return result
 
     def minibatches(self, step: "Step", *, epochs: int) -> list[int]:
-        """Return the minibatch of each update of a step: all in order, and in each later epoch in another order.
+        """Return the minibatch of each update of a step: all in order, then shuffled in each later epoch.
 
-        The order depends only on the seed, the step and the epoch: any number of ranks has the same.
+        The order depends only on the seed, the step and the epoch, not on the number of ranks.
         """
         numbers = range(self.args.data.num_minibatches)
         keys = [[sample_seed(self.args.run.seed, step.number, -1 - e, i) for i in numbers] for e in range(1, epochs)]
@@ -168,7 +167,7 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
 
     @contextmanager
     def updating(self, step: "Step") -> Iterator[None]:
-        """Let the engine sleep in the block, then update the moving average of the weights."""
+        """Let the engine sleep in the block, and update the moving average of the weights after it."""
         step.metrics |= self.memory("rollout_")
         self.num_updates = self.args.data.num_minibatches
         with self.phase("update"):
@@ -182,7 +181,7 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
                 self.engine.wake()
 
     def sync(self, step: "Step", *, version: int | None = None) -> None:
-        """Send the weights to the engine as `version` (default: the number of finished steps with this one)."""
+        """Send the weights to the engine as `version` (default: the number of finished steps including this one)."""
         with self.phase("sync"):
             step.metrics["perf/sync_mb"] = self.sync_weights(step.number + 1 if version is None else version) / 2**20
 
@@ -193,7 +192,7 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
         return self.engine.moved_bytes
 
     def memory(self, when: str, *, peak: bool = False) -> dict[str, float]:
-        """Return metrics of the memory in use; with `peak` also of its peak, and of what the device lacks for it."""
+        """Return metrics of the memory in use, and with `peak` also of peak, reserved and used memory."""
         return self.breakers.memory(lambda: memory_metrics(memory(self.dist.device), when, peak=peak)) or {}
 
     def check_ratio(
@@ -210,17 +209,17 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
         Return None if the run has changed its class; the caller then repeats the update, with gradients cleared.
 
         Args:
-            deviations: 0-d, one per forward of this rank and as many on every rank: the largest |ratio - 1| of its
-                samples, ratio = exp(log_prob - old_log_prob).
-            tolerance: largest deviation allowed; 0 where sampling and update share functions, weights and shapes.
-            gap_of: the log-probs of a forward, by its index in `deviations`, minus the old ones, in any shape. With it
-                the first step after a start may change the class, as `reclassify` says.
+            deviations: 0-d tensors, one per forward of this rank, equally many on every rank: the largest |ratio - 1|
+                of its samples, with ratio = exp(log_prob - old_log_prob).
+            tolerance: largest deviation allowed; 0 if sampling and update share functions, weights and shapes.
+            gap_of: returns the log-probs of a forward, given its index in `deviations`, minus the old ones, in any
+                shape. If given, the first step after a start may change the class; see `reclassify`.
             limit: largest deviation that rounding explains, for `gap_of`.
 
         Raises:
-            RuntimeError: on every rank, where some rank's deviation is larger. The message names the rank, the forward
-                and the causes.
-            FloatingPointError: on every rank, where some rank's deviation is NaN.
+            RuntimeError: the deviation of some rank is larger. Raised on every rank; the message names the rank, the
+                forward and possible causes.
+            FloatingPointError: the deviation of some rank is NaN. Raised on every rank.
         """
         by_rank = torch.tensor(gather_json(self.dist, torch.stack([*deviations]).detach().float().tolist()))
         worst = by_rank.max().item()
@@ -235,14 +234,14 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
         raise ratio_error(by_rank, tolerance, step.number)
 
     def reclassify(self, step: "Step", by_rank: Tensor, gap_of: Callable[[int], Tensor]) -> bool:
-        """Return True on every rank if the ratio is not exactly 1 for a reason with which a run can continue.
+        """Return True on every rank if the run can continue although the ratio is not exactly 1.
 
-        It then goes on with old log-probs from forwards with gradients. All ranks take the worst class of any:
+        It then continues with old log-probs from forwards with gradients. All ranks take the worst class of any rank:
 
             exact: every deviation is 0;
-            by-gradients: forwards repeat the old log-probs without gradients, but not with them;
-            noisy: forwards do not repeat themselves;
-            wrong: forwards repeat themselves, but not the old log-probs.
+            by-gradients: forwards without gradients reproduce the old log-probs, forwards with gradients do not;
+            noisy: forwards are not deterministic;
+            wrong: forwards are deterministic, but do not reproduce the old log-probs.
 
         by_rank: deviations [ranks, forwards] of an update. gap_of: as in `check_ratio`.
         """
@@ -255,16 +254,16 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
         if found == "wrong":
             return False
         self.session.config["gate"] = found
-        step.metrics[f"policy/gap_{found.replace('-', '_')}"] = by_rank.max().item()  # which raises an alarm
+        step.metrics[f"policy/gap_{found.replace('-', '_')}"] = by_rank.max().item()  # raises an alarm
         self.policy.optimizer.zero_grad(set_to_none=True)
         return True
 
     def policy_metrics(
         self, forwards: Sequence[Mapping[str, Tensor]], results: Sequence[StepResult]
     ) -> dict[str, float]:
-        """Return metrics `policy/...` of an update: means or extremes over forwards and ranks, and optimizer steps.
+        """Return metrics `policy/...` of an update: means or extremes over forwards and ranks, and of optimizer steps.
 
-        forwards: the metrics of each forward of this rank, 0-d tensors.
+        forwards: metrics of each forward of this rank, 0-d tensors.
 
         Raises:
             FloatingPointError: the loss is not finite; raised on every rank.
@@ -275,7 +274,7 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
         merged = [merge_metric(torch.stack(own), EXTREMES.get(name, "mean")) for name, own in values.items()]
         own = dict(zip(values, torch.stack(merged).tolist(), strict=True))
         named = mean_metrics(self.dist, own, merges=EXTREMES, finite=("loss",))
-        if self.policy.scaler:  # whose overflows are part of its search
+        if self.policy.scaler:  # overflows are expected while it searches for the scale
             results = [result for result in results if math.isfinite(result.grad_norm)]
             named["loss_scale"] = self.policy.scaler.get_scale()
         named["skipped_updates"] = sum(result.skipped for result in results)
@@ -286,7 +285,7 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
         return {f"policy/{name}": value for name, value in named.items()}
 
     def count_calls(self, count_samples: CountSamples) -> None:
-        """Count the samples that pass the nets from here on, and those that reach an expert."""
+        """Count, from here on, the samples that pass through the nets, and those that reach each expert."""
 
         def note(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
             beat()
@@ -299,7 +298,7 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
 
         policy = self.policy
         for net in {self.engine.net, policy.net, policy.reference_net, *policy.teachers.values()}:
-            if net is not None:  # the embedded engine's is the trainer's
+            if net is not None:  # the embedded engine's net is the trainer's
                 net.register_forward_pre_hook(self.breakers.calls.around(note), with_kwargs=True)
         if self.model.boundary:
             policy.net.register_forward_pre_hook(self.breakers.calls.around(note_expert), with_kwargs=True)
@@ -308,7 +307,7 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
             routing.register_forward_hook(self.breakers.load.around(self.load.count))
 
     def count_backwards(self) -> None:
-        """Count the backward passes of updates from here on, as progress."""
+        """Report the backward passes of updates as progress, from here on."""
         backward = self.policy.backward
 
         def counted(loss: Tensor, *, of: int) -> None:
@@ -318,7 +317,7 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
         self.policy.backward = counted
 
     def close(self) -> None:
-        """Close the engine and the scorers, and release the folder."""
+        """Close the engine, the scorers and their servers, and release the folder."""
         scorers = self.scorer, *(each for held in self.held_out for each in (held.scorer, held.watch) if each)
         for scorer in {id(each): each for each in scorers}.values():
             scorer.close()
@@ -338,7 +337,7 @@ def memory_metrics(now: Memory, when: str, *, peak: bool) -> dict[str, float]:
 
 
 def ratio_error(by_rank: Tensor, tolerance: float, step: int) -> RuntimeError:
-    """Return the error that names the first forward whose deviation, [ranks, forwards], is off, and the causes."""
+    """Return the error for deviations [ranks, forwards] above the tolerance: the first such forward, and the causes."""
     off = by_rank > tolerance
     rank, forward = off.nonzero()[0].tolist()
     return RuntimeError(
@@ -356,17 +355,18 @@ TokenRun = Run[ArgsT, TokenModel, TokenEngine, TokenParams, TextScorer]
 
 
 def first_input(kwargs: Mapping[str, Tensor], args: tuple[Tensor, ...]) -> tuple[int, torch.Size] | None:
-    """Return the number of samples in a forward and the shape of one; the first input of any model is a batch."""
+    """Return the number of samples in a forward and the shape of one, from its first input, a batch."""
     first = next(iter((*args, *kwargs.values())))
     return len(first), first[0].shape
 
 
 class Step:
-    """One training step: its `number`, counted from 0, and the `metrics` to log of it.
+    """One training step: its `number`, counted from 0, and its `metrics` to log.
 
-    version: of the weights that sample it, which is the number of steps that are finished then; by default all before
-    it. has_signal: True if any sample of any rank has an advantage; set by trainers that know it. grade_all: grades the
-    samples of all ranks, on every rank, if the update begins before all scores have arrived; see `flow.batches`.
+    version: version of the weights that sample it, which is the number of finished steps at that time; by default all
+    earlier steps. has_signal: True if any sample of any rank has a nonzero advantage; set by trainers that know it.
+    grade_all: grades the samples of all ranks, on every rank, if the update begins before all scores have arrived; see
+    `flow.batches`.
     """
 
     def __init__(self, number: int, version: int | None = None) -> None:
@@ -378,10 +378,10 @@ class Step:
 
     @property
     def staleness(self) -> int:
-        """The number of updates between the weights that sampled a step and the trained ones; 0 for a repeated step."""
+        """Number of updates between the weights that sampled the step and the trained ones; 0 for a repeated step."""
         return max(0, self.number - self.version)
 
     def finish_grading(self) -> None:
-        """Call `grade_all` and drop it, as it holds the samples; later calls do nothing."""
+        """Call `grade_all` and drop it, because it references the samples. Later calls do nothing."""
         grade_all, self.grade_all = self.grade_all, lambda: None
         grade_all()

@@ -1,9 +1,9 @@
-"""Ranks that only sample, as those that train see them: `--sharding.rollout-ranks`.
+"""The training side of ranks that only sample: `--sharding.rollout-ranks`.
 
-The number of a step, and before it the weights that sample it where these have changed, are sent in the order of the
-trainer's program: which weights sample which step is then that of a run whose ranks all train, to the bit. Samples come
-back as tensors when the step is trained on, and their scores after them, as the ranks that sample also ask the scorer.
-Media come to the first rank only, which shows them.
+The trainer sends the number of each step in program order, preceded by the weights if they have changed. Each step is
+therefore sampled with the same weights as in a run whose ranks all train, bit by bit. Samples are returned as tensors
+when the step is trained on, followed by their scores, because the sampling ranks also send the score requests. Only the
+first rank, which shows them, receives media.
 """
 
 import threading
@@ -27,19 +27,19 @@ from omni_rl.run.policy import Policy
 
 
 class Samplers:
-    """The ranks that only sample. Every rank that trains calls every method, in one order."""
+    """The ranks that only sample. All training ranks call all methods in the same order."""
 
     def __init__(self, roles: Roles, policy: Policy) -> None:
-        """Take the policy that they sample with."""
+        """Set up the ranks of `roles`, which sample with `policy`."""
         self._roles, self._policy, self._version = roles, policy, -1
-        self._sender = ThreadPoolExecutor(1)  # copies wait on the host of the first rank for ranks that still sample
+        self._sender = ThreadPoolExecutor(1)  # copies queue on rank 0's host while ranks sample
         self._orders = deque[Future[None]]()
         self._ends = threading.Event()
         if roles.dist.is_main:
             threading.Thread(target=self._beat, daemon=True).start()
 
     def order(self, number: int, version: int) -> None:
-        """Sample a step with the current weights, whose number of finished steps is `version`."""
+        """Request samples of a step from the current weights, whose `version` is the number of finished steps."""
         if version != self._version:
             for group in gather_in_groups(self._policy.sampled_with):
                 self._send(None, group)
@@ -49,10 +49,10 @@ class Samplers:
     def take(
         self, prompts: Sequence[Sequence[Prompt]], params: Params, in_a_row: int, counts: Counter[str]
     ) -> tuple[list[Trajectory], list[Pending]]:
-        """Return this rank's batches of the step that was ordered first, and their scores, to be read in this order.
+        """Return this rank's batches of the oldest requested step, and their scores, which must be read in order.
 
-        prompts: of each batch. in_a_row: number of consecutive samples that one rank samples. counts: to which those of
-        the ranks that sample are added, with the scores.
+        prompts: the prompts of each batch. in_a_row: number of consecutive samples per sampling rank. counts: updated
+        with the counts of the sampling ranks when scores are read.
         """
         sources = [own[0].index // in_a_row % self._roles.num_samplers for own in prompts]
         parts = zip(over(prompts, "samples"), sources, strict=True)
@@ -60,13 +60,13 @@ class Samplers:
         return batches, [self._scores(source, counts) for source in sources]
 
     def close(self) -> None:
-        """End the ranks that only sample."""
+        """Tell the sampling ranks to end."""
         self._ends.set()
         self._send([])
         self._sender.shutdown()
 
     def _beat(self) -> None:
-        """Send signs of life between orders, while the program counts work or speaks with other ranks."""
+        """Send heartbeats between requests, while the program makes progress or waits for other ranks."""
         sent: Future[None] | None = None
         while not self._ends.wait(self._roles.timeout_s / BEATS):
             if progress.silent_s() < self._roles.timeout_s and not (sent and not sent.done()):
@@ -108,7 +108,7 @@ class Samplers:
 
 
 def samples_message(batch: Trajectory, *, with_media: bool) -> Tensor:
-    """Return the message with a batch."""
+    """Return the message that contains a batch."""
     nested = {"cond": batch.cond, "media": batch.media if with_media else {}}
     tensors = {f"{place}/{name}": tensor for place, own in nested.items() for name, tensor in own.items()}
     for field in fields(batch):
@@ -120,5 +120,5 @@ def samples_message(batch: Trajectory, *, with_media: bool) -> Tensor:
 
 
 def scores_message(scores: Sequence[Score], error: str | None, counts: dict[str, int]) -> Tensor:
-    """Return the message with the scores of a batch, or why there are none. counts: of this rank, to add up."""
+    """Return the message with the scores of a batch, or their error. counts: this rank's counts, to be added."""
     return pack({"scores": [asdict(score) for score in scores], "error": error, "counts": counts}, {})

@@ -1,4 +1,4 @@
-"""The part of a rank that only samples, while others train: `--sharding.rollout-ranks`."""
+"""The program of a rank that only samples while others train: `--sharding.rollout-ranks`."""
 
 import math
 import time
@@ -24,15 +24,15 @@ RunT = TypeVar("RunT", bound=AnyRun)
 
 
 def serve(run: RunT, roll_out: Callable[[RunT, Step], MediaRollout]) -> None:
-    """Sample what the ranks that train order, with the weights that they send before, until they end.
+    """Sample the steps that the training ranks request, with the weights that they send, until they end.
 
     Then close the run.
 
     Raises:
-        BrokenRunError: as of `omni_rl.run.failures.running`.
+        BrokenRunError: as in `omni_rl.run.failures.running`.
     """
-    roles: Roles = run.world.roles  # type: ignore[assignment]  # which a rank that only samples has
-    receiver, sender = ThreadPoolExecutor(1), ThreadPoolExecutor(1)  # no `with`, which waits for both after an error
+    roles: Roles = run.world.roles  # type: ignore[assignment]  # never None on a sampling rank
+    receiver, sender = ThreadPoolExecutor(1), ThreadPoolExecutor(1)  # no `with`: it would wait for both after an error
     tensors, sent = iter(run.policy.sampled_with), set[Future[None]]()
     begin("")
     with running(run):
@@ -53,7 +53,7 @@ def serve(run: RunT, roll_out: Callable[[RunT, Step], MediaRollout]) -> None:
 
 
 def awaited(order: Future[Order], sent: set[Future[None]]) -> Order:
-    """Return the next order; raise what goes wrong in sending meanwhile."""
+    """Return the next request, or raise an error of the sends in progress."""
     while not order.done():
         wait(list[Future[Any]]([order, *sent]), return_when=FIRST_COMPLETED)
         for done in [each for each in sent if each.done()]:
@@ -74,7 +74,7 @@ def copy_full(full: Tensor, into: Tensor) -> None:
 def send(run: AnyRun, roles: Roles, rollout: MediaRollout, forwards: float) -> None:
     """Send a rollout's batches and then their scores, each to the rank that trains on it.
 
-    forwards: samples that have passed the nets for it; NaN if unknown.
+    forwards: number of samples that passed through the nets for it, or NaN if unknown.
     """
     owners = [batch.prompts[0].index // rollout.in_a_row % roles.num_trainers for batch in rollout.batches]
     owned = [*zip(owners, rollout.batches, strict=True)]
@@ -84,7 +84,7 @@ def send(run: AnyRun, roles: Roles, rollout: MediaRollout, forwards: float) -> N
         scores = rollout.scores
     except RewardError as exc:
         error = f"rank {roles.whole.rank}: {exc}"
-    used = {"cpu_ms": time.process_time(), "busy_ms": run.scorer.busy_s}  # since the start of this rank
+    used = {"cpu_ms": time.process_time(), "busy_ms": run.scorer.busy_s}  # since this rank started
     counts = {name: round(1000 * value) - run.counts[name] for name, value in used.items()}
     run.counts.update(counts)
     firsts = accumulate([len(batch) for batch in rollout.batches], initial=0)

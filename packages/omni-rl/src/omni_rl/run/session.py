@@ -1,4 +1,4 @@
-"""The folder of a run, with a lock, a log, a report and checkpoints."""
+"""The folder of a run, with its lock, log, report and checkpoints."""
 
 import tomllib
 from collections.abc import Callable, Sequence
@@ -31,16 +31,16 @@ from omni_rl.settings.early import WRITTEN, check_same
 from omni_rl.settings.fields import build, flat
 from omni_rl.settings.toml import to_toml
 
-BESIDE = ("config.toml", "metrics.jsonl", "versions.jsonl", "weights")  # what a checkpoint at a URL has of the folder
-REPLACED = ("weights", "best")  # folders that a run replaces at once
+BESIDE = ("config.toml", "metrics.jsonl", "versions.jsonl", "weights")  # also stored with a checkpoint at a URL
+REPLACED = ("weights", "best")  # folders that a run replaces atomically
 
 
 class Session:
-    """The folder of a run, and what writes into it.
+    """The folder of a run, and the objects that write to it.
 
     saved: the checkpoint from which the run resumes, if there is one. num_done: finished steps, -1 for a new run.
-    config: what must be the same when the run resumes. report: the process to which rank 0 sends samples. servers: the
-    reward servers that this run has started.
+    config: settings and digests that must be the same when the run resumes. report: the process to which rank 0 sends
+    samples. servers: the reward servers started by this run.
     """
 
     def __init__(self, args: RunArgs, dist: Dist) -> None:
@@ -59,24 +59,24 @@ class Session:
         )
         if args.run.checkpoint_url and not (args.run.dry_run or args.eval.only or dist.first):
             self.lock = RunLock(self.folder, dist, url=args.run.checkpoint_url)
-        self.saved = None if dist.first else self.checkpoints.latest()  # ranks that only sample get the weights
+        self.saved = None if dist.first else self.checkpoints.latest()  # ranks that only sample receive the weights
         self.num_done = self.saved.step if self.saved else -1
         self.config: dict[str, object] = {}
-        self._is_fetched = False  # whether another machine has trained on
+        self._is_fetched = False  # True if another machine has continued the run
         self.log = RunLog("", is_main=False, total_steps=args.run.train_steps)
         if args.eval.only:
             self.folder /= f"eval-{max(self.num_done, 0):06}"
 
     @property
     def begins(self) -> str:
-        """A few words on where the run begins."""
-        return f"continues after step {self.saved.step}" if self.saved else "anew"
+        """Text on where the run begins."""
+        return f"continues after step {self.saved.step}" if self.saved else "new run"
 
     def check(self, args: RunArgs, make_net: Callable[[], nn.Module]) -> None:
-        """Verify the checkpoint. make_net: returns the net on the meta device, with what is trained.
+        """Verify the checkpoint. make_net: returns the net on the meta device, with its trained parameters.
 
         Raises:
-            ValueError: it is damaged, or of other settings; the same on every rank.
+            ValueError: it is damaged, or has other settings; the same on every rank.
         """
         if self.saved:
             check_same(args, self.saved, self.config)
@@ -84,10 +84,10 @@ class Session:
             self.checkpoints.verify(self.saved, make_net())
 
     def name_scorer(self, args: RunArgs, version: str) -> None:
-        """Note the server's scorer and its version.
+        """Record the scorer's name and version.
 
         Raises:
-            ValueError: the run began with another one.
+            ValueError: the run began with another scorer.
         """
         self.config["scorer"] = version
         was = self.saved.config.get("scorer", "") if self.saved else version
@@ -95,7 +95,7 @@ class Session:
             raise ValueError(f"{args.scorer.flag} must be the scorer that the run began with, {was}, got {version}")
 
     def claim(self, args: RunArgs, world: World, mode: str) -> None:
-        """Make this the one run that writes into the folder, open its report, and print the first line."""
+        """Lock the folder for this run, open the report, and print the first line."""
         dist = world.dist
         if dist.first:
             return
@@ -123,7 +123,7 @@ class Session:
     def resume_hint(self, url: str) -> str:
         """Return how to resume the folder's run if its checkpoints are not at --checkpoint-url; else ""."""
         path, before = self.folder / "config.toml", ""
-        with suppress(OSError, ValueError):  # of a folder without settings
+        with suppress(OSError, ValueError):  # no settings in the folder
             before = tomllib.loads(read_regular(path).decode()).get("checkpoint_url", "")
         if before != url and before:
             return f"it goes on with --checkpoint-url {before}, where its checkpoints are, or give another --name"
@@ -136,8 +136,8 @@ class Session:
         """Update the folder from the checkpoint at a URL, if another machine has continued the run.
 
         Raises:
-            ValueError: the folder is another run's, or an object is not the one that was sent.
-            OSError: it could not be read or written.
+            ValueError: the folder belongs to another run, or an object differs from the one that was uploaded.
+            OSError: a file or object could not be read or written.
         """
         remote = self.checkpoints.remote
         if not (remote and self.saved and dist.is_main):
@@ -147,7 +147,7 @@ class Session:
         ours = read_regular(path) if path.exists() else b""
         if theirs is None:  # the checkpoint was copied from a folder
             return
-        if ours and ours.splitlines()[:1] != theirs.splitlines()[:1]:  # seconds of step 0, which no two runs share
+        if ours and ours.splitlines()[:1] != theirs.splitlines()[:1]:  # the times of step 0 differ between any two runs
             raise ValueError(f"{self.folder} holds another run than {remote.remote.url}: give another --name")
         if ours.splitlines()[: step + 1] == theirs.splitlines()[: step + 1]:
             return
@@ -158,7 +158,7 @@ class Session:
         self._is_fetched = True
 
     def fetch_best(self, step: int) -> None:
-        """Fetch the weights of the best checkpoint at a URL, on the first rank, unless the folder has them."""
+        """Download, on the first rank, the weights of the best checkpoint at a URL, unless the folder has them."""
         remote, best = self.checkpoints.remote, self.folder / "best"
         if remote and (self._is_fetched or not best.exists()) and step in remote.steps():
             remote.fetch_beside(step, "weights", best)
@@ -172,7 +172,7 @@ class Session:
         folder = self.folder
         write_atomically(folder / "config.toml", to_toml(without_secrets(args)))
         (folder / "metrics.jsonl").touch()
-        with suppress(Exception):  # of which its process says why, as it writes both again
+        with suppress(Exception):  # the report's process writes both again and reports errors
             write_now(folder, progress.describe())
             write_report(folder)
         self.report = self._report_breaker(ReportProcess, folder, args.run.tracking.to, args.run.tracking.project)
@@ -187,9 +187,9 @@ class Session:
     def open_log(
         self, args: RunArgs, world: World, nets: Sequence[nn.Module], rewards: Sequence[str], unshard: Sequence[str]
     ) -> None:
-        """Open the log, with the report and trackers as a sink; beside it all versions.
+        """Open the log, with the report and trackers as a sink, and record all versions.
 
-        nets: that a profile traces. rewards: names of held-out metrics beside that of --eval.prompts. unshard: the
+        nets: the nets to profile. rewards: names of held-out metrics besides that of --eval.prompts. unshard: the
         phases in which weights are gathered once.
         """
         dist, folder = world.dist, self.folder
@@ -219,10 +219,10 @@ class Session:
         write_versions(self.folder, hide=secret_flags(type(args)), changed=changed, facts=facts)
 
     def _await_samples(self) -> None:
-        """Wait until the samples of evaluations are on the disk: a run that resumes does not generate them again.
+        """Wait until the samples of evaluations are on disk, because a resumed run does not generate them again.
 
         Raises:
-            OSError: another run has taken the URL of the checkpoints.
+            OSError: another run has taken over the URL of the checkpoints.
         """
         if self.lock:
             self.lock.check()

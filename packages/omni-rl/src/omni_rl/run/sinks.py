@@ -2,10 +2,10 @@
 
     RunLog(folder, is_main=..., total_steps=..., sinks=tracker("wandb,tensorboard", folder, "my-project"))
 
-A sink is called as `sink(step, metrics)` after each line of the log. Trackers also get the sheet of each evaluation,
-written by `omni_rl.report.write_eval`, and the settings of config.toml. A folder that was tracked before continues its
-run in the tracker. A library is imported when its sink is made; each is an extra of this package. Nothing is uploaded
-unless the user has logged in to W&B or SwanLab, or a library is configured so.
+A sink is called as `sink(step, metrics)` after each line of the log. Trackers also get the contact sheet of each
+evaluation, written by `omni_rl.report.write_eval`, and the settings of config.toml. A folder that was tracked before
+continues its run in the tracker. A library is imported when its sink is created; each is an extra of this package.
+Nothing is uploaded unless the user has logged in to W&B or SwanLab, or has configured a library to upload.
 """
 
 import netrc
@@ -21,32 +21,32 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-PICTURES = "eval/pictures"  # name of an evaluation's sheet in trackers
+PICTURES = "eval/pictures"  # name of an evaluation's contact sheet in trackers
 TRACKERS = ("tensorboard", "wandb", "trackio", "swanlab", "mlflow")  # modules, and extras of this package
 
 
 @dataclass(frozen=True)
 class Sink:
-    """A function of a step and its metrics; closed with its `RunLog`."""
+    """A function of a step and its metrics, closed together with its `RunLog`."""
 
     write: Callable[[int, Mapping[str, float]], None]
     close: Callable[[], None]
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Forward the metrics of a step."""
+        """Write the metrics of a step."""
         self.write(step, metrics)
 
 
 def tracker(kind: str, folder: str | Path, project: str) -> list[Sink]:
-    """Open the trackers of a setting, separated by commas; none for "none".
+    """Open trackers.
 
     Args:
-        kind: the libraries.
-        folder: the run folder; the run of runs/seeds/1 is named seeds-1.
-        project: of the run; its experiment in MLflow. TensorBoard has none.
+        kind: names of libraries, separated by commas, or "none".
+        folder: the run folder. The run of runs/seeds/1 is named seeds-1.
+        project: the project, or experiment in MLflow. TensorBoard has none.
 
     Raises:
-        ValueError: as `check_tracker`.
+        ValueError: as in `check_tracker`.
     """
     check_tracker(kind, project)
     opens = {
@@ -60,7 +60,7 @@ def tracker(kind: str, folder: str | Path, project: str) -> list[Sink]:
 
 
 def check_tracker(kind: str, project: str) -> None:
-    """Check that the trackers can be opened. Imports nothing.
+    """Check that the trackers can be opened, without importing them.
 
     Raises:
         ValueError: a tracker does not exist or is not installed, or the project's name is empty or not printable.
@@ -131,7 +131,7 @@ def swanlab(project: str, folder: str | Path) -> Sink:
     folder, mode = Path(folder), os.environ.get("SWANLAB_MODE")
     mode = mode or ("online" if library.Settings().api_key else "offline")
     which = {"project": project, "name": _name(folder), "id": _tracked(folder, "swanlab")[0]}
-    resume = "allow" if mode == "online" else None  # a local run is new at each start, in a folder of its own
+    resume = "allow" if mode == "online" else None  # a local run is new at each start, in its own folder
     logs = folder / "swanlab"
     logs.mkdir(parents=True, exist_ok=True)
     run = library.init(**which, resume=resume, config=_config(folder), mode=mode, log_dir=str(logs))
@@ -173,12 +173,12 @@ def mlflow(project: str, folder: str | Path) -> Sink:
 
 
 def _name(folder: Path) -> str:
-    """Return the run's name: its path below runs/, as Trackio continues a run by its name."""
+    """Return the run's name, its path below runs/, because Trackio identifies runs by name."""
     return "-".join(folder.parts[1:]) if folder.parts[0] == "runs" else folder.name
 
 
 def _tracked(folder: Path, kind: str) -> tuple[str, bool]:
-    """Return the id of the folder's run in a tracker, and True if an earlier start made it."""
+    """Return the id of the folder's run in a tracker, and True if an earlier start created it."""
     path = folder / f"{kind}-run.txt"
     if path.is_file():
         return path.read_text("utf-8").strip(), True
@@ -188,7 +188,7 @@ def _tracked(folder: Path, kind: str) -> tuple[str, bool]:
 
 
 def _has_login() -> bool:
-    """Return True if the user has logged in to W&B, by its variable or by `wandb login`."""
+    """Return True if the user has logged in to W&B, with WANDB_API_KEY or `wandb login`."""
     host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
     with suppress(OSError, netrc.NetrcParseError):
         return bool(os.environ.get("WANDB_API_KEY") or netrc.netrc(os.environ.get("NETRC")).authenticators(host))
@@ -203,7 +203,7 @@ def _config(folder: str | Path) -> dict[str, Any]:
 
 
 def _run_sink(run: Any, image: Callable[[str], object], folder: Path) -> Sink:
-    """Return the sink of a library whose runs have `log` and `finish`; image: makes the library's image of a file."""
+    """Return the sink of a library whose runs have `log` and `finish`. image: the library's image class."""
 
     def write(step: int, metrics: Mapping[str, float]) -> None:
         sheet = _sheet(folder, step, metrics)
@@ -213,6 +213,6 @@ def _run_sink(run: Any, image: Callable[[str], object], folder: Path) -> Sink:
 
 
 def _sheet(folder: Path, step: int, metrics: Mapping[str, float]) -> Path | None:
-    """Return the sheet of the step's evaluation, or None."""
+    """Return the contact sheet of the step's evaluation, or None."""
     sheet = folder / "eval" / f"{step:06}.png"
     return sheet if "eval/reward" in metrics and sheet.is_file() else None

@@ -1,12 +1,13 @@
-"""Where the samples of a run's steps come from.
+"""Sources of the samples of a run's steps.
 
     for step, rollout in sampled(run, steps, roll_out):
 
-A step is sampled as it begins. With `--draw-ahead K` it is sampled K updates earlier, and scored during these updates.
-With `--sharding.rollout-ranks` other ranks sample it, and a rank that trains receives the samples as the step begins.
+A step is sampled when it begins. With `--draw-ahead K` it is sampled K updates earlier, and scored during these
+updates. With `--sharding.rollout-ranks` other ranks sample it, and a training rank receives the samples when the step
+begins.
 
-The queue is empty when a run is saved or evaluated, so a checkpoint contains no samples, and the number of a step says
-how old its samples are.
+The queue is empty when a run is saved or evaluated, so checkpoints contain no samples, and the number of a step
+determines the age of its samples.
 """
 
 from collections import deque
@@ -24,10 +25,10 @@ T = TypeVar("T")
 def sampled(run: RunT, steps: Loop, roll_out: Callable[[RunT, Step], T]) -> Iterator[tuple[Step, T]]:
     """Yield each remaining step with its samples.
 
-    roll_out: `(run, step) -> samples`, by weights of `step.version`.
+    roll_out: `(run, step) -> samples`, from weights of `step.version`.
 
     Raises:
-        RuntimeError: samples of a step are too old, as the engine lacks weights.
+        RuntimeError: samples of a step are too old, because the engine did not get new weights.
     """
     if samplers := run.samplers:
         for step, _ in prefetched(run, steps, lambda ahead: samplers.order(ahead.number, ahead.version)):
@@ -43,10 +44,10 @@ def sampled(run: RunT, steps: Loop, roll_out: Callable[[RunT, Step], T]) -> Iter
 
 
 def prefetched(run: AnyRun, steps: Loop, fetch: Callable[[Step], T]) -> Iterator[tuple[Step, T]]:
-    """Yield each remaining step with the result of `fetch`, called at most `--draw-ahead` updates before.
+    """Yield each remaining step with the result of `fetch`, called at most `--draw-ahead` updates earlier.
 
     Raises:
-        RuntimeError: the weights that `step.version` names are older.
+        RuntimeError: the weights of `step.version` are older.
     """
     queue = deque[tuple[Step, T]]()
     for step in steps:

@@ -1,6 +1,6 @@
-"""The functions that make a run, in the order in which the `main` of a trainer calls them.
+"""The functions that build a run, in the order in which the `main` of a trainer calls them.
 
-    inputs = read_media(args, world)  # of `omni_rl.run.media`, `texts` or `thoughts`, as are scorers and the engine
+    inputs = read_media(args, world)  # from `omni_rl.run.media`, `texts` or `thoughts`, like open_scorers, open_engine
     session = open_session(args, world, inputs)
     if args.run.dry_run and print_plan(args, world, inputs, session):
         return
@@ -11,7 +11,7 @@
     policy = open_policy(args, world, inputs, session, net, engine)
     run = open_run(args, world, inputs, session, model, policy, engine, scorer, held_out, algorithm=...)
 
-A mistake in the settings raises ValueError or OSError on every rank, before any weight is loaded.
+Errors in the settings raise ValueError or OSError on every rank, before any weights are loaded.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -76,7 +76,7 @@ def open_session(args: RunArgs, world: World, inputs: Inputs[Any, Any]) -> Sessi
     """Return the session of a new run, or of the run in runs/NAME, to resume it.
 
     Raises:
-        ValueError: ranks have other files, or the checkpoint is damaged or of other settings.
+        ValueError: ranks have different files, or the checkpoint is damaged or has other settings.
     """
     dist, whole, model = world.dist, world.whole, inputs.model
     with same_error(whole):
@@ -93,7 +93,7 @@ def open_session(args: RunArgs, world: World, inputs: Inputs[Any, Any]) -> Sessi
 
 
 def check_gathered(args: RunArgs, net: nn.Module) -> None:
-    """Raise ValueError if sharded ranks would gather too much for each token that they sample."""
+    """Raise ValueError if sharded ranks would gather too many weights for each token that they sample."""
     samples_tokens = isinstance(args, TokenArgs | ThinkingArgs) and args.sampling.has_trained_engine
     size = gathered_bytes(args, net) if samples_tokens else 0
     rule = (
@@ -105,12 +105,12 @@ def check_gathered(args: RunArgs, net: nn.Module) -> None:
 
 
 def gathered_bytes(args: RunArgs, net: nn.Module) -> int:
-    """Return the size of the weights that sharded ranks would gather."""
+    """Return the number of bytes of weights that sharded ranks would gather."""
     return num_gathered(net) * int(getattr(torch, args.policy.dtype).itemsize)
 
 
 def print_plan(args: RunArgs, world: World, inputs: Inputs[Any, Any], session: Session) -> bool:
-    """Print the settings and the plan of a run; return False if `world` plans a training step too."""
+    """Print the settings and the plan of a run; return False if `world` also plans a training step."""
     model, preparation = inputs.model, inputs.preparation
     model.reads_weights, adapters = False, preparation.lora and replace(preparation.lora, others=())
     net = adapt(model.load_net(device="meta", dtype=preparation.weight_dtype), replace(preparation, lora=adapters))
@@ -120,7 +120,7 @@ def print_plan(args: RunArgs, world: World, inputs: Inputs[Any, Any], session: S
 
 
 def start_servers(args: OwnArgsT, world: World, session: Session) -> OwnArgsT:
-    """Start the scorers that the settings name, until the session ends; return the settings with their URLs.
+    """Start servers of the scorers in the settings until the session ends; return the settings with their URLs.
 
     Raises:
         ValueError: a server could not be started.
@@ -130,10 +130,10 @@ def start_servers(args: OwnArgsT, world: World, session: Session) -> OwnArgsT:
 
 
 def open_net(args: RunArgs, world: World, inputs: Inputs[Any, Any], session: Session) -> nn.Module:
-    """Make this the run that writes into the session's folder, and return the net, ready to train.
+    """Lock the session's folder for this run, and return the net, ready to train.
 
     Raises:
-        ValueError, OSError: another run has the folder, or the weights could not be read.
+        ValueError, OSError: another run uses the folder, or the weights could not be read.
     """
     progress.begin("loading", inputs.model.weight_bytes(), "bytes")
     session.claim(args, world, sharding(args, world.dist.world_size))
@@ -145,7 +145,7 @@ def open_net(args: RunArgs, world: World, inputs: Inputs[Any, Any], session: Ses
 def load_net(args: RunArgs, world: World, inputs: Inputs[Any, Any]) -> nn.Module:
     """Return the net with its weights.
 
-    They are read rank by rank if they are trained, sharded, quantized or from other files; else the model loads them.
+    Each rank reads them itself if they are trained, sharded, quantized or from other files, else the model loads them.
     """
     preparation, model, host = inputs.preparation, inputs.model, torch.device("cpu")
     streams = "blocks" in offloaded(args.memory)
@@ -165,7 +165,7 @@ def load_net(args: RunArgs, world: World, inputs: Inputs[Any, Any]) -> nn.Module
             preparation = replace(preparation, device=host, run_on=preparation.device)
         net = prepare(net, preparation, files, begin=begin)
     else:
-        waits = world.has_numbers and not args.sampling.has_trained_engine  # until the engine adopts what it has
+        waits = world.has_numbers and not args.sampling.has_trained_engine  # until the engine shares its weights
         device = host if streams or waits else preparation.device
         net = model.load_net(device=device, dtype=preparation.dtype)
         net = prepare(net, replace(preparation, device=device), begin=begin)
@@ -177,9 +177,9 @@ def load_net(args: RunArgs, world: World, inputs: Inputs[Any, Any]) -> nn.Module
 def unfilled(
     inputs: Inputs[Any, Any], preparation: Preparation, files: Mapping[str, Sequence[Path]]
 ) -> tuple[nn.Module, dict[str, Sequence[Path]] | None]:
-    """Return the net on the meta device, and the files with its weights: these, or the checkpoint's own.
+    """Return the net on the meta device, and the files of its weights: `files`, or the checkpoint's for other experts.
 
-    A model that loads its net itself has it on the host, and no files.
+    If the model loads its net itself, return the net on the CPU and None.
     """
     model = inputs.model
     if not model.reads_weights:
@@ -191,22 +191,22 @@ def unfilled(
 
 
 def share_weights(engine: WeightedEngine, net: nn.Module, device: torch.device, *, is_started: bool) -> None:
-    """Let the net use the storage of an engine with weights of its own, for the weights that both have.
+    """Let the net share storage with an engine that has its own weights, for the weights that both have.
 
-    is_started: True if training starts from other weights than the engine has loaded, which it then gets.
+    is_started: True if training starts from weights that differ from the engine's, which are then sent to it.
     """
     if engine.shares_weights:
         return
     if is_started:
         engine.load_weights(named_weights(net), version=0)
     engine.adopt(lora.unadapted_params(net))
-    net.to(device)  # what the engine does not hold
+    net.to(device)  # the weights that are not in the engine
 
 
 def phases_unsharded(args: RunArgs, world: World, net: nn.Module, engine: WeightedEngine) -> tuple[str, ...]:
     """Return the phases in which the sharded net is gathered once.
 
-    "auto" gathers it if it takes at most a quarter of the free memory, or half of it in the rollout.
+    "auto" gathers it if it takes at most a quarter of the free memory, or, in the rollout only, at most half.
     """
     choice = args.sharding.unshard
     if choice == "auto":
@@ -220,15 +220,15 @@ def phases_unsharded(args: RunArgs, world: World, net: nn.Module, engine: Weight
 def open_policy(
     args: RunArgs, world: World, inputs: Inputs[Any, Any], session: Session, net: nn.Module, engine: WeightedEngine
 ) -> Policy:
-    """Share weights between engine and net, shard the net, and return its policy with those beside it.
+    """Share weights between engine and net, shard the net, and return the policy with its frozen nets.
 
     Raises:
-        ValueError, OSError: sharded ranks would gather too much, or weights beside the net could not be read.
+        ValueError, OSError: sharded ranks would gather too many weights, or weights of a frozen net could not be read.
     """
     dist, preparation, mode = world.dist, inputs.preparation, sharding(args, world.dist.world_size)
     if world.roles:
         kinds = gather_json(world.whole, device_name(dist.device) or torch.backends.cpu.get_cpu_capability())
-        engine.is_exact &= len({*kinds}) == 1  # another kind of card rounds in another way
+        engine.is_exact &= len({*kinds}) == 1  # different devices round differently
     unshard: tuple[str, ...] = ()
     if mode == "fsdp2":
         unshard = phases_unsharded(args, world, net, engine)
@@ -244,7 +244,7 @@ def open_policy(
         policy.backward = SummedBackward(net, preparation.mesh or dist.mesh, mode=mode)
     if policy.scaler:
         policy.backward = scaled_backward(policy.backward, policy.scaler)
-    if dist.context > 1:  # whose attention is computed again in the backward pass
+    if dist.context > 1:  # attention is recomputed in the backward pass
         policy.backward = sdpa_kernel(BACKENDS[args.policy.attention])(policy.backward)
     if args.policy.deterministic:
         policy.backward = deterministic()(policy.backward)
@@ -255,7 +255,7 @@ def open_policy(
 
 
 def load_policy(args: RunArgs, inputs: Inputs[Any, Any], net: nn.Module, session: Session) -> Policy:
-    """Return the policy with the state of the checkpoint, if there is one."""
+    """Return the policy, with the state of the checkpoint if there is one."""
     trained, optim, preparation = [p for p in net.parameters() if p.requires_grad], args.optim, inputs.preparation
     optimizer = build_adamw(
         trained,
@@ -264,7 +264,7 @@ def load_policy(args: RunArgs, inputs: Inputs[Any, Any], net: nn.Module, session
         weight_decay=optim.weight_decay,
         eps=optim.adam_epsilon,
         on_host="optimizer" in offloaded(args.memory),
-        foreach=True if preparation.lora and preparation.mesh else None,  # of sharded adapters, many and small
+        foreach=True if preparation.lora and preparation.mesh else None,  # sharded adapters are many small tensors
     )
     if isinstance(args, MediaArgs) and args.optim.low_expert_lr is not None:
         own, group = set(net.get_submodule("low").parameters()), optimizer.param_groups[0]
@@ -288,7 +288,7 @@ def load_policy(args: RunArgs, inputs: Inputs[Any, Any], net: nn.Module, session
 
 
 def open_frozen(inputs: Inputs[Any, Any], policy: Policy) -> None:
-    """Load the reference and the teachers of the policy as frozen nets, unless they are adapters of its own net."""
+    """Load the reference and the teachers of the policy as frozen nets, unless they are adapters of its net."""
     if inputs.preparation.lora:
         return
     preparation = inputs.preparation.frozen()
@@ -304,7 +304,7 @@ def open_frozen(inputs: Inputs[Any, Any], policy: Policy) -> None:
     }
 
 
-def open_run(  # noqa: PLR0913 - a run has that many parts
+def open_run(  # noqa: PLR0913 - a run has many parts
     args: OwnArgsT,
     world: World,
     inputs: Inputs[OwnModelT, ParamsT],
@@ -317,7 +317,7 @@ def open_run(  # noqa: PLR0913 - a run has that many parts
     *,
     algorithm: str,
 ) -> Run[OwnArgsT, OwnModelT, OwnEngineT, ParamsT, OwnScorerT]:
-    """Return the run, whose log is open and whose engine has the weights. algorithm: its name, for the model card."""
+    """Return the run, with its log open and the weights sent to its engine. algorithm: its name in the model card."""
     dist, net = world.dist, policy.net
     run = Run(
         args,

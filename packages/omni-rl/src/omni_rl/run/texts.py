@@ -1,4 +1,4 @@
-"""Runs that answer in text: what they read, and what scores, samples, evaluates and exports."""
+"""Runs that generate text: inputs, scorers, engine, teacher and export."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -52,13 +52,13 @@ from omni_rl.settings.token_args import TokenArgs
 def read_texts(
     args: TokenArgs, world: World, *, policies: Collection[str] = (), scored: bool = True, answers: Collection[str] = ()
 ) -> Inputs[TokenModel, TokenParams]:
-    """Read what a run of text starts from. policies: those beside the trained one, as in `Inputs`.
+    """Read the inputs of a run on text. policies: policies besides the trained one, as in `Inputs`.
 
-    scored: True if the rules grade the answers of training. answers: keys of the answers that lines of --prompts give.
+    scored: True if the rules grade the answers in training. answers: keys of answers in the lines of --prompts.
 
     Raises:
-        ValueError: some file is missing, incomplete or malformed; the message begins with the flag; the same on every
-            rank.
+        ValueError: a file is missing, incomplete or malformed. The message begins with the flag and is the same on
+            every rank.
     """
     progress.begin("reading the model and the prompts")
     with same_error(world.whole):
@@ -77,7 +77,7 @@ def read_all(
         world.check_files(model)
 
     def check(record: PromptRecord) -> None:
-        if record.index % dist.world_size == dist.rank:  # each rank checks its share, as media are read for it
+        if record.index % dist.world_size == dist.rank:  # each rank checks its share, because this reads media
             check_record(args, model, record)
 
     def check_graded(record: PromptRecord) -> None:
@@ -132,13 +132,13 @@ def check_record(args: TokenArgs, model: TokenModel, record: PromptRecord) -> No
         if args.sampling.engine == "vllm":
             from omni_rollout.engines.vllm import media_of
 
-            media_of(encoded, model.config)  # refuses what vLLM would not answer
+            media_of(encoded, model.config)  # raises if vLLM would not answer
         length = len(encoded["input_ids"])
         require((not most or length <= most, f"must have at most --max-prompt-tokens {most} tokens, got {length}"))
 
 
 def check_lengths(args: TokenArgs, model: TokenModel, record: PromptRecord, answers: Collection[str]) -> None:
-    """Raise ValueError for an answer under one of these keys that is too long."""
+    """Raise ValueError if an answer under one of these keys is too long."""
     most = args.sampling.max_new_tokens
     for key in answers:
         length = len(model.tokenize(answer_text(record.meta[key], key, record.text))) + 1
@@ -147,17 +147,17 @@ def check_lengths(args: TokenArgs, model: TokenModel, record: PromptRecord, answ
 
 
 def canary_of(records: Sequence[PromptRecord]) -> PromptRecord:
-    """Return the prompt with which scorers are tried: one with the most images."""
+    """Return the prompt used to test scorers, one with the most images."""
     return max(records, key=lambda record: len(record.images))
 
 
 def open_scorers(
     args: TokenArgs, world: World, inputs: Inputs[Any, TokenParams], session: Session
 ) -> tuple[TextScorer, list[HeldOut[TokenParams, TextScorer]]]:
-    """Return the rules, with the server that they name, and the evaluation sets with their scorers.
+    """Return the scorer with the rules and their server, and the evaluation sets with their scorers.
 
     Raises:
-        ValueError: a scorer does not answer, does not fit, or is not the one that the run began with.
+        ValueError: a scorer does not answer, does not fit, or differs from the one that the run began with.
     """
     with same_error(world.whole):
         ask, version, client = partial(world.connect, asks=args.scorer, kinds=(TEXT_KIND,)), "", None
@@ -171,7 +171,7 @@ def open_scorers(
 
         held_out = open_set_scorers(args, inputs.held_out, connect)
         session.name_scorer(args, version)
-    world.check_alike({"scorer": version})  # each machine may have a server of its own
+    world.check_alike({"scorer": version})  # each machine may have its own server
     return RuleScorer(args.rules, client, args.scorer.batch_size), held_out
 
 
@@ -195,7 +195,7 @@ def open_engine(
 
 @dataclass(frozen=True)
 class Teacher:
-    """A frozen model beside the run's, and the number of tokens of which both have logits."""
+    """A frozen teacher model, and the number of tokens for which both it and the run's model have logits."""
 
     model: TokenModel
     net: nn.Module
@@ -205,10 +205,10 @@ class Teacher:
 def read_teacher(
     args: TokenArgs, world: World, inputs: Inputs[TokenModel, TokenParams], place: str
 ) -> tuple[Inputs[TokenModel, TokenParams], TokenModel]:
-    """Read a teacher's configuration and vocabulary; the inputs' digests identify its weights.
+    """Read a teacher's configuration and vocabulary, and add a digest of its weights to the inputs.
 
     Raises:
-        ValueError: it has another vocabulary than the run's model, or supports fewer media.
+        ValueError: its vocabulary differs from that of the run's model, or it supports fewer media.
     """
     with same_error(world.whole), flag("--teacher: "):
         teacher = open_token_model(place)
@@ -226,7 +226,7 @@ def read_teacher(
 
 
 def open_teacher(world: World, inputs: Inputs[TokenModel, TokenParams], teacher: TokenModel) -> Teacher:
-    """Load a teacher's net, sharded as the run's net is.
+    """Load a teacher's net, sharded like the run's net.
 
     Raises:
         ValueError, OSError: the weights could not be read.
@@ -239,8 +239,8 @@ def open_teacher(world: World, inputs: Inputs[TokenModel, TokenParams], teacher:
 
 
 def num_logits(net: nn.Module) -> int:
-    """Return the number of tokens of which a net gives logits; the last ones may be padding of the vocabulary."""
-    head = net.get_output_embeddings()  # type: ignore[operator]  # as all models of transformers have
+    """Return the number of tokens for which a net has logits; the last ones may be padding of the vocabulary."""
+    head = net.get_output_embeddings()  # type: ignore[operator]  # a method of all models in transformers
     return int(head.out_features)
 
 
@@ -260,5 +260,5 @@ def export(run: TokenRun[TokenArgs], card: Mapping[str, object] | None) -> None:
 
 
 def count_samples(kwargs: Mapping[str, Tensor], args: tuple[Tensor, ...]) -> tuple[int, torch.Size]:
-    """Return the number of sequences in a forward, whose lengths do not count."""
+    """Return the number of sequences in a forward, with an empty shape, because their lengths do not matter."""
     return len(kwargs["input_ids"]), torch.Size()

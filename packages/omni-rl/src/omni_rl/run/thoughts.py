@@ -1,4 +1,4 @@
-"""Runs that write a thought before each sample: a kind of run of media."""
+"""Runs on media that sample a thought before each image."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -34,10 +34,10 @@ from omni_rl.settings.token_args import ThinkingArgs
 def read_thoughts(
     args: ThinkingArgs, world: World, *, policies: Collection[str] = ()
 ) -> Inputs[ThinkingModel, ThinkingParams]:
-    """Read what a run that thinks starts from. policies: those beside the trained one, as in `Inputs`.
+    """Read the inputs of a run with thoughts. policies: policies besides the trained one, as in `Inputs`.
 
     Raises:
-        ValueError: as `omni_rl.run.media.read_media`.
+        ValueError: as in `omni_rl.run.media.read_media`.
     """
     progress.begin("reading the model and the prompts")
     with same_error(world.whole):
@@ -75,8 +75,8 @@ def read_thinking(args: ThinkingArgs, world: World) -> Inputs[ThinkingModel, Thi
 def open_scorers(
     args: ThinkingArgs, world: World, inputs: Inputs[Any, ThinkingParams], session: Session
 ) -> tuple[Scorer, list[HeldOut[ThinkingParams, Scorer]]]:
-    """Return what scores images and thoughts, and the evaluation sets, as `omni_rl.run.media.open_scorers` does."""
-    scorer, held_out = media.open_scorers(args, world, inputs, session, meta={"thought": ""})  # as every sample's
+    """Return the scorer of images and thoughts, and the evaluation sets; see `omni_rl.run.media.open_scorers`."""
+    scorer, held_out = media.open_scorers(args, world, inputs, session, meta={"thought": ""})  # in every sample's meta
     return with_thoughts(scorer, args.rules) if args.rules else scorer, held_out
 
 
@@ -93,6 +93,6 @@ def open_engine(
 
 
 def count_samples(kwargs: Mapping[str, Tensor], args: tuple[Tensor, ...]) -> tuple[int, torch.Size] | None:
-    """Count the samples that pass through the net for images, without the text, whose lengths differ."""
+    """Count the samples in forwards of images; forwards of text, whose lengths differ, return None."""
     first = next(iter((*args, *kwargs.values())))
     return first_input(kwargs, args) if torch.is_floating_point(first) else None

@@ -1,4 +1,4 @@
-"""The environment of a run: its ranks, their device, and what opens everything else."""
+"""The environment of a run: its ranks, their device, and the methods that open everything else."""
 
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -27,16 +27,16 @@ class Checked(Protocol):
     """A model whose files can be checked."""
 
     def check_files(self) -> None:
-        """Raise ValueError unless all files are there."""
+        """Raise ValueError unless all files exist."""
 
 
 @dataclass(frozen=True)
 class World:
-    """The ranks that torchrun has started, or only this process.
+    """The ranks that torchrun started, or only this process.
 
-    `omni_rl.tools.plan.PlannedWorld` is one in which memory is only counted. dist: the ranks of this one's role. roles:
-    where some ranks only sample. display: that of the rank that reports, if it is open already. signals: that ask a run
-    to stop. has_numbers: True if tensors have values.
+    In `omni_rl.tools.plan.PlannedWorld` memory is only counted. dist: the ranks with this rank's role. roles: the
+    roles, if some ranks only sample. display: progress display of the main rank. signals: signals that ask a run to
+    stop. has_numbers: True if tensors have values.
     """
 
     dist: Dist
@@ -47,10 +47,10 @@ class World:
 
     @classmethod
     def join(cls, args: RunArgs) -> "World":
-        """Join the ranks of a run, with as many threads as fit it; for a dry run be the first, without the others.
+        """Join the ranks of a run, and set the number of threads. A dry run is the first rank, without the others.
 
         Raises:
-            ValueError: ranks have other settings.
+            ValueError: ranks have different settings.
         """
         end_imports()
         if args.run.dry_run:
@@ -59,7 +59,7 @@ class World:
             return cls(replace(one, context=size // dp_size(args, size)))
         dist = init_distributed(timeout_s=args.run.hang_timeout_s, expandable_segments=args.sampling.has_trained_engine)
         if dist.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(1)  # fast beside a scorer, and the same bits on any number of cores
+            torch.set_num_threads(1)  # fast with a scorer on the same CPU, and reproducible on any number of cores
         count, limit = args.sharding.rollout_ranks, args.run.hang_timeout_s
         roles = split(dist, count, timeout_s=limit) if count and dist.mesh else None
         own = roles.dist if roles else dist
@@ -69,16 +69,16 @@ class World:
 
     @property
     def whole(self) -> Dist:
-        """All ranks, of either role."""
+        """All ranks of all roles."""
         return self.roles.whole if self.roles else self.dist
 
     @property
     def only_samples(self) -> bool:
-        """True if this rank samples for others, which train."""
+        """True if this rank only samples, for others that train."""
         return self.dist.first > 0
 
     def check_alike(self, settings: dict[str, object]) -> None:
-        """Raise ValueError on every rank, of either role, unless all have the same settings and files."""
+        """Raise ValueError on every rank of all roles unless all have the same settings and files."""
         first, *others = gather_json(self.whole, settings)
         for rank, other in enumerate(others, start=1):
             if names := sorted(name for name, value in first.items() if other[name] != value):
@@ -86,11 +86,11 @@ class World:
                 raise ValueError(f"all ranks must have the same settings, but rank {rank} has {values}")
 
     def check_files(self, model: Checked) -> None:
-        """Raise ValueError unless all files of a model are there."""
+        """Raise ValueError unless all files of a model exist."""
         model.check_files()
 
     def print_plan(self, lines: str) -> bool:
-        """Print the lines of a dry run; return True if the program ends with them."""
+        """Print the lines of a dry run; return True if the program ends after them."""
         if self.dist.is_main:
             print(lines, flush=True)
         return True
@@ -102,15 +102,15 @@ class World:
         return connect(urls, asks, self.dist, canary, kinds, **how)
 
     def instrumented(self, model: ModelT) -> ModelT:
-        """Return the model; a planned world returns one whose forwards are counted."""
+        """Return the model. A planned world returns one with counted forwards."""
         return model
 
     def open_engine(self, name: str, *how: Any) -> Any:
-        """Return the engine of that name, as its row of `ENGINES` opens it."""
+        """Open the engine `name` of `ENGINES`."""
         return ENGINES[name].open(*how)
 
     def free_memory(self) -> float:
-        """Return the bytes that are free on the device."""
+        """Return the number of free bytes on the device."""
         return free_memory(self.dist.device)
 
     def open_log(self, make: Callable[..., RunLog], **how: Any) -> RunLog:
@@ -118,5 +118,5 @@ class World:
         return make(**how, display=self.display)
 
     def steps(self, run: Any, left: Iterable[Any]) -> Iterable[Any]:
-        """Return the training steps to take, of those that are left."""
+        """Return the steps to run out of the remaining training steps."""
         return left

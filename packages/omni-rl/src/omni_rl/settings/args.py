@@ -1,7 +1,7 @@
-"""What trainers list, and what follows from it. Imports no torch.
+"""The settings that trainers list, and values derived from them. Imports no torch.
 
-A trainer lists groups of settings in its `class Args(MediaArgs)`, such as `run: Flat[Run] = Run()`, and then its own.
-A default of its own is an argument of the group: `data: Flat[Data] = Data(group_size=1)`.
+A trainer lists groups of settings in its `class Args(MediaArgs)`, such as `run: Flat[Run] = Run()`, followed by its own
+settings. It changes a default with an argument of the group: `data: Flat[Data] = Data(group_size=1)`.
 """
 
 import math
@@ -35,16 +35,16 @@ from omni_rl.settings.groups import (
     TokenSampling,
 )
 
-STREAMS = ("video", "audio")  # the media of one latent, in its order
+STREAMS = ("video", "audio")  # the media in one latent, in this order
 Mode = Literal["none", "ddp", "fsdp2"]
 ArgsT = TypeVar("ArgsT", bound="RunArgs")
 
 
 @dataclass(frozen=True)
 class RunArgs:
-    """The groups that every trainer lists, each of this class or of one that adds settings to it.
+    """The groups that every trainer lists, as this class or a subclass that adds settings.
 
-    RATES: the default learning rates, of all weights and of LoRA.
+    RATES: the default learning rates for full fine-tuning and for LoRA.
     """
 
     RATES = (1e-5, 3e-4)
@@ -62,7 +62,7 @@ class RunArgs:
     lr: float | None
 
     def __post_init__(self) -> None:
-        """Set the defaults that depend on other settings, so that printed and saved settings have them."""
+        """Set the defaults that depend on other settings, so that printed and saved settings include them."""
         rank, alpha = self.lora.rank, self.lora.alpha
         lr = self.RATES[rank > 0] if self.lr is None else self.lr
         divisor = rank**0.5 if self.lora.use_rslora else rank
@@ -86,7 +86,7 @@ class MediaArgs(RunArgs):
 def read_prompts(
     args: RunArgs, check: RecordCheck | None = None, check_eval: RecordCheck | None = None
 ) -> tuple[PromptSampler, list[PromptRecord]]:
-    """Return the prompts of training, and those of --eval.prompts that are evaluated; each of the files is checked."""
+    """Return the training prompts, and the prompts of --eval.prompts that are evaluated, after checking both files."""
     data, seed = args.data, args.run.seed
     per_step, root, key = data.prompts_per_step, data.media_root, data.prompt_key
     with flag("--prompts: "):
@@ -99,43 +99,43 @@ def read_prompts(
 
 
 def load_records(data: Data, place: str | Path, check: RecordCheck | None = None) -> list[PromptRecord]:
-    """Return the prompts of a file, or of what else `load_prompts` takes."""
+    """Return the prompts of a file or another source that `load_prompts` accepts."""
     return load_prompts(place, check=check, media_root=data.media_root, key=data.prompt_key)
 
 
 def num_ranks() -> int:
-    """Return the number of ranks that torchrun started; 1 without it."""
+    """Return the number of ranks that torchrun started, or 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def num_trainers(args: RunArgs) -> int:
-    """Return the number of ranks that torchrun started and that train."""
+    """Return the number of ranks that train: all that torchrun started, minus those that only sample."""
     return num_ranks() - args.sharding.rollout_ranks
 
 
 def dp_size(args: RunArgs, world_size: int = 0) -> int:
-    """Return the size of data parallelism: the ranks, or groups of ranks, with batches of their own.
+    """Return the data-parallel size: the number of ranks, or context-parallel groups, with their own batches.
 
-    world_size: number of ranks; 0 is those that torchrun started.
+    world_size: number of ranks; 0 is the number of ranks that train.
     """
     return (world_size or num_trainers(args)) // args.sharding.context_parallel
 
 
 def sharding(args: RunArgs, world_size: int) -> Mode:
-    """Return the mode of --sharding.mode; auto is the simplest one with the least traffic."""
+    """Return the mode of --sharding.mode; auto is the simplest mode with the least traffic."""
     auto: Mode = "none" if world_size == 1 else "ddp" if args.lora.rank else "fsdp2"
     return auto if args.sharding.mode == "auto" else args.sharding.mode
 
 
 def num_batches(args: RunArgs, world_size: int = 0, *, num_trained: int = 1, unit: int = 1) -> int:
-    """Return the number of batches that each rank samples in a training step; ranks of a group have the same.
+    """Return the number of batches that each rank samples in a training step. Ranks of a group share their batches.
 
-    world_size: number of ranks; 0 is those that torchrun started. num_trained: parts of a batch that one minibatch
-    after the other may take, such as its stochastic steps. unit: samples of which a batch has one or a multiple.
+    world_size: number of ranks; 0 is the number of ranks that train. num_trained: number of parts of a batch, such as
+    stochastic steps, that different minibatches may train on. unit: the size of a batch is a multiple of it.
 
     Raises:
-        ValueError: the step's samples cannot be split into them, or they into the step's minibatches. The message names
-            the nearest number that fits.
+        ValueError: the step's samples cannot be split into equal batches, or the batches into the step's minibatches.
+            The message names the nearest number that fits.
     """
     size = dp_size(args, world_size)
     who = "ranks" if size == (world_size or num_trainers(args)) else "ranks by --sharding.context-parallel"
@@ -158,14 +158,14 @@ def num_batches(args: RunArgs, world_size: int = 0, *, num_trained: int = 1, uni
 
 
 def next_end(args: RunArgs, number: int) -> int:
-    """Return the finished steps at the first save or evaluation, or the end, after the step of that number."""
+    """Return the number of finished steps at the first save, evaluation or end of the run after step `number`."""
     return min(
         args.run.train_steps, *((number // every + 1) * every for every in (args.run.save_every, args.eval.every))
     )
 
 
 def _nearest(number: int, others: Sequence[int]) -> int | None:
-    """Return the nearest of the other numbers, the lower of two; None if there is none."""
+    """Return the nearest of the other numbers, the first of two that are equally near, or None if there are none."""
     return min(others, key=lambda other: abs(other - number), default=None)
 
 
@@ -173,7 +173,7 @@ def offloaded(memory: Memory) -> set[str]:
     """Return the parts that are offloaded to the host while they are idle.
 
     Raises:
-        ValueError: there is no such part.
+        ValueError: a part does not exist.
     """
     parts, known = set(filter(None, memory.offload.split(","))), memory.OFFLOAD.split()
     unknown = ", ".join(sorted(parts.difference(known)))
@@ -182,12 +182,12 @@ def offloaded(memory: Memory) -> set[str]:
 
 
 def parse_judges(text: str, parts: str) -> dict[str, str]:
-    """Return the only medium that each part judges, by the part's name, from a text such as clap=audio,hpsv3=video.
+    """Parse a text such as clap=audio,hpsv3=video into a dict from each part to the only medium that it judges.
 
     parts: the text of --reward-parts.
 
     Raises:
-        ValueError: a piece is not PART=MEDIUM, or names another part or medium.
+        ValueError: a piece is not PART=MEDIUM, or names an unknown part or medium.
     """
     judges = parse_pairs(text, "--streams.reward-media", "PART=MEDIUM")
     others = min(set(judges.values()) - set(STREAMS), default="")
@@ -200,30 +200,30 @@ def parse_judges(text: str, parts: str) -> dict[str, str]:
 
 
 def parse_numbers(text: str, name: str) -> dict[str, float]:
-    """Return the numbers in a text such as ocr=0.7,jpeg=0.3 by name.
+    """Parse a text such as ocr=0.7,jpeg=0.3 into a dict from names to numbers.
 
     name: the flag that holds the text.
 
     Raises:
-        ValueError: a piece is not NAME=NUMBER, or a name comes twice.
+        ValueError: a piece is not NAME=NUMBER with a finite number, or a name appears twice.
     """
     pairs = parse_pairs(text, name, "NAME=NUMBER")
     try:
         numbers = {key: float(value) for key, value in pairs.items()}
     except ValueError:
         numbers = {name: math.nan}
-    fits = all(abs(number) <= 1e30 for number in numbers.values())  # of NaN too
+    fits = all(abs(number) <= 1e30 for number in numbers.values())  # False for NaN too
     require((fits, f"{name} must hold finite numbers, of at most 1e+30, got {text!r}"))
     return numbers
 
 
 def parse_pairs(text: str, name: str, form: str = "NAME=VALUE") -> dict[str, str]:
-    """Return the values in a text such as clap=audio,hpsv3=video by name.
+    """Parse a text such as clap=audio,hpsv3=video into a dict from names to values.
 
-    name: the flag that holds the text. form: of a piece.
+    name: the flag that holds the text. form: the form of a piece, for the error message.
 
     Raises:
-        ValueError: a piece is something else, or a name comes twice.
+        ValueError: a piece has another form, or a name appears twice.
     """
     pieces = [piece.partition("=") for piece in text.split(",") if piece]
     pairs = {key: value for key, _, value in pieces if key and value}
@@ -233,12 +233,12 @@ def parse_pairs(text: str, name: str, form: str = "NAME=VALUE") -> dict[str, str
 
 
 def secret_flags(cls: type[RunArgs]) -> list[str]:
-    """Return the flags of secrets."""
+    """Return the flags of secret settings."""
     return [flag_of(name) for name in marked(cls, SECRET)]
 
 
 def without_secrets(args: ArgsT) -> ArgsT:
     """Return the settings without secrets, for files that others may read."""
     hidden: dict[str, Any] = dict.fromkeys(marked(type(args), SECRET), "")
-    sets = (replace(own, scorer_url=own.scorer_url and "...") for own in args.eval.sets)  # refused, not guessed
+    sets = (replace(own, scorer_url=own.scorer_url and "...") for own in args.eval.sets)  # "..." fails check_urls
     return change(args, **hidden, eval_sets=tuple(sets))

@@ -1,7 +1,7 @@
-"""Settings from a recipe, a TOML file and the command line, which tyro parses. Imports nothing heavy.
+"""Settings from a recipe, a TOML file and the command line, parsed by tyro. Imports nothing heavy.
 
-Precedence: command line, then --config FILE.toml, then --preset NAME, then the defaults of the dataclass. A preset is a
-TOML file too: recipes/APP/NAME.toml in this package.
+Precedence: command line, then --config FILE.toml, then --preset NAME, then the defaults of the dataclass. A preset is
+also a TOML file: recipes/APP/NAME.toml in this package.
 """
 
 import gc
@@ -54,12 +54,12 @@ RULES = ConstructorRegistry()
 
 @dataclass(frozen=True)
 class Program:
-    """Flags of every program, which are no settings."""
+    """Flags of every program that are not settings."""
 
     preset: str = ""  # Recipe that gives the defaults of the settings
-    config: str = ""  # TOML file of settings, which goes before the preset
-    check: tyro.conf.FlagCreatePairsOff[bool] = False  # Check the settings and print them, all without torch, and exit
-    list_presets: str = ""  # List the recipes, or those with this word in name or title, and exit
+    config: str = ""  # TOML file of settings, which overrides the preset
+    check: tyro.conf.FlagCreatePairsOff[bool] = False  # Check and print the settings without importing torch, and exit
+    list_presets: str = ""  # List all recipes, or those whose name or title contains this word, and exit
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Command(Generic[ConfigT]):
 
 @RULES.struct_rule
 def dataclass_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
-    """Read the fields of a dataclass with their comments as help, in a tenth of the time that tyro takes."""
+    """Read the fields of a dataclass, with their comments as help, ten times as fast as tyro."""
     if not is_dataclass(info.type) or info.type is Command:
         return None
     own: list[tuple[str, Any, Any]] = [
@@ -85,7 +85,7 @@ def dataclass_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
 
 @RULES.primitive_rule
 def number(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[float | None] | None:
-    """Read a number; one that may be None is so by the word none."""
+    """Read a number, or None from the word none if the type allows it."""
     read, *others = get_args(info.type) or (info.type,)
     if read not in (int, float) or {*others} - {type(None)}:
         return None
@@ -108,13 +108,13 @@ def parse_cli(
     app: str,
     description: str | None = None,
 ) -> ConfigT:
-    """Return the settings of the command line. A mistake in them ends the program with one line and exit code 2.
+    """Parse the command line into settings. An error in them ends the program with one line and exit code 2.
 
     With --check, print the settings as TOML, check them, and end with exit code 0.
 
-    cls: a frozen dataclass with groups, whose fields all have defaults, and comments as their help. check: raises
-    ValueError where settings do not fit together. app: name of the program, under which its recipes stand.
-    description: what --help prints before the settings.
+    cls: a frozen dataclass of groups, whose fields all have defaults and a comment as help. check: raises ValueError
+    if settings do not fit together. app: name of the program and of its folder of recipes. description: the text that
+    --help prints before the settings.
     """
     presets = recipes(app)
     try:
@@ -137,8 +137,8 @@ def parse_cli(
         if "--check" not in argv and not values.get("dry_run"):
             knock(values)
     except ValueError as exc:
-        fault, text = str(exc), "".join(presets.get(word, "") for word in argv)  # of the preset: what it goes with
-        ways = r"write (?:data/)?|omni-rl prompts (?:edit .*--to data/)?"  # each before the name of the folder
+        fault, text = str(exc), "".join(presets.get(word, "") for word in argv)  # text: the preset's TOML
+        ways = r"write (?:data/)?|omni-rl prompts (?:edit .*--to data/)?"  # commands, before the folder's name
         prompts = re.search(rf"^# Prompts: ((?:{ways})(\w+).*)", text, re.MULTILINE)
         if prompts and re.search(rf"got (data/)?{prompts[2]}/", fault):
             verb = "make" if " --images " in prompts[1] else "fetch"
@@ -149,8 +149,8 @@ def parse_cli(
         if scorer and " a reward server" in fault:
             fault += f"; start one: {scorer[1]}"
         if "ranks" in fault and num_ranks() > 1 and "RANK" not in os.environ:
-            way = f"unset it, or start them by omni-rl train NAME --nproc-per-node {num_ranks()}"
-            fault += f"; their number is that of WORLD_SIZE in the environment: {way}"
+            way = f"unset it, or start them with omni-rl train NAME --nproc-per-node {num_ranks()}"
+            fault += f"; their number is WORLD_SIZE in the environment: {way}"
         refuse(fault)
     except OSError as exc:  # such as a name that is too long
         refuse(f"{flag_before(str(exc.filename), argv)} must be a path that can be opened: {exc.strerror}")
@@ -159,30 +159,30 @@ def parse_cli(
     if os.environ.get("RANK", "0") == "0":
         print(f"{Path(sys.argv[0]).name}: the settings are checked; loading torch, then {values['model']}", flush=True)
     if "torch" not in sys.modules:
-        gc.disable()  # the imports that follow leave no garbage, and looking for it takes a sixth of their time
+        gc.disable()  # the imports that follow create no garbage, and collection would take a sixth of their time
     return config
 
 
 def end_imports() -> None:
-    """Collect garbage again after the imports of a program that began with `parse_cli`; never look at theirs."""
+    """Enable garbage collection again after the imports that follow `parse_cli`, excluding their objects."""
     if not gc.isenabled():
         gc.freeze()
         gc.enable()
 
 
 def flag_before(path: str, argv: Sequence[str]) -> str:
-    """Return the flag whose value is a path or a folder above it; of none, the start of the path."""
+    """Return the flag whose value is the path or one of its parents, or the start of the path if no flag has it."""
     pieces = [part for word in argv for part in word.split("=", word.startswith("--"))]
     return next((flag for flag, value in pairwise(pieces) if value and path.startswith(value)), f"{path:.80}")
 
 
 def read_settings(cls: type[ConfigT], argv: Sequence[str], presets: Mapping[str, str], description: str) -> ConfigT:
-    """Return the settings before they are checked against each other; with --help, print the help and exit.
+    """Return the settings before checking them against each other. With --help, print the help and exit.
 
     presets: TOML by name. description: see `parse_cli`.
 
     Raises:
-        ValueError: an unknown flag, preset or key (the nearest known one is suggested), or a value that does not fit.
+        ValueError: an unknown flag, preset or key (the message suggests the nearest), or a value that does not fit.
     """
     torn = next((word for word in argv if re.search("[\ud800-\udfff]", word)), "")
     require((not torn, f"the command line must be UTF-8 text, got {torn!r}"))
@@ -213,7 +213,7 @@ def read_settings(cls: type[ConfigT], argv: Sequence[str], presets: Mapping[str,
         with redirect_stderr(errors):
             command, unknown = parse(args=argv, return_unknown_args=True)
     except SystemExit as end:
-        if not end.code:  # of a completion
+        if not end.code:  # after printing a shell completion
             raise
         raise ValueError(mistake_in(errors.getvalue())) from None
     for word in unknown:
@@ -224,10 +224,10 @@ def read_settings(cls: type[ConfigT], argv: Sequence[str], presets: Mapping[str,
 
 
 def mistake_in(box: str) -> str:
-    """Return the mistake in a box of tyro as one line, without the title and the help that rules part from it."""
+    """Return the error in a box printed by tyro as one line, without the title and the help below a horizontal rule."""
     lines = [re.sub(r"\x1b\[[\d;]*m", "", line).strip("\u2502 ") for line in box.splitlines()]
     parts = [" ".join(part) for is_rule, part in groupby(lines, lambda line: not line.strip("\u2500-")) if not is_rule]
-    text = parts[0].partition("\u256e ")[2] or " ".join(parts[1:2])  # the title ends with a corner, or with a rule
+    text = parts[0].partition("\u256e ")[2] or " ".join(parts[1:2])  # the title ends with a corner or a rule
     if found := re.fullmatch(r"Error parsing (\S+): (must .*)", text):
         return f"{found[1]} {found[2]}"
     if found := re.match(r"Missing value for argument '(\S+)'", text):
@@ -240,7 +240,7 @@ def mistake_in(box: str) -> str:
 
 
 def refuse_word(cls: type, word: str, argv: Sequence[str]) -> NoReturn:
-    """Raise ValueError for a word that is no flag, or the value of one that takes none."""
+    """Raise ValueError for a word that is not a flag, or that follows a flag without a value."""
     switches = {flag_of(name): off_flag(name) for name, own in leaves(cls).items() if kind_of(own.type) is bool}
     name = word.partition("=")[0]
     if not name.startswith("-"):
@@ -263,10 +263,10 @@ def off_flag(name: str) -> str:
 
 
 def print_presets(presets: Mapping[str, str], word: str) -> None:
-    """Print the names and titles of recipes, of those with the word in either.
+    """Print the names and titles of the recipes that contain the word in either.
 
     Raises:
-        ValueError: there are none.
+        ValueError: no recipe contains it.
     """
     titles = {name: text.partition("\n")[0].lstrip("# ") for name, text in presets.items()}
     found = {name: title for name, title in titles.items() if word.lower() in f"{name} {title}".lower()}
@@ -278,20 +278,20 @@ def print_presets(presets: Mapping[str, str], word: str) -> None:
 
 
 def hush() -> None:
-    """Hide other libraries' progress bars and warnings before their import, and the traceback of a Ctrl-C during it."""
+    """Hide progress bars and warnings of other libraries, and the traceback of Ctrl-C while they are imported."""
     sys.excepthook = lambda kind, *exc: (
         kind is KeyboardInterrupt or sys.stderr.write(printable("".join(format_exception(kind, *exc))))
     )
     for name, value in {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error", "DIFFUSERS_VERBOSITY": "error"}.items():
         os.environ.setdefault(name, value)
-    for name in ("torchao", "torch.utils._pytree"):  # peft imports the first, which asks the second for what is old
+    for name in ("torchao", "torch.utils._pytree"):  # peft imports torchao, which uses deprecated pytree functions
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.formatwarning = lambda message, *place: f"WARNING: {one_line(message)}\n"
     warnings.filterwarnings("ignore", module=r"(torch|diffusers|transformers|peft|accelerate|huggingface_hub)\b")
 
 
 def refuse(mistake: object) -> NoReturn:
-    """End the program with exit code 2 and one line, which only the first rank of a machine prints."""
+    """Print an error as one line, on the first rank of each machine, and exit with code 2."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print_mistake(mistake)
     sys.exit(2)

@@ -1,4 +1,4 @@
-"""Mistakes that files and servers tell before torch is imported: the model's folder, changed settings, the scorer."""
+"""Checks of files and servers before torch is imported: the model's folder, changed settings, the scorer."""
 
 import os
 import re
@@ -21,17 +21,17 @@ from omni_rl.settings.fields import MAY_CHANGE, SECRET, flag, flag_of, flat, mar
 MAX_CONFIG_BYTES = 2**24
 INDEXES = ("model_index.json", "modular_model_index.json")
 NO_VOCABULARY = {"tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"}
-BYTES = "ByT5Tokenizer"  # whose vocabulary is no file
+BYTES = "ByT5Tokenizer"  # has no vocabulary file
 GOLD_DIGEST = "eval.gold_prompts_digest"
 LOSS_SCALE = "loss_scale"
 EVALS = "evals"
-WRITTEN = ("gate", LOSS_SCALE, EVALS)  # by a run into its checkpoints, beside its settings
+WRITTEN = ("gate", LOSS_SCALE, EVALS)  # keys that a run adds to its settings in a checkpoint
 
 
 def check_model(place: str, *, reads_texts: bool = True) -> None:
-    """Raise ValueError unless a model is a hub id, or a folder with an index.
+    """Raise ValueError unless a model is a hub id or a folder with an index.
 
-    reads_texts: True if the folder's tokenizers must have their vocabularies.
+    reads_texts: True if the tokenizers in the folder must have their vocabularies.
     """
     folder = Path(place)
     if not folder.is_dir():
@@ -54,8 +54,8 @@ def check_model(place: str, *, reads_texts: bool = True) -> None:
 
 
 def tokenizers_of(index: Path) -> Iterator[Path]:
-    """Yield the folders of tokenizers that an index names; none of one that is damaged."""
-    with suppress(OSError, ValueError, AttributeError, LookupError):  # which opening the model reports
+    """Yield the folders of the tokenizers that an index names, or nothing if the index is damaged."""
+    with suppress(OSError, ValueError, AttributeError, LookupError):  # reported when the model is opened
         for part, kind in parse_json(read_linked(index, MAX_CONFIG_BYTES)).items():
             if "tokenizer" in part and isinstance(kind, list) and kind[-1] not in (None, BYTES):
                 yield index.parent / part
@@ -64,7 +64,7 @@ def tokenizers_of(index: Path) -> Iterator[Path]:
 def check_sides(place: str, height: int, width: int) -> None:
     """Raise ValueError unless height and width are multiples of the model's unit in omni_rollout/models/sides.toml.
 
-    The model checks more once it is open, and all of it if it is not in that file, or neither a folder nor released.
+    The model makes all other checks when it is opened, and this one too if that file does not cover it.
     """
     package = Path(str(find_spec("omni_rollout").origin)).parent  # type: ignore[union-attr]
     sides = tomllib.loads((package / "models" / "sides.toml").read_text("utf-8"))
@@ -77,16 +77,16 @@ def check_sides(place: str, height: int, width: int) -> None:
 
 
 def kind_of(folder: Path) -> str:
-    """Return the pipeline of a checkpoint's index, or its architecture; nothing if there is none or it is damaged."""
+    """Return the pipeline class or architecture of a checkpoint, or "" if its index is missing or damaged."""
     for name, key in (*((index, "_class_name") for index in INDEXES), ("config.json", "architectures")):
-        with suppress(OSError, ValueError, TypeError, LookupError):  # which opening the model reports
+        with suppress(OSError, ValueError, TypeError, LookupError):  # reported when the model is opened
             found = parse_json(read_linked(folder / name, MAX_CONFIG_BYTES))[key]
             return str(found[0] if isinstance(found, list) else found)
     return ""
 
 
 def check_reward(name: str, setting: str = "scorer") -> None:
-    """Raise ValueError unless a reward, which may have options after it, names scorers that exist."""
+    """Raise ValueError unless a reward, with or without options, names existing scorers."""
     if name:
         from omni_reward.scorers import check_scorer
 
@@ -95,38 +95,38 @@ def check_reward(name: str, setting: str = "scorer") -> None:
 
 
 def split_options(text: str) -> tuple[str, list[str]]:
-    """Return the name of a scorer, and the options after it, such as "jpeg --option mode=incompressibility"."""
+    """Split a text such as "jpeg --option mode=incompressibility" into the scorer's name and its options."""
     name, *options = re.split(r"\s+--option[\s=]+", text)
     return name, options
 
 
 def check_unchanged(args: RunArgs) -> None:
-    """Raise ValueError where settings or files differ from those of the checkpoint from which the run continues."""
+    """Raise ValueError if settings or files differ from those of the checkpoint that the run resumes from."""
     folder, model = Path("runs") / args.run.name / "checkpoints", Path(args.policy.model)
     for step in saved_steps(folder)[-1:]:
         try:
             saved = read_index(step_folder(folder, step))
-        except (OSError, ValueError):  # a damaged checkpoint, which opening it reports
+        except (OSError, ValueError):  # a damaged checkpoint: reported when it is opened
             return
         now = flat(without_secrets(args)) | files_of(args, model if model.is_dir() else None)
         check_same(args, saved, now, ignore=saved.config.keys() - now.keys())
 
 
 def check_same(args: RunArgs, saved: Saved, now: Config, *, ignore: Collection[str] = ()) -> None:
-    """Raise ValueError if a run resumes with other settings or files, except those that may change."""
+    """Raise ValueError if a run resumes with different settings or files, except those that may change."""
     then, falls = saved.config.get("train_steps", args.run.train_steps), args.optim.lr_scheduler_type != "constant"
     kind = f"--optim.lr-scheduler-type {args.optim.lr_scheduler_type}"
     rule = f"--train-steps must be {then}, as {kind} ends with the last step: to train longer, give the run another "
     rule += f"--name and its weights as --init-weights runs/{args.run.name}/weights, got {args.run.train_steps}"
     require((not falls or then == args.run.train_steps, rule))
     may = {*marked(type(args), MAY_CHANGE, SECRET)}
-    if args.sampling.draw_ahead:  # samples wait neither where a run is saved nor where it is evaluated
+    if args.sampling.draw_ahead:  # no samples are pending at a save or an evaluation
         may -= {"save_every", "eval.every"}
     check_config(saved, now, ignore=(*may, *ignore, "train_steps", "scorer", *WRITTEN))
 
 
 def files_of(args: RunArgs, model: Path | None) -> dict[str, str]:
-    """Return what identifies the files of prompts and weights. model: its folder, None for one that is not fetched."""
+    """Return digests of the files of prompts and weights. model: its folder, or None if it is not downloaded yet."""
     files = data_files(args.data.prompts)
     prompts = {"prompts": pinned(args.data.prompts, files[0]), "prompts_digest": files_digest(files)}
     if args.eval.gold_prompts:
@@ -137,9 +137,11 @@ def files_of(args: RunArgs, model: Path | None) -> dict[str, str]:
 
 
 def weights_digest(place: str, folder: Path, others: Sequence[Path] = ()) -> str:
-    """Return what identifies weights: of a model, of a hub id its commit, as files may come later, and of other files.
+    """Return a digest of a model's weights and of other files.
 
-    place: the model's folder or hub id. folder: where its files are.
+    A hub model is identified by its commit, because some of its files may be downloaded later.
+
+    place: the model's folder or hub id. folder: the folder with its files.
     """
     if Path(place).is_dir():
         return probe_digest([*sorted(folder.rglob("*.safetensors")), *others])
@@ -147,10 +149,10 @@ def weights_digest(place: str, folder: Path, others: Sequence[Path] = ()) -> str
 
 
 def knock(settings: Mapping[str, Any]) -> None:
-    """Ask the servers and the hub that settings name, as `values_of` has them, on the first rank of a machine.
+    """Check, on the first rank of a machine, the reward servers and the hub model in settings returned by `values_of`.
 
     Raises:
-        ValueError: a scorer's URL is no reward server, or the hub has no such model for this user.
+        ValueError: a scorer's URL is not a reward server, or this user cannot get the model from the hub.
     """
     if os.environ.get("LOCAL_RANK", "0") == "0":
         for name in ("scorer.url", "scorer.watch_url", "eval.gold_scorer_url"):
@@ -159,7 +161,7 @@ def knock(settings: Mapping[str, Any]) -> None:
 
 
 def ask_scorer(settings: Mapping[str, Any], name: str) -> None:
-    """Raise ValueError unless the URLs of a setting are those of reward servers; a busy one is asked later."""
+    """Raise ValueError unless the URLs of a setting are reward servers. A busy server is not an error."""
     from omni_reward import RewardClient, RewardError
     from omni_reward.errors import RewardTimeoutError
     from omni_reward.files import read_token
@@ -178,7 +180,7 @@ def ask_scorer(settings: Mapping[str, Any], name: str) -> None:
 
 
 def ask_hub(model: str) -> None:
-    """Raise ValueError for a hub id that is neither in the hub's cache nor can be fetched."""
+    """Raise ValueError for a hub id that is not in the local cache and cannot be downloaded."""
     if not model or Path(model).is_dir():
         return
     from httpx import HTTPError

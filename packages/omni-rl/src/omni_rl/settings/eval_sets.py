@@ -1,4 +1,4 @@
-"""Evaluations: their settings, and sets beside --eval.prompts, each a table [[eval.sets]]. Imports no torch."""
+"""Settings of evaluations, and of sets besides --eval.prompts, each a table [[eval.sets]]. Imports no torch."""
 
 import os
 import re
@@ -20,41 +20,41 @@ from omni_rl.settings.fields import (
     require,
 )
 
-GOLD = "gold"  # name of the set whose prompts and scorer training never sees
+GOLD = "gold"  # name of the set whose prompts and scorer are not used in training
 
 
 @dataclass(frozen=True)
 class EvalSet:
-    """A set of held-out prompts with metrics such as eval/NAME/reward. None is the run's own setting."""
+    """A set of held-out prompts with metrics such as eval/NAME/reward. None: the run's setting."""
 
-    name: Annotated[str, REQUIRED] = ""  # Name of the set, whose score is the metric eval/NAME/reward
+    name: Annotated[str, REQUIRED] = ""  # Name of the set; its score is the metric eval/NAME/reward
     prompts: Annotated[str, REQUIRED] = ""  # Prompts, in the format of --prompts
     num_prompts: Annotated[int, at_least(0)] = 0  # Number of prompts, from the first on; 0 is all
-    seed: Annotated[int, between(0, 2**63 - 1)] = 0  # Seed of the noise, which is the same in every run
-    samples_per_prompt: Annotated[int | None, between(1, 65_536)] = None  # Samples of a prompt (default: the run's)
-    pass_threshold: float | None = None  # Smallest score that passes (default: the run's)
-    scorer_url: Annotated[str, SECRET] = ""  # URL of a reward server of this set (default: the run's)
+    seed: Annotated[int, between(0, 2**63 - 1)] = 0  # Seed of the noise, the same in every run
+    samples_per_prompt: Annotated[int | None, between(1, 65_536)] = None  # Samples per prompt (default: the run's)
+    pass_threshold: float | None = None  # Lowest score that passes (default: the run's)
+    scorer_url: Annotated[str, SECRET] = ""  # URL of a reward server for this set (default: the run's)
 
 
 @dataclass(frozen=True)
 class MediaEvalSet(EvalSet):
-    """A set of a run on images, videos or sound."""
+    """An evaluation set of a run on images, videos or sound."""
 
     num_inference_steps: Annotated[int | None, between(2, 10_000)] = None  # Denoising steps (default: the run's)
     height: Annotated[int | None, between(1, 2**14)] = None  # Height in pixels (default: the run's)
     width: Annotated[int | None, between(1, 2**14)] = None  # Width in pixels (default: the run's)
-    guidance_scale: Annotated[float | None, between(0, 1000)] = None  # As --guidance-scale, the default
-    true_cfg_scale: Annotated[float | None, between(1, 1000)] = None  # As --true-cfg-scale, the default
+    guidance_scale: Annotated[float | None, between(0, 1000)] = None  # Guidance scale (default: --guidance-scale)
+    true_cfg_scale: Annotated[float | None, between(1, 1000)] = None  # True CFG scale (default: --true-cfg-scale)
     guidance: str = ""  # Settings to add to --guidance
 
 
 @dataclass(frozen=True)
 class TokenEvalSet(EvalSet):
-    """A set of a run on text."""
+    """An evaluation set of a run on text."""
 
-    max_new_tokens: Annotated[int | None, between(1, 2**20)] = None  # Tokens of an answer, at most (default: the run's)
+    max_new_tokens: Annotated[int | None, between(1, 2**20)] = None  # Maximum tokens of an answer (default: the run's)
     temperature: Annotated[float | None, between(1e-3, 100)] = None  # Temperature (default: --eval.temperature)
-    top_p: Annotated[float | None, between(1e-3, 1)] = None  # As --eval.top-p, the default
+    top_p: Annotated[float | None, between(1e-3, 1)] = None  # Probability mass (default: --eval.top-p)
 
 
 @dataclass(frozen=True)
@@ -62,28 +62,28 @@ class Eval:
     """Evaluations on held-out prompts."""
 
     prompts: Annotated[str, REQUIRED, MAY_CHANGE] = ""  # Evaluation prompts, in the format of --prompts
-    every: Annotated[int, at_least(1), MAY_CHANGE] = 50  # Training steps between two evaluations
-    first: Annotated[bool, MAY_CHANGE] = True  # Also evaluate before the first training step
+    every: Annotated[int, at_least(1), MAY_CHANGE] = 50  # Training steps between evaluations
+    first: Annotated[bool, MAY_CHANGE] = True  # Evaluate before the first training step too
     num_prompts: Annotated[int, at_least(0), MAY_CHANGE] = 0  # Number of prompts, from the first on; 0 is all
-    only: Annotated[bool, MAY_CHANGE] = False  # Evaluate the weights on all sets, into eval-STEP, and stop
-    samples_per_prompt: Annotated[int, between(1, 65_536), MAY_CHANGE] = 1  # Samples of a prompt, for eval/best@n
-    pass_threshold: Annotated[float | None, MAY_CHANGE] = None  # Smallest score that passes, for eval/pass@k
-    sets: Annotated[tuple[EvalSet, ...], NO_FLAG, MAY_CHANGE] = ()  # Further sets, each a table [[eval.sets]]
+    only: Annotated[bool, MAY_CHANGE] = False  # Evaluate the weights on all sets, write eval-STEP, and stop
+    samples_per_prompt: Annotated[int, between(1, 65_536), MAY_CHANGE] = 1  # Samples per prompt, for eval/best@n
+    pass_threshold: Annotated[float | None, MAY_CHANGE] = None  # Lowest score that passes, for eval/pass@k
+    sets: Annotated[tuple[EvalSet, ...], NO_FLAG, MAY_CHANGE] = ()  # More sets, each a table [[eval.sets]]
     gold_prompts: str = ""  # Prompts of the gold set, not used in training
-    gold_scorer: str = ""  # Scorer to start for the gold set, as in --scorer
+    gold_scorer: str = ""  # Scorer to start for the gold set, in the format of --scorer
     gold_scorer_url: Annotated[str, SECRET] = ""  # URL of a running reward server to use instead
     stop_on: Annotated[str, MAY_CHANGE] = ""  # gold-falls:K stops after K evaluations below the best
 
     @property
     def all_sets(self) -> tuple[EvalSet, ...]:
-        """The sets of the tables, and the gold set, if there is one, with samples to compare of each prompt."""
+        """The sets of the tables and the gold set, if there is one, with at least two samples per prompt."""
         samples, url = max(2, self.samples_per_prompt), self.gold_scorer_url
         gold = EvalSet(GOLD, self.gold_prompts, samples_per_prompt=samples, scorer_url=url)
         return (*self.sets, gold) if self.gold_prompts else self.sets
 
     @property
     def stop_after(self) -> int:
-        """The K of --eval.stop-on gold-falls:K; 0 if nothing stops the run."""
+        """The K of --eval.stop-on gold-falls:K, or 0 without it."""
         return int(self.stop_on.rpartition(":")[2] or 0)
 
 
@@ -91,17 +91,17 @@ class Eval:
 class MediaEval(Eval):
     """Evaluations of a run on images, videos or sound."""
 
-    num_inference_steps: Annotated[int, between(2, 10_000), MAY_CHANGE] = 10  # Denoising steps in an evaluation
-    sets: Annotated[tuple[MediaEvalSet, ...], NO_FLAG, MAY_CHANGE] = ()  # Further sets, each a table [[eval.sets]]
+    num_inference_steps: Annotated[int, between(2, 10_000), MAY_CHANGE] = 10  # Denoising steps of an evaluation
+    sets: Annotated[tuple[MediaEvalSet, ...], NO_FLAG, MAY_CHANGE] = ()  # More sets, each a table [[eval.sets]]
 
 
 @dataclass(frozen=True)
 class TokenEval(Eval):
     """Evaluations of a run on text."""
 
-    temperature: Annotated[float, between(1e-3, 100)] = 1.0  # Temperature in an evaluation
+    temperature: Annotated[float, between(1e-3, 100)] = 1.0  # Temperature of an evaluation
     top_p: Annotated[float, between(1e-3, 1)] = 0.7  # Probability mass that evaluations sample from
-    sets: Annotated[tuple[TokenEvalSet, ...], NO_FLAG, MAY_CHANGE] = ()  # Further sets, each a table [[eval.sets]]
+    sets: Annotated[tuple[TokenEvalSet, ...], NO_FLAG, MAY_CHANGE] = ()  # More sets, each a table [[eval.sets]]
 
 
 @dataclass(frozen=True)
@@ -113,13 +113,13 @@ class ThoughtEval(MediaEval):
 
 
 def check_gold(own: Eval, seen: Sequence[str]) -> None:
-    """Raise ValueError for settings of the gold set that do not fit together. seen: training's prompts and scorer."""
+    """Raise ValueError for settings of the gold set that do not fit. seen: prompts and scorer of training."""
     scorer = own.gold_scorer or own.gold_scorer_url
     require(
         (bool(own.gold_prompts) == bool(scorer),
          "--eval.gold-prompts must be given with --eval.gold-scorer or --eval.gold-scorer-url, and they with it"),
         (not {own.gold_prompts, own.gold_scorer, own.gold_scorer_url}.intersection(filter(None, seen)),
-         "--eval.gold-prompts and --eval.gold-scorer must be others than training sees, got "
+         "--eval.gold-prompts and --eval.gold-scorer must differ from those of training, got "
          f"{own.gold_prompts} and {own.gold_scorer or 'the URL'}"),
         (re.fullmatch(r"(gold-falls:[1-9]\d{0,8})?", own.stop_on, re.ASCII),
          f"--eval.stop-on must be gold-falls:K with K from 1, got {own.stop_on!r}"),
@@ -129,12 +129,12 @@ def check_gold(own: Eval, seen: Sequence[str]) -> None:
 
 
 def setting_of(own: EvalSet, number: int, name: str) -> str:
-    """Return the setting that holds a value of a set, as messages call it: of a table by its number, or a flag."""
+    """Return the name in messages of a set's setting: eval.sets[NUMBER].NAME, or the flag for the gold set."""
     return f"--eval.gold-{name.replace('_', '-')}" if own.name == GOLD else f"eval.sets[{number}].{name}"
 
 
 def check_sets(sets: Sequence[EvalSet], load: Callable[[str], object]) -> None:
-    """Raise ValueError with the number of a set, counted from 1, that cannot be evaluated. load: reads its prompts."""
+    """Raise ValueError with the number, from 1, of a set that cannot be evaluated. load: reads its prompts."""
     names = [own.name for own in sets]
     for number, own in enumerate(sets, start=1):
         at = f"eval.sets[{number}]"
@@ -151,9 +151,9 @@ def check_sets(sets: Sequence[EvalSet], load: Callable[[str], object]) -> None:
 
 
 def loose_limits(own: Eval, counts: Sequence[int]) -> list[str]:
-    """Return a line for each set with fewer prompts than its setting allows.
+    """Return a line for each set with fewer prompts than its num_prompts.
 
-    counts: prompts of --eval.prompts, and of each further set, that are evaluated.
+    counts: numbers of prompts that are evaluated, of --eval.prompts and then of each set.
     """
     first = "--eval.num-prompts", own.num_prompts, own.prompts
     others = [
@@ -167,23 +167,23 @@ def loose_limits(own: Eval, counts: Sequence[int]) -> list[str]:
     ]
 
 
-OF_A_MACHINE = re.compile(r"{host}|{node}|//(localhost|127\.|\[::1\])")  # in URLs of servers that each machine has
+OF_A_MACHINE = re.compile(r"{host}|{node}|//(localhost|127\.|\[::1\])")  # in URLs of a machine's own servers
 
 
 def on_this_machine(urls: str) -> str:
-    """Return URLs with the name of this machine for {host}, and its number in the run for {node}."""
+    """Replace {host} in URLs by the name of this machine, and {node} by its number in the run."""
     return urls.replace("{host}", socket.gethostname()).replace("{node}", os.environ.get("GROUP_RANK", "0"))
 
 
 def check_urls(urls: str, name: str) -> None:
     """Raise ValueError if one of the comma-separated URLs is not of the form `http(s)://host[:port][/path]`.
 
-    name: the setting that holds them, as --scorer.url.
+    name: the setting that holds them, such as --scorer.url.
     """
     for url in filter(None, urls.split(",")):
         try:
             parts = urlsplit(url)
             is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:  # a port that is no number
+        except ValueError:  # a port that is not a number
             is_url = False
         require((is_url, f"{name} must be http(s)://host[:port][/path], got {url!r}"))

@@ -1,4 +1,4 @@
-"""Notes beside a setting's type, in its `Annotated`: its bounds, and how it may be used.
+"""Metadata of settings in `Annotated`: their bounds, and how they may be used.
 
 A setting is one line: `lr: Annotated[float, between(0, 1)] = 3e-4  # Learning rate of AdamW`.
 """
@@ -31,10 +31,10 @@ class Mark(Enum):
     SECRET = auto()
 
 
-REQUIRED = Mark.REQUIRED  # empty by default, and must be given
-MAY_CHANGE = Mark.MAY_CHANGE  # a run may continue with another value than its checkpoint has
-SECRET = Mark.SECRET  # kept out of files that others may read
-NO_FLAG = tyro.conf.Suppress  # a table of a TOML file, which has no flag
+REQUIRED = Mark.REQUIRED  # empty by default, must be given
+MAY_CHANGE = Mark.MAY_CHANGE  # may differ from the value in the checkpoint that a run resumes from
+SECRET = Mark.SECRET  # not written to files that others may read
+NO_FLAG = tyro.conf.Suppress  # a table of a TOML file, without a flag
 SCORER_FLAG = tyro.conf.arg(name="scorer", prefix_name=False)  # the flag of scorer.name is --scorer
 FLAT = tyro.conf.arg(name="")
 Flat = Annotated[GroupT, FLAT]  # a group whose settings have no prefix
@@ -42,45 +42,45 @@ Flat = Annotated[GroupT, FLAT]  # a group whose settings have no prefix
 
 @dataclass(frozen=True)
 class Bound:
-    """The least and the greatest value of a number; infinite ones are those of its type."""
+    """The least and the greatest value of a number; an infinite bound is the limit of its type."""
 
     least: float
     most: float
 
 
 def between(least: float, most: float) -> Bound:
-    """Bound a number, both ends included."""
+    """Bound a number to [least, most]."""
     return Bound(least, most)
 
 
 def at_least(least: float) -> Bound:
-    """Bound a number from below, the end included."""
+    """Bound a number to [least, inf)."""
     return Bound(least, math.inf)
 
 
 def notes_of(kind: Any) -> tuple[Any, ...]:
-    """Return the notes beside a type."""
+    """Return the metadata of an `Annotated` type."""
     return get_args(kind)[1:] if get_origin(kind) is Annotated else ()
 
 
 def kind_of(kind: Any) -> Any:
-    """Return a type without its notes."""
+    """Return a type without its metadata."""
     return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
 
 def cached(function: FunctionT) -> FunctionT:
-    """Cache the results of a function; mypy does not see that a class can be hashed."""
+    """Cache the results of a function. A wrapper, because mypy does not know that classes are hashable."""
     return cast("FunctionT", cache(function))
 
 
 def place_of(own: Field[Any], prefix: str) -> str:
-    """Return the prefix of the settings in a group of this field, such as "lora."; a flat one adds none."""
+    """Return the prefix of the settings in a field's group, such as "lora."; a flat group adds none."""
     return prefix if FLAT in notes_of(own.type) else f"{prefix}{own.name}."
 
 
 @cached
 def leaves(cls: Any, prefix: str = "") -> dict[str, Field[Any]]:
-    """Return the settings of a dataclass by name, such as lr, or correction.low in a group."""
+    """Return the settings of a dataclass by name, such as lr, or correction.low for one in a group."""
     found: dict[str, Field[Any]] = {}
     for own in fields(cls):
         group = kind_of(own.type)
@@ -100,15 +100,15 @@ def values_of(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def build(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
-    """Return the dataclass with values by the names of `leaves`, and its defaults."""
+    """Build the dataclass from values by the names of `leaves`, and its defaults for the rest."""
     return cls(**vars(unsettled(cls, values)))
 
 
 def unsettled(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
-    """Return the dataclass of `build`, whose defaults do not follow from other values yet, as in `__post_init__`.
+    """Build the dataclass as `build` does, but without `__post_init__`, which derives defaults from other values.
 
     Raises:
-        TypeError: there is no setting of such a name.
+        TypeError: a name is not a setting.
     """
     shape: Any = cls
     if unknown := values.keys() - leaves(cls):
@@ -119,7 +119,7 @@ def unsettled(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
 def with_values(
     cls: type[ConfigT], defaults: Mapping[str, Any], values: Mapping[str, Any], prefix: str = ""
 ) -> ConfigT:
-    """Return the dataclass with its defaults by field, and with values by the names of `leaves` in their place."""
+    """Build the dataclass from its defaults by field name, overridden by values by the names of `leaves`."""
     shape: Any = cls
     config = object.__new__(cls)
     for own in fields(shape):
@@ -132,19 +132,19 @@ def with_values(
 
 
 def change(config: ConfigT, **values: Any) -> ConfigT:
-    """Return the dataclass with other values, by the names of `leaves`; lora_rank is lora.rank, a word of Python."""
+    """Return a copy of the dataclass with other values, by the names of `leaves` with _ for dots: lora_rank."""
     names = {name.replace(".", "_"): name for name in leaves(type(config))}
     return build(type(config), values_of(config) | {names.get(name, name): own for name, own in values.items()})
 
 
 def flat(config: Any) -> dict[str, object]:
-    """Return the values of a dataclass as checkpoints hold them, by the names of `leaves`."""
+    """Return the values of a dataclass by the names of `leaves`, in the form that checkpoints store."""
     return {name: [*map(asdict, own)] if isinstance(own, tuple) else own for name, own in values_of(config).items()}
 
 
 @cached
 def comments_of(cls: Any) -> dict[str, str]:
-    """Return the comments beside the fields of a dataclass and its bases, by name; each module is read once."""
+    """Return the comments beside the fields of a dataclass and its bases, by name."""
     found, bases = dict[str, str](), list[Any](filter(is_dataclass, reversed(cls.__mro__)))
     for base in bases:
         source = inspect.getsource(sys.modules[base.__module__])
@@ -154,35 +154,35 @@ def comments_of(cls: Any) -> dict[str, str]:
 
 
 def marked(cls: Any, *marks: Mark) -> tuple[str, ...]:
-    """Return the names of settings, as in `leaves`, that have one of the marks."""
+    """Return the names, as in `leaves`, of the settings that have one of the marks."""
     return tuple(name for name, own in leaves(cls).items() if set(marks).intersection(notes_of(own.type)))
 
 
 def takes_none(own: Field[Any]) -> bool:
-    """Return True if a setting is empty by default and need not be given: the word none empties it."""
+    """Return True if a setting is optional and empty by default, so that the word none empties it."""
     return own.default in ("", None) and REQUIRED not in notes_of(own.type)
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of a setting; that of a group's name is the group's, as --scorer."""
+    """Return the flag of a setting; the flag of `scorer.name` is --scorer."""
     return f"--{name.removesuffix('.name').replace('_', '-')}"
 
 
 def flags_by_name(cls: Any, group: str = "") -> dict[str, str]:
-    """Return the flags of settings by name, for `as_flags`. group: of settings that also have their name in it."""
+    """Return the flags of settings by name, for `as_flags`; settings of `group` also by name without its prefix."""
     found = {name: flag_of(name) for name in leaves(cls)}
     own = {name.removeprefix(f"{group}."): value for name, value in found.items() if name.startswith(f"{group}.")}
     return found | own
 
 
 def check_bounds(config: Any, place: str = "") -> None:
-    """Check that numbers of a dataclass are within their bounds and those of their types.
+    """Check that the numbers of a dataclass are within their bounds and the limits of their types.
 
-    Floats are finite in float32, and integers without a bound have 32 bits. place: what the messages call the
-    dataclass, as eval.sets[1]; a setting of the command line is called by its flag.
+    Floats must be finite in float32, and integers without a bound must fit 32 bits. place: the name of the dataclass
+    in messages, such as eval.sets[1]; without it, messages name the flag.
 
     Raises:
-        ValueError: one is not.
+        ValueError: a number is out of bounds.
     """
     values = values_of(config)
     for key, own in leaves(config).items():
@@ -208,10 +208,11 @@ def require(*rules: tuple[object, str]) -> None:
 def flag(words: str) -> Iterator[None]:
     """Prefix the message of an OSError or ValueError in the block with words such as "--prompts: ".
 
-    One that begins with that name or a longer one, as "prompts_per_step must be ...", begins with its flag instead.
+    If the message begins with that name or an extension of it, as in "prompts_per_step must be ...", the name is
+    replaced by its flag instead.
 
     Raises:
-        ValueError: in place of either.
+        ValueError: in place of either exception.
     """
     try:
         yield
@@ -222,14 +223,14 @@ def flag(words: str) -> Iterator[None]:
 
 @contextmanager
 def as_flags(names: Mapping[str, str]) -> Iterator[None]:
-    """Replace argument names in the message of an OSError or ValueError in the block by flags.
+    """Replace argument names by flags in the message of an OSError or ValueError in the block.
 
-    names: the flags by argument, or a flag and a name in its value. After the arguments with which the message begins,
-    as "height and width must be ...", only names with an underscore are replaced, and those by flags alone, as others
-    may be words.
+    names: the flag of each argument, or a flag and a name in its value. All arguments at the start of the message are
+    replaced, as in "height and width must be ...". After that, only names with an underscore are replaced, and only by
+    plain flags, because other names may be ordinary words.
 
     Raises:
-        ValueError: in place of either.
+        ValueError: in place of either exception.
     """
 
     def named(found: re.Match[str]) -> str:

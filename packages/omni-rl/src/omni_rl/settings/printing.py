@@ -1,4 +1,4 @@
-"""Long texts on standard output, and the one line of a mistake. Imports nothing heavy."""
+"""Long texts on standard output, and one-line errors. Imports nothing heavy."""
 
 import argparse
 import os
@@ -13,7 +13,7 @@ from omni_train.terminal import one_line
 
 @contextmanager
 def until_closed() -> Iterator[None]:
-    """Discard output of the `with` block after the reader closes the pipe, as `| head` does."""
+    """Discard the output of the block after the reader closes the pipe, as `| head` does."""
     try:
         yield
         sys.stdout.flush()
@@ -22,12 +22,12 @@ def until_closed() -> Iterator[None]:
 
 
 def print_mistake(mistake: object, program: str = "") -> None:
-    """Print one line about a mistake. program: its name; "" is that of this one."""
+    """Print an error as one line on stderr. program: its name; "" for this program."""
     print(f"{program or Path(sys.argv[0]).name}: error: {one_line(mistake)}", file=sys.stderr, flush=True)
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser whose error is one line, without the usage, and exit code 2."""
+    """Parser that reports an error as one line, without the usage, and exits with code 2."""
 
     def error(self, message: str) -> NoReturn:
         """Exit with the message on stderr."""

@@ -1,4 +1,4 @@
-"""Rules between the settings that trainers share, and of the files that they name. Imports no torch."""
+"""Checks of the settings that trainers share, and of the files that they name. Imports no torch."""
 
 import os
 import shlex
@@ -34,7 +34,7 @@ def check_run(args: RunArgs) -> None:
     """Check the settings that all trainers share, before torch is imported.
 
     Raises:
-        ValueError: a setting is out of bounds, does not fit another one or the number of ranks, or names no such file.
+        ValueError: a setting is out of bounds, conflicts with another or the number of ranks, or names a missing file.
     """
     check_bounds(args)
     check_tracker(args.run.tracking.to, args.run.tracking.project)
@@ -111,12 +111,12 @@ def _num_bytes(text: str) -> int:
 
 
 def check_media(args: MediaArgs, *, num_trained: int | None = 1, unit: int = 1) -> None:
-    """Check what `check_run` does, the settings of trainers on media, and the files that they name.
+    """Check all that `check_run` checks, the settings of trainers on media, and the files that they name.
 
-    num_trained, unit: as in `num_batches`; None leaves out its rules.
+    num_trained, unit: see `num_batches`; num_trained None skips its checks.
 
     Raises:
-        ValueError: as `check_run` and `num_batches`.
+        ValueError: as in `check_run` and `num_batches`.
     """
     memory, context, world_size = args.memory, args.sharding.context_parallel, num_trainers(args)
     check_samplers(args)
@@ -183,10 +183,9 @@ def check_samplers(args: MediaArgs) -> None:
 
 
 def check_shapes(args: MediaArgs) -> RecordCheck:
-    """Return a check of training prompts in turn: the samples of a batch must have the same shapes.
+    """Return a check of training prompts, one after another: the samples of a batch must have the same shapes.
 
-    If --batch-size divides --group-size, a batch is of one prompt. Then prompts may have sizes and references of their
-    own.
+    If --batch-size divides --group-size, each batch is from one prompt, so sizes and references may differ by prompt.
     """
     first: dict[str, object] = {}
     check_references = AllOrNone()
@@ -206,10 +205,10 @@ def check_shapes(args: MediaArgs) -> RecordCheck:
 
 
 def check_scored(args: MediaArgs, *, num_trained: int | None = 1, unit: int = 1, needs_scorer: bool = True) -> None:
-    """Check what `check_media` does, that there is a scorer, and the media that parts of its score judge.
+    """Check all that `check_media` checks, that there is a scorer, and the media that parts of its score judge.
 
     Raises:
-        ValueError: as `check_media`, or for these.
+        ValueError: as in `check_media`, or one of these checks fails.
     """
     parse_judges(args.streams.reward_media, values_of(args).get("reward_parts", ""))
     check_media(args, num_trained=num_trained, unit=unit)
@@ -229,7 +228,7 @@ def check_window(window: Window, sampling: Sampling) -> int:
     """Return the number of stochastic steps in a rollout.
 
     Raises:
-        ValueError: the schedule has no such window.
+        ValueError: the window does not fit the schedule.
     """
     low, high = window.steps(sampling)
     size = high - low if window.window_size is None else window.window_size
@@ -243,10 +242,10 @@ def check_window(window: Window, sampling: Sampling) -> int:
 
 
 def check_notify(command: str) -> None:
-    """Check that the command can be started; an empty one is no command.
+    """Check that the command can be started; an empty command is fine.
 
     Raises:
-        ValueError: a quote is not closed, or the program does not exist; the command itself is not named.
+        ValueError: a quote is not closed, or the program does not exist. The message does not contain the command.
     """
     rule = "--tracking.notify must be a program that exists and its arguments, as in a shell"
     try:

@@ -1,4 +1,4 @@
-"""Settings that trainers of token policies share. Imports no torch."""
+"""Settings shared by trainers of token policies. Imports no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenArgs(RunArgs):
-    """What every trainer on text lists."""
+    """The groups and settings that every trainer on text lists."""
 
     RATES = (1e-6, 3e-6)
 
@@ -33,17 +33,17 @@ class TokenArgs(RunArgs):
 
     @property
     def rules(self) -> "Rules":
-        """The rules of --reward, or their default."""
+        """The rules of --reward, or the default rules."""
         from omni_reward.rules import SCORER, open_rules
 
         return open_rules(self.reward or (SCORER if self.scorer.given else "exact"), remote=True)
 
 
 def check_tokens(args: TokenArgs) -> None:
-    """Check what `check_run` does, the settings above, and the files of prompts.
+    """Check all that `check_run` checks, the settings of `TokenArgs`, and the files of prompts.
 
     Raises:
-        ValueError: as `check_run`.
+        ValueError: as in `check_run`, or one of these checks fails.
     """
     from omni_reward.rules import SCORER
 
@@ -52,14 +52,14 @@ def check_tokens(args: TokenArgs) -> None:
     rule = f"--batch-size times ranks ({unit}) must divide a step's samples ({samples}), prompts times --group-size"
     require((samples % unit == 0, f"{rule}, got {args.data.batch_size}"))
     own = [held.temperature for held in args.eval.sets if held.temperature is not None]
-    temperatures = [args.sampling.temperature, args.eval.temperature, *own]  # vLLM would draw with 0.01 for any below
+    temperatures = [args.sampling.temperature, args.eval.temperature, *own]  # vLLM raises lower ones to 0.01
     require(
         (not args.lora.target_parameters or not args.sharding.experts,
          "--lora.target-parameters does not go with --sharding.experts"),
         (not args.lora.target_parameters or args.lora.init != "pissa",
-         "--lora.target-parameters does not go with --lora.init pissa, which is of linear layers"),
+         "--lora.target-parameters does not go with --lora.init pissa, which is for linear layers"),
         (not args.lora.target_parameters or not (args.lora.use_dora or args.lora.dtype == "float32"),
-         "--lora.target-parameters does not go with --lora.use-dora or --lora.dtype, which are of linear layers"),
+         "--lora.target-parameters does not go with --lora.use-dora or --lora.dtype, which are for linear layers"),
         (args.sampling.engine != "vllm" or not args.tool.function,
          "--tool.function needs --engine transformers, got --engine vllm"),
         (args.sampling.engine != "vllm" or find_spec("vllm"),
@@ -93,7 +93,7 @@ def check_tokens(args: TokenArgs) -> None:
 
 
 def check_answers(args: TokenArgs, keys: Sequence[str], *, name: str = "--prompts") -> None:
-    """Raise ValueError unless each training prompt has an answer under each of the keys. name: of the file's flag."""
+    """Raise ValueError unless each training prompt has an answer under each of the keys. name: the file's flag."""
 
     def check(record: PromptRecord) -> None:
         for key in keys:
@@ -105,7 +105,7 @@ def check_answers(args: TokenArgs, keys: Sequence[str], *, name: str = "--prompt
 
 @dataclass(frozen=True)
 class ThinkingArgs(MediaArgs):
-    """What a trainer lists that writes a thought before each image."""
+    """The groups and settings of a trainer that samples a thought before each image."""
 
     RATES = (1e-5, 1e-4)
 
@@ -123,10 +123,10 @@ class ThinkingArgs(MediaArgs):
 
 
 def check_thinking(args: ThinkingArgs) -> None:
-    """Check what `check_scored` does, the window, and the settings above.
+    """Check all that `check_scored` checks, the window, and the settings of `ThinkingArgs`.
 
     Raises:
-        ValueError: as `check_scored`, or for these settings.
+        ValueError: as in `check_scored`, or one of these checks fails.
     """
     check_window(args.window, args.sampling)
     check_scored(args)
@@ -136,8 +136,8 @@ def check_thinking(args: ThinkingArgs) -> None:
         (not args.sharding.rollout_ranks, "--sharding.rollout-ranks samples no thoughts"),
         (
             args.sampling.has_trained_engine,
-            f"--engine must be diffusers, which alone writes thoughts, got {args.sampling.engine}",
+            f"--engine must be diffusers, the only engine that writes thoughts, got {args.sampling.engine}",
         ),
-        (not args.memory.device_gb, "--memory.device-gb does not plan thoughts, whose lengths nobody knows"),
+        (not args.memory.device_gb, "--memory.device-gb does not plan thoughts, whose lengths are unknown"),
         (not args.policy.compile, "--compile does not go with thoughts, whose lengths differ from token to token"),
     )

@@ -13,7 +13,7 @@ from omni_train.hub import check_named, is_from_hub, local_file
 from omni_rl.settings.fields import flag, flag_of, kind_of, leaves, require, values_of
 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
-ELSEWHERE = {  # what takes the place of names that other projects have
+ELSEWHERE = {  # equivalents of other projects' names
     "--prompt-key": "prompt-column caption-column dataset-text-field",
     "--lr": "learning-rate", "--kl-coef": "beta kl-beta", "--dpo-beta": "beta", "--nft-beta": "beta",
     "--clip-range": "clip-eps", "--noise-level": "eta", "--group-size": "num-generations num-image-per-prompt",
@@ -41,7 +41,7 @@ ELSEWHERE = {  # what takes the place of names that other projects have
     "omni-rl train dpo_tokens": "dpo-tokens", "omni-rl train sft_tokens": "sft sft-tokens",
     "omni-rl train distill_tokens": "gkd distill-tokens",
 }  # fmt: skip
-REFUSED = {  # what other programs have and these do not, with the reason
+REFUSED = {  # flags of other programs that are missing here, with the reason
     "device": "it is the machine's accelerator, or else its CPU; CUDA_VISIBLE_DEVICES chooses among several",
     "use-8bit-adam": "moments of 8 bits move single weights too far: --memory.offload optimizer keeps them on the host",
     "target-parameters": "diffusers opens no adapters of parameters: name linear layers by --lora.targets",
@@ -52,7 +52,7 @@ REFUSED = {  # what other programs have and these do not, with the reason
 
 
 def recipes(app: str) -> dict[str, str]:
-    """Return the recipes of a program by name, as TOML."""
+    """Return the recipes of a program, as TOML texts by name."""
     folder = files("omni_rl") / "recipes" / app
     if not folder.is_dir():
         return {}
@@ -61,10 +61,10 @@ def recipes(app: str) -> dict[str, str]:
 
 
 def from_files(cls: type, preset: str, path: str, presets: Mapping[str, str]) -> dict[str, Any]:
-    """Return the settings of a preset and of a TOML file, which goes before it; "" is none.
+    """Return the settings of a preset, overridden by those of a TOML file; "" for none.
 
     Raises:
-        ValueError: there is no such preset, or the file cannot be read or has settings that do not fit.
+        ValueError: the preset does not exist, or the file cannot be read or has settings that do not fit.
     """
     values: dict[str, Any] = {}
     if preset:
@@ -88,7 +88,7 @@ def from_files(cls: type, preset: str, path: str, presets: Mapping[str, str]) ->
 
 
 def at_hand(value: object) -> object:
-    """Return a value of a recipe; of files that the working folder lacks and this package has, their place in it."""
+    """Return a recipe's value, or the path in this package of a file that is missing in the working folder."""
     if isinstance(value, str) and value.startswith(("checkpoints/", "data/")) and not Path(value).exists():
         own = Path(str(files("omni_rl") / "shipped" / value))
         return str(own) if own.exists() else value
@@ -96,10 +96,10 @@ def at_hand(value: object) -> object:
 
 
 def from_toml(text: str, cls: type, place: str) -> dict[str, Any]:
-    """Return the settings in a TOML text by the names of `leaves`. place: what the messages call the text.
+    """Return the settings in a TOML text by the names of `leaves`. place: name of the text in messages.
 
     Raises:
-        ValueError: the text is no TOML, or has an unknown key or table, or a value of another type.
+        ValueError: the text is not TOML, or has an unknown key or table, or a value of the wrong type.
     """
     known, values = leaves(cls), dict[str, Any]()
     groups = sorted({name.partition(".")[0] for name in known if "." in name})
@@ -115,7 +115,7 @@ def from_toml(text: str, cls: type, place: str) -> dict[str, Any]:
 
 
 def plain(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a TOML text by name, such as correction.low for one of a table."""
+    """Return the values of a TOML text by name, such as correction.low for low in [correction]."""
     values: dict[str, Any] = {}
     for key, value in tables.items():
         values |= {f"{key}.{name}": own for name, own in value.items()} if isinstance(value, dict) else {key: value}
@@ -123,10 +123,10 @@ def plain(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_tables(wanted: Any, value: object, place: str) -> tuple[object, ...]:
-    """Return the tables [[key]] as dataclasses of the wanted kind. place: what the messages call them.
+    """Return the tables [[key]] as dataclasses of the wanted kind. place: their name in messages.
 
     Raises:
-        ValueError: the value is no list of tables, or one has an unknown key or a value of another type.
+        ValueError: the value is not a list of tables, or a table has an unknown key or a value of the wrong type.
     """
     cls, kinds = get_args(wanted)[0], get_type_hints(get_args(wanted)[0])
     if not isinstance(value, list) or not all(isinstance(row, dict) for row in value):
@@ -141,7 +141,7 @@ def read_tables(wanted: Any, value: object, place: str) -> tuple[object, ...]:
 
 
 def to_toml(config: Any) -> str:
-    """Return the dataclass as TOML, one key a line, without keys that are None."""
+    """Return the dataclass as TOML, one key per line, without keys that are None."""
     tables, rows = {"": ""}, ""
     for name, value in values_of(config).items():
         group, _, key = name.rpartition(".")
@@ -150,14 +150,14 @@ def to_toml(config: Any) -> str:
         elif value is not None:
             head = f"\n[{group}]\n" * bool(group)
             tables[group] = f"{tables.get(group, head)}{key} = {json.dumps(value, ensure_ascii=False)}\n"
-    return ("".join(tables.values()) + rows).replace("\x7f", "\\u007f")  # JSON escapes what TOML does, but for DEL
+    return ("".join(tables.values()) + rows).replace("\x7f", "\\u007f")  # JSON does not escape DEL, TOML does
 
 
 def check_foreign(values: Mapping[str, Any], path: str) -> None:
-    """Check settings of a file from the hub, which must not choose a server, a secret, a media root or Python to run.
+    """Check that settings of a file from the hub choose no server, secret, media root or Python code.
 
     Raises:
-        ValueError: one of them does.
+        ValueError: a setting does.
     """
     for row in [*map(vars, values.get("eval.sets", ())), values]:
         for key, value in row.items():
@@ -170,10 +170,10 @@ def check_foreign(values: Mapping[str, Any], path: str) -> None:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Return what to use in place of an unknown name, after "; ", or "" if nothing is near.
+    """Return a suggestion for an unknown name, beginning with "; ", or "" if no name is close.
 
-    What is refused has its reason there. Names of other projects come before a known name that is very near, that
-    before the first that holds this one, and that before the nearest.
+    For a name in REFUSED it is the reason. Otherwise the order is: the equivalent of another project's name, a very
+    close known name, the first known name that contains this one, the closest known name.
     """
     names, word = list(known), flag_of(name.lstrip("-")).lstrip("-")
     flags = {flag_of(each.lstrip("-")) for each in names}
@@ -190,10 +190,10 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 
 def fitting(wanted: Any, value: object, place: str) -> object:
-    """Return a value of the wanted type; an integer may stand for a float, and the word none for None.
+    """Return the value as the wanted type; an integer may stand for a float, and the word none for None.
 
     Raises:
-        ValueError: it has another type; the message begins with `place`.
+        ValueError: the value has another type; the message begins with `place`.
     """
     if get_origin(wanted) is Literal:
         if value not in get_args(wanted):

@@ -1,1 +1,1 @@
-"""Tools: the omni-rl command, the memory plan, the doctor, the hub."""
+"""Tools: the omni-rl command, the memory plan, the doctor, the hub and the converters."""

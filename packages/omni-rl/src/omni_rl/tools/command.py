@@ -1,7 +1,7 @@
 """The `omni-rl` command, which replaces its process with the program of a sub-command.
 
-`omni-rl train nft --preset tiny-signs` is `python apps/train_nft.py --preset tiny-signs`: exit codes, Ctrl-C and the
-terminal are the program's own. Settings of several ranks are checked once, before they start. Imports nothing heavy.
+`omni-rl train nft --preset tiny-signs` runs `python apps/train_nft.py --preset tiny-signs`, with the same exit codes,
+Ctrl-C and terminal. With several ranks the settings are checked once, before they start. Imports nothing heavy.
 """
 
 import ast
@@ -16,24 +16,24 @@ from pathlib import Path
 
 from omni_rl import __version__
 
-APPS = Path(__file__).parents[1] / "apps"  # links to the files of a checkout; in a wheel, the files
+APPS = Path(__file__).parents[1] / "apps"  # links to the files of a clone; in a wheel, the files
 RANKS = "--nproc-per-node"
 HELP = ("-h", "--help", "help")
-COMMANDS = {  # sub-command -> what it does, and the words for Python that start it
+COMMANDS = {  # sub-command -> description, and the arguments of Python that start it
     "train": ("Train a model: omni-rl train flowgrpo --preset tiny-signs", []),
     "sample": ("Sample from a model, with or without trained weights", [str((APPS / "sample.py").resolve())]),
-    "report": ("Write the report of a run, or one page that compares several", ["-m", "omni_rl.report"]),
+    "report": ("Write the report of a run, or a comparison of several", ["-m", "omni_rl.report"]),
     "push": ("Push a run's weights, model card and settings to the hub", ["-m", "omni_rl.tools.hub"]),
     "serve": ("Start a reward server: omni-rl serve --scorer ocr --port 8100", ["-m", "omni_reward.server"]),
-    "score": ("Score files by hand: omni-rl score --scorer ocr FILE.png --prompt TEXT", ["-m", "omni_rl.tools.score"]),
+    "score": ("Score files: omni-rl score --scorer ocr FILE.png --prompt TEXT", ["-m", "omni_rl.tools.score"]),
     "prompts": ("Fetch prompts that recipes name: omni-rl prompts ocr", ["-m", "omni_rl.tools.prompts"]),
-    "lora": ("Convert LoRA files of other trainers, or a run's for them", ["-m", "omni_rl.tools.lora"]),
-    "doctor": ("Say what is installed here, and how to get what is missing", ["-m", "omni_rl.tools.doctor"]),
+    "lora": ("Convert LoRA files from and to the forms of other trainers", ["-m", "omni_rl.tools.lora"]),
+    "doctor": ("Report what is installed, and how to install what is missing", ["-m", "omni_rl.tools.doctor"]),
 }
 
 
 def main() -> None:
-    """Start the program that the command line names. A mistake ends it with one line and exit code 2."""
+    """Start the program that the command line names. Errors end it with one line and exit code 2."""
     words = sys.argv[1:] or ["--help"]
     try:
         if words[0] in HELP:
@@ -48,24 +48,24 @@ def main() -> None:
             if words[0] == "train":
                 if "omni_rl.run.ranks" in command:
                     _, _, _, ranks, *program = command
-                    if check_once(ranks, *program):  # of a dry run, which is one process
+                    if check_once(ranks, *program):  # True for a dry run, which is one process
                         os.environ["WORLD_SIZE"], command = ranks, program
                 typed = os.environ.get("OMNI_RL_COMMAND") or shlex.join(["omni-rl", *words])
-                os.environ["OMNI_RL_COMMAND"] = typed  # what continues the run
+                os.environ["OMNI_RL_COMMAND"] = typed  # the command that resumes the run
             os.execv(sys.executable, [sys.executable, *command])
     except ValueError as exc:
         from omni_rl.settings.printing import print_mistake
 
         print_mistake(exc, "omni-rl")
         sys.exit(2)
-    except KeyboardInterrupt:  # while the settings are checked; later the process is the program's
+    except KeyboardInterrupt:  # while the settings are checked; later the program handles it
         sys.exit(130)
 
 
 def check_once(ranks: str, *program: str) -> bool:
     """Check a trainer's settings before its ranks start, and return True for a dry run.
 
-    A trainer that refuses them, or only prints, ends this program.
+    If the settings are invalid, or the trainer only prints, this program ends.
     """
     env = os.environ | {"WORLD_SIZE": ranks, "RANK": "0"}
     prints = not {"-h", "--help", "--check", "--list-presets"}.isdisjoint(program)
@@ -85,14 +85,14 @@ def check_once(ranks: str, *program: str) -> bool:
 
 
 def overview() -> str:
-    """Return the help."""
+    """Return the help of `omni-rl`."""
     lines = [f"  {name:<12}{text}" for name, (text, _) in COMMANDS.items()]
-    ending = "`omni-rl COMMAND --help` tells its flags; `omni-rl --version` the version."
+    ending = "`omni-rl COMMAND --help` lists its flags; `omni-rl --version` prints the version."
     return "\n".join(["usage: omni-rl COMMAND [FLAG ...]", "", *lines, "", ending])
 
 
 def trainers() -> dict[str, Path]:
-    """Return the trainers' files by name, such as flowgrpo."""
+    """Return the files of the trainers by name, such as flowgrpo."""
     return {path.stem.removeprefix("train_"): path.resolve() for path in sorted(APPS.glob("train_*.py"))}
 
 
@@ -109,10 +109,10 @@ def trainers_overview() -> str:
 
 
 def python_words(words: Sequence[str]) -> list[str]:
-    """Return the arguments of Python for a command line of ours.
+    """Return the arguments of Python for a command line of `omni-rl`.
 
     Raises:
-        ValueError: there is no such sub-command or trainer, or the number of ranks is none.
+        ValueError: the sub-command or trainer does not exist, or the number of ranks is invalid.
     """
     name, rest = words[0], words[1:]
     if name != "train":
@@ -127,9 +127,9 @@ def split_ranks(words: Sequence[str]) -> tuple[str, list[str]]:
     """Return the number of --nproc-per-node, or "" without that flag, and the other words.
 
     Raises:
-        ValueError: it is no whole number from 1 on.
+        ValueError: it is not a whole number >= 1.
     """
-    words = [re.sub("^--nproc_per_node(?=$|=)", RANKS, word) for word in words]  # as torchrun takes it too
+    words = [re.sub("^--nproc_per_node(?=$|=)", RANKS, word) for word in words]  # torchrun accepts this spelling too
     rest = [piece for word in words for piece in (word.split("=", 1) if word.startswith(f"{RANKS}=") else [word])]
     if RANKS not in rest:
         return "", rest
@@ -141,7 +141,7 @@ def split_ranks(words: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def launcher(ranks: str) -> list[str]:
-    """Return the arguments of Python that start torchrun with so many ranks; none if the number is ""."""
+    """Return the arguments of Python that start torchrun with this number of ranks, or none for ""."""
     return ["-m", "omni_rl.run.ranks", RANKS, ranks] if ranks else []
 
 
@@ -149,7 +149,7 @@ def known(name: str, names: Collection[str], what: str) -> str:
     """Return the name.
 
     Raises:
-        ValueError: it is not among the names; the nearest one is suggested.
+        ValueError: it is not one of the names; the message suggests the nearest.
     """
     if name not in names:
         from omni_rl.settings.toml import suggest

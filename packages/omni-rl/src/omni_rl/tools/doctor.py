@@ -1,4 +1,4 @@
-"""Report devices, engines and packages, and how to install missing ones, without the network."""
+"""Report devices, engines and packages, and how to install missing ones. Uses no network."""
 
 import json
 import os
@@ -15,8 +15,8 @@ from omni_rl.run.engines import ENGINES
 from omni_rl.run.sinks import TRACKERS
 from omni_rl.settings.printing import Parser
 
-NEEDED = ("torch", "diffusers", "transformers", "peft")  # by every trainer
-EXTRAS = {  # module -> what it is for, and the extra of omni-rl that brings it
+NEEDED = ("torch", "diffusers", "transformers", "peft")  # required by every trainer
+EXTRAS = {  # module -> its purpose, and the extra of omni-rl that installs it
     "rapidocr": ("the scorer ocr", "scorer"),
     "pyarrow": ("prompts in .parquet", "parquet"),
     "s3fs": ("--checkpoint-url s3://", "remote"),
@@ -35,7 +35,7 @@ class Finding(NamedTuple):
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command line, with exit code 1 if nothing can train."""
+    """Run the command line. The exit code is 1 if no trainer can run."""
     parser = Parser(prog="omni-rl doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv)
@@ -58,19 +58,19 @@ def machine() -> Iterator[Finding]:
     try:
         import torch
         from omni_train.dist import free_memory
-    except (ImportError, OSError) as exc:  # OSError: one of its libraries is missing
+    except (ImportError, OSError) as exc:  # OSError: a shared library is missing
         yield Finding("torch", "missing", str(exc), 'pip install "omni-rl"')
         return
     kind = torch.accelerator.current_accelerator(check_available=True)
     if kind is None:
-        yield Finding("devices", "note", "the CPU alone")
+        yield Finding("devices", "note", "only the CPU")
         return
     count, free = torch.accelerator.device_count(), free_memory(torch.device(kind.type, 0)) / 1e9
     yield Finding("devices", "ok", f"{count} of {kind.type}, the first with {free:.1f} GB free")
 
 
 def packages() -> Iterator[Finding]:
-    """Report the libraries that trainers need, and those of the extras."""
+    """Report the libraries required by trainers and by the extras."""
     for name in (*NEEDED, *EXTRAS):
         purpose, extra = EXTRAS.get(name, ("every trainer needs it", ""))
         if is_installed(name):
@@ -80,13 +80,13 @@ def packages() -> Iterator[Finding]:
 
 
 def is_installed(name: str) -> bool:
-    """True if a module is installed. A folder of that name in the working folder, as wandb leaves one, is none."""
+    """Return True if a module is installed. A plain folder of that name, such as wandb's, does not count."""
     spec = find_spec(name)
     return spec is not None and spec.origin is not None
 
 
 def engines() -> Iterator[Finding]:
-    """Report the engines that --engine may name."""
+    """Report the engines of --engine."""
     for name, row in ENGINES.items():
         if all(map(is_installed, (row.library,) if row.library else NEEDED)):
             yield Finding(f"--engine {name}", "ok", "works")
@@ -95,25 +95,25 @@ def engines() -> Iterator[Finding]:
 
 
 def files() -> Iterator[Finding]:
-    """Report the files that presets named tiny-... need in the working folder."""
+    """Report the files in the working folder for presets named tiny-..."""
     for folder, what in (("checkpoints", "small models"), ("data", "prompts")):
         names = sorted(path.name for path in Path(folder).glob("*/") if path.is_dir())
-        missing = Finding(folder, "missing", f"{what} beside those of tiny-signs", CLONE)
+        missing = Finding(folder, "missing", f"{what} other than those of tiny-signs", CLONE)
         yield Finding(folder, "ok", ", ".join(names)) if names else missing
 
 
 def hub() -> Iterator[Finding]:
-    """Report the token with which models are fetched."""
+    """Report the token for downloads from the hub."""
     if not is_installed("huggingface_hub"):
         return
     from huggingface_hub import get_token
 
     get = "accept the model's license on its page, then `hf auth login`, or set HF_TOKEN"
     if get_token():
-        text = f"{'HF_TOKEN' if os.environ.get('HF_TOKEN') else 'that of `hf auth login`'}; gated models need"
-        yield Finding("token of the hub", "ok", f"{text} their license accepted, too")
+        text = f"{'HF_TOKEN' if os.environ.get('HF_TOKEN') else 'that of `hf auth login`'}; gated models also"
+        yield Finding("token of the hub", "ok", f"{text} need their license to be accepted")
     else:
-        yield Finding("token of the hub", "missing", "gated models, as SD3.5 and FLUX.1-dev, need one", get)
+        yield Finding("token of the hub", "missing", "gated models, such as SD3.5 and FLUX.1-dev, need one", get)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Write prompts of models that edit from a user's images: `omni-rl prompts edit --images FOLDER` writes data/edit/.
+"""Write prompts for editing models from a user's images: `omni-rl prompts edit --images FOLDER` writes data/edit/.
 
-The images are a folder's, each with its instruction in a text file of the same name beside it, or with each line of
-`--instructions`; or they and their instructions are columns of a table, as data sets of edits have them: a .jsonl,
+The images are in a folder, each with its instruction in a text file of the same name, or combined with each line of
+`--instructions`. Alternatively, images and instructions are columns of a table, as in data sets of edits: a .jsonl,
 .csv, .tsv or .parquet file, a folder of these, or a data set on the hub. Images are copied.
 """
 
@@ -22,18 +22,18 @@ from omni_rl.media.images import SUFFIXES, AllOrNone, image_size, read_pixels
 from omni_rl.settings.fields import require
 from omni_rl.settings.printing import Parser
 
-IMAGE_KEYS = (  # of columns, in the order in which they are looked for
+IMAGE_KEYS = (  # columns, in the order of the search
     *("images", "image", "file_name", "input_image", "source_image", "original_image", "source_img", "src_img"),
     "input_image_raw",
 )
 PROMPT_KEYS = ("prompt", "instruction", "edit_prompt", "edit", "input_prompt", "caption", "text")
-OWN_KEYS = ("prompt", "messages", "images", "audio", "video", "height", "width")  # of lines, which columns may not set
-MOST_TEST, TEST_SHARE = 64, 10  # images that are held out: one of so many, and no more
+OWN_KEYS = ("prompt", "messages", "images", "audio", "video", "height", "width")  # keys that columns may not set
+MOST_TEST, TEST_SHARE = 64, 10  # held-out images: at most 64, one of every 10
 
 
 @dataclass(frozen=True)
 class Edit:
-    """An instruction with the images that it is about, and what else the line has, for scorers."""
+    """An instruction with its images, and the other keys of the line, for scorers."""
 
     prompt: str
     images: tuple[Path, ...]
@@ -42,23 +42,23 @@ class Edit:
 
 def add_flags(parser: Parser) -> None:
     """Add the flags of `omni-rl prompts edit`."""
-    group = parser.add_argument_group("edit", "prompts with references from images of your own; they start here")
+    group = parser.add_argument_group("edit", "prompts with reference images, written from your images")
     add = group.add_argument
     add("--images", metavar="PLACE", help="folder of images, or a table or data set with a column of images")
     add("--test-images", metavar="PLACE", help="the same for test.jsonl; by default some of --images are held out")
-    add("--instructions", type=Path, metavar="FILE.txt", help="lines, each of which is given to each image of a folder")
+    add("--instructions", type=Path, metavar="FILE.txt", help="instructions, one per line, for each image of a folder")
     add("--num-test", type=int, metavar="N", help=f"images to hold out; default: a tenth, at most {MOST_TEST}")
     add("--image-key", default="", metavar="KEY", help=f"column of the images; default: the first of {IMAGE_KEYS}")
-    add("--prompt-key", default="", metavar="KEY", help=f"column of the instructions; default: of {PROMPT_KEYS}")
-    add("--height", type=int, metavar="PIXELS", help="of each image, which is cropped in the middle; default: its own")
-    add("--width", type=int, metavar="PIXELS", help="the same")
+    add("--prompt-key", default="", metavar="KEY", help=f"column of the instructions; default: one of {PROMPT_KEYS}")
+    add("--height", type=int, metavar="PIXELS", help="height to crop each image to, at its center; default: its own")
+    add("--width", type=int, metavar="PIXELS", help="width, likewise")
 
 
 def write_edits(asked: Namespace, folder: Path) -> list[Path]:
     """Write train.jsonl, test.jsonl and images/ to a folder; return both files.
 
     Raises:
-        ValueError: a flag breaks its rule, a file is there already, or an image or a line cannot be used.
+        ValueError: a flag is invalid, a file exists already, or an image or a line cannot be used.
         OSError: a file cannot be written.
     """
     files = [folder / "train.jsonl", folder / "test.jsonl"]
@@ -83,7 +83,7 @@ def write_edits(asked: Namespace, folder: Path) -> list[Path]:
 
 
 def read_edits(place: str, asked: Namespace) -> list[Edit]:
-    """Return the edits of a folder of images, or of the rows of tables. Raises ValueError as `write_edits`."""
+    """Return the edits from a folder of images, or from the rows of tables. Raises ValueError as in `write_edits`."""
     folder = Path(place)
     names = sorted(folder.iterdir()) if folder.is_dir() else []
     images = [path for path in names if path.suffix.lower() in SUFFIXES]
@@ -96,7 +96,7 @@ def read_edits(place: str, asked: Namespace) -> list[Edit]:
 
 
 def folder_edits(images: Sequence[Path], instructions: Path | None) -> Iterator[Edit]:
-    """Yield the edits of images by the lines of one file, or by the text beside each."""
+    """Yield the edits of images with the lines of a common file, or with each image's own text file."""
     common = text_lines(instructions) if instructions else []
     for image in images:
         check_image(image, str(image))
@@ -107,7 +107,7 @@ def folder_edits(images: Sequence[Path], instructions: Path | None) -> Iterator[
 
 
 def table_edits(path: Path, image_key: str, prompt_key: str) -> Iterator[Edit]:
-    """Yield the edits of a table's rows; paths are relative to its folder, or to images/ there."""
+    """Yield the edits of a table's rows. Paths are relative to its folder, or to images/ in it."""
     for place, row in read_rows(path, {image_key} if image_key else {*IMAGE_KEYS}):
         found_image = pick_key(row, image_key, IMAGE_KEYS, place, "--image-key")
         found_prompt = pick_key(row, prompt_key, PROMPT_KEYS, place, "--prompt-key")
@@ -126,7 +126,7 @@ def table_edits(path: Path, image_key: str, prompt_key: str) -> Iterator[Edit]:
 
 
 def pick_key(row: dict[str, object], wanted: str, names: Collection[str], place: str, flag: str) -> str:
-    """Return the wanted key of a row, or the first of these names that it has."""
+    """Return the wanted key of a row, or the first of `names` in the row."""
     for name in (wanted,) if wanted else names:
         if name in row:
             return name
@@ -137,7 +137,7 @@ def pick_key(row: dict[str, object], wanted: str, names: Collection[str], place:
 
 
 def check_image(path: Path, place: str) -> None:
-    """Raise ValueError for a file that is no whole image."""
+    """Raise ValueError for a file that is not a complete image."""
     try:
         image_size(path)
     except ValueError as exc:
@@ -145,12 +145,12 @@ def check_image(path: Path, place: str) -> None:
 
 
 def text_lines(path: Path) -> list[str]:
-    """Return the lines of a text, of which there must be one."""
+    """Return the lines of a text file, at least one."""
     return [record.text for record in load_prompts(path)]
 
 
 def split_edits(edits: Sequence[Edit], num_test: int | None) -> tuple[list[Edit], list[Edit]]:
-    """Return the edits to train on and those to test on, which share no image. Evenly spaced images are held out.
+    """Return the training and test edits, which share no image. Evenly spaced images are held out.
 
     Raises:
         ValueError: there are too few images.
@@ -169,13 +169,13 @@ def split_edits(edits: Sequence[Edit], num_test: int | None) -> tuple[list[Edit]
 
 
 def line_of(edit: Edit, folder: Path, size: tuple[int, int] | None) -> str:
-    """Return the line of an edit, whose images are copied to the folder, or cropped and resized to (height, width)."""
+    """Return the line of an edit after copying its images to the folder, cropped and resized to (height, width)."""
     names = [copy_image(image, folder / "images", size).relative_to(folder).as_posix() for image in edit.images]
     return json.dumps({"prompt": edit.prompt, "images": names} | edit.meta, ensure_ascii=False)
 
 
 def copy_image(image: Path, folder: Path, size: tuple[int, int] | None) -> Path:
-    """Return the copy of an image, which is named after its content and its size."""
+    """Copy an image to a file named after its content and size, and return its path."""
     digest = hashlib.sha256(image.read_bytes()).hexdigest()[:16]
     ending = image.suffix.lower() if size is None else f"-{size[0]}x{size[1]}.png"
     copy = folder / f"{digest}{ending}"

@@ -1,7 +1,7 @@
-"""Push a run's weights to the hub, with model card and settings; nothing else of this project uploads a run.
+"""Push a run's weights, model card and settings to the hub. Nothing else in this project uploads a run.
 
-omni-rl push runs/first OWNER/NAME --private       makes the repository where it is missing
-omni-rl push runs/first OWNER/NAME --dry-run       lists the files, and uploads none
+omni-rl push runs/first OWNER/NAME --private       creates the repository if it is missing
+omni-rl push runs/first OWNER/NAME --dry-run       lists the files and uploads none
 """
 
 import argparse
@@ -11,16 +11,16 @@ from omni_train.weights.card import CARD_FILE
 
 from omni_rl.settings.printing import Parser
 
-EXPORTED = (".safetensors", ".json", ".txt", ".jinja", ".model")  # kinds of files that an export has beside its card
+EXPORTED = (".safetensors", ".json", ".txt", ".jinja", ".model")  # kinds of files in an export, besides its card
 
 
 def files_to_push(run: Path) -> dict[str, Path]:
     """Return the files to upload, by their names on the hub: weights, card, and settings as recipe.toml.
 
-    Other files in the folder of the weights, and hidden ones, are left out.
+    Other files in the weights folder, and hidden files, are left out.
 
     Raises:
-        ValueError: the run has no weights, or links among its files, which may lead to other files.
+        ValueError: the run has no weights, or a file is a symbolic link, which may lead elsewhere.
     """
     weights, settings = run / "weights", run / "config.toml"
     found = {path.relative_to(weights): path for path in sorted(weights.rglob("*"))}
@@ -38,7 +38,7 @@ def push(files: dict[str, Path], repo_id: str, *, private: bool, message: str) -
     """Upload files in one commit to a model repository, created if it is missing; return the commit's URL.
 
     Raises:
-        ValueError: the hub does not take them.
+        ValueError: the upload fails.
     """
     try:
         from huggingface_hub import CommitOperationAdd, HfApi
@@ -46,13 +46,13 @@ def push(files: dict[str, Path], repo_id: str, *, private: bool, message: str) -
         api, adds = HfApi(), [CommitOperationAdd(name, file) for name, file in files.items()]
         api.create_repo(repo_id, private=private, exist_ok=True)
         return str(api.create_commit(repo_id, adds, commit_message=message).commit_url)
-    except Exception as exc:  # of any HTTP client that the library has
+    except Exception as exc:  # from any HTTP client of the library
         rule = "repo_id must be OWNER/NAME on the hub, where you may write after `hf auth login`"
         raise ValueError(f"{rule}, got {repo_id}: {type(exc).__name__}: {exc}") from exc
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command line. Any failure ends it with one line and exit code 2."""
+    """Run the command line. Errors end it with one line and exit code 2."""
     parser = Parser(prog="omni-rl push", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
     parser.add_argument("repo_id", metavar="OWNER/NAME", help="model on the hub")

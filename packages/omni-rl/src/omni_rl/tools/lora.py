@@ -1,4 +1,4 @@
-"""Convert LoRA files: those of other trainers to a folder for --init-weights, and a run's to other trainers' forms.
+"""Convert LoRA files of other trainers to a folder for --init-weights, and a run's weights to other trainers' formats.
 
 omni-rl lora their.safetensors adapters --model Qwen/Qwen-Image        then: --init-weights adapters
 omni-rl lora runs/first/weights out --model Qwen/Qwen-Image --layout peft
@@ -17,7 +17,7 @@ FULL = "full weights, which --init-weights takes as they are"
 
 
 def check_source(source: Path) -> None:
-    """Raise ValueError for what is neither a file nor a folder with one, and say what it is instead."""
+    """Raise ValueError, with the contents found, unless the source is a file or a folder with one."""
     rule = "source must be a .safetensors file or an adapter's folder"
     is_file = source.suffix == ".safetensors" and source.is_file()
     require((is_file or source.is_dir(), f"{rule}, got {source}"))
@@ -29,13 +29,13 @@ def check_source(source: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command line. Any failure ends it with one line and exit code 2."""
+    """Run the command line. Errors end it with one line and exit code 2."""
     how = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog="omni-rl lora", description=__doc__, formatter_class=how)
-    parser.add_argument("source", type=Path, help="file or folder of another trainer, or folder of a run's weights")
+    parser.add_argument("source", type=Path, help="file or folder of another trainer, or a run's weights folder")
     parser.add_argument("target", type=Path, help="folder to write")
-    parser.add_argument("--model", required=True, help="folder or hub id of the model that it is for")
-    layouts = "of the folder: diffusers', for --init-weights and load_lora_weights, or peft's"
+    parser.add_argument("--model", required=True, help="folder or hub id of the adapter's model")
+    layouts = "layout of the folder: diffusers', for --init-weights and load_lora_weights, or peft's"
     parser.add_argument("--layout", choices=("diffusers", "peft"), default="diffusers", help=layouts)
     args = parser.parse_args(argv)
     try:

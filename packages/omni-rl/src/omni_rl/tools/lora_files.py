@@ -1,7 +1,7 @@
-"""LoRA files of any make: their factors, and the forms in which other trainers read them.
+"""LoRA files of any trainer: reading of their factors, and writing in the formats of other trainers.
 
-Files by peft's names are read as they are, others by diffusers, so that what its pipeline loads is what training starts
-from. The scale is read from wherever it is stored (`omni_train.weights.adapters`), and becomes part of B.
+Files with peft's names are read directly, others by diffusers, so that training starts from exactly what its pipeline
+loads. The scale is read from wherever it is stored (`omni_train.weights.adapters`), and multiplied into B.
 """
 
 import inspect
@@ -41,18 +41,18 @@ from omni_rl.settings.fields import require
 
 PART = "transformer"
 FACTORS = re.compile(r"lora|alpha|dora_scale|\.diff|lokr|hada")  # in names of adapters' tensors
-UNREAD = ("dora_scale", "lora_magnitude_vector", ".diff", ".lokr_", ".hada_")  # parts of names of other adapters
-Factors = dict[str, tuple[Tensor, Tensor]]  # A [rank, in] and B [out, rank], with its scale, by layer
+UNREAD = ("dora_scale", "lora_magnitude_vector", ".diff", ".lokr_", ".hada_")  # in names of unsupported adapters
+Factors = dict[str, tuple[Tensor, Tensor]]  # by layer: A [rank, in] and B [out, rank], B with the scale
 
 
 def read_factors(place: Path, model: str) -> Factors:
-    """Return the factors of an adapter of any make, in float32, with its scale in B.
+    """Return the factors of an adapter of any trainer, in float32, with the scale multiplied into B.
 
-    place: a file, or a folder in the layout of diffusers or peft. model: folder or hub id of the checkpoint it is for.
+    place: a file, or a folder in the layout of diffusers or peft. model: folder or hub id of the adapter's model.
 
     Raises:
-        ValueError: it is no adapter of such a model, holds more than LoRA factors of its net, or layers of several
-            ranks, or its scale is not known.
+        ValueError: it is not an adapter of the model, holds more than LoRA factors of its net, has layers of different
+            ranks, or its scale is unknown.
     """
     file = place if place.is_file() else find_adapter(place)
     if file is None:
@@ -70,21 +70,21 @@ def read_factors(place: Path, model: str) -> Factors:
 
 
 def check_rank(file: Path, ranks: Iterable[int]) -> int:
-    """Return the rank of all layers; raise ValueError for several."""
+    """Return the common rank of all layers, or raise ValueError if there are several."""
     several = sorted({*ranks})
     require((len(several) == 1, f"{file} must have one rank for all layers, got {several}"))
     return several[0]
 
 
 def is_plain(name: str) -> bool:
-    """Return True for a name of peft's in a net of diffusers, as runs, diffusers' and peft's own trainers write it."""
+    """Return True for peft's name of a tensor in a diffusers net, as written by runs, diffusers and peft."""
     return bool(NAME.fullmatch(name)) and name.startswith((f"{PART}.", f"{PEFT_PART}."))
 
 
 def read_plain(file: Path, model: Model) -> Factors:
-    """Return the factors of a file by peft's names."""
+    """Return the factors of a file with peft's names."""
     saved, net = read_adapter(file, part=PART), model.empty_net()
-    net = next(net.children()) if len(model.nets) > 1 else net  # one of two experts, of one shape
+    net = next(net.children()) if len(model.nets) > 1 else net  # one of two experts of equal shape
     sizes = {name: tuple(layer.weight.shape) for name, layer in net.named_modules() if isinstance(layer, nn.Linear)}
     for layer, (down, up, *_) in saved.names.items():
         a, b = saved.shapes[down], saved.shapes[up]
@@ -98,17 +98,17 @@ def read_plain(file: Path, model: Model) -> Factors:
 
 
 def read_foreign(file: Path, model: str, opened: Model) -> Factors:
-    """Return the factors of a file by names that diffusers translates."""
+    """Return the factors of a file whose names diffusers converts."""
     pipeline = getattr(diffusers, opened.config["_class_name"], None)
     require(
         (hasattr(pipeline, "lora_state_dict"), f"--model must be one whose LoRA files diffusers reads, got {model}")
     )
-    alphas = alphas_of(file)  # before diffusers, which never ends for one below 0
+    alphas = alphas_of(file)  # before diffusers, which never returns for a negative alpha
     config = config_of(file, PART)
     require((not (config and config.use_dora), f"{file} must have magnitudes if use_dora is set, got none"))
     try:
         state, layers = load(file, pipeline, opened)
-    except Exception as exc:  # of diffusers and peft, which name no file
+    except Exception as exc:  # errors of diffusers and peft do not name the file
         raise ValueError(f"{file} must fit the net of {model}: {type(exc).__name__}: {exc}") from exc
     other = next((name for name in state if not name.startswith(f"{PART}.")), "")
     factors = scaled(layers, state)
@@ -118,23 +118,23 @@ def read_foreign(file: Path, model: str, opened: Model) -> Factors:
     )
     ranks = {layer: len(down) for layer, (down, _) in factors.items()}
     rank = check_rank(file, ranks.values())
-    for alpha in alphas:  # must be that of the header too, if there is one
+    for alpha in alphas:  # must equal that of the header, if there is one
         scaling_of(file, ranks, dict.fromkeys(ranks, alpha / rank), part=PART)
-    if not alphas:  # diffusers does not look for others
+    if not alphas:  # diffusers does not read others
         scaling = scaling_of(file, ranks, {}, part=PART)
         factors = {layer: (down, up * scaling[layer]) for layer, (down, up) in factors.items()}
     return factors
 
 
 def alphas_of(file: Path) -> set[float]:
-    """Return the alphas in the file's tensors; raise ValueError unless they are finite and above 0."""
+    """Return the alphas in the file's tensors, or raise ValueError unless they are finite and above 0."""
     names = [name for name in read_shapes(file) if name.endswith(".alpha")]
     with safe_open(file, framework="pt") as opened:
         return {alpha_in(opened.get_tensor(name), file, name) for name in names}
 
 
 def load(file: Path, pipeline: Any, model: Model) -> tuple[dict[str, Tensor], dict[str, LoraLayer]]:
-    """Return the tensors of a file by peft's names, and the layers that it adapts, of a net on the meta device."""
+    """Return the tensors of a file by peft's names, and the layers that it adapts in a net on the meta device."""
     read = pipeline.lora_state_dict
     more = {"return_alphas": True} if "return_alphas" in inspect.signature(read).parameters else {}
     found = read(str(file.parent), weight_name=file.name, **more)
@@ -142,14 +142,14 @@ def load(file: Path, pipeline: Any, model: Model) -> tuple[dict[str, Tensor], di
     if not any(".lora_A." in name for name in state):
         state = convert_unet_state_dict_to_peft(state)
     net: Any = model.empty_net()
-    net = next(net.children()) if len(model.nets) > 1 else net  # one of two experts, of one shape
+    net = next(net.children()) if len(model.nets) > 1 else net  # one of two experts of equal shape
     net.load_lora_adapter(state, prefix=PART, low_cpu_mem_usage=True, network_alphas=alphas or None)
     layers = {name: layer for name, layer in net.named_modules() if isinstance(layer, LoraLayer) and layer.scaling}
     return state, layers
 
 
 def scaled(layers: Mapping[str, LoraLayer], state: Mapping[str, Tensor]) -> Factors:
-    """Return the layers' factors, with the scale in B."""
+    """Return the layers' factors, with the scale multiplied into B."""
     found = {}
     for name, layer in layers.items():
         down, up = (state.get(f"{PART}.{name}.lora_{side}.weight") for side in "AB")
@@ -160,7 +160,7 @@ def scaled(layers: Mapping[str, LoraLayer], state: Mapping[str, Tensor]) -> Fact
 
 
 def named(factors: Factors) -> dict[str, Tensor]:
-    """Return the tensors of a run's file, which has no scale: B has it."""
+    """Return the tensors of a run's file, without a scale, which is part of B."""
     return {
         f"{PART}.{layer}.lora_{side}.weight": factor.contiguous()
         for layer, pair in factors.items()
@@ -169,7 +169,7 @@ def named(factors: Factors) -> dict[str, Tensor]:
 
 
 def write_peft(factors: Factors, target: Path, model: str) -> str:
-    """Write a folder in peft's layout, which PeftModel.from_pretrained and trainers built on it read."""
+    """Write a folder in peft's layout, for PeftModel.from_pretrained and trainers that use it; return what to print."""
     rank = len(next(iter(factors.values()))[0])
     config = config_text(rank, target_modules=sorted(factors), base_model_name_or_path=model)
     state = {name.replace(PART, PEFT_PART, 1): tensor for name, tensor in named(factors).items()}
@@ -180,7 +180,7 @@ def write_peft(factors: Factors, target: Path, model: str) -> str:
 
 
 def write_start(factors: Factors, target: Path, model: str) -> str:
-    """Write a folder for --init-weights; return what to print, with the settings that go with it."""
+    """Write a folder for --init-weights; return what to print, with the settings to use it."""
     with new_folder(target) as folder:
         save_file(named(factors), folder / LORA_FILE)
     rank, modules = len(next(iter(factors.values()))[0]), open_model(model).empty_net().named_modules()
@@ -190,7 +190,7 @@ def write_start(factors: Factors, target: Path, model: str) -> str:
 
 
 def endings(layers: Sequence[str], names: Sequence[str]) -> str:
-    """Return what --lora.targets must be for just these layers of all names."""
+    """Return the value of --lora.targets that selects exactly these layers out of all names."""
     after = [name.split(".") for name in layers]
     short = {
         ".".join(words[max((i + 1 for i, w in enumerate(words[:-1]) if w.isdigit()), default=0) :]) for words in after

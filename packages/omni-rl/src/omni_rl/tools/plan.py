@@ -1,16 +1,17 @@
-"""Will it fit? The trainer's own step on a device that is not there, its memory, and what to change.
+"""Memory plan of a training step: run the trainer's own step on a simulated device, and find settings that fit.
 
     plan: memory per rank, GB: load 59.7, rollout 65.7, decode 74.2, update 84.2, sync 62.9, save 63.1
     plan: --memory.device-gb 80 is too little: by 10.6 GB in update, beside 6.4 GB for context, NCCL and fragmentation
     plan: fits with --memory.offload encoder: 67.6 GB
 
-What a step takes are its tensors; of the accelerator a share is left for all else.
-Rungs of changes are tried in an order of cost, each on top of those before, and the first that fits is named.
+The plan counts tensors, and leaves a share of the accelerator's memory for everything else. If a step does not fit,
+changes of settings are tried in order of their cost, each on top of the earlier ones, and the first that fits is named.
 
-The trainer runs two steps of few prompts, so that the optimizer has its moments, and two of a few more. All prompts are
-as large as the largest of the file. What is kept of a batch adds up, and all else is the same for each, so a straight
-line leads to the step's own number of prompts. Of the forwards and backwards of the net, and of what encodes and
-decodes, the first of a shape runs kernel by kernel; later ones take the same memory and do as many operations.
+The trainer runs two steps with few prompts, so that the optimizer has its moments, and two with a few more. All prompts
+are as large as the largest in the file. Tensors kept per batch add up, and everything else is the same for each batch,
+so memory is extrapolated linearly to the step's own number of prompts. The first forward and backward of the net, and
+the first encoding and decoding, of each shape runs kernel by kernel; later ones are assumed to take the same memory and
+number of operations.
 """
 
 import gc
@@ -74,24 +75,25 @@ from omni_rl.tools.plan_tokens import differing, sample_ends
 
 ArgsT = TypeVar("ArgsT", bound=RunArgs)
 GB = 1e9
-LEFT = 0.08  # of an accelerator: its context, NCCL, workspaces of libraries, and fragmentation
+LEFT = 0.08  # share of an accelerator left for context, NCCL, workspaces of libraries, and fragmentation
 PHASES = ("load", "encode", "rollout", "decode", "update", "sync", "save")
-MORE_RANKS = 8  # over which the last rung spreads the weights, or twice as many as now
-DECODED = 4  # pictures that a change has the VAE decode at a time
+MORE_RANKS = 8  # least number of ranks in the last change, which otherwise doubles them
+DECODED = 4  # images decoded at once after a change
 
 
 def fit(main: Callable[[ArgsT, World], None], args: ArgsT) -> int:
-    """Plan a step of the trainer and print it, and where it does not fit, what would; the exit code: 0 if it fits.
+    """Plan a step of the trainer and print the plan and, if it does not fit, changes that fit.
 
-    Ctrl-C and SIGTERM end the program at once, as there is nothing to save.
+    Return the exit code, 0 if the step fits. Ctrl-C and SIGTERM end the program at once, because there is nothing to
+    save.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
-        # an exception would be lost where the signal comes as a weak reference ends
+        # an exception would be lost if the signal arrived in the callback of a weak reference
         signal.signal(number, lambda number, _: os._exit(128 + number))
-    gc.freeze()  # or each collection looks at all libraries again
+    gc.freeze()  # so that collections do not scan all libraries again
     limit, ranks = (1 - LEFT) * args.memory.device_gb * GB, num_ranks()
     rest = f"beside {LEFT * args.memory.device_gb:.3g} GB for context, NCCL and fragmentation"
-    libraries = memory(torch.device("cpu")).current_mb * 2**20  # this program imports what a run imports
+    libraries = memory(torch.device("cpu")).current_mb * 2**20  # this program has the same imports as a run
     plan = measure(main, args, ranks, tells=True)
     print("\n".join([plan.describe(), plan.describe_host(libraries, copies=args.run.async_save)]), flush=True)
     if plan.peak <= limit:
@@ -113,22 +115,22 @@ def fit(main: Callable[[ArgsT, World], None], args: ArgsT) -> int:
 
 
 def ladder(args: ArgsT, ranks: int, offloads: Sequence[str], over: Collection[str]) -> Iterator[tuple[ArgsT, int, str]]:
-    """Settings that need less memory, with their ranks and as flags, each rung with what those before it have.
+    """Yield settings that need less memory, with their number of ranks and their flags; each includes earlier changes.
 
-    Gathering weights block by block and offloaded parts cost copies, recomputed activations a third more operations,
-    small batches slow kernels, offloaded blocks a copy of the net in each forward, weights in fewer bits precision, and
-    more ranks money.
+    The costs: gathering weights block by block and offloading parts take copies, recomputed activations a third more
+    operations, small batches slower kernels, offloaded blocks a copy of the net in each forward, quantized weights
+    precision, and more ranks money.
 
-    offloads: the parts that --memory.offload may name. over: the phases that need too much.
+    offloads: the parts that --memory.offload may name. over: the phases that need too much memory.
     """
     first, mode, is_text = args, sharding(args, ranks), not isinstance(args, MediaArgs)
-    gather: dict[str, object] = {"sharding.unshard": "rollout" if is_text else "none"}  # no text samples without it
-    adapters = bool(args.lora.rank) and args.lora.init != "pissa"  # which needs the weights' values
+    gather: dict[str, object] = {"sharding.unshard": "rollout" if is_text else "none"}  # text is not sampled without it
+    adapters = bool(args.lora.rank) and args.lora.init != "pissa"  # PiSSA needs the values of weights
     streams = adapters and mode != "fsdp2" and not values_of(args).get("compile") and "blocks" in offloads
     parts = [part for part in offloads if part != "blocks" or part in offloaded(args.memory)]
     still = [part for part in parts if part != "activations"]
     decode: dict[str, object] = {}
-    if "decode" in over and isinstance(args, MediaArgs):  # the only ones that decode
+    if "decode" in over and isinstance(args, MediaArgs):  # only media are decoded
         memory = args.memory
         at_once = num_decoded(memory.decode_batch_size, args.sampling.height, args.sampling.width, memory.decode_tile)
         at_once = min(args.data.batch_size, at_once)
@@ -169,9 +171,10 @@ def ladder(args: ArgsT, ranks: int, offloads: Sequence[str], over: Collection[st
 def measure(
     main: Callable[[ArgsT, World], None], args: ArgsT, ranks: int, *, tells: bool = False, remembers: bool = True
 ) -> "Figures":
-    """Return the figures of a step on planned ranks: measure two small steps of the trainer, and extrapolate.
+    """Return the figures of a step on planned ranks, extrapolated from two small numbers of prompts.
 
-    tells: print the settings too, and check the model's files. remembers: run one forward of a shape, not all.
+    tells: True to also print the settings and check the model's files. remembers: True to run only one forward per
+    shape.
     """
     shares = dp_size(args, ranks)
     counts = _prompt_counts(args, shares)
@@ -209,9 +212,9 @@ def measure(
 
 
 def scorer_bytes(asks: Scorer, ranks: int) -> Counter[str]:
-    """Return what the scorer that a run starts takes of a rank's device, in bytes, by what they are for.
+    """Return the bytes on a rank's device of the scorer that the run starts, by purpose.
 
-    Its architecture is the published one, or that of its files, and its batch is as large as its largest.
+    Its architecture is the published one, or that of its files, and its batch is of maximum size.
 
     Raises:
         ValueError: the run could not start the scorer.
@@ -228,14 +231,13 @@ def scorer_bytes(asks: Scorer, ranks: int) -> Counter[str]:
 
 
 def _prompt_counts(args: RunArgs, ranks: int) -> list[int]:
-    """Two numbers of prompts whose steps are shaped like that of all, or all where they are few.
+    """Return two numbers of prompts whose steps have the same form as the full step, or the full number if it is small.
 
-    ranks: that have samples of their own.
-
-    A rank has at least two batches, and ranks, groups and minibatches divide alike.
+    A rank has at least two batches, and ranks, groups and minibatches divide the samples in the same way. ranks: number
+    of ranks with their own samples.
     """
     group, minibatches, turn = args.data.group_size, args.data.num_minibatches, ranks * args.data.batch_size
-    pairs = ranks * minibatches * args.data.batch_size if "levels_per_pair" in vars(args) else 1  # which fill batches
+    pairs = ranks * minibatches * args.data.batch_size if "levels_per_pair" in vars(args) else 1  # pairs fill batches
 
     def shape(count: int) -> object:
         rests = count * group % turn, count % ranks, count % minibatches
@@ -250,11 +252,11 @@ def _prompt_counts(args: RunArgs, ranks: int) -> list[int]:
 class Figures:
     """Memory and operations of `num_steps` steps.
 
-    peaks: the most bytes in each phase. flops: of each phase. forwards, tokens: of the net.
-    unshard: the phases in which sharded weights are gathered once. offloads: the parts that --memory.offload may name.
-    scorer: the bytes of each peak that the scorer takes, by what they are for. sleeps: True if only the wait for scores
-    has them. host: the most bytes of tensors on the host, such as offloaded parts, and weights before they are
-    quantized. checkpoint: the bytes that this rank saves.
+    peaks: peak bytes of each phase. flops: operations of each phase. forwards, tokens: of samples through the net, by
+    phase. unshard: the phases in which sharded weights are gathered once. offloads: the parts that --memory.offload may
+    name. scorer: the scorer's bytes in each peak, by purpose. sleeps: True if they are used only during the wait for
+    scores. host: peak bytes of tensors on the host, such as offloaded parts, and weights before they are quantized.
+    checkpoint: bytes that this rank saves.
     """
 
     peaks: Counter[str]
@@ -271,11 +273,11 @@ class Figures:
 
     @property
     def peak(self) -> int:
-        """The most bytes of all."""
+        """The peak bytes over all phases."""
         return max(self.peaks.values())
 
     def describe(self) -> str:
-        """Memory, forwards and operations of each phase, a line each."""
+        """Return lines on the memory, forwards and operations of each phase."""
         memory = ", ".join(f"{name} {self.peaks[name] / GB:.3g}" for name in ordered(self.peaks))
         scorer = ", ".join(f"{name} {count / GB:.3g}" for name, count in self.scorer.items())
         which = f"the wait for scores, {self.peaks['reward_wait'] / GB:.3g}," if self.sleeps else "these"
@@ -296,9 +298,9 @@ class Figures:
         return "\n".join(f"plan: {line}" for line in lines)
 
     def describe_host(self, libraries: float, *, copies: bool) -> str:
-        """Return a line about the host memory of a rank in all.
+        """Return a line on the total host memory of a rank.
 
-        libraries: bytes of a program that has imported them. copies: True if saves copy what they write.
+        libraries: bytes of a program after its imports. copies: True if saves copy what they write.
         """
         parts = {"libraries": libraries, "tensors": self.host, "a checkpoint's copy": self.checkpoint * copies}
         each = ", ".join(f"{name} {count / GB:.2f}" for name, count in parts.items())
@@ -308,9 +310,9 @@ class Figures:
 
 @dataclass(frozen=True)
 class PlannedWorld(World):
-    """Ranks that are not there, whose steps are planned: two for each of `counts` of prompts.
+    """Simulated ranks that plan two steps for each number of prompts in `counts`.
 
-    args: the settings as they were given. tells and remembers: as `measure` has them. found: what the steps take.
+    args: the original settings. tells, remembers: see `measure`. found: the figures of the steps.
     """
 
     args: RunArgs
@@ -319,22 +321,22 @@ class PlannedWorld(World):
     tells: bool = False
     remembers: bool = True
     found: list[Figures] = field(default_factory=list)
-    signals: ClassVar[Sequence[Any]] = ()  # there is nothing to save
+    signals: ClassVar[Sequence[Any]] = ()  # nothing to save
     has_numbers: ClassVar[bool] = False
     _seen: dict[object, "_Seen"] = field(default_factory=dict)
     _trained: list[nn.Parameter] = field(default_factory=list)  # the rank's own rows, if sharded
-    _measured: list[Callable[[], None]] = field(default_factory=list)  # what ends the backward pass that is measured
+    _measured: list[Callable[[], None]] = field(default_factory=list)  # ends the measurement of a backward pass
     _forwards: Counter[str] = field(default_factory=Counter)  # samples through the net, by phase
-    _tokens: Counter[str] = field(default_factory=Counter)  # of all of them
+    _tokens: Counter[str] = field(default_factory=Counter)  # tokens of all of them
 
     def check_files(self, model: Any) -> None:
-        """Check the configurations of the model's parts, once for all plans."""
+        """Check the configurations of the model's parts, only once for all plans."""
         model.reads_weights = False
         if self.tells:
             model.check_files()
 
     def print_plan(self, lines: str) -> bool:
-        """Print the lines of a dry run; return False, as a step is planned too."""
+        """Print the lines of a dry run; return False, because a step is planned too."""
         if self.tells:
             print(f"{lines}\nplan: a step without weights runs now, for a minute or more", flush=True)
         return False
@@ -342,11 +344,11 @@ class PlannedWorld(World):
     def connect(
         self, urls: str, asks: Scorer, canary: PromptRecord, kinds: Sequence[str], **how: Any
     ) -> tuple[Any, str]:
-        """Return a scorer whose scores differ, so that there is something to learn."""
+        """Return a scorer with distinct scores, so that advantages are nonzero."""
         return LocalScorer(_grader(how.get("parts", ())), kinds), ""
 
     def instrumented(self, model: Any) -> Any:
-        """Return a model whose forwards are counted, and run once for a shape."""
+        """Return a model whose forwards are counted, and run once per shape."""
         if not isinstance(self.args, MediaArgs):
             return wrap(model, predict=self._remembered_scores(model)) if self.remembers else model
         prompts = _Alike(self.args)
@@ -365,7 +367,7 @@ class PlannedWorld(World):
         )
 
     def open_engine(self, name: str, *how: Any) -> Any:
-        """Return the embedded engine, or one that takes as much memory as vLLM-Omni's."""
+        """Return the embedded engine, or a simulation of the memory of vLLM-Omni's."""
         if not ENGINES[name].library:
             return super().open_engine(name, *how)
         model, net, _, dtype, form, texts = how
@@ -380,7 +382,7 @@ class PlannedWorld(World):
         )
 
     def free_memory(self) -> float:
-        """Return the bytes that are free on the device."""
+        """Return the number of free bytes on the device."""
         return (1 - LEFT) * self.args.memory.device_gb * GB - self.device.live
 
     def open_log(self, make: Callable[..., RunLog], **how: Any) -> RunLog:
@@ -388,9 +390,9 @@ class PlannedWorld(World):
         return _Log(self.device)
 
     def steps(self, run: Any, left: Iterable[Any]) -> Iterator[Any]:
-        """Two steps for each number of prompts, as the optimizer has its moments from the second on, and a save.
+        """Yield two steps for each number of prompts, plus --draw-ahead more, and save.
 
-        With --draw-ahead as many more.
+        There are two because the optimizer has its moments only from the second step on.
         """
         device, kept = self.device, set() if run.args.sampling.has_trained_engine else {"blocks"}
         parts = [part for part in run.args.memory.OFFLOAD.split() if part not in kept]
@@ -402,7 +404,7 @@ class PlannedWorld(World):
         _fuse(run.policy.optimizer)
         _repeat_steps(run.policy.optimizer, device)
         ahead = min(run.args.sampling.draw_ahead, next_end(run.args, 0) - 1)
-        num_steps = 2 + ahead  # after so many rollouts a run has held the most that it holds
+        num_steps = 2 + ahead  # after this many rollouts memory has reached its peak
         if run.args.sampling.draw_ahead:
             run.args = change(
                 run.args, draw_ahead=ahead, train_steps=num_steps, save_every=num_steps, eval_every=num_steps
@@ -423,7 +425,7 @@ class PlannedWorld(World):
             self.found.append(Figures(peaks, flops, forwards, tokens, run.policy.unshard, offloads, **more))
 
     def forget(self) -> None:
-        """Drop what was remembered, which keeps tensors alive."""
+        """Clear the cache, which keeps tensors alive."""
         self._seen.clear()
 
     def _phased(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -447,13 +449,13 @@ class PlannedWorld(World):
 
         def remembered(net: nn.Module, inputs: Cond) -> Tensor:
             shapes = {name: tensor.shape for name, tensor in inputs.items()}
-            head = net.get_output_embeddings()  # type: ignore[operator]  # with targets, which the graph keeps
+            head = net.get_output_embeddings()  # type: ignore[operator]  # together with targets, which the graph keeps
             return self._first(net, shapes, model.BLOCK_NAMES, lambda: predict(net, inputs), kept=head)
 
         return remembered
 
     def _answering(self, engine: TransformersEngine) -> TransformersEngine:
-        """Return the engine, which samples one batch and gives its answers to others."""
+        """Return the engine; it samples one batch and reuses its answers for others of the same shape."""
         sample = self._once(partial(sample_ends, engine, self.device), lambda prompts, params: (len(prompts), params))
 
         def generate(prompts: Sequence[Prompt], params: TokenParams) -> TokenTrajectory:
@@ -473,14 +475,14 @@ class PlannedWorld(World):
         *,
         kept: object = None,
     ) -> Tensor:
-        """Return what a forward of the net gives, or a tensor like that of an earlier one of these shapes.
+        """Return the output of a forward of the net, or a tensor like that of an earlier forward with the same shapes.
 
-        kept: what the graph of a forward keeps beside what the forward made.
+        kept: object that the graph of a forward keeps alive, besides the forward's own tensors.
         """
         active = next((layer.active for layer in net.modules() if isinstance(layer, AdaptedLayer)), None)
         key = repr((id(net), torch.is_grad_enabled(), active, shapes))
         seen = self._seen.get(key)
-        if seen and (seen.trained or not seen.is_graph):  # to the end of its backward pass
+        if seen and (seen.trained or not seen.is_graph):  # recorded including its backward pass
             out = seen.repeat(kept)
         else:
             self._seen[key] = seen = _Seen(self.device, self._trained, self._measured)
@@ -491,12 +493,12 @@ class PlannedWorld(World):
         return out
 
     def _count(self, tokens: Sequence[int]) -> None:
-        """Count forwards of samples with so many tokens each."""
+        """Count forwards of samples, given the number of tokens of each."""
         self._forwards[self.device.current] += len(tokens)
         self._tokens[self.device.current] += sum(tokens)
 
     def _cached(self, num_prompts: int) -> Callable[[Callable[..., Cond]], Callable[..., Cond]]:
-        """Return what has functions count, with the first prompt of each, what the cache will hold of all."""
+        """Return a decorator that, at the first prompt, counts the cache's memory for the results of all prompts."""
         left = values_of(self.args)["memory.text_cache_mb"] * 2**20
 
         def kept(encode: Callable[..., Cond]) -> Callable[..., Cond]:
@@ -517,7 +519,7 @@ class PlannedWorld(World):
         return kept
 
     def _once(self, function: Callable[..., Any], key: Callable[..., object]) -> Callable[..., Any]:
-        """Without gradients, run a function once per key; later return equal tensors and count the same memory."""
+        """Without gradients, run a function once per key; later calls return like tensors and count the same memory."""
         device = self.device
         done: dict[object, tuple[Any, int, int]] = {}
 
@@ -542,7 +544,7 @@ class _Seen:
 
     If one backward pass covers several forwards, it processes the last forward first, and completes it before the next.
 
-    params: those that get gradients. measured: what ends the backward that is measured, or nothing.
+    params: parameters that get gradients. measured: holds the function that ends the current measurement, if any.
     """
 
     def __init__(self, device: PlannedDevice, params: list[nn.Parameter], measured: list[Callable[[], None]]) -> None:
@@ -552,26 +554,26 @@ class _Seen:
         self.tokens: list[int] = []  # of each sample
 
     def record(self, run: Callable[[], Tensor]) -> Tensor:
-        """Return the result of `run`; record what it and its backward pass needed."""
+        """Return the result of `run`, and record the memory and operations of it and its backward pass."""
         device = self.device
         base, flops = device.start_window(), device.flops.total()
         out = run()
         self.shape, self.dtype, self.is_graph = out.shape, out.dtype, out.requires_grad
         self.forward_flops, self.held = device.flops.total() - flops, device.live - base - out.nbytes
-        self.forward_peak = device.window - base - (0 if self.is_graph else self.held)  # what stays is there already
+        self.forward_peak = device.window - base - (0 if self.is_graph else self.held)  # held tensors are counted
         return _Record.apply(out, self) if self.is_graph else out
 
     def repeat(self, kept: object = None) -> Tensor:
-        """A tensor in the place of the net's output, after as much memory and as many operations.
+        """Return a tensor in place of the net's output, after counting the same memory and operations.
 
-        kept: as in `PlannedWorld._first`.
+        kept: see `PlannedWorld._first`.
         """
         self.device.burst(self.forward_peak, self.forward_flops)
         out = torch.empty(self.shape, dtype=self.dtype, device=self.device.device)
         return _Repeat.apply(out.requires_grad_(), self, kept) if self.is_graph else out
 
     def begin_backward(self) -> None:
-        """Note from here on what the backward pass takes; gradients that stay are left out."""
+        """Begin to measure the backward pass, without the gradients that it leaves."""
         self.end_measured()
         device = self.device
         have = {p for p in self.params if p.grad is not None}
@@ -581,7 +583,7 @@ class _Seen:
             if p not in have:
                 have.add(p)
                 self.trained.append(p)
-                device.aside += (p.to_local() if isinstance(p, DTensor) else p).nbytes  # of this rank's rows
+                device.aside += (p.to_local() if isinstance(p, DTensor) else p).nbytes  # only this rank's rows
 
         def end() -> None:
             self.backward_peak, self.backward_flops = device.window - base, device.flops.total() - flops
@@ -594,12 +596,12 @@ class _Seen:
         torch.autograd.Variable._execution_engine.queue_callback(self.end_measured)
 
     def end_measured(self) -> None:
-        """End the measurement that is under way, if any."""
+        """End the current measurement, if any."""
         while self.measured:
             self.measured.pop()()
 
     def repeat_backward(self, graph: "_Graph") -> None:
-        """Take as much memory as the backward pass did, leave the gradients, and free what the forward kept."""
+        """Count the memory of the backward pass, create the gradients, and free the forward's tensors."""
         self.end_measured()
         self.device.burst(self.backward_peak, self.backward_flops)
         graph.free()
@@ -610,12 +612,12 @@ class _Seen:
 
 @contextmanager
 def _tokens_of(net: nn.Module, block_names: Collection[str]) -> Iterator[dict[nn.Module, list[int]]]:
-    """Within the `with` block, the tokens of each sample that goes through a block of the net."""
+    """Record, in the `with` block, the number of tokens of each sample that passes through each block of the net."""
     seen: dict[nn.Module, list[int]] = {}
 
     def note(block: nn.Module, args: object, out: object) -> None:
         streams = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.dim() == 3]
-        samples = len(streams[0]) if streams else 0  # blocks of towers have no axis of samples
+        samples = len(streams[0]) if streams else 0  # blocks of encoder towers have no batch axis
         seen.setdefault(block, []).extend([sum(t.shape[1] for t in streams)] * samples)
 
     with ExitStack() as hooks:
@@ -640,7 +642,7 @@ class _Record(torch.autograd.Function):
 
 
 class _Repeat(torch.autograd.Function):
-    """An output in the place of the net's, with what its graph would keep."""
+    """A replacement for the net's output, with the memory that its graph would keep."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, seen: _Seen, kept: object) -> Tensor:
@@ -654,14 +656,14 @@ class _Repeat(torch.autograd.Function):
 
 
 class _Graph:
-    """Memory that a forward keeps for its backward pass, until then or until it is released."""
+    """Memory that a forward keeps until its backward pass or until it is released."""
 
     def __init__(self, seen: _Seen, kept: object) -> None:
         self._device, self._held, self._kept = seen.device, seen.held, kept
         self._device.add(self._held)
 
     def free(self) -> None:
-        """Free it, once."""
+        """Free the memory, once."""
         self._device.add(-self._held)
         self._held, self._kept = 0, None
 
@@ -669,15 +671,15 @@ class _Graph:
 
 
 def _fuse(optimizer: torch.optim.Optimizer) -> None:
-    """Have the optimizer take all parameters at once, as torch has it on an accelerator, except sharded weights."""
+    """Let the optimizer process all parameters at once, as torch does on an accelerator, except sharded weights."""
     for group in optimizer.param_groups:
         group["foreach"] = group["foreach"] or not any(isinstance(p, DTensor) for p in group["params"])
 
 
 def _repeat_steps(optimizer: torch.optim.Optimizer, device: PlannedDevice) -> None:
-    """Have each step from the third on take what the second took, the first that finds its moments."""
-    taken: list[int] = []  # bytes of each step beyond those alive before it
-    inner = 0  # a step may be several of its base class
+    """Let each step from the third on count the memory of the second, the first with existing moments."""
+    taken: list[int] = []  # bytes of each step beyond those allocated before it
+    inner = 0  # a step may call several steps of its base class
 
     def before(*_: object) -> None:
         nonlocal inner
@@ -686,7 +688,7 @@ def _repeat_steps(optimizer: torch.optim.Optimizer, device: PlannedDevice) -> No
             taken.append(-device.start_window())
         elif inner == 1:
             device.burst(taken[1], 0)
-            optimizer.zero_grad()  # without gradients nothing is done
+            optimizer.zero_grad()  # without gradients, step does nothing
 
     def after(*_: object) -> None:
         nonlocal inner
@@ -699,14 +701,14 @@ def _repeat_steps(optimizer: torch.optim.Optimizer, device: PlannedDevice) -> No
 
 
 class _Text(str):
-    """A text that is encoded though an equal one was."""
+    """A text that is encoded although an equal text was encoded before."""
 
     __slots__ = ()
     __eq__, __hash__ = object.__eq__, object.__hash__
 
 
 class _Alike(PromptSampler):
-    """Draws the largest prompt of the file again and again, as so many different ones."""
+    """A sampler that repeats the largest prompt of the file, as if its copies were different prompts."""
 
     def __init__(self, args: RunArgs) -> None:
         whole = (args.sampling.height, args.sampling.width) if isinstance(args, MediaArgs) else (0, 0)
@@ -722,13 +724,13 @@ class _Alike(PromptSampler):
         self.prompts_per_step, self.folder = args.data.prompts_per_step, data_files(args.data.prompts)[0].parent
 
     def at(self, step: int) -> list[PromptRecord]:
-        """The prompts of any step."""
+        """Return the prompts of any step."""
         largest = self._largest
         return [replace(largest, index=i, text=_Text(largest.text)) for i in range(self.prompts_per_step)]
 
 
 class _Log(RunLog):
-    """A log of a run that writes nothing, whose phases are those of the memory."""
+    """A log that writes nothing and passes its phases to the planned device."""
 
     def __init__(self, device: PlannedDevice) -> None:
         super().__init__("", is_main=False, total_steps=1)
@@ -736,26 +738,26 @@ class _Log(RunLog):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count as that phase within the `with` block, its memory as that of the outer one, if any."""
+        """Count the `with` block as this phase, and its memory as that of the outer phase, if any."""
         with self._device.phase(self._within or name), super().phase(name):
             yield
 
 
 def ordered(phases: Mapping[str, float]) -> list[str]:
-    """The phases, in the order of a step; the others, which have no name, only where they are the largest."""
+    """Return the phases in the order of a step, then others only if they are the largest."""
     known = [name for name in PHASES if name in phases]
     rest = [name for name in phases if name not in PHASES and phases[name] >= max(phases.values())]
     return known + rest
 
 
 def _shape_of(leaf: Any) -> Any:
-    """A tensor of that shape which takes no memory, for one on the device whose values nobody knows; else the leaf."""
+    """Return a meta tensor in place of a tensor on the planned device without values; return other leaves unchanged."""
     is_blank = isinstance(leaf, Tensor) and leaf.device == PLANNED and not hasattr(leaf, "known")
     return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if is_blank else leaf
 
 
 def _grader(parts: Sequence[str]) -> Callable[[Mapping[str, np.ndarray], Sequence[str]], list[Score]]:
-    """Scores that differ, so that there is something to learn."""
+    """Return a function with distinct scores, so that advantages are nonzero."""
 
     def grade(media: Mapping[str, np.ndarray], texts: Sequence[str]) -> list[Score]:
         return [Score(float(i), parts=dict.fromkeys(parts, float(i))) for i in range(len(texts))]
@@ -764,7 +766,7 @@ def _grader(parts: Sequence[str]) -> Callable[[Mapping[str, np.ndarray], Sequenc
 
 
 def _is_divisible(args: RunArgs, ranks: int) -> bool:
-    """True if a step's samples can be split into batches of --batch-size for this number of ranks."""
+    """Return True if a step's samples can be split into batches of --batch-size on this number of ranks."""
     try:
         return bool(num_batches(args, ranks))
     except ValueError:

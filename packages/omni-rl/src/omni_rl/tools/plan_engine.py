@@ -1,4 +1,4 @@
-"""vLLM-Omni's engine on a planned device: a net beside the trainer's, which shares with it what the engine adopts."""
+"""vLLM-Omni's engine on a planned device: a second net, which shares the weights that it adopts from the trainer's."""
 
 from collections.abc import Collection, Iterable
 
@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 
 class PlannedVllmOmni(DiffusersEngine):
-    """An engine with parts of its own, all in the dtype, on the planned device.
+    """An engine with its own parts, all in `dtype`, on the planned device.
 
-    quantized: the weights of which an element takes one byte. shared: bytes that the trainer's net has and that this
-    engine will adopt: they are there once.
+    quantized: names of weights that take one byte per element. shared: bytes of the trainer's net that this engine will
+    adopt, so that they are counted once.
     """
 
     shares_weights = False
@@ -38,7 +38,7 @@ class PlannedVllmOmni(DiffusersEngine):
         self._own = list(self.net.parameters())
 
     def adopt(self, params: Iterable[tuple[str, nn.Parameter]]) -> int:
-        """Take the storage of a trainer's parameters; return 0."""
+        """Use the storage of the trainer's parameters; return 0."""
         own = dict(self.net.named_parameters())
         for name, param in params:
             if name not in self._quantized:
@@ -48,13 +48,13 @@ class PlannedVllmOmni(DiffusersEngine):
         return 0
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """Go through the weights as they are merged or gathered, one at a time."""
+        """Iterate over the weights, which are merged or gathered one at a time."""
         for _ in tensors:
             pass
         self.weight_version = version
 
     def sleep(self) -> None:
-        """Free all that the trainer has not adopted."""
+        """Free all parameters that are not shared with the trainer."""
         super().sleep()
         self._shapes = [param.shape for param in self._own]
         for param in self._own:

@@ -1,7 +1,7 @@
-"""One forward of a dry run: the net on the meta device, in the data types of a run, with inputs of the run's shapes.
+"""One forward of a dry run: the net on the meta device, with the data types and input shapes of a run.
 
-Encoders run on a planned device, as the shapes of what they give follow from the text. The net itself has no values and
-takes a few seconds at most. Products of two data types, which a device would refuse, are refused here too.
+Encoders run on a planned device, because the shapes of their outputs depend on the text. The net has no values, and
+takes a few seconds at most. Products of two data types raise an error, as on a real device.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,8 +28,8 @@ from omni_rl.flow.sampling import expand_groups
 def count_forward(model: Model, net: nn.Module, dtype: torch.dtype, params: Params, record: PromptRecord) -> int:
     """Return the floating-point operations of a forward of one sample.
 
-    model: reads no weights. net: the run's, on the meta device. dtype: of the model's other parts. params: what it
-    samples with. record: the prompt.
+    model: a model that reads no weights. net: the run's net, on the meta device. dtype: data type of the model's other
+    parts. params: sampling parameters. record: the prompt.
 
     Raises:
         ValueError: the forward fails.
@@ -39,7 +39,7 @@ def count_forward(model: Model, net: nn.Module, dtype: torch.dtype, params: Para
         inputs = first_inputs(model, net, dtype, params, record)
         with on_meta(net), counter, OneType():
             model.predict_velocity(net, *inputs)
-    except Exception as exc:  # of any model
+    except Exception as exc:  # models may raise anything
         fault = " ".join(str(exc).split())
         raise ValueError(f"a forward of the net fails: {type(exc).__name__}: {fault}") from exc
     return int(counter.get_total_flops())
@@ -47,7 +47,7 @@ def count_forward(model: Model, net: nn.Module, dtype: torch.dtype, params: Para
 
 @contextmanager
 def on_meta(net: nn.Module) -> Iterator[None]:
-    """Within the `with` block, have calls of the net take tensors of the host to meta, and back without values."""
+    """In the `with` block, move inputs of the net to the meta device, and its outputs back to the host as zeros."""
 
     def there(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         return tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
@@ -62,7 +62,7 @@ def on_meta(net: nn.Module) -> Iterator[None]:
 def first_inputs(
     model: Model, net: nn.Module, dtype: torch.dtype, params: Params, record: PromptRecord
 ) -> tuple[Tensor, Tensor, Cond, Params]:
-    """Return what the first forward of a prompt's sample gets beside the net, on the host."""
+    """Return the inputs of the first forward of a prompt's sample, except the net, on the host."""
     (prompt,) = expand_groups([record], 1, seed=0, step=0)
     params = replace(params.of_size(prompt.size), guidance_scale=1.0, decode=False, sde_steps=())
     calls: list[tuple[Tensor, Tensor, Cond, Params]] = []
@@ -80,12 +80,12 @@ def first_inputs(
 
 
 def of_host(tensor: Tensor) -> Tensor:
-    """Return a tensor of the planned device on the host, with its data type."""
+    """Copy a tensor of the planned device to the host, with its data type."""
     return values_of(tensor).to(tensor.dtype)
 
 
 class OneType(TorchDispatchMode):
-    """Refuses products of two data types, as all devices do but the meta device."""
+    """Dispatch mode that refuses products of two data types, as all devices except the meta device do."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""The answers of a planned run on text: each is as long as it may be, and few of its tokens are sampled."""
+"""Answers of a planned run on text: each has the maximum length, and only a few of its tokens are sampled."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -22,7 +22,7 @@ UNCOUNTED = "answers"  # a phase that no plan includes
 
 
 def differing(scorer: TextScorer) -> TextScorer:
-    """Return a scorer whose scores differ, so that there is something to learn."""
+    """Return a scorer with distinct scores, so that advantages are nonzero."""
 
     def submit(answers: Sequence[str], prompts: Sequence[Prompt]) -> list[Pending]:
         future: Pending = Future()
@@ -35,22 +35,22 @@ def differing(scorer: TextScorer) -> TextScorer:
 def sample_ends(
     engine: TransformersEngine, device: PlannedDevice, prompts: Sequence[Prompt], params: TokenParams
 ) -> TokenTrajectory:
-    """Return answers of --max-new-tokens, and count the memory and the operations of all; most are not sampled.
+    """Return answers of --max-new-tokens tokens, and count memory and operations as if all had been sampled.
 
-    Each token takes as much more than the one before, so that the first few and the last few tell what all take.
+    The cost grows linearly from token to token, so the first few and the last few determine the total.
     """
     few = replace(params, max_new_tokens=min(SAMPLED, params.max_new_tokens))
     drawn, peaks, flops = measured(engine, device, prompts, few)
     model, left, operations = engine.model, params.max_new_tokens - few.max_new_tokens, sum(flops)
 
     def begun(encoded: Sequence[Cond], tokens: Tensor, mask: Tensor) -> Cond:
-        rows = encoded[0]["input_ids"][-1:].repeat(len(encoded), left).to(tokens.device)  # of some token of text
+        rows = encoded[0]["input_ids"][-1:].repeat(len(encoded), left).to(tokens.device)  # any text token
         return model.inputs(encoded, rows, torch.ones_like(rows, dtype=torch.bool))
 
     if left:
         later = TransformersEngine(wrap(model, inputs=begun), engine.net, synced=engine.synced)
         _, last_peaks, last_flops = measured(later, device, prompts, few)
-        peaks += last_peaks[1:]  # the first one reads the answers so far at once
+        peaks += last_peaks[1:]  # the first one reads all earlier tokens at once
         operations += left * flops[-1] + (last_flops[-1] - flops[-1]) * (left + 1) // 2
     device.burst(max(peaks), operations)
     whole = torch.ones(len(prompts), params.max_new_tokens, dtype=torch.bool)
@@ -63,7 +63,7 @@ def sample_ends(
 def measured(
     engine: TransformersEngine, device: PlannedDevice, prompts: Sequence[Prompt], params: TokenParams
 ) -> tuple[TokenTrajectory, list[int], list[int]]:
-    """Return answers, and of each of their tokens the most bytes beyond those alive before and the operations."""
+    """Return answers, and for each of their tokens the peak bytes beyond those allocated before, and the operations."""
     base, cuts = device.start_window(), list[tuple[int, int]]()
 
     def cut(*_: object) -> None:

@@ -1,8 +1,8 @@
-"""Fetch prompts that recipes name: `omni-rl prompts ocr` writes data/ocr/, and `omni-rl prompts` lists the sets.
+"""Download prompts of recipes: `omni-rl prompts ocr` writes data/ocr/, and `omni-rl prompts` lists the sets.
 
-Each file is pinned by its commit and its hash. One that is there is not fetched again, and no file of other content is
-replaced. The proxy is that of the environment, as HTTPS_PROXY.
-`omni-rl prompts edit --images FOLDER` writes data/edit/ from images of your own, for models that edit.
+Each file is pinned by its commit and its hash. Existing files are not downloaded again, and files with other content
+are not replaced. A proxy is taken from the environment, such as HTTPS_PROXY.
+`omni-rl prompts edit --images FOLDER` writes data/edit/ from your images, for editing models.
 """
 
 import hashlib
@@ -22,13 +22,13 @@ from omni_rl.tools import edits
 from omni_rl.tools.command import known
 
 TABLE = Path(__file__).with_name("prompts.toml")
-WAIT_S, LIMIT_S = 30.0, 600.0  # for a server's next packet, and for a file, from the first request on
-EDIT = "edit"  # the set that is made of a user's images
+WAIT_S, LIMIT_S = 30.0, 600.0  # for a server's next packet, and for a whole file
+EDIT = "edit"  # the set made from a user's images
 MAX_BYTES = 64 * 2**20  # of a file
 
 
 class PromptFile(TypedDict):
-    """A file of a set: its address at a commit, its hash there, and its number of prompts if that is known."""
+    """A file of a set: its URL at a commit, its hash, and its number of prompts if known."""
 
     url: str
     hash: str
@@ -36,7 +36,7 @@ class PromptFile(TypedDict):
 
 
 class PromptSet(TypedDict):
-    """A set of prompts that others published, with its files by the names that they get here."""
+    """A published set of prompts, with its files by their local names."""
 
     about: str
     license: str
@@ -49,12 +49,12 @@ def prompt_sets() -> dict[str, PromptSet]:
 
 
 def fetch_set(wanted: PromptSet, folder: Path) -> None:
-    """Fetch the files of a set that the folder lacks.
+    """Download the files of a set that are missing in the folder.
 
     Raises:
-        ValueError: a file of the user's has the name of one and another hash; or one cannot be fetched, or has another
-            hash than the table says.
-        OSError: one cannot be written.
+        ValueError: an existing file has another hash, or a file cannot be downloaded or differs from the hash in the
+            table.
+        OSError: a file cannot be written.
     """
     missing = {name: file for name, file in wanted["files"].items() if not (folder / name).exists()}
     for name in wanted["files"].keys() - missing.keys():
@@ -78,7 +78,7 @@ def download(url: str) -> bytes:
     """Return the content of a URL.
 
     Raises:
-        requests.RequestException, urllib3.exceptions.HTTPError: it does not arrive whole, or is larger than MAX_BYTES.
+        requests.RequestException, urllib3.exceptions.HTTPError: it is incomplete, or larger than MAX_BYTES.
     """
     data = bytearray()
     with open_url(url, {"Accept-Encoding": "identity"}, WAIT_S) as response:
@@ -91,7 +91,7 @@ def download(url: str) -> bytes:
 
 
 def check_hash(place: Path | str, data: bytes, wanted: str, remedy: str) -> None:
-    """Raise ValueError unless data has a SHA-256, or git's id of its content if the hash has 40 digits."""
+    """Raise ValueError unless the data have the SHA-256 `wanted`, or git's blob id if it has 40 digits."""
     blob = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False)
     found = (blob if len(wanted) == 40 else hashlib.sha256(data)).hexdigest()
     if found != wanted:
@@ -99,10 +99,10 @@ def check_hash(place: Path | str, data: bytes, wanted: str, remedy: str) -> None
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command line. Any failure ends it with one line and exit code 2."""
+    """Run the command line. Errors end it with one line and exit code 2."""
     parser = Parser(prog="omni-rl prompts", description=__doc__)
-    parser.add_argument("name", nargs="?", metavar="NAME", help="of the set, or edit")
-    parser.add_argument("--to", type=Path, metavar="FOLDER", help="where to write it, data/NAME by default")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="name of a set, or edit")
+    parser.add_argument("--to", type=Path, metavar="FOLDER", help="folder to write; default: data/NAME")
     edits.add_flags(parser)
     args = parser.parse_args(argv)
     if args.name is None:
@@ -110,7 +110,7 @@ def main(argv: list[str] | None = None) -> None:
             for name, row in prompt_sets().items():
                 files = ", ".join(f"{key} {file.get('prompts', '')}".rstrip() for key, file in row["files"].items())
                 print(f"{name:<15}{row['about']}\n{'':<15}{files}; license: {row['license']}")
-            print(f"{EDIT:<15}instructions and images of your own: omni-rl prompts edit --images FOLDER")
+            print(f"{EDIT:<15}your own images and instructions: omni-rl prompts edit --images FOLDER")
         return
     try:
         folder = args.to or Path("data", args.name)

@@ -2,8 +2,8 @@
 
 omni-rl score --scorer ocr sign.png --prompt 'a sign that says "OK"'
 
-Prints one line of JSON per file: its score, or the reason why it has none, its parts, and what else the scorer returns
-with it. A scorer that compares the samples of a prompt compares these files.
+Prints one line of JSON per file: its score, or the reason why it has none, its parts, and other details from the
+scorer. A scorer that compares the samples of a prompt compares these files.
 """
 
 import argparse
@@ -30,10 +30,10 @@ from omni_rl.settings.printing import Parser
 
 
 def open_scorer(args: argparse.Namespace) -> Scorer:
-    """Return the scorer that the flags name: one in this process, or a client of a server.
+    """Return the scorer of the flags: one in this process, or a client of a server.
 
     Raises:
-        ValueError, ImportError, RewardError: there is no such scorer or server, or it grades no such files.
+        ValueError, ImportError, RewardError: the scorer or server does not exist, or cannot grade such files.
     """
     if args.scorer:
         name, options = split_options(args.scorer)
@@ -66,7 +66,7 @@ READERS: dict[str, Callable[[Path], tuple[Any, float]]] = {  # file -> medium of
 
 
 def read_media(path: Path, kinds: Sequence[str], meta: Mapping[str, object]) -> tuple[Arrays, dict[str, object]]:
-    """Return the media of a file by kind, and the meta with their rates, unless it has its own.
+    """Return the media of a file by kind, and the meta with their rates added unless present.
 
     Raises:
         ValueError: the file is missing, damaged or of another kind.
@@ -80,10 +80,10 @@ def read_media(path: Path, kinds: Sequence[str], meta: Mapping[str, object]) -> 
 def score_files(
     scorer: Scorer, media: Sequence[Arrays], prompt: str, meta: Meta, references: Sequence[np.ndarray]
 ) -> list[Score]:
-    """Return the scores of samples of one form, that are scored at once.
+    """Return the scores of samples of equal shape, scored in one call.
 
     Raises:
-        ValueError: an argument breaks its rule, or the scorer raised; then the message names the line.
+        ValueError: an argument is invalid, or the scorer raised an exception, whose line the message names.
     """
     shapes = {str([array.shape for array in each.values()]) for each in media}
     require((len(shapes) == 1, "files must have one size, where a scorer compares them"))
@@ -102,13 +102,13 @@ def score_files(
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command line. Any failure ends it with one line and exit code 2."""
+    """Run the command line. Errors end it with one line and exit code 2."""
     how = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog="omni-rl score", description=__doc__, formatter_class=how)
     add, one = parser.add_argument, parser.add_mutually_exclusive_group(required=True)
-    add("files", nargs="+", type=Path, metavar="FILE", help="image, video or sound, as the scorer takes it")
-    one.add_argument("--scorer", help="scorer, reward or function, as trainers take it")
-    one.add_argument("--scorer.url", dest="url", metavar="URL", help="reward server that runs already")
+    add("files", nargs="+", type=Path, metavar="FILE", help="image, video or sound, of the kind that the scorer takes")
+    one.add_argument("--scorer", help="scorer, reward or function, as in a trainer's --scorer")
+    one.add_argument("--scorer.url", dest="url", metavar="URL", help="URL of a running reward server")
     add("--option", action="append", default=[], metavar="NAME=VALUE", help="option of --scorer; may be repeated")
     add("--scorer.token-file", "--token-file", dest="token_file", type=Path, help="file with the server's token")
     add("--prompt", default="", help="prompt of the files")
