@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from apps import app_lives
 from helpers import REPO
-from model_rows import ROWS
+from model_rows import ROWS, Row
 from omni_rl.run.failures import launch
 from omni_rl.settings.fields import change
 from omni_rollout.models import open_model
@@ -54,17 +54,21 @@ KINDS = {"LoRA": {"lora_rank": 2, "lora_alpha": 4, "sharding_mode": "none"}, "al
 ONE_STEP = {"name": "run", "train_steps": 1, "eval_every": 1, "eval_first": False, "eval_num_prompts": 1}
 
 
-def write_inputs(folder: Path, num_images: int, latents: tuple[int, ...] | None = None) -> None:
-    """Write prompts, and pairs of images or of latents of a given shape for them, with `num_images` references each."""
+def write_inputs(folder: Path, row: Row, latents: tuple[int, ...] | None = None) -> None:
+    """Write prompts with references of their own, and pairs of images or of latents of a given shape for them."""
     drawn = random.Random(0)
-    for name, height in (("win", 32), ("lose", 32), ("reference", 64)):
-        Image.frombytes("RGB", (96, height), drawn.randbytes(96 * height * 3)).save(folder / f"{name}.png")
-    texts = [f'a blue sign that says "{word}"' for word in ("AB", "CDEF")]
-    records = [{"prompt": text, "images": ["reference.png"] * num_images} for text in texts]
-    ending = "safetensors" if latents else "png"
+    records, ending = [], "safetensors" if latents else "png"
+    for side in ("win", "lose"):
+        if latents:
+            save_file({"x0": torch.randn(latents)}, folder / f"{side}.safetensors")
+        else:
+            Image.frombytes("RGB", (96, 32), drawn.randbytes(96 * 32 * 3)).save(folder / f"{side}.png")
+    for i, word in enumerate(("AB", "CDEF")):
+        names = [f"{i}-{j}.png" for j in range(len(row.images))]
+        for name, image in zip(names, row.references(i), strict=True):
+            Image.fromarray(image.numpy()).save(folder / name)
+        records.append({"prompt": f'a blue sign that says "{word}"', "images": names})
     pairs = [record | {side: f"{side}.{ending}" for side in ("win", "lose")} for record in records]
-    for side in ("win", "lose") if latents else ():
-        save_file({"x0": torch.randn(latents)}, folder / f"{side}.safetensors")
     for name, lines in (("prompts", records), ("pairs", pairs)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
@@ -96,7 +100,7 @@ def settings(model: str, algorithm: str, folder: Path, urls: Mapping[str, str], 
     opened = open_model(row.checkpoint())
     sizes = {"height": 32, "width": 96, "num_frames": row.guided.num_frames}
     shape = opened.latent_shape(replace(row.guided, **sizes))
-    write_inputs(folder, len(row.images), None if "image" in opened.MEDIA else shape)
+    write_inputs(folder, row, None if "image" in opened.MEDIA else shape)
     places = {"model": str(opened.folder), "prompts": "prompts.jsonl", "eval_prompts": "prompts.jsonl"}
     scorer = {} if app is train_srpo else {"scorer_url": urls[opened.MEDIA[0]]}
     knobs = ",".join(f"{knob}={value}" for knob, value in row.guided.guidance.items())

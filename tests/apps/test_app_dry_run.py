@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing
-from apps.test_app_models import settings
 from diffusers import QwenImageTransformer2DModel
 from helpers import REPO
 from omni_rl.run.failures import launch
@@ -18,6 +17,7 @@ from omni_rl.run.world import World
 from omni_rl.settings.fields import change
 from omni_rl.tools import command, plan
 from omni_train.dist import init_distributed
+from row_runs import settings
 from trainer_runs import recipe, tiny, train
 
 import train_flowgrpo as app
@@ -120,9 +120,9 @@ def test_data_types_that_do_not_fit_are_one_line_of_the_plan(here, monkeypatch, 
 
 
 @pytest.mark.parametrize("model", ["wan22", "hunyuan-image", "ltx23", "bagel", "qwen-image-edit-plus", "sd35-medium"])
-def test_a_forward_of_each_kind_of_model_is_counted(here, model, capfd):
+def test_a_forward_of_each_kind_of_model_is_counted(here, bright_urls, model, capfd):
     """Two experts, routes, sound, a net that is a language model, references, and a convolution with a bias."""
-    args = change(settings(app, model, ""), dry_run=True, lora_rank=2, dtype="bfloat16", scorer_url="")
+    args = settings(model, "flowgrpo", here, bright_urls, dry_run=True, lora_rank=2, dtype="bfloat16", scorer_url="")
     app.main(args, World.join(args))
     assert "plan: a forward of one sample: " in capfd.readouterr().out
 

@@ -13,7 +13,6 @@ import omni_train.display
 import omni_train.log
 import pytest
 import torch
-from apps.test_app_models import settings
 from helpers import sampled
 from model_rows import ROWS
 from omni_rl.report.process import ReportProcess
@@ -25,6 +24,7 @@ from omni_rollout.models import open_model
 from omni_rollout.models.routing import ExpertLoad
 from omni_train.flops import FlopTable
 from omni_train.prepare import Lora, Preparation, adapt_like, prepare
+from row_runs import settings
 from trainer_runs import exported, lose_step, recipe, tiny, train, train_on_ranks, unclocked, write_eval_prompts
 
 import train_flowgrpo as app
@@ -195,7 +195,7 @@ def quietly(claim, patch, terminal):
 
 
 def test_the_load_of_experts_is_switched_off(here, bright_urls, monkeypatch, capfd):
-    args = settings(app, "hunyuan-image", bright_urls, train_steps=1, eval_every=1, num_inference_steps=2)
+    args = settings("hunyuan-image", "flowgrpo", here, bright_urls, train_steps=1, eval_every=1)
     args = change(args, lora_rank=2)
     plain = train(app, change(args, name="plain")), exported("plain")
     for name in ("count", "metrics"):
@@ -232,7 +232,7 @@ def test_what_a_run_s_data_depends_on_still_ends_it(here, bright_url, monkeypatc
 
 def test_operations_are_counted_in_bfloat16(here, bright_urls):
     """Of a net with convolutions, which take no input of another data type than their bias."""
-    args = settings(app, "wan21", bright_urls, train_steps=1, eval_every=1, num_inference_steps=2, window_high=1)
+    args = settings("wan21", "flowgrpo", here, bright_urls, train_steps=1, eval_every=1)
     lines = train(app, change(args, lora_rank=2, dtype="bfloat16"), flops=True)
     assert lines[-1]["perf/update_tflops"] > 0
 

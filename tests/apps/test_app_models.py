@@ -4,14 +4,12 @@ Each pair of a trainer and a model is a test; TEST_SEED draws those that are not
 trainers train Qwen-Image.
 """
 
-import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers import REPO, sampled
+from helpers import sampled
 from model_rows import ROWS
 from omni_reward import Scorer
 from omni_reward.serving import serving_here
@@ -22,70 +20,34 @@ from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
 from omni_sched import INITIAL_NOISE, step_noise
 from omni_train.weights.full import homes, load_weights
-from PIL import Image
+from row_runs import ALGORITHMS, settings
 from safetensors.torch import load_file, save_file
-from trainer_runs import exported, lose_step, recipe, tiny, train, train_on_ranks
+from trainer_runs import exported, lose_step, train, train_on_ranks
 
-import train_dpo
 import train_flowgrpo
-import train_nft
 import train_srpo
 
-SIZES = {"prompts_per_step": 2, "group_size": 4, "batch_size": 4, "lr": 1e-3, "optim_lr_scheduler_type": "constant"}
 LORA = {"lora_rank": 4, "lora_alpha": 8}
-CHANGES = {
-    train_flowgrpo: {"algo": "flowgrpo", "noise_level": 0.7, "window_low": 0, "window_high": None},
-    train_nft: {"train_levels": 2},
-    train_dpo: {"levels_per_pair": 2},
-    train_srpo: {"reward_model": str(REPO / "checkpoints" / "tiny-signs-reader"), "prompts_per_step": 8},
-}
-APPS = {app.__name__: app for app in CHANGES}
-SCORED = (train_flowgrpo, train_nft, train_dpo)
+LONGER = {"group_size": 4, "train_steps": 1, "eval_every": 1, "num_inference_steps": 3, "window_size": None}
+APPS = ("flowgrpo", "nft", "dpo", "srpo")
 MODELS = [name for name in ROWS if name != "qwen-image"]
 SOUND = [name for name in MODELS if not ROWS[name].has_size]  # of which SRPO's rewards see nothing
-DRAWN = {app: [name for name in MODELS if app != "train_srpo" or name not in SOUND] for app in APPS}
+DRAWN = {app: [name for name in MODELS if app != "srpo" or name not in SOUND] for app in APPS}
 TRAINED = sampled([f"{app} {model} {kind}" for app in APPS for model in DRAWN[app] for kind in ("full", "lora")], 1)
 BAGELS = [name for name in MODELS if name.startswith("bagel")]
 WEIGHTS = sampled([f"{kind} {model}" for kind in ("full", "lora") for model in MODELS], 1)
 STOCK = sampled([f"{kind} {model}" for kind in ("full", "lora") for model in MODELS if ROWS[model].stock], 1)
 
 
-def settings(app, model, urls, **changes):
-    """Small settings of the trainer for that model, with guidance, and a scorer of its kind of media."""
-    row = ROWS[model]
-    url = urls if isinstance(urls, str) else urls[open_model(row.checkpoint()).MEDIA[0]]
-    scorer = {"scorer_url": url} if app in SCORED else {"group_size": 1}
-    args = tiny(recipe(app, "tiny-signs"), **(SIZES | CHANGES[app] | scorer | {"num_frames": row.guided.num_frames}))
-    guidance = ",".join(f"{name}={value}" for name, value in row.guided.guidance.items())
-    scale = row.guided.guidance_scale
-    files = {"prompts": add_references(row, args.data.prompts), "eval_prompts": add_references(row, args.eval.prompts)}
-    return change(args, model=str(row.checkpoint()), guidance_scale=scale, guidance=guidance, **(files | changes))
-
-
-def add_references(row, prompts):
-    """The file of the same prompts, of which each has references, if the model reads any."""
-    if not row.images:
-        return prompts
-    file = Path(prompts).with_suffix(".jsonl").name
-    lines = []
-    for i, prompt in enumerate(Path(prompts).read_text().splitlines()[:40]):
-        names = [f"{i}-{j}.png" for j in range(len(row.images))]
-        for name, image in zip(names, row.references(i), strict=True):
-            Image.fromarray(image.numpy()).save(name)
-        lines.append(json.dumps({"prompt": prompt, "images": names}))
-    Path(file).write_text("\n".join(lines))
-    return file
-
-
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", TRAINED)
 def test_every_trainer_trains_every_model_on_one_rank_and_two(here, bright_urls, case):
     """All weights sharded, or LoRA copied to both ranks; the rewards are the same on any number of them."""
-    name, model, kind = case.split()
-    app, changes, mode = APPS[name], *(({}, "fsdp2") if kind == "full" else (LORA, "ddp"))
-    args = settings(app, model, bright_urls, **changes)
+    algorithm, model, kind = case.split()
+    app, changes, mode = ALGORITHMS[algorithm][0], *(({}, "fsdp2") if kind == "full" else (LORA, "ddp"))
+    args = settings(model, algorithm, here, bright_urls, **changes)
     one = train(app, change(args, name="one"))
-    two = train_on_ranks(app, change(args, name="two", sharding_mode=mode, batch_size=2))
+    two = train_on_ranks(app, change(args, name="two", sharding_mode=mode, batch_size=args.data.batch_size // 2))
     assert all(line["policy/grad_norm"] > 0 for line in one[1:])
     assert one[1]["reward/mean"] == pytest.approx(two[1]["reward/mean"], rel=1e-3)
     assert one[1]["policy/grad_norm"] == pytest.approx(two[1]["policy/grad_norm"], rel=2e-2)
@@ -95,7 +57,7 @@ def test_every_trainer_trains_every_model_on_one_rank_and_two(here, bright_urls,
 
 def test_replayed_routes_train_and_the_load_of_experts_is_that_of_sampling(here, bright_urls):
     """A reference passes the experts too, in the update; it moves no number of the load."""
-    args = settings(train_flowgrpo, "hunyuan-image", bright_urls, train_steps=1, eval_every=1, num_inference_steps=3)
+    args = settings("hunyuan-image", "flowgrpo", here, bright_urls, **LONGER)
     plain = train(train_flowgrpo, change(args, name="plain"))[1]
     args = change(args, name="replayed", route_replay=True, best_worst_n=2, kl_coef=0.1, **LORA)
     line = train(train_flowgrpo, args)[1]
@@ -107,7 +69,7 @@ def test_replayed_routes_train_and_the_load_of_experts_is_that_of_sampling(here,
 
 def test_experts_stay_on_their_ranks_in_all_of_a_run(here, bright_urls):
     """They sample, train by recomputed blocks and are exported as on one rank."""
-    args = settings(train_flowgrpo, "hunyuan-image", bright_urls, train_steps=1, eval_every=1, num_inference_steps=3)
+    args = settings("hunyuan-image", "flowgrpo", here, bright_urls, **LONGER)
     args = change(args, memory_gradient_checkpointing=True)
     one = train(train_flowgrpo, change(args, name="one"))[1]
     args = change(args, name="two", batch_size=2, sharding_mode="fsdp2", sharding_experts=True)
@@ -124,7 +86,7 @@ def test_experts_stay_on_their_ranks_in_all_of_a_run(here, bright_urls):
 
 
 def test_routes_of_a_model_without_experts_are_refused_before_its_weights_are_read(here, bright_urls):
-    args = settings(train_flowgrpo, "flux-dev", bright_urls, route_replay=True, dry_run=True)
+    args = settings("flux-dev", "flowgrpo", here, bright_urls, route_replay=True, dry_run=True)
     with pytest.raises(ValueError, match="--route-replay needs a model that is a mixture of experts"):
         train(train_flowgrpo, args)
 
@@ -140,17 +102,17 @@ def test_a_scorer_of_edits_sees_the_references_of_each_sample(here):
         return [float(image.mean()) for image in media["image"]]
 
     with serving_here(Scorer(score, references=True)) as url:
-        args = settings(train_flowgrpo, "qwen-image-edit-plus", url, train_steps=1, scorer_watch_url=url)
+        args = settings("qwen-image-edit-plus", "flowgrpo", here, {"image": url}, train_steps=1, scorer_watch_url=url)
         train(train_flowgrpo, args)
     assert seen[0] == seen[1] == [["0-0.png", "0-1.png"]] * 2  # of the scorer and of the one that watches
-    assert {len(batch) for batch in seen[2:]} == {3, 4}  # an evaluation has three prompts
+    assert {len(batch) for batch in seen[2:]} == {2, 4}  # an evaluation has two prompts
 
 
 @pytest.mark.parametrize("case", WEIGHTS)
 def test_sharded_runs_that_were_stopped_end_bit_for_bit_where_others_do(here, bright_urls, case):
     kind, model = case.split()
     changes = LORA if kind == "lora" else {}
-    args = settings(train_flowgrpo, model, bright_urls, save_every=1, sharding_mode="fsdp2", batch_size=2, **changes)
+    args = settings(model, "flowgrpo", here, bright_urls, save_every=1, sharding_mode="fsdp2", batch_size=2, **changes)
     found = []
     for _ in range(2):
         lines = train_on_ranks(train_flowgrpo, args)
@@ -166,7 +128,7 @@ def test_sharded_runs_that_were_stopped_end_bit_for_bit_where_others_do(here, br
 def test_the_stock_pipeline_opens_the_export_and_draws_our_image(here, bright_urls, case):
     kind, name = case.split()
     row, changes = ROWS[name], LORA if kind == "lora" else {}
-    args = settings(train_flowgrpo, name, bright_urls, lr=1e-2, **changes)
+    args = settings(name, "flowgrpo", here, bright_urls, lr=1e-2, **changes)
     train(train_flowgrpo, args)
     weights, model = here / "runs" / args.run.name / "weights", open_model(row.checkpoint())
     prompt = Prompt('a blue sign that says "AB"', group=0, index=0, seed=5, images=row.references(0))
@@ -200,7 +162,7 @@ def test_an_export_of_bagel_has_the_names_of_the_released_file_and_draws_our_ima
     folder, row = here / "model", ROWS[name]
     shutil.copytree(row.checkpoint(), folder)
     changes = LORA if kind == "lora" else {}
-    args = settings(train_flowgrpo, name, bright_urls, lr=1e-2, save_every=1, **changes)
+    args = settings(name, "flowgrpo", here, bright_urls, lr=1e-2, save_every=1, **changes)
     args = change(args, model=str(folder), train_steps=1)
     train(train_flowgrpo, args)
     weights = here / "runs" / args.run.name / "weights"
@@ -232,4 +194,4 @@ def test_an_export_of_bagel_has_the_names_of_the_released_file_and_draws_our_ima
 
 def test_models_of_sound_are_refused_by_srpo(here, bright_urls):
     with pytest.raises(ValueError, match="--model must generate images or videos, which the rewards of SRPO see"):
-        train(train_srpo, settings(train_srpo, SOUND[0], bright_urls))
+        train(train_srpo, settings(SOUND[0], "srpo", here, bright_urls))
