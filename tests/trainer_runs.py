@@ -103,6 +103,15 @@ def train(app, args, *, report=False, flops=False):
     return load_metrics(Path("runs") / args.run.name / "metrics.jsonl")
 
 
+def evaluate(app, args):
+    """Evaluates alone in this process; the line of the newest folder."""
+    app.check_args(args := change(args, eval_only=True))
+    with spared(report=False, flops=False):
+        app.main(args, World.join(args))
+    [line] = load_metrics(max(Path("runs", args.run.name).glob("eval-*")) / "metrics.jsonl")
+    return line
+
+
 @cache
 def import_all():
     """Import what loading a model imports, and read what a run records of all packages, once for all forks."""

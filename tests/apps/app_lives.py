@@ -175,12 +175,13 @@ def no_loading(rank: int) -> None:
     omni_rl.run.engines.ENGINES["diffusers"] = EngineRow(lambda *args: os._exit(99))
 
 
-def assert_refused(folder: Path, flags: Sequence[str], message: str, *, ranks: int = 1) -> None:
+def assert_refused(folder: Path, flags: Sequence[str], message: str, *, ranks: int = 1, trainer: Any = app) -> None:
     """Check that the trainer, with tiny.toml and these flags, exits with code 2 and only this error line."""
-    life = command(folder, ["--config", "tiny.toml", *flags], ranks=ranks, before=no_loading)
-    codes, text = life.wait(), re.sub("(?m)^train_flowgrpo.py: the settings are checked; .*\n", "", life.text()).strip()
+    life = command(folder, ["--config", "tiny.toml", *flags], trainer=trainer, ranks=ranks, before=no_loading)
+    name = f"{trainer.__name__}.py"
+    codes, text = life.wait(), re.sub(f"(?m)^{name}: the settings are checked; .*\n", "", life.text()).strip()
     assert codes == [2] * ranks, text
-    assert text.startswith("train_flowgrpo.py: error: ")
+    assert text.startswith(f"{name}: error: ")
     assert len(text.splitlines()) == 1, text
     assert re.search(message, text), text
 

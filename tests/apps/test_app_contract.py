@@ -4,18 +4,23 @@ The rows are those of tests/trainer_table.py.
 """
 
 import importlib
+import json
 import random
+import shlex
 from pathlib import Path
 
 import pytest
 import tiny_signs
 import torch
-from helpers import CHECKPOINT, REPO, sampled
-from omni_rl.settings.cli import parse_cli
+from apps import app_lives as lives
+from helpers import CHECKPOINT, names, sampled
+from model_rows import built
 from omni_rl.settings.fields import change
+from omni_rl.settings.toml import to_toml
 from trainer_runs import (
     assert_same_weights,
     cli,
+    evaluate,
     exported,
     lose_step,
     recipe,
@@ -117,10 +122,14 @@ def test_a_trainer_trains_on_two_ranks_as_on_one(here, bright_url, monkeypatch, 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", cases("continues to the bit from what it saved"))
-def test_a_run_that_lost_its_last_step_ends_bit_for_bit_as_before_and_another_begins_with_its_score(
+def test_a_run_that_lost_its_last_step_ends_bit_for_bit_as_before_and_its_weights_score_alike_anywhere(
     here, bright_url, case
 ):
-    """The last checkpoint goes, as if a kill had come before it. All that is logged is documented."""
+    """The last checkpoint goes, as if a kill had come before it. All that is logged is documented.
+
+    The held-out score before, during and after is that of an evaluation alone, which saves nothing. Another run
+    begins with the last one.
+    """
     name, weights, _ = case
     app, args = settings(name, bright_url, weights, eval_every=1, save_every=1)
     whole, left = train(app, args), exported()
@@ -128,6 +137,8 @@ def test_a_run_that_lost_its_last_step_ends_bit_for_bit_as_before_and_another_be
     assert not any("policy/staleness" in line for line in whole)  # as nothing is sampled ahead
     assert left
     lose_step("run", 2)
+    score = "eval/watch" if app.__name__ == "train_srpo" else "eval/reward"
+    assert evaluate(app, args)[score] == pytest.approx(whole[1][score], abs=1e-6)
     assert unclocked(train(app, args)) == unclocked(whole)
     again = exported()
     assert again.keys() == left.keys()
@@ -135,8 +146,12 @@ def test_a_run_that_lost_its_last_step_ends_bit_for_bit_as_before_and_another_be
     is_model = weights == "all weights" and TRAINERS[name].model.startswith("qwen")
     start = {"model" if is_model else "init_weights": "runs/run/weights"}
     (other,) = train(app, change(args, name="other", train_steps=0, **start))
-    score = "eval/watch" if app.__name__ == "train_srpo" else "eval/reward"
-    assert other[score] == pytest.approx(whole[-1][score], abs=1e-6)
+    assert other[score] == pytest.approx(whole[2][score], abs=1e-6)
+    for given, step in (({}, 0), (start, 2)):  # the second in place of the first
+        alone = evaluate(app, change(args, name="alone", **given))
+        assert alone[score] == pytest.approx(whole[step][score], abs=1e-6)
+    assert names(Path("runs/alone")) == ["eval-000000"]
+    assert not Path("runs/alone/eval-000000/weights").exists()
 
 
 def test_blocks_on_the_host_change_no_bit_and_continue(here, bright_url):
@@ -151,66 +166,132 @@ def test_blocks_on_the_host_change_no_bit_and_continue(here, bright_url):
 
 # Mistakes
 
-SCORED = "--scorer.url http://x"
-MISTAKES = {
-    "train_flowgrpo": {
-        "--scorer.url x": "--scorer.url must be http(s)://host[:port][/path], got 'x'",
+PLANNED = "--dry-run --memory.device-gb 1"
+ALONE = ".* training step, and --eval.only takes none"
+TOOL = "--tool.function must be python:FILE.py:FUNCTION "
+MARKS = "--tool.marks must be four texts, of which the last does not end as the second, got "
+MISTAKES = {  # row -> flags -> what is said of them
+    "flowgrpo": {
+        "--scorer.url x": r"--scorer.url must be http\(s\)://host\[:port\]\[/path\], got 'x'",
+        "--eval.only --profile 1": f"--profile{ALONE}",
+        f"--eval.only {PLANNED}": f"--memory.device-gb{ALONE}",
+        "--route-replay": "--route-replay needs a model that is a mixture of experts",
     },
-    "train_nft": {
-        "--scorer=": "--scorer must name a reward, as ocr, or --scorer.url a reward server",
+    "nft": {
+        "--scorer.url=": "--scorer must name a reward, as ocr, or --scorer.url a reward server",
         "--algo grpo": "--algo must be one of 'nft', 'awm'",
-        f"{SCORED} --num-minibatches 3": "--num-minibatches must divide a rank's batches",
-        f"{SCORED} --train-low 10": "--train-low and --train-high must bound steps of the rollout (10)",
-        f"{SCORED} --train-levels 11": "--train-levels must be from 1 to the 10 trained steps, got 11",
+        "--num-minibatches 3": "--num-minibatches must divide a rank's batches",
+        "--train-low 3": r"--train-low and --train-high must bound steps of the rollout \(3\)",
+        "--train-levels 4": "--train-levels must be from 1 to the 3 trained steps, got 4",
     },
-    "train_dpo": {
-        "--scorer=": "--scorer must name a reward, --scorer.url a reward server, or --preferences a file of pairs",
-        f"{SCORED} --batch-size 5": "--batch-size must be even, as a pair is two samples, got 5",
-        f"{SCORED} --batch-size 6": "one must divide the other, got 6 and 8",
+    "dpo": {
+        "--scorer.url=": "--scorer must name a reward, --scorer.url a reward server, or --preferences a file of pairs",
+        "--batch-size 5": "--batch-size must be even, as a pair is two samples, got 5",
+        "--batch-size 6": "one must divide the other, got 6 and 4",
         "--preferences README.md": "--preferences: path must end in .txt, .parquet, .jsonl, .csv or .tsv",
-        "--preferences x.jsonl": "path must be a file that can be read, got x.jsonl",
+        "--preferences x.jsonl": "--preferences: path must be a file that can be read, got x.jsonl",
     },
-    "train_srpo": {
-        "--num-minibatches 3": "batches times the steps trained of each (2 x 1), got 3; nearest: 2",
+    "srpo": {
+        "--num-minibatches 3": r"batches times the steps trained of each \(4 x 1\), got 3; nearest: 2",
         "--level-high 1": "--level-high must be at least 0.001 above --level-low, and <= 0.999, got 0.2 and 1",
         "--level-low 0.95": "--level-high must be at least 0.001 above --level-low, and <= 0.999, got 0.95 and 0.95",
         "--positive-words ,": "--positive-words must hold a word, got ','",
         "--width 64": "--reward sign-reader reads images of 32 x 96, got --height 32 and --width 64",
         "--reward hps": "--reward must be one of 'sign-reader', 'clip'",
+        "--reward-model .": r"reader\.safetensors",
         "--scorer.url http://x": "unknown flag --scorer.url",
     },
-    "train_distill": {
+    "distill": {
         "--teachers runs/x": "--teachers must be NAME=FOLDER with commas between, each name once, got 'runs/x'",
-        "--teachers a=docs,a=docs": "each name once, got 'a=docs,a=docs'",
+        "--teachers a=.,a=.": r"each name once, got 'a=\.,a=\.'",
         "--teachers a=nowhere": "--teachers: a must be a folder of weights, got nowhere",
-        "--algo opd --train-high 4": "steps of the student (0 to 3 with opd), got 0 and 4",
+        "--train-high 3": r"steps of the student \(0 to 2 with opd\), got 0 and 3",
         "--algo opd-cps --noise-level 2": "--noise-level must be <= 1 for opd-cps",
-        "--scorer.url nowhere": "--scorer.url must be http(s)://host[:port][/path], got 'nowhere'",
+        "--scorer.url nowhere": r"--scorer.url must be http\(s\)://host\[:port\]\[/path\], got 'nowhere'",
+        "--teacher-guidance-scale 3": "--teacher-guidance-scale must be 1 .*, whose guidance is --teacher-true-cfg-sc",
+        "--prompts one.jsonl": '--prompts: "teacher" must be one of --teachers, got .*one',
+        "--prompts ones.jsonl": '--prompts: "teacher" must be one of --teachers, got .*one',
     },
-    "train_sft": {
-        "--prompts data/tiny-signs/train.txt": 'data/tiny-signs/train.txt, sample 1, "sample": must name a file',
-        "--prompts x.jsonl": "path must be a file that can be read, got x.jsonl",
+    "sft": {
+        "--prompts eval.txt": 'eval.txt, sample 1, "sample": must name a file with a suffix of',
+        "--prompts x.jsonl": "--prompts: path must be a file that can be read, got x.jsonl",
+        "--prompts gone.jsonl": 'sample 1, "sample": must name a file that exists, got gone.png',
+        "--prompts out.jsonl": 'sample 1, "sample": must name a file in the folder of the preference file',
+        "--prompts size.jsonl": "must be an image of 96 x 64 pixels, got an image of 96",
         "--levels normal": "--levels must be one of 'logit-normal', 'uniform'",
         "--logit-std 0": "--logit-std must be >= 0.001, got 0.0",
     },
+    "gspo": {
+        "--reward scorer": "--scorer.url must be given for scorer in --reward",
+        "--scorer.url http://a:1": "--reward must name scorer, as --scorer does, got regex",
+        "--scorer.url a:1": r"--scorer.url must be http\(s\)://host",
+        "--model bert": "--model must be .* bert holds a 'BertModel'",
+        "--reward exact": 'line 1: must have the key "answer", which --reward exact requires',
+        "--reward ocr": "--reward: must be one of exact, ",
+        "--max-prompt-tokens 4": "line 1: must have at most --max-prompt-tokens 4 tokens, got 2",
+        "--overlong-tokens 6": r"--overlong-tokens must be <= --max-new-tokens \(5\), got 6",
+        "--init-weights .": "--init-weights: must be the folder of an adapter",
+        "--sharding.experts": "--sharding.experts needs --sharding.mode fsdp2, and --sharding.size 0",
+        f"--model qwen3 --sharding.experts --sharding.mode fsdp2 {PLANNED}": "--sharding.experts: experts must be of a "
+        "model whose experts can be sharded, got Qwen3ForCausalLM",
+        "--tool.function gone.py:look": f"{TOOL}.*, got gone.py:look",
+        "--tool.function python:gone.py:look": f"{TOOL}with a file that exists",
+        "--tool.function python:tool.py:seek": "--tool.function: tool.py must have a function 'seek'",
+        "--tool.function python:tool.py:look --engine vllm": "--tool.function needs --engine transformers",
+        "--tool.marks 'a b c'": MARKS,
+        "--tool.marks 'a b c ab'": MARKS,
+        "--model qwen3 --prompts seen.jsonl": "line 1: prompts of a QwenText must hold only text, got image",
+    },
+    "sft of texts": {
+        "--prompts plain.jsonl": '--prompts: plain.jsonl, line 1: "completion" must be a text that is not empty',
+        "--group-size 2": "--group-size must be <= 1, got 2",
+        "--num-minibatches 9": "--num-minibatches must be <= --prompts-per-step, got 9",
+        "--max-new-tokens 2": '--prompts: .*line 1: "completion" must have at most --max-new-tokens 2 tokens',
+    },
+    "dpo of texts": {
+        "--preferences plain.jsonl --group-size 2": '--preferences: plain.jsonl, line 1: "chosen" must be a text',
+        "--preferences train.jsonl --group-size 4": "--group-size must be 2 with --preferences",
+        "--preferences train.jsonl --group-size 2 --draw-ahead 1": "--draw-ahead must be 0 with --preferences",
+        "--group-size 8": r"--batch-size must hold whole groups of --group-size \(8\), got 4",
+    },
+    "distill of texts": {
+        "--teacher=": "--teacher must be given",
+        "--completion-key completion": "--group-size must be 1 with --completion-key",
+    },
+    "unigrpo": {
+        "--model signs": "--model must be .* 'QwenImagePipeline'",
+        "--thought-reward ocr": "--thought-reward: must be one of exact, ",
+        "--thought-reward exact": 'line 1: must have the key "answer", which --thought-reward exact requires',
+        "--engine vllm-omni": "--engine",
+        PLANNED: "--memory.device-gb does not plan thoughts",
+        "--compile": "--compile does not go with thoughts",
+        "--prompts told.jsonl": 'must not have the key "thought"',
+    },
 }
-CASES = [(app, flags) for app, cases in MISTAKES.items() for flags in cases]
+FAULTY = {  # what their files hold, besides a prompt and a pattern
+    "plain": {}, "told": {"thought": "red"}, "seen": {"images": "white.png"}, "one": {"teacher": "one"},
+    "ones": {"teacher": ["one"]}, "gone": {"sample": "gone.png"}, "out": {"win": "../white.png"},
+    "size": {"sample": "white.png", "height": 64, "width": 96},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("app", "flags"), CASES)
-def test_a_mistake_on_the_command_line_ends_with_code_2_and_one_line(app, flags, monkeypatch, capsys):
-    monkeypatch.chdir(REPO)
-    module = importlib.import_module(app)
-    with pytest.raises(SystemExit, match=r"^2$"):
-        parse_cli(module.Args, module.check_args, ["--preset", "tiny-signs", "--verbose", *flags.split()], app=app)
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert MISTAKES[app][flags] in err
+@pytest.mark.parametrize(("name", "flags"), [(name, flags) for name, own in MISTAKES.items() for flags in own])
+def test_a_mistake_is_one_line_before_weights_are_read(here, bright_url, name, flags):
+    app, args = settings(name, bright_url)
+    write_pairs()
+    for file, own in FAULTY.items():
+        Path(f"{file}.jsonl").write_text((json.dumps({"prompt": "a", "pattern": "a"} | own) + "\n") * 8)
+    Path("tool.py").write_text("def look(text): ...\n")
+    Path("bert").mkdir()
+    Path("bert/config.json").write_text('{"architectures": ["BertModel"]}')
+    Path("qwen3").symlink_to(built("qwen3")())
+    Path("signs").symlink_to(CHECKPOINT)
+    Path("tiny.toml").write_text(to_toml(args))
+    lives.assert_refused(here, shlex.split(flags), MISTAKES[name][flags], trainer=app)
+    assert not Path("runs").exists()
 
 
-@pytest.mark.parametrize("app", sampled(MISTAKES, 1))
+@pytest.mark.parametrize("app", sampled(sorted({row.app for row in TRAINERS.values()}), 1))
 def test_the_program_ends_so_too(app):
-    flags, message = next(iter(MISTAKES[app].items()))
-    code, printed = cli(importlib.import_module(app), "--preset", "tiny-signs", *flags.split())
-    assert (code, printed.count("\n")) == (2, 1)
-    assert message in printed
+    printed = cli(importlib.import_module(app), "--lr=-1")
+    assert printed == (2, f"{app}.py: error: --lr must be >= 0, got -1.0\n")

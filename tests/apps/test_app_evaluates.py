@@ -15,7 +15,7 @@ from omni_rl.run.world import World
 from omni_rl.settings.eval_sets import MediaEvalSet, TokenEvalSet
 from omni_rl.settings.fields import change
 from omni_train.files import load_metrics, read_jsonl
-from trainer_runs import WORDS, recipe, spared, tiny, train
+from trainer_runs import WORDS, evaluate, recipe, tiny, train
 
 import train_flowgrpo as app
 import train_gspo
@@ -120,8 +120,7 @@ def test_each_set_has_its_settings_its_scorer_and_its_score(here, bright_url, ca
         assert "| profile |" not in card  # as by default
         assert tomllib.loads(Path("runs/first/config.toml").read_text())["eval"]["sets"][2]["scorer_url"] == "..."
 
-        alone = change(args, eval_only=True)
-        train(app, alone, report=True)
+        train(app, change(args, eval_only=True), report=True)
         (line,) = load_metrics(Path("runs/first/eval-000002/metrics.jsonl"))
         assert scores_of(line) == scores_of(lines[-1])
         assert Path("runs/first/eval-000002/report.html").is_file()
@@ -145,35 +144,10 @@ def test_prompts_with_tags_get_the_mean_of_each_part_by_tag_and_over_tags(here, 
 
     with serving_here(score, name="tagged") as url:
         settings = {"eval_prompts": "tagged.jsonl", "eval_samples_per_prompt": 4, "eval_pass_threshold": 0.5}
-        args = change(TINY, scorer_url=url, name="run", eval_only=True, **settings)
-        app.main(args, World.join(args))
-    (line,) = load_metrics(Path("runs/run/eval-000000/metrics.jsonl"))
+        line = evaluate(app, change(TINY, scorer_url=url, name="run", **settings))
     wanted = {"counting": 1.0, "colors": 0.5, "tags": 0.75}
     assert {name: line[f"eval/correct/{name}"] for name in wanted} == wanted
     assert [line[f"eval/{name}"] for name in ("correct", "pass@1", "pass@4")] == pytest.approx([2 / 3] * 3)
-
-
-def test_weights_that_are_given_are_evaluated_and_nothing_is_saved(here, bright_url):
-    lines = train(app, change(TINY, scorer_url=bright_url, name="first"))
-    for name, start, step in (("base", "", 0), ("given", "runs/first/weights", -1)):
-        args = change(TINY, scorer_url=bright_url, name=name, init_weights=start, eval_only=True)
-        app.check_args(args)
-        for _ in range(2 if name == "base" else 1):  # the second time in place of the first
-            with spared(report=False, flops=False):
-                app.main(args, World.join(args))
-            (line,) = load_metrics(Path(f"runs/{name}/eval-000000/metrics.jsonl"))
-            assert line["eval/reward"] == pytest.approx(lines[step]["eval/reward"], abs=1e-6)
-        assert sorted(path.name for path in Path(f"runs/{name}").iterdir()) == ["eval-000000"]
-        assert not Path(f"runs/{name}/eval-000000/weights").exists()
-
-
-def test_an_evaluation_alone_refuses_what_only_training_can_do(here):
-    for changes, flag in (
-        ({"profile": 1}, "--profile"),
-        ({"dry_run": True, "memory_device_gb": 8.0}, "--memory.device-gb"),
-    ):
-        with pytest.raises(ValueError, match=f"^{flag} .* training step, and --eval.only takes none"):
-            app.check_args(change(TINY, scorer_url="http://a:1", eval_only=True, **changes))
 
 
 def test_token_policies_are_evaluated_on_sets_too(tmp_path, monkeypatch):
@@ -194,15 +168,13 @@ def test_token_policies_are_evaluated_on_sets_too(tmp_path, monkeypatch):
             train_gspo.Args(),
             model=str(build_tiny_models.tiny_checkpoint("qwen3", REPO / ".pytest_cache" / "tiny-models")),
             prompts="a.jsonl", prompts_per_step=2, group_size=4, batch_size=4, max_new_tokens=5, reward="regex",
-            eval_prompts="a.jsonl", eval_only=True, eval_pass_threshold=1.0, eval_sets=sets,
+            eval_prompts="a.jsonl", eval_pass_threshold=1.0, eval_sets=sets,
         )  # fmt: skip
-        train_gspo.check_args(args)
-        train_gspo.main(args, World.join(args))
-        (line,) = load_metrics(Path("runs/run/eval-000000/metrics.jsonl"))
+        line = evaluate(train_gspo, args)
         assert line["eval/pass@1"] == line["eval/reward"]
         assert line["eval/more/best@4"] >= line["eval/more/pass@1"]
         assert line["eval/length/reward"] >= 0.0
         Path("b.jsonl").write_text('{"prompt": "no pattern"}\n')
-        bad = change(args, eval_sets=(TokenEvalSet("bad", "b.jsonl"),))
+        bad = change(args, eval_sets=(TokenEvalSet("bad", "b.jsonl"),), eval_only=True)
         with pytest.raises(ValueError, match=r"^eval\.sets\[1\].prompts: b.jsonl, line 1: .*pattern"):
             train_gspo.main(bad, World.join(bad))

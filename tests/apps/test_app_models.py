@@ -85,12 +85,6 @@ def test_experts_stay_on_their_ranks_in_all_of_a_run(here, bright_urls):
         train_flowgrpo.check_args(change(args, compile=True, dry_run=True, memory_device_gb=1.0))
 
 
-def test_routes_of_a_model_without_experts_are_refused_before_its_weights_are_read(here, bright_urls):
-    args = settings("flux-dev", "flowgrpo", here, bright_urls, route_replay=True, dry_run=True)
-    with pytest.raises(ValueError, match="--route-replay needs a model that is a mixture of experts"):
-        train(train_flowgrpo, args)
-
-
 def test_a_scorer_of_edits_sees_the_references_of_each_sample(here):
     """From the start on, when it is tried with those of the first evaluation prompt."""
     seen = []

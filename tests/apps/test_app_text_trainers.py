@@ -9,7 +9,6 @@ import build_tiny_models
 import pytest
 import torch
 from helpers import REPO, sampled
-from omni_rl.settings.cli import parse_cli
 from omni_rl.settings.fields import change, values_of
 from omni_rl.tools import plan
 from omni_rollout import Prompt
@@ -201,57 +200,15 @@ def test_a_plan_of_given_answers_takes_the_longest(here, model, name):
     assert peak("short.jsonl", 8) < peak("long.jsonl", 8) / 2
 
 
-MISTAKES = {
-    ("sft", "--prompts plain.jsonl"): '--prompts: plain.jsonl, line 1: "completion" must be a text that is not empty',
-    ("sft", "--prompts train.jsonl --group-size 2"): "--group-size must be <= 1, got 2",
-    ("sft", "--prompts train.jsonl --num-minibatches 9"): "--num-minibatches must be <= --prompts-per-step, got 9",
-    ("dpo", "--preferences plain.jsonl --group-size 2"): '--preferences: plain.jsonl, line 1: "chosen" must be a te',
-    ("dpo", "--preferences pairs.jsonl --group-size 4"): "--group-size must be 2 with --preferences",
-    ("dpo", "--preferences pairs.jsonl --group-size 2 --draw-ahead 1"): "--draw-ahead must be 0 with --preferences",
-    ("dpo", "--prompts train.jsonl --group-size 8"): "--batch-size must hold whole groups of --group-size (8), got 4",
-    ("distill", "--prompts train.jsonl"): "--teacher must be given",
-    ("distill", "--prompts train.jsonl --teacher x --group-size 2 --completion-key completion"):
-        "--group-size must be 1 with --completion-key",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "flags"), MISTAKES)
-def test_a_mistake_is_one_line(here, model, capsys, name, flags):
-    Path("plain.jsonl").write_text('{"prompt": "a", "pattern": "a"}\n' * 4)
-    given = f"--model {model.folder} --eval.prompts train.jsonl --reward regex --prompts-per-step 4 --batch-size 4"
-    app = TRAINERS[name]
-    with pytest.raises(SystemExit, match=r"^2$"):
-        parse_cli(app.Args, app.check_args, [*given.split(), *flags.split()], app=app.__name__)
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert MISTAKES[name, flags] in err
-
-
-@pytest.mark.parametrize(
-    ("app", "own", "message"),
-    [
-        (
-            "sft",
-            {"max_new_tokens": 2},
-            r'--prompts: .*line 2: "completion" must have at most --max-new-tokens 2 tokens',
-        ),
-        (
-            "distill",
-            {"teacher": "teacher"},
-            "--teacher: must have the vocabulary of --model, got another one in teacher",
-        ),
-    ],
-)
-def test_what_the_model_shows_is_named_before_weights_are_read(here, model, app, own, message):
-    if app == "distill":
-        file = Path(write_teacher(model.folder), "tokenizer.json")
-        tokens = json.loads(file.read_text())
-        names = sorted(tokens["model"]["vocab"], key=tokens["model"]["vocab"].get)
-        tokens["model"]["vocab"] |= {names[5]: 6, names[6]: 5}
-        file.write_text(json.dumps(tokens))
-    args = change(TRAINERS[app].Args(), **(SMALL | own), prompts="train.jsonl", model=str(model.folder))
-    with pytest.raises(ValueError, match=message):
-        train(TRAINERS[app], args)
+def test_a_teacher_with_another_vocabulary_is_named_before_weights_are_read(here, model):
+    file = Path(write_teacher(model.folder), "tokenizer.json")
+    tokens = json.loads(file.read_text())
+    names = sorted(tokens["model"]["vocab"], key=tokens["model"]["vocab"].get)
+    tokens["model"]["vocab"] |= {names[5]: 6, names[6]: 5}
+    file.write_text(json.dumps(tokens))
+    args = change(train_distill_tokens.Args(), **SMALL, prompts="train.jsonl", model=str(model.folder))
+    with pytest.raises(ValueError, match="--teacher: must have the vocabulary of --model, got another one in teacher"):
+        train(train_distill_tokens, change(args, teacher="teacher"))
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The trainer of Diffusion-DPO: pairs, gradients, ranks, learning, preference files, its command line."""
+"""The trainer of Diffusion-DPO: pairs, gradients, preference files."""
 
 import copy
 import json
@@ -262,11 +262,6 @@ def picture(path, *, height=32, width=96):
     """A picture of that size, in the format of its suffix."""
     Image.new("RGB", (width, height), "red").save(path)
     return path
-
-
-def test_a_file_of_pairs_that_is_missing_is_named_with_its_own_flag():
-    with pytest.raises(ValueError, match=r"^--preferences: path must be a file that can be read, got gone.jsonl"):
-        app.check_args(change(TINY, preferences="gone.jsonl", group_size=2))
 
 
 def test_a_mistake_in_a_preference_file_is_named_before_the_model_is_loaded(here):

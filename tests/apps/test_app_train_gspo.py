@@ -1,4 +1,4 @@
-"""The trainer of policies over tokens: steps of every algorithm, minibatches, ranks, resuming, exports, reports."""
+"""The trainer of policies over tokens: steps of every algorithm, tools, media, exports, servers, plans."""
 
 import json
 import re
@@ -531,49 +531,6 @@ def test_an_answer_without_an_end_moves_nothing_where_it_is_masked(here):
     masked = train(app, change(args, eval_every=1))
     assert masked[1]["answer/truncated_ratio"] > 0
     assert masked[1]["reward/trained_ratio"] <= 1 - masked[1]["answer/truncated_ratio"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"reward": "scorer"}, "--scorer.url must be given for scorer in --reward"),
-        ({"scorer_url": "http://a:1"}, "--reward must name scorer, as --scorer does, got regex"),
-        ({"scorer_url": "a:1"}, r"--scorer.url must be http\(s\)://host"),
-        ({"model": "bert"}, "--model must be .* bert holds a 'BertModel'"),
-        ({"reward": "exact"}, 'line 1: must have the key "answer", which --reward exact requires'),
-        ({"reward": "ocr"}, "--reward: must be one of exact, "),
-        ({"max_prompt_tokens": 4}, "line 1: must have at most --max-prompt-tokens 4 tokens, got 2"),
-        ({"overlong_tokens": 6}, r"--overlong-tokens must be <= --max-new-tokens \(5\), got 6"),
-        ({"init_weights": "."}, "--init-weights: must be the folder of an adapter"),
-        ({"sharding_experts": True}, "--sharding.experts needs --sharding.mode fsdp2, and --sharding.size 0"),
-        (
-            {"sharding_experts": True, "sharding_mode": "fsdp2", "dry_run": True, "memory_device_gb": 1.0},
-            "--sharding.experts: experts must be of a model whose experts can be sharded, got Qwen3ForCausalLM",
-        ),
-        (
-            {"tool_function": "gone.py:look"},
-            "--tool.function must be python:FILE.py:FUNCTION .*, got gone.py:look",
-        ),
-        (
-            {"tool_function": "python:gone.py:look"},
-            "--tool.function must be python:FILE.py:FUNCTION with a file that exists",
-        ),
-        ({"tool_function": "python:tool.py:seek"}, "--tool.function: tool.py must have a function 'seek'"),
-        (
-            {"tool_function": "python:tool.py:look", "engine": "vllm"},
-            "--tool.function needs --engine transformers",
-        ),
-        ({"tool_marks": "a b c"}, "--tool.marks must be four texts, and the last must not end with the second, got"),
-        ({"tool_marks": "a b c ab"}, "--tool.marks must be four texts, of which the last does not end"),
-        ({"prompts": "train-seen.jsonl"}, "line 2: prompts of a QwenText must hold only text, got image"),
-    ],
-)
-def test_a_mistake_is_named(changes, words, here):
-    Path("bert").mkdir()
-    Path("bert/config.json").write_text('{"architectures": ["BertModel"]}')
-    Path("tool.py").write_text(TOOL)
-    with pytest.raises(ValueError, match=words):
-        train(app, tiny(**changes))
 
 
 def test_a_video_that_vllm_would_refuse_is_named_before_the_run(here, monkeypatch):

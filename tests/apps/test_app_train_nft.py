@@ -1,4 +1,4 @@
-"""The trainer of DiffusionNFT, AWM and DGPO: gradients, the old policy, ranks, learning, resuming, its command line."""
+"""The trainer of DiffusionNFT, AWM and DGPO: gradients, groups, levels, the old policy."""
 
 import re
 from concurrent.futures import Future

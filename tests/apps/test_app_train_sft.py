@@ -193,23 +193,6 @@ def test_a_latent_and_the_image_that_it_is_the_code_of_train_alike(samples):
     assert losses[0] == losses[1] == losses[2]
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ({}, 'sample 1, "sample": must name a file with a suffix of'),
-        ({"sample": "gone.png"}, 'sample 1, "sample": must name a file that exists, got gone.png'),
-        ({"win": "../image.png"}, 'sample 1, "sample": must name a file in the folder of the preference file'),
-        ({"sample": "image.png", "height": 64, "width": 96}, "must be an image of 96 x 64 pixels, got an image of 96"),
-    ],
-)
-def test_a_mistake_in_a_file_of_samples_is_named_before_the_model_is_loaded(samples, line, said):
-    (samples / "samples.jsonl").write_text(json.dumps({"prompt": "x"} | line) + "\n")
-    with pytest.raises(ValueError, match=r"^--prompts: ") as caught:
-        app.check_args(change(TINY, prompts_per_step=1, batch_size=1))
-    assert said in str(caught.value)
-    assert not (samples / "runs").exists()
-
-
 # Whole runs
 
 

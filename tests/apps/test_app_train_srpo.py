@@ -1,4 +1,4 @@
-"""The trainer of SRPO and its rewards: gradients, ranks, learning, what the rewards say, its command line."""
+"""The trainer of SRPO and its rewards: gradients, levels, what the rewards say."""
 
 import json
 import random
@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import tiny_signs
 import torch
-from apps import app_lives as lives
 from helpers import REPO
 from omni_rl.flow import direct_rewards
 from omni_rl.run.run import Step
@@ -200,13 +199,3 @@ def test_clip_s_reward_trains_with_lora_and_guidance(here, clip_folder):
     )  # fmt: skip
     lines = train(app, args)
     assert all(line["policy/grad_norm"] > 0 for line in lines[1:])
-
-
-def test_a_reward_that_is_not_there_ends_with_code_2_before_the_model_is_loaded(here):
-    life = lives.train(
-        here, change(TINY, name="no-reward", reward_model=str(here)), trainer=app, before=lives.no_loading
-    )
-    assert life.wait() == [2], life.text()
-    assert "Traceback" not in life.text()
-    assert "reader.safetensors" in life.text().splitlines()[-1]
-    assert not (here / "runs" / "no-reward").exists()

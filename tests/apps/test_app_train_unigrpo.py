@@ -1,4 +1,4 @@
-"""The trainer of thoughts and pictures: both ratios, both gradients, ranks, resuming, exports, the report, mistakes."""
+"""The trainer of thoughts and pictures: both ratios, both gradients, the report."""
 
 import json
 import zlib
@@ -90,27 +90,6 @@ def test_a_score_is_the_sum_of_picture_and_thought_or_none():
     assert scorer.submit({}, ["a", "b"], metas).exception() is None
     with pytest.raises(RewardError, match="a rule of --thought-reward fails: KeyError"):
         collect(place(), [scorer.submit({}, ["a"], [{"thought": "red"}])])
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        (
-            {"model": str(REPO / "checkpoints" / "tiny-signs-qwen-image")},
-            "--model must be .* 'QwenImagePipeline'",
-        ),
-        ({"thought_reward": "ocr"}, "--thought-reward: must be one of exact, "),
-        ({"thought_reward": "exact"}, 'line 1: must have the key "answer", which --thought-reward exact requires'),
-        ({"engine": "vllm-omni"}, "--engine"),
-        ({"dry_run": True, "memory_device_gb": 1.0}, "--memory.device-gb does not plan thoughts"),
-        ({"compile": True}, "--compile does not go with thoughts"),
-        ({"prompts": "told.jsonl"}, 'must not have the key "thought"'),
-    ],
-)
-def test_a_mistake_is_named(changes, words, tiny):
-    Path("told.jsonl").write_text('{"prompt": "a", "pattern": "a", "thought": "red"}\n' * 4)
-    with pytest.raises(ValueError, match=words):
-        train(app, tiny(**changes))
 
 
 @pytest.mark.slow
