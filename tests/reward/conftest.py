@@ -4,9 +4,11 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import uvicorn
+from helpers import REPO
 from omni_reward.cli import MAX_CONNECTIONS
 from omni_reward.connections import configure
 from omni_reward.server import Limits, create_app
@@ -52,3 +54,13 @@ def misbehave() -> Iterator[Callable[..., str]]:
             return stack.enter_context(contextlib.closing(Misbehaving(behave))).url
 
         yield start
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Path:
+    """The folder of the tiny checkpoints of all scorers, which is written once."""
+    import build_tiny_scorers
+    from build_tiny_models import kept
+
+    source = Path(build_tiny_scorers.__file__)
+    return kept("tiny-scorers", REPO / ".pytest_cache" / "tiny-models", build_tiny_scorers.write_all, source)

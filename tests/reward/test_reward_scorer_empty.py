@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from build_tiny_scorers import write_all
 from helpers import REPO, sampled
 from omni_reward.scorers import empty_networks, load_scorer, neural
 from omni_train.planned import PLANNED, PlannedDevice
+from reward.scorer_table import ROWS
 
 META = "meta"
 MILLIONS = {  # weights, as their papers and pages say; Qwen2-VL's without the head of words, which is not loaded
@@ -32,10 +32,9 @@ def test_a_scorer_is_as_large_as_published(name: str) -> None:
     "name", sampled(["clap", "clip", "editreward", "hpsv2", "hpsv3", "pickscore", "videoalign"], 2)
 )
 def test_a_folder_s_configuration_makes_the_network_of_its_weights(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Counted where the loader puts the network that it has read."""
-    write_all(tmp_path)
     loaded: list[torch.nn.Module] = []
     load = neural.load_model
 
@@ -44,18 +43,7 @@ def test_a_folder_s_configuration_makes_the_network_of_its_weights(
         return loaded[-1]
 
     monkeypatch.setattr(neural, "load_model", noted)
-    folder = {"pickscore": "clip"}.get(name, name)
-    options = {"model": str(tmp_path / folder)}
-    if name in ("hpsv3", "videoalign"):
-        text = {"hpsv3": "instruction.txt", "videoalign": "instruction-of-videoalign.txt"}[name]
-        options |= {"base": str(tmp_path / "qwen2-vl"), "instruction": str(tmp_path / text)}
-    elif name == "editreward":
-        text = str(tmp_path / "instruction.txt")
-        options |= {"base": str(tmp_path / "qwen2.5-vl"), "following": text, "quality": text}
-    elif name == "hpsv2":
-        options["base"] = str(tmp_path / "clip")
-    elif name != "clap":
-        options |= {"tokenizer": options["model"]}
+    options = ROWS[name].options(tiny)
     load_scorer(name, options=options)
     [network] = empty_networks(name, META, options).values()
     shapes = {key: weight.shape for key, weight in network.network.named_parameters()}

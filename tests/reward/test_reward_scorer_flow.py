@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 from omni_reward import Score
-from omni_reward.scorers import load_scorer
 from omni_reward.scorers.flow import load_flow, optical_flow
 from reward.reward_helpers import texture
 
@@ -83,16 +82,3 @@ def test_too_little_to_follow_abstains(shape: tuple[int, ...]) -> None:
 
 def test_odd_sizes_are_followed() -> None:
     assert score(moving(0, 2)[:, :47, :53]).value == pytest.approx(2 * FPS / 47, rel=0.05)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"measure": "fast"}, "measure must be one of"),
-        ({"top": "0"}, "top must be above 0"),
-        ({"top": "a"}, "a number"),
-    ],
-)
-def test_other_options_are_refused(options: dict[str, str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        load_scorer("flow", options=options)

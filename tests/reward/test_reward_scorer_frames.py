@@ -95,19 +95,3 @@ def test_it_is_served_alone_and_in_a_combination(serve: Callable[..., str], tmp_
     assert score.parts["red"] == pytest.approx(CLIPS[0, -1, ..., 0].mean())
     assert score.details["jpeg.frames"] == pytest.approx(sizes)
     assert score.value == pytest.approx(0.5 * score.parts["jpeg"] + score.parts["video"] + score.parts["red"])
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("frames:video", {}, "frames: must be followed by a scorer of images, got one of video"),
-        ("frames:jpeg", {"frames": "best"}, "frames must be one of .*, got 'best'"),
-        ("frames:jpeg", {"every": "0"}, "every must be >= 1, got 0"),
-        ("frames:jpeg", {"every": "x"}, "every must be a whole number, got 'x'"),
-        ("frames:jpeg", {"mod": "x"}, "options of jpeg must fit it"),
-        ("frames:spam", {}, "got 'spam'"),
-    ],
-)
-def test_what_does_not_fit_is_refused(name: str, options: dict[str, str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        load_scorer(name, options=options)

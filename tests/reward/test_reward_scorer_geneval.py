@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import build_tiny_scorers
 import numpy as np
 import pytest
 import torch
@@ -29,15 +28,6 @@ from transformers.models.mask2former.image_processing_pil_mask2former import Mas
 IMAGES = np.random.default_rng(0).integers(0, 256, (3, 40, 56, 3), np.uint8)
 META: dict[str, object] = {"tag": "colors", "include": [{"class": "computer mouse", "count": 1, "color": "red"}]}
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("tiny")
-    build_tiny_scorers.write_clip(folder / "clip")
-    build_tiny_scorers.write_mask2former(folder / "mask2former")
-    return folder
 
 
 def options(tiny: Path, **more: str) -> dict[str, str]:
@@ -279,11 +269,6 @@ def test_a_score_does_not_depend_on_the_rest_of_its_batch(tiny: Path) -> None:
     scorer = load_scorer("geneval", options=options(tiny))
     together = scorer({"image": IMAGES}, ["a"] * 3, [META] * 3)
     assert together == [scorer({"image": IMAGES[i : i + 1]}, ["a"], [META])[0] for i in range(3)]
-
-
-def test_half_precision_loads_and_grades(tiny: Path) -> None:
-    scores = load_scorer("geneval", options=options(tiny, dtype="bfloat16"))({"image": IMAGES}, ["a"] * 3, [META] * 3)
-    assert all(score.value is not None for score in scores)
 
 
 def test_a_folder_s_configuration_makes_the_networks_of_its_weights(tiny: Path) -> None:

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import build_tiny_scorers
 import numpy as np
 import pytest
 import torch
@@ -16,15 +15,6 @@ from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 PROMPTS = ["a cat", "two dogs under a tree", "!"]
 IMAGES = np.random.default_rng(0).integers(0, 256, (3, 40, 56, 3), np.uint8)
 FILE = "HPS_v2.1_compressed.pt"
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("tiny")
-    build_tiny_scorers.write_clip(folder / "clip")
-    build_tiny_scorers.write_hpsv2(folder / "hpsv2")
-    return folder
 
 
 def options(tiny: Path) -> dict[str, str]:
@@ -129,12 +119,4 @@ def test_a_file_of_another_layout_is_refused(tiny: Path, tmp_path: Path) -> None
         load_scorer("hpsv2", options=options(tiny) | {"model": str(tmp_path)})
     torch.save({"layers.0.weight": torch.zeros(2)}, tmp_path / FILE)
     with pytest.raises(ValueError, match="must hold only tensors by name"):
-        load_scorer("hpsv2", options=options(tiny) | {"model": str(tmp_path)})
-
-
-def test_a_checkpoint_that_lacks_weights_is_refused(tiny: Path, tmp_path: Path) -> None:
-    weights = torch.load(tiny / "hpsv2" / FILE, weights_only=True)["state_dict"]
-    del weights["visual.proj"]
-    torch.save({"state_dict": weights}, tmp_path / FILE)
-    with pytest.raises(ValueError, match=r"must hold all weights of a CLIPModel, missing \['visual_projection"):
         load_scorer("hpsv2", options=options(tiny) | {"model": str(tmp_path)})

@@ -78,20 +78,6 @@ def test_the_score_is_the_heads_first_output_at_the_reward_token(tiny: Path) -> 
     assert np.ptp(found) > 0.005  # the inputs matter
 
 
-def test_a_score_does_not_depend_on_the_rest_of_its_batch(tiny: Path) -> None:
-    scorer = load(tiny)
-    together = [score.value for score in scorer({"image": IMAGES}, PROMPTS, META)]
-    alone = [scorer({"image": IMAGES[i : i + 1]}, PROMPTS[i : i + 1], [{}])[0].value for i in range(3)]
-    assert together == pytest.approx(alone, abs=1e-5)
-
-
-def test_the_usual_type_is_near(tiny: Path) -> None:
-    exact = [score.value for score in load(tiny)({"image": IMAGES}, PROMPTS, META)]
-    half = load(tiny, dtype="bfloat16")
-    assert half.version == "hpsv3 bfloat16"
-    assert [score.value for score in half({"image": IMAGES}, PROMPTS, META)] == pytest.approx(exact, abs=0.1)
-
-
 def test_a_checkpoint_under_the_later_names_scores_the_same(tiny: Path, tmp_path: Path) -> None:
     weights = load_file(tiny / "hpsv3" / "HPSv3.safetensors")
     later = {}
@@ -125,28 +111,6 @@ def test_an_instruction_without_its_places_is_refused(tiny: Path, tmp_path: Path
     (tmp_path / "bad.txt").write_text(text)
     with pytest.raises(ValueError, match=r"instruction must be a file with \{text_prompt\} and <\|Reward\|> once each"):
         load(tiny, instruction=tmp_path / "bad.txt")
-
-
-def test_an_instruction_must_be_given(tiny: Path) -> None:
-    with pytest.raises(ValueError, match=r"options of hpsv3 must fit it: .* argument: 'instruction'"):
-        load_scorer("hpsv3")
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("model.layers.1.mlp.up_proj.weight", "must hold all weights of a Qwen2VLModel, missing"),
-        ("visual.merger.ln_q.bias", "must hold all weights of a Qwen2VLModel, missing"),
-        ("model.embed_tokens.weight", "must hold an embedding of each token"),
-        ("rm_head.3.bias", "a head must have a weight and a bias"),
-    ],
-)
-def test_missing_weights_are_refused(tiny: Path, tmp_path: Path, name: str, message: str) -> None:
-    weights = load_file(tiny / "hpsv3" / "HPSv3.safetensors")
-    del weights[name]
-    save_file(weights, tmp_path / "HPSv3.safetensors")
-    with pytest.raises(ValueError, match=message):
-        load(tiny, model=tmp_path)
 
 
 def test_the_plain_model_without_the_reward_token_is_refused(tiny: Path, tmp_path: Path) -> None:

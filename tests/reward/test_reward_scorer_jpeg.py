@@ -4,7 +4,6 @@ import cv2
 import numpy as np
 import pytest
 from omni_reward import Score
-from omni_reward.scorers import load_scorer
 from omni_reward.scorers.jpeg import load_jpeg, num_kilobytes
 
 SIDE = 64
@@ -43,8 +42,3 @@ def test_a_side_beyond_the_format_abstains() -> None:
     [score] = load_jpeg()({"image": np.zeros((1, 1, 65_501, 3), np.uint8)}, [""], [{}])
     assert score == Score(None, abstained="the image has a side of more than 65500 pixels")
     assert load_jpeg()({"image": np.zeros((1, 1, 65_500, 3), np.uint8)}, [""], [{}])[0].value is not None
-
-
-def test_another_mode_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"mode must be one of .*, got 'size'"):
-        load_scorer("jpeg", options={"mode": "size"})

@@ -93,23 +93,6 @@ def test_a_box_smaller_than_a_pixel_is_an_abstention() -> None:
     assert grade(PICTURE, PICTURE, only="0,0,0.01,0.01").abstained == "the box leaves no pixel of (6, 8)"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"measure": "ssim"}, r"measure must be one of \['pixels', 'ground'\], got 'ssim'"),
-        ({"zero_at": "0"}, "zero_at must be above 0 and at most 1, got 0.0"),
-        ({"zero_at": "nan"}, "zero_at must be above 0 and at most 1, got nan"),
-        ({"leave_out": "0,0,1"}, "leave_out must be TOP,LEFT,BOTTOM,RIGHT .*, got '0,0,1'"),
-        ({"only": "0.5,0,0.5,1"}, "only must be TOP,LEFT,BOTTOM,RIGHT"),
-        ({"only": "0,0,a,1"}, "only must be TOP,LEFT,BOTTOM,RIGHT"),
-        ({"only": "0,0,1,1", "leave_out": "0,0,1,1"}, "only must be empty with leave_out"),
-    ],
-)
-def test_bad_options_are_refused(options: dict[str, str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        load_scorer("likeness", options=options)
-
-
 def test_an_edit_is_graded_by_what_it_says_and_by_what_it_leaves_alone() -> None:
     options = {"ocr.reading": "line", "likeness.measure": "ground", "likeness.zero_at": "0.25"}
     both = load_scorer("0.5*ocr + 0.5*likeness", options=options)

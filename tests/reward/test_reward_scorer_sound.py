@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 from omni_reward import Score
-from omni_reward.scorers import load_scorer
 from omni_reward.scorers.sound import load_pitch, load_sync, loudest_frequency, named_pitch
 
 RATE = 16_000
@@ -64,11 +63,6 @@ def test_a_prompt_without_one_pitch_is_an_abstention() -> None:
     assert pitch(tone(440), "a hum").abstained == "the prompt must name one pitch, such as 440 Hz or A4"
 
 
-def test_the_zero_must_lie_above_0() -> None:
-    with pytest.raises(ValueError, match="zero_at must be > 0, got -1"):
-        load_scorer("pitch", options={"zero_at": "-1"})
-
-
 def jumps(moves: list[int]) -> np.ndarray:
     """Clip [T, 64, 64, 3]: a light grows by so many levels between one frame and the next."""
     levels = np.cumsum([0, *moves]) % 256
@@ -120,8 +114,3 @@ def test_what_lasts_longer_is_cut() -> None:
     assert (
         sync(jumps(MOVES), sound[: 2 * RATE // FPS]).abstained == "video and sound have fewer than 4 frames in common"
     )
-
-
-def test_both_are_served_by_name() -> None:
-    assert load_scorer("pitch").media == ("audio",)
-    assert set(load_scorer("sync").media) == {"audio", "video"}

@@ -130,8 +130,3 @@ def test_too_little_to_judge_abstains(shape: tuple[int, ...]) -> None:
 
 def test_the_smallest_clip_is_judged() -> None:
     assert parts(np.zeros((3, 32, 32, 3), np.uint8))["smoothness"] == 1.0
-
-
-def test_another_measure_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"measure must be one of .*, got 'beauty'"):
-        load_scorer("video", options={"measure": "beauty"})

@@ -83,13 +83,6 @@ def test_the_parts_are_those_of_the_model_and_the_score_their_sum(tiny: Path) ->
     assert len({round(part, 3) for score in scores for part in score.parts.values()}) == 6
 
 
-def test_a_score_does_not_depend_on_its_batch(tiny: Path) -> None:
-    scorer = load(tiny)
-    together = scorer({"video": CLIPS}, PROMPTS, META)
-    alone = [scorer({"video": CLIPS[i : i + 1]}, PROMPTS[i : i + 1], META[i : i + 1])[0] for i in range(2)]
-    assert [score.value for score in together] == pytest.approx([score.value for score in alone], abs=1e-4)
-
-
 @pytest.mark.parametrize(
     ("num_frames", "fps", "chosen"),
     [

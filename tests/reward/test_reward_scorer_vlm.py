@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from omni_reward import RewardConnectError, RewardHTTPError, RewardTimeoutError, Score, Scorer
-from omni_reward.scorers import chat, load_scorer
+from omni_reward.scorers import chat
 from omni_reward.scorers.tasks import MAX_TEXT, QUESTIONS, TASKS, Message
 from omni_reward.scorers.vlm import load_vlm
 from PIL import Image
@@ -404,38 +404,6 @@ def test_something_else_than_an_endpoint_is_refused(misbehave: Callable[..., str
     url = misbehave(lambda conn, request: conn.sendall(head + body))
     with pytest.raises(ValueError, match="url must be that of an OpenAI-compatible endpoint"):
         load_vlm(url, task="ocr", timeout_s=5)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"task": "beauty"}, "task must be one of ['alignment', 'edit', 'edit_rating', 'ocr',"),
-        ({"url": "127.0.0.1:8000"}, "url must be http(s)://host"),
-        ({"url": "file:///etc/passwd"}, "url must be http(s)://host"),
-        ({"url": "http://"}, "url must be http(s)://host"),
-        ({"timeout_s": "soon"}, "timeout_s must be a number, got 'soon'"),
-        ({"timeout_s": "0"}, "timeout_s must be > 0 and finite, got 0.0"),
-        ({"timeout_s": "inf"}, "timeout_s must be > 0 and finite, got inf"),
-        ({"timeout_s": "nan"}, "timeout_s must be > 0 and finite, got nan"),
-        ({"max_in_flight": "0"}, "max_in_flight must be >= 1, got 0"),
-        ({"max_in_flight": "2.5"}, "max_in_flight must be a whole number, got '2.5'"),
-        ({"seed": "x"}, "seed must be a whole number, got 'x'"),
-        ({"temperature": "1"}, "got an unexpected keyword argument 'temperature'"),
-        ({"token_file": "{tmp}/empty"}, "token must be printable ASCII"),
-    ],
-)
-def test_bad_options_are_refused(options: dict[str, str], message: str, tmp_path: Path) -> None:
-    (tmp_path / "empty").touch()
-    given = {"url": "http://127.0.0.1:1/v1", "task": "ocr"} | options
-    with pytest.raises(ValueError) as caught:
-        load_scorer("vlm", options={key: value.replace("{tmp}", str(tmp_path)) for key, value in given.items()})
-    assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(("options", "missing"), [({}, "url"), ({"url": "http://127.0.0.1:1/v1"}, "task")])
-def test_url_and_task_must_be_given(options: dict[str, str], missing: str) -> None:
-    with pytest.raises(ValueError, match=f"options of vlm must fit it: missing a required argument: '{missing}'"):
-        load_scorer("vlm", options=options)
 
 
 def test_no_endpoint_and_no_token_file_are_told_at_the_start(tmp_path: Path) -> None:

@@ -68,6 +68,8 @@ def load_videoalign(
     to = neural.pick_device(device, threads=threads), neural.pick_dtype(dtype)
     alpha, rank, most, wanted, *scales = neural.read_config(model, "model_config.json", SETTINGS).values()
     weights = merge_lora(neural.read_weights(neural.find_file(model, CHECKPOINT)), alpha / rank)
+    if "rm_head.weight" not in weights:
+        raise ValueError(f"the weights must be VideoAlign's, with rm_head.weight, got the names {sorted(weights)[:8]}")
     judge = load_judge(instruction, weights, base, [f"<|{part}_reward|>" for part in PARTS], "<|video_pad|>", to)
     head = weights["rm_head.weight"].float().to(to[0]).expand(3, -1)  # one row for all parts, or one per part
     mean, std = torch.tensor(scales).to(to[0]).chunk(2)
