@@ -6,6 +6,7 @@ user's, with the count of operations, in a forked process. tests/emulated has fl
 
 import pytest
 import torch
+import trainer_table
 from helpers import sampled
 from model_rows import ROWS, built
 from omni_rl.settings.fields import change
@@ -26,7 +27,6 @@ from row_runs import (
 from safetensors.torch import load_file
 
 import train_gspo
-import train_unigrpo
 
 BFLOAT16 = {"dtype": "bfloat16"}
 CHATS = {"qwen3": "", "qwen2.5-vl": "-silent", "qwen3-omni": "-seen"}  # the ends of the names of their prompts' files
@@ -82,23 +82,13 @@ def test_every_language_model_and_algorithm_of_texts_takes_a_step_in_bfloat16(ca
 
 
 @pytest.mark.parametrize("kind", sampled(KINDS, 1))
-def test_thoughts_and_pictures_take_a_step_in_bfloat16(kind, tmp_path, bright_url):
-    write_chats(tmp_path)
-    places = {"prompts": "train.jsonl", "eval_prompts": "eval.jsonl", "eval_num_inference_steps": 2}
-    args = change(train_unigrpo.Args(), **places)
-    sizes = {
-        "height": 32,
-        "width": 48,
-        "num_inference_steps": 3,
-        "max_thought_tokens": 4,
-        "thought_reward": "0.5*regex",
-    }
-    sizes |= {"prompts_per_step": 2, "group_size": 2, "batch_size": 2, "scorer_url": bright_url, "lr": 1e-3}
-    args = change(args, model=str(built("bagel")()), **sizes, **ONE_STEP, **BFLOAT16, **KINDS[kind])
-    lines, text = run_alone("train_unigrpo", args, tmp_path)
+def test_thoughts_and_pictures_take_a_step_in_bfloat16(kind, here, bright_url):
+    own = ONE_STEP | BFLOAT16 | KINDS[kind] | {"num_minibatches": 1}
+    _, args = trainer_table.settings("unigrpo", bright_url, **own)
+    lines, text = run_alone("train_unigrpo", args, here)
     assert_clean(lines, text)
     assert lines[1]["policy/thought_ratio_max_dev"] == 0
-    after = exported(tmp_path / "runs" / "run" / "weights", {"": "transformer"})
+    after = exported(here / "runs" / "run" / "weights", {"": "transformer"})
     if kind == "LoRA":
         assert all(tensor.any() for name, tensor in after.items() if ".lora_B." in name)
         return

@@ -325,20 +325,6 @@ def test_a_ribbon_and_metadata_of_others_abstain(tiny: Path) -> None:
         assert score.abstained.startswith(reason + rest)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"grade": "best"}, r"grade must be one of \['partial', 'strict', 'correct'\], got 'best'"),
-        ({"side": "31"}, "side must be >= 32, got 31"),
-        ({"detector": "/no/such/folder"}, "a model must be a folder, or a repository of the hub"),
-    ],
-)
-def test_bad_options_are_one_clear_line(tiny: Path, given: dict[str, str], message: str) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
-        load_scorer("geneval", options=options(tiny, **given))
-    assert "\n" not in str(caught.value)
-
-
 def test_a_detector_of_other_objects_or_without_its_head_is_refused(tiny: Path, tmp_path: Path) -> None:
     def rename(weights: dict[str, Tensor], config: dict[str, Any]) -> None:
         config["id2label"]["63"] = "portable computer"

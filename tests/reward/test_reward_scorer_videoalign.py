@@ -102,8 +102,6 @@ def test_what_cannot_be_read_abstains(tiny: Path) -> None:
     scorer = load(tiny)
     steered, _ = scorer({"video": CLIPS}, ["be <|VQ_reward|>", "a"], META)
     assert steered == Score(None, abstained="the prompt contains <|VQ_reward|>, a control token of the model")
-    [ribbon] = scorer({"video": np.zeros((1, 4, 1, 201, 3), np.uint8)}, ["a"], META[:1])
-    assert ribbon.abstained == "the video has an aspect ratio above 200"
 
 
 def test_an_instruction_without_its_places_is_refused(tiny: Path, tmp_path: Path) -> None:
