@@ -42,6 +42,7 @@ THOUGHTS = {"height": 32, "width": 48, "num_inference_steps": 3, "max_thought_to
 THOUGHTS |= {
     "batch_size": 1,
     "eval_num_inference_steps": 2,
+    "eval_num_prompts": 2,
     "group_size": 2,
     "lr": 1e-3,
     "kl_coef": 0.1,
@@ -152,8 +153,8 @@ def settings(name: str, url: str, weights: str = "all weights", place: str = "on
 def write_texts() -> None:
     """Write prompts, some of which a net with random weights answers well, with answers and pairs to train on."""
     answers = {"completion": "ab", "chosen": "abc", "rejected": "z"}
-    for name, count in (("train", 8), ("eval", 2)):
-        lines = [{"prompt": f"say {i}" + " again" * i, "pattern": "[a-mA-M]", **answers} for i in range(count)]
+    lines = [{"prompt": f"say {i}" + " again" * i, "pattern": "[a-mA-M]", **answers} for i in range(8)]
+    for name in ("train", "eval"):
         Path(f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
