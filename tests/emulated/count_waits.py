@@ -35,6 +35,7 @@ CASES = {  # 2 ranks, or pairs, each with 2 batches of 4 images; dpo takes given
     "flowgrpo": record.grpo(ranks=2, **GUIDED, **WINDOW),
     "flowgrpo, context": record.grpo(ranks=4, sharding_context_parallel=2, **SHAPE, **WINDOW),
     "nft": record.nft(ranks=2, **GUIDED),
+    "dgpo": record.nft(ranks=2, algo="dgpo", kl_coef=0.1, **SHAPE),
     "dpo": record.dpo(ranks=2, **SHAPE),
     "srpo": record.srpo(ranks=2, **SHAPE | {"prompts_per_step": 16, "group_size": 1}),
 }

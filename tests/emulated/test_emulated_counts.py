@@ -14,11 +14,12 @@ NEEDED = {"sampling.py sample_here": count_waits.BATCHES, "optim.py _norms": 1, 
 WAITS = {  # of SRPO all scores are computed on the device; its batches hold texts of unequal lengths
     "flowgrpo": NEEDED | {"run.py Run.check_ratio": 1},
     "nft": NEEDED,
+    "dgpo": NEEDED | {"run.py Run.check_ratio": 1},
     "dpo": NEEDED | {"types.py Samples.cat": 2},
     "srpo": NEEDED | {"train_srpo.py grade": 2, "qwen_image.py QwenImage.predict_velocity.predict": 10},
 }
-MESSAGES = {"flowgrpo": 8, "nft": 7, "dpo": 8, "srpo": 7}  # between hosts, at most
-COPIES = {"flowgrpo": 18, "nft": 36, "dpo": 28, "srpo": 72}  # to the device, at most
+MESSAGES = {"flowgrpo": 8, "nft": 7, "dgpo": 8, "dpo": 8, "srpo": 7}  # between hosts, at most
+COPIES = {"flowgrpo": 18, "nft": 36, "dgpo": 28, "dpo": 28, "srpo": 72}  # to the device, at most
 
 
 @pytest.fixture(scope="module", params=sampled(MESSAGES, 1))

@@ -297,13 +297,14 @@ def dgpo_loss(
     require_batch("error", error, ref_error=ref_error, old_error=old_error, advantages=advantages)
     require_shape_of("error", error, groups=groups)
     now, advantage = error.detach().float(), advantages.detach().float().clamp(-adv_clip_max, adv_clip_max)
-    places, sizes = groups.unique(return_inverse=True, return_counts=True)[1:]
-    gains = advantage * (now - ref_error.detach().float())
-    weight = torch.sigmoid(dgpo_beta * (gains.new_zeros(len(sizes)).index_add(0, places, gains) / sizes))
+    is_same = groups[:, None] == groups
+    gains = torch.where(is_same, advantage * (now - ref_error.detach().float()), 0.0)
+    # Sums along rows repeat their bits on any device, and nothing waits for it; an index_add would do neither.
+    weight = torch.sigmoid(dgpo_beta * (gains.sum(dim=1) / is_same.sum(dim=1)))
     log_ratio = old_error.detach().float() - now
     clipped = torch.where(advantage > 0, log_ratio.exp() > 1 + high, log_ratio.exp() < 1 - low)
-    losses = weight[places] * advantage * torch.where(clipped, now, error.float())
-    metrics = ratio_metrics(log_ratio) | clip_metrics(log_ratio, low, high) | {"group_weight": weight[places].mean()}
+    losses = weight * advantage * torch.where(clipped, now, error.float())
+    metrics = ratio_metrics(log_ratio) | clip_metrics(log_ratio, low, high) | {"group_weight": weight.mean()}
     return LossOutput(losses.mean(), metrics)
 
 
