@@ -158,6 +158,32 @@ def test_weight_decay_leaves_a_parameter_alone_that_no_rank_has_a_gradient_for(r
         assert alone == [f"blocks.{i}.unused.{part}" for i in (0, 1) for part in ("weight", "bias")]
 
 
+def test_a_frozen_part_that_is_kept_whole_runs_on_one_rank_alone_and_before_the_net(run_ranks):
+    """As a tower for images does, where another rank's batch has none."""
+    expected = {name: grad for name, grad in expected_gradients(make_net()).items() if not name.startswith("first")}
+
+    def work(dist):
+        net = make_net()
+        net.first.requires_grad_(False)
+        net = shard(net, dist.mesh, mode="fsdp2", block_names=("Block",), whole=("first",))
+        alone = net.first(samples()).tolist() if dist.rank else None
+        return alone, gradients(net, dist, "fsdp2", (slice(0, 4), slice(4, 6)))
+
+    found = run_ranks(work)
+    assert [alone for alone, _ in found] == [None, make_net().first(samples()).tolist()]
+    for _, got in found:
+        assert got.keys() == expected.keys()
+        assert_agree(got, expected)
+
+
+def test_a_part_that_is_trained_is_not_kept_whole(run_ranks):
+    def work(dist):
+        with pytest.raises(ValueError, match="nothing is trained in mode 'fsdp2', got first"):
+            shard(make_net(), dist.mesh, mode="fsdp2", block_names=("Block",), whole=("first",))
+
+    run_ranks(work, world_size=1)
+
+
 def test_compute_dtype_acts_on_parameters_and_leaves_inputs_alone(run_ranks):
     class Probe(nn.Module):
         def __init__(self):

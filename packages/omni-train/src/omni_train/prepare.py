@@ -50,11 +50,11 @@ class Preparation:
 
     block_names: class names of its blocks. dtype: dtype of frozen weights, and in which sharded weights are gathered.
     lora: None trains the weights themselves, unless `is_trained` is False. is_frozen: True for the name of a weight
-        that
-    is never trained. mesh: mesh over which weights are sharded, if any. expert_names: class names of the experts that
-    stay on their rank, as in `shard`. context_mesh: mesh of ranks that compute each forward pass together, if any;
-    share: applies it to the net. base_dtype: quantized dtype of frozen weights, or "auto". run_on: device on which
-    blocks run, if their weights are stored on another.
+    that is never trained. mesh: mesh over which weights are sharded, if any. expert_names: class names of the experts
+    that stay on their rank, as in `shard`. whole: names of submodules that every rank holds whole, as in `shard`.
+    context_mesh: mesh of ranks that compute each forward pass together, if any; share: applies it to the net.
+    base_dtype: quantized dtype of frozen weights, or "auto". run_on: device on which blocks run, if their weights are
+    stored on another.
     """
 
     device: torch.device
@@ -65,6 +65,7 @@ class Preparation:
     is_frozen: Callable[[str], bool] = lambda name: False
     mesh: DeviceMesh | None = None
     expert_names: Collection[str] = ()
+    whole: Collection[str] = ()
     context_mesh: DeviceMesh | None = None
     share: Callable[[nn.Module, DeviceMesh], None] = lambda net, mesh: None
     base_dtype: Literal["auto", "int8", "fp8", "nf4"] = "auto"
@@ -144,6 +145,7 @@ def prepare(
             param_dtype=how.weight_dtype,
             device=how.device if how.base_dtype == "auto" else "cpu",
             expert_names=how.expert_names,
+            whole=how.whole,
         )
     if is_empty and files and how.lora and how.lora.init == "pissa":
         lora.take_out_largest(net, seed=how.lora.seed)  # before the rest is quantized
@@ -152,7 +154,7 @@ def prepare(
     if how.mesh is None:
         net = net.to(how.device)
     elif not is_empty:
-        own = {"block_names": how.block_names, "expert_names": how.expert_names}
+        own = {"block_names": how.block_names, "expert_names": how.expert_names, "whole": how.whole}
         net = shard(net, how.mesh, mode="fsdp2", compute_dtype=how.dtype, **own)
     if how.lora:
         init: lora.Init = how.lora.init if files or not is_empty else "default"  # undefined values have no largest part

@@ -43,6 +43,7 @@ def shard(
     block_names: Collection[str] = (),
     compute_dtype: torch.dtype | None = None,
     expert_names: Collection[str] = (),
+    whole: Collection[str] = (),
 ) -> ModuleT:
     """Shard a module over the ranks of `mesh`; return the same module, with the same attributes and `forward`.
 
@@ -63,17 +64,19 @@ def shard(
             different from the rollout's.
         expert_names: class names of the modules of experts that stay on their rank (`omni_train.experts`), in mode
             `fsdp2` with a 1-D mesh.
+        whole: names of frozen submodules that every rank holds whole in `fsdp2`, in `compute_dtype`, because not every
+            rank runs them in a forward pass.
 
     Raises:
-        ValueError: mode and mesh do not match, a block name matches no module, or `compute_dtype` is set without
-            `fsdp2`.
+        ValueError: mode and mesh do not match, a block name matches no module, `compute_dtype` is set without `fsdp2`,
+            or weights of `whole` are trained.
     """
     _check(mesh, mode, compute_dtype)
     if expert_names and (mode != "fsdp2" or (mesh is not None and mesh.ndim > 1)):
         raise ValueError(f"expert_names need mode 'fsdp2' and a 1-D mesh, got mode {mode!r} and {mesh}")
     if mode == "fsdp2" and mesh is not None:
         # torch's own hybrid sharding would sum over copies in every backward pass.
-        _fully_shard(module, mesh["shard"] if mesh.ndim > 1 else mesh, block_names, compute_dtype, expert_names)
+        _fully_shard(module, mesh["shard"] if mesh.ndim > 1 else mesh, block_names, compute_dtype, expert_names, whole)
     elif mode == "ddp" and mesh is not None:
         with torch.no_grad():
             for tensor in chain(module.parameters(), module.buffers()):
@@ -167,14 +170,20 @@ def _fully_shard(
     block_names: Collection[str],
     compute_dtype: torch.dtype | None,
     expert_names: Collection[str],
+    whole: Collection[str],
 ) -> None:
-    blocks = [m for m in module.modules() if type(m).__name__ in block_names]
-    missing = set(block_names) - {type(m).__name__ for m in blocks}
+    named = [m for m in module.modules() if type(m).__name__ in block_names]
+    missing = set(block_names) - {type(m).__name__ for m in named}
     if missing:
         raise ValueError(f"block_names must be class names of submodules, found none named {sorted(missing)}")
     policy = _precision(module, mesh, compute_dtype)
-    ignored = shard_experts(module, expert_names, mesh, policy.param_dtype) if expert_names else None
-    for unit in [*blocks, module]:
+    ignored = shard_experts(module, expert_names, mesh, policy.param_dtype) if expert_names else set[nn.Parameter]()
+    kept = set[nn.Module]()
+    for name in whole:
+        own = _keep_whole(module.get_submodule(name), name, torch.device(mesh.device_type), policy.param_dtype)
+        kept.update(own.modules())
+        ignored.update(own.parameters())
+    for unit in [*(m for m in named if m not in kept), module]:
         _move(unit, torch.device(mesh.device_type))
         # Resharding the root too keeps the registered parameters the sharded ones between forwards, so that adapters
         # can be copied, averaged and switched at any time.
@@ -182,6 +191,15 @@ def _fully_shard(
     for sharded in _units(module):
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # else it would multiply by 1.0, unsupported by gloo
+
+
+def _keep_whole(module: nn.Module, name: str, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
+    """Return the module on the device, where FSDP2 moves only what it shards, with its parameters in this dtype."""
+    if any(param.requires_grad for param in module.parameters()):
+        raise ValueError(f"whole must name submodules of which nothing is trained in mode 'fsdp2', got {name}")
+    for param in module.parameters():
+        param.data = param.data.to(dtype or param.dtype)
+    return module if any(param.is_meta for param in module.parameters()) else module.to(device)
 
 
 def _move(module: nn.Module, device: torch.device) -> None:

@@ -92,6 +92,7 @@ def read_all(
 
     still = () if args.lora.rank else model.FROZEN
     how = preparation(args, dist.device, model, lambda name: f"{name}.".startswith(tuple(f"{each}." for each in still)))
+    how = replace(how, whole=model.FROZEN)  # ranks run a tower only for media
     prompts, records = read_prompts(args, check_graded if scored else check_given, check_graded)
     params = TokenParams(args.sampling.max_new_tokens, args.sampling.temperature)
     eval_params = TokenParams(args.sampling.max_new_tokens, args.eval.temperature, args.eval.top_p)
@@ -231,7 +232,7 @@ def open_teacher(world: World, inputs: Inputs[TokenModel, TokenParams], teacher:
     Raises:
         ValueError, OSError: the weights could not be read.
     """
-    how = replace(inputs.preparation.frozen(), block_names=teacher.BLOCK_NAMES)
+    how = replace(inputs.preparation.frozen(), block_names=teacher.BLOCK_NAMES, whole=teacher.FROZEN)
     with same_error(world.whole):
         net, files = unfilled(replace(inputs, model=teacher), how, {})
         sizes = [num_logits(model.empty_net()) for model in (inputs.model, teacher)]

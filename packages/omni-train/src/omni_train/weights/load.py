@@ -28,7 +28,7 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 MAX_WEIGHT = 1e18  # its square fits into float32; sums with larger weights overflow
 
 
-def load_sharded(
+def load_sharded(  # noqa: PLR0913 - all but three are keyword-only, and four are those of `shard`
     net: ModuleT,
     files: Sequence[str | Path] | Mapping[str, Sequence[str | Path]] | None,
     mesh: DeviceMesh | None,
@@ -38,6 +38,7 @@ def load_sharded(
     param_dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     expert_names: Collection[str] = (),
+    whole: Collection[str] = (),
 ) -> ModuleT:
     """Load the files' weights into a net, sharded over `mesh` (mode `fsdp2` of `shard`) if given; return the same net.
 
@@ -51,7 +52,7 @@ def load_sharded(
             otherwise only names that `check_files` ignores; or such files by submodule of the net. None leaves the
             values uninitialized.
         mesh: as in `shard`, or None for weights that are not sharded (`shard(..., mode="ddp")` may follow).
-        block_names, compute_dtype, expert_names: as in `shard`.
+        block_names, compute_dtype, expert_names, whole: as in `shard`.
         param_dtype: dtype of the parameters; under adapters also of buffers, as diffusers has one dtype for all frozen
             tensors. A frozen copy in bfloat16 can be the reference of a net trained in float32; its buffers stay.
         device: device of weights that are not sharded; a mesh has its own.
@@ -72,7 +73,7 @@ def load_sharded(
         if t not in adapters and t.is_floating_point():
             t.data = t.data.to(param_dtype)
     if mesh is not None:
-        own = {"block_names": block_names, "expert_names": expert_names}
+        own = {"block_names": block_names, "expert_names": expert_names, "whole": whole}
         shard(net, mesh, mode="fsdp2", compute_dtype=compute_dtype, **own)
     place = torch.device(mesh.device_type) if mesh is not None else device
     net._apply(lambda t: torch.empty_like(t, device=place) if t.is_meta else t.to(place))
