@@ -21,6 +21,7 @@ from omni_rl.settings.fields import change
 from omni_train.dist import init_distributed
 from omni_train.weights.full import save_weights
 from PIL import Image
+from row_runs import write_chats
 from safetensors.torch import save_file
 from trainer_runs import recipe, shallow, tiny, write_eval_prompts, write_teacher
 
@@ -84,7 +85,7 @@ TRAINERS = {
     "distill of a teacher": Trainer("train_distill", {"algo": "opd", "train_high": None, "lr": 1e-3, "group_size": 2},
                                     reads="teacher"),
     "gspo": Trainer("train_gspo", ANSWERS | {"algo": "dapo", "ema_decay": 0.5, "num_iterations": 2, "rounds": 2},
-                    "qwen3-omni"),
+                    "qwen3-omni", reads="media"),
     "sft of texts": Trainer("train_sft_tokens", ANSWERS | {"group_size": 1, "prompts_per_step": 4, "ema_decay": 0.9},
                             "qwen3"),
     "dpo of texts": Trainer("train_dpo_tokens", ANSWERS | {"batch_size": 4, "prompts_per_step": 4}, "qwen3"),
@@ -135,6 +136,9 @@ def settings(name: str, url: str, weights: str = "all weights", place: str = "on
         write_texts()
         model = str(tiny_checkpoint(row.model, REPO / ".pytest_cache" / "tiny-models"))
         given |= {"model": model, "prompts": "train.jsonl", "eval_prompts": "eval.jsonl"}
+        if row.reads == "media":
+            write_chats(Path())
+            given |= {"prompts": "train-seen.jsonl", "eval_prompts": "eval-seen.jsonl"}
         if row.reads == "teacher":
             given["teacher"] = write_teacher(model)
         if row.reads == "pairs":
@@ -208,8 +212,8 @@ HELD: dict[str, list[Case]] = {
     ],
     "samples a step ahead": [(name, "all weights", "one rank") for name in AHEAD],
     "trains on an accelerator to the bit as on the CPU": [
-        *((name, "all weights", "one rank") for name in TRAINERS if name not in ("awm", "dgpo")),
-        *((name, "LoRA", "one rank") for name in ADAPTED if name not in ("awm", "dgpo")),
+        *((name, "all weights", "one rank") for name in TRAINERS),
+        *((name, "LoRA", "one rank") for name in ADAPTED),
         *((name, "all weights", "fsdp2") for name in ONE_EACH),
         *((name, "LoRA", "ddp") for name in ONE_EACH),
         ("flowgrpo", "all weights", "two by two"), ("nft", "LoRA", "a rank that samples"),

@@ -357,7 +357,7 @@ const std::unordered_set<std::string> kIndex = {  // which take indices of the h
     "aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index",
     "aten::_unsafe_index_put"};
 // What CUDA adds up by atomics, unless algorithms must be deterministic: in any order, so that the last bits differ. Where
-// it is only warned, its attention does so.
+// it is only warned, its attention does so; here all do, as it is not warned in a run's forward passes.
 const std::unordered_set<std::string> kAnyOrder = {
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward", "aten::index_add", "aten::index_add_",
     "aten::scatter_add", "aten::scatter_add_", "aten::_index_put_impl_"};

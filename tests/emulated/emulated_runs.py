@@ -6,8 +6,8 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, chdir, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, chdir, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -29,6 +29,7 @@ from omni_rl.tools import plan_tokens
 from omni_rollout import Prompt
 from omni_rollout.engines.transformers import TransformersEngine
 from omni_rollout.models import open_model, qwen_image_net, z_image_net
+from omni_rollout.models.diffusers_model import DiffusersModel
 from omni_rollout.models.hunyuan_image_moe import Mixture
 from omni_rollout.models.tokens import open_token_model
 from omni_rollout.sampler import Sampler
@@ -38,6 +39,7 @@ from omni_train.optim import StepResult
 from omni_train.planned import PLANNED, PlannedDevice
 from records import record
 from torch import Tensor, nn
+from transformers import GenerationMixin
 
 TEXTS: dict[str, Any] = {"prompts": "texts.jsonl", "eval_prompts": "texts.jsonl"}
 SMALL: dict[str, Any] = {"train_steps": 2, "eval_every": 1}
@@ -126,6 +128,32 @@ def rotate_in_real_numbers(is_real: bool = True) -> None:
     """Make every device rotate queries and keys like accelerators without complex numbers, or like others."""
     for net in (qwen_image_net, z_image_net):
         net.is_real = lambda device: is_real
+
+
+def compute_like_accelerators() -> None:
+    """Have the CPU compute by the operations of accelerators, on memory that is aligned as theirs.
+
+    It rotates in real numbers, transformers' experts take tokens one by one while answers are sampled, and weights are
+    copied out of mapped files: products of numbers at other addresses have other bits.
+    """
+    rotate_in_real_numbers()
+    load_part = DiffusersModel._load
+
+    @contextmanager
+    def one_by_one(net: GenerationMixin) -> Iterator[None]:
+        kinds = net.get_experts_implementation()
+        net.set_experts_implementation({name: kind.replace("grouped", "batched") for name, kind in kinds.items()})
+        yield
+        net.set_experts_implementation(kinds)
+
+    def copied(*given: Any) -> Any:
+        part = load_part(*given)
+        for weight in part.parameters() if isinstance(part, nn.Module) else ():
+            weight.data = weight.data.clone()
+        return part
+
+    DiffusersModel._load = copied  # type: ignore[method-assign]
+    GenerationMixin._optimize_model_for_decode = one_by_one
 
 
 def load_like_cuda() -> None:
