@@ -299,7 +299,7 @@ def dgpo_loss(
     now, advantage = error.detach().float(), advantages.detach().float().clamp(-adv_clip_max, adv_clip_max)
     is_same = groups[:, None] == groups
     gains = torch.where(is_same, advantage * (now - ref_error.detach().float()), 0.0)
-    # Sums along rows repeat their bits on any device, and nothing waits for it; an index_add would do neither.
+    # CUDA adds by index in any order, and to find the indices would wait for the device; sums of rows do neither.
     weight = torch.sigmoid(dgpo_beta * (gains.sum(dim=1) / is_same.sum(dim=1)))
     log_ratio = old_error.detach().float() - now
     clipped = torch.where(advantage > 0, log_ratio.exp() > 1 + high, log_ratio.exp() < 1 - low)
