@@ -176,12 +176,18 @@ def test_a_frozen_part_that_is_kept_whole_runs_on_one_rank_alone_and_before_the_
         assert_agree(got, expected)
 
 
-def test_a_part_that_is_trained_is_not_kept_whole(run_ranks):
+def test_a_part_that_is_trained_is_sharded_though_others_like_it_are_kept_whole(run_ranks):
     def work(dist):
-        with pytest.raises(ValueError, match="nothing is trained in mode 'fsdp2', got first"):
-            shard(make_net(), dist.mesh, mode="fsdp2", block_names=("Block",), whole=("first",))
+        net = make_net()
+        net.blocks[0].requires_grad_(False)
+        net = shard(net, dist.mesh, mode="fsdp2", block_names=("Block",), whole=("blocks.0", "blocks.1"))
+        sharded = [isinstance(block.inner.weight, DTensor) for block in net.blocks]
+        return sharded, gradients(net, dist, "fsdp2", (slice(0, 3), slice(3, 6)))
 
-    run_ranks(work, world_size=1)
+    expected = expected_gradients(make_net())
+    for sharded, got in run_ranks(work):
+        assert sharded == [False, True]
+        assert_agree(got, {name: grad for name, grad in expected.items() if not name.startswith("blocks.0")})
 
 
 def test_compute_dtype_acts_on_parameters_and_leaves_inputs_alone(run_ranks):

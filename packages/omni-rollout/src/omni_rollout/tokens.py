@@ -107,7 +107,7 @@ class TokenModel(Writer, Protocol):
     BLOCK_NAMES: tuple[str, ...]  # classes of the net's blocks, the units of sharding and recomputing
     EXPERT_NAMES: ClassVar[tuple[str, ...]]  # classes of the net's modules of experts
     LORA_TARGETS: str  # pattern for the full names of the layers that get LoRA
-    FROZEN: ClassVar[tuple[str, ...]]  # names of modules that are never trained, and that sharded ranks hold whole
+    FROZEN: ClassVar[tuple[str, ...]]  # prefixes of the names of modules that are never trained, but for adapters
     MEDIA: ClassVar[tuple[str, ...]]  # kinds of media that prompts may hold
     config: dict[str, Any]  # configuration of the net
     sample_rate: int  # of sound in prompts, Hz; 0 for a model without sound

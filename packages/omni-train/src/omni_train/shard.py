@@ -64,12 +64,12 @@ def shard(
             different from the rollout's.
         expert_names: class names of the modules of experts that stay on their rank (`omni_train.experts`), in mode
             `fsdp2` with a 1-D mesh.
-        whole: names of frozen submodules that every rank holds whole in `fsdp2`, in `compute_dtype`, because not every
-            rank runs them in a forward pass.
+        whole: names of submodules that not every rank runs in a forward pass. In `fsdp2` every rank holds them whole,
+            in `compute_dtype`; one with trained weights is sharded, and every rank must run it.
 
     Raises:
-        ValueError: mode and mesh do not match, a block name matches no module, `compute_dtype` is set without `fsdp2`,
-            or weights of `whole` are trained.
+        ValueError: mode and mesh do not match, a block name matches no module, or `compute_dtype` is set without
+            `fsdp2`.
     """
     _check(mesh, mode, compute_dtype)
     if expert_names and (mode != "fsdp2" or (mesh is not None and mesh.ndim > 1)):
@@ -179,10 +179,11 @@ def _fully_shard(
     policy = _precision(module, mesh, compute_dtype)
     ignored = shard_experts(module, expert_names, mesh, policy.param_dtype) if expert_names else set[nn.Parameter]()
     kept = set[nn.Module]()
-    for name in whole:
-        own = _keep_whole(module.get_submodule(name), name, torch.device(mesh.device_type), policy.param_dtype)
-        kept.update(own.modules())
-        ignored.update(own.parameters())
+    for part in map(module.get_submodule, whole):
+        if not any(param.requires_grad for param in part.parameters()):
+            _keep_whole(part, torch.device(mesh.device_type), policy.param_dtype)
+            kept.update(part.modules())
+            ignored.update(part.parameters())
     for unit in [*(m for m in named if m not in kept), module]:
         _move(unit, torch.device(mesh.device_type))
         # Resharding the root too keeps the registered parameters the sharded ones between forwards, so that adapters
@@ -193,13 +194,12 @@ def _fully_shard(
         sharded.set_force_sum_reduction_for_comms(True)  # else it would multiply by 1.0, unsupported by gloo
 
 
-def _keep_whole(module: nn.Module, name: str, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
-    """Return the module on the device, where FSDP2 moves only what it shards, with its parameters in this dtype."""
-    if any(param.requires_grad for param in module.parameters()):
-        raise ValueError(f"whole must name submodules of which nothing is trained in mode 'fsdp2', got {name}")
+def _keep_whole(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+    """Cast the parameters to this dtype, and move the module to the device, where FSDP2 moves only what it shards."""
     for param in module.parameters():
         param.data = param.data.to(dtype or param.dtype)
-    return module if any(param.is_meta for param in module.parameters()) else module.to(device)
+    if not any(param.is_meta for param in module.parameters()):
+        module.to(device)
 
 
 def _move(module: nn.Module, device: torch.device) -> None:
