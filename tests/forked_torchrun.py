@@ -49,12 +49,13 @@ def torchrun(words: Sequence[str], folder: Path, output: Path) -> Torchrun:
 
 
 def run_script(path: str, *words: str) -> None:
-    """Run the script as a rank, to its end."""
+    """Run the script as a rank, to its end. If it succeeds, return, as torchrun waits until all ranks have."""
     sys.argv = [path, *words]
+    code: object = 0
     try:
         runpy.run_path(path, run_name="__main__")
     except SystemExit as exc:
-        sys.stdout.flush()
-        os._exit(exc.code if isinstance(exc.code, int) else 1)
+        code = exc.code
     sys.stdout.flush()
-    os._exit(0)
+    if code:
+        os._exit(code if isinstance(code, int) else 1)
