@@ -38,6 +38,7 @@ from omni_train.optim import StepResult
 from omni_train.planned import PLANNED, PlannedDevice
 from records import record
 from torch import Tensor, nn
+from trainer_runs import spared
 
 TEXTS: dict[str, Any] = {"prompts": "texts.jsonl", "eval_prompts": "texts.jsonl"}
 SMALL: dict[str, Any] = {"train_steps": 2, "eval_every": 1}
@@ -83,14 +84,15 @@ def run(
 ) -> Outcome:
     """Train in that folder, in as many lives as there are numbers of steps; each calls `before` first.
 
-    lives: the step after which each life ends.
+    lives: the step after which each life ends. Unlike rows of the table, lives count no operations and write no report.
     """
     folder.mkdir()
     record.write_data(folder)
     (folder / "texts.jsonl").write_text(
         '{"prompt": "a sign", "pattern": "[a-m]"}\n{"prompt": "red", "pattern": "[A-Z]"}\n'
     )
-    return live(case.app, record.flags(case, record.REPO, url), case.ranks, folder, lives, before)
+    with spared(report=False, flops=False):
+        return live(case.app, record.flags(case, record.REPO, url), case.ranks, folder, lives, before)
 
 
 def run_row(
