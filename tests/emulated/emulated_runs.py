@@ -84,7 +84,7 @@ def run(
 ) -> Outcome:
     """Train in that folder, in as many lives as there are numbers of steps; each calls `before` first.
 
-    lives: the step after which each life ends. Unlike rows of the table, lives count no operations and write no report.
+    lives: the step after which each life ends. Unlike `run_row`, count no operations and write no report.
     """
     folder.mkdir()
     record.write_data(folder)
