@@ -25,8 +25,11 @@ class Torchrun:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
-def torchrun(words: Sequence[str], folder: Path, output: Path) -> Torchrun:
-    """Start torchrun in a folder with the words of its command line, which include a script."""
+def torchrun(words: Sequence[str], folder: Path, output: Path, *, is_forked: bool = True) -> Torchrun:
+    """Start torchrun in a folder with the words of its command line, which include a script.
+
+    is_forked: False to start it as a user does, as a program whose ranks are programs.
+    """
     if pid := os.fork():
         return Torchrun(pid, output)
     code = 1
@@ -37,6 +40,8 @@ def torchrun(words: Sequence[str], folder: Path, output: Path) -> Torchrun:
                 os.dup2(said.fileno(), place)
         sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1)
         os.environ["OMP_NUM_THREADS"] = "1"
+        if not is_forked:
+            os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *words])
         config, _, script = config_from_args(parse_args(words))
         elastic_launch(replace(config, start_method="fork"), run_script)(*script[script[0] == "-u" :])
         code = 0
@@ -49,12 +54,13 @@ def torchrun(words: Sequence[str], folder: Path, output: Path) -> Torchrun:
 
 
 def run_script(path: str, *words: str) -> None:
-    """Run the script as a rank, to its end."""
+    """Run the script as a rank, to its end. If it succeeds, return, as torchrun waits until all ranks have."""
     sys.argv = [path, *words]
+    code: object = 0
     try:
         runpy.run_path(path, run_name="__main__")
     except SystemExit as exc:
-        sys.stdout.flush()
-        os._exit(exc.code if isinstance(exc.code, int) else 1)
+        code = exc.code
     sys.stdout.flush()
-    os._exit(0)
+    if code:
+        os._exit(code if isinstance(code, int) else 1)

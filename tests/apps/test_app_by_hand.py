@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import CHECKPOINT, REPO, in_turn, sampled
+from helpers import REPO, in_turn, sampled
 from model_rows import ROWS
 from omni_reward import Score
 from omni_reward.serving import serving_here
 from omni_rl.settings.fields import change
 from omni_train.files import load_metrics
 from torch.multiprocessing import ProcessRaisedException
-from trainer_runs import PROMPTS, exported, run_script, start_script, train, train_on_ranks
+from trainer_runs import PROMPTS, exported, run_script, shallow, start_script, train, train_on_ranks
 
 import train_flowgrpo as app
 
@@ -42,7 +42,7 @@ def url(tmp_path, monkeypatch, bright_url):
 
 def flags(url, own):
     """The page's command line."""
-    small = {"model": CHECKPOINT, "prompts": PROMPTS / "train.txt", "eval_prompts": "eval.txt", "scorer_url": url}
+    small = {"model": shallow(), "prompts": PROMPTS / "train.txt", "eval_prompts": "eval.txt", "scorer_url": url}
     small |= {"prompts_per_step": 2, "group_size": 4, "batch_size": 2, "num_inference_steps": 4, "window_high": 3}
     small |= {"train_steps": STEPS, "save_every": SAVE_EVERY, "eval_every": STEPS} | own
     return [word for name, value in small.items() for word in (f"--{name.replace('_', '-')}", str(value))]
@@ -53,7 +53,7 @@ def settings(url, own):
     named = {"shard": "sharding_mode"}
     own = {named.get(name, name): value for name, value in own.items()}
     return change(
-        app.Args(), name="trainer", model=str(CHECKPOINT), prompts=str(PROMPTS / "train.txt"), eval_prompts="eval.txt",
+        app.Args(), name="trainer", model=str(shallow()), prompts=str(PROMPTS / "train.txt"), eval_prompts="eval.txt",
         scorer_url=url, prompts_per_step=2, group_size=4, batch_size=2, height=32, width=96, num_inference_steps=4,
         noise_level=0.4, window_size=2, window_low=1, window_high=3, clip_range=1e-3, optim_weight_decay=0.0,
         train_steps=STEPS, save_every=SAVE_EVERY, eval_every=STEPS, eval_num_inference_steps=4, **own,

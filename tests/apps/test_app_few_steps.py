@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import CHECKPOINT, REPO, in_turn, sampled
+from helpers import REPO, in_turn, sampled
 from omni_reward import Score
 from omni_reward.serving import serving_here
 from omni_train.files import load_metrics
-from trainer_runs import PROMPTS, exported, run_script, start_script
+from trainer_runs import PROMPTS, exported, run_script, shallow, start_script
 
 FOLDER = REPO / "apps" / "variants"
 PAGES = {name: FOLDER / f"{name}.py" for name in ("dmd2", "tdm", "tdm_r1")}
@@ -33,7 +33,7 @@ def url(tmp_path, monkeypatch, bright_url):
 
 def flags(page, url, **own):
     """The command line of a page for a small run."""
-    small = {"model": CHECKPOINT, "prompts": PROMPTS / "train.txt", "eval_prompts": "eval.txt", "scorer_url": url}
+    small = {"model": shallow(), "prompts": PROMPTS / "train.txt", "eval_prompts": "eval.txt", "scorer_url": url}
     small |= {"name": page, "prompts_per_step": 4, "batch_size": 2, "num_inference_steps": 2, "fake_updates": 2}
     small |= {"lora_rank": 2, "train_steps": STEPS, "save_every": 2, "eval_every": STEPS, "lr": 1e-3, "fake_lr": 1e-3}
     small |= {"group_size": 2, "prompts_per_step": 2} if page == "tdm_r1" else {}

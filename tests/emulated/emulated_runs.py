@@ -39,6 +39,7 @@ from omni_train.optim import StepResult
 from omni_train.planned import PLANNED, PlannedDevice
 from records import record
 from torch import Tensor, nn
+from trainer_runs import spared
 from transformers import GenerationMixin
 
 TEXTS: dict[str, Any] = {"prompts": "texts.jsonl", "eval_prompts": "texts.jsonl"}
@@ -85,14 +86,15 @@ def run(
 ) -> Outcome:
     """Train in that folder, in as many lives as there are numbers of steps; each calls `before` first.
 
-    lives: the step after which each life ends.
+    lives: the step after which each life ends. Unlike `run_row`, count no operations and write no report.
     """
     folder.mkdir()
     record.write_data(folder)
     (folder / "texts.jsonl").write_text(
         '{"prompt": "a sign", "pattern": "[a-m]"}\n{"prompt": "red", "pattern": "[A-Z]"}\n'
     )
-    return live(case.app, record.flags(case, record.REPO, url), case.ranks, folder, lives, before)
+    with spared(report=False, flops=False):
+        return live(case.app, record.flags(case, record.REPO, url), case.ranks, folder, lives, before)
 
 
 def run_row(

@@ -43,9 +43,9 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data[: self.server.breaks_at])
 
     def pour(self, data, piece=2**16):
-        """Send data without end, until the client hangs up; a redirect may have a body."""
+        """Send data without end, until the client hangs up or the test ends; a redirect may have a body."""
         with suppress(OSError):
-            for start in itertools.count(0, piece):
+            for start in itertools.takewhile(lambda _: self.server.is_open, itertools.count(0, piece)):
                 self.wfile.write(data[start % len(data) :][:piece])
                 self.server.poured += piece
                 time.sleep(0.005 if piece == 1 else 0)
@@ -61,7 +61,7 @@ class Server(ThreadingHTTPServer):
         self.files = {"/o/r/raw/c1/data/train.txt": TRAIN, "/o/r/raw/c1/data/test.txt": TEST}
         self.asked: list[str] = []
         self.redirects: dict[str, str] = {}
-        self.drips, self.poured = False, 0
+        self.drips, self.poured, self.is_open = False, 0, True
 
 
 @pytest.fixture
@@ -73,6 +73,7 @@ def server(tmp_path, monkeypatch):
     Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}).start()
     write_table(monkeypatch, server.url)
     yield server
+    server.is_open = False
     server.shutdown()
     server.server_close()
 

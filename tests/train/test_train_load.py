@@ -226,10 +226,11 @@ class PeakBytes(TorchDispatchMode):
         known = self._alive.get(storage._cdata)
         if known and not known[0].expired():
             return
-        small = storage.nbytes() < 2**17  # asking the system takes longer than it is worth
-        if small or not is_mapped(storage.data_ptr()):
-            self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self._bound += storage.nbytes()
+        size = storage.nbytes()
+        if size >= 2**17 and is_mapped(storage.data_ptr()):  # asking the system takes longer than less is worth
+            size = 0
+        self._alive[storage._cdata] = StorageWeakRef(storage), size
+        self._bound += size
         if self._bound > self.peak:  # what has gone since then is looked for only where it can matter
             self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
             self._bound = sum(size for _, size in self._alive.values())
