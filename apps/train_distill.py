@@ -33,7 +33,7 @@ from omni_rl.settings import groups
 from omni_rl.settings.args import MediaArgs, load_records
 from omni_rl.settings.cli import parse_cli
 from omni_rl.settings.eval_sets import MediaEval
-from omni_rl.settings.fields import Flat, at_least, between, flag, require
+from omni_rl.settings.fields import Flat, at_least, between, prefix_errors, require
 from omni_rl.settings.rules import check_scored
 
 # 1. Settings. Parsed before torch is imported, so that --help and errors in flags are fast.
@@ -87,7 +87,7 @@ def check_args(args: Args) -> None:
         (args.noise_level <= 1 or args.algo != "opd-cps", "--noise-level must be <= 1 for opd-cps"),
     )
     names = parse_teachers(args.teachers)
-    with flag("--prompts: "):
+    with prefix_errors("--prompts: "):
         for record in load_records(args.data, args.data.prompts):
             teacher = record.meta.get("teacher")
             require((teacher in (None, *names), f'"teacher" must be one of --teachers, got {teacher!r}'))
@@ -124,8 +124,8 @@ if __name__ == "__main__":
 
 import torch
 from omni_losses import LossOutput, distill_kl_loss, distill_velocity_loss
-from omni_rl.flow.sampling import evaluate_set, prompts_of, sample, show
-from omni_rl.flow.scorers import abstaining
+from omni_rl.flow.sampling import evaluate_set, sample, show, step_prompts
+from omni_rl.flow.scorers import abstaining_scorer
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
 from omni_rl.run.media import (
@@ -164,8 +164,8 @@ ALGOS: dict[str, tuple[Callable[..., Transition], Loss]] = {
     "opd-ode": (ode_step, velocity_loss),
 }
 
-BEFORE = ""  # name of the teacher that is the initial model
-UNSCORED = abstaining("samples of training are not scored")
+INITIAL = ""  # name of the teacher that is the initial model
+UNSCORED = abstaining_scorer("samples of training are not scored")
 
 # 3. A training step: rollout of the student, and its correction
 
@@ -189,10 +189,10 @@ def main(args: Args, world: World) -> None:
     with Loop(run, evaluate_set, export) as steps:
         for step in steps:
             with run.phase("rollout"):
-                rollout = sample(run, prompts_of(run, step), student_params(args, run.base_params), scorer=UNSCORED)
+                rollout = sample(run, step_prompts(run, step), student_params(args, run.base_params), scorer=UNSCORED)
                 conds = [teacher_cond(run, batch) for batch in rollout.batches]  # while the engine is awake
             with run.updating(step):
-                step.metrics |= update(run, step, rollout.batches, conds, list(teachers) or [BEFORE])
+                step.metrics |= update(run, step, rollout.batches, conds, list(teachers) or [INITIAL])
             run.sync(step)
             show(run, step, rollout)
 
@@ -256,7 +256,7 @@ def update(
             velocity = run.model.predict_velocity(run.policy.net, at.x, at.sigma, batch.cond, at.params)
             outs = []
             for name in teachers:
-                weights = to_device(shares(batch, name, len(teachers)), at.x.device)
+                weights = to_device(teacher_shares(batch, name, len(teachers)), at.x.device)
                 outs.append(loss_of(velocity, teacher_velocity(run, name, cond, at), at, weights))
             loss = torch.stack([out.loss for out in outs]).sum()
             # Gradients are summed over batches, steps and ranks; this makes the sum a mean.
@@ -267,7 +267,7 @@ def update(
     return run.policy_metrics(forwards, results)
 
 
-def shares(batch: Trajectory, teacher: str, count: int) -> Tensor:
+def teacher_shares(batch: Trajectory, teacher: str, count: int) -> Tensor:
     """Return a teacher's share [B] of each sample's loss: 1 or 0 if the prompt names a teacher, else 1 / count."""
     named = [prompt.meta.get("teacher") for prompt in batch.prompts]
     return torch.tensor([1 / count if name is None else float(name == teacher) for name in named])
@@ -286,7 +286,7 @@ def teacher_velocity(run: MediaRun[Args], name: str, cond: Cond, at: Latents) ->
     args, model, params = run.args, run.model, teacher_params(run.args, at.params)
     levels = [torch.lerp(at.sigma, at.sigma_next, j / args.teacher_substeps) for j in range(args.teacher_substeps + 1)]
     x, velocities = at.x, []
-    with run.policy.reference() if name == BEFORE else run.policy.teacher(name) as net:
+    with run.policy.reference() if name == INITIAL else run.policy.teacher(name) as net:
         for sigma, sigma_next in pairwise(levels):
             velocities.append(model.predict_velocity(net, x, sigma, cond, params))
             x = euler_step(velocities[-1], x, sigma, sigma_next)

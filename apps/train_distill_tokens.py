@@ -87,7 +87,15 @@ if __name__ == "__main__":
 
 import torch
 from omni_losses import token_divergence
-from omni_rl.flow.tokens import TokenBatch, Unscored, evaluate_set, pack_all, prompts_of, read_answers, sample_answers
+from omni_rl.flow.tokens import (
+    TokenBatch,
+    Unscored,
+    evaluate_set,
+    expand_prompts,
+    pack_all,
+    read_answers,
+    sample_answers,
+)
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
 from omni_rl.run.run import Step, TokenRun
@@ -133,7 +141,7 @@ def main(args: Args, world: World) -> None:
 def roll_out(run: TokenRun[Args], step: Step) -> list[TokenTrajectory]:
     """Return this rank's batches of the student's answers."""
     data = run.args.data
-    prompts = prompts_of(run.prompts.at(step.number), data.group_size, seed=run.args.run.seed, step=step.number)
+    prompts = expand_prompts(run.prompts.at(step.number), data.group_size, seed=run.args.run.seed, step=step.number)
     with run.phase("rollout"):
         return [*sample_answers(run, prompts, run.base_params, Unscored()).batches]
 

@@ -80,7 +80,7 @@ def check_args(args: Args) -> None:
     checked = replace(args, data=replace(data, batch_size=2)) if offline else args
     check_scored(checked, num_trained=None, needs_scorer=False)
     require(
-        (args.scorer.given or offline or args.run.dry_run,
+        (args.scorer.is_set or offline or args.run.dry_run,
          "--scorer must name a reward, --scorer.url a reward server, or --preferences a file of pairs"),
         (not (offline and args.sampling.draw_ahead),
          f"--draw-ahead must be 0 with --preferences, of which nothing is sampled, got {args.sampling.draw_ahead}"),
@@ -102,17 +102,17 @@ if __name__ == "__main__":
 
 import torch
 from omni_losses import best_worst_pairs, diffusion_dpo_loss, velocity_error
-from omni_rl.flow.batches import by_size
-from omni_rl.flow.experts import clamp_to_side, on_one_side
-from omni_rl.flow.sampling import by_shapes, evaluate_set, expand_groups, prompts_of, sample, show
-from omni_rl.flow.scoring import Rollout, rewards_at, wait_and_grade
+from omni_rl.flow.batches import group_by_size
+from omni_rl.flow.experts import clamp_to_side, restrict_to_expert
+from omni_rl.flow.sampling import evaluate_set, expand_groups, group_by_shapes, sample, show, step_prompts
+from omni_rl.flow.scoring import Rollout, step_rewards, wait_and_grade
 from omni_rl.media.preferences import read_latent
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
 from omni_rl.run.media import export, open_engine, open_scorers, read_media
 from omni_rl.run.run import MediaRun, Step
 from omni_rl.run.serve import serve
-from omni_rl.run.sources import sampled
+from omni_rl.run.sources import sample_steps
 from omni_rl.run.start import open_net, open_policy, open_run, open_session, print_plan, start_servers
 from omni_rl.run.world import World
 from omni_rollout import Trajectory
@@ -152,12 +152,12 @@ def main(args: Args, world: World) -> None:
     model, engine = open_engine(args, world, inputs, net)
     policy = open_policy(args, world, inputs, session, net, engine)
     run = open_run(args, world, inputs, session, model, policy, engine, scorer, held_out, algorithm="dpo")
-    if world.only_samples:
+    if world.is_sampler:
         serve(run, roll_out)  # type: ignore[arg-type]  # not None: rollout ranks exclude --preferences
         return
     with Loop(run, evaluate_set, export) as steps:
-        for step, rollout in sampled(run, steps, roll_out):
-            pairs = pairs_of(run, step, rollout) if rollout else read_pairs(run, step)
+        for step, rollout in sample_steps(run, steps, roll_out):
+            pairs = select_pairs(run, step, rollout) if rollout else read_pairs(run, step)
             with run.updating(step):
                 step.metrics |= update(run, step, pairs)
             run.sync(step)
@@ -168,20 +168,22 @@ def roll_out(run: MediaRun[Args], step: Step) -> Rollout[Trajectory] | None:
     if run.args.preferences:
         return None
     with run.phase("rollout"):
-        return sample(run, prompts_of(run, step), run.base_params, in_a_row=run.args.data.group_size)
+        return sample(run, step_prompts(run, step), run.base_params, in_a_row=run.args.data.group_size)
 
 
-def pairs_of(run: MediaRun[Args], step: Step, rollout: Rollout[Trajectory]) -> list[Pairs]:
+def select_pairs(run: MediaRun[Args], step: Step, rollout: Rollout[Trajectory]) -> list[Pairs]:
     """Return the best and the worst sample of each of this rank's groups of the step, by size, and show samples."""
-    pairs = wait_and_grade(run, step, rollout, choose)  # wait for all, because batches hold pairs of several groups
+    pairs = wait_and_grade(
+        run, step, rollout, choose_pairs
+    )  # wait for all, because batches hold pairs of several groups
     show(run, step, rollout)
     return pairs
 
 
-def choose(run: MediaRun[Args], step: Step, rollout: Rollout[Trajectory]) -> list[Pairs]:
+def choose_pairs(run: MediaRun[Args], step: Step, rollout: Rollout[Trajectory]) -> list[Pairs]:
     """Return the best and the worst sample of each of this rank's groups, by size."""
-    rewards, chosen = rewards_at(run, step, rollout), []
-    for same in by_size(rollout.batches):
+    rewards, chosen = step_rewards(run, step, rollout), []
+    for same in group_by_size(rollout.batches):
         trajectory = Trajectory.cat(same)
         place_of = {index: place for place, index in enumerate(trajectory.indices.tolist())}
         pairs = [pair for pair in best_worst_pairs(rewards, rollout.groups) if pair[0] in place_of]
@@ -199,7 +201,7 @@ def read_pairs(run: MediaRun[Args], step: Step) -> list[Pairs]:
     prompts = expand_groups([records[i] for i in places] or records[:1], 1, seed=run.args.run.seed, step=step.number)
     folder, pairs = run.prompts.folder, []
     with run.phase("read"):
-        for same in by_shapes(prompts):
+        for same in group_by_shapes(prompts):
             params = run.base_params.of_size(same[0].size)
             win, lose = (
                 torch.stack([read_latent(model, parts, folder / str(p.meta[side]), params) for p in same])
@@ -226,7 +228,7 @@ class Noised:
     count: int
 
 
-def noise_afresh(run: MediaRun[Args], step: Step, pairs: Pairs, own: Sequence[int]) -> list[Noised]:
+def noise_pairs(run: MediaRun[Args], step: Step, pairs: Pairs, own: Sequence[int]) -> list[Noised]:
     """Return the pairs in the rows `own`, filled up to the usual batch shape, at each of their noise levels.
 
     If the model has two experts, one of them is chosen for each level of the step.
@@ -240,7 +242,7 @@ def noise_afresh(run: MediaRun[Args], step: Step, pairs: Pairs, own: Sequence[in
     cond = {name: torch.cat([pick(tensor, rows)] * 2) for name, tensor in pairs.cond.items()}
     sigmas = shift_sigmas(step_noise(seeds, first + count, (count,)).sigmoid(), args.level_shift)
     if run.model.boundary:
-        sigmas = torch.stack([of_one_expert(run, step, sigma, k) for k, sigma in enumerate(sigmas.T)], dim=1)
+        sigmas = torch.stack([move_to_expert(run, step, sigma, k) for k, sigma in enumerate(sigmas.T)], dim=1)
     sigmas = onto(sigmas)
     points = []
     for k in range(count):
@@ -249,22 +251,22 @@ def noise_afresh(run: MediaRun[Args], step: Step, pairs: Pairs, own: Sequence[in
     return points
 
 
-def of_one_expert(run: MediaRun[Args], step: Step, sigma: Tensor, k: int) -> Tensor:
+def move_to_expert(run: MediaRun[Args], step: Step, sigma: Tensor, k: int) -> Tensor:
     """Move noise levels [B], the k-th of a step, to one of two experts' sides by rescaling their quantiles."""
     shift, boundary = run.args.level_shift, torch.tensor(run.model.boundary).double()
     places, cut = (torch.special.ndtr(-shift_sigmas(s.double(), 1 / shift).logit()) for s in (sigma, boundary))
-    normal = -torch.special.ndtri(on_one_side(run, step, places, cut.item(), k))
+    normal = -torch.special.ndtri(restrict_to_expert(run, step, places, cut.item(), k))
     moved = shift_sigmas(normal.sigmoid(), shift).float()
     return clamp_to_side(run, moved, moved.mean())
 
 
-def errors(run: MediaRun[Args], net: nn.Module, at: Noised) -> Tensor:
+def flow_errors(run: MediaRun[Args], net: nn.Module, at: Noised) -> Tensor:
     """Return the flow-matching error [B] of each noised sample."""
     x_t, params = add_noise(at.x0, at.noise, at.sigma), run.model.unguided(run.base_params.of_size(at.size))
     return velocity_error(run.model.predict_velocity(net, x_t, at.sigma, at.cond, params), at.x0, at.noise)
 
 
-def minibatch(data: groups.Data, pairs: Sequence[Pairs], number: int) -> list[tuple[Pairs, list[int]]]:
+def minibatch_rows(data: groups.Data, pairs: Sequence[Pairs], number: int) -> list[tuple[Pairs, list[int]]]:
     """Return this rank's batches of one optimizer step, as pairs of one size and their rows."""
     batches = []
     for same in pairs:
@@ -277,20 +279,20 @@ def minibatch(data: groups.Data, pairs: Sequence[Pairs], number: int) -> list[tu
 def update(run: MediaRun[Args], step: Step, pairs: Sequence[Pairs]) -> dict[str, float]:
     """Take an optimizer step on each minibatch of pairs; metrics are means over all pairs and noise levels."""
     args, dist, num_updates = run.args, run.dist, run.args.data.num_minibatches
-    own = [minibatch(args.data, pairs, number) for number in range(num_updates)]
+    own = [minibatch_rows(args.data, pairs, number) for number in range(num_updates)]
     counts = gather_json(dist, [[sum(len(rows) for _, rows in batches), len(batches)] for batches in own])
     counts = counts[:: dist.context]  # once per context-parallel group
     num_pairs, most = torch.tensor(counts).sum(dim=0)[:, 0].tolist(), torch.tensor(counts).amax(dim=0)[:, 1].tolist()
     # All ranks compute the same number of batches, as sharded weights require.
     filled = [batches + [(pairs[0], [])] * (n - len(batches)) for batches, n in zip(own, most, strict=True)]
-    points = [[at for same, rows in batches for at in noise_afresh(run, step, same, rows)] for batches in filled]
+    points = [[at for same, rows in batches for at in noise_pairs(run, step, same, rows)] for batches in filled]
     with torch.no_grad(), run.policy.reference() as net:
-        references = [[errors(run, net, at) for at in batches] for batches in points]
+        references = [[flow_errors(run, net, at) for at in batches] for batches in points]
     forwards, results = [], []
     for number in range(num_updates):
         for at, old in zip(points[number], references[number], strict=True) if num_pairs[number] else ():
             real = at.count or 1  # a filler runs with weight 0, to keep ranks in step
-            now = errors(run, run.policy.net, at)
+            now = flow_errors(run, run.policy.net, at)
             out = diffusion_dpo_loss(*(e[:real] for e in (*now.chunk(2), *old.chunk(2))), dpo_beta=args.dpo_beta)
             # Gradients are summed over pairs, noise levels and ranks; this makes the sum a mean.
             loss = out.loss * at.count / (num_pairs[number] * args.levels_per_pair)

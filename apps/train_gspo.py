@@ -107,12 +107,12 @@ from omni_losses import (
 )
 from omni_losses.advantages import Std
 from omni_losses.sequence import TokenMean
-from omni_rl.flow.scoring import Rollout, gather_rewards, log_advantages, rewards_at, wait_and_grade
-from omni_rl.flow.tokens import TokenBatch, evaluate_set, lengths_of, pack, sample_round, show_answers
+from omni_rl.flow.scoring import Rollout, gather_rewards, log_advantages, step_rewards, wait_and_grade
+from omni_rl.flow.tokens import TokenBatch, evaluate_set, gather_lengths, pack, sample_round, show_answers
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
 from omni_rl.run.run import Step, TokenRun
-from omni_rl.run.sources import sampled
+from omni_rl.run.sources import sample_steps
 from omni_rl.run.start import open_net, open_policy, open_run, open_session, print_plan, start_servers
 from omni_rl.run.texts import export, open_engine, open_scorers, read_texts
 from omni_rl.run.world import World
@@ -120,7 +120,7 @@ from omni_rollout.tokens import TokenScores, TokenTrajectory, score_tokens
 from torch import Tensor
 
 
-def of_sequences(
+def sequence_loss(
     log_prob: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, *, weights: Tensor, **clip: float
 ) -> LossOutput:
     """Return GSPO's loss, with weights of whole answers."""
@@ -143,7 +143,7 @@ class Algo:
 
 
 ALGOS = {
-    "gspo": Algo(of_sequences, (3e-4, 4e-4)),
+    "gspo": Algo(sequence_loss, (3e-4, 4e-4)),
     "grpo": Algo(token_grpo_loss, (0.2, 0.2)),
     "dapo": Algo(token_grpo_loss, (0.2, 0.28), mean="token", dynamic=True, overlong=True),
     "cispo": Algo(token_cispo_loss, (1.0, 4.0), mean="token"),
@@ -185,7 +185,7 @@ def main(args: Args, world: World) -> None:
     policy = open_policy(args, world, inputs, session, net, engine)
     run = open_run(args, world, inputs, session, model, policy, engine, scorer, held_out, algorithm=args.algo)
     with Loop(run, evaluate_set, export) as steps:
-        for step, rollout in sampled(run, steps, roll_out):
+        for step, rollout in sample_steps(run, steps, roll_out):
             minibatches = wait_and_grade(run, step, rollout, grade)
             with run.updating(step):
                 step.metrics |= update(run, step, minibatches)
@@ -209,32 +209,32 @@ def roll_out(run: TokenRun[Args], step: Step) -> Rollout[TokenTrajectory]:
 def has_enough(run: TokenRun[Args], step: Step, rollout: Rollout[TokenTrajectory]) -> bool:
     """Return True if at least as many groups as prompts in a step have differing scores."""
     rewards = gather_rewards(run.dist, rollout.batches, rollout.scores, rollout.groups)
-    return len(differing(rewards, rollout.groups)) >= run.args.data.prompts_per_step
+    return len(differing_groups(rewards, rollout.groups)) >= run.args.data.prompts_per_step
 
 
-def differing(rewards: Tensor, groups: Tensor) -> Tensor:
+def differing_groups(rewards: Tensor, groups: Tensor) -> Tensor:
     """Return the groups with differing scores, in order."""
     return groups[filter_groups(rewards, groups)].unique()
 
 
 def grade(run: TokenRun[Args], step: Step, rollout: Rollout[TokenTrajectory]) -> list[list[TokenBatch]]:
     """Return this rank's batches of each minibatch, or none without a signal. Needs all scores."""
-    advantages, keep = compare(run, step, rollout)
+    advantages, keep = compute_advantages(run, step, rollout)
     return pack(run, rollout.batches, advantages, keep, mean=ALGOS[run.args.algo].mean) if step.has_signal else []
 
 
-def compare(run: TokenRun[Args], step: Step, rollout: Rollout[TokenTrajectory]) -> tuple[Tensor, Tensor]:
+def compute_advantages(run: TokenRun[Args], step: Step, rollout: Rollout[TokenTrajectory]) -> tuple[Tensor, Tensor]:
     """Return advantages [N] of all ranks' samples, and the mask [N] of samples to train on."""
     args, algo, groups = resolve_auto(run.args), ALGOS[run.args.algo], rollout.groups
-    scored = rewards = rewards_at(run, step, rollout)
-    lengths, ended = lengths_of(run.dist, rollout.batches, len(groups))
+    scored = rewards = step_rewards(run, step, rollout)
+    lengths, ended = gather_lengths(run.dist, rollout.batches, len(groups))
     if args.overlong_tokens:
         longest = args.sampling.max_new_tokens
         rewards = rewards + overlong_penalty(lengths, max_tokens=longest, buffer=args.overlong_tokens)
     advantages, whole = (group_advantages(rewards, groups, std=algo.std, eps=eps) for eps in (1e-4, 1e-30))
     keep = ~rewards.isnan()
     if algo.dynamic:  # only the first groups, if there are more than needed
-        keep &= torch.isin(groups, differing(scored, groups)[: args.data.prompts_per_step])
+        keep &= torch.isin(groups, differing_groups(scored, groups)[: args.data.prompts_per_step])
     if args.mask_truncated:
         keep &= ended.bool()
     keep &= bool(advantages[keep].any())
@@ -257,9 +257,9 @@ def update(run: TokenRun[Args], step: Step, minibatches: list[list[TokenBatch]])
     loss_of = partial(ALGOS[args.algo].loss, clip_low=args.clip_low, clip_high=args.clip_high)
     old = [[old_scores(run, batch) for batch in batches] for batches in minibatches]
     with torch.no_grad():
-        references = [[reference(run, batch) for batch in batches] for batches in minibatches]
+        references = [[reference_log_probs(run, batch) for batch in batches] for batches in minibatches]
     scored = zip(chain(*minibatches), chain(*old), strict=True)
-    gaps = [farthest(batch, before.log_prob, batch.trajectory.rollout_log_prob) for batch, before in scored]
+    gaps = [max_ratio_deviation(batch, before.log_prob, batch.trajectory.rollout_log_prob) for batch, before in scored]
     gap = run.check_ratio(gaps, torch.inf if step.staleness else args.ratio_tolerance or 0.0, step) or 0.0
     forwards: list[dict[str, Tensor]] = []
     moves: list[Tensor] = []
@@ -269,16 +269,16 @@ def update(run: TokenRun[Args], step: Step, minibatches: list[list[TokenBatch]])
         batches, befores = minibatches[m], old[m]
         for batch, before, other in zip(batches, befores, references[m], strict=True):
             now, mask = score(run, batch).log_prob, batch.trajectory.sampled.to(dist.device)
-            weights, from_sampler = correct(args, batch, before.log_prob, mask)
+            weights, from_sampler = correction_weights(args, batch, before.log_prob, mask)
             out = loss_of(now, before.log_prob, batch.advantages, mask, weights=weights)
-            kl = penalty(now, other, mask)
+            kl = kl_penalty(now, other, mask)
             loss = out.loss + args.kl_coef * (kl.sum(dim=1) * batch.weights).sum()
             # Gradients are summed over batches and ranks; the weights make the sum a mean.
             run.policy.backward(loss, of=len(batches))
             own = from_sampler | {"kl": kl.detach().sum() / mask.sum(), "entropy": before.entropy[mask].mean()}
             forwards.append(batch.weigh(out.metrics, of_answers=args.algo == "gspo") | batch.weigh(own))
             forwards[-1]["loss"] = loss.detach() * scale
-            moves.append(farthest(batch, now.detach(), before.log_prob))
+            moves.append(max_ratio_deviation(batch, now.detach(), before.log_prob))
         if number == 0:
             limit, gap_of = args.ratio_tolerance or 0.0, partial(repeated_gap, run, batches, befores)
             allowed = 0.0 if run.gate == "exact" else limit
@@ -290,7 +290,7 @@ def update(run: TokenRun[Args], step: Step, minibatches: list[list[TokenBatch]])
     return run.policy_metrics(forwards, results) | {"policy/rollout_gap": gap}
 
 
-def correct(args: Args, batch: TokenBatch, old: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def correction_weights(args: Args, batch: TokenBatch, old: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Return loss weights [B] or [B, T] of the batch, and metrics of the sampler's deviation from `old` [B, T]."""
     if args.sampling.engine == "transformers" and not args.sampling.draw_ahead:
         return batch.weights, {}
@@ -303,14 +303,14 @@ def correct(args: Args, batch: TokenBatch, old: Tensor, mask: Tensor) -> tuple[T
     return batch.weights * found[:, 0] if mode.startswith("sequence") else batch.weights[:, None] * found, named
 
 
-def penalty(log_prob: Tensor, other: Tensor | None, mask: Tensor) -> Tensor:
+def kl_penalty(log_prob: Tensor, other: Tensor | None, mask: Tensor) -> Tensor:
     """Return the KL [B, T] of each token to the initial policy, 0 after the end, or zeros without `other`."""
     if other is None:
         return torch.zeros_like(log_prob)
     return k3_kl(log_prob.where(mask, 0.0), other.where(mask, 0.0))  # masked values may overflow, and 0 * inf is NaN
 
 
-def farthest(batch: TokenBatch, log_prob: Tensor, other: Tensor) -> Tensor:
+def max_ratio_deviation(batch: TokenBatch, log_prob: Tensor, other: Tensor) -> Tensor:
     """Return the largest |ratio - 1| of the batch's tokens, from log-probs [B, T] under two policies."""
     mask = batch.trajectory.sampled.to(log_prob.device)
     return (log_prob - other.to(log_prob.device))[mask].abs().max().expm1()
@@ -334,7 +334,7 @@ def repeated_gap(run: TokenRun[Args], batches: list[TokenBatch], old: list[Token
     return off[batches[forward].trajectory.sampled.to(off.device)]
 
 
-def reference(run: TokenRun[Args], batch: TokenBatch) -> Tensor | None:
+def reference_log_probs(run: TokenRun[Args], batch: TokenBatch) -> Tensor | None:
     """Return the log-probs [B, T] of the batch's tokens under the initial policy, or None if the loss needs none."""
     if not run.args.kl_coef:
         return None

@@ -118,16 +118,16 @@ from omni_losses import (
     velocity_kl,
 )
 from omni_rl.flow.batches import TrainBatch, train_batches
-from omni_rl.flow.experts import on_one_side
-from omni_rl.flow.sampling import evaluate_set, prompts_of, sample, show
+from omni_rl.flow.experts import restrict_to_expert
+from omni_rl.flow.sampling import evaluate_set, sample, show, step_prompts
 from omni_rl.flow.scoring import MediaRollout
-from omni_rl.flow.streams import add_up, of_stream, stream_weights
+from omni_rl.flow.streams import select_stream, stream_weights, sum_losses
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
 from omni_rl.run.media import check_trained_steps, export, open_engine, open_scorers, read_media
 from omni_rl.run.run import MediaRun, Step
 from omni_rl.run.serve import serve
-from omni_rl.run.sources import sampled
+from omni_rl.run.sources import sample_steps
 from omni_rl.run.start import open_net, open_policy, open_run, open_session, print_plan, start_servers
 from omni_rl.run.world import World
 from omni_rollout.types import to_device
@@ -190,11 +190,11 @@ def loss_by_stream(sizes: list[int], shares: Sequence[float], loss_of: Loss) -> 
         streams = zip(*(each.split(sizes, dim=1) for each in latents), strict=True)
         losses = []
         for m, (now, x0, noise, x_t, *own_others) in enumerate(streams):
-            trajectory, own = replace(at.batch.trajectory, x0=x0), of_stream(at.batch.advantages, m)
+            trajectory, own = replace(at.batch.trajectory, x0=x0), select_stream(at.batch.advantages, m)
             batch = TrainBatch.of(trajectory, own, at.batch.weights)
             found = dict(zip(others, own_others, strict=True))
             losses.append(loss_of(args, now, found, Noised(batch, noise, at.sigma, x_t)))
-        return add_up(losses, shares)
+        return sum_losses(losses, shares)
 
     return loss
 
@@ -226,11 +226,11 @@ def main(args: Args, world: World) -> None:
     model, engine = open_engine(args, world, inputs, net)
     policy = open_policy(args, world, inputs, session, net, engine)
     run = open_run(args, world, inputs, session, model, policy, engine, scorer, held_out, algorithm=args.algo)
-    if world.only_samples:
+    if world.is_sampler:
         serve(run, roll_out)
         return
     with Loop(run, evaluate_set, export) as steps:
-        for step, rollout in sampled(run, steps, roll_out):
+        for step, rollout in sample_steps(run, steps, roll_out):
             batches = train_batches(run, step, rollout, args.advantages, weighted=True)  # weight 0 without a score
             with run.updating(step):
                 step.metrics |= update(run, step, batches)
@@ -243,7 +243,7 @@ def roll_out(run: MediaRun[Args], step: Step) -> MediaRollout:
     with sampling_policy(run):
         run.sync(step, version=step.version)
         with run.phase("rollout"):
-            return sample(run, prompts_of(run, step), replace(run.base_params, solver=run.args.solver))
+            return sample(run, step_prompts(run, step), replace(run.base_params, solver=run.args.solver))
 
 
 def sampling_policy(run: MediaRun[Args]) -> AbstractContextManager[None]:
@@ -263,7 +263,7 @@ def refresh_old(run: MediaRun[Args], step: Step) -> float:
     return decay
 
 
-def noise_afresh(run: MediaRun[Args], step: Step, batch: TrainBatch) -> list[Noised]:
+def noise_batch(run: MediaRun[Args], step: Step, batch: TrainBatch) -> list[Noised]:
     """Return the batch at each of its noise levels, one per stratum of the trained part of the rollout's schedule.
 
     If two experts share a stratum, one of them is chosen for the step.
@@ -278,7 +278,9 @@ def noise_afresh(run: MediaRun[Args], step: Step, batch: TrainBatch) -> list[Noi
     if run.model.boundary:
         first_low = int((run.model.sigmas(batch.trajectory.params)[:-1] >= run.model.boundary).sum())
         cuts = [(first_low - low) * count / (high - low) - k for k in range(count)]
-        uniform = torch.stack([on_one_side(run, step, uniform[:, k], cut, k) for k, cut in enumerate(cuts)], dim=1)
+        uniform = torch.stack(
+            [restrict_to_expert(run, step, uniform[:, k], cut, k) for k, cut in enumerate(cuts)], dim=1
+        )
     index = low + ((torch.arange(count) + uniform) * (high - low) / count).long().clamp(max=high - low - 1)
     index, points = to_device(index, x0.device), []
     for k in range(count):
@@ -331,7 +333,7 @@ def update(run: MediaRun[Args], step: Step, batches: Sequence[TrainBatch]) -> di
         loss_of = loss_by_stream(
             list(run.streams.values()), stream_weights(run.streams.values(), args.streams.sound_weight), loss_of
         )
-    points = [at for batch in batches for at in noise_afresh(run, step, batch)]
+    points = [at for batch in batches for at in noise_batch(run, step, batch)]
     size = len(points) // args.data.num_minibatches
     sampler, anchors = sampler_velocities(run, points, size), anchor_velocities(run, points)
     forwards, results = [], []

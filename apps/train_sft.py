@@ -71,7 +71,9 @@ class Args(MediaArgs):
     lr: Annotated[float | None, between(0, 1)] = None  # Learning rate of AdamW; none: 1e-4 with LoRA, 1e-5 without
 
     # Algorithm
-    levels: Literal["logit-normal", "uniform"] = "logit-normal"  # Distribution of noise levels before the schedule
+    noise_levels: Literal["logit-normal", "uniform"] = (
+        "logit-normal"  # Distribution of noise levels before the schedule
+    )
     logit_mean: Annotated[float, between(-10, 10)] = 0.0  # Mean of their logits; > 0: towards noise
     logit_std: Annotated[float, between(1e-3, 10)] = 1.0  # Standard deviation of their logits
     level_shift: Annotated[float | None, between(1e-3, 1e3)] = None  # Shift towards noise; none: the model's schedule
@@ -90,8 +92,8 @@ if __name__ == "__main__":
 
 import torch
 from omni_losses import velocity_error
-from omni_rl.flow.experts import clamp_to_side, on_one_side
-from omni_rl.flow.sampling import counted, evaluate_set, prompts_of
+from omni_rl.flow.experts import clamp_to_side, restrict_to_expert
+from omni_rl.flow.sampling import evaluate_set, step_prompts, track_progress
 from omni_rl.media.preferences import named_file, read_latent
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
@@ -144,10 +146,10 @@ class Noised:
 def read_batches(run: MediaRun[Args], step: Step) -> list[Noised]:
     """Return this rank's batches of the step."""
     batches = []
-    for prompts in counted(deal(prompts_of(run, step), run.dist, run.args.data.batch_size)):
+    for prompts in track_progress(deal(step_prompts(run, step), run.dist, run.args.data.batch_size)):
         params = run.model.unguided(run.base_params.of_size(prompts[0].size))
         x0, seeds = read_samples(run, prompts, params), [prompt.seed for prompt in prompts]
-        sampled = step_noise(seeds, 1, x0.shape[1:]), levels(run, step, seeds, params)
+        sampled = step_noise(seeds, 1, x0.shape[1:]), noise_levels(run, step, seeds, params)
         noise, sigma = (to_device(each, run.dist.device) for each in sampled)
         batches.append(Noised(x0, noise, sigma, run.engine.condition(prompts, params), params))
     return batches
@@ -162,7 +164,7 @@ def read_samples(run: MediaRun[Args], prompts: Sequence[Prompt], params: Params)
     return torch.stack([found[name] for name in names]).to(run.dist.device)
 
 
-def levels(run: MediaRun[Args], step: Step, seeds: Sequence[int], params: Params) -> Tensor:
+def noise_levels(run: MediaRun[Args], step: Step, seeds: Sequence[int], params: Params) -> Tensor:
     """Return a noise level [B] for each seed, float32 on the host.
 
     If the model has two experts, one of them is chosen for all levels of the step.
@@ -173,7 +175,7 @@ def levels(run: MediaRun[Args], step: Step, seeds: Sequence[int], params: Params
     if not boundary:
         return level_at(args, schedule, quantiles)
     share = (level_at(args, schedule, QUANTILES) >= boundary).double().mean().item()
-    moved = level_at(args, schedule, on_one_side(run, step, quantiles, share, 0))
+    moved = level_at(args, schedule, restrict_to_expert(run, step, quantiles, share, 0))
     return clamp_to_side(run, moved, moved.mean())
 
 

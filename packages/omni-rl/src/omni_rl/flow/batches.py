@@ -25,7 +25,15 @@ from omni_sched import step_noise
 from omni_train.dist import Dist, gather_json
 from torch import Tensor
 
-from omni_rl.flow.scoring import Rollout, advantages_of, arrived, groups_of, rewards_of, values_of, wait_and_grade
+from omni_rl.flow.scoring import (
+    Rollout,
+    completed_requests,
+    group_indices,
+    mask_rewards,
+    score_values,
+    step_advantages,
+    wait_and_grade,
+)
 from omni_rl.run.run import MediaRun, Step
 from omni_rl.settings.args import MediaArgs
 from omni_rl.settings.groups import Advantages
@@ -98,7 +106,7 @@ def train_batches(
     leaves_out = bool(best_worst) or drop_silent_groups
 
     def grade(run: MediaRun[MediaArgs], step: Step, rollout: Rollout[Trajectory]) -> list[TrainBatch]:
-        advantages, rewards = advantages_of(run, step, rollout, settings)
+        advantages, rewards = step_advantages(run, step, rollout, settings)
         weights, keep = (~rewards.isnan()).float() if weighted else None, None
         if leaves_out:
             keep = keep_samples(
@@ -111,15 +119,17 @@ def train_batches(
     if not is_as_sampled or not groups_are_local(run.args, settings, run.dist, rollout.in_a_row):
         return wait_and_grade(run, step, rollout, grade)
     step.grade_all = partial(wait_and_grade, run, step, rollout, grade)
-    return [TrainBatch(b, cache(partial(_own_grades, run, b, rollout, settings, weighted))) for b in rollout.batches]
+    return [TrainBatch(b, cache(partial(_batch_grades, run, b, rollout, settings, weighted))) for b in rollout.batches]
 
 
-def with_some_steps(rollout: Rollout[Trajectory], fraction: float) -> Rollout[Trajectory]:
-    """Return the rollout with `some_steps` of each batch, or unchanged if `fraction` is 1."""
-    return replace(rollout, batches=[some_steps(b, fraction) for b in rollout.batches]) if fraction < 1 else rollout
+def subsample_rollout(rollout: Rollout[Trajectory], fraction: float) -> Rollout[Trajectory]:
+    """Return the rollout with `subsample_steps` of each batch, or unchanged if `fraction` is 1."""
+    return (
+        replace(rollout, batches=[subsample_steps(b, fraction) for b in rollout.batches]) if fraction < 1 else rollout
+    )
 
 
-def some_steps(batch: Trajectory, fraction: float) -> Trajectory:
+def subsample_steps(batch: Trajectory, fraction: float) -> Trajectory:
     """Return the samples with a random fraction of their kept steps, as in DanceGRPO's released code.
 
     The choice depends only on a sample's seed, so it does not depend on the number of ranks.
@@ -137,7 +147,7 @@ def groups_are_local(args: MediaArgs, settings: Advantages, dist: Dist, in_a_row
     return is_whole and settings.adv_std != "batch" and not waits
 
 
-def _own_grades(
+def _batch_grades(
     run: MediaRun[MediaArgs], batch: Trajectory, rollout: Rollout[Trajectory], settings: Advantages, weighted: bool
 ) -> Grades:
     """Return a batch's grades once the scores up to the end of its last group have arrived.
@@ -146,7 +156,7 @@ def _own_grades(
     then raises on every rank.
     """
     prompts = [prompt for batch in rollout.batches for prompt in batch.prompts]
-    requests, scores = arrived(rollout.pending, len(prompts)), list[Score]()
+    requests, scores = completed_requests(rollout.pending, len(prompts)), list[Score]()
     num_needed = sum(prompt.group <= batch.prompts[-1].group for prompt in prompts)
     with run.phase("reward_wait"):
         while len(scores) < num_needed:
@@ -154,8 +164,8 @@ def _own_grades(
                 zeros = to_device(torch.zeros(len(batch)), run.dist.device)
                 return Grades(zeros, zeros if weighted else None)
             scores += request.result()
-    groups = groups_of(prompts[: len(scores)])
-    rewards = rewards_of(torch.tensor(values_of(scores), dtype=torch.float64), groups)
+    groups = group_indices(prompts[: len(scores)])
+    rewards = mask_rewards(torch.tensor(score_values(scores), dtype=torch.float64), groups)
     advantages = group_advantages(rewards, groups, std=settings.adv_std, correction=settings.adv_correction)
     is_own = torch.isin(torch.tensor([p.index for p in prompts[: len(scores)]]), batch.indices)
     weights = (~rewards[is_own].isnan()).float() if weighted else None
@@ -233,7 +243,7 @@ def repack(
     all places of a minibatch into the mean over its kept samples of all ranks.
     """
     size, share = len(batches[0]), len(batches) // num_minibatches
-    parts = [by_size(batches[i : i + share]) for i in range(0, len(batches), share)]  # per minibatch and size
+    parts = [group_by_size(batches[i : i + share]) for i in range(0, len(batches), share)]  # per minibatch and size
     counts = [[int(keep[torch.cat([b.indices for b in same])].sum()) for same in part] for part in parts]
     least = [[math.ceil(count / size) for count in own] for own in counts]
     by_rank = gather_json(dist, [[sum(own) for own in counts], [sum(own) for own in least]])
@@ -242,7 +252,7 @@ def repack(
     scale = most * size * dist.dp_size / kept.sum(dim=0).clamp(min=1)
     chosen = []
     for part, own, factor in zip(parts, least, scale, strict=True):
-        for same, num in zip(part, _filled(own, [len(same) for same in part], most), strict=True):
+        for same, num in zip(part, _fill_counts(own, [len(same) for same in part], most), strict=True):
             indices = torch.cat([batch.indices for batch in same])
             order = keep[indices].int().argsort(descending=True, stable=True)[: num * size]
             for row in order.view(size, num).T.sort(dim=1).values:  # dealt round-robin to batches
@@ -252,7 +262,7 @@ def repack(
     return chosen
 
 
-def by_size(batches: Sequence[Trajectory]) -> list[list[Trajectory]]:
+def group_by_size(batches: Sequence[Trajectory]) -> list[list[Trajectory]]:
     """Group batches by height and width, and by number and shapes of references."""
     together: dict[object, list[Trajectory]] = {}
     for batch in batches:
@@ -261,7 +271,7 @@ def by_size(batches: Sequence[Trajectory]) -> list[list[Trajectory]]:
     return list(together.values())
 
 
-def _filled(counts: Sequence[int], most: Sequence[int], total: int) -> list[int]:
+def _fill_counts(counts: Sequence[int], most: Sequence[int], total: int) -> list[int]:
     """Raise the counts one after another, each up to its bound, until their sum is `total`."""
     filled, left = [], total - sum(counts)
     for count, bound in zip(counts, most, strict=True):

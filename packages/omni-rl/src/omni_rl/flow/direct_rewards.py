@@ -121,11 +121,11 @@ def square(images: Tensor, side: int) -> Tensor:
 
     Bicubic interpolation as matrix products, because the gradients of torch's interpolation are not deterministic.
     """
-    rows, columns = (_resizing(length, side, min(images.shape[-2:]), images) for length in images.shape[-2:])
+    rows, columns = (_resize_weights(length, side, min(images.shape[-2:]), images) for length in images.shape[-2:])
     return rows @ images @ columns.T
 
 
-def _resizing(length: int, side: int, shorter: int, like: Tensor) -> Tensor:
+def _resize_weights(length: int, side: int, shorter: int, like: Tensor) -> Tensor:
     """Return the interpolation weights [side, length] from an edge's pixels to the central `side` resized pixels."""
     size = round(length * side / shorter)
     eye = torch.eye(length, device=like.device, dtype=like.dtype)[None, None]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from omni_rl.media.prompts import media_files
 from omni_rl.report import Sample
-from omni_rl.run.metrics import error_of
+from omni_rl.run.metrics import stderr_name
 from omni_rl.settings.args import parse_numbers
 from omni_rl.settings.eval_sets import EvalSet, MediaEvalSet
 
@@ -57,10 +57,10 @@ class HeldOut(Generic[ParamsT, ScorerT]):
 
     def metric(self, name: str) -> str:
         """Return the name of a metric of this set in the log."""
-        return f"{start_of(self.name)}{name}"
+        return f"{metric_prefix(self.name)}{name}"
 
 
-def start_of(name: str) -> str:
+def metric_prefix(name: str) -> str:
     """Return the prefix of a set's metrics in the log."""
     return f"eval/{name}/" if name else "eval/"
 
@@ -72,7 +72,7 @@ def _plain(value: object) -> object:
     return getattr(value, "name", None) or getattr(value, "__name__", None) or str(value)
 
 
-def params_of_set(own: EvalSet, params: ParamsT) -> ParamsT:
+def eval_set_params(own: EvalSet, params: ParamsT) -> ParamsT:
     """Return the sampling parameters of a set: the run's, overridden by the set's."""
     names = {field.name for field in fields(params)} - {"guidance"}
     given = {name: value for name, value in vars(own).items() if name in names and value is not None}
@@ -84,7 +84,7 @@ def params_of_set(own: EvalSet, params: ParamsT) -> ParamsT:
     return replace(params, **given)
 
 
-def describe(held: HeldOut[Any, Any], rewards: Tensor) -> dict[str, float]:
+def score_metrics(held: HeldOut[Any, Any], rewards: Tensor) -> dict[str, float]:
     """Return metrics of a set by their names in the log: the mean score, its standard error, best@n, pass@k.
 
     The standard error is over prompts, because samples of one prompt are correlated.
@@ -97,7 +97,7 @@ def describe(held: HeldOut[Any, Any], rewards: Tensor) -> dict[str, float]:
     groups = [row[~row.isnan()].tolist() for row in rewards.view(-1, held.samples)]
     means = [fmean(row) for row in groups if row]
     if len(means) > 1:
-        metrics[error_of("reward")] = stdev(means) / math.sqrt(len(means))
+        metrics[stderr_name("reward")] = stdev(means) / math.sqrt(len(means))
     if held.samples > 1 and any(groups):
         metrics[f"best@{held.samples}"] = fmean([max(row) for row in groups if row])
     if held.threshold is not None:
@@ -108,7 +108,7 @@ def describe(held: HeldOut[Any, Any], rewards: Tensor) -> dict[str, float]:
     return {held.metric(name): value for name, value in metrics.items()}
 
 
-def by_tag(held: HeldOut[Any, Any], name: str, values: Tensor) -> dict[str, float]:
+def tag_metrics(held: HeldOut[Any, Any], name: str, values: Tensor) -> dict[str, float]:
     """Return the mean of a score for each `tag` in the prompts' meta and, as `tags`, the mean of these means.
 
     The result is empty unless every prompt has a tag. `tags` is GenEval's score (arXiv 2310.11513, section 3).
@@ -155,9 +155,9 @@ def date_evaluations(
     return found  # type: ignore[return-value]  # returned by an earlier start
 
 
-def starts_of(dates: Mapping[str, tuple[str, int]]) -> dict[str, float]:
+def dates_by_prefix(dates: Mapping[str, tuple[str, int]]) -> dict[str, float]:
     """Return the steps of `date_evaluations` by the prefix of a set's metrics."""
-    return {start_of(name): float(since) for name, (_, since) in dates.items()}
+    return {metric_prefix(name): float(since) for name, (_, since) in dates.items()}
 
 
 def evaluate(
@@ -172,7 +172,7 @@ def evaluate(
     return metrics, shown
 
 
-def mixed(sets: Sequence[tuple[str, Shown]]) -> Shown:
+def interleave_sets(sets: Sequence[tuple[str, Shown]]) -> Shown:
     """Interleave the samples of all sets, so that the first ones include every set."""
 
     def named(name: str, row: Sample) -> Sample:

@@ -11,7 +11,7 @@ from omni_rl.settings.args import MediaArgs
 NO_PROMPT = -1  # replaces a prompt's index, for a random number shared by all samples of a step
 
 
-def on_one_side(run: MediaRun[MediaArgs], step: Step, places: Tensor, cut: float, number: int) -> Tensor:
+def restrict_to_expert(run: MediaRun[MediaArgs], step: Step, places: Tensor, cut: float, number: int) -> Tensor:
     """Rescale uniform places [B] in (0, 1) to one expert's side of `cut`; the first expert is used below `cut`.
 
     The side is random and the same for all batches and ranks of a step. Its probability is its width, so that over many

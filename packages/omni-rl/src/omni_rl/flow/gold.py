@@ -23,7 +23,7 @@ from omni_rl.settings.args import MediaArgs
 NUM_ELEMENTS = 256  # per latent; a sample's mean square is within a tenth of that over all elements, a set's closer
 
 
-def judge(
+def gold_metrics(
     run: MediaRun[MediaArgs],
     held: HeldOut[Params, Scorer],
     prompts: Sequence[Prompt],
@@ -38,7 +38,7 @@ def judge(
     prompts: the N prompts of all ranks. batches: this rank's, including samples that only fill them up. rewards, golds:
     scores [N] of the run's scorer and of the gold scorer.
     """
-    rows = rows_of(run.dist, batches, len(prompts))
+    rows = gather_latents(run.dist, batches, len(prompts))
     params = held.params
     sampling = params.num_inference_steps, params.height, params.width, params.guidance_scale, params.guidance
     about = repr([*sampling, *((p.text, p.seed, p.size) for p in prompts)])
@@ -61,7 +61,7 @@ def rank_correlation(first: Tensor, second: Tensor) -> float:
     return correlation(own, others) if min(len(set(own)), len(set(others))) > 1 else math.nan
 
 
-def rows_of(dist: Dist, batches: Sequence[Trajectory], total: int) -> Tensor:
+def gather_latents(dist: Dist, batches: Sequence[Trajectory], total: int) -> Tensor:
     """Return elements [total, D] of the latents of all ranks' samples, in the order of their indices."""
     own = dict[int, list[float]]()
     for batch in batches:

@@ -20,8 +20,8 @@ from omni_train.prompts.files import PromptRecord
 from omni_train.prompts.sampler import sample_seed
 from omni_train.shard import gathered
 
-from omni_rl.flow.evals import HeldOut, Shown, by_tag, describe
-from omni_rl.flow.gold import judge
+from omni_rl.flow.evals import HeldOut, Shown, score_metrics, tag_metrics
+from omni_rl.flow.gold import gold_metrics
 from omni_rl.flow.scorers import Pending, Scorer
 from omni_rl.flow.scoring import Rollout, collect, gather_parts, gather_rewards, submit, submit_groups
 from omni_rl.media.images import read_image
@@ -56,7 +56,7 @@ def expand_groups(
     ]
 
 
-def by_shapes(prompts: Sequence[Prompt]) -> list[list[Prompt]]:
+def group_by_shapes(prompts: Sequence[Prompt]) -> list[list[Prompt]]:
     """Group prompts whose samples can share a batch."""
     together: dict[object, list[Prompt]] = {}
     for prompt in prompts:
@@ -64,13 +64,13 @@ def by_shapes(prompts: Sequence[Prompt]) -> list[list[Prompt]]:
     return list(together.values())
 
 
-def counted(batches: Sequence[Sequence[Prompt]]) -> Iterator[Sequence[Prompt]]:
+def track_progress(batches: Sequence[Sequence[Prompt]]) -> Iterator[Sequence[Prompt]]:
     """Yield the batches, with progress of the samples and of the texts to encode."""
     expect("encoding", len({prompt.text for batch in batches for prompt in batch}), "prompts")
     return over(batches, "samples")
 
 
-def prompts_of(run: MediaRun[MediaArgs], step: Step, *, same_start_noise: bool = False) -> list[Prompt]:
+def step_prompts(run: MediaRun[MediaArgs], step: Step, *, same_start_noise: bool = False) -> list[Prompt]:
     """Return the N prompts of a training step's samples, the same on every rank."""
     records, size, seed = run.prompts.at(step.number), run.args.data.group_size, run.args.run.seed
     return expand_groups(records, size, seed=seed, step=step.number, same_start_noise=same_start_noise)
@@ -117,13 +117,13 @@ def sample(
     """Return this rank's batches of `prompts`, from `sample_here` or from the ranks that only sample."""
     if run.samplers is None:
         return sample_here(run, prompts, params, in_a_row=in_a_row, scorer=scorer)
-    in_a_row = max(run.args.data.batch_size, in_a_row, group_of(prompts, scorer or run.scorer))
+    in_a_row = max(run.args.data.batch_size, in_a_row, scorer_group_size(prompts, scorer or run.scorer))
     own = deal(prompts, run.dist, run.args.data.batch_size, in_a_row=in_a_row)
     run.counts["sampled"] += sum(map(len, own))
-    return Rollout(prompts, *run.samplers.take(own, params, in_a_row, run.counts), in_a_row)
+    return Rollout(prompts, *run.samplers.receive(own, params, in_a_row, run.counts), in_a_row)
 
 
-def group_of(prompts: Sequence[Prompt], scorer: Scorer) -> int:
+def scorer_group_size(prompts: Sequence[Prompt], scorer: Scorer) -> int:
     """Return the group size if the scorer takes whole groups, else 1."""
     return sum(prompt.group == prompts[0].group for prompt in prompts) if scorer.takes_groups else 1
 
@@ -149,10 +149,10 @@ def sample_here(
     """
     batches, scored, pending, scorer = [], list[Trajectory](), list[Pending](), scorer or run.scorer
     dist, batch_size = run.dist, run.args.data.batch_size
-    group = group_of(prompts, scorer)
+    group = scorer_group_size(prompts, scorer)
     in_a_row = max(batch_size, in_a_row, group)
     dealt = deal(prompts, dist, batch_size, in_a_row=in_a_row)
-    for number, own in enumerate(counted(dealt)):
+    for number, own in enumerate(track_progress(dealt)):
         following = dealt[number + 1] if number + 1 < len(dealt) else ()
         is_scored = number // (in_a_row // batch_size) % dist.context == dist.rank % dist.context
         sized = params.of_size(own[0].size)
@@ -184,7 +184,7 @@ def show(run: MediaRun[MediaArgs], step: Step, rollout: Rollout[Trajectory]) -> 
     """Show the best and worst of some of rank 0's samples in the report."""
     if report := run.session.report:
         scores = rollout.scores
-        run.breakers.pictures(lambda: report.show_samples(step.number + 1, *_shown(rollout.scored, scores)))
+        run.breakers.pictures(lambda: report.show_samples(step.number + 1, *_report_samples(rollout.scored, scores)))
 
 
 def evaluate_set(run: MediaRun[MediaArgs], held: HeldOut[Params, Scorer]) -> tuple[dict[str, float], Shown]:
@@ -215,11 +215,13 @@ def evaluate_set(run: MediaRun[MediaArgs], held: HeldOut[Params, Scorer]) -> tup
     rewards = {held.metric(name): values[: len(prompts)] for name, values in others.items()}
     means = {name: values.nanmean().item() for name, values in rewards.items() if not values.isnan().all()}
     for name, values in (others if names else {"reward": whole} | others).items():
-        means |= by_tag(held, name, values[: len(prompts)])
-    means |= describe(held, whole[: len(prompts)])
+        means |= tag_metrics(held, name, values[: len(prompts)])
+    means |= score_metrics(held, whole[: len(prompts)])
     if is_gold:
-        means |= judge(run, held, prompts, rollout.batches, others["proxy"][: len(prompts)], whole[: len(prompts)])
-    return means, run.breakers.pictures(_shown, batches, scores) or ([], [])
+        means |= gold_metrics(
+            run, held, prompts, rollout.batches, others["proxy"][: len(prompts)], whole[: len(prompts)]
+        )
+    return means, run.breakers.pictures(_report_samples, batches, scores) or ([], [])
 
 
 def fill_batches(prompts: Sequence[Prompt], batch_size: int, num_ranks: int, *, group: int = 1) -> list[Prompt]:
@@ -228,16 +230,16 @@ def fill_batches(prompts: Sequence[Prompt], batch_size: int, num_ranks: int, *, 
     group: number of consecutive prompts that stay on one rank. A copy belongs to another group.
     """
     unit, copies, seen = max(batch_size, group), count(len(prompts)), set[int]()
-    full = [prompt for same in by_shapes(prompts) for prompt in _repeated(same, unit)]
+    full = [prompt for same in group_by_shapes(prompts) for prompt in _repeat_to_multiple(same, unit)]
     filled = []
-    for prompt in _repeated(full, unit * num_ranks):
+    for prompt in _repeat_to_multiple(full, unit * num_ranks):
         index = next(copies) if prompt.index in seen else prompt.index
         filled.append(prompt if index == prompt.index else replace(prompt, index=index, group=index // group))
         seen.add(prompt.index)
     return filled
 
 
-def _repeated(prompts: Sequence[Prompt], unit: int) -> list[Prompt]:
+def _repeat_to_multiple(prompts: Sequence[Prompt], unit: int) -> list[Prompt]:
     """Repeat the first prompts up to a multiple of `unit`."""
     return [prompts[i % len(prompts)] for i in range(-(-len(prompts) // unit) * unit)]
 
@@ -247,7 +249,7 @@ def _thoughts(batch: Samples) -> Sequence[str | None]:
     return batch.thoughts.answers if isinstance(batch, ThoughtTrajectory) else [None] * len(batch)
 
 
-def _shown(batches: Sequence[Samples], scores: Sequence[Score]) -> Shown:
+def _report_samples(batches: Sequence[Samples], scores: Sequence[Score]) -> Shown:
     """Return the media of each of this rank's samples by kind, and their rows in the report."""
     samples = [
         (prompt, batch.rates, thought)

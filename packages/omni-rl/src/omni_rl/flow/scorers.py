@@ -29,8 +29,8 @@ from omni_rl.media.images import read_image
 from omni_rl.settings import groups
 from omni_rl.settings.args import RunArgs
 from omni_rl.settings.early import split_options
-from omni_rl.settings.eval_sets import OF_A_MACHINE, on_this_machine
-from omni_rl.settings.fields import change, flag, flag_of, require
+from omni_rl.settings.eval_sets import MACHINE_URL, resolve_host
+from omni_rl.settings.fields import change, flag_of, prefix_errors, require
 
 ArgsT = TypeVar("ArgsT", bound=RunArgs)
 S = TypeVar("S")
@@ -113,7 +113,7 @@ class SleepingScorer:
     def __init__(self, client: RewardClient, dist: Dist) -> None:
         self.client, self.dist, self.kinds = client, dist, client.kinds
         self.takes_references, self.takes_groups = client.takes_references, client.takes_groups
-        self._waiting: list[tuple[Pending, Callable[[], Pending]]] = []
+        self._deferred: list[tuple[Pending, Callable[[], Pending]]] = []
         client.sleep()
 
     @property
@@ -125,8 +125,8 @@ class SleepingScorer:
         self, media: Arrays, prompts: Sequence[str], meta: Metas, references: References = None, groups: Groups = None
     ) -> Pending:
         """Return the future scores of N samples, which are requested when the future is read."""
-        later = Later(self._score)
-        self._waiting.append((later, partial(self.client.submit, media, prompts, meta, references, groups)))
+        later = DeferredScores(self._score)
+        self._deferred.append((later, partial(self.client.submit, media, prompts, meta, references, groups)))
         return later
 
     def close(self) -> None:
@@ -135,9 +135,9 @@ class SleepingScorer:
 
     def _score(self) -> None:
         """Send the requests held back, which wakes the servers, then let them sleep again. A collective."""
-        waiting, self._waiting = self._waiting, []
+        waiting, self._deferred = self._deferred, []
         gather_json(self.dist, None)  # no rank is sampling any more
-        pending = [asked(ask) for _, ask in waiting]
+        pending = [try_submit(ask) for _, ask in waiting]
         wait(pending)
         gather_json(self.dist, None)  # no rank is scoring any more
         try:
@@ -153,7 +153,7 @@ class SleepingScorer:
                 later.set_result(done.result())
 
 
-def asked(ask: Callable[[], Pending]) -> Pending:
+def try_submit(ask: Callable[[], Pending]) -> Pending:
     """Return the requested future. If the request cannot be sent, the future raises the error when read."""
     try:
         return ask()
@@ -163,7 +163,7 @@ def asked(ask: Callable[[], Pending]) -> Pending:
         return failed
 
 
-def ruled(say: Callable[[], T], name: str) -> Future[T]:
+def future_of_rules(say: Callable[[], T], name: str) -> Future[T]:
     """Return a future of the rules' result, or of a RewardError if one fails. name: the flag that holds the rules."""
     found: Future[T] = Future()
     try:
@@ -175,27 +175,27 @@ def ruled(say: Callable[[], T], name: str) -> Future[T]:
     return found
 
 
-class Later(Future[list[Score]]):
+class DeferredScores(Future[list[Score]]):
     """Scores that are requested when they are first read."""
 
     def __init__(self, ask: Callable[[], None]) -> None:
         super().__init__()
-        self._ask = ask
+        self._request = ask
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Return the exception, or None."""
         if not self.done():
-            self._ask()
+            self._request()
         return super().exception(timeout)
 
     def result(self, timeout: float | None = None) -> list[Score]:
         """Return the scores."""
         if not self.done():
-            self._ask()
+            self._request()
         return super().result(timeout)
 
 
-def joined(first: Future[list[S]], second: Future[list[T]], join: Callable[[S, T], Score]) -> Pending:
+def join_scores(first: Future[list[S]], second: Future[list[T]], join: Callable[[S, T], Score]) -> Pending:
     """Return future scores that join two results sample by sample when read, or the error of either."""
 
     def ask() -> None:
@@ -204,21 +204,21 @@ def joined(first: Future[list[S]], second: Future[list[T]], join: Callable[[S, T
         except Exception as exc:  # handled as a scorer's error
             later.set_exception(exc)
 
-    later = Later(ask)
+    later = DeferredScores(ask)
     return later
 
 
-def abstaining(reason: str = "there is no scorer") -> LocalScorer:
+def abstaining_scorer(reason: str = "there is no scorer") -> LocalScorer:
     """Return a scorer that gives no sample a score."""
     return LocalScorer(lambda media, texts: [Score(None, abstained=reason)] * len(texts), ())
 
 
-def scorer_to_start(asks: groups.Scorer) -> tuple[str, list[str]]:
+def scorer_to_start(scorer_args: groups.Scorer) -> tuple[str, list[str]]:
     """Return the name and options of the scorer for which the run starts a server, or "" if it starts none."""
-    return split_options("" if asks.url else asks.name)
+    return split_options("" if scorer_args.url else scorer_args.name)
 
 
-def check_gradable(asks: groups.Scorer, prompts: Mapping[str, Sequence[PromptRecord]], *, prints: bool) -> None:
+def check_gradable(scorer_args: groups.Scorer, prompts: Mapping[str, Sequence[PromptRecord]], *, prints: bool) -> None:
     """Check that the scorer started by the run can score the prompts, given their texts and meta.
 
     prompts: the prompts to grade, by the setting that names them. prints: True if this rank prints a line when some
@@ -228,7 +228,7 @@ def check_gradable(asks: groups.Scorer, prompts: Mapping[str, Sequence[PromptRec
         ValueError: more than half of the training prompts or all prompts of an evaluation get no score. With so many,
             training steps without any score are likely.
     """
-    name, options = scorer_to_start(asks)
+    name, options = scorer_to_start(scorer_args)
     if not name:
         return
     fault = find_fault(name, read_options(options))
@@ -244,7 +244,7 @@ def check_gradable(asks: groups.Scorer, prompts: Mapping[str, Sequence[PromptRec
                 print(one_line(line), flush=True)
 
 
-def with_server(args: ArgsT, dist: Dist, open_servers: ExitStack) -> ArgsT:
+def start_scorer_servers(args: ArgsT, dist: Dist, open_servers: ExitStack) -> ArgsT:
     """Start servers for the scorers that are named without a URL, and return the settings with their URLs.
 
     The first rank of each machine starts them, with one token; they end with `open_servers` or with the process. A
@@ -258,11 +258,14 @@ def with_server(args: ArgsT, dist: Dist, open_servers: ExitStack) -> ArgsT:
     own, token_file = dict[str, str](), args.scorer.token_file
     with same_error(dist):
         if dist.local_rank == 0:
-            with flag("--scorer.token-file: "):
+            with prefix_errors("--scorer.token-file: "):
                 token = read_token(token_file) or secrets.token_urlsafe(32)
             for name, (scorer, options) in starts.items():
-                with flag(f"{flag_of(name.removesuffix('url').rstrip('._'))}: "), ThreadPoolExecutor() as threads:
-                    placed = options_of_servers(scorer, options, dist)
+                with (
+                    prefix_errors(f"{flag_of(name.removesuffix('url').rstrip('._'))}: "),
+                    ThreadPoolExecutor() as threads,
+                ):
+                    placed = server_options(scorer, options, dist)
                     starting = [
                         serving(scorer, *(f"--option={each}" for each in given), token=token) for given in placed
                     ]
@@ -272,7 +275,7 @@ def with_server(args: ArgsT, dist: Dist, open_servers: ExitStack) -> ArgsT:
     return change(args, **[each for each in gather_json(dist, own)[: dist.rank + 1] if each][-1])
 
 
-def options_of_servers(scorer: str, options: list[str], dist: Dist) -> list[list[str]]:
+def server_options(scorer: str, options: list[str], dist: Dist) -> list[list[str]]:
     """Return the options of each server of a scorer on this machine, one server per accelerator of its ranks.
 
     There is only one server if the ranks have no accelerator, or the scorer has no network that can be placed on any.
@@ -293,7 +296,7 @@ def options_of_servers(scorer: str, options: list[str], dist: Dist) -> list[list
 
 def connect(
     urls: str,
-    asks: groups.Scorer,
+    scorer_args: groups.Scorer,
     dist: Dist,
     canary: PromptRecord,
     kinds: Sequence[str],
@@ -318,22 +321,22 @@ def connect(
         ValueError: a server does not answer, refuses the token or the canary, takes other media, or takes references
             although the prompt has none.
     """
-    with flag("--scorer.token-file: "):
-        token = read_token(asks.token_file)
+    with prefix_errors("--scorer.token-file: "):
+        token = read_token(scorer_args.token_file)
     is_first, num_ranks = dist.is_main, dist.world_size
-    if OF_A_MACHINE.search(urls):
+    if MACHINE_URL.search(urls):
         is_first, num_ranks = not dist.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", dist.world_size))
     open_client = partial(
         RewardClient,
-        on_this_machine(urls).split(","),
+        resolve_host(urls).split(","),
         token=token,
-        timeout_s=asks.timeout_s,
-        on_failure=asks.on_failure,
-        proxy=asks.proxy,
+        timeout_s=scorer_args.timeout_s,
+        on_failure=scorer_args.on_failure,
+        proxy=scorer_args.proxy,
     )
-    sleeps = asks.sleep and not name
-    name = name or asks.flag
-    with flag(f"{name}: "):
+    sleeps = scorer_args.sleep and not name
+    name = name or scorer_args.flag
+    with prefix_errors(f"{name}: "):
         client = open_client()
     rule, replies = "be a reward server that answers", list[list[Score]]()
     try:

@@ -26,9 +26,9 @@ from omni_train.prompts.files import PromptRecord
 from omni_train.shard import gathered
 from torch import Tensor
 
-from omni_rl.flow.evals import HeldOut, Shown, describe
-from omni_rl.flow.sampling import counted, expand_groups
-from omni_rl.flow.scorers import Pending, TextScorer, asked, joined, ruled
+from omni_rl.flow.evals import HeldOut, Shown, score_metrics
+from omni_rl.flow.sampling import expand_groups, track_progress
+from omni_rl.flow.scorers import Pending, TextScorer, future_of_rules, join_scores, try_submit
 from omni_rl.flow.scoring import Rollout, collect, gather_rewards
 from omni_rl.media.prompts import with_media
 from omni_rl.report import Sample
@@ -56,7 +56,10 @@ class RuleScorer:
         """Return the future scores, or the RewardErrors of failed rules, after which all ranks save and end."""
         start, size = time.perf_counter(), self.size or len(answers)
         pieces = [slice(i, i + size) for i in range(0, len(answers), size)] if self.client else [slice(None)]
-        others = [self._ask(self.client, answers[piece], prompts[piece]) if self.client else None for piece in pieces]
+        others = [
+            self._request_scores(self.client, answers[piece], prompts[piece]) if self.client else None
+            for piece in pieces
+        ]
         pending = [
             self._grade(answers[piece], prompts[piece], other) for piece, other in zip(pieces, others, strict=True)
         ]
@@ -68,20 +71,22 @@ class RuleScorer:
         if self.client:
             self.client.close()
 
-    def _ask(self, client: RewardClient, answers: Sequence[str], prompts: Sequence[Prompt]) -> Pending:
+    def _request_scores(self, client: RewardClient, answers: Sequence[str], prompts: Sequence[Prompt]) -> Pending:
         """Request the server's scores."""
         references = [[image.numpy() for image in p.images] for p in prompts] if client.takes_references else None
         texts, metas = [p.text for p in prompts], [p.meta for p in prompts]
-        return asked(partial(client.submit, {TEXT: answers}, texts, metas, references))
+        return try_submit(partial(client.submit, {TEXT: answers}, texts, metas, references))
 
     def _grade(self, answers: Sequence[str], prompts: Sequence[Prompt], other: Pending | None) -> Pending:
         """Return the future rewards that combine the rules and the server's score."""
         metas = [p.meta for p in prompts]
         if other is None:
-            return ruled(partial(grade, self.rules, answers, metas), "--reward")
-        return joined(ruled(partial(judge, self.rules, answers, metas), "--reward"), other, self._sum)
+            return future_of_rules(partial(grade, self.rules, answers, metas), "--reward")
+        return join_scores(
+            future_of_rules(partial(judge, self.rules, answers, metas), "--reward"), other, self._combine
+        )
 
-    def _sum(self, own: Mapping[str, float], other: Score) -> Score:
+    def _combine(self, own: Mapping[str, float], other: Score) -> Score:
         """Return the reward from the server's score and the rules' values, which become its parts."""
         reward = self.rules.reward
         if other.value is None or reward.is_plain:
@@ -109,7 +114,7 @@ class Unscored:
 
 def evaluate_set(run: TokenRun[TokenArgs], held: HeldOut[TokenParams, TextScorer]) -> tuple[dict[str, float], Shown]:
     """Return metrics of a set's answers, and this rank's answers for the report."""
-    prompts = prompts_of(held.records, held.samples, seed=held.seed, step=-1)  # the same for every run
+    prompts = expand_prompts(held.records, held.samples, seed=held.seed, step=-1)  # the same for every run
     unit = run.args.data.batch_size * run.dist.world_size
     places = range(-(-len(prompts) // unit) * unit)  # ranks of a sharded net run equally many batches
     filled = [replace(prompts[i % len(prompts)], index=i, group=i) for i in places]
@@ -117,10 +122,10 @@ def evaluate_set(run: TokenRun[TokenArgs], held: HeldOut[TokenParams, TextScorer
         rollout = sample_answers(run, filled, held.params, held.scorer)
     scores, groups = collect(run.dist, rollout.pending, rollout.num_scored), torch.arange(len(filled))
     rewards = gather_rewards(run.dist, rollout.batches, scores, groups)[: len(prompts)]
-    return describe(held, rewards), run.breakers.pictures(_shown, rollout.batches, scores) or ([], [])
+    return score_metrics(held, rewards), run.breakers.pictures(_report_answers, rollout.batches, scores) or ([], [])
 
 
-def prompts_of(records: Sequence[PromptRecord], group_size: int, *, seed: int, step: int) -> list[Prompt]:
+def expand_prompts(records: Sequence[PromptRecord], group_size: int, *, seed: int, step: int) -> list[Prompt]:
     """Return `group_size` samples of each prompt, group by group, each with its own seed, and with their media."""
     samples = expand_groups(records, group_size, seed=seed, step=step)
     return [with_media(sample, records[sample.group]) for sample in samples]
@@ -131,7 +136,7 @@ def sample_round(
 ) -> Rollout[TokenTrajectory]:
     """Sample answers to the prompts of the run's round `number`, and append them to those of `before`."""
     args = run.args
-    fresh = prompts_of(run.prompts.at(number), args.data.group_size, seed=args.run.seed, step=number)
+    fresh = expand_prompts(run.prompts.at(number), args.data.group_size, seed=args.run.seed, step=number)
     count = len(before.prompts) if before else 0
     own = [replace(p, index=p.index + count, group=p.group + count // args.data.group_size) for p in fresh]
     with run.phase("rollout"):
@@ -145,7 +150,7 @@ def sample_round(
 
 def read_answers(run: TokenRun[TokenArgs], step: Step, key: str) -> list[TokenTrajectory]:
     """Return this rank's batches of the answers stored under `key` with the step's prompts."""
-    prompts = prompts_of(run.prompts.at(step.number), 1, seed=run.args.run.seed, step=step.number)
+    prompts = expand_prompts(run.prompts.at(step.number), 1, seed=run.args.run.seed, step=step.number)
     with run.phase("read"):
         return [
             given_answers(run.model, own, [answer_text(p.meta[key], key, p.text) for p in own], run.base_params)
@@ -164,7 +169,7 @@ def sample_answers(
     batches: list[TokenTrajectory] = []
     pending: list[Pending] = []
     dealt = deal(prompts, run.dist, run.args.data.batch_size)
-    for own, batch in zip(counted(dealt), _generate(run.engine, dealt, params), strict=True):
+    for own, batch in zip(track_progress(dealt), _generate(run.engine, dealt, params), strict=True):
         if batch.weight_version != run.version:
             raise RuntimeError(f"the engine samples with weights {batch.weight_version}, the trainer has {run.version}")
         batches.append(batch)
@@ -173,7 +178,7 @@ def sample_answers(
     return Rollout(prompts, batches, pending, run.args.data.batch_size)
 
 
-def lengths_of(dist: Dist, batches: Sequence[TokenTrajectory], total: int) -> tuple[Tensor, Tensor]:
+def gather_lengths(dist: Dist, batches: Sequence[TokenTrajectory], total: int) -> tuple[Tensor, Tensor]:
     """Return the lengths [total] of all ranks' texts, and [total] with 1 for each text that has ended."""
     indices = torch.cat([batch.indices for batch in batches])
     lengths = torch.cat([batch.lengths for batch in batches]).float()
@@ -195,10 +200,10 @@ def show_answers(run: TokenRun[TokenArgs], step: Step, rollout: Rollout[TokenTra
     """Show the best and worst of some of rank 0's answers in the report."""
     if report := run.session.report:
         scores = rollout.scores
-        run.breakers.pictures(lambda: report.show_samples(step.number + 1, *_shown(rollout.batches, scores)))
+        run.breakers.pictures(lambda: report.show_samples(step.number + 1, *_report_answers(rollout.batches, scores)))
 
 
-def _shown(batches: Sequence[TokenTrajectory], scores: Sequence[Score]) -> Shown:
+def _report_answers(batches: Sequence[TokenTrajectory], scores: Sequence[Score]) -> Shown:
     """Return the media of each of this rank's prompts by kind, and the answers' rows in the report."""
     media, rows = [], []
     answered = [(p, answer) for batch in batches for p, answer in zip(batch.prompts, batch.answers, strict=True)]
@@ -261,7 +266,7 @@ def pack(
     shares, own = keep.nonzero()[:, 0].tensor_split(args.data.num_minibatches), []
     for share in shares:
         rows = torch.isin(whole.indices, share).nonzero()[:, 0].tolist()
-        own.append(cut(rows, sizes, args.data.batch_size, args.data.tokens_per_batch))
+        own.append(split_rows(rows, sizes, args.data.batch_size, args.data.tokens_per_batch))
     counts = torch.tensor(gather_json(dist, [len(cuts) for cuts in own])).amax(dim=0)
     chosen: list[list[TokenBatch]] = []
     forwards = sum(max(1, count) for count in counts.tolist()) * dist.world_size
@@ -279,7 +284,7 @@ def pack(
     return chosen
 
 
-def cut(rows: Sequence[int], sizes: Sequence[tuple[int, int]], most: int, budget: int) -> list[list[int]]:
+def split_rows(rows: Sequence[int], sizes: Sequence[tuple[int, int]], most: int, budget: int) -> list[list[int]]:
     """Cut rows, longest first, into batches of at most `most` rows and `budget` tokens (0: no limit).
 
     A row that exceeds the budget is a batch of its own. sizes: number of tokens of the prompt and of the answer, each

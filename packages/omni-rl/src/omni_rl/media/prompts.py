@@ -24,7 +24,7 @@ MAX_CACHED = 2**30  # bytes of sounds, and of videos
 MAX_POINTS = 2**28  # of all channels of a sound, 1 GB
 
 
-def cached(read: "Callable[[Path], tuple[Tensor, float]]") -> "Callable[[Path], tuple[Tensor, float]]":
+def cache_media(read: "Callable[[Path], tuple[Tensor, float]]") -> "Callable[[Path], tuple[Tensor, float]]":
     """Wrap the function with a cache of its most recently used results, within MAX_CACHED bytes."""
     found: dict[tuple[Path, int], tuple[Tensor, float]] = {}  # by file and its modification time
 
@@ -55,7 +55,7 @@ def media_files(record: PromptRecord) -> list[Path]:
     return [*record.images, *(file for file in (record.audio, record.video) if file)]
 
 
-@cached
+@cache_media
 def read_sound(path: Path) -> "tuple[Tensor, float]":
     """Return a sound as float32 [points, channels] with full scale 1, and its sample rate. The tensor is cached.
 
@@ -74,7 +74,7 @@ def read_sound(path: Path) -> "tuple[Tensor, float]":
             raise ValueError("it has no sound")
         stream, floats = file.streams.audio[0], av.AudioResampler(format="flt")
         channels, rate = stream.codec_context.channels, stream.codec_context.sample_rate
-        packets = (packet for packet in videos.packets_of(file) if packet.stream is stream)
+        packets = (packet for packet in videos.demux_packets(file) if packet.stream is stream)
         for part in (part for own in packets for frame in stream.decode(own) for part in floats.resample(frame)):
             parts.append(part.to_ndarray().reshape(-1, channels))
             if (points := points + len(parts[-1])) > MAX_SOUND_S * rate or points * channels > MAX_POINTS:
@@ -114,7 +114,7 @@ def _check_ogg_end(path: Path) -> None:
         raise ValueError(f"{path} is cut short: its last page must be whole and marked as the last")
 
 
-@cached
+@cache_media
 def read_video(path: Path) -> "tuple[Tensor, float]":
     """Return the frames of a video file, uint8 [F, H, W, 3], and its frames per second. The tensor is cached.
 

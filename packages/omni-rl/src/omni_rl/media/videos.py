@@ -34,13 +34,13 @@ def video_facts(path: Path) -> tuple[int, int, int, float]:
     Raises:
         ValueError: the file is missing, truncated, damaged or of another kind.
     """
-    with _opened(path) as file:
+    with _open_video(path) as file:
         if isinstance(file, Image.Image):
             file.load()
             ms = file.info.get("duration", 0)
             return getattr(file, "n_frames", 1), file.height, file.width, 1000 / ms if ms else 0.0
         stream = file.streams.video[0]
-        frames = sum(packet.size > 0 for packet in packets_of(file) if packet.stream is stream)
+        frames = sum(packet.size > 0 for packet in demux_packets(file) if packet.stream is stream)
         return frames, stream.height, stream.width, float(stream.average_rate or 0)
 
 
@@ -52,7 +52,7 @@ def read_video(path: Path) -> "tuple[Tensor, float]":
     """
     import torch
 
-    with _opened(path) as file:
+    with _open_video(path) as file:
         if isinstance(file, Image.Image):
             read = [(np.array(i.convert("RGB")), i.info.get("duration", 0)) for i in ImageSequence.Iterator(file)]
             frames, times = zip(*read, strict=True)
@@ -76,7 +76,7 @@ def open_av(path: Path, kind: str) -> "Iterator[InputContainer]":
             raise ValueError(str(exc)) from exc
 
 
-def packets_of(file: "InputContainer") -> "Iterator[Packet]":
+def demux_packets(file: "InputContainer") -> "Iterator[Packet]":
     """Yield the packets of all streams; the last ones are empty.
 
     Raises:
@@ -96,7 +96,7 @@ def packets_of(file: "InputContainer") -> "Iterator[Packet]":
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _open_video(path: Path) -> Iterator[Any]:
     """Open a PIL image or a PyAV container. Errors of its decoder become a ValueError with the file."""
     kind = path.suffix.lower()
     if kind not in VIDEOS:

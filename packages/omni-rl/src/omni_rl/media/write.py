@@ -30,16 +30,16 @@ MAX_SOUND_S = 10  # seconds of a sound to keep
 Media = Mapping[str, np.ndarray]  # of one sample, by kind
 
 
-def files_of(name: str, media: Media, rates: Mapping[str, float]) -> tuple[dict[str, Any], dict[str, bytes]]:
+def sample_files(name: str, media: Media, rates: Mapping[str, float]) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Return a sample's row for the page, with the names of its files and its size in pixels, and the files."""
     if not media:
         return {"file": None, "size": [0, 0]}, {}
-    image = still(media)
+    image = still_image(media)
     data, suffix = encode(image, max_side=MAX_SIDE * (STRIP_FRAMES // 2 if "video" in media else 1))
     row: dict[str, Any] = {"file": f"{name}{suffix}", "size": [image.shape[1], image.shape[0]]}
     files = {row["file"]: data}
     if "video" in media:
-        few, slower = few_frames(media, rates)
+        few, slower = thin_frames(media, rates)
         data, suffix = animate(few["video"], slower["fps"])
         row |= {"strip": row["file"], "file": f"{name}-moving{suffix}", "size": [*few["video"].shape[2:0:-1]]}
         files[row["file"]] = data
@@ -59,16 +59,16 @@ def whole_files(media: Media, rates: Mapping[str, float]) -> dict[str, bytes]:
     return {".flac": encode_flac(sound, round(rate))} if sound is not None else {}
 
 
-def still(media: Media) -> np.ndarray:
+def still_image(media: Media) -> np.ndarray:
     """Return an image, uint8 [height, width, 3], that shows a sample of any kind."""
     if "image" in media:
         return media["image"]
-    return strip(media["video"]) if "video" in media else waveform(media["audio"])
+    return film_strip(media["video"]) if "video" in media else waveform(media["audio"])
 
 
-def strip(video: np.ndarray, count: int = STRIP_FRAMES) -> np.ndarray:
+def film_strip(video: np.ndarray, count: int = STRIP_FRAMES) -> np.ndarray:
     """Return frames of a video side by side, uint8 [H, width, 3]: the first, the last and some between."""
-    video = video[:: _every(video)]
+    video = video[:: _frame_stride(video)]
     chosen = np.unique(np.linspace(0, len(video) - 1, count).round().astype(int))
     gap = np.full((video.shape[1], max(1, video.shape[2] // 64), 3), 255, np.uint8)
     return np.concatenate([part for i in chosen for part in (gap, video[i])][1:], axis=1)
@@ -82,13 +82,13 @@ def waveform(sound: np.ndarray, height: int = 48, width: int = 192) -> np.ndarra
     return np.where((far <= np.maximum(swing, 0.03))[..., None], (70, 110, 170), (245, 245, 245)).astype(np.uint8)
 
 
-def few_frames(media: Media, rates: Mapping[str, float]) -> tuple[Media, Mapping[str, float]]:
+def thin_frames(media: Media, rates: Mapping[str, float]) -> tuple[Media, Mapping[str, float]]:
     """Return the media with every n-th frame of the video, at most MAX_FRAMES, and rates that keep its speed."""
-    every = _every(media["video"])
+    every = _frame_stride(media["video"])
     return {**media, "video": media["video"][::every]}, {**rates, "fps": rates["fps"] / every}
 
 
-def _every(video: np.ndarray) -> int:
+def _frame_stride(video: np.ndarray) -> int:
     return -(-len(video) // MAX_FRAMES)
 
 
@@ -98,15 +98,15 @@ def encode(image: np.ndarray, *, max_side: int = MAX_SIDE) -> tuple[bytes, str]:
         return encode_png(image), ".png"
     reduced = Image.fromarray(image)
     reduced.thumbnail((max_side, max_side), Image.Resampling.LANCZOS)
-    return _saved(reduced, "WEBP", quality=82), ".webp"
+    return _encode_image(reduced, "WEBP", quality=82), ".webp"
 
 
 def encode_png(image: np.ndarray) -> bytes:
     """Encode an image, uint8 [H, W, 3], without loss."""
-    return _saved(Image.fromarray(image), "PNG")
+    return _encode_image(Image.fromarray(image), "PNG")
 
 
-def _saved(image: Image.Image, kind: str, **options: Any) -> bytes:
+def _encode_image(image: Image.Image, kind: str, **options: Any) -> bytes:
     file = io.BytesIO()
     image.save(file, kind, **options)
     return file.getvalue()
@@ -127,7 +127,7 @@ def animate(frames: np.ndarray, fps: float) -> tuple[bytes, str]:
     times = np.diff(np.round(np.arange(len(frames) + 1) * 1000 / fps)).astype(int).tolist()
     options: dict[str, Any] = {"lossless": True} if exact else {"quality": 75, "method": 2}
     options |= {"save_all": True, "append_images": images[1:], "duration": times, "loop": 0}
-    return _saved(images[0], "WEBP", **options), ".webp"
+    return _encode_image(images[0], "WEBP", **options), ".webp"
 
 
 def encode_sound(sound: np.ndarray, rate: float) -> bytes:
@@ -209,11 +209,11 @@ def contact_sheet(
         x, y = margin + i % columns * cell_width, margin + i // columns * cell_height
         size = [max(1, round(side * scale)) for side in image.shape[1::-1]]
         sheet.paste(Image.fromarray(image).resize(size, resample), (x, y))
-        draw.text((x, y + height), drawable(label)[: width // 6], font=font, fill="black")
+        draw.text((x, y + height), replace_missing_glyphs(label)[: width // 6], font=font, fill="black")
     return sheet
 
 
-def drawable(text: str) -> str:
+def replace_missing_glyphs(text: str) -> str:
     """Return a text with a question mark for each glyph missing in PIL's font."""
     return unicodedata.normalize("NFKC", text).encode("ascii", "replace").decode()
 
@@ -222,10 +222,10 @@ def score_label(value: float | None, details: Mapping[str, object]) -> str:
     """Return the label of a scored image: the target text, the recognized text, the score."""
     if value is None:
         return "no score"
-    text = readable(value, 2)
+    text = format_score(value, 2)
     return f"{details['target']} -> {details.get('read', '')}   {text}" if "target" in details else text
 
 
-def readable(score: float, places: int) -> str:
+def format_score(score: float, places: int) -> str:
     """Format a score with `places` decimals, or with five significant digits if it is below 0.1 or at least 10."""
     return f"{score:.{places}f}" if score == 0 or 0.1 <= abs(score) < 10 else f"{score:.5g}"

@@ -21,7 +21,7 @@ from omni_train.files import load_metrics, parse_json, read_jsonl, read_regular
 
 from omni_rl.report.folder import step_folders
 from omni_rl.run.alarms import find_alarms
-from omni_rl.run.metrics import CHARTS, METRICS, error_of, one_evaluation
+from omni_rl.run.metrics import CHARTS, METRICS, drop_stale_evaluations, stderr_name
 
 MAX_POINTS = 400  # of a curve; longer ones show mean, minimum and maximum per interval of steps
 MAX_BARS = 60  # in the chart of seconds per phase
@@ -97,7 +97,7 @@ def run_data(folder: Path, *, num_runs: int = 1, link: str | None = None) -> dic
     path = folder / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"{folder} holds no metrics.jsonl")
-    steps = one_evaluation(load_metrics(path))
+    steps = drop_stale_evaluations(load_metrics(path))
     found = outline(folder, steps)
     trained = [seconds for step, seconds in points_of(steps, "time/step_s") if step]
 
@@ -120,7 +120,7 @@ def shown_names(steps: Steps) -> list[str]:
     """Return the metrics that are plotted as curves, sorted. A time is plotted only if it has a chart."""
     asked = {row.name for row in METRICS if row.chart} | {"time/step_s"}
     logged = {name for step in steps for name in step} - {"step"}
-    found = logged - set(map(error_of, logged))
+    found = logged - set(map(stderr_name, logged))
     return sorted(name for name in found if name in asked or not name.startswith("time/"))
 
 
@@ -132,7 +132,7 @@ def curve(steps: Steps, name: str, limit: int = MAX_POINTS) -> dict[str, list[fl
     """
     points = points_of(steps, name)
     if len(points) <= limit:
-        errors = dict(points_of(steps, error_of(name)))
+        errors = dict(points_of(steps, stderr_name(name)))
         return {"x": [x for x, _ in points], "y": [_short(y) for _, y in points]} | (
             band([(y, errors.get(x, 0.0)) for x, y in points]) if errors else {}
         )
@@ -220,7 +220,7 @@ def groups(folder: Path, last: int, budget: float, source: Source = _inline) -> 
     shown: list[dict[str, Any]] = []
     for step, path in reversed(step_folders(folder / "samples", last)):
         for group in _entries(path / "groups.json", GROUP):
-            rows = [_checked(row, ROW, path / "groups.json") for row in group["shown"]]
+            rows = [_check_entry(row, ROW, path / "groups.json") for row in group["shown"]]
             files = [_files(path, row) for row in rows]
             references = _references(path, rows[0]) if rows else []
             budget -= sum(map(_size, [*files, *(own for own, _ in references)]))
@@ -259,7 +259,7 @@ def _drawing(files: Mapping[str, Path], row: Mapping[str, Any], source: Source) 
 
 def _references(folder: Path, row: Mapping[str, Any]) -> list[Shown]:
     """Return the references of a sample."""
-    entries = [_checked(entry, REFERENCE, folder) for entry in row["references"]]
+    entries = [_check_entry(entry, REFERENCE, folder) for entry in row["references"]]
     return [(_files(folder, entry), entry) for entry in entries]
 
 
@@ -303,14 +303,14 @@ def _entries(path: Path, kinds: Kinds) -> list[dict[str, Any]]:
     """
     if path.suffix == ".jsonl":
         lines = read_jsonl(path) if path.exists() else []
-        return [_checked(entry, kinds, f"{path}, line {n}") for n, entry in enumerate(lines, start=1)]
-    entries = _parsed(path)
+        return [_check_entry(entry, kinds, f"{path}, line {n}") for n, entry in enumerate(lines, start=1)]
+    entries = _parse_file(path)
     if not isinstance(entries, list):
         raise ValueError(f"{path}: must be a list, got {type(entries).__name__}. {REMEDY}")
-    return [_checked(entry, kinds, f"{path}, entry {n}") for n, entry in enumerate(entries, start=1)]
+    return [_check_entry(entry, kinds, f"{path}, entry {n}") for n, entry in enumerate(entries, start=1)]
 
 
-def _parsed(path: Path) -> Any:
+def _parse_file(path: Path) -> Any:
     """Return the value of a JSON file."""
     try:
         return parse_json(read_regular(path))
@@ -318,7 +318,7 @@ def _parsed(path: Path) -> Any:
         raise ValueError(f"{path}: not valid JSON ({exc}). {REMEDY}") from exc
 
 
-def _checked(entry: object, kinds: Kinds, place: object) -> dict[str, Any]:
+def _check_entry(entry: object, kinds: Kinds, place: object) -> dict[str, Any]:
     """Return the entry after checking that it is an object with a value of the right type for each name."""
     if not isinstance(entry, dict):
         raise ValueError(f"{place}: must be an object, got {type(entry).__name__}. {REMEDY}")
@@ -336,7 +336,7 @@ def read_now(folder: Path) -> dict[str, Any] | None:
     """
     path = folder / "now.json"
     try:
-        found = _checked(_parsed(path), NOW, path)
+        found = _check_entry(_parse_file(path), NOW, path)
     except FileNotFoundError:  # the run may have ended meanwhile
         return None
     return {"text": _text(found["text"]), "at": found["at"]}

@@ -40,7 +40,7 @@ from omni_reward.media import check_media, check_references
 from omni_train.files import read_regular, write_atomically, write_folder_atomically
 from omni_train.terminal import without_credentials
 
-from omni_rl.media.write import STRIP_FRAMES, Media, contact_sheet, encode_png, files_of, score_label, still
+from omni_rl.media.write import STRIP_FRAMES, Media, contact_sheet, encode_png, sample_files, score_label, still_image
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -108,7 +108,7 @@ def write_eval(folder: str | Path, step: int, media: "AllMedia", samples: Sequen
     home = Path(folder) / "eval"
     write_folder_atomically(home / f"{step:06}", {"rows.json": _json(rows), **files})
     if all(shown.values()):  # text has no sheet
-        stills = [still(own) for own in shown.values()]
+        stills = [still_image(own) for own in shown.values()]
         sheet = contact_sheet(stills, labels, columns=-(-8 // wide), max_side=SHEET_SIDE * wide)
         write_atomically(home / f"{step:06}.png", encode_png(np.asarray(sheet)))
     stored = step_folders(home)
@@ -254,20 +254,20 @@ def _rows(
     rows: list[dict[str, Any]] = []
     files: dict[str, bytes] = {}
     for i in indices:
-        row, own = files_of(f"{i:04}", shown[i], samples[i].rates)
+        row, own = sample_files(f"{i:04}", shown[i], samples[i].rates)
         files |= own
         references = []
         for image in host_references(samples[i]):
             digest = hashlib.sha256(image.tobytes()).hexdigest()[:16]  # samples with the same reference share its file
-            reference, own = files_of(f"reference-{digest}", {"image": image}, {})
+            reference, own = sample_files(f"reference-{digest}", {"image": image}, {})
             references.append(reference)
             files |= own
-        details = {str(name): plain(value) for name, value in samples[i].details.items()}
+        details = {str(name): simplify(value) for name, value in samples[i].details.items()}
         rows.append(vars(samples[i]) | row | {"details": details, "references": references})
     return rows, files
 
 
-def plain(value: object) -> object:
+def simplify(value: object) -> object:
     """Return the value if it is a string or a number, else a short representation."""
     return value if isinstance(value, str | int | float | None) else reprlib.repr(value)
 

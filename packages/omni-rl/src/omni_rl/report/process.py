@@ -27,7 +27,7 @@ from omni_train.breaker import Breaker
 from omni_train.terminal import one_line
 from safetensors.numpy import load, save
 
-from omni_rl.media.write import Media, few_frames
+from omni_rl.media.write import Media, thin_frames
 from omni_rl.report.folder import (
     MAX_SHEET,
     Sample,
@@ -146,7 +146,7 @@ class ReportProcess:
         for row, i in enumerate(sent):
             media, rates = shown.get(i, {}), samples[i].rates
             if "video" in media:
-                media, rates = few_frames(media, rates)
+                media, rates = thin_frames(media, rates)
             names = {name: f"{row} {name}" for name in media}
             references = enumerate(host_references(samples[i]) if media else ())
             others = {f"{row} reference {n}": image for n, image in references}

@@ -43,7 +43,7 @@ from starlette.routing import Route
 
 from omni_rl.report.data import MEDIA_TYPES, curve, outline, read_now, run_data
 from omni_rl.report.page import embed, list_page, page
-from omni_rl.run.metrics import one_evaluation
+from omni_rl.run.metrics import drop_stale_evaluations
 
 FILES = ("metrics.jsonl", "config.toml", "versions.jsonl")  # files of a run that the list reads
 HOMES = {"eval", "samples"}  # folders of a run with media to serve
@@ -164,7 +164,7 @@ def _last_line(folder: Path, state: State) -> dict[str, float]:
 @lru_cache(MAX_RUNS)
 def _outline(folder: Path, state: State) -> dict[str, Any]:
     """Return the row of a run in the list. state: cache key; the files are read again only if it changes."""
-    steps = one_evaluation(load_metrics(folder / FILES[0]))
+    steps = drop_stale_evaluations(load_metrics(folder / FILES[0]))
     found = outline(folder, steps)
     config, start = found["config"], found["starts"][-1] if found["starts"] else {}
     scripts = [Path(word).stem for word in start.get("command", "").split() if word.endswith(".py")]

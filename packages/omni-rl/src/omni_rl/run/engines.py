@@ -42,10 +42,10 @@ def open_vllm_omni(
     from omni_rollout.engines.vllm_omni.engine import VllmOmniEngine
     from omni_train.dist import same_error
 
-    from omni_rl.settings.fields import flag
+    from omni_rl.settings.fields import prefix_errors
 
     together, quantization = partial(same_error, dist), None if form == "auto" else form
-    with flag("--memory.rollout-dtype: ") if quantization else nullcontext():
+    with prefix_errors("--memory.rollout-dtype: ") if quantization else nullcontext():
         return VllmOmniEngine(
             model, device=dist.device, dtype=dtype, quantization=quantization, together=together, texts=texts
         )

@@ -19,11 +19,11 @@ from omni_train.prepare import Lora, Preparation
 from omni_train.prompts.files import PromptRecord, RecordCheck
 from omni_train.prompts.sampler import PromptSampler
 
-from omni_rl.flow.evals import HeldOut, params_of_set
+from omni_rl.flow.evals import HeldOut, eval_set_params
 from omni_rl.run.run import CountSamples, ModelT, ParamsT, first_input
-from omni_rl.settings.args import RunArgs, load_records, num_ranks, offloaded, sharding
-from omni_rl.settings.eval_sets import GOLD, setting_of
-from omni_rl.settings.fields import as_flags, flag, flags_by_name, require
+from omni_rl.settings.args import RunArgs, load_records, num_ranks, parse_offload, sharding_mode
+from omni_rl.settings.eval_sets import GOLD, setting_name
+from omni_rl.settings.fields import flags_by_name, map_error_names, prefix_errors, require
 
 InputsT = TypeVar("InputsT", bound="Inputs[Any, Any]")
 AnyParamsT = TypeVar("AnyParamsT", bound=Params | TokenParams)
@@ -39,7 +39,7 @@ class Inputs(Generic[ModelT, ParamsT]):
     policies: policies besides the trained one: "old", for `Policy.as_old`, and "reference". teachers: folders of
     weights, by name and expert. files: full weights to start from, by expert; adapters: folders of adapters to start
     from instead, with names that begin with `adapter_prefix`. digests: digests of files and versions, which must be the
-    same when the run resumes. num_beside: number of weights of a teacher that is another model. count_samples: returns
+    same when the run resumes. num_extra_params: number of weights of a teacher that is another model. count_samples: returns
     the number of samples in a forward's inputs and the shape of one, or None. score_parts: parts of scores to log.
     """
 
@@ -48,7 +48,7 @@ class Inputs(Generic[ModelT, ParamsT]):
     prompts: PromptSampler
     held_out: Sequence[HeldOut[ParamsT, Any]]
     canary: PromptRecord
-    preparation: Preparation
+    build_preparation: Preparation
     trained: Mapping[str, str]
     digests: Mapping[str, object] = field(default_factory=dict)
     files: Mapping[str, Sequence[Path]] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Inputs(Generic[ModelT, ParamsT]):
     teachers: Mapping[str, Mapping[str, Path]] = field(default_factory=dict)
     sizes: Collection[tuple[int, int]] = ()
     streams: Mapping[str, int] = field(default_factory=dict)
-    num_beside: int = 0
+    num_extra_params: int = 0
     count_samples: CountSamples = first_input
     score_parts: Sequence[str] = ()
 
@@ -74,7 +74,7 @@ def model_place(args: RunArgs) -> str | Path:
     return args.policy.model
 
 
-def preparation(
+def build_preparation(
     args: RunArgs, device: torch.device, model: Any, is_frozen: Callable[[str], bool], *, compiles: bool = False
 ) -> Preparation:
     """Return how the settings prepare the net of a model.
@@ -95,10 +95,10 @@ def preparation(
         use_dora=own.use_dora,
         in_float32=own.dtype == "float32",
     )
-    on_host = "activations" in offloaded(args.memory)
+    on_host = "activations" in parse_offload(args.memory)
     recompute = Recompute(args.memory.keep_products_gb * 1e9, compiled=compiles, on_host=on_host)
     dtype: torch.dtype = getattr(torch, args.policy.dtype)
-    with as_flags(flags_by_name(type(args))):
+    with map_error_names(flags_by_name(type(args))):
         check_attention(args.policy.attention, device, dtype)
         if args.policy.dtype == "float16" and not args.run.dry_run:
             check_float16(device)
@@ -106,13 +106,13 @@ def preparation(
             check_float8(device)
         if compiles and not args.run.dry_run:
             check_compiler(device)
-    with as_flags(flags_by_name(type(args), "lora") | {"parameters": "--lora.target-parameters"}):
+    with map_error_names(flags_by_name(type(args), "lora") | {"parameters": "--lora.target-parameters"}):
         if own.rank:
             options = {"exclude": adapters.exclude, "parameters": adapters.parameters}
             lora.find_layers(model.empty_net(), adapters.targets, **options, rank=own.rank, init=own.init)
     experts = model.EXPERT_NAMES if args.sharding.experts else ()
     if args.sharding.experts:
-        with flag("--sharding.experts: "):
+        with prefix_errors("--sharding.experts: "):
             find_experts(model.empty_net(), experts, num_ranks())
     return Preparation(
         device,
@@ -146,7 +146,7 @@ def with_policies(
 
 def with_meshes(args: RunArgs, dist: Dist, inputs: InputsT) -> InputsT:
     """Return the inputs with the meshes for sharded weights and context parallelism. Every rank calls it."""
-    mesh = shard_mesh(dist, args.sharding.size) if sharding(args, dist.world_size) == "fsdp2" else None
+    mesh = shard_mesh(dist, args.sharding.size) if sharding_mode(args, dist.world_size) == "fsdp2" else None
     split = context_mesh(dist) if dist.mesh and dist.context > 1 else None
     return replace(inputs, preparation=replace(inputs.preparation, mesh=mesh, context_mesh=split))
 
@@ -168,12 +168,12 @@ def read_sets(
     sets: list[HeldOut[AnyParamsT, Any]] = [HeldOut("", records, params, samples=samples, threshold=threshold)]
     for number, own in enumerate(args.eval.all_sets, start=1):
         is_graded = own.name == GOLD or not own.scorer_url
-        with flag(f"{setting_of(own, number, 'prompts')}: "):
+        with prefix_errors(f"{setting_name(own, number, 'prompts')}: "):
             found = load_records(args.data, own.prompts, check_graded if is_graded else check)
         few = own.name == GOLD and len(found) < 2  # two for a standard error
         require((not few, f"--eval.gold-prompts must have at least 2 prompts, got {len(found)}"))
-        with flag(f"eval.sets[{number}]: "):
-            check_params(own_params := params_of_set(own, params))
+        with prefix_errors(f"eval.sets[{number}]: "):
+            check_params(own_params := eval_set_params(own, params))
         limit = threshold if own.pass_threshold is None else own.pass_threshold
         own_samples = own.samples_per_prompt or samples
         sets.append(HeldOut(own.name, found[: own.num_prompts or None], own_params, own.seed, own_samples, limit))
@@ -185,7 +185,7 @@ def graded_by_run(
 ) -> dict[str, Sequence[PromptRecord]]:
     """Return the prompts graded by the run's own scorer, by the settings that name them."""
     names = [
-        (setting_of(own, i, "prompts"), own.name == GOLD or not own.scorer_url)
+        (setting_name(own, i, "prompts"), own.name == GOLD or not own.scorer_url)
         for i, own in enumerate(args.eval.all_sets, start=1)
     ]
     held = {name: own.records for (name, is_graded), own in zip(names, sets[1:], strict=True) if is_graded}
@@ -203,7 +203,7 @@ def open_set_scorers(
     for place, own in enumerate(args.eval.all_sets, start=1):
         if own.scorer_url:
             is_started = own.name == GOLD and args.eval.gold_scorer
-            name = "--eval.gold-scorer" if is_started else setting_of(own, place, "scorer_url")
+            name = "--eval.gold-scorer" if is_started else setting_name(own, place, "scorer_url")
             scorer, version = connect(own.scorer_url, name, sets[place].records)
             found[place] = replace(sets[place], scorer=scorer, version=version)
     return found

@@ -30,14 +30,14 @@ from omni_train.weights.full import check_weights, homes, save_weights, saved_fi
 from torch import Tensor, nn
 
 from omni_rl.flow.evals import HeldOut
-from omni_rl.flow.scorers import Scorer, abstaining, check_gradable
+from omni_rl.flow.scorers import Scorer, abstaining_scorer, check_gradable
 from omni_rl.media.images import reference_sizes
 from omni_rl.run.inputs import (
     Inputs,
+    build_preparation,
     graded_by_run,
     model_place,
     open_set_scorers,
-    preparation,
     read_sets,
     with_meshes,
     with_policies,
@@ -45,8 +45,8 @@ from omni_rl.run.inputs import (
 from omni_rl.run.run import MediaRun
 from omni_rl.run.session import Session
 from omni_rl.run.world import World
-from omni_rl.settings.args import STREAMS, MediaArgs, load_records, offloaded, parse_numbers, read_prompts
-from omni_rl.settings.fields import as_flags, flag, flag_of, flags_by_name, require, values_of
+from omni_rl.settings.args import STREAMS, MediaArgs, load_records, parse_numbers, parse_offload, read_prompts
+from omni_rl.settings.fields import flag_of, flags_by_name, map_error_names, prefix_errors, require, values_of
 
 MIN_NOISE = 1000  # least noise of a trained step, in float32 steps: rounding is at most 3e-4 of its gradient
 
@@ -54,7 +54,7 @@ ModelT = TypeVar("ModelT", bound=Model)
 ParamsT = TypeVar("ParamsT", bound=Params)
 
 
-def params_of(args: MediaArgs) -> Params:
+def sampling_params(args: MediaArgs) -> Params:
     """Return the sampling parameters of training, without stochastic steps."""
     true_cfg = {"true_cfg_scale": args.sampling.true_cfg_scale} if args.sampling.true_cfg_scale != 1 else {}
     return Params(
@@ -81,10 +81,10 @@ def read_media(
             begins with the flag and is the same on every rank.
     """
     progress.begin("reading the model and the prompts")
-    with same_error(world.whole):
-        with flag("--model: "):
+    with same_error(world.all_ranks):
+        with prefix_errors("--model: "):
             model = open_model(model_place(args))
-        params = params_of(args)
+        params = sampling_params(args)
         eval_params = replace(params, num_inference_steps=args.eval.num_inference_steps)
         inputs = read_all(args, world, model, params, eval_params, scored=scored)
         require(
@@ -132,12 +132,12 @@ def read_all(
         return not (trained.keys() & {"", pieces[0]}) or not still.isdisjoint(pieces)
 
     how = replace(
-        preparation(args, world.dist.device, model, is_frozen, compiles=args.policy.compile), share=model.share
+        build_preparation(args, world.dist.device, model, is_frozen, compiles=args.policy.compile), share=model.share
     )
     prompts, records = read_prompts(args, check_whole, check_whole)
     sets = read_sets(args, records, eval_params, check_record, check_whole, model.check)
-    files, adapters = read_start(args, model, how)
-    has_streams = args.streams.are_judged
+    files, adapters = read_init_weights(args, model, how)
+    has_streams = args.streams.has_separate_losses
     streams = model.streams(params) if has_streams else {}
     require(
         (not has_streams or streams,
@@ -154,7 +154,7 @@ def read_all(
         params,
         prompts,
         sets,
-        canary_of(args.sampling.frame_rate, [*records, *training]),
+        choose_canary(args.sampling.frame_rate, [*records, *training]),
         how,
         trained,
         digests,
@@ -173,7 +173,7 @@ def check_model(
     model.context = args.sharding.context_parallel
     options = {name: f"--guidance {name}" for name in model.OPTIONS}
     context = {"context": "--sharding.context-parallel"}
-    with as_flags(context):
+    with map_error_names(context):
         model.check_context()
     require(
         (trained, f"--train-experts must be {only} for this model, got {args.policy.train_experts}"),
@@ -184,13 +184,13 @@ def check_model(
         (not args.streams.freeze_audio or "audio" in model.BRANCHES,
          "--streams.freeze-audio needs a model that generates video with sound"),
     )  # fmt: skip
-    model.host_encoders = "encoder" in offloaded(args.memory)
+    model.host_encoders = "encoder" in parse_offload(args.memory)
     kind = model.config["_class_name"]
     require((model.encoders or not model.host_encoders, f"--memory.offload encoder: a {kind} has no text encoder"))
     for each, group in ((params, ""), (eval_params, "eval")):
-        with as_flags(options | flags_by_name(type(args), group) | context):
+        with map_error_names(options | flags_by_name(type(args), group) | context):
             model.check(each)
-    with flag("--model: "):
+    with prefix_errors("--model: "):
         model.sigmas(params)
         world.check_files(model)  # last, because it imports the libraries of the parts
 
@@ -207,7 +207,7 @@ def check_trained_steps(
     steps: the first trained step of the schedule, and one past the last. rule: the rule of stochastic steps, if any.
     """
     model, params = inputs.model, inputs.params
-    with same_error(world.whole):
+    with same_error(world.all_ranks):
         check_experts(args, model, params, steps, inputs.trained)
         if rule:
             for size in sorted(inputs.sizes):
@@ -258,11 +258,13 @@ def check_noise(args: MediaArgs, rule: Callable[..., Transition], sigmas: Tensor
     )  # fmt: skip
 
 
-def read_start(args: MediaArgs, model: Model, how: Preparation) -> tuple[dict[str, Sequence[Path]], dict[str, Path]]:
+def read_init_weights(
+    args: MediaArgs, model: Model, how: Preparation
+) -> tuple[dict[str, Sequence[Path]], dict[str, Path]]:
     """Check and return the weights to start from, by expert: files of full weights, or folders of adapters."""
     if not args.policy.init_weights:
         return {}, {}
-    with flag("--init-weights: "):
+    with prefix_errors("--init-weights: "):
         net, found = model.empty_net(), homes(args.policy.init_weights, model.nets)
         for name, home in found.items():
             check_weights(net.get_submodule(name), home)
@@ -294,9 +296,9 @@ def read_teachers(
     Raises:
         ValueError: weights are missing or do not fit; the same on every rank.
     """
-    with same_error(world.whole):
-        teachers = teachers_of(args, inputs, folders)
-        with as_flags({name: flag_of(f"teacher_{name}") for name in ("guidance_scale", "true_cfg_scale")}):
+    with same_error(world.all_ranks):
+        teachers = find_teachers(args, inputs, folders)
+        with map_error_names({name: flag_of(f"teacher_{name}") for name in ("guidance_scale", "true_cfg_scale")}):
             inputs.model.check(teaching(inputs.params))
         homes_of = [home for found in teachers.values() for home in found.values()]
         weights = [file for home in homes_of for file in saved_files(home) or filter(None, [find_adapter(home)])]
@@ -304,14 +306,14 @@ def read_teachers(
         return with_policies(replace(inputs, digests={**inputs.digests, **digests}), inputs.policies, teachers)
 
 
-def teachers_of(
+def find_teachers(
     args: MediaArgs, inputs: Inputs[Model, Params], folders: Mapping[str, str]
 ) -> dict[str, dict[str, Path]]:
     """Return the folders of the teachers' weights by name and expert."""
     model, trained, teachers = inputs.model, inputs.trained, dict[str, dict[str, Path]]()
     net = adapt(model.empty_net(), inputs.preparation) if folders else nn.Module()
     for name, folder in folders.items():
-        with flag(f"--teachers: {name}: "):
+        with prefix_errors(f"--teachers: {name}: "):
             teachers[name] = found = homes(folder, model.nets)
             which = " or ".join(trained)
             require((trained.keys() & found, f"{folder} must have weights of {which}, which is trained"))
@@ -322,7 +324,7 @@ def teachers_of(
     return teachers
 
 
-def canary_of(frame_rate: float, records: Sequence[PromptRecord]) -> PromptRecord:
+def choose_canary(frame_rate: float, records: Sequence[PromptRecord]) -> PromptRecord:
     """Return the prompt used to test scorers, one with the fewest images."""
     least = min(records, key=lambda record: len(record.images))
     return replace(least, meta={**least.meta, "fps": frame_rate})
@@ -334,7 +336,7 @@ def open_scorers(
     inputs: Inputs[Any, ParamsT],
     session: Session,
     *,
-    own: Callable[[Dist, Sequence[str]], Scorer] | None = None,
+    build_scorer: Callable[[Dist, Sequence[str]], Scorer] | None = None,
     scored: bool = True,
     meta: Mapping[str, object] = MappingProxyType({}),
 ) -> tuple[Scorer, list[HeldOut[ParamsT, Scorer]]]:
@@ -346,7 +348,7 @@ def open_scorers(
     Raises:
         ValueError: a scorer does not answer, does not fit, or differs from the one that the run began with.
     """
-    with same_error(world.whole):
+    with same_error(world.all_ranks):
         scorer, version, held_out = connect_scorers(args, world, inputs, own, meta)
         sizes = {"--group-size": args.data.group_size} if scorer.takes_groups and scored else {}
         for number, held in enumerate(held_out):
@@ -354,8 +356,8 @@ def open_scorers(
             scorers = [each for each in (held.scorer or scorer, held.watch) if each]
             sizes |= {name: held.samples} if any(each.takes_groups for each in scorers) else {}
         check_groups(args, world.dist.dp_size, sizes)
-        session.name_scorer(args, version)
-    world.check_alike({"scorer": version})  # each machine may have its own server
+        session.record_scorer(args, version)
+    world.check_same_settings({"scorer": version})  # each machine may have its own server
     return scorer, held_out
 
 
@@ -363,19 +365,19 @@ def connect_scorers(
     args: MediaArgs,
     world: World,
     inputs: Inputs[Any, ParamsT],
-    own: Callable[[Dist, Sequence[str]], Scorer] | None,
+    build_scorer: Callable[[Dist, Sequence[str]], Scorer] | None,
     meta: Mapping[str, object],
 ) -> tuple[Scorer, str, list[HeldOut[ParamsT, Scorer]]]:
     """Return the run's scorer, its name and version, and the evaluation sets with their scorers."""
     kinds = inputs.model.MEDIA
     image = np.full((1, *max(inputs.sizes, key=math.prod), 3), 127, np.uint8)
     grey = {"image": image, "video": np.repeat(image[:, None], args.sampling.num_frames, axis=1)}
-    ask = partial(world.connect, asks=args.scorer, kinds=kinds, samples=grey)
-    canary = _with(meta, inputs.canary)
+    ask = partial(world.connect, scorer_args=args.scorer, kinds=kinds, samples=grey)
+    canary = _add_meta(meta, inputs.canary)
     watch: Scorer | None = None
     if args.scorer.watch_url:
         watch, _ = ask(args.scorer.watch_url, canary=canary, name="--scorer.watch-url")
-    scorer: Scorer = abstaining()
+    scorer: Scorer = abstaining_scorer()
     version, url = "", args.scorer.url
     graded = parse_numbers(values_of(args).get("reward_parts", ""), "--reward-parts")
     if own:
@@ -384,7 +386,7 @@ def connect_scorers(
         scorer, version = ask(url, canary=canary, parts=dict.fromkeys(graded, "--reward-parts"))
 
     def connect(url: str, name: str, records: Sequence[PromptRecord]) -> tuple[Scorer, str]:
-        return ask(url, canary=_with(meta, canary_of(args.sampling.frame_rate, records)), name=name)
+        return ask(url, canary=_add_meta(meta, choose_canary(args.sampling.frame_rate, records)), name=name)
 
     held_out = open_set_scorers(args, inputs.held_out, connect)
     return scorer, version, [replace(held, watch=watch) for held in held_out]
@@ -409,7 +411,7 @@ def check_groups(args: MediaArgs, ranks: int, whole: Mapping[str, int]) -> None:
         )  # fmt: skip
 
 
-def _with(meta: Mapping[str, object], record: PromptRecord) -> PromptRecord:
+def _add_meta(meta: Mapping[str, object], record: PromptRecord) -> PromptRecord:
     return replace(record, meta={**record.meta, **meta})
 
 
@@ -417,7 +419,7 @@ def open_engine(
     args: MediaArgs, world: World, inputs: Inputs[Any, Any], net: nn.Module, *, routes: bool = False
 ) -> tuple[Model, Engine]:
     """Return the model, with the wrappers of the run, and the engine. routes: see `read_media`."""
-    model = with_sliced_decoding(args, inputs, world.instrumented(inputs.model))
+    model = with_sliced_decoding(args, inputs, world.instrument(inputs.model))
     texts = TextCache(args.memory.text_cache_mb, args.memory.text_cache)
     how = inputs.preparation.dtype, args.memory.rollout_dtype, texts
     engine: Engine = world.open_engine(args.sampling.engine, model, net, world.dist, *how)

@@ -25,7 +25,7 @@ def announce(text: str, args: RunArgs, file: TextIO | None = None, *, more: str 
         file: where to print (default: standard output).
         more: printed after the text but not passed to the command, because it may contain tokens.
     """
-    say((text := printable(text)) + more, file)
+    print_line((text := printable(text)) + more, file)
     if not args.run.tracking.notify or args.run.dry_run:
         return
     words = shlex.split(args.run.tracking.notify)
@@ -46,10 +46,10 @@ def announce(text: str, args: RunArgs, file: TextIO | None = None, *, more: str 
         failed = (isinstance(exc, OSError) and exc.strerror) or type(exc).__name__
     else:
         return
-    say(f"the command of --tracking.notify, which starts without a shell, failed: {failed}", sys.stderr)
+    print_line(f"the command of --tracking.notify, which starts without a shell, failed: {failed}", sys.stderr)
 
 
-def say(text: str, file: TextIO | None = None) -> None:
+def print_line(text: str, file: TextIO | None = None) -> None:
     """Print a text (default: on standard output). The run continues if the terminal is closed."""
     with suppress(OSError, ValueError):
         print(text, file=file or sys.stdout, flush=True)

@@ -44,7 +44,7 @@ class Policy:
         return (self.ema, self.old) if self.old else (self.ema,)
 
     @property
-    def sampled_with(self) -> list[Tensor]:
+    def sampling_tensors(self) -> list[Tensor]:
         """The tensors of sampling policies that change: the trained parameters and the old policy."""
         if "old" in self.adapters:
             layers = lora.lora_layers(self.net).values()

@@ -32,7 +32,7 @@ def launch(words: Sequence[str]) -> None:
 
     def start_and_listen(ranks: PContext) -> None:
         start(ranks)
-        pass_interrupts_on(ranks)
+        forward_interrupts(ranks)
 
     os.environ[HEARS_ALL] = "1"
     PContext.start = start_and_listen  # type: ignore[method-assign, assignment]
@@ -49,7 +49,7 @@ def launch(words: Sequence[str]) -> None:
         PContext.start = start  # type: ignore[method-assign]
 
 
-def pass_interrupts_on(ranks: PContext) -> None:
+def forward_interrupts(ranks: PContext) -> None:
     """Send every Ctrl-C to the ranks, which run in their own sessions and get none from the terminal.
 
     The third one kills them. torchrun itself passes on only the first one, waits at the second, and at the third exits

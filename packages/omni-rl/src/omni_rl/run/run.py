@@ -226,7 +226,7 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
         if math.isnan(worst):
             rank = int(by_rank.isnan().any(dim=1).nonzero()[0])
             raise FloatingPointError(f"step {step.number}: log-probs must be finite, but are not on rank {rank}")
-        if worst <= tolerance or not self.world.has_numbers:
+        if worst <= tolerance or not self.world.has_values:
             return worst
         is_first = step.number == max(self.session.num_done, 0)
         if gap_of and is_first and self.gate == "exact" and worst <= limit and self.reclassify(step, by_rank, gap_of):

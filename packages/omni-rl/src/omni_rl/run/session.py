@@ -24,15 +24,20 @@ from torch import nn
 from omni_rl.report import write_now, write_report, write_versions
 from omni_rl.report.process import ReportProcess
 from omni_rl.run.metrics import COLUMNS
-from omni_rl.run.notify import say
+from omni_rl.run.notify import print_line
 from omni_rl.run.world import World
 from omni_rl.settings.args import RunArgs, secret_flags, without_secrets
 from omni_rl.settings.early import WRITTEN, check_same
-from omni_rl.settings.fields import build, flat
+from omni_rl.settings.fields import build, flatten
 from omni_rl.settings.toml import to_toml
 
-BESIDE = ("config.toml", "metrics.jsonl", "versions.jsonl", "weights")  # also stored with a checkpoint at a URL
-REPLACED = ("weights", "best")  # folders that a run replaces atomically
+CHECKPOINT_FILES = (
+    "config.toml",
+    "metrics.jsonl",
+    "versions.jsonl",
+    "weights",
+)  # also stored with a checkpoint at a URL
+ATOMIC_FOLDERS = ("weights", "best")  # folders that a run replaces atomically
 
 
 class Session:
@@ -55,7 +60,7 @@ class Session:
             keep=args.run.keep_checkpoints,
             wait_for=self._await_samples,
             url=args.run.checkpoint_url,
-            beside=[self.folder / name for name in BESIDE],
+            beside=[self.folder / name for name in CHECKPOINT_FILES],
         )
         if args.run.checkpoint_url and not (args.run.dry_run or args.eval.only or dist.first):
             self.lock = RunLock(self.folder, dist, url=args.run.checkpoint_url)
@@ -68,7 +73,7 @@ class Session:
             self.folder /= f"eval-{max(self.num_done, 0):06}"
 
     @property
-    def begins(self) -> str:
+    def start_message(self) -> str:
         """Text on where the run begins."""
         return f"continues after step {self.saved.step}" if self.saved else "new run"
 
@@ -83,7 +88,7 @@ class Session:
             self.config |= {name: value for name, value in self.saved.config.items() if name in WRITTEN}
             self.checkpoints.verify(self.saved, make_net())
 
-    def name_scorer(self, args: RunArgs, version: str) -> None:
+    def record_scorer(self, args: RunArgs, version: str) -> None:
         """Record the scorer's name and version.
 
         Raises:
@@ -104,7 +109,7 @@ class Session:
             raise ValueError(f"{self.folder} has another checkpoint, from a run that has ended meanwhile: start again")
         if not args.eval.only:
             with same_error(dist):
-                for name in REPLACED if dist.is_main else ():
+                for name in ATOMIC_FOLDERS if dist.is_main else ():
                     check_replaceable(self.folder / name)
                 self.fetch(dist)
         claim_folder(
@@ -112,13 +117,13 @@ class Session:
         )
         if dist.is_main:
             self.open_report(args, world)
-            start = self.begins if self.saved else "begins"
+            start = self.start_message if self.saved else "begins"
             start = f"evaluates step {self.saved.step if self.saved else 0}" if args.eval.only else start
             ranks = f"{dist.world_size} {'rank' if dist.world_size == 1 else 'ranks'} on {dist.device.type}"
             ranks += f", {dist.context} of them for each sample" if dist.context > 1 else ""
             ranks += f", {count} more only sample" if (count := args.sharding.rollout_ranks) else ""
             place = f"report in {self.folder}/report.html; loading {args.policy.model}"
-            say(f"{self.folder} {start}: {ranks}, weights {mode}; {place}")
+            print_line(f"{self.folder} {start}: {ranks}, weights {mode}; {place}")
 
     def resume_hint(self, url: str) -> str:
         """Return how to resume the folder's run if its checkpoints are not at --checkpoint-url; else ""."""
@@ -208,14 +213,14 @@ class Session:
 
     def _note_start(self, args: RunArgs, world: World, unshard: Sequence[str]) -> None:
         """Add this start to the folder's versions.jsonl."""
-        ranks, device = world.whole.world_size, str(world.dist.device)
+        ranks, device = world.all_ranks.world_size, str(world.dist.device)
         facts: dict[str, object] = {"ranks": ranks, "device": device, "threads": torch.get_num_threads()}
         facts["attention"] = ", ".join(backend.name for backend in BACKENDS[args.policy.attention])
         facts |= {"device_name": name} if (name := device_name(world.dist.device)) else {}
         facts |= {"gathered": "once in " + " and ".join(unshard)} if unshard else {}
         facts |= {"hub": ", ".join(pinned(place, files[0]) for place, files in FETCHED.items())} if FETCHED else {}
-        plain = flat(build(type(args), {}))
-        changed = [name for name, value in flat(args).items() if value != plain[name]]
+        plain = flatten(build(type(args), {}))
+        changed = [name for name, value in flatten(args).items() if value != plain[name]]
         write_versions(self.folder, hide=secret_flags(type(args)), changed=changed, facts=facts)
 
     def _await_samples(self) -> None:

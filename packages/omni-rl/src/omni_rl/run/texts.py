@@ -27,25 +27,25 @@ from torch import Tensor, nn
 
 from omni_rl.flow.evals import HeldOut
 from omni_rl.flow.scorers import TextScorer, check_gradable
-from omni_rl.flow.tokens import RuleScorer, prompts_of
+from omni_rl.flow.tokens import RuleScorer, expand_prompts
 from omni_rl.media.prompts import media_files
 from omni_rl.run.inputs import (
     Inputs,
+    build_preparation,
     graded_by_run,
     model_place,
     open_set_scorers,
-    preparation,
     read_sets,
     with_meshes,
     with_policies,
 )
 from omni_rl.run.run import TokenRun
 from omni_rl.run.session import Session
-from omni_rl.run.start import reading, unfilled
+from omni_rl.run.start import open_empty_net, report_reading
 from omni_rl.run.world import World
-from omni_rl.settings.args import load_records, read_prompts, sharding
+from omni_rl.settings.args import load_records, read_prompts, sharding_mode
 from omni_rl.settings.early import weights_digest
-from omni_rl.settings.fields import flag, require
+from omni_rl.settings.fields import prefix_errors, require
 from omni_rl.settings.token_args import TokenArgs
 
 
@@ -61,7 +61,7 @@ def read_texts(
             every rank.
     """
     progress.begin("reading the model and the prompts")
-    with same_error(world.whole):
+    with same_error(world.all_ranks):
         inputs = with_policies(read_all(args, world, scored=scored, answers=answers), policies)
     return with_meshes(args, world.dist, inputs)
 
@@ -71,7 +71,7 @@ def read_all(
 ) -> Inputs[TokenModel, TokenParams]:
     """Read all that `read_texts` returns."""
     dist = world.dist
-    with flag("--model: "):
+    with prefix_errors("--model: "):
         model = open_token_model(model_place(args))
         model.dtype = getattr(torch, args.policy.dtype)
         world.check_files(model)
@@ -91,13 +91,15 @@ def read_all(
         check(record)
 
     still = () if args.lora.rank else model.FROZEN
-    how = preparation(args, dist.device, model, lambda name: f"{name}.".startswith(tuple(f"{each}." for each in still)))
+    how = build_preparation(
+        args, dist.device, model, lambda name: f"{name}.".startswith(tuple(f"{each}." for each in still))
+    )
     prompts, records = read_prompts(args, check_graded if scored else check_given, check_graded)
     params = TokenParams(args.sampling.max_new_tokens, args.sampling.temperature)
     eval_params = TokenParams(args.sampling.max_new_tokens, args.eval.temperature, args.eval.top_p)
     prefix = model.prefix.rstrip(".")
     adapters = {"": Path(args.policy.init_weights)} if args.policy.init_weights else {}
-    with flag("--init-weights: "):
+    with prefix_errors("--init-weights: "):
         for folder in adapters.values():
             rule = "must be the folder of an adapter, with --lora.rank > 0; full weights are a --model"
             require((args.lora.rank and find_adapter(folder), f"{rule}, got {folder}"))
@@ -113,7 +115,7 @@ def read_all(
         params,
         prompts,
         sets,
-        canary_of([*records, *training]),
+        choose_canary([*records, *training]),
         how,
         model.nets,
         digests | {"rules": version_of(args.rules)},
@@ -127,7 +129,7 @@ def check_record(args: TokenArgs, model: TokenModel, record: PromptRecord) -> No
     """Raise ValueError for a prompt with media that are missing, or too long."""
     most = args.sampling.max_prompt_tokens
     if most or model.MEDIA or media_files(record) or "messages" in record.meta:
-        (prompt,) = prompts_of([record], 1, seed=0, step=0)
+        (prompt,) = expand_prompts([record], 1, seed=0, step=0)
         encoded = model.encode(prompt)
         if args.sampling.engine == "vllm":
             from omni_rollout.engines.vllm import media_of
@@ -146,7 +148,7 @@ def check_lengths(args: TokenArgs, model: TokenModel, record: PromptRecord, answ
         require((length <= most, f"{rule}, got {length}"))
 
 
-def canary_of(records: Sequence[PromptRecord]) -> PromptRecord:
+def choose_canary(records: Sequence[PromptRecord]) -> PromptRecord:
     """Return the prompt used to test scorers, one with the most images."""
     return max(records, key=lambda record: len(record.images))
 
@@ -159,19 +161,19 @@ def open_scorers(
     Raises:
         ValueError: a scorer does not answer, does not fit, or differs from the one that the run began with.
     """
-    with same_error(world.whole):
-        ask, version, client = partial(world.connect, asks=args.scorer, kinds=(TEXT_KIND,)), "", None
+    with same_error(world.all_ranks):
+        ask, version, client = partial(world.connect, scorer_args=args.scorer, kinds=(TEXT_KIND,)), "", None
         if args.scorer.url:
             client, version = ask(args.scorer.url, canary=inputs.canary)
         plain = open_rules(SCORER, remote=True)
 
         def connect(url: str, name: str, records: Sequence[PromptRecord]) -> tuple[TextScorer, str]:
-            own, version = ask(url, canary=canary_of(records), name=name)
+            own, version = ask(url, canary=choose_canary(records), name=name)
             return RuleScorer(plain, own, args.scorer.batch_size), version
 
         held_out = open_set_scorers(args, inputs.held_out, connect)
-        session.name_scorer(args, version)
-    world.check_alike({"scorer": version})  # each machine may have its own server
+        session.record_scorer(args, version)
+    world.check_same_settings({"scorer": version})  # each machine may have its own server
     return RuleScorer(args.rules, client, args.scorer.batch_size), held_out
 
 
@@ -179,7 +181,7 @@ def open_engine(
     args: TokenArgs, world: World, inputs: Inputs[TokenModel, TokenParams], net: nn.Module
 ) -> tuple[TokenModel, TokenEngine]:
     """Return the model, with the wrappers of the run, and the engine."""
-    model, dist = world.instrumented(inputs.model), world.dist
+    model, dist = world.instrument(inputs.model), world.dist
     if args.sampling.engine == "vllm":
         from omni_rollout.engines.vllm import VllmEngine
 
@@ -190,7 +192,7 @@ def open_engine(
     tool = None
     if args.tool.function and not args.run.dry_run:
         tool = Tool(load_user(args.tool.function, "text"), args.tool.texts)
-    return model, TransformersEngine(model, net, synced=sharding(args, dist.world_size) == "fsdp2", tool=tool)
+    return model, TransformersEngine(model, net, synced=sharding_mode(args, dist.world_size) == "fsdp2", tool=tool)
 
 
 @dataclass(frozen=True)
@@ -210,9 +212,9 @@ def read_teacher(
     Raises:
         ValueError: its vocabulary differs from that of the run's model, or it supports fewer media.
     """
-    with same_error(world.whole), flag("--teacher: "):
+    with same_error(world.all_ranks), prefix_errors("--teacher: "):
         teacher = open_token_model(place)
-        teacher.dtype, teacher.reading = inputs.model.dtype, reading
+        teacher.dtype, teacher.reading = inputs.model.dtype, report_reading
         world.check_files(teacher)
         lacks = [kind for kind in inputs.model.MEDIA if kind not in teacher.MEDIA]
         words = "must have the vocabulary of --model"
@@ -222,7 +224,7 @@ def read_teacher(
         )
         digests = {**inputs.digests, "teacher_digest": weights_digest(place, teacher.folder)}
         count = sum(p.numel() for p in teacher.empty_net().parameters())
-    return replace(inputs, digests=digests, num_beside=count), teacher
+    return replace(inputs, digests=digests, num_extra_params=count), teacher
 
 
 def open_teacher(world: World, inputs: Inputs[TokenModel, TokenParams], teacher: TokenModel) -> Teacher:
@@ -232,10 +234,10 @@ def open_teacher(world: World, inputs: Inputs[TokenModel, TokenParams], teacher:
         ValueError, OSError: the weights could not be read.
     """
     how = replace(inputs.preparation.frozen(), block_names=teacher.BLOCK_NAMES)
-    with same_error(world.whole):
-        net, files = unfilled(replace(inputs, model=teacher), how, {})
+    with same_error(world.all_ranks):
+        net, files = open_empty_net(replace(inputs, model=teacher), how, {})
         sizes = [num_logits(model.empty_net()) for model in (inputs.model, teacher)]
-        return Teacher(world.instrumented(teacher), prepare(net, how, files), min(sizes))
+        return Teacher(world.instrument(teacher), prepare(net, how, files), min(sizes))
 
 
 def num_logits(net: nn.Module) -> int:

@@ -17,13 +17,13 @@ from omni_rl.flow.scorers import connect
 from omni_rl.run.engines import ENGINES
 from omni_rl.settings.args import RunArgs, dp_size, num_trainers
 from omni_rl.settings.cli import end_imports
-from omni_rl.settings.fields import flat
+from omni_rl.settings.fields import flatten
 from omni_rl.settings.groups import Scorer
 
 ModelT = TypeVar("ModelT")
 
 
-class Checked(Protocol):
+class ChecksFiles(Protocol):
     """A model whose files can be checked."""
 
     def check_files(self) -> None:
@@ -36,14 +36,14 @@ class World:
 
     In `omni_rl.tools.plan.PlannedWorld` memory is only counted. dist: the ranks with this rank's role. roles: the
     roles, if some ranks only sample. display: progress display of the main rank. signals: signals that ask a run to
-    stop. has_numbers: True if tensors have values.
+    stop. has_values: True if tensors have values.
     """
 
     dist: Dist
     roles: Roles | None = field(default=None, kw_only=True)
     display: Display | None = field(default=None, kw_only=True)
     signals: ClassVar[Sequence[Any]] = STOP_SIGNALS
-    has_numbers: ClassVar[bool] = True
+    has_values: ClassVar[bool] = True
 
     @classmethod
     def join(cls, args: RunArgs) -> "World":
@@ -64,28 +64,28 @@ class World:
         roles = split(dist, count, timeout_s=limit) if count and dist.mesh else None
         own = roles.dist if roles else dist
         world = cls(replace(own, context=own.world_size // dp_size(args, own.world_size)), roles=roles)
-        world.check_alike(flat(args))
+        world.check_same_settings(flatten(args))
         return replace(world, display=Display()) if own.is_main else world
 
     @property
-    def whole(self) -> Dist:
+    def all_ranks(self) -> Dist:
         """All ranks of all roles."""
         return self.roles.whole if self.roles else self.dist
 
     @property
-    def only_samples(self) -> bool:
+    def is_sampler(self) -> bool:
         """True if this rank only samples, for others that train."""
         return self.dist.first > 0
 
-    def check_alike(self, settings: dict[str, object]) -> None:
+    def check_same_settings(self, settings: dict[str, object]) -> None:
         """Raise ValueError on every rank of all roles unless all have the same settings and files."""
-        first, *others = gather_json(self.whole, settings)
+        first, *others = gather_json(self.all_ranks, settings)
         for rank, other in enumerate(others, start=1):
             if names := sorted(name for name, value in first.items() if other[name] != value):
                 values = ", ".join(f"{name} = {other[name]!r} (rank 0: {first[name]!r})" for name in names)
                 raise ValueError(f"all ranks must have the same settings, but rank {rank} has {values}")
 
-    def check_files(self, model: Checked) -> None:
+    def check_files(self, model: ChecksFiles) -> None:
         """Raise ValueError unless all files of a model exist."""
         model.check_files()
 
@@ -96,12 +96,12 @@ class World:
         return True
 
     def connect(
-        self, urls: str, asks: Scorer, canary: PromptRecord, kinds: Sequence[str], **how: Any
+        self, urls: str, scorer_args: Scorer, canary: PromptRecord, kinds: Sequence[str], **how: Any
     ) -> tuple[Any, str]:
         """Return the scorer at a URL, and its name and version, as `omni_rl.flow.scorers.connect` does."""
-        return connect(urls, asks, self.dist, canary, kinds, **how)
+        return connect(urls, scorer_args, self.dist, canary, kinds, **how)
 
-    def instrumented(self, model: ModelT) -> ModelT:
+    def instrument(self, model: ModelT) -> ModelT:
         """Return the model. A planned world returns one with counted forwards."""
         return model
 

@@ -15,7 +15,7 @@ from omni_train.prompts.files import PromptRecord, RecordCheck, load_prompts
 from omni_train.prompts.sampler import PromptSampler
 
 from omni_rl.settings.eval_sets import Eval, MediaEval
-from omni_rl.settings.fields import SECRET, Flat, change, flag, flag_of, marked, require
+from omni_rl.settings.fields import SECRET, Flat, change, flag_of, marked_settings, prefix_errors, require
 from omni_rl.settings.groups import (
     Data,
     Lora,
@@ -52,7 +52,7 @@ class RunArgs:
     run: Flat[Run]
     policy: Flat[Policy]
     lora: Lora
-    sharding: Sharding
+    sharding_mode: Sharding
     memory: Memory
     data: Flat[Data]
     eval: Eval
@@ -74,7 +74,7 @@ class MediaArgs(RunArgs):
     """The groups that every trainer on images, videos or sound lists."""
 
     policy: Flat[MediaPolicy]
-    sharding: MediaSharding
+    sharding_mode: MediaSharding
     memory: MediaMemory
     eval: MediaEval
     sampling: Flat[Sampling]
@@ -89,11 +89,11 @@ def read_prompts(
     """Return the training prompts, and the prompts of --eval.prompts that are evaluated, after checking both files."""
     data, seed = args.data, args.run.seed
     per_step, root, key = data.prompts_per_step, data.media_root, data.prompt_key
-    with flag("--prompts: "):
+    with prefix_errors("--prompts: "):
         prompts = PromptSampler(
             data.prompts, prompts_per_step=per_step, seed=seed, check=check, media_root=root, key=key
         )
-    with flag("--eval.prompts: "):
+    with prefix_errors("--eval.prompts: "):
         found = load_records(data, args.eval.prompts, check_eval)
     return prompts, found[: args.eval.num_prompts or None]
 
@@ -121,7 +121,7 @@ def dp_size(args: RunArgs, world_size: int = 0) -> int:
     return (world_size or num_trainers(args)) // args.sharding.context_parallel
 
 
-def sharding(args: RunArgs, world_size: int) -> Mode:
+def sharding_mode(args: RunArgs, world_size: int) -> Mode:
     """Return the mode of --sharding.mode; auto is the simplest mode with the least traffic."""
     auto: Mode = "none" if world_size == 1 else "ddp" if args.lora.rank else "fsdp2"
     return auto if args.sharding.mode == "auto" else args.sharding.mode
@@ -157,7 +157,7 @@ def num_batches(args: RunArgs, world_size: int = 0, *, num_trained: int = 1, uni
     return rounds
 
 
-def next_end(args: RunArgs, number: int) -> int:
+def next_milestone(args: RunArgs, number: int) -> int:
     """Return the number of finished steps at the first save, evaluation or end of the run after step `number`."""
     return min(
         args.run.train_steps, *((number // every + 1) * every for every in (args.run.save_every, args.eval.every))
@@ -169,7 +169,7 @@ def _nearest(number: int, others: Sequence[int]) -> int | None:
     return min(others, key=lambda other: abs(other - number), default=None)
 
 
-def offloaded(memory: Memory) -> set[str]:
+def parse_offload(memory: Memory) -> set[str]:
     """Return the parts that are offloaded to the host while they are idle.
 
     Raises:
@@ -181,7 +181,7 @@ def offloaded(memory: Memory) -> set[str]:
     return parts
 
 
-def parse_judges(text: str, parts: str) -> dict[str, str]:
+def parse_reward_media(text: str, parts: str) -> dict[str, str]:
     """Parse a text such as clap=audio,hpsv3=video into a dict from each part to the only medium that it judges.
 
     parts: the text of --reward-parts.
@@ -234,11 +234,11 @@ def parse_pairs(text: str, name: str, form: str = "NAME=VALUE") -> dict[str, str
 
 def secret_flags(cls: type[RunArgs]) -> list[str]:
     """Return the flags of secret settings."""
-    return [flag_of(name) for name in marked(cls, SECRET)]
+    return [flag_of(name) for name in marked_settings(cls, SECRET)]
 
 
 def without_secrets(args: ArgsT) -> ArgsT:
     """Return the settings without secrets, for files that others may read."""
-    hidden: dict[str, Any] = dict.fromkeys(marked(type(args), SECRET), "")
+    hidden: dict[str, Any] = dict.fromkeys(marked_settings(type(args), SECRET), "")
     sets = (replace(own, scorer_url=own.scorer_url and "...") for own in args.eval.sets)  # "..." fails check_urls
     return change(args, **hidden, eval_sets=tuple(sets))

@@ -33,20 +33,20 @@ from tyro.constructors import (
 )
 
 from omni_rl.settings.args import MediaArgs, RunArgs, num_ranks
-from omni_rl.settings.early import check_model, check_reward, check_sides, check_unchanged, knock
+from omni_rl.settings.early import check_model, check_reward, check_servers_respond, check_sides, check_unchanged
 from omni_rl.settings.fields import (
+    accepts_none,
+    build_unresolved,
     change,
-    comments_of,
+    field_comments,
     flag_of,
-    kind_of,
     leaves,
     require,
-    takes_none,
-    unsettled,
+    strip_metadata,
     values_of,
 )
-from omni_rl.settings.printing import print_mistake, until_closed
-from omni_rl.settings.toml import KINDS, from_files, recipes, suggest, to_toml
+from omni_rl.settings.printing import ignore_closed_pipe, print_error
+from omni_rl.settings.toml import KINDS, from_files, load_recipes, suggest, to_toml
 
 ConfigT = TypeVar("ConfigT")
 RULES = ConstructorRegistry()
@@ -78,13 +78,13 @@ def dataclass_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
     own: list[tuple[str, Any, Any]] = [
         (each.name, each.type, getattr(info.default, each.name, each.default)) for each in fields(info.type)
     ]
-    helps = {name: inspect.getdoc(kind_of(kind)) for name, kind, _ in own if is_dataclass(kind_of(kind))}
-    helps |= comments_of(info.type)
+    helps = {name: inspect.getdoc(strip_metadata(kind)) for name, kind, _ in own if is_dataclass(strip_metadata(kind))}
+    helps |= field_comments(info.type)
     return StructConstructorSpec(info.type, tuple(StructFieldSpec(*each, helps.get(each[0], "")) for each in own))
 
 
 @RULES.primitive_rule
-def number(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[float | None] | None:
+def number_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[float | None] | None:
     """Read a number, or None from the word none if the type allows it."""
     read, *others = get_args(info.type) or (info.type,)
     if read not in (int, float) or {*others} - {type(None)}:
@@ -116,7 +116,7 @@ def parse_cli(
     if settings do not fit together. app: name of the program and of its folder of recipes. description: the text that
     --help prints before the settings.
     """
-    presets = recipes(app)
+    presets = load_recipes(app)
     try:
         config = read_settings(cls, argv, presets, description or "")
         values = values_of(config)
@@ -125,7 +125,7 @@ def parse_cli(
         if "--check" in argv:
             print(to_toml(config), end="", flush=True)
         if not values.get("verbose"):
-            hush()
+            silence_libraries()
         check(config)
         if isinstance(config, RunArgs) and config.policy.model:
             check_model(config.policy.model, reads_texts=not config.run.dry_run)
@@ -135,7 +135,7 @@ def parse_cli(
             check_reward(config.eval.gold_scorer, "eval.gold_scorer")
             check_unchanged(config)
         if "--check" not in argv and not values.get("dry_run"):
-            knock(values)
+            check_servers_respond(values)
     except ValueError as exc:
         fault, text = str(exc), "".join(presets.get(word, "") for word in argv)  # text: the preset's TOML
         ways = r"write (?:data/)?|omni-rl prompts (?:edit .*--to data/)?"  # commands, before the folder's name
@@ -151,9 +151,9 @@ def parse_cli(
         if "ranks" in fault and num_ranks() > 1 and "RANK" not in os.environ:
             way = f"unset it, or start them with omni-rl train NAME --nproc-per-node {num_ranks()}"
             fault += f"; their number is WORLD_SIZE in the environment: {way}"
-        refuse(fault)
+        exit_with_error(fault)
     except OSError as exc:  # such as a name that is too long
-        refuse(f"{flag_before(str(exc.filename), argv)} must be a path that can be opened: {exc.strerror}")
+        exit_with_error(f"{find_flag(str(exc.filename), argv)} must be a path that can be opened: {exc.strerror}")
     if "--check" in argv:
         sys.exit(0)
     if os.environ.get("RANK", "0") == "0":
@@ -170,7 +170,7 @@ def end_imports() -> None:
         gc.enable()
 
 
-def flag_before(path: str, argv: Sequence[str]) -> str:
+def find_flag(path: str, argv: Sequence[str]) -> str:
     """Return the flag whose value is the path or one of its parents, or the start of the path if no flag has it."""
     pieces = [part for word in argv for part in word.split("=", word.startswith("--"))]
     return next((flag for flag, value in pairwise(pieces) if value and path.startswith(value)), f"{path:.80}")
@@ -198,11 +198,11 @@ def read_settings(cls: type[ConfigT], argv: Sequence[str], presets: Mapping[str,
         shape[cls],
         prog=Path(sys.argv[0]).name,
         description=inspect.cleandoc(description),
-        default=Command(Program(), unsettled(cls, values)),
+        default=Command(Program(), build_unresolved(cls, values)),
         registry=RULES,
     )
     if not {"-h", "--help"}.isdisjoint(argv):
-        with until_closed():
+        with ignore_closed_pipe():
             with suppress(SystemExit):
                 parse(args=["--help"])
             if presets:
@@ -215,15 +215,15 @@ def read_settings(cls: type[ConfigT], argv: Sequence[str], presets: Mapping[str,
     except SystemExit as end:
         if not end.code:  # after printing a shell completion
             raise
-        raise ValueError(mistake_in(errors.getvalue())) from None
+        raise ValueError(parse_tyro_error(errors.getvalue())) from None
     for word in unknown:
-        refuse_word(cls, word, argv)
+        reject_word(cls, word, argv)
     config: ConfigT = command.settings
-    words = {name for name, value in values_of(config).items() if value == "none" and takes_none(leaves(cls)[name])}
+    words = {name for name, value in values_of(config).items() if value == "none" and accepts_none(leaves(cls)[name])}
     return change(config, **dict.fromkeys(words, "")) if words else config
 
 
-def mistake_in(box: str) -> str:
+def parse_tyro_error(box: str) -> str:
     """Return the error in a box printed by tyro as one line, without the title and the help below a horizontal rule."""
     lines = [re.sub(r"\x1b\[[\d;]*m", "", line).strip("\u2502 ") for line in box.splitlines()]
     parts = [" ".join(part) for is_rule, part in groupby(lines, lambda line: not line.strip("\u2500-")) if not is_rule]
@@ -239,9 +239,9 @@ def mistake_in(box: str) -> str:
     return text
 
 
-def refuse_word(cls: type, word: str, argv: Sequence[str]) -> NoReturn:
+def reject_word(cls: type, word: str, argv: Sequence[str]) -> NoReturn:
     """Raise ValueError for a word that is not a flag, or that follows a flag without a value."""
-    switches = {flag_of(name): off_flag(name) for name, own in leaves(cls).items() if kind_of(own.type) is bool}
+    switches = {flag_of(name): off_flag(name) for name, own in leaves(cls).items() if strip_metadata(own.type) is bool}
     name = word.partition("=")[0]
     if not name.startswith("-"):
         pieces = pairwise(part for each in argv for part in each.split("=", each.startswith("--")))
@@ -272,12 +272,12 @@ def print_presets(presets: Mapping[str, str], word: str) -> None:
     found = {name: title for name, title in titles.items() if word.lower() in f"{name} {title}".lower()}
     rule = f"--list-presets must be a word in the name or title of a recipe, got {word!r}"
     require((found, f"{rule}{suggest(word, presets)}; without a word it lists all {len(presets)}"))
-    with until_closed():
+    with ignore_closed_pipe():
         for name, title in found.items():
             print(f"{name:<{max(map(len, found))}}  {title}")
 
 
-def hush() -> None:
+def silence_libraries() -> None:
     """Hide progress bars and warnings of other libraries, and the traceback of Ctrl-C while they are imported."""
     sys.excepthook = lambda kind, *exc: (
         kind is KeyboardInterrupt or sys.stderr.write(printable("".join(format_exception(kind, *exc))))
@@ -290,8 +290,8 @@ def hush() -> None:
     warnings.filterwarnings("ignore", module=r"(torch|diffusers|transformers|peft|accelerate|huggingface_hub)\b")
 
 
-def refuse(mistake: object) -> NoReturn:
+def exit_with_error(mistake: object) -> NoReturn:
     """Print an error as one line, on the first rank of each machine, and exit with code 2."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        print_mistake(mistake)
+        print_error(mistake)
     sys.exit(2)

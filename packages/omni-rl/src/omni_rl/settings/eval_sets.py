@@ -16,7 +16,7 @@ from omni_rl.settings.fields import (
     at_least,
     between,
     check_bounds,
-    flag,
+    prefix_errors,
     require,
 )
 
@@ -128,7 +128,7 @@ def check_gold(own: Eval, seen: Sequence[str]) -> None:
     )  # fmt: skip
 
 
-def setting_of(own: EvalSet, number: int, name: str) -> str:
+def setting_name(own: EvalSet, number: int, name: str) -> str:
     """Return the name in messages of a set's setting: eval.sets[NUMBER].NAME, or the flag for the gold set."""
     return f"--eval.gold-{name.replace('_', '-')}" if own.name == GOLD else f"eval.sets[{number}].{name}"
 
@@ -145,19 +145,19 @@ def check_sets(sets: Sequence[EvalSet], load: Callable[[str], object]) -> None:
             (own.prompts, f"{at}.prompts must be given"),
         )
         check_bounds(own, at)
-        check_urls(own.scorer_url, setting_of(own, number, "scorer_url"))
-        with flag(f"{setting_of(own, number, 'prompts')}: "):
+        check_urls(own.scorer_url, setting_name(own, number, "scorer_url"))
+        with prefix_errors(f"{setting_name(own, number, 'prompts')}: "):
             load(own.prompts)
 
 
-def loose_limits(own: Eval, counts: Sequence[int]) -> list[str]:
+def excess_limits(own: Eval, counts: Sequence[int]) -> list[str]:
     """Return a line for each set with fewer prompts than its num_prompts.
 
     counts: numbers of prompts that are evaluated, of --eval.prompts and then of each set.
     """
     first = "--eval.num-prompts", own.num_prompts, own.prompts
     others = [
-        (setting_of(each, i, "num_prompts"), each.num_prompts, each.prompts)
+        (setting_name(each, i, "num_prompts"), each.num_prompts, each.prompts)
         for i, each in enumerate(own.all_sets, start=1)
     ]
     return [
@@ -167,10 +167,10 @@ def loose_limits(own: Eval, counts: Sequence[int]) -> list[str]:
     ]
 
 
-OF_A_MACHINE = re.compile(r"{host}|{node}|//(localhost|127\.|\[::1\])")  # in URLs of a machine's own servers
+MACHINE_URL = re.compile(r"{host}|{node}|//(localhost|127\.|\[::1\])")  # in URLs of a machine's own servers
 
 
-def on_this_machine(urls: str) -> str:
+def resolve_host(urls: str) -> str:
     """Replace {host} in URLs by the name of this machine, and {node} by its number in the run."""
     return urls.replace("{host}", socket.gethostname()).replace("{node}", os.environ.get("GROUP_RANK", "0"))
 

@@ -58,12 +58,12 @@ def at_least(least: float) -> Bound:
     return Bound(least, math.inf)
 
 
-def notes_of(kind: Any) -> tuple[Any, ...]:
+def type_metadata(kind: Any) -> tuple[Any, ...]:
     """Return the metadata of an `Annotated` type."""
     return get_args(kind)[1:] if get_origin(kind) is Annotated else ()
 
 
-def kind_of(kind: Any) -> Any:
+def strip_metadata(kind: Any) -> Any:
     """Return a type without its metadata."""
     return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
@@ -73,9 +73,9 @@ def cached(function: FunctionT) -> FunctionT:
     return cast("FunctionT", cache(function))
 
 
-def place_of(own: Field[Any], prefix: str) -> str:
+def group_prefix(own: Field[Any], prefix: str) -> str:
     """Return the prefix of the settings in a field's group, such as "lora."; a flat group adds none."""
-    return prefix if FLAT in notes_of(own.type) else f"{prefix}{own.name}."
+    return prefix if FLAT in type_metadata(own.type) else f"{prefix}{own.name}."
 
 
 @cached
@@ -83,8 +83,8 @@ def leaves(cls: Any, prefix: str = "") -> dict[str, Field[Any]]:
     """Return the settings of a dataclass by name, such as lr, or correction.low for one in a group."""
     found: dict[str, Field[Any]] = {}
     for own in fields(cls):
-        group = kind_of(own.type)
-        inner = leaves(group, place_of(own, prefix)) if is_dataclass(group) else {f"{prefix}{own.name}": own}
+        group = strip_metadata(own.type)
+        inner = leaves(group, group_prefix(own, prefix)) if is_dataclass(group) else {f"{prefix}{own.name}": own}
         found |= inner
     return found
 
@@ -94,17 +94,17 @@ def values_of(config: Any, prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for own in fields(config):
         value = getattr(config, own.name)
-        inner = values_of(value, place_of(own, prefix)) if is_dataclass(value) else {f"{prefix}{own.name}": value}
+        inner = values_of(value, group_prefix(own, prefix)) if is_dataclass(value) else {f"{prefix}{own.name}": value}
         found |= inner
     return found
 
 
 def build(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
     """Build the dataclass from values by the names of `leaves`, and its defaults for the rest."""
-    return cls(**vars(unsettled(cls, values)))
+    return cls(**vars(build_unresolved(cls, values)))
 
 
-def unsettled(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
+def build_unresolved(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
     """Build the dataclass as `build` does, but without `__post_init__`, which derives defaults from other values.
 
     Raises:
@@ -125,7 +125,7 @@ def with_values(
     for own in fields(shape):
         value = defaults[own.name]
         if is_dataclass(value):
-            vars(config)[own.name] = with_values(type(value), vars(value), values, place_of(own, prefix))
+            vars(config)[own.name] = with_values(type(value), vars(value), values, group_prefix(own, prefix))
         else:
             vars(config)[own.name] = values.get(f"{prefix}{own.name}", value)
     return config
@@ -137,13 +137,13 @@ def change(config: ConfigT, **values: Any) -> ConfigT:
     return build(type(config), values_of(config) | {names.get(name, name): own for name, own in values.items()})
 
 
-def flat(config: Any) -> dict[str, object]:
+def flatten(config: Any) -> dict[str, object]:
     """Return the values of a dataclass by the names of `leaves`, in the form that checkpoints store."""
     return {name: [*map(asdict, own)] if isinstance(own, tuple) else own for name, own in values_of(config).items()}
 
 
 @cached
-def comments_of(cls: Any) -> dict[str, str]:
+def field_comments(cls: Any) -> dict[str, str]:
     """Return the comments beside the fields of a dataclass and its bases, by name."""
     found, bases = dict[str, str](), list[Any](filter(is_dataclass, reversed(cls.__mro__)))
     for base in bases:
@@ -153,14 +153,14 @@ def comments_of(cls: Any) -> dict[str, str]:
     return found
 
 
-def marked(cls: Any, *marks: Mark) -> tuple[str, ...]:
+def marked_settings(cls: Any, *marks: Mark) -> tuple[str, ...]:
     """Return the names, as in `leaves`, of the settings that have one of the marks."""
-    return tuple(name for name, own in leaves(cls).items() if set(marks).intersection(notes_of(own.type)))
+    return tuple(name for name, own in leaves(cls).items() if set(marks).intersection(type_metadata(own.type)))
 
 
-def takes_none(own: Field[Any]) -> bool:
+def accepts_none(own: Field[Any]) -> bool:
     """Return True if a setting is optional and empty by default, so that the word none empties it."""
-    return own.default in ("", None) and REQUIRED not in notes_of(own.type)
+    return own.default in ("", None) and REQUIRED not in type_metadata(own.type)
 
 
 def flag_of(name: str) -> str:
@@ -169,7 +169,7 @@ def flag_of(name: str) -> str:
 
 
 def flags_by_name(cls: Any, group: str = "") -> dict[str, str]:
-    """Return the flags of settings by name, for `as_flags`; settings of `group` also by name without its prefix."""
+    """Return the flags of settings by name, for `map_error_names`; settings of `group` also by name without its prefix."""
     found = {name: flag_of(name) for name in leaves(cls)}
     own = {name.removeprefix(f"{group}."): value for name, value in found.items() if name.startswith(f"{group}.")}
     return found | own
@@ -188,7 +188,9 @@ def check_bounds(config: Any, place: str = "") -> None:
     for key, own in leaves(config).items():
         value = values[key]
         if type(value) in (int, float):
-            bound = next((note for note in notes_of(own.type) if isinstance(note, Bound)), Bound(-math.inf, math.inf))
+            bound = next(
+                (note for note in type_metadata(own.type) if isinstance(note, Bound)), Bound(-math.inf, math.inf)
+            )
             limit = FLOAT32_MAX if type(value) is float else 2**31 - 1
             least, most = (end if math.isfinite(end) else math.copysign(limit, end) for end in vars(bound).values())
             if not least <= value <= most:
@@ -205,7 +207,7 @@ def require(*rules: tuple[object, str]) -> None:
 
 
 @contextmanager
-def flag(words: str) -> Iterator[None]:
+def prefix_errors(words: str) -> Iterator[None]:
     """Prefix the message of an OSError or ValueError in the block with words such as "--prompts: ".
 
     If the message begins with that name or an extension of it, as in "prompts_per_step must be ...", the name is
@@ -222,7 +224,7 @@ def flag(words: str) -> Iterator[None]:
 
 
 @contextmanager
-def as_flags(names: Mapping[str, str]) -> Iterator[None]:
+def map_error_names(names: Mapping[str, str]) -> Iterator[None]:
     """Replace argument names by flags in the message of an OSError or ValueError in the block.
 
     names: the flag of each argument, or a flag and a name in its value. All arguments at the start of the message are

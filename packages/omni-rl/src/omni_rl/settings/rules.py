@@ -19,14 +19,14 @@ from omni_rl.settings.args import (
     num_batches,
     num_ranks,
     num_trainers,
-    offloaded,
-    parse_judges,
     parse_numbers,
+    parse_offload,
+    parse_reward_media,
     read_prompts,
-    sharding,
+    sharding_mode,
 )
 from omni_rl.settings.eval_sets import check_gold, check_sets, check_urls
-from omni_rl.settings.fields import REQUIRED, check_bounds, flag, flag_of, marked, require, values_of
+from omni_rl.settings.fields import REQUIRED, check_bounds, flag_of, marked_settings, prefix_errors, require, values_of
 from omni_rl.settings.groups import Sampling, Window
 
 
@@ -40,17 +40,17 @@ def check_run(args: RunArgs) -> None:
     check_tracker(args.run.tracking.to, args.run.tracking.project)
     check_notify(args.run.tracking.notify)
     if args.run.checkpoint_url:
-        with flag("--checkpoint-url: "):
+        with prefix_errors("--checkpoint-url: "):
             check_url(args.run.checkpoint_url)
     lora, memory, shards = args.lora, args.memory, args.sharding
     world_size = num_trainers(args)
-    name, mode = PurePath(args.run.name), sharding(args, world_size)
+    name, mode = PurePath(args.run.name), sharding_mode(args, world_size)
     check_urls(args.scorer.url, "--scorer.url")
     check_urls(args.scorer.watch_url, "--scorer.watch-url")
     check_gold(args.eval, [args.data.prompts, args.scorer.name, args.scorer.url])
     values = values_of(args)
-    missing = next((flag_of(name) for name in marked(type(args), REQUIRED) if not values[name]), "")
-    offload, plain = offloaded(memory), type(lora)()
+    missing = next((flag_of(name) for name in marked_settings(type(args), REQUIRED) if not values[name]), "")
+    offload, plain = parse_offload(memory), type(lora)()
     unused = next((key for key, value in vars(lora).items() if key != "alpha" and value != vars(plain)[key]), "")
     require(
         (not missing, f"{missing} must be given, or come from --preset NAME or --config FILE.toml"),
@@ -137,12 +137,12 @@ def check_media(args: MediaArgs, *, num_trained: int | None = 1, unit: int = 1) 
          f"--dtype float16 needs --engine diffusers, got {args.sampling.engine}"),
         (engine and (not engine.library or memory.device_gb or find_spec(engine.library)),
          f"--engine {args.sampling.engine} must be installed: {engine and engine.install}"),
-        (not (engine and engine.library and ("blocks" in offloaded(memory) or memory.base_dtype != "auto")),
+        (not (engine and engine.library and ("blocks" in parse_offload(memory) or memory.base_dtype != "auto")),
          f"--memory.offload blocks and --memory.base-dtype need --engine diffusers, got {args.sampling.engine}"),
         (memory.rollout_dtype == "auto" or (engine and engine.library and args.policy.dtype == "bfloat16"),
          f"--memory.rollout-dtype {memory.rollout_dtype} needs --engine vllm-omni and --dtype bfloat16, got --engine "
          f"{args.sampling.engine} and --dtype {args.policy.dtype}"),
-        (not (args.policy.compile and "blocks" in offloaded(memory)),
+        (not (args.policy.compile and "blocks" in parse_offload(memory)),
          "--memory.offload blocks does not go with --compile"),
         (not memory.decode_tile or memory.decode_tile >= 64,
          f"--memory.decode-tile must be 0, or at least 64 pixels, got {memory.decode_tile}"),
@@ -210,12 +210,12 @@ def check_scored(args: MediaArgs, *, num_trained: int | None = 1, unit: int = 1,
     Raises:
         ValueError: as in `check_media`, or one of these checks fails.
     """
-    parse_judges(args.streams.reward_media, values_of(args).get("reward_parts", ""))
+    parse_reward_media(args.streams.reward_media, values_of(args).get("reward_parts", ""))
     check_media(args, num_trained=num_trained, unit=unit)
     scorer, rule = args.scorer, "--scorer must name a reward, as ocr, or --scorer.url a reward server"
     require(
-        (scorer.given or args.run.dry_run or not needs_scorer, rule),
-        (scorer.given or args.run.dry_run or not scorer.sleep, f"--scorer.sleep: {rule}"),
+        (scorer.is_set or args.run.dry_run or not needs_scorer, rule),
+        (scorer.is_set or args.run.dry_run or not scorer.sleep, f"--scorer.sleep: {rule}"),
         (not (scorer.sleep and args.sampling.draw_ahead),
          "--draw-ahead must be 0 with --scorer.sleep, which scores while no rank samples, got "
          f"{args.sampling.draw_ahead}"),

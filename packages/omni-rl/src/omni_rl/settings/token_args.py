@@ -10,7 +10,7 @@ from omni_train.prompts.files import PromptRecord
 
 from omni_rl.settings.args import MediaArgs, RunArgs, load_records, num_ranks, read_prompts
 from omni_rl.settings.eval_sets import ThoughtEval, TokenEval, check_sets
-from omni_rl.settings.fields import Flat, flag, require
+from omni_rl.settings.fields import Flat, prefix_errors, require
 from omni_rl.settings.groups import ThinkingSampling, TokenData, TokenLora, TokenSampling, ToolCalls, Window
 from omni_rl.settings.rules import check_run, check_scored, check_window
 
@@ -36,7 +36,7 @@ class TokenArgs(RunArgs):
         """The rules of --reward, or the default rules."""
         from omni_reward.rules import SCORER, open_rules
 
-        return open_rules(self.reward or (SCORER if self.scorer.given else "exact"), remote=True)
+        return open_rules(self.reward or (SCORER if self.scorer.is_set else "exact"), remote=True)
 
 
 def check_tokens(args: TokenArgs) -> None:
@@ -80,13 +80,13 @@ def check_tokens(args: TokenArgs) -> None:
         file = args.tool.file
         is_whole = tool.startswith(PREFIX) and file.suffix == ".py" and file.is_file()
         require((is_whole, f"--tool.function must be python:FILE.py:FUNCTION with a file that exists, got {tool}"))
-        with flag("--tool.function: "):
+        with prefix_errors("--tool.function: "):
             check_user(tool, "text")
-    with flag("--reward: "):
+    with prefix_errors("--reward: "):
         asks = SCORER in args.rules.reward.specs.values()
     require(
-        (asks or not args.scorer.given, f"--reward must name {SCORER}, as --scorer does, got {args.reward}"),
-        (args.scorer.given or not asks, f"--scorer or --scorer.url must be given for {SCORER} in --reward"),
+        (asks or not args.scorer.is_set, f"--reward must name {SCORER}, as --scorer does, got {args.reward}"),
+        (args.scorer.is_set or not asks, f"--scorer or --scorer.url must be given for {SCORER} in --reward"),
     )
     read_prompts(args)
     check_sets(args.eval.all_sets, lambda place: load_records(args.data, place))
@@ -99,7 +99,7 @@ def check_answers(args: TokenArgs, keys: Sequence[str], *, name: str = "--prompt
         for key in keys:
             answer_text(record.meta.get(key), key, record.text)
 
-    with flag(f"{name}: "):
+    with prefix_errors(f"{name}: "):
         load_records(args.data, args.data.prompts, check)
 
 
@@ -130,7 +130,7 @@ def check_thinking(args: ThinkingArgs) -> None:
     """
     check_window(args.window, args.sampling)
     check_scored(args)
-    with flag("--thought-reward: "):
+    with prefix_errors("--thought-reward: "):
         _ = args.rules
     require(
         (not args.sharding.rollout_ranks, "--sharding.rollout-ranks samples no thoughts"),

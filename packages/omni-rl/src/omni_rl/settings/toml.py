@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from omni_train.hub import check_named, is_from_hub, local_file
 
-from omni_rl.settings.fields import flag, flag_of, kind_of, leaves, require, values_of
+from omni_rl.settings.fields import flag_of, leaves, prefix_errors, require, strip_metadata, values_of
 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 ELSEWHERE = {  # equivalents of other projects' names
@@ -51,7 +51,7 @@ REFUSED = {  # flags of other programs that are missing here, with the reason
 }  # fmt: skip
 
 
-def recipes(app: str) -> dict[str, str]:
+def load_recipes(app: str) -> dict[str, str]:
     """Return the recipes of a program, as TOML texts by name."""
     folder = files("omni_rl") / "recipes" / app
     if not folder.is_dir():
@@ -72,9 +72,9 @@ def from_files(cls: type, preset: str, path: str, presets: Mapping[str, str]) ->
             hint = suggest(preset, presets)
             raise ValueError(f"--preset must name a recipe, which --list-presets lists, got {preset!r}{hint}")
         found = from_toml(presets[preset], cls, f"--preset {preset}")
-        values |= {name: at_hand(value) for name, value in found.items()}
+        values |= {name: resolve_place(value) for name, value in found.items()}
     if path:
-        with flag("--config: "):
+        with prefix_errors("--config: "):
             check_named(path, (".toml",) if is_from_hub(path) else ())
             file = local_file(path)
         try:
@@ -82,12 +82,12 @@ def from_files(cls: type, preset: str, path: str, presets: Mapping[str, str]) ->
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as exc:
             raise ValueError(f"--config must be a readable TOML file, got {path}: {exc}") from exc
         if is_from_hub(path):
-            check_foreign(found, path)
+            check_hub_config(found, path)
         values |= found
     return values
 
 
-def at_hand(value: object) -> object:
+def resolve_place(value: object) -> object:
     """Return a recipe's value, or the path in this package of a file that is missing in the working folder."""
     if isinstance(value, str) and value.startswith(("checkpoints/", "data/")) and not Path(value).exists():
         own = Path(str(files("omni_rl") / "shipped" / value))
@@ -103,18 +103,18 @@ def from_toml(text: str, cls: type, place: str) -> dict[str, Any]:
     """
     known, values = leaves(cls), dict[str, Any]()
     groups = sorted({name.partition(".")[0] for name in known if "." in name})
-    for name, value in plain(tomllib.loads(text)).items():
+    for name, value in flatten_tables(tomllib.loads(text)).items():
         group = name.rpartition(".")[0]
         if group and group not in groups:
             raise ValueError(f"{place}: [{group}] is a table, but only {', '.join(groups) or 'eval'} are")
         if name not in known:
             raise ValueError(f"{place}: unknown key {name!r}{suggest(name, known)}")
-        kind = kind_of(known[name].type)
-        values[name] = (read_tables if get_origin(kind) is tuple else fitting)(kind, value, f"{place}: {name}")
+        kind = strip_metadata(known[name].type)
+        values[name] = (read_tables if get_origin(kind) is tuple else coerce)(kind, value, f"{place}: {name}")
     return values
 
 
-def plain(tables: Mapping[str, Any]) -> dict[str, Any]:
+def flatten_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a TOML text by name, such as correction.low for low in [correction]."""
     values: dict[str, Any] = {}
     for key, value in tables.items():
@@ -135,7 +135,7 @@ def read_tables(wanted: Any, value: object, place: str) -> tuple[object, ...]:
         for key in row.keys() - kinds.keys():
             raise ValueError(f"{place}[{number}]: unknown key {key!r}{suggest(key, kinds)}")
     return tuple(
-        cls(**{key: fitting(kinds[key], own, f"{place}[{number}].{key}") for key, own in row.items()})
+        cls(**{key: coerce(kinds[key], own, f"{place}[{number}].{key}") for key, own in row.items()})
         for number, row in enumerate(value, start=1)
     )
 
@@ -153,7 +153,7 @@ def to_toml(config: Any) -> str:
     return ("".join(tables.values()) + rows).replace("\x7f", "\\u007f")  # JSON does not escape DEL, TOML does
 
 
-def check_foreign(values: Mapping[str, Any], path: str) -> None:
+def check_hub_config(values: Mapping[str, Any], path: str) -> None:
     """Check that settings of a file from the hub choose no server, secret, media root or Python code.
 
     Raises:
@@ -189,7 +189,7 @@ def suggest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def fitting(wanted: Any, value: object, place: str) -> object:
+def coerce(wanted: Any, value: object, place: str) -> object:
     """Return the value as the wanted type; an integer may stand for a float, and the word none for None.
 
     Raises:

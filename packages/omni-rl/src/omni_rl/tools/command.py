@@ -43,7 +43,7 @@ def main() -> None:
         elif words[0] == "train" and (not words[1:] or (len(words) == 2 and words[1] in HELP)):
             print(trainers_overview())
         else:
-            command = python_words(words)
+            command = python_args(words)
             sys.stdout.flush()
             if words[0] == "train":
                 if "omni_rl.run.ranks" in command:
@@ -54,9 +54,9 @@ def main() -> None:
                 os.environ["OMNI_RL_COMMAND"] = typed  # the command that resumes the run
             os.execv(sys.executable, [sys.executable, *command])
     except ValueError as exc:
-        from omni_rl.settings.printing import print_mistake
+        from omni_rl.settings.printing import print_error
 
-        print_mistake(exc, "omni-rl")
+        print_error(exc, "omni-rl")
         sys.exit(2)
     except KeyboardInterrupt:  # while the settings are checked; later the program handles it
         sys.exit(130)
@@ -76,10 +76,10 @@ def check_once(ranks: str, *program: str) -> bool:
     settings = tomllib.loads(answer.stdout)
     if settings["dry_run"]:
         return True
-    from omni_rl.settings.early import knock
-    from omni_rl.settings.toml import plain
+    from omni_rl.settings.early import check_servers_respond
+    from omni_rl.settings.toml import flatten_tables
 
-    knock(plain(settings))
+    check_servers_respond(flatten_tables(settings))
     print(f"omni-rl: the settings are checked; starting {ranks} ranks", flush=True)
     return False
 
@@ -108,7 +108,7 @@ def trainers_overview() -> str:
     return "\n".join([usage, "", *lines, "", ranks, ending])
 
 
-def python_words(words: Sequence[str]) -> list[str]:
+def python_args(words: Sequence[str]) -> list[str]:
     """Return the arguments of Python for a command line of `omni-rl`.
 
     Raises:
@@ -116,9 +116,9 @@ def python_words(words: Sequence[str]) -> list[str]:
     """
     name, rest = words[0], words[1:]
     if name != "train":
-        _, command = COMMANDS[known(name, COMMANDS, "the command")]
+        _, command = COMMANDS[check_known(name, COMMANDS, "the command")]
         return [*command, *rest]
-    path = trainers()[known(rest[0], trainers(), "the trainer")]
+    path = trainers()[check_known(rest[0], trainers(), "the trainer")]
     ranks, rest = split_ranks(rest[1:])
     return [*launcher(ranks), str(path), *rest]
 
@@ -145,7 +145,7 @@ def launcher(ranks: str) -> list[str]:
     return ["-m", "omni_rl.run.ranks", RANKS, ranks] if ranks else []
 
 
-def known(name: str, names: Collection[str], what: str) -> str:
+def check_known(name: str, names: Collection[str], what: str) -> str:
     """Return the name.
 
     Raises:

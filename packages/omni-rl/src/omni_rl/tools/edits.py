@@ -28,7 +28,7 @@ IMAGE_KEYS = (  # columns, in the order of the search
 )
 PROMPT_KEYS = ("prompt", "instruction", "edit_prompt", "edit", "input_prompt", "caption", "text")
 OWN_KEYS = ("prompt", "messages", "images", "audio", "video", "height", "width")  # keys that columns may not set
-MOST_TEST, TEST_SHARE = 64, 10  # held-out images: at most 64, one of every 10
+MAX_TEST, TEST_SHARE = 64, 10  # held-out images: at most 64, one of every 10
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def add_flags(parser: Parser) -> None:
     add("--images", metavar="PLACE", help="folder of images, or a table or data set with a column of images")
     add("--test-images", metavar="PLACE", help="the same for test.jsonl; by default some of --images are held out")
     add("--instructions", type=Path, metavar="FILE.txt", help="instructions, one per line, for each image of a folder")
-    add("--num-test", type=int, metavar="N", help=f"images to hold out; default: a tenth, at most {MOST_TEST}")
+    add("--num-test", type=int, metavar="N", help=f"images to hold out; default: a tenth, at most {MAX_TEST}")
     add("--image-key", default="", metavar="KEY", help=f"column of the images; default: the first of {IMAGE_KEYS}")
     add("--prompt-key", default="", metavar="KEY", help=f"column of the instructions; default: one of {PROMPT_KEYS}")
     add("--height", type=int, metavar="PIXELS", help="height to crop each image to, at its center; default: its own")
@@ -76,7 +76,7 @@ def write_edits(asked: Namespace, folder: Path) -> list[Path]:
         train, test = split_edits(train, asked.num_test)
     size = None if asked.height is None else (asked.height, asked.width)
     for file, edits in zip(files, (train, test), strict=True):
-        lines = [line_of(edit, folder, size) for edit in edits]
+        lines = [edit_line(edit, folder, size) for edit in edits]
         write_atomically(file, "".join(f"{line}\n" for line in lines).encode())
         load_prompts(file, check=AllOrNone())
     return files
@@ -156,7 +156,7 @@ def split_edits(edits: Sequence[Edit], num_test: int | None) -> tuple[list[Edit]
         ValueError: there are too few images.
     """
     order = [*dict.fromkeys(image for edit in edits for image in edit.images)]
-    num = min(MOST_TEST, max(1, len(order) // TEST_SHARE)) if num_test is None else num_test
+    num = min(MAX_TEST, max(1, len(order) // TEST_SHARE)) if num_test is None else num_test
     if not 1 <= num < len(order):
         raise ValueError(f"--num-test must be 1 to {len(order) - 1}, fewer than the {len(order)} images, got {num}")
     held = {order[i * len(order) // num] for i in range(num)}
@@ -168,7 +168,7 @@ def split_edits(edits: Sequence[Edit], num_test: int | None) -> tuple[list[Edit]
     return train, test
 
 
-def line_of(edit: Edit, folder: Path, size: tuple[int, int] | None) -> str:
+def edit_line(edit: Edit, folder: Path, size: tuple[int, int] | None) -> str:
     """Return the line of an edit after copying its images to the folder, cropped and resized to (height, width)."""
     names = [copy_image(image, folder / "images", size).relative_to(folder).as_posix() for image in edit.images]
     return json.dumps({"prompt": edit.prompt, "images": names} | edit.meta, ensure_ascii=False)

@@ -8,7 +8,7 @@ import argparse
 import re
 from pathlib import Path
 
-from omni_rl.settings.cli import hush
+from omni_rl.settings.cli import silence_libraries
 from omni_rl.settings.early import check_model
 from omni_rl.settings.fields import require
 from omni_rl.settings.printing import Parser
@@ -55,5 +55,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    hush()
+    silence_libraries()
     main()

@@ -107,11 +107,11 @@ def read_foreign(file: Path, model: str, opened: Model) -> Factors:
     config = config_of(file, PART)
     require((not (config and config.use_dora), f"{file} must have magnitudes if use_dora is set, got none"))
     try:
-        state, layers = load(file, pipeline, opened)
+        state, layers = load_layers(file, pipeline, opened)
     except Exception as exc:  # errors of diffusers and peft do not name the file
         raise ValueError(f"{file} must fit the net of {model}: {type(exc).__name__}: {exc}") from exc
     other = next((name for name in state if not name.startswith(f"{PART}.")), "")
-    factors = scaled(layers, state)
+    factors = scale_factors(layers, state)
     require(
         (not other, f"{file} must hold LoRA factors of the net only, got {other}"),
         (2 * len(factors) == len(state), f"{file} must fit the net: {len(state)} tensors, for {len(factors)} layers"),
@@ -133,7 +133,7 @@ def alphas_of(file: Path) -> set[float]:
         return {alpha_in(opened.get_tensor(name), file, name) for name in names}
 
 
-def load(file: Path, pipeline: Any, model: Model) -> tuple[dict[str, Tensor], dict[str, LoraLayer]]:
+def load_layers(file: Path, pipeline: Any, model: Model) -> tuple[dict[str, Tensor], dict[str, LoraLayer]]:
     """Return the tensors of a file by peft's names, and the layers that it adapts in a net on the meta device."""
     read = pipeline.lora_state_dict
     more = {"return_alphas": True} if "return_alphas" in inspect.signature(read).parameters else {}
@@ -148,7 +148,7 @@ def load(file: Path, pipeline: Any, model: Model) -> tuple[dict[str, Tensor], di
     return state, layers
 
 
-def scaled(layers: Mapping[str, LoraLayer], state: Mapping[str, Tensor]) -> Factors:
+def scale_factors(layers: Mapping[str, LoraLayer], state: Mapping[str, Tensor]) -> Factors:
     """Return the layers' factors, with the scale multiplied into B."""
     found = {}
     for name, layer in layers.items():
@@ -159,7 +159,7 @@ def scaled(layers: Mapping[str, LoraLayer], state: Mapping[str, Tensor]) -> Fact
     return found
 
 
-def named(factors: Factors) -> dict[str, Tensor]:
+def state_dict_of(factors: Factors) -> dict[str, Tensor]:
     """Return the tensors of a run's file, without a scale, which is part of B."""
     return {
         f"{PART}.{layer}.lora_{side}.weight": factor.contiguous()
@@ -172,7 +172,7 @@ def write_peft(factors: Factors, target: Path, model: str) -> str:
     """Write a folder in peft's layout, for PeftModel.from_pretrained and trainers that use it; return what to print."""
     rank = len(next(iter(factors.values()))[0])
     config = config_text(rank, target_modules=sorted(factors), base_model_name_or_path=model)
-    state = {name.replace(PART, PEFT_PART, 1): tensor for name, tensor in named(factors).items()}
+    state = {name.replace(PART, PEFT_PART, 1): tensor for name, tensor in state_dict_of(factors).items()}
     with new_folder(target) as folder:
         save_file(state, folder / PEFT_FILE, metadata={"format": "pt"})
         (folder / CONFIG_NAME).write_text(config, "utf-8")
@@ -182,14 +182,14 @@ def write_peft(factors: Factors, target: Path, model: str) -> str:
 def write_start(factors: Factors, target: Path, model: str) -> str:
     """Write a folder for --init-weights; return what to print, with the settings to use it."""
     with new_folder(target) as folder:
-        save_file(named(factors), folder / LORA_FILE)
+        save_file(state_dict_of(factors), folder / LORA_FILE)
     rank, modules = len(next(iter(factors.values()))[0]), open_model(model).empty_net().named_modules()
-    targets = endings(list(factors), [name for name, layer in modules if isinstance(layer, nn.Linear)])
+    targets = target_suffixes(list(factors), [name for name, layer in modules if isinstance(layer, nn.Linear)])
     words = ["--init-weights", str(target), "--lora.rank", str(rank), "--lora.targets", targets]
     return f"{target}: {len(factors)} layers of rank {rank}; train from it with\n{shlex.join(words)}"
 
 
-def endings(layers: Sequence[str], names: Sequence[str]) -> str:
+def target_suffixes(layers: Sequence[str], names: Sequence[str]) -> str:
     """Return the value of --lora.targets that selects exactly these layers out of all names."""
     after = [name.split(".") for name in layers]
     short = {

@@ -62,20 +62,20 @@ from omni_rl.settings.args import (
     RunArgs,
     dp_size,
     load_records,
-    next_end,
+    next_milestone,
     num_batches,
     num_ranks,
-    offloaded,
-    sharding,
+    parse_offload,
+    sharding_mode,
 )
-from omni_rl.settings.fields import change, flag, flag_of, values_of
+from omni_rl.settings.fields import change, flag_of, prefix_errors, values_of
 from omni_rl.settings.groups import Scorer
 from omni_rl.tools.plan_engine import PlannedVllmOmni
-from omni_rl.tools.plan_tokens import differing, sample_ends
+from omni_rl.tools.plan_tokens import sample_ends, with_distinct_scores
 
 ArgsT = TypeVar("ArgsT", bound=RunArgs)
 GB = 1e9
-LEFT = 0.08  # share of an accelerator left for context, NCCL, workspaces of libraries, and fragmentation
+RESERVED = 0.08  # share of an accelerator left for context, NCCL, workspaces of libraries, and fragmentation
 PHASES = ("load", "encode", "rollout", "decode", "update", "sync", "save")
 MORE_RANKS = 8  # least number of ranks in the last change, which otherwise doubles them
 DECODED = 4  # images decoded at once after a change
@@ -91,19 +91,19 @@ def fit(main: Callable[[ArgsT, World], None], args: ArgsT) -> int:
         # an exception would be lost if the signal arrived in the callback of a weak reference
         signal.signal(number, lambda number, _: os._exit(128 + number))
     gc.freeze()  # so that collections do not scan all libraries again
-    limit, ranks = (1 - LEFT) * args.memory.device_gb * GB, num_ranks()
-    rest = f"beside {LEFT * args.memory.device_gb:.3g} GB for context, NCCL and fragmentation"
+    limit, ranks = (1 - RESERVED) * args.memory.device_gb * GB, num_ranks()
+    rest = f"beside {RESERVED * args.memory.device_gb:.3g} GB for context, NCCL and fragmentation"
     libraries = memory(torch.device("cpu")).current_mb * 2**20  # this program has the same imports as a run
-    plan = measure(main, args, ranks, tells=True)
+    plan = measure(main, args, ranks, verbose=True)
     print("\n".join([plan.describe(), plan.describe_host(libraries, copies=args.run.async_save)]), flush=True)
     if plan.peak <= limit:
         left = (limit - plan.peak) / GB
         print(f"plan: fits --memory.device-gb {args.memory.device_gb:g}, with {left:.3g} GB left {rest}")
         return 0
     over = {name: peak - limit for name, peak in plan.peaks.items() if peak > limit}
-    told = ", ".join(f"{over[name] / GB:.3g} GB in {name}" for name in ordered(over))
+    told = ", ".join(f"{over[name] / GB:.3g} GB in {name}" for name in order_phases(over))
     print(f"plan: --memory.device-gb {args.memory.device_gb:g} is too little: by {told}, {rest}", flush=True)
-    for changed, world_size, flags in ladder(args, ranks, plan.offloads, over):
+    for changed, world_size, flags in propose_changes(args, ranks, plan.offloads, over):
         trial = measure(main, changed, world_size)
         if trial.peak <= limit:
             print(f"plan: fits with {flags}: {trial.peak / GB:.3g} GB", flush=True)
@@ -114,7 +114,9 @@ def fit(main: Callable[[ArgsT, World], None], args: ArgsT) -> int:
     return 1
 
 
-def ladder(args: ArgsT, ranks: int, offloads: Sequence[str], over: Collection[str]) -> Iterator[tuple[ArgsT, int, str]]:
+def propose_changes(
+    args: ArgsT, ranks: int, offloads: Sequence[str], over: Collection[str]
+) -> Iterator[tuple[ArgsT, int, str]]:
     """Yield settings that need less memory, with their number of ranks and their flags; each includes earlier changes.
 
     The costs: gathering weights block by block and offloading parts take copies, recomputed activations a third more
@@ -123,11 +125,11 @@ def ladder(args: ArgsT, ranks: int, offloads: Sequence[str], over: Collection[st
 
     offloads: the parts that --memory.offload may name. over: the phases that need too much memory.
     """
-    first, mode, is_text = args, sharding(args, ranks), not isinstance(args, MediaArgs)
+    first, mode, is_text = args, sharding_mode(args, ranks), not isinstance(args, MediaArgs)
     gather: dict[str, object] = {"sharding.unshard": "rollout" if is_text else "none"}  # text is not sampled without it
     adapters = bool(args.lora.rank) and args.lora.init != "pissa"  # PiSSA needs the values of weights
     streams = adapters and mode != "fsdp2" and not values_of(args).get("compile") and "blocks" in offloads
-    parts = [part for part in offloads if part != "blocks" or part in offloaded(args.memory)]
+    parts = [part for part in offloads if part != "blocks" or part in parse_offload(args.memory)]
     still = [part for part in parts if part != "activations"]
     decode: dict[str, object] = {}
     if "decode" in over and isinstance(args, MediaArgs):  # only media are decoded
@@ -169,11 +171,11 @@ def ladder(args: ArgsT, ranks: int, offloads: Sequence[str], over: Collection[st
 
 
 def measure(
-    main: Callable[[ArgsT, World], None], args: ArgsT, ranks: int, *, tells: bool = False, remembers: bool = True
+    main: Callable[[ArgsT, World], None], args: ArgsT, ranks: int, *, verbose: bool = False, cache_forwards: bool = True
 ) -> "Figures":
     """Return the figures of a step on planned ranks, extrapolated from two small numbers of prompts.
 
-    tells: True to also print the settings and check the model's files. remembers: True to run only one forward per
+    verbose: True to also print the settings and check the model's files. cache_forwards: True to run only one forward per
     shape.
     """
     shares = dp_size(args, ranks)
@@ -184,14 +186,14 @@ def measure(
     with planned_ranks(ranks) as dist, PlannedDevice() as device:
         sleeps = args.scorer.sleep
         device.add(0 if sleeps else scorer.total())
-        plan = PlannedWorld(replace(dist, context=ranks // shares), args, device, counts, tells, remembers)
+        plan = PlannedWorld(replace(dist, context=ranks // shares), args, device, counts, verbose, cache_forwards)
         try:
             with device.phase("load"):
                 main(bare, plan)
         finally:
-            plan.forget()
+            plan.clear_cache()
             gc.collect()
-    few, more = plan.found[0], plan.found[-1]
+    few, more = plan.figures[0], plan.figures[-1]
     times = (args.data.prompts_per_step - counts[0]) / max(1, counts[-1] - counts[0])
 
     def line(least: Counter[str], most: Counter[str]) -> Counter[str]:
@@ -211,7 +213,7 @@ def measure(
     )
 
 
-def scorer_bytes(asks: Scorer, ranks: int) -> Counter[str]:
+def scorer_bytes(scorer_args: Scorer, ranks: int) -> Counter[str]:
     """Return the bytes on a rank's device of the scorer that the run starts, by purpose.
 
     Its architecture is the published one, or that of its files, and its batch is of maximum size.
@@ -219,10 +221,10 @@ def scorer_bytes(asks: Scorer, ranks: int) -> Counter[str]:
     Raises:
         ValueError: the run could not start the scorer.
     """
-    name, options = scorer_to_start(asks)
+    name, options = scorer_to_start(scorer_args)
     if not name:
         return Counter()
-    with flag("--scorer: "), PlannedDevice() as device, torch.no_grad():
+    with prefix_errors("--scorer: "), PlannedDevice() as device, torch.no_grad():
         networks = empty_networks(name, str(PLANNED), read_options(options), ranks)
         weights = device.live
         for network in networks.values():
@@ -278,14 +280,14 @@ class Figures:
 
     def describe(self) -> str:
         """Return lines on the memory, forwards and operations of each phase."""
-        memory = ", ".join(f"{name} {self.peaks[name] / GB:.3g}" for name in ordered(self.peaks))
+        memory = ", ".join(f"{name} {self.peaks[name] / GB:.3g}" for name in order_phases(self.peaks))
         scorer = ", ".join(f"{name} {count / GB:.3g}" for name, count in self.scorer.items())
         which = f"the wait for scores, {self.peaks['reward_wait'] / GB:.3g}," if self.sleeps else "these"
         flops = {name: count for name, count in self.flops.items() if count}
-        work = ", ".join(f"{name} {flops[name] / self.num_steps / 1e12:.4g}" for name in ordered(flops))
+        work = ", ".join(f"{name} {flops[name] / self.num_steps / 1e12:.4g}" for name in order_phases(flops))
         through = ", ".join(
             f"{name} {self.forwards[name] / self.num_steps:g} of {self.tokens[name] / self.forwards[name]:,.0f}"
-            for name in ordered(self.forwards)
+            for name in order_phases(self.forwards)
         )
         lines = [
             f"most memory per rank, GB: {memory}",
@@ -312,18 +314,18 @@ class Figures:
 class PlannedWorld(World):
     """Simulated ranks that plan two steps for each number of prompts in `counts`.
 
-    args: the original settings. tells, remembers: see `measure`. found: the figures of the steps.
+    args: the original settings. verbose, cache_forwards: see `measure`. found: the figures of the steps.
     """
 
     args: RunArgs
     device: PlannedDevice
     counts: Sequence[int] = ()
-    tells: bool = False
-    remembers: bool = True
-    found: list[Figures] = field(default_factory=list)
+    verbose: bool = False
+    cache_forwards: bool = True
+    figures: list[Figures] = field(default_factory=list)
     signals: ClassVar[Sequence[Any]] = ()  # nothing to save
-    has_numbers: ClassVar[bool] = False
-    _seen: dict[object, "_Seen"] = field(default_factory=dict)
+    has_values: ClassVar[bool] = False
+    _cached_forwards: dict[object, "_MeasuredForward"] = field(default_factory=dict)
     _trained: list[nn.Parameter] = field(default_factory=list)  # the rank's own rows, if sharded
     _measured: list[Callable[[], None]] = field(default_factory=list)  # ends the measurement of a backward pass
     _forwards: Counter[str] = field(default_factory=Counter)  # samples through the net, by phase
@@ -332,37 +334,37 @@ class PlannedWorld(World):
     def check_files(self, model: Any) -> None:
         """Check the configurations of the model's parts, only once for all plans."""
         model.reads_weights = False
-        if self.tells:
+        if self.verbose:
             model.check_files()
 
     def print_plan(self, lines: str) -> bool:
         """Print the lines of a dry run; return False, because a step is planned too."""
-        if self.tells:
+        if self.verbose:
             print(f"{lines}\nplan: a step without weights runs now, for a minute or more", flush=True)
         return False
 
     def connect(
-        self, urls: str, asks: Scorer, canary: PromptRecord, kinds: Sequence[str], **how: Any
+        self, urls: str, scorer_args: Scorer, canary: PromptRecord, kinds: Sequence[str], **how: Any
     ) -> tuple[Any, str]:
         """Return a scorer with distinct scores, so that advantages are nonzero."""
         return LocalScorer(_grader(how.get("parts", ())), kinds), ""
 
-    def instrumented(self, model: Any) -> Any:
+    def instrument(self, model: Any) -> Any:
         """Return a model whose forwards are counted, and run once per shape."""
         if not isinstance(self.args, MediaArgs):
-            return wrap(model, predict=self._remembered_scores(model)) if self.remembers else model
-        prompts = _Alike(self.args)
+            return wrap(model, predict=self._cache_scores(model)) if self.cache_forwards else model
+        prompts = _RepeatedPrompt(self.args)
         predict, decode, encode = model.predict_velocity, model.decode, model.encode
-        if self.remembers:
-            predict = self._remembered(predict, model)
-            decode = self._once(decode, lambda parts, x0, *_: x0.shape)
-            encode = self._once(encode, lambda parts, prompt, **how: repr(how))
-        kept = self._cached(prompts.num_known)
+        if self.cache_forwards:
+            predict = self._cache_velocities(predict, model)
+            decode = self._run_once(decode, lambda parts, x0, *_: x0.shape)
+            encode = self._run_once(encode, lambda parts, prompt, **how: repr(how))
+        kept = self._count_text_cache(prompts.num_known)
         return wrap(
             model,
             predict_velocity=predict,
-            decode=self._phased("decode", decode),
-            encode=self._phased("encode", kept(encode)),
+            decode=self._in_phase("decode", decode),
+            encode=self._in_phase("encode", kept(encode)),
             condition=kept(model.condition),
         )
 
@@ -375,7 +377,7 @@ class PlannedWorld(World):
         if form != "auto" and not quantized:
             raise ValueError(f"--memory.rollout-dtype must be auto for a {model.config['_class_name']}, got {form}")
         quantized = quantized if form != "auto" else []
-        is_sharded = sharding(self.args, self.dist.world_size) == "fsdp2"
+        is_sharded = sharding_mode(self.args, self.dist.world_size) == "fsdp2"
         adopted = [] if is_sharded else [p for name, p in unadapted_params(net) if name not in quantized]
         return PlannedVllmOmni(
             model, self.device, dtype, texts, quantized=quantized, shared=sum(p.nbytes for p in adopted)
@@ -383,7 +385,7 @@ class PlannedWorld(World):
 
     def free_memory(self) -> float:
         """Return the number of free bytes on the device."""
-        return (1 - LEFT) * self.args.memory.device_gb * GB - self.device.live
+        return (1 - RESERVED) * self.args.memory.device_gb * GB - self.device.live
 
     def open_log(self, make: Callable[..., RunLog], **how: Any) -> RunLog:
         """Return a log that writes nothing."""
@@ -397,13 +399,13 @@ class PlannedWorld(World):
         device, kept = self.device, set() if run.args.sampling.has_trained_engine else {"blocks"}
         parts = [part for part in run.args.memory.OFFLOAD.split() if part not in kept]
         offloads = [part for part in parts if part != "encoder" or run.model.encoders]
-        run.prompts, loaded = _Alike(run.args), Counter(device.peaks)
+        run.prompts, loaded = _RepeatedPrompt(run.args), Counter(device.peaks)
         if not isinstance(run.args, MediaArgs):
-            run.scorer, run.engine = differing(run.scorer), self._answering(run.engine)
+            run.scorer, run.engine = with_distinct_scores(run.scorer), self._cache_answers(run.engine)
         self._trained[:] = run.policy.params
         _fuse(run.policy.optimizer)
         _repeat_steps(run.policy.optimizer, device)
-        ahead = min(run.args.sampling.draw_ahead, next_end(run.args, 0) - 1)
+        ahead = min(run.args.sampling.draw_ahead, next_milestone(run.args, 0) - 1)
         num_steps = 2 + ahead  # after this many rollouts memory has reached its peak
         if run.args.sampling.draw_ahead:
             run.args = change(
@@ -422,41 +424,43 @@ class PlannedWorld(World):
             peaks = Counter({name or "others": peak for name, peak in (loaded | device.peaks).items()})
             flops, forwards, tokens = (Counter(each) for each in (device.flops, self._forwards, self._tokens))
             more = {"host": device.host_peak, "checkpoint": num_saved, "num_steps": num_steps}
-            self.found.append(Figures(peaks, flops, forwards, tokens, run.policy.unshard, offloads, **more))
+            self.figures.append(Figures(peaks, flops, forwards, tokens, run.policy.unshard, offloads, **more))
 
-    def forget(self) -> None:
+    def clear_cache(self) -> None:
         """Clear the cache, which keeps tensors alive."""
-        self._seen.clear()
+        self._cached_forwards.clear()
 
-    def _phased(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _in_phase(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def phased(*args: Any, **kwargs: Any) -> Any:
             with self.device.phase(self.device.current if self.device.current == "update" else name):
                 return function(*args, **kwargs)
 
         return phased
 
-    def _remembered(self, predict: Callable[..., Tensor], model: Model) -> Callable[..., Tensor]:
+    def _cache_velocities(self, predict: Callable[..., Tensor], model: Model) -> Callable[..., Tensor]:
         def remembered(net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
             shapes = {name: t.shape[1:] for name, t in cond.items()}
             scales = params.guidance_scale, params.guidance, model.boundary and sigma.tolist()[0] < model.boundary
             key = x.shape, x.requires_grad, shapes, scales
-            return self._first(net, key, model.BLOCK_NAMES, lambda: predict(net, x, sigma, cond, params))
+            return self._run_forward(net, key, model.BLOCK_NAMES, lambda: predict(net, x, sigma, cond, params))
 
         return remembered
 
-    def _remembered_scores(self, model: Any) -> Callable[..., Tensor]:
+    def _cache_scores(self, model: Any) -> Callable[..., Tensor]:
         predict = model.predict
 
         def remembered(net: nn.Module, inputs: Cond) -> Tensor:
             shapes = {name: tensor.shape for name, tensor in inputs.items()}
             head = net.get_output_embeddings()  # type: ignore[operator]  # together with targets, which the graph keeps
-            return self._first(net, shapes, model.BLOCK_NAMES, lambda: predict(net, inputs), kept=head)
+            return self._run_forward(net, shapes, model.BLOCK_NAMES, lambda: predict(net, inputs), kept=head)
 
         return remembered
 
-    def _answering(self, engine: TransformersEngine) -> TransformersEngine:
+    def _cache_answers(self, engine: TransformersEngine) -> TransformersEngine:
         """Return the engine; it samples one batch and reuses its answers for others of the same shape."""
-        sample = self._once(partial(sample_ends, engine, self.device), lambda prompts, params: (len(prompts), params))
+        sample = self._run_once(
+            partial(sample_ends, engine, self.device), lambda prompts, params: (len(prompts), params)
+        )
 
         def generate(prompts: Sequence[Prompt], params: TokenParams) -> TokenTrajectory:
             with torch.no_grad():
@@ -466,7 +470,7 @@ class PlannedWorld(World):
 
         return wrap(engine, generate=generate)
 
-    def _first(
+    def _run_forward(
         self,
         net: nn.Module,
         shapes: object,
@@ -481,11 +485,11 @@ class PlannedWorld(World):
         """
         active = next((layer.active for layer in net.modules() if isinstance(layer, AdaptedLayer)), None)
         key = repr((id(net), torch.is_grad_enabled(), active, shapes))
-        seen = self._seen.get(key)
+        seen = self._cached_forwards.get(key)
         if seen and (seen.trained or not seen.is_graph):  # recorded including its backward pass
             out = seen.repeat(kept)
         else:
-            self._seen[key] = seen = _Seen(self.device, self._trained, self._measured)
+            self._cached_forwards[key] = seen = _MeasuredForward(self.device, self._trained, self._measured)
             with _tokens_of(net, block_names) as blocks:
                 out = seen.record(forward)
             seen.tokens = max(blocks.values(), key=sum, default=[])
@@ -497,7 +501,7 @@ class PlannedWorld(World):
         self._forwards[self.device.current] += len(tokens)
         self._tokens[self.device.current] += sum(tokens)
 
-    def _cached(self, num_prompts: int) -> Callable[[Callable[..., Cond]], Callable[..., Cond]]:
+    def _count_text_cache(self, num_prompts: int) -> Callable[[Callable[..., Cond]], Callable[..., Cond]]:
         """Return a decorator that, at the first prompt, counts the cache's memory for the results of all prompts."""
         left = values_of(self.args)["memory.text_cache_mb"] * 2**20
 
@@ -518,7 +522,7 @@ class PlannedWorld(World):
 
         return kept
 
-    def _once(self, function: Callable[..., Any], key: Callable[..., object]) -> Callable[..., Any]:
+    def _run_once(self, function: Callable[..., Any], key: Callable[..., object]) -> Callable[..., Any]:
         """Without gradients, run a function once per key; later calls return like tensors and count the same memory."""
         device = self.device
         done: dict[object, tuple[Any, int, int]] = {}
@@ -539,7 +543,7 @@ class PlannedWorld(World):
         return once
 
 
-class _Seen:
+class _MeasuredForward:
     """Memory and operations of a forward of the net and of its backward.
 
     If one backward pass covers several forwards, it processes the last forward first, and completes it before the next.
@@ -631,7 +635,7 @@ class _Record(torch.autograd.Function):
     """The output of the net, from which a backward pass begins."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, seen: _Seen) -> Tensor:
+    def forward(ctx: Any, out: Tensor, seen: _MeasuredForward) -> Tensor:
         ctx.seen = seen
         return out.view_as(out)
 
@@ -645,7 +649,7 @@ class _Repeat(torch.autograd.Function):
     """A replacement for the net's output, with the memory that its graph would keep."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, seen: _Seen, kept: object) -> Tensor:
+    def forward(ctx: Any, out: Tensor, seen: _MeasuredForward, kept: object) -> Tensor:
         ctx.seen, ctx.graph = seen, _Graph(seen, kept)
         return out.view_as(out)
 
@@ -658,7 +662,7 @@ class _Repeat(torch.autograd.Function):
 class _Graph:
     """Memory that a forward keeps until its backward pass or until it is released."""
 
-    def __init__(self, seen: _Seen, kept: object) -> None:
+    def __init__(self, seen: _MeasuredForward, kept: object) -> None:
         self._device, self._held, self._kept = seen.device, seen.held, kept
         self._device.add(self._held)
 
@@ -707,7 +711,7 @@ class _Text(str):
     __eq__, __hash__ = object.__eq__, object.__hash__
 
 
-class _Alike(PromptSampler):
+class _RepeatedPrompt(PromptSampler):
     """A sampler that repeats the largest prompt of the file, as if its copies were different prompts."""
 
     def __init__(self, args: RunArgs) -> None:
@@ -743,7 +747,7 @@ class _Log(RunLog):
             yield
 
 
-def ordered(phases: Mapping[str, float]) -> list[str]:
+def order_phases(phases: Mapping[str, float]) -> list[str]:
     """Return the phases in the order of a step, then others only if they are the largest."""
     known = [name for name in PHASES if name in phases]
     rest = [name for name in phases if name not in PHASES and phases[name] >= max(phases.values())]

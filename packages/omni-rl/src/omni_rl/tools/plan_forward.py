@@ -37,7 +37,7 @@ def count_forward(model: Model, net: nn.Module, dtype: torch.dtype, params: Para
     counter = FlopCounterMode(display=False)
     try:
         inputs = first_inputs(model, net, dtype, params, record)
-        with on_meta(net), counter, OneType():
+        with on_meta(net), counter, SingleDtypeMode():
             model.predict_velocity(net, *inputs)
     except Exception as exc:  # models may raise anything
         fault = " ".join(str(exc).split())
@@ -68,7 +68,7 @@ def first_inputs(
     calls: list[tuple[Tensor, Tensor, Cond, Params]] = []
 
     def predict(net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
-        calls.append((of_host(x), of_host(sigma), tree_map_only(Tensor, of_host, dict(cond)), params))
+        calls.append((copy_to_host(x), copy_to_host(sigma), tree_map_only(Tensor, copy_to_host, dict(cond)), params))
         return torch.zeros_like(x)
 
     model.host_encoders = False
@@ -79,12 +79,12 @@ def first_inputs(
         return calls[0]
 
 
-def of_host(tensor: Tensor) -> Tensor:
+def copy_to_host(tensor: Tensor) -> Tensor:
     """Copy a tensor of the planned device to the host, with its data type."""
     return values_of(tensor).to(tensor.dtype)
 
 
-class OneType(TorchDispatchMode):
+class SingleDtypeMode(TorchDispatchMode):
     """Dispatch mode that refuses products of two data types, as all devices except the meta device do."""
 
     def __torch_dispatch__(

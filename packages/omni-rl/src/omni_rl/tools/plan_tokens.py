@@ -21,7 +21,7 @@ SAMPLED = 2  # tokens that are sampled at the beginning and at the end of an ans
 UNCOUNTED = "answers"  # a phase that no plan includes
 
 
-def differing(scorer: TextScorer) -> TextScorer:
+def with_distinct_scores(scorer: TextScorer) -> TextScorer:
     """Return a scorer with distinct scores, so that advantages are nonzero."""
 
     def submit(answers: Sequence[str], prompts: Sequence[Prompt]) -> list[Pending]:
@@ -40,7 +40,7 @@ def sample_ends(
     The cost grows linearly from token to token, so the first few and the last few determine the total.
     """
     few = replace(params, max_new_tokens=min(SAMPLED, params.max_new_tokens))
-    drawn, peaks, flops = measured(engine, device, prompts, few)
+    drawn, peaks, flops = measure_tokens(engine, device, prompts, few)
     model, left, operations = engine.model, params.max_new_tokens - few.max_new_tokens, sum(flops)
 
     def begun(encoded: Sequence[Cond], tokens: Tensor, mask: Tensor) -> Cond:
@@ -49,7 +49,7 @@ def sample_ends(
 
     if left:
         later = TransformersEngine(wrap(model, inputs=begun), engine.net, synced=engine.synced)
-        _, last_peaks, last_flops = measured(later, device, prompts, few)
+        _, last_peaks, last_flops = measure_tokens(later, device, prompts, few)
         peaks += last_peaks[1:]  # the first one reads all earlier tokens at once
         operations += left * flops[-1] + (last_flops[-1] - flops[-1]) * (left + 1) // 2
     device.burst(max(peaks), operations)
@@ -60,7 +60,7 @@ def sample_ends(
     )
 
 
-def measured(
+def measure_tokens(
     engine: TransformersEngine, device: PlannedDevice, prompts: Sequence[Prompt], params: TokenParams
 ) -> tuple[TokenTrajectory, list[int], list[int]]:
     """Return answers, and for each of their tokens the peak bytes beyond those allocated before, and the operations."""

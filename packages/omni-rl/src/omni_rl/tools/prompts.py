@@ -17,9 +17,9 @@ from omni_reward.transport import open_url, within
 from omni_train.files import read_regular, write_atomically
 from omni_train.prompts.files import load_prompts
 
-from omni_rl.settings.printing import Parser, until_closed
+from omni_rl.settings.printing import Parser, ignore_closed_pipe
 from omni_rl.tools import edits
-from omni_rl.tools.command import known
+from omni_rl.tools.command import check_known
 
 TABLE = Path(__file__).with_name("prompts.toml")
 WAIT_S, LIMIT_S = 30.0, 600.0  # for a server's next packet, and for a whole file
@@ -106,7 +106,7 @@ def main(argv: list[str] | None = None) -> None:
     edits.add_flags(parser)
     args = parser.parse_args(argv)
     if args.name is None:
-        with until_closed():
+        with ignore_closed_pipe():
             for name, row in prompt_sets().items():
                 files = ", ".join(f"{key} {file.get('prompts', '')}".rstrip() for key, file in row["files"].items())
                 print(f"{name:<15}{row['about']}\n{'':<15}{files}; license: {row['license']}")
@@ -118,7 +118,7 @@ def main(argv: list[str] | None = None) -> None:
             for path in edits.write_edits(args, folder):
                 print(f"{path}  {len(load_prompts(path)):,} prompts with images of {args.images}")
             return
-        wanted = prompt_sets()[known(args.name, [*prompt_sets(), EDIT], "NAME")]
+        wanted = prompt_sets()[check_known(args.name, [*prompt_sets(), EDIT], "NAME")]
         fetch_set(wanted, folder)
         for name, file in wanted["files"].items():
             print(f"{folder / name}  {len(load_prompts(folder / name)):,} prompts of {file['url']}")

@@ -25,7 +25,7 @@ from omni_train.files import parse_json
 from omni_rl.media.images import read_pixels
 from omni_rl.media.prompts import read_sound, read_video
 from omni_rl.settings.early import split_options
-from omni_rl.settings.fields import flag, require
+from omni_rl.settings.fields import prefix_errors, require
 from omni_rl.settings.printing import Parser
 
 
@@ -39,9 +39,9 @@ def open_scorer(args: argparse.Namespace) -> Scorer:
         name, options = split_options(args.scorer)
         scorer = load_scorer(name, options=read_options([*options, *args.option]))
     else:
-        with flag("--scorer.token-file: "):
+        with prefix_errors("--scorer.token-file: "):
             token = read_token(args.token_file)
-        with flag("--scorer.url: "):
+        with prefix_errors("--scorer.url: "):
             client = RewardClient(args.url, token=token, timeout_s=600.0)
         kinds, wants, whole = client.kinds, client.takes_references, client.takes_groups
 
@@ -71,7 +71,7 @@ def read_media(path: Path, kinds: Sequence[str], meta: Mapping[str, object]) -> 
     Raises:
         ValueError: the file is missing, damaged or of another kind.
     """
-    with flag("FILE: "):
+    with prefix_errors("FILE: "):
         found = {kind: READERS[kind](path) for kind in kinds}
     rates = {str(MEDIA_KINDS[kind].rate): rate for kind, (_, rate) in found.items() if rate}
     return {kind: np.asarray(medium) for kind, (medium, _) in found.items()}, {**rates, **meta}
@@ -116,10 +116,10 @@ def main(argv: list[str] | None = None) -> None:
     add("--reference", action="append", default=[], type=Path, metavar="FILE", help="image that was edited")
     args = parser.parse_args(argv)
     try:
-        with flag("--meta: "):
+        with prefix_errors("--meta: "):
             meta = parse_json(args.meta)
             require((isinstance(meta, dict), f"must be an object, got {args.meta}"))
-        with flag("--reference: "):
+        with prefix_errors("--reference: "):
             references = [read_pixels(path) for path in args.reference]
         scorer = open_scorer(args)
         media, metas = zip(*(read_media(path, scorer.media, meta) for path in args.files), strict=True)
