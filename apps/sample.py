@@ -87,7 +87,7 @@ def check_args(args: Args) -> None:
     args = fill_defaults(args)
     check_bounds(args)
     parse_numbers(args.guidance or "", "--guidance")
-    place = next(path for path in (Path(args.out_dir), *Path(args.out_dir).parents) if path.exists())
+    parent = next(path for path in (Path(args.out_dir), *Path(args.out_dir).parents) if path.exists())
     missing = [folder for folder in parse_paths(args.weights) if not folder.is_dir()]
     require(
         (args.model, "--model must be given"),
@@ -96,7 +96,7 @@ def check_args(args: Args) -> None:
         (not missing, f"--weights must be a folder that a trainer wrote, got {missing and missing[0]}"),
         (not args.out or Path(args.out).suffix in (".png", ".jpg", ".webp"),
          f"--out must end in .png, .jpg or .webp, got {args.out}"),
-        (not args.out_dir or place.is_dir(), f"--out-dir must be a folder, got {place}"),
+        (not args.out_dir or parent.is_dir(), f"--out-dir must be a folder, got {parent}"),
         (not args.out_dir or not (Path(args.out_dir) / SAMPLES).exists(),
          f"--out-dir must be without the {SAMPLES} of earlier samples, got {args.out_dir}"),
         (num_ranks() == 1, f"sample.py runs in one process, got {num_ranks()} ranks"),
@@ -115,17 +115,19 @@ DEFAULTS = {
 
 def fill_defaults(args: Args) -> Args:
     """Fill missing settings with those of the weights' run, or with DEFAULTS."""
-    found: dict[str, Any] = dict(DEFAULTS)
+    settings: dict[str, Any] = dict(DEFAULTS)
     for folder in parse_paths(args.weights)[-1:]:
         for file in (folder / "recipe.toml", folder.parent / "config.toml"):  # for weights from the hub, and from a run
             if file.is_file():
                 with prefix_errors(f"{file}: "):
                     run = flatten_tables(tomllib.loads(file.read_text("utf-8")))
-                run["num_inference_steps"] = run.get("eval.num_inference_steps", found["num_inference_steps"])
+                run["num_inference_steps"] = run.get("eval.num_inference_steps", settings["num_inference_steps"])
                 kinds = get_type_hints(Args)
-                found |= {name: coerce(kinds[name], run[name], f"{file}: {name}") for name in found if name in run}
-    given = {name: value for name in found if (value := vars(args)[name]) is not None}
-    return replace(args, **found | given, out=args.out or ("" if args.out_dir else "sheet.png"))
+                settings |= {
+                    name: coerce(kinds[name], run[name], f"{file}: {name}") for name in settings if name in run
+                }
+    chosen = {name: value for name in settings if (value := vars(args)[name]) is not None}
+    return replace(args, **settings | chosen, out=args.out or ("" if args.out_dir else "sheet.png"))
 
 
 def parse_paths(text: str) -> tuple[Path, ...]:
@@ -148,8 +150,8 @@ def read_prompts(args: Args, check: RecordCheck) -> list[PromptRecord]:
     images = parse_paths(args.images)
     with prefix_errors("--images: "):
         reference_sizes(replace(records[0], images=images))
-        named = any(record.images for record in records)
-        require((not images or not named, f"must be left out, as {args.prompts} names images"))
+        names_images = any(record.images for record in records)
+        require((not images or not names_images, f"must be left out, as {args.prompts} names images"))
     return [replace(r, images=images or r.images, negative=r.negative or args.negative_prompt) for r in records]
 
 
@@ -203,14 +205,14 @@ def main(args: Args) -> None:
     for place in (Path(args.out).parent, Path(args.out_dir)):
         place.mkdir(parents=True, exist_ok=True)
     parts = model.load(device=dist.device, dtype=getattr(torch, args.dtype))
-    for name, home in weights:
-        load_weights(parts.net.get_submodule(name), home)
+    for name, folder in weights:
+        load_weights(parts.net.get_submodule(name), folder)
     engine = DiffusersEngine(model, parts)
-    chosen = [replace(records[i % len(records)], index=i) for i in range(args.num_images)]
-    prompts = expand_groups(chosen, 1, seed=args.seed, step=0)
+    records_of_samples = [replace(records[i % len(records)], index=i) for i in range(args.num_images)]
+    prompts = expand_groups(records_of_samples, 1, seed=args.seed, step=0)
     samples = dict[int, Sample]()
-    for same in group_by_shapes(prompts):
-        for batch in (same[i : i + args.batch_size] for i in range(0, len(same), args.batch_size)):
+    for same_shape in group_by_shapes(prompts):
+        for batch in (same_shape[i : i + args.batch_size] for i in range(0, len(same_shape), args.batch_size)):
             samples |= sample(args, dist, engine, scorer, batch, params)
     write(args, prompts, [samples[i] for i in range(len(prompts))])
 
@@ -239,13 +241,13 @@ def find_weights(args: Args, model: Model) -> list[tuple[str, Path]]:
     """Return the folders of --weights in the order of loading, each with the name of its net."""
     folders = parse_paths(args.weights)
     with prefix_errors("--weights: "):
-        found = [(name, home) for folder in folders for name, home in homes(folder, model.nets).items()]
-        for name, home in found:
-            check_weights(model.empty_net().get_submodule(name), home)
+        by_net = [item for folder in folders for item in homes(folder, model.nets).items()]
+        for name, weights_folder in by_net:
+            check_weights(model.empty_net().get_submodule(name), weights_folder)
         are_full = [any(map(saved_files, homes(folder, model.nets).values())) for folder in folders]
         rule = f"must be full weights, an adapter, or full weights and then an adapter, got {args.weights}"
         require((len(folders) < 2 or are_full == [True, False], rule))
-    return found
+    return by_net
 
 
 def open_scorer(args: Args, dist: Dist, model: Model, record: PromptRecord, params: Params) -> Scorer:
@@ -270,31 +272,34 @@ def sample(
     except RewardError as exc:
         raise ValueError(f"--scorer.url: {exc}") from exc
     media = samples.media
-    each = [dict(zip(media, own, strict=True)) for own in zip(*map(Tensor.numpy, media.values()), strict=True)]
-    folder, found = Path(args.out_dir) if args.out_dir else Path(args.out).with_suffix(""), dict[int, Sample]()
-    for prompt, own, score in zip(batch, each, scores, strict=True):
-        plays = whole_files(own, samples.rates) if args.out_dir or "image" not in own else {}
-        files = {f"{prompt.index}{suffix}": data for suffix, data in plays.items()}
+    per_sample = [
+        dict(zip(media, sample_media, strict=True))
+        for sample_media in zip(*map(Tensor.numpy, media.values()), strict=True)
+    ]
+    folder, rows = Path(args.out_dir) if args.out_dir else Path(args.out).with_suffix(""), dict[int, Sample]()
+    for prompt, sample_media, score in zip(batch, per_sample, scores, strict=True):
+        media_files = whole_files(sample_media, samples.rates) if args.out_dir or "image" not in sample_media else {}
+        files = {f"{prompt.index}{suffix}": data for suffix, data in media_files.items()}
         for name, data in files.items():
             folder.mkdir(exist_ok=True)
             (folder / name).write_bytes(data)
         row = {"files": list(files), "prompt": prompt.text, "seed": prompt.seed}
         row |= {"score": score.value, "parts": score.parts, "abstained": score.abstained}
         label = f"{score_label(score.value, {})}  " * bool(args.scorer.url)
-        found[prompt.index] = Sample(still_image(own), label, row, tuple(media))
-    return found
+        rows[prompt.index] = Sample(still_image(sample_media), label, row, tuple(media))
+    return rows
 
 
 def write(args: Args, prompts: list[Prompt], samples: list[Sample]) -> None:
     """Write samples.jsonl and the contact sheet, and print their paths."""
     if args.out_dir:
-        lines = [json.dumps(each.row, ensure_ascii=False) + "\n" for each in samples]
+        lines = [json.dumps(sample.row, ensure_ascii=False) + "\n" for sample in samples]
         (Path(args.out_dir) / SAMPLES).write_text("".join(lines), "utf-8")
     if args.out:
-        texts = [each.label + prompt.text for each, prompt in zip(samples, prompts, strict=True)]
+        texts = [sample.label + prompt.text for sample, prompt in zip(samples, prompts, strict=True)]
         columns = 1 if "video" in samples[0].kinds else 8
-        contact_sheet([each.picture for each in samples], texts, columns=columns).save(args.out)
-    graded = [each.row["score"] for each in samples if each.row["score"] is not None]
+        contact_sheet([sample.picture for sample in samples], texts, columns=columns).save(args.out)
+    graded = [sample.row["score"] for sample in samples if sample.row["score"] is not None]
     mean = f", mean score {format_score(float(np.mean(graded)), 3)} of {len(graded)}" if graded else ""
     places = " and ".join(filter(None, (args.out_dir, args.out)))
     print(f"{len(samples)} sample{'s' * (len(samples) > 1)} in {places}{mean}")

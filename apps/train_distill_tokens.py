@@ -175,13 +175,13 @@ def compare(run: TokenRun[Args], batch: TokenTrajectory, teacher: Teacher) -> Te
     def log_probs(logits: Tensor, _: Tensor) -> Tensor:
         return token_log_probs(logits[:, : teacher.vocab_size], run.model.suppressed, batch.params)
 
-    def diverge(logits: Tensor, wanted: Tensor) -> Tensor:
-        now = token_log_probs(logits[:, : teacher.vocab_size], run.model.suppressed, batch.params)
-        return token_divergence(now, wanted, divergence=run.args.divergence)[:, None]
+    def diverge(logits: Tensor, target: Tensor) -> Tensor:
+        student = token_log_probs(logits[:, : teacher.vocab_size], run.model.suppressed, batch.params)
+        return token_divergence(student, target, divergence=run.args.divergence)[:, None]
 
     with torch.no_grad():
-        wanted = score_logits(teacher.model, teacher.net, batch, batch.tokens, log_probs)
-    return score_logits(run.model, run.policy.net, batch, wanted, diverge)[..., 0]
+        target = score_logits(teacher.model, teacher.net, batch, batch.tokens, log_probs)
+    return score_logits(run.model, run.policy.net, batch, target, diverge)[..., 0]
 
 
 if __name__ == "__main__":

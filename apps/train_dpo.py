@@ -173,9 +173,8 @@ def roll_out(run: MediaRun[Args], step: Step) -> Rollout[Trajectory] | None:
 
 def select_pairs(run: MediaRun[Args], step: Step, rollout: Rollout[Trajectory]) -> list[Pairs]:
     """Return the best and the worst sample of each of this rank's groups of the step, by size, and show samples."""
-    pairs = wait_and_grade(
-        run, step, rollout, choose_pairs
-    )  # wait for all, because batches hold pairs of several groups
+    # wait for all, because batches hold pairs of several groups
+    pairs = wait_and_grade(run, step, rollout, choose_pairs)
     show(run, step, rollout)
     return pairs
 
@@ -183,8 +182,8 @@ def select_pairs(run: MediaRun[Args], step: Step, rollout: Rollout[Trajectory]) 
 def choose_pairs(run: MediaRun[Args], step: Step, rollout: Rollout[Trajectory]) -> list[Pairs]:
     """Return the best and the worst sample of each of this rank's groups, by size."""
     rewards, chosen = step_rewards(run, step, rollout), []
-    for same in group_by_size(rollout.batches):
-        trajectory = Trajectory.cat(same)
+    for same_size in group_by_size(rollout.batches):
+        trajectory = Trajectory.cat(same_size)
         place_of = {index: place for place, index in enumerate(trajectory.indices.tolist())}
         pairs = [pair for pair in best_worst_pairs(rewards, rollout.groups) if pair[0] in place_of]
         win, lose = (trajectory.select([place_of[pair[side]] for pair in pairs] or [0]) for side in range(2))
@@ -201,15 +200,15 @@ def read_pairs(run: MediaRun[Args], step: Step) -> list[Pairs]:
     prompts = expand_groups([records[i] for i in places] or records[:1], 1, seed=run.args.run.seed, step=step.number)
     folder, pairs = run.prompts.folder, []
     with run.phase("read"):
-        for same in group_by_shapes(prompts):
-            params = run.base_params.of_size(same[0].size)
+        for same_shape in group_by_shapes(prompts):
+            params = run.base_params.of_size(same_shape[0].size)
             win, lose = (
-                torch.stack([read_latent(model, parts, folder / str(p.meta[side]), params) for p in same])
+                torch.stack([read_latent(model, parts, folder / str(p.meta[side]), params) for p in same_shape])
                 for side in ("win", "lose")
             )
-            cond, seeds = run.engine.condition(same, model.unguided(params)), [p.seed for p in same]
-            own = [places[p.index] for p in same] if places else []
-            pairs.append(Pairs(win.to(dist.device), lose.to(dist.device), cond, same[0].size, seeds, own))
+            cond, seeds = run.engine.condition(same_shape, model.unguided(params)), [p.seed for p in same_shape]
+            pair_places = [places[p.index] for p in same_shape] if places else []
+            pairs.append(Pairs(win.to(dist.device), lose.to(dist.device), cond, same_shape[0].size, seeds, pair_places))
     return pairs
 
 
@@ -228,76 +227,79 @@ class Noised:
     count: int
 
 
-def noise_pairs(run: MediaRun[Args], step: Step, pairs: Pairs, own: Sequence[int]) -> list[Noised]:
-    """Return the pairs in the rows `own`, filled up to the usual batch shape, at each of their noise levels.
+def noise_pairs(run: MediaRun[Args], step: Step, pairs: Pairs, pair_rows: Sequence[int]) -> list[Noised]:
+    """Return the pairs in the rows `pair_rows`, filled up to the usual batch shape, at each of their noise levels.
 
     If the model has two experts, one of them is chosen for each level of the step.
     """
     args = run.args
     first = args.sampling.num_inference_steps  # lower indices are the rollout's noise
     count = args.levels_per_pair
-    rows = [*own, *[0] * (args.data.batch_size // 2 - len(own))]
-    seeds, onto = [pairs.seeds[i] for i in rows], partial(to_device, device=pairs.win.device)
+    rows = [*pair_rows, *[0] * (args.data.batch_size // 2 - len(pair_rows))]
+    seeds, to_pairs_device = [pairs.seeds[i] for i in rows], partial(to_device, device=pairs.win.device)
     x0 = torch.cat([pick(pairs.win, rows), pick(pairs.lose, rows)])
     cond = {name: torch.cat([pick(tensor, rows)] * 2) for name, tensor in pairs.cond.items()}
     sigmas = shift_sigmas(step_noise(seeds, first + count, (count,)).sigmoid(), args.level_shift)
     if run.model.boundary:
         sigmas = torch.stack([move_to_expert(run, step, sigma, k) for k, sigma in enumerate(sigmas.T)], dim=1)
-    sigmas = onto(sigmas)
-    points = []
+    sigmas = to_pairs_device(sigmas)
+    noised = []
     for k in range(count):
-        noise = onto(step_noise(seeds, first + k, x0.shape[1:]))
-        points.append(Noised(x0, torch.cat([noise, noise]), sigmas[:, k].repeat(2), cond, pairs.size, len(own)))
-    return points
+        noise = to_pairs_device(step_noise(seeds, first + k, x0.shape[1:]))
+        noised.append(Noised(x0, torch.cat([noise, noise]), sigmas[:, k].repeat(2), cond, pairs.size, len(pair_rows)))
+    return noised
 
 
 def move_to_expert(run: MediaRun[Args], step: Step, sigma: Tensor, k: int) -> Tensor:
     """Move noise levels [B], the k-th of a step, to one of two experts' sides by rescaling their quantiles."""
     shift, boundary = run.args.level_shift, torch.tensor(run.model.boundary).double()
-    places, cut = (torch.special.ndtr(-shift_sigmas(s.double(), 1 / shift).logit()) for s in (sigma, boundary))
-    normal = -torch.special.ndtri(restrict_to_expert(run, step, places, cut.item(), k))
+    quantiles, cut = (torch.special.ndtr(-shift_sigmas(s.double(), 1 / shift).logit()) for s in (sigma, boundary))
+    normal = -torch.special.ndtri(restrict_to_expert(run, step, quantiles, cut.item(), k))
     moved = shift_sigmas(normal.sigmoid(), shift).float()
     return clamp_to_side(run, moved, moved.mean())
 
 
-def flow_errors(run: MediaRun[Args], net: nn.Module, at: Noised) -> Tensor:
+def flow_errors(run: MediaRun[Args], net: nn.Module, noised: Noised) -> Tensor:
     """Return the flow-matching error [B] of each noised sample."""
-    x_t, params = add_noise(at.x0, at.noise, at.sigma), run.model.unguided(run.base_params.of_size(at.size))
-    return velocity_error(run.model.predict_velocity(net, x_t, at.sigma, at.cond, params), at.x0, at.noise)
+    params = run.model.unguided(run.base_params.of_size(noised.size))
+    x_t = add_noise(noised.x0, noised.noise, noised.sigma)
+    velocity = run.model.predict_velocity(net, x_t, noised.sigma, noised.cond, params)
+    return velocity_error(velocity, noised.x0, noised.noise)
 
 
 def minibatch_rows(data: groups.Data, pairs: Sequence[Pairs], number: int) -> list[tuple[Pairs, list[int]]]:
     """Return this rank's batches of one optimizer step, as pairs of one size and their rows."""
     batches = []
-    for same in pairs:
-        numbers = [place * data.num_minibatches // data.prompts_per_step for place in same.places]
-        rows = [i for i, own in enumerate(numbers) if own == number]
-        batches += [(same, rows[i : i + data.batch_size // 2]) for i in range(0, len(rows), data.batch_size // 2)]
+    for same_size in pairs:
+        numbers = [place * data.num_minibatches // data.prompts_per_step for place in same_size.places]
+        rows = [i for i, place_number in enumerate(numbers) if place_number == number]
+        batches += [(same_size, rows[i : i + data.batch_size // 2]) for i in range(0, len(rows), data.batch_size // 2)]
     return batches
 
 
 def update(run: MediaRun[Args], step: Step, pairs: Sequence[Pairs]) -> dict[str, float]:
     """Take an optimizer step on each minibatch of pairs; metrics are means over all pairs and noise levels."""
     args, dist, num_updates = run.args, run.dist, run.args.data.num_minibatches
-    own = [minibatch_rows(args.data, pairs, number) for number in range(num_updates)]
-    counts = gather_json(dist, [[sum(len(rows) for _, rows in batches), len(batches)] for batches in own])
+    rank_batches = [minibatch_rows(args.data, pairs, number) for number in range(num_updates)]
+    counts = gather_json(dist, [[sum(len(rows) for _, rows in batches), len(batches)] for batches in rank_batches])
     counts = counts[:: dist.context]  # once per context-parallel group
-    num_pairs, most = torch.tensor(counts).sum(dim=0)[:, 0].tolist(), torch.tensor(counts).amax(dim=0)[:, 1].tolist()
+    totals, maxima = torch.tensor(counts).sum(dim=0), torch.tensor(counts).amax(dim=0)
+    num_pairs, num_batches = totals[:, 0].tolist(), maxima[:, 1].tolist()
     # All ranks compute the same number of batches, as sharded weights require.
-    filled = [batches + [(pairs[0], [])] * (n - len(batches)) for batches, n in zip(own, most, strict=True)]
-    points = [[at for same, rows in batches for at in noise_pairs(run, step, same, rows)] for batches in filled]
+    padded = [b + [(pairs[0], [])] * (n - len(b)) for b, n in zip(rank_batches, num_batches, strict=True)]
+    points = [[noised for part, rows in b for noised in noise_pairs(run, step, part, rows)] for b in padded]
     with torch.no_grad(), run.policy.reference() as net:
-        references = [[flow_errors(run, net, at) for at in batches] for batches in points]
+        references = [[flow_errors(run, net, noised) for noised in batches] for batches in points]
     forwards, results = [], []
     for number in range(num_updates):
-        for at, old in zip(points[number], references[number], strict=True) if num_pairs[number] else ():
-            real = at.count or 1  # a filler runs with weight 0, to keep ranks in step
-            now = flow_errors(run, run.policy.net, at)
-            out = diffusion_dpo_loss(*(e[:real] for e in (*now.chunk(2), *old.chunk(2))), dpo_beta=args.dpo_beta)
+        for noised, old in zip(points[number], references[number], strict=True) if num_pairs[number] else ():
+            num_counted = noised.count or 1  # a filler runs with weight 0, to keep ranks in step
+            new = flow_errors(run, run.policy.net, noised)
+            out = diffusion_dpo_loss(*(e[:num_counted] for e in (*new.chunk(2), *old.chunk(2))), dpo_beta=args.dpo_beta)
             # Gradients are summed over pairs, noise levels and ranks; this makes the sum a mean.
-            loss = out.loss * at.count / (num_pairs[number] * args.levels_per_pair)
+            loss = out.loss * noised.count / (num_pairs[number] * args.levels_per_pair)
             run.policy.backward(loss, of=len(points[number]))
-            forwards.append({name: v * at.count for name, v in (out.metrics | {"loss": out.loss.detach()}).items()})
+            forwards.append({name: v * noised.count for name, v in (out.metrics | {"loss": out.loss.detach()}).items()})
         results.append(run.optimizer_step(step, has_signal=num_pairs[number] > 0))
     step.metrics["policy/pairs"] = float(sum(num_pairs))
     if not forwards:

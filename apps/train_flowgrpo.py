@@ -334,20 +334,20 @@ def update(run: MediaRun[Args], step: Step, batches: Sequence[TrainBatch]) -> di
     forwards, results = [], []
     for number, minibatch in enumerate(run.minibatches(step, epochs=args.num_inner_epochs)):
         rows = slice(minibatch * size, (minibatch + 1) * size)
-        for batch, before in zip(batches[rows], old[rows], strict=True):
+        for batch, steps in zip(batches[rows], old[rows], strict=True):
             for k in range(num_kept):
-                now = replay(run.model, run.policy.net, batch.trajectory, k)
-                if k == len(before):  # before the first update
-                    before.append(to_old_step(algo, now))
-                correction, metrics = correction_weights(args, before, batch, k) if source == "correct" else (None, {})
-                moments = {"mean": now.mean, "old_mean": before[k].mean, "std": now.std} if algo.moments else {}
-                weights = step_weights(args, batch, k, now.std, correction)
-                out = loss_of(now.log_prob, before[k].log_prob, batch.advantages, weights=weights, **moments)
-                kl = kl_to_reference(run, batch, k, now) if args.kl_coef else torch.zeros_like(out.loss)
+                new = replay(run.model, run.policy.net, batch.trajectory, k)
+                if k == len(steps):  # before the first update
+                    steps.append(to_old_step(algo, new))
+                correction, metrics = correction_weights(args, steps, batch, k) if source == "correct" else (None, {})
+                moments = {"mean": new.mean, "old_mean": steps[k].mean, "std": new.std} if algo.moments else {}
+                weights = step_weights(args, batch, k, new.std, correction)
+                out = loss_of(new.log_prob, steps[k].log_prob, batch.advantages, weights=weights, **moments)
+                kl = kl_to_reference(run, batch, k, new) if args.kl_coef else torch.zeros_like(out.loss)
                 loss = out.loss + args.kl_coef * kl
                 # Gradients are summed over batches, kept steps and ranks; this makes the sum a mean.
                 run.policy.backward(loss / (size * num_kept * dist.dp_size), of=size * num_kept)
-                gap = gap_to_rollout(batch, k, now).abs().max().expm1()
+                gap = gap_to_rollout(batch, k, new).abs().max().expm1()
                 forwards.append(metrics | out.metrics | {"loss": loss.detach(), "kl": kl.detach(), "rollout_gap": gap})
         if number == 0 and not step.staleness:
             is_fixed = args.ratio_tolerance == 0 or args.source == "rollout"
@@ -367,16 +367,16 @@ def old_policy(run: MediaRun[Args], batches: Sequence[TrainBatch], source: str) 
     if source == "rollout":
         return [[rollout_step(batch, k) for k in range(num_kept)] for batch in batches]
     # Before the first update a forward's log-prob is the old one; weights of trajectories need all steps at once.
-    adds_own = source == "recompute" or run.args.correction.level == "step"
-    num_first = len(batches) // run.args.data.num_minibatches if adds_own else 0
+    adds_during_update = source == "recompute" or run.args.correction.level == "step"
+    num_first = len(batches) // run.args.data.num_minibatches if adds_during_update else 0
     later = [batch.trajectory for batch in batches[num_first:]]  # with gradients, because other kernels may run without
     old = [[to_old_step(algo, replay(run.model, run.policy.net, t, k)) for k in range(num_kept)] for t in later]
     return [[] for _ in range(num_first)] + old
 
 
-def gap_to_rollout(batch: TrainBatch, k: int, now: Transition) -> Tensor:
+def gap_to_rollout(batch: TrainBatch, k: int, new: Transition) -> Tensor:
     """Return the log-prob [B] of the k-th kept step minus the engine's."""
-    return now.log_prob.detach() - batch.trajectory.rollout_log_prob[:, k]
+    return new.log_prob.detach() - batch.trajectory.rollout_log_prob[:, k]
 
 
 def replayed_gap(run: MediaRun[Args], batches: Sequence[TrainBatch], forward: int) -> Tensor:
@@ -412,11 +412,11 @@ def step_weights(args: Args, batch: TrainBatch, k: int, std: Tensor, correction:
     return torch.stack(factors).prod(dim=0) if factors else None
 
 
-def kl_to_reference(run: MediaRun[Args], batch: TrainBatch, k: int, now: Transition) -> Tensor:
+def kl_to_reference(run: MediaRun[Args], batch: TrainBatch, k: int, new: Transition) -> Tensor:
     """Return the mean KL of the k-th kept step to the same step of the initial policy."""
     with torch.no_grad(), run.policy.reference() as net:
         reference = replay(run.model, net, batch.trajectory, k)
-    kl = gaussian_kl(now.mean, reference.mean, now.std)
+    kl = gaussian_kl(new.mean, reference.mean, new.std)
     return (kl if batch.weights is None else kl * batch.weights).mean()
 
 

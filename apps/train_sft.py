@@ -71,9 +71,7 @@ class Args(MediaArgs):
     lr: Annotated[float | None, between(0, 1)] = None  # Learning rate of AdamW; none: 1e-4 with LoRA, 1e-5 without
 
     # Algorithm
-    noise_levels: Literal["logit-normal", "uniform"] = (
-        "logit-normal"  # Distribution of noise levels before the schedule
-    )
+    levels: Literal["logit-normal", "uniform"] = "logit-normal"  # Distribution of noise levels before the schedule
     logit_mean: Annotated[float, between(-10, 10)] = 0.0  # Mean of their logits; > 0: towards noise
     logit_std: Annotated[float, between(1e-3, 10)] = 1.0  # Standard deviation of their logits
     level_shift: Annotated[float | None, between(1e-3, 1e3)] = None  # Shift towards noise; none: the model's schedule
@@ -149,8 +147,8 @@ def read_batches(run: MediaRun[Args], step: Step) -> list[Noised]:
     for prompts in track_progress(deal(step_prompts(run, step), run.dist, run.args.data.batch_size)):
         params = run.model.unguided(run.base_params.of_size(prompts[0].size))
         x0, seeds = read_samples(run, prompts, params), [prompt.seed for prompt in prompts]
-        sampled = step_noise(seeds, 1, x0.shape[1:]), noise_levels(run, step, seeds, params)
-        noise, sigma = (to_device(each, run.dist.device) for each in sampled)
+        noise_and_levels = step_noise(seeds, 1, x0.shape[1:]), noise_levels(run, step, seeds, params)
+        noise, sigma = (to_device(tensor, run.dist.device) for tensor in noise_and_levels)
         batches.append(Noised(x0, noise, sigma, run.engine.condition(prompts, params), params))
     return batches
 
@@ -160,8 +158,8 @@ def read_samples(run: MediaRun[Args], prompts: Sequence[Prompt], params: Params)
     """Return the clean latents [B, ...] of the samples that the prompts name. Each file is read and encoded once."""
     folder = run.prompts.folder
     names = [str(named_file(prompt.meta, "sample")) for prompt in prompts]
-    found = {name: read_latent(run.model, run.engine.parts, folder / name, params) for name in dict.fromkeys(names)}
-    return torch.stack([found[name] for name in names]).to(run.dist.device)
+    latents = {name: read_latent(run.model, run.engine.parts, folder / name, params) for name in dict.fromkeys(names)}
+    return torch.stack([latents[name] for name in names]).to(run.dist.device)
 
 
 def noise_levels(run: MediaRun[Args], step: Step, seeds: Sequence[int], params: Params) -> Tensor:
@@ -175,8 +173,8 @@ def noise_levels(run: MediaRun[Args], step: Step, seeds: Sequence[int], params: 
     if not boundary:
         return level_at(args, schedule, quantiles)
     share = (level_at(args, schedule, QUANTILES) >= boundary).double().mean().item()
-    moved = level_at(args, schedule, restrict_to_expert(run, step, quantiles, share, 0))
-    return clamp_to_side(run, moved, moved.mean())
+    levels = level_at(args, schedule, restrict_to_expert(run, step, quantiles, share, 0))
+    return clamp_to_side(run, levels, levels.mean())
 
 
 def level_at(args: Args, schedule: Tensor, quantiles: Tensor) -> Tensor:
@@ -184,10 +182,10 @@ def level_at(args: Args, schedule: Tensor, quantiles: Tensor) -> Tensor:
 
     schedule: levels [S + 1] from 1 to 0, interpolated linearly. Logit-normal places follow eq. 19 of arXiv 2403.03206.
     """
-    places = quantiles
+    fractions = quantiles
     if args.levels == "logit-normal":
-        places = (args.logit_std * torch.special.ndtri(quantiles) - args.logit_mean).sigmoid()
-    steps = places * (len(schedule) - 1)
+        fractions = (args.logit_std * torch.special.ndtri(quantiles) - args.logit_mean).sigmoid()
+    steps = fractions * (len(schedule) - 1)
     first = steps.long().clamp(max=len(schedule) - 2)
     return torch.lerp(schedule[first].double(), schedule[first + 1].double(), steps - first).float()
 
@@ -199,10 +197,10 @@ def update(run: MediaRun[Args], step: Step, batches: Sequence[Noised]) -> dict[s
     """Take an optimizer step on each minibatch of this rank's batches; metrics are means over samples and ranks."""
     size, forwards, results = len(batches) // run.args.data.num_minibatches, [], []
     for first in range(0, len(batches), size):
-        for at in batches[first : first + size]:
-            x_t = add_noise(at.x0, at.noise, at.sigma)
-            velocity = run.model.predict_velocity(run.policy.net, x_t, at.sigma, at.cond, at.params)
-            loss = velocity_error(velocity, at.x0, at.noise).mean()
+        for noised in batches[first : first + size]:
+            x_t = add_noise(noised.x0, noised.noise, noised.sigma)
+            velocity = run.model.predict_velocity(run.policy.net, x_t, noised.sigma, noised.cond, noised.params)
+            loss = velocity_error(velocity, noised.x0, noised.noise).mean()
             # Gradients are summed over batches and ranks; this makes the sum a mean.
             run.policy.backward(loss / (size * run.dist.dp_size), of=size)
             forwards.append({"loss": loss.detach()})

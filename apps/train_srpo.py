@@ -202,14 +202,14 @@ def noise_levels(
         u = 1 - restrict_to_expert(run, step, 1 - u, 1 - (boundary - args.level_low) / span, int(inversion))
     length = torch.minimum(torch.minimum(u, 1 - u), torch.full_like(u, args.level_step))
     start = u - length if inversion else u + length
-    at, low, high = u, args.discount_low, args.discount_high
+    fraction, low, high = u, args.discount_low, args.discount_high
     if inversion:
-        at, low, high = start, args.inversion_discount_low, args.inversion_discount_high
+        fraction, low, high = start, args.inversion_discount_low, args.inversion_discount_high
     sigma_next, device = args.level_low + span * u, batch.x0.device
     sigma = args.level_low + span * start
     if boundary:
         sigma = clamp_to_side(run, sigma, sigma_next[0])
-    values = (sigma, sigma_next, low + (high - low) * at)
+    values = (sigma, sigma_next, low + (high - low) * fraction)
     sigma, sigma_next, discount = (to_device(value, device) for value in values)
     return sigma, sigma_next, discount
 
@@ -229,8 +229,10 @@ def alignment_loss(
     with deterministic(mode):
         media, _ = run.model.decode(run.engine.parts, x0, batch.cond, params)
     positive, negative = (
-        media_rewards(reward, media[run.model.MEDIA[0]], [f"{own[step.number % len(own)]}. {p.text}" for p in prompts])
-        for own in (split_words(args.positive_words), split_words(args.negative_words))
+        media_rewards(
+            reward, media[run.model.MEDIA[0]], [f"{word_list[step.number % len(word_list)]}. {p.text}" for p in prompts]
+        )
+        for word_list in (split_words(args.positive_words), split_words(args.negative_words))
     )
     return srpo_loss(positive, negative, discount=discount, inversion=inversion, threshold=args.threshold)
 

@@ -123,8 +123,8 @@ def main(args: Args, world: World) -> None:
     with Loop(run, evaluate_set, export) as steps:
         for step, rollout in sample_steps(run, steps, roll_out):
             # Tokens and steps share advantages.
-            some = subsample_rollout(rollout, args.window.timestep_fraction)
-            batches = train_batches(run, step, some, args.advantages)
+            subsampled = subsample_rollout(rollout, args.window.timestep_fraction)
+            batches = train_batches(run, step, subsampled, args.advantages)
             with run.updating(step):
                 step.metrics |= update(run, step, batches) | length_metrics(run, rollout)
             run.sync(step)
@@ -157,26 +157,26 @@ def update(run: ThinkingRun[Args], step: Step, batches: Sequence[TrainBatch]) ->
     if run.gate != "exact" and not step.staleness:
         run.check_ratio(step_gaps(batches, steps), run.rounding, step)
     forwards, results = list[dict[str, Tensor]](), []
-    moves = list[Tensor]()
+    deviations = list[Tensor]()
     for first in range(0, len(batches), size):
         for i in range(first, first + size):
-            batch, before = batches[i], old[i]
+            batch, old_score = batches[i], old[i]
             # Gradients are summed over batches, kept steps and ranks; the divisors make the sum a mean.
             total, parts = size * dist.dp_size, []
             for k in range(num_kept):
                 parts.append(step_loss(run, batch, k, steps[i]))
                 run.policy.backward(parts[-1].loss / (total * num_kept), of=size * (num_kept + 1))
-            thought = thought_loss(run, batch, before)
+            thought = thought_loss(run, batch, old_score)
             run.policy.backward(args.thought_weight * thought.loss / total, of=size * (num_kept + 1))
             image = torch.stack([part.loss.detach() for part in parts]).mean()
             loss = image + args.thought_weight * thought.loss.detach()
             forwards += [part.metrics for part in parts]
             forwards.append({f"thought_{name}": value for name, value in thought.metrics.items()} | {"loss": loss})
-            moves += [part.metrics["ratio_max_dev"] for part in (*parts, thought)]
+            deviations += [part.metrics["ratio_max_dev"] for part in (*parts, thought)]
         if first == 0:
             gap_of = partial(repeated_gap, run, batches, old)
             allowed = 0.0 if run.gate == "exact" else resolve_tolerance(args)
-            deviation = run.check_ratio(moves, allowed, step, gap_of=gap_of, limit=resolve_tolerance(args))
+            deviation = run.check_ratio(deviations, allowed, step, gap_of=gap_of, limit=resolve_tolerance(args))
             if deviation is None:
                 return update(run, step, batches)
             step.metrics["policy/first_ratio_max_dev"] = deviation
@@ -215,8 +215,8 @@ def repeated_gap(
     trajectory = batches[i].trajectory
     if k < num_kept:
         return replay_step(run, run.policy.net, trajectory, k)[1].log_prob - trajectory.rollout_log_prob[:, k]
-    off = score(run, run.policy.net, trajectory).log_prob - old[i].log_prob
-    return off[thoughts_of(trajectory).mask.to(off.device)]
+    difference = score(run, run.policy.net, trajectory).log_prob - old[i].log_prob
+    return difference[thoughts_of(trajectory).mask.to(difference.device)]
 
 
 def step_loss(run: ThinkingRun[Args], batch: TrainBatch, k: int, old: list[Tensor]) -> LossOutput:
@@ -225,17 +225,17 @@ def step_loss(run: ThinkingRun[Args], batch: TrainBatch, k: int, old: list[Tenso
     old: log-probs [B] before the update; this step's is appended if it is the next.
     """
     args, trajectory = run.args, batch.trajectory
-    velocity, now = replay_step(run, run.policy.net, trajectory, k)
+    velocity, new = replay_step(run, run.policy.net, trajectory, k)
     if k == len(old):
-        old.append(now.log_prob.detach())
+        old.append(new.log_prob.detach())
     weights, metrics = step_weights(old[k], trajectory, k) if args.sampling.draw_ahead else (None, {})
-    out = grpo_loss(now.log_prob, old[k], batch.advantages, clip_range=args.clip_range, weights=weights)
+    out = grpo_loss(new.log_prob, old[k], batch.advantages, clip_range=args.clip_range, weights=weights)
     out = replace(out, metrics=out.metrics | metrics)
     if not args.velocity_coef:
         return out
     with torch.no_grad(), run.policy.reference() as net:
-        before, _ = replay_step(run, net, trajectory, k)
-    drift = distill_velocity_loss(velocity, before)
+        reference, _ = replay_step(run, net, trajectory, k)
+    drift = distill_velocity_loss(velocity, reference)
     return LossOutput(out.loss + args.velocity_coef * drift.loss, out.metrics | {"velocity_drift": drift.loss.detach()})
 
 
@@ -269,19 +269,19 @@ def replay_step(run: ThinkingRun[Args], net: nn.Module, trajectory: Trajectory, 
     )
 
 
-def thought_loss(run: ThinkingRun[Args], batch: TrainBatch, before: TokenScores) -> LossOutput:
+def thought_loss(run: ThinkingRun[Args], batch: TrainBatch, old_score: TokenScores) -> LossOutput:
     """Return the loss of the thoughts' tokens: GRPO's, plus the KL to the initial policy."""
-    args, now = run.args, score(run, run.policy.net, batch.trajectory).log_prob
-    mask = thoughts_of(batch.trajectory).mask.to(now.device)
-    weights = thought_weights(before, batch.trajectory, mask) if args.sampling.draw_ahead else None
+    args, log_prob = run.args, score(run, run.policy.net, batch.trajectory).log_prob
+    mask = thoughts_of(batch.trajectory).mask.to(log_prob.device)
+    weights = thought_weights(old_score, batch.trajectory, mask) if args.sampling.draw_ahead else None
     clip = {"clip_low": args.thought_clip_low, "clip_high": args.thought_clip_high}
-    out = token_grpo_loss(now, before.log_prob, batch.advantages, mask, weights=weights, **clip)
-    metrics = out.metrics | {"entropy": before.entropy[mask].mean()}
+    out = token_grpo_loss(log_prob, old_score.log_prob, batch.advantages, mask, weights=weights, **clip)
+    metrics = out.metrics | {"entropy": old_score.entropy[mask].mean()}
     if not args.kl_coef:
         return LossOutput(out.loss, metrics)
     with torch.no_grad(), run.policy.reference() as net:
-        other = score(run, net, batch.trajectory).log_prob
-    kl = k3_kl(now.where(mask, 0.0), other.where(mask, 0.0))  # masked values may overflow, and 0 * inf is NaN
+        reference = score(run, net, batch.trajectory).log_prob
+    kl = k3_kl(log_prob.where(mask, 0.0), reference.where(mask, 0.0))  # masked values may overflow, and 0 * inf is NaN
     mean = (kl.sum(dim=1) / mask.sum(dim=1)).mean()
     return LossOutput(out.loss + args.kl_coef * mean, metrics | {"kl": mean.detach()})
 
@@ -299,20 +299,20 @@ def thoughts_of(trajectory: Samples) -> TokenTrajectory:
 
 def thought_gaps(batches: Sequence[TrainBatch], old: Sequence[TokenScores]) -> list[Tensor]:
     """Return the largest |ratio - 1| of a token in each batch, between the sampler and the policy before the update."""
-    found = []
-    for batch, before in zip(batches, old, strict=True):
+    largest = []
+    for batch, old_score in zip(batches, old, strict=True):
         thoughts = thoughts_of(batch.trajectory)
-        off = before.log_prob.cpu() - thoughts.rollout_log_prob
-        found.append(off[thoughts.mask].abs().max().expm1())
-    return found
+        difference = old_score.log_prob.cpu() - thoughts.rollout_log_prob
+        largest.append(difference[thoughts.mask].abs().max().expm1())
+    return largest
 
 
 def step_gaps(batches: Sequence[TrainBatch], old: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Return the largest |ratio - 1| of each kept step of each batch, between sampling and update."""
     return [
-        (before - batch.trajectory.rollout_log_prob[:, k]).abs().max().expm1()
+        (old_log_prob - batch.trajectory.rollout_log_prob[:, k]).abs().max().expm1()
         for batch, steps in zip(batches, old, strict=True)
-        for k, before in enumerate(steps)
+        for k, old_log_prob in enumerate(steps)
     ]
 
 

@@ -46,14 +46,18 @@ def submit_groups(scorer: Scorer, batches: Sequence[Samples], group: int, size: 
     group: size of a group, a multiple or divisor of the batch size. size: maximum number of samples in a request, which
     holds at least one group; 0: no limit.
     """
-    turn = max(1, group // len(batches[-1]))  # number of batches that hold whole groups
-    if len(batches) % turn:
+    num_batches = max(1, group // len(batches[-1]))  # number of batches that hold whole groups
+    if len(batches) % num_batches:
         return []
-    own, first = batches[-turn:], batches[-turn]
-    media = {kind: torch.cat([batch.media[kind] for batch in own]) for kind in scorer.kinds}
-    whole = Samples(tuple(p for batch in own for p in batch.prompts), media, first.rates, first.weight_version)
-    each = max(group, (size or len(whole)) // group * group)
-    return [submit(scorer, whole, slice(start, start + each)) for start in range(0, len(whole), each)]
+    group_batches, first = batches[-num_batches:], batches[-num_batches]
+    media = {kind: torch.cat([batch.media[kind] for batch in group_batches]) for kind in scorer.kinds}
+    samples = Samples(
+        tuple(p for batch in group_batches for p in batch.prompts), media, first.rates, first.weight_version
+    )
+    request_size = max(group, (size or len(samples)) // group * group)
+    return [
+        submit(scorer, samples, slice(start, start + request_size)) for start in range(0, len(samples), request_size)
+    ]
 
 
 def completed_requests(pending: Sequence[Pending], total: int) -> Iterator[Pending]:
@@ -162,8 +166,8 @@ def gather_parts(
     parts = torch.stack(columns, dim=1).masked_fill(rewards.isnan()[:, None], math.nan)
     for name, column in zip(names, columns, strict=True):
         if column.isnan().all() and not rewards.isnan().all():
-            named = sorted(scores[0].parts) if scores else "none on this rank"
-            raise RuntimeError(f"the scorer must name a part {name!r} in its scores, it names {named}")
+            part_names = sorted(scores[0].parts) if scores else "none on this rank"
+            raise RuntimeError(f"the scorer must name a part {name!r} in its scores, it names {part_names}")
     return parts
 
 
@@ -190,14 +194,14 @@ def step_rewards(run: AnyRun, step: Step, rollout: Rollout[Any], groups: Tensor 
     return rewards
 
 
-def log_advantages(step: Step, advantages: Tensor, whole: Tensor) -> None:
+def log_advantages(step: Step, advantages: Tensor, without_eps: Tensor) -> None:
     """Log the extremes of a step's advantages and the effect of eps on them, and record whether any is nonzero.
 
-    whole: the advantages computed with an eps of almost 0.
+    without_eps: the advantages computed with an eps of almost 0.
     """
     step.has_signal = bool(advantages.any())
     step.metrics |= {"advantage/min": advantages.min().item(), "advantage/max": advantages.max().item()}
-    sizes = [each.abs().double().sum().item() for each in (advantages, whole)]
+    sizes = [values.abs().double().sum().item() for values in (advantages, without_eps)]
     step.metrics["advantage/eps_share"] = max(0.0, 1 - sizes[0] / sizes[1]) if sizes[1] else 0.0
 
 
@@ -233,16 +237,16 @@ def part_advantages(
 
     rewards: [N]. eps: see `multi_reward_advantages`.
     """
-    weights, judges = parse_numbers(settings.reward_parts, ""), parse_reward_media(reward_media, settings.reward_parts)
+    weights, media = parse_numbers(settings.reward_parts, ""), parse_reward_media(reward_media, settings.reward_parts)
     columns, groups = gather_parts(dist, rollout.scored, rollout.scores, list(weights), rewards), rollout.groups
     compare = partial(
         multi_reward_advantages, columns, groups, std=settings.adv_std, eps=eps, correction=settings.adv_correction
     )
 
-    def added(medium: str | None) -> Tensor:
-        return compare([weight * (judges.get(name, medium) == medium) for name, weight in weights.items()])
+    def sum_parts(medium: str | None) -> Tensor:
+        return compare([weight * (media.get(name, medium) == medium) for name, weight in weights.items()])
 
-    return torch.stack([added(medium) for medium in STREAMS], dim=1) if judges else added(None)
+    return torch.stack([sum_parts(medium) for medium in STREAMS], dim=1) if media else sum_parts(None)
 
 
 def wait_and_grade(run: RunT, step: Step, rollout: RolloutT, grade: Callable[[RunT, Step, RolloutT], T]) -> T:

@@ -19,7 +19,7 @@ def with_thoughts(scorer: Scorer, rules: Rules) -> Scorer:
         media: Arrays, prompts: Sequence[str], meta: Metas, references: References = None, groups: Groups = None
     ) -> Pending:
         """Return the future scores of N samples, with the `thought` in their meta."""
-        thought = future_of_rules(lambda: grade(rules, [str(each["thought"]) for each in meta], meta), FLAG)
+        thought = future_of_rules(lambda: grade(rules, [str(row["thought"]) for row in meta], meta), FLAG)
         return join_scores(scorer.submit(media, prompts, meta, references, groups), thought, _add)
 
     return wrap(scorer, submit=submit)

@@ -56,15 +56,15 @@ def image_size(path: Path) -> tuple[int, int]:
         if image.width * image.height > MAX_PIXELS:
             raise ValueError(f"{path} must have at most {MAX_PIXELS:,} pixels, got {image.width} x {image.height}")
         with decoding(path, "whole image"):
-            turned = image.getexif().get(EXIF_ORIENTATION) in ON_ITS_SIDE
-        size = image.size[::-1] if turned else image.size
+            is_rotated = image.getexif().get(EXIF_ORIENTATION) in ON_ITS_SIDE
+        size = image.size[::-1] if is_rotated else image.size
         ending = ENDINGS[str(image.format)]
         with path.open("rb") as file:
             file.seek(-min(64, path.stat().st_size), 2)
-            ends = ending in file.read()
-        if not ends and ending not in path.read_bytes():
+            has_ending = ending in file.read()
+        if not has_ending and ending not in path.read_bytes():
             raise ValueError(f"{path} is cut short")
-        if not ends:
+        if not has_ending:
             with decoding(path, "whole image"):
                 image.load()  # raises if the ending was that of an embedded thumbnail
     return size

@@ -42,7 +42,7 @@ def check_preferences(
     Raises:
         ValueError: a name, a path or a file is invalid; the message names the pair or sample and the file.
     """
-    what = "pair" if sides == SIDES else "sample"
+    entry_kind = "pair" if sides == SIDES else "sample"
     with prefix_errors(f"{name}: "):
         records, folder = load_records(data, path), data_files(path)[0].parent
     for record in records:
@@ -51,7 +51,7 @@ def check_preferences(
                 file, size = _find_file(record, side, folder), record.size or (sampling.height, sampling.width)
                 _check_file(file, (sampling.num_frames, *size), sampling.frame_rate)
             except ValueError as exc:
-                raise ValueError(f'{name}: {path}, {what} {record.index + 1}, "{side}": {exc}') from exc
+                raise ValueError(f'{name}: {path}, {entry_kind} {record.index + 1}, "{side}": {exc}') from exc
 
 
 def read_latent(model: "Model", parts: "Parts", path: Path, params: "Params") -> "Tensor":
@@ -98,9 +98,9 @@ def _check_file(path: Path, shape: tuple[int, int, int], frame_rate: float) -> N
                 return
         except SafetensorError as exc:
             raise ValueError(f"{path} is no whole safetensors file: {exc}") from exc
-    *found, fps = video_facts(path) if _is_video(path) else (1, *image_size(path)[::-1], frame_rate)
-    if tuple(found) != shape:
-        raise ValueError(f"{path} must be {_describe_shape(*shape)}, got {_describe_shape(*found)}")
+    *shape_found, fps = video_facts(path) if _is_video(path) else (1, *image_size(path)[::-1], frame_rate)
+    if tuple(shape_found) != shape:
+        raise ValueError(f"{path} must be {_describe_shape(*shape)}, got {_describe_shape(*shape_found)}")
     if shape[0] > 1 and abs(fps / frame_rate - 1) > MAX_SPEED_ERROR:
         raise ValueError(f"{path} must have {frame_rate:g} frames per second, as --frame-rate says, got {fps:g}")
 

@@ -54,8 +54,11 @@ def read_video(path: Path) -> "tuple[Tensor, float]":
 
     with _open_video(path) as file:
         if isinstance(file, Image.Image):
-            read = [(np.array(i.convert("RGB")), i.info.get("duration", 0)) for i in ImageSequence.Iterator(file)]
-            frames, times = zip(*read, strict=True)
+            frames_and_times = [
+                (np.array(image.convert("RGB")), image.info.get("duration", 0))
+                for image in ImageSequence.Iterator(file)
+            ]
+            frames, times = zip(*frames_and_times, strict=True)
             fps = 1000 * len(times) / (sum(times) or 40 * len(times))
         else:
             fps = float(file.streams.video[0].average_rate or 25)
@@ -85,13 +88,13 @@ def demux_packets(file: "InputContainer") -> "Iterator[Packet]":
     """
     import av
 
-    end_s, says_s, video = 0.0, (file.duration or 0) / av.time_base, file.streams.video
-    missing_s = 0.75 / float(video[0].average_rate or 1) if video else MISSING_S
+    end_s, stated_s, video = 0.0, (file.duration or 0) / av.time_base, file.streams.video
+    tolerance_s = 0.75 / float(video[0].average_rate or 1) if video else MISSING_S
     for packet in file.demux():
         if packet.size and packet.pts is not None:
             end_s = max(end_s, float((packet.pts + (packet.duration or 0)) * packet.time_base))
-        if (video and packet.is_corrupt) or (not packet.size and end_s < says_s - missing_s):
-            raise ValueError(f"it is cut short: it says {says_s:.2f} s, got {end_s:.2f}")
+        if (video and packet.is_corrupt) or (not packet.size and end_s < stated_s - tolerance_s):
+            raise ValueError(f"it is cut short: it says {stated_s:.2f} s, got {end_s:.2f}")
         yield packet
 
 

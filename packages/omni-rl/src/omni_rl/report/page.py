@@ -61,10 +61,10 @@ def list_page(title: str) -> str:
 
 
 def _document(title: str, data: object, script_name: str, media: str, connect: str = "'none'") -> str:
-    here = files("omni_rl.report")
-    style = here.joinpath("page.css").read_text(encoding="utf-8")
+    resources = files("omni_rl.report")
+    style = resources.joinpath("page.css").read_text(encoding="utf-8")
     names = ("charts.js", "words.js", script_name)
-    script = "".join(here.joinpath(name).read_text(encoding="utf-8") for name in names)
+    script = "".join(resources.joinpath(name).read_text(encoding="utf-8") for name in names)
     parts = {
         "policy": f"default-src 'none'; img-src {media}; media-src {media}; connect-src {connect}; "
         f"style-src '{_hash(style)}'; script-src '{_hash(script)}'",
@@ -73,7 +73,7 @@ def _document(title: str, data: object, script_name: str, media: str, connect: s
         "data": embed(data),
         "script": script,
     }
-    template = here.joinpath("page.html").read_text(encoding="utf-8")
+    template = resources.joinpath("page.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)  # one pass: parts are not searched
 
 

@@ -49,7 +49,7 @@ class Watch:
         line: the next line in step order, with its `step`.
         """
         self._non_finite |= {name for name, value in line.items() if not math.isfinite(value)}
-        found = []
+        alarms = []
         for name, rule in (*ALARMS, *((name, _not_finite(name)) for name in sorted(self._non_finite))):
             names = (name, *rule.others)
             is_stale = rule.of_fresh and line.get("policy/staleness", 0) > 0
@@ -58,11 +58,11 @@ class Watch:
             rows = self._rows.setdefault(rule.title, deque(maxlen=None if rule.from_first else rule.window))
             rows.append(line)
             if len(rows) >= rule.window and rule.holds(*([row[name] for row in rows] for name in names)):
-                found.append((_alarm(rule, names, rows), rule.title not in self._active))
+                alarms.append((_alarm(rule, names, rows), rule.title not in self._active))
                 self._active.add(rule.title)
             else:
                 self._active.discard(rule.title)
-        return found
+        return alarms
 
 
 def find_alarms(lines: Sequence[Line]) -> list[Alarm]:
@@ -77,11 +77,11 @@ def find_alarms(lines: Sequence[Line]) -> list[Alarm]:
             last[alarm.title] = alarm
             since.setdefault(alarm.title, line["step"])
             counts[alarm.title] += 1
-    found = [
+    alarms = [
         replace(alarm, numbers=alarm.numbers | {"steps": counts[title], "since": since[title]})
         for title, alarm in last.items()
     ]
-    return sorted(found, key=lambda alarm: (alarm.step, alarm.title))
+    return sorted(alarms, key=lambda alarm: (alarm.step, alarm.title))
 
 
 def _not_finite(name: str) -> Rule:

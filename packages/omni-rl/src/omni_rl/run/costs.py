@@ -39,8 +39,9 @@ def measure_step(run: AnyRun, step: Step) -> Iterator[None]:
 def gather_costs(run: AnyRun, cpu_s: float) -> dict[str, float]:
     """Return the metrics of a step's cost that all ranks report, summed. cpu_s: CPU seconds of this rank."""
     names = ("perf/forwards", "perf/backwards", "perf/cpu_s")
-    own = run.breakers.calls(rank_costs, run, cpu_s) or [math.nan] * len(names)  # other ranks wait in the gather
-    sums = map(sum, zip(*gather_json(run.dist, own), strict=True))
+    # other ranks wait in the gather
+    rank_values = run.breakers.calls(rank_costs, run, cpu_s) or [math.nan] * len(names)
+    sums = map(sum, zip(*gather_json(run.dist, rank_values), strict=True))
     return {name: total for name, total in zip(names, sums, strict=True) if not math.isnan(total)}
 
 
@@ -54,9 +55,9 @@ def rank_costs(run: AnyRun, cpu_s: float) -> list[float]:
 
 def step_work(run: AnyRun) -> Work:
     """Return the work of this rank since its counts were cleared."""
-    counted = run.flops.total(run.calls) if run.flops and not run.breakers.calls.is_off else {}
+    flops_by_net = run.flops.total(run.calls) if run.flops and not run.breakers.calls.is_off else {}
     return Work(
         num_samples=run.counts["sampled"] / run.dist.context,
-        flops={name: n / run.dist.context for name, n in counted.items()},
+        flops={name: n / run.dist.context for name, n in flops_by_net.items()},
         peak_tflops=run.peak_tflops,
     )

@@ -46,7 +46,7 @@ def describe_plan(args: RunArgs, dist: Dist, inputs: Inputs[Any, Any], session: 
     can_plan = not (args.eval.only or isinstance(args, ThinkingArgs) or args.sampling.engine == "vllm")
     has_step = bool(args.memory.device_gb)
     url = "that of --scorer.url, which is not written to files" if args.scorer.url else ""
-    who = "rank" if dist.context == 1 else f"{dist.context} ranks, each with a part of every sample's tokens"
+    sharer = "rank" if dist.context == 1 else f"{dist.context} ranks, each with a part of every sample's tokens"
     lines = {
         "model": describe_model(inputs),
         **(
@@ -57,7 +57,7 @@ def describe_plan(args: RunArgs, dist: Dist, inputs: Inputs[Any, Any], session: 
         "ranks": f"{num_ranks}, weights {mode}"
         + ", each expert on one rank" * args.sharding.experts
         + (f"; {samplers} more only sample" if samplers else ""),
-        "samples per step": f"{samples}, {samples // dist.dp_size} per {who}, {args.data.batch_size} per forward",
+        "samples per step": f"{samples}, {samples // dist.dp_size} per {sharer}, {args.data.batch_size} per forward",
         "optimizer steps per training step": str(args.data.num_minibatches),
         "evaluations": _evaluations(args, inputs),
         "scorer": url or args.scorer.name or "none",
@@ -109,7 +109,9 @@ def _evaluations(args: RunArgs, inputs: Inputs[Any, Any]) -> str:
         return samples * (params.num_inference_steps if isinstance(params, Params) else 1)
 
     count = args.eval.first + math.ceil(args.run.train_steps / args.eval.every)
-    samples = [len(held.records) * held.samples for held in inputs.held_out]
-    one = sum(forwards(number, held.params) for number, held in zip(samples, inputs.held_out, strict=True))
-    share = one / forwards(args.data.prompts_per_step * args.data.group_size, inputs.params)
+    samples = [len(eval_set.records) * eval_set.samples for eval_set in inputs.held_out]
+    num_forwards = sum(
+        forwards(number, eval_set.params) for number, eval_set in zip(samples, inputs.held_out, strict=True)
+    )
+    share = num_forwards / forwards(args.data.prompts_per_step * args.data.group_size, inputs.params)
     return f"{count}, each of {sum(samples)} samples, which takes as long as {share:.2g} rollouts"

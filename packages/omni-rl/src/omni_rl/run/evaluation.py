@@ -39,14 +39,14 @@ def has_evaluation(line: Line) -> bool:
 
 
 def record_set_dates(run: AnyRun, now: int) -> dict[str, float]:
-    """Record in the checkpoints since which step each set is evaluated as now; return the steps as `dates_by_prefix` does."""
-    then: Mapping[str, object] = run.session.config.get(EVALS, {})  # type: ignore[assignment]  # from an earlier start
-    run.session.config[EVALS] = found = date_evaluations(run.held_out, then, now)
-    return dates_by_prefix(found)
+    """Record in the checkpoints since which step each set is evaluated as now; return `dates_by_prefix` of them."""
+    earlier: Mapping[str, object] = run.session.config.get(EVALS, {})  # type: ignore[assignment]  # from an earlier start
+    run.session.config[EVALS] = dates = date_evaluations(run.held_out, earlier, now)
+    return dates_by_prefix(dates)
 
 
 def evaluate_held_out(
-    run: AnyRun, done: int, before: Sequence[Line], evaluate_set: EvaluateSet, export: Export
+    run: AnyRun, step: int, earlier: Sequence[Line], evaluate_set: EvaluateSet, export: Export
 ) -> dict[str, float]:
     """Evaluate the held-out prompts under the averaged weights, export these weights, and return the metrics.
 
@@ -54,23 +54,23 @@ def evaluate_held_out(
     see `Loop`.
     """
 
-    def evaluate_one(held: HeldOut[Any, Any]) -> tuple[dict[str, float], Shown]:
-        size = held.batch_size(run.args.data.batch_size, run.dist.dp_size)
-        return evaluate_set(replace(run, args=change(run.args, batch_size=size)), held)
+    def evaluate_one(eval_set: HeldOut[Any, Any]) -> tuple[dict[str, float], Shown]:
+        size = eval_set.batch_size(run.args.data.batch_size, run.dist.dp_size)
+        return evaluate_set(replace(run, args=change(run.args, batch_size=size)), eval_set)
 
     with run.policy.ema.applied():
-        run.sync_weights(done)
+        run.sync_weights(step)
         metrics, shown = evaluate(run.held_out, evaluate_one)
         metrics |= settings_since(run)
         if report := run.session.report:
-            run.breakers.pictures(lambda: report.show_eval(done, *interleave_sets(shown)))
-        if done and not run.args.eval.only:
+            run.breakers.pictures(lambda: report.show_eval(step, *interleave_sets(shown)))
+        if step and not run.args.eval.only:
             if run.args.run.checkpoint_url:
                 run.session.checkpoints.wait()  # a save in progress uploads the previous weights
             has_card = run.dist.is_main and "eval/reward" in metrics
-            lines = [*before, {"step": done} | metrics]
+            lines = [*earlier, {"step": step} | metrics]
             export(run, run.breakers.card(card_facts, run, lines) if has_card else None)
-    run.sync_weights(done)
+    run.sync_weights(step)
     return metrics
 
 
@@ -80,8 +80,8 @@ def settings_since(run: AnyRun) -> dict[str, float]:
     Empty if this holds for all sets since the start.
     """
     dates: Mapping[str, tuple[str, int]] = run.session.config.get(EVALS, {})  # type: ignore[assignment]  # `record_set_dates`
-    found = {f"{start}{SETTINGS_SINCE}": since for start, since in dates_by_prefix(dates).items()}
-    return found if any(found.values()) and not run.args.eval.only else {}
+    since_by_metric = {f"{start}{SETTINGS_SINCE}": since for start, since in dates_by_prefix(dates).items()}
+    return since_by_metric if any(since_by_metric.values()) and not run.args.eval.only else {}
 
 
 def card_facts(run: AnyRun, evals: Sequence[Line]) -> dict[str, object]:
@@ -94,20 +94,20 @@ def card_facts(run: AnyRun, evals: Sequence[Line]) -> dict[str, object]:
     """
     evals = [line for line in evals if "eval/reward" in line]
     first = {"held-out, base": evals[0]["eval/reward"]} if evals[0]["step"] == 0 and len(evals) > 1 else {}
-    more = {
-        f"held-out, {h.name}": evals[-1][h.metric("reward")]
-        for h in run.held_out[1:]
-        if h.metric("reward") in evals[-1]
+    other_sets = {
+        f"held-out, {eval_set.name}": evals[-1][eval_set.metric("reward")]
+        for eval_set in run.held_out[1:]
+        if eval_set.metric("reward") in evals[-1]
     }
-    plain, settings = flatten(build(type(run.args), {})), flatten(without_secrets(run.args))
+    defaults, settings = flatten(build(type(run.args), {})), flatten(without_secrets(run.args))
     path = run.session.folder / "versions.jsonl"  # missing if it could not be written
-    now = {"command": command_line(sys.argv, hide=secret_flags(type(run.args)))}
-    starts = dict.fromkeys(str(start["command"]) for start in (read_jsonl(path) if path.exists() else [now]))
+    command = {"command": command_line(sys.argv, hide=secret_flags(type(run.args)))}
+    starts = dict.fromkeys(str(start["command"]) for start in (read_jsonl(path) if path.exists() else [command]))
     facts: dict[str, object] = {
         "base": run.base,
         "algorithm": run.algorithm,
-        "settings": {name: value for name, value in settings.items() if value != plain[name]},
-        "scores": {"held-out": evals[-1]["eval/reward"], **first, **more},
+        "settings": {name: value for name, value in settings.items() if value != defaults[name]},
+        "scores": {"held-out": evals[-1]["eval/reward"], **first, **other_sets},
         "command": "\n".join(starts),
     }
     model_card(facts, is_lora=bool(run.args.lora.rank))
@@ -117,11 +117,13 @@ def card_facts(run: AnyRun, evals: Sequence[Line]) -> dict[str, object]:
 def describe_changes(run: AnyRun, evals: Sequence[Line]) -> str:
     """Return the first and the last held-out score of each set as text."""
     changes = []
-    for held in run.held_out:
-        scores = [line[held.metric("reward")] for line in evals if held.metric("reward") in line]
+    for eval_set in run.held_out:
+        scores = [line[eval_set.metric("reward")] for line in evals if eval_set.metric("reward") in line]
         if scores:
-            ends = scores[:: max(1, len(scores) - 1)]
-            changes.append(f"{held.name or 'held-out score'} {' -> '.join(format_score(score, 3) for score in ends)}")
+            first_and_last = scores[:: max(1, len(scores) - 1)]
+            changes.append(
+                f"{eval_set.name or 'held-out score'} {' -> '.join(format_score(score, 3) for score in first_and_last)}"
+            )
     return ", ".join(changes) or "no held-out score"
 
 
@@ -132,14 +134,17 @@ def gold_lines(lines: Sequence[Line]) -> list[Line]:
 
 def best_step(lines: Sequence[Line]) -> int | None:
     """Return the step with the best gold score, the first of equal ones, or None without gold scores."""
-    golds = gold_lines(lines)
-    return int(max(golds, key=lambda line: line[GOLD_REWARD])["step"]) if golds else None
+    scored = gold_lines(lines)
+    return int(max(scored, key=lambda line: line[GOLD_REWARD])["step"]) if scored else None
 
 
 def has_fallen(lines: Sequence[Line], count: int) -> bool:
     """Return True if the gold score has fallen, by `is_below_best`, in the last `count` lines that have one."""
-    golds = gold_lines(lines)
-    scores, errors = [line[GOLD_REWARD] for line in golds], [line.get(stderr_name(GOLD_REWARD), 0.0) for line in golds]
+    scored = gold_lines(lines)
+    scores, errors = (
+        [line[GOLD_REWARD] for line in scored],
+        [line.get(stderr_name(GOLD_REWARD), 0.0) for line in scored],
+    )
     return is_below_best(scores, errors, count)
 
 

@@ -83,10 +83,10 @@ class BrokenRunError(RuntimeError):
         self.phase, self.cause = phase, cause
 
 
-def report_mistake(mistake: Exception) -> None:
+def report_mistake(error: Exception) -> None:
     """Print an error in the settings as one line."""
-    if _should_print(tell_failure(str(mistake))):
-        print_error(mistake)
+    if _should_print(tell_failure(str(error))):
+        print_error(error)
 
 
 def report_failure(failure: BrokenRunError, args: RunArgs) -> None:
@@ -101,10 +101,10 @@ def report_failure(failure: BrokenRunError, args: RunArgs) -> None:
     if not (is_scorer_error(failure.cause) or is_disk_error(failure.cause) or is_store_error(failure.cause, args)):
         print(printable("".join(traceback.format_exception(failure.cause))), end="", file=sys.stderr)
     message = describe(reports, int(os.environ.get("WORLD_SIZE", "1")))
-    where = f" in phase {failure.phase}" if is_echo else ""
-    text = f"{Path(sys.argv[0]).name}: {message}{where}\n{advise(failure.cause, args)}"
-    more = "\nCheckpoints that were complete stay; this continues from the newest:\n" + resume_command()
-    announce(text, args, sys.stderr, more="" if args.run.dry_run else more)
+    location = f" in phase {failure.phase}" if is_echo else ""
+    text = f"{Path(sys.argv[0]).name}: {message}{location}\n{advise(failure.cause, args)}"
+    hint = "\nCheckpoints that were complete stay; this continues from the newest:\n" + resume_command()
+    announce(text, args, sys.stderr, more="" if args.run.dry_run else hint)
 
 
 def describe(reports: Mapping[int, str], num_ranks: int) -> str:
@@ -115,8 +115,8 @@ def describe(reports: Mapping[int, str], num_ranks: int) -> str:
     if ranks_by_cause:
         return "\n".join(f"rank {', '.join(ranks)}, {cause}" for cause, ranks in ranks_by_cause.items())
     silent = [str(rank) for rank in range(num_ranks) if rank not in reports]
-    who = f"{'one of the ranks' if len(silent) > 1 else 'rank'} {', '.join(silent)} was killed or hangs"
-    return f"{who if silent else 'the ranks lost each other'}; rank {min(reports)} waited for it"
+    subject = f"{'one of the ranks' if len(silent) > 1 else 'rank'} {', '.join(silent)} was killed or hangs"
+    return f"{subject if silent else 'the ranks lost each other'}; rank {min(reports)} waited for it"
 
 
 def is_scorer_error(error: BaseException) -> bool:
@@ -126,8 +126,8 @@ def is_scorer_error(error: BaseException) -> bool:
 
 def is_disk_error(error: BaseException) -> bool:
     """Return True if the run could not write to disk, judged by the message."""
-    words = ("No space left on device", "Disk quota exceeded", "Read-only file system", "Permission denied")
-    return any(each in str(error) for each in words)
+    messages = ("No space left on device", "Disk quota exceeded", "Read-only file system", "Permission denied")
+    return any(message in str(error) for message in messages)
 
 
 def is_store_error(error: BaseException, args: RunArgs) -> bool:
@@ -138,15 +138,15 @@ def is_store_error(error: BaseException, args: RunArgs) -> bool:
 def advise(error: BaseException, args: RunArgs) -> str:
     """Return advice for the kind of error."""
     text = str(error)
-    is_out_of_memory = any(words in text.lower() for words in ("can't allocate memory", "out of memory"))
+    is_out_of_memory = any(phrase in text.lower() for phrase in ("can't allocate memory", "out of memory"))
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or is_out_of_memory:
         return (
             "Out of memory: turn on --memory.gradient-checkpointing, name parts in --memory.offload, or lower "
             "--batch-size. For images and videos --dry-run --memory.device-gb 80 plans what fits 80 GB."
         )
     if is_scorer_error(error):
-        if own := scorer_to_start(args.scorer)[0]:
-            return f"The run started this scorer: fix {own}, as the messages say. The same command starts it again."
+        if name := scorer_to_start(args.scorer)[0]:
+            return f"The run started this scorer: fix {name}, as the messages say. The same command starts it again."
         return "The scorer failed: check its log, and start it again."
     if is_lost_rank(error):
         return (
@@ -166,22 +166,22 @@ def advise(error: BaseException, args: RunArgs) -> str:
     if "ratio must be 1" in text:
         return advise_on_ratio(args)
     if isinstance(error, FloatingPointError) or "finite" in text:
-        ways = [f"lower --lr, now {args.lr:g}", *["try --dtype float32"] * (args.policy.dtype != "float32")]
-        return f"In a run of another --name {', or '.join(ways)}. The metrics of earlier steps show where it began."
+        remedies = [f"lower --lr, now {args.lr:g}", *["try --dtype float32"] * (args.policy.dtype != "float32")]
+        return f"In a run of another --name {', or '.join(remedies)}. The metrics of earlier steps show where it began."
     return "This is not an error in the settings: the traceback above shows where it happened."
 
 
 def advise_on_ratio(args: RunArgs) -> str:
     """Return advice on the flags, supported by trainer and device, that may make the ratio 1 or let a run continue."""
-    given, device = values_of(args), torch.accelerator.current_accelerator(check_available=True)
-    own = "--old-log-prob recompute with " if "old_log_prob" in given else ""
-    ways = {
+    values, device = values_of(args), torch.accelerator.current_accelerator(check_available=True)
+    prefix = "--old-log-prob recompute with " if "old_log_prob" in values else ""
+    remedies = {
         "--attention math": args.policy.attention != "math" and not has_own_attention(device or torch.device("cpu")),
-        "--no-compile": given.get("compile"),
-        f"{own}--ratio-tolerance, above the deviation, in a run of another --name": "ratio_tolerance" in given,
+        "--no-compile": values.get("compile"),
+        f"{prefix}--ratio-tolerance, above the deviation, in a run of another --name": "ratio_tolerance" in values,
     }
-    named = [f"try {way}" for way, is_open in ways.items() if is_open]
-    return f"{', or '.join(['Fix a cause that the message names', *named])}."
+    suggestions = [f"try {remedy}" for remedy, is_available in remedies.items() if is_available]
+    return f"{', or '.join(['Fix a cause that the message names', *suggestions])}."
 
 
 def _should_print(reports: Mapping[int, str]) -> bool:

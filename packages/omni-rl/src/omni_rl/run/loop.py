@@ -7,8 +7,8 @@
 Between steps it evaluates, logs, raises alarms, saves, and stops on request. If a step fails, it saves the finished
 steps and reports the error.
 
-`omni_rl.run.sources` yields the steps with their samples and may sample ahead. Once the run `is_stop_requested` to stop, nothing
-more is sampled ahead, and the run stops after the last step that has samples.
+`omni_rl.run.sources` yields the steps with their samples and may sample ahead. Once `is_stop_requested`, nothing more
+is sampled ahead, and the run stops after the last step that has samples.
 """
 
 import sys
@@ -68,8 +68,10 @@ class Loop:
     def __enter__(self) -> Self:
         return self._open.enter_context(self._opened())
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._open.__exit__(kind, error, at)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._open.__exit__(kind, error, traceback)
 
     @contextmanager
     def _opened(self) -> Iterator[Self]:
@@ -101,9 +103,9 @@ class Loop:
             self._pending_line = lines.pop()
         self._pending_line = gather_json(run.dist, self._pending_line)[0]
         dates = record_set_dates(run, max(0, done + (not self._pending_line)))
-        for line in (kept := drop_stale_evaluations(lines, dates)):
+        for line in (kept_lines := drop_stale_evaluations(lines, dates)):
             self._alarms(self._watch, line)
-        self._evals = gather_json(run.dist, [line for line in kept if has_evaluation(line)])[0]
+        self._evals = gather_json(run.dist, [line for line in kept_lines if has_evaluation(line)])[0]
 
     def __iter__(self) -> Iterator[Step]:
         return iter(self.run.world.steps(self.run, self._remaining_steps()))
@@ -167,14 +169,16 @@ class Loop:
             for alarm in self._alarms(self._watch, {"step": done} | step.metrics) or ():
                 announce(alarm.text, args, sys.stderr)
         count = args.eval.stop_after if GOLD_REWARD in step.metrics else 0
-        fell = count > 0 and has_fallen(self._evals, count)
-        self.is_stop_requested = self._stop.requested(run.dist) or fell
+        has_gold_fallen = count > 0 and has_fallen(self._evals, count)
+        self.is_stop_requested = self._stop.requested(run.dist) or has_gold_fallen
         stops = self.is_stop_requested and done >= self.next_to_sample
         best, is_last = best_step(self._evals), stops or done == args.run.train_steps
-        self._save_when_due(is_last=is_last, now=is_last or done % args.run.save_every == 0 or done == best)
-        if fell and is_main:
-            where = f", whose weights are in {run.session.folder / 'best'}" if best else ", the model as it was given"
-            announce(f"--eval.stop-on {args.eval.stop_on}: the gold score has fallen since step {best}{where}", args)
+        self._save_when_due(is_last=is_last, must_save=is_last or done % args.run.save_every == 0 or done == best)
+        if has_gold_fallen and is_main:
+            location = (
+                f", whose weights are in {run.session.folder / 'best'}" if best else ", the model as it was given"
+            )
+            announce(f"--eval.stop-on {args.eval.stop_on}: the gold score has fallen since step {best}{location}", args)
         if stops and done < args.run.train_steps and is_main:
             announce(f"stopped after step {done}", args, more=f"; this continues:\n{resume_command()}")
         return stops
@@ -183,9 +187,9 @@ class Loop:
         """Evaluate, and keep the weights that are the best so far."""
         run, done = self.run, step.number + 1
         with run.phase("eval"):
-            found = evaluate_held_out(run, done, self._evals, self.evaluate_set, self.export)
-            step.metrics |= found
-            self._evals.append({"step": done} | found)
+            metrics = evaluate_held_out(run, done, self._evals, self.evaluate_set, self.export)
+            step.metrics |= metrics
+            self._evals.append({"step": done} | metrics)
             if done and not run.args.eval.only and best_step(self._evals) == done:
                 keep_best(run)
 
@@ -194,17 +198,17 @@ class Loop:
         self.run.session.log.log(step.number + 1, step.metrics, **work)
         self._done = step.number + 1
 
-    def _save_when_due(self, *, is_last: bool, now: bool) -> None:
-        """Poll a save in progress, begin one if `now`, and wait for the last one.
+    def _save_when_due(self, *, is_last: bool, must_save: bool) -> None:
+        """Poll a save in progress, begin one if `must_save`, and wait for the last one.
 
         It is called after the line of its step is written, so that no line is lost.
         """
         checkpoints = self.run.session.checkpoints
-        if not (now or checkpoints.is_saving):
+        if not (must_save or checkpoints.is_saving):
             return
         with self.run.phase("save"):
             checkpoints.poll()
-            if now:
+            if must_save:
                 self._save()
             if is_last or not self._done:  # a run with logged steps but no checkpoint could not resume
                 checkpoints.wait()
@@ -219,6 +223,5 @@ class Loop:
         state = run.policy.net, run.policy.optimizer, run.policy.averages
         save(self._done, *state, config=run.session.config | scale)
         self._saved = self._done
-        checkpoints.pinned = best_step(
-            self._evals
-        )  # only once that save has begun, so that an older best stays complete
+        # only once that save has begun, so that an older best stays complete
+        checkpoints.pinned = best_step(self._evals)

@@ -224,7 +224,7 @@ EXTREMES: "dict[str, Merge]" = {  # metrics of an update, without the prefix pol
 def last_settings_since(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the step since which each set is evaluated as in the last line, by the prefix of its metrics."""
     last = next((line for line in reversed(lines) if any(map(SINCE.fullmatch, line))), {})
-    return {found[1]: value for name, value in last.items() if (found := SINCE.fullmatch(name))}
+    return {match[1]: value for name, value in last.items() if (match := SINCE.fullmatch(name))}
 
 
 def drop_stale_evaluations(
@@ -239,7 +239,7 @@ def drop_stale_evaluations(
         return lines
 
     def is_kept(name: str, step: float) -> bool:
-        own = max((start for start in since if name.startswith(start)), key=len, default="")
-        return not SINCE.fullmatch(name) and step >= since.get(own, 0)
+        prefix = max((prefix_of_set for prefix_of_set in since if name.startswith(prefix_of_set)), key=len, default="")
+        return not SINCE.fullmatch(name) and step >= since.get(prefix, 0)
 
     return [{name: value for name, value in line.items() if is_kept(name, line["step"])} for line in lines]

@@ -28,10 +28,10 @@ def announce(text: str, args: RunArgs, file: TextIO | None = None, *, more: str 
     print_line((text := printable(text)) + more, file)
     if not args.run.tracking.notify or args.run.dry_run:
         return
-    words = shlex.split(args.run.tracking.notify)
+    argv = shlex.split(args.run.tracking.notify)
     try:
         subprocess.run(
-            words,
+            argv,
             input=f"{args.run.name}: {text}\n".encode(errors="replace"),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -39,14 +39,14 @@ def announce(text: str, args: RunArgs, file: TextIO | None = None, *, more: str 
             check=True,
         )
     except subprocess.CalledProcessError as exc:
-        failed = f"exit code {exc.returncode}"
+        failure = f"exit code {exc.returncode}"
     except subprocess.TimeoutExpired:
-        failed = f"no end after {WAIT_S:g} s"
+        failure = f"no end after {WAIT_S:g} s"
     except Exception as exc:
-        failed = (isinstance(exc, OSError) and exc.strerror) or type(exc).__name__
+        failure = (isinstance(exc, OSError) and exc.strerror) or type(exc).__name__
     else:
         return
-    print_line(f"the command of --tracking.notify, which starts without a shell, failed: {failed}", sys.stderr)
+    print_line(f"the command of --tracking.notify, which starts without a shell, failed: {failure}", sys.stderr)
 
 
 def print_line(text: str, file: TextIO | None = None) -> None:

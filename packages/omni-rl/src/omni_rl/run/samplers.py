@@ -54,9 +54,9 @@ class Samplers:
         prompts: the prompts of each batch. in_a_row: number of consecutive samples per sampling rank. counts: updated
         with the counts of the sampling ranks when scores are read.
         """
-        sources = [own[0].index // in_a_row % self._roles.num_samplers for own in prompts]
+        sources = [batch_prompts[0].index // in_a_row % self._roles.num_samplers for batch_prompts in prompts]
         parts = zip(over(prompts, "samples"), sources, strict=True)
-        batches = [self._batch(own, params, source) for own, source in parts]
+        batches = [self._batch(batch_prompts, params, source) for batch_prompts, source in parts]
         return batches, [self._scores(source, counts) for source in sources]
 
     def close(self) -> None:
@@ -83,34 +83,34 @@ class Samplers:
 
     def _batch(self, prompts: Sequence[Prompt], params: Params, sampler: int) -> Trajectory:
         head, tensors = self._roles.receive(sampler)
-        found: dict[str, Any] = {"media": {}, "cond": {}, "rollout_mean": None}
+        fields: dict[str, Any] = {"media": {}, "cond": {}, "rollout_mean": None}
         for name, tensor in tensors.items():
-            place, _, own = name.partition("/")
-            moved = tensor.to(self._roles.dist.device) if name in head["on_device"] else tensor
-            if own:
-                found[place][own] = moved
+            field, _, key = name.partition("/")
+            on_device = tensor.to(self._roles.dist.device) if name in head["on_device"] else tensor
+            if key:
+                fields[field][key] = on_device
             else:
-                found[place] = moved
+                fields[field] = on_device
         shared = {"rates": head["rates"], "weight_version": head["version"], "params": params.of_size(prompts[0].size)}
-        return Trajectory(tuple(prompts), **shared, **found)
+        return Trajectory(tuple(prompts), **shared, **fields)
 
     def _scores(self, sampler: int, counts: Counter[str]) -> Pending:
         def receive() -> None:
             head, _ = self._roles.receive(sampler)
             counts.update(head["counts"])
             if head["error"] is None:
-                later.set_result([Score(**score) for score in head["scores"]])
+                scores.set_result([Score(**score) for score in head["scores"]])
             else:
-                later.set_exception(RewardError(head["error"]))
+                scores.set_exception(RewardError(head["error"]))
 
-        later = DeferredScores(receive)
-        return later
+        scores = DeferredScores(receive)
+        return scores
 
 
 def samples_message(batch: Trajectory, *, with_media: bool) -> Tensor:
     """Return the message that contains a batch."""
     nested = {"cond": batch.cond, "media": batch.media if with_media else {}}
-    tensors = {f"{place}/{name}": tensor for place, own in nested.items() for name, tensor in own.items()}
+    tensors = {f"{field_name}/{name}": tensor for field_name, group in nested.items() for name, tensor in group.items()}
     for field in fields(batch):
         if isinstance(value := getattr(batch, field.name), Tensor):
             tensors[field.name] = value

@@ -56,9 +56,9 @@ def wait_for_order(order: Future[Order], sent: set[Future[None]]) -> Order:
     """Return the next request, or raise an error of the sends in progress."""
     while not order.done():
         wait(list[Future[Any]]([order, *sent]), return_when=FIRST_COMPLETED)
-        for done in [each for each in sent if each.done()]:
-            sent.remove(done)
-            done.result()
+        for send in [future for future in sent if future.done()]:
+            sent.remove(send)
+            send.result()
     return order.result()
 
 

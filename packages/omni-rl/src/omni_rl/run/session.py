@@ -31,12 +31,8 @@ from omni_rl.settings.early import WRITTEN, check_same
 from omni_rl.settings.fields import build, flatten
 from omni_rl.settings.toml import to_toml
 
-CHECKPOINT_FILES = (
-    "config.toml",
-    "metrics.jsonl",
-    "versions.jsonl",
-    "weights",
-)  # also stored with a checkpoint at a URL
+# also stored with a checkpoint at a URL
+CHECKPOINT_FILES = ("config.toml", "metrics.jsonl", "versions.jsonl", "weights")
 ATOMIC_FOLDERS = ("weights", "best")  # folders that a run replaces atomically
 
 
@@ -95,9 +91,11 @@ class Session:
             ValueError: the run began with another scorer.
         """
         self.config["scorer"] = version
-        was = self.saved.config.get("scorer", "") if self.saved else version
-        if was != version and not (args.eval.only or args.run.dry_run):
-            raise ValueError(f"{args.scorer.flag} must be the scorer that the run began with, {was}, got {version}")
+        saved_version = self.saved.config.get("scorer", "") if self.saved else version
+        if saved_version != version and not (args.eval.only or args.run.dry_run):
+            raise ValueError(
+                f"{args.scorer.flag} must be the scorer that the run began with, {saved_version}, got {version}"
+            )
 
     def claim(self, args: RunArgs, world: World, mode: str) -> None:
         """Lock the folder for this run, open the report, and print the first line."""
@@ -127,11 +125,11 @@ class Session:
 
     def resume_hint(self, url: str) -> str:
         """Return how to resume the folder's run if its checkpoints are not at --checkpoint-url; else ""."""
-        path, before = self.folder / "config.toml", ""
+        path, saved_url = self.folder / "config.toml", ""
         with suppress(OSError, ValueError):  # no settings in the folder
-            before = tomllib.loads(read_regular(path).decode()).get("checkpoint_url", "")
-        if before != url and before:
-            return f"it goes on with --checkpoint-url {before}, where its checkpoints are, or give another --name"
+            saved_url = tomllib.loads(read_regular(path).decode()).get("checkpoint_url", "")
+        if saved_url != url and saved_url:
+            return f"it goes on with --checkpoint-url {saved_url}, where its checkpoints are, or give another --name"
         if url and (steps := saved_steps(self.folder / "checkpoints")):
             place = step_folder(self.folder / "checkpoints", steps[-1])
             return f"it goes on from {place} without --checkpoint-url, or give another --name"
@@ -148,18 +146,20 @@ class Session:
         if not (remote and self.saved and dist.is_main):
             return
         name, step = "metrics.jsonl", self.saved.step
-        theirs, path = remote.read_beside(step, name), self.folder / name
-        ours = read_regular(path) if path.exists() else b""
-        if theirs is None:  # the checkpoint was copied from a folder
+        remote_log, path = remote.read_beside(step, name), self.folder / name
+        local_log = read_regular(path) if path.exists() else b""
+        if remote_log is None:  # the checkpoint was copied from a folder
             return
-        if ours and ours.splitlines()[:1] != theirs.splitlines()[:1]:  # the times of step 0 differ between any two runs
+        if (
+            local_log and local_log.splitlines()[:1] != remote_log.splitlines()[:1]
+        ):  # the times of step 0 differ between any two runs
             raise ValueError(f"{self.folder} holds another run than {remote.remote.url}: give another --name")
-        if ours.splitlines()[: step + 1] == theirs.splitlines()[: step + 1]:
+        if local_log.splitlines()[: step + 1] == remote_log.splitlines()[: step + 1]:
             return
         remote.fetch_beside(step, "weights", self.folder / "weights")
         if starts := remote.read_beside(step, "versions.jsonl"):
             write_atomically(self.folder / "versions.jsonl", starts)
-        write_atomically(path, theirs)
+        write_atomically(path, remote_log)
         self._is_fetched = True
 
     def fetch_best(self, step: int) -> None:
@@ -219,8 +219,8 @@ class Session:
         facts |= {"device_name": name} if (name := device_name(world.dist.device)) else {}
         facts |= {"gathered": "once in " + " and ".join(unshard)} if unshard else {}
         facts |= {"hub": ", ".join(pinned(place, files[0]) for place, files in FETCHED.items())} if FETCHED else {}
-        plain = flatten(build(type(args), {}))
-        changed = [name for name, value in flatten(args).items() if value != plain[name]]
+        defaults = flatten(build(type(args), {}))
+        changed = [name for name, value in flatten(args).items() if value != defaults[name]]
         write_versions(self.folder, hide=secret_flags(type(args)), changed=changed, facts=facts)
 
     def _await_samples(self) -> None:

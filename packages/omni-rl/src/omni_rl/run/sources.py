@@ -51,15 +51,15 @@ def prefetch_steps(run: AnyRun, steps: Loop, fetch: Callable[[Step], T]) -> Iter
     """
     queue = deque[tuple[Step, T]]()
     for step in steps:
-        ahead, end = run.args.sampling.draw_ahead, next_milestone(run.args, step.number)
-        while not queue or (len(queue) <= ahead and steps.next_to_sample < end and not steps.is_stop_requested):
-            new = Step(steps.next_to_sample, version=step.number) if queue else step
-            queue.append((new, fetch(new)))
-            steps.next_to_sample = new.number + 1
-        sampled_as, found = queue.popleft()
+        max_ahead, end = run.args.sampling.draw_ahead, next_milestone(run.args, step.number)
+        while not queue or (len(queue) <= max_ahead and steps.next_to_sample < end and not steps.is_stop_requested):
+            next_step = Step(steps.next_to_sample, version=step.number) if queue else step
+            queue.append((next_step, fetch(next_step)))
+            steps.next_to_sample = next_step.number + 1
+        sampled_as, samples = queue.popleft()
         step.version, step.metrics = sampled_as.version, sampled_as.metrics
-        if step.staleness > ahead:
-            rule = f"samples must be at most {ahead} updates old, as --draw-ahead says"
+        if step.staleness > max_ahead:
+            rule = f"samples must be at most {max_ahead} updates old, as --draw-ahead says"
             raise RuntimeError(f"step {step.number + 1}: {rule}, got {step.staleness}: a sync is missing")
-        step.metrics |= {"policy/staleness": float(step.staleness)} if ahead else {}
-        yield step, found
+        step.metrics |= {"policy/staleness": float(step.staleness)} if max_ahead else {}
+        yield step, samples

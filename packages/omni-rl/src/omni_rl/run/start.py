@@ -78,8 +78,8 @@ def open_session(args: RunArgs, world: World, inputs: Inputs[Any, Any]) -> Sessi
     Raises:
         ValueError: ranks have different files, or the checkpoint is damaged or has other settings.
     """
-    dist, whole, model = world.dist, world.all_ranks, inputs.model
-    with same_error(whole):
+    dist, all_ranks, model = world.dist, world.all_ranks, inputs.model
+    with same_error(all_ranks):
         if (
             sharding_mode(args, dist.world_size) == "fsdp2"
             and args.sharding.unshard == "none"
@@ -88,7 +88,9 @@ def open_session(args: RunArgs, world: World, inputs: Inputs[Any, Any]) -> Sessi
             check_gathered(args, model.empty_net())
         config = flatten(without_secrets(args)) | file_digests(args, model.folder) | dict(inputs.digests)
     world.check_same_settings(config)
-    for line in excess_limits(args.eval, [len(held.records) for held in inputs.held_out]) if whole.is_main else ():
+    for line in (
+        excess_limits(args.eval, [len(eval_set.records) for eval_set in inputs.held_out]) if all_ranks.is_main else ()
+    ):
         print(line, flush=True)
     session = Session(args, dist)
     session.config = config
@@ -154,25 +156,25 @@ def load_net(args: RunArgs, world: World, inputs: Inputs[Any, Any]) -> nn.Module
     preparation, model, host = inputs.preparation, inputs.model, torch.device("cpu")
     streams = "blocks" in parse_offload(args.memory)
 
-    def begin(net: nn.Module) -> None:
+    def load_adapters(net: nn.Module) -> None:
         with prefix_errors("--init-weights: "):
-            for expert, home in inputs.adapters.items():
+            for expert, folder in inputs.adapters.items():
                 for adapter in preparation.lora.names if preparation.lora else ():
-                    load_adapter(net.get_submodule(expert), home, adapter=adapter, part=inputs.adapter_prefix)
-        for teacher, found in inputs.teachers.items() if preparation.lora else ():
-            for expert, home in found.items():
-                load_adapter(net.get_submodule(expert), home, adapter=f"teacher_{teacher}")
+                    load_adapter(net.get_submodule(expert), folder, adapter=adapter, part=inputs.adapter_prefix)
+        for teacher, folders in inputs.teachers.items() if preparation.lora else ():
+            for expert, folder in folders.items():
+                load_adapter(net.get_submodule(expert), folder, adapter=f"teacher_{teacher}")
 
     if inputs.files or not args.lora.rank or preparation.mesh or args.memory.base_dtype != "auto":
         net, files = open_empty_net(inputs, preparation, inputs.files)
         if streams:
             preparation = replace(preparation, device=host, run_on=preparation.device)
-        net = prepare(net, preparation, files, begin=begin)
+        net = prepare(net, preparation, files, begin=load_adapters)
     else:
-        waits = world.has_values and not args.sampling.has_trained_engine  # until the engine shares its weights
-        device = host if streams or waits else preparation.device
+        stays_on_host = world.has_values and not args.sampling.has_trained_engine  # until the engine shares its weights
+        device = host if streams or stays_on_host else preparation.device
         net = model.load_net(device=device, dtype=preparation.dtype)
-        net = prepare(net, replace(preparation, device=device), begin=begin)
+        net = prepare(net, replace(preparation, device=device), begin=load_adapters)
     if streams:
         bring_blocks(net, preparation.block_names, inputs.preparation.device)
     return net
@@ -190,8 +192,8 @@ def open_empty_net(
         return model.empty_net(buffers=True), None
     if not hasattr(model, "weight_files"):
         return model.load_net(device="cpu", dtype=preparation.weight_dtype), None
-    own = {name: files.get(name) or model.weight_files(part) for name, part in model.nets.items()}
-    return model.empty_net(buffers=True), own
+    files_by_net = {name: files.get(name) or model.weight_files(part) for name, part in model.nets.items()}
+    return model.empty_net(buffers=True), files_by_net
 
 
 def share_weights(engine: WeightedEngine, net: nn.Module, device: torch.device, *, is_started: bool) -> None:
@@ -218,7 +220,7 @@ def gathered_phases(args: RunArgs, world: World, net: nn.Module, engine: Weighte
         share = max(gather_json(world.dist, share))  # the same on every rank
         choice = "all" if share <= 1 / 4 else "rollout" if share <= 1 / 2 else "none"
     phases = {"rollout": choice != "none" and engine.shares_weights, "update": choice == "all"}
-    return tuple(phase for phase, is_kept in phases.items() if is_kept)
+    return tuple(phase for phase, is_gathered in phases.items() if is_gathered)
 
 
 def open_policy(
@@ -271,10 +273,10 @@ def load_policy(args: RunArgs, inputs: Inputs[Any, Any], net: nn.Module, session
         foreach=True if preparation.lora and preparation.mesh else None,  # sharded adapters are many small tensors
     )
     if isinstance(args, MediaArgs) and args.optim.low_expert_lr is not None:
-        own, group = set(net.get_submodule("low").parameters()), optimizer.param_groups[0]
-        group["params"] = [p for p in trained if p not in own]
+        low_params, group = set(net.get_submodule("low").parameters()), optimizer.param_groups[0]
+        group["params"] = [p for p in trained if p not in low_params]
         scale = args.optim.low_expert_lr / (args.lr or 1.0)
-        optimizer.add_param_group({"params": [p for p in trained if p in own], "lr_scale": scale})
+        optimizer.add_param_group({"params": [p for p in trained if p in low_params], "lr_scale": scale})
     policy = Policy(net, optimizer, Ema(trained, decay=args.policy.ema_decay))
     policy.adapters = preparation.lora.others if preparation.lora else ()
     if args.policy.dtype == "float16":
@@ -297,14 +299,14 @@ def open_frozen(inputs: Inputs[Any, Any], policy: Policy) -> None:
         return
     preparation = inputs.preparation.frozen()
 
-    def filled(files: Mapping[str, Sequence[Path]]) -> nn.Module:
-        net, found = open_empty_net(inputs, preparation, files)
-        return prepare(net, preparation, found)
+    def load_frozen(files: Mapping[str, Sequence[Path]]) -> nn.Module:
+        net, found_files = open_empty_net(inputs, preparation, files)
+        return prepare(net, preparation, found_files)
 
-    policy.reference_net = filled(inputs.files) if "reference" in inputs.policies else None
+    policy.reference_net = load_frozen(inputs.files) if "reference" in inputs.policies else None
     policy.teachers = {
-        name: filled({expert: saved_files(home) for expert, home in found.items()})
-        for name, found in inputs.teachers.items()
+        name: load_frozen({expert: saved_files(folder) for expert, folder in found_files.items()})
+        for name, found_files in inputs.teachers.items()
     }
 
 
@@ -344,8 +346,8 @@ def open_run(  # noqa: PLR0913 - a run has many parts
     )
     run.count_calls(inputs.count_samples)
     run.count_backwards()
-    nets = [each for each in {engine.net, net} if each is not None]
-    session.open_log(args, world, nets, [held.metric("reward") for held in held_out[1:]], policy.unshard)
+    nets = [any_net for any_net in {engine.net, net} if any_net is not None]
+    session.open_log(args, world, nets, [eval_set.metric("reward") for eval_set in held_out[1:]], policy.unshard)
     if dist.is_main:
         run.peak_tflops = run.breakers.peak(peak_tflops, dist.device)
         run.flops = FlopTable(lambda: adapt_like(inputs.model.empty_net(), inputs.preparation, net), net)

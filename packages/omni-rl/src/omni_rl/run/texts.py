@@ -85,16 +85,19 @@ def read_all(
             check_meta(args.rules, record.meta)
         check(record)
 
-    def check_given(record: PromptRecord) -> None:
+    def check_answered(record: PromptRecord) -> None:
         if record.index % dist.world_size == dist.rank:
             check_lengths(args, model, record, answers)
         check(record)
 
-    still = () if args.lora.rank else model.FROZEN
-    how = build_preparation(
-        args, dist.device, model, lambda name: f"{name}.".startswith(tuple(f"{each}." for each in still))
+    frozen = () if args.lora.rank else model.FROZEN
+    preparation = build_preparation(
+        args,
+        dist.device,
+        model,
+        lambda name: f"{name}.".startswith(tuple(f"{prefix_of_layer}." for prefix_of_layer in frozen)),
     )
-    prompts, records = read_prompts(args, check_graded if scored else check_given, check_graded)
+    prompts, records = read_prompts(args, check_graded if scored else check_answered, check_graded)
     params = TokenParams(args.sampling.max_new_tokens, args.sampling.temperature)
     eval_params = TokenParams(args.sampling.max_new_tokens, args.eval.temperature, args.eval.top_p)
     prefix = model.prefix.rstrip(".")
@@ -103,7 +106,7 @@ def read_all(
         for folder in adapters.values():
             rule = "must be the folder of an adapter, with --lora.rank > 0; full weights are a --model"
             require((args.lora.rank and find_adapter(folder), f"{rule}, got {folder}"))
-            check_adapter(adapt(model.empty_net(), how), folder, part=prefix)
+            check_adapter(adapt(model.empty_net(), preparation), folder, part=prefix)
     training = load_records(args.data, args.data.prompts)
     sets = read_sets(args, records, eval_params, check, check_graded)
     check_gradable(args.scorer, graded_by_run(args, training if scored else [], sets), prints=dist.is_main)
@@ -116,7 +119,7 @@ def read_all(
         prompts,
         sets,
         choose_canary([*records, *training]),
-        how,
+        preparation,
         model.nets,
         digests | {"rules": version_of(args.rules)},
         adapters=adapters,
@@ -127,8 +130,8 @@ def read_all(
 
 def check_record(args: TokenArgs, model: TokenModel, record: PromptRecord) -> None:
     """Raise ValueError for a prompt with media that are missing, or too long."""
-    most = args.sampling.max_prompt_tokens
-    if most or model.MEDIA or media_files(record) or "messages" in record.meta:
+    max_tokens = args.sampling.max_prompt_tokens
+    if max_tokens or model.MEDIA or media_files(record) or "messages" in record.meta:
         (prompt,) = expand_prompts([record], 1, seed=0, step=0)
         encoded = model.encode(prompt)
         if args.sampling.engine == "vllm":
@@ -136,16 +139,21 @@ def check_record(args: TokenArgs, model: TokenModel, record: PromptRecord) -> No
 
             media_of(encoded, model.config)  # raises if vLLM would not answer
         length = len(encoded["input_ids"])
-        require((not most or length <= most, f"must have at most --max-prompt-tokens {most} tokens, got {length}"))
+        require(
+            (
+                not max_tokens or length <= max_tokens,
+                f"must have at most --max-prompt-tokens {max_tokens} tokens, got {length}",
+            )
+        )
 
 
 def check_lengths(args: TokenArgs, model: TokenModel, record: PromptRecord, answers: Collection[str]) -> None:
     """Raise ValueError if an answer under one of these keys is too long."""
-    most = args.sampling.max_new_tokens
+    max_tokens = args.sampling.max_new_tokens
     for key in answers:
         length = len(model.tokenize(answer_text(record.meta[key], key, record.text))) + 1
-        rule = f'"{key}" must have at most --max-new-tokens {most} tokens with its end'
-        require((length <= most, f"{rule}, got {length}"))
+        rule = f'"{key}" must have at most --max-new-tokens {max_tokens} tokens with its end'
+        require((length <= max_tokens, f"{rule}, got {length}"))
 
 
 def choose_canary(records: Sequence[PromptRecord]) -> PromptRecord:
@@ -162,14 +170,14 @@ def open_scorers(
         ValueError: a scorer does not answer, does not fit, or differs from the one that the run began with.
     """
     with same_error(world.all_ranks):
-        ask, version, client = partial(world.connect, scorer_args=args.scorer, kinds=(TEXT_KIND,)), "", None
+        connect_to, version, client = partial(world.connect, scorer_args=args.scorer, kinds=(TEXT_KIND,)), "", None
         if args.scorer.url:
-            client, version = ask(args.scorer.url, canary=inputs.canary)
-        plain = open_rules(SCORER, remote=True)
+            client, version = connect_to(args.scorer.url, canary=inputs.canary)
+        scorer_only = open_rules(SCORER, remote=True)
 
         def connect(url: str, name: str, records: Sequence[PromptRecord]) -> tuple[TextScorer, str]:
-            own, version = ask(url, canary=choose_canary(records), name=name)
-            return RuleScorer(plain, own, args.scorer.batch_size), version
+            set_client, version = connect_to(url, canary=choose_canary(records), name=name)
+            return RuleScorer(scorer_only, set_client, args.scorer.batch_size), version
 
         held_out = open_set_scorers(args, inputs.held_out, connect)
         session.record_scorer(args, version)
@@ -185,10 +193,10 @@ def open_engine(
     if args.sampling.engine == "vllm":
         from omni_rollout.engines.vllm import VllmEngine
 
-        answer = max([args.sampling.max_new_tokens, *(held.max_new_tokens or 0 for held in args.eval.sets)])
-        most = args.sampling.max_prompt_tokens and args.sampling.max_prompt_tokens + answer
+        max_answer = max([args.sampling.max_new_tokens, *(eval_set.max_new_tokens or 0 for eval_set in args.eval.sets)])
+        max_tokens = args.sampling.max_prompt_tokens and args.sampling.max_prompt_tokens + max_answer
         dtype, share = getattr(torch, args.policy.dtype), args.sampling.gpu_memory_utilization
-        return model, VllmEngine(model, device=dist.device, dtype=dtype, memory_share=share, max_tokens=most)
+        return model, VllmEngine(model, device=dist.device, dtype=dtype, memory_share=share, max_tokens=max_tokens)
     tool = None
     if args.tool.function and not args.run.dry_run:
         tool = Tool(load_user(args.tool.function, "text"), args.tool.texts)
@@ -216,11 +224,11 @@ def read_teacher(
         teacher = open_token_model(place)
         teacher.dtype, teacher.reading = inputs.model.dtype, report_reading
         world.check_files(teacher)
-        lacks = [kind for kind in inputs.model.MEDIA if kind not in teacher.MEDIA]
-        words = "must have the vocabulary of --model"
+        missing = [kind for kind in inputs.model.MEDIA if kind not in teacher.MEDIA]
+        rule = "must have the vocabulary of --model"
         require(
-            (teacher.vocabulary == inputs.model.vocabulary, f"{words}, got another one in {place}"),
-            (not lacks, f"must support the media of --model, got {place} without {', '.join(lacks)}"),
+            (teacher.vocabulary == inputs.model.vocabulary, f"{rule}, got another one in {place}"),
+            (not missing, f"must support the media of --model, got {place} without {', '.join(missing)}"),
         )
         digests = {**inputs.digests, "teacher_digest": weights_digest(place, teacher.folder)}
         count = sum(p.numel() for p in teacher.empty_net().parameters())
@@ -233,11 +241,11 @@ def open_teacher(world: World, inputs: Inputs[TokenModel, TokenParams], teacher:
     Raises:
         ValueError, OSError: the weights could not be read.
     """
-    how = replace(inputs.preparation.frozen(), block_names=teacher.BLOCK_NAMES)
+    preparation = replace(inputs.preparation.frozen(), block_names=teacher.BLOCK_NAMES)
     with same_error(world.all_ranks):
-        net, files = open_empty_net(replace(inputs, model=teacher), how, {})
+        net, files = open_empty_net(replace(inputs, model=teacher), preparation, {})
         sizes = [num_logits(model.empty_net()) for model in (inputs.model, teacher)]
-        return Teacher(world.instrument(teacher), prepare(net, how, files), min(sizes))
+        return Teacher(world.instrument(teacher), prepare(net, preparation, files), min(sizes))
 
 
 def num_logits(net: nn.Module) -> int:

@@ -87,9 +87,9 @@ def open_engine(
     dist, model = world.dist, with_sliced_decoding(args, inputs, inputs.model)
     parts = model.load(device=dist.device, dtype=inputs.preparation.dtype, net=net)
     is_sharded = sharding_mode(args, dist.world_size) == "fsdp2"
-    together = (lambda ended: all(gather_json(dist, ended))) if is_sharded else bool
+    all_ended = (lambda ended: all(gather_json(dist, ended))) if is_sharded else bool
     texts = TextCache(args.memory.text_cache_mb, args.memory.text_cache)
-    return model, ThinkingEngine(model, parts, texts=texts, together=together)
+    return model, ThinkingEngine(model, parts, texts=texts, together=all_ended)
 
 
 def count_samples(kwargs: Mapping[str, Tensor], args: tuple[Tensor, ...]) -> tuple[int, torch.Size] | None:

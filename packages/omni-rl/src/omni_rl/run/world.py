@@ -55,17 +55,19 @@ class World:
         end_imports()
         if args.run.dry_run:
             size = num_trainers(args)
-            one = Dist(rank=0, world_size=size, local_rank=0, device=local_device(), mesh=None)
-            return cls(replace(one, context=size // dp_size(args, size)))
+            first_rank = Dist(rank=0, world_size=size, local_rank=0, device=local_device(), mesh=None)
+            return cls(replace(first_rank, context=size // dp_size(args, size)))
         dist = init_distributed(timeout_s=args.run.hang_timeout_s, expandable_segments=args.sampling.has_trained_engine)
         if dist.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)  # fast with a scorer on the same CPU, and reproducible on any number of cores
         count, limit = args.sharding.rollout_ranks, args.run.hang_timeout_s
         roles = split(dist, count, timeout_s=limit) if count and dist.mesh else None
-        own = roles.dist if roles else dist
-        world = cls(replace(own, context=own.world_size // dp_size(args, own.world_size)), roles=roles)
+        role_dist = roles.dist if roles else dist
+        world = cls(
+            replace(role_dist, context=role_dist.world_size // dp_size(args, role_dist.world_size)), roles=roles
+        )
         world.check_same_settings(flatten(args))
-        return replace(world, display=Display()) if own.is_main else world
+        return replace(world, display=Display()) if role_dist.is_main else world
 
     @property
     def all_ranks(self) -> Dist:
@@ -96,27 +98,27 @@ class World:
         return True
 
     def connect(
-        self, urls: str, scorer_args: Scorer, canary: PromptRecord, kinds: Sequence[str], **how: Any
+        self, urls: str, scorer_args: Scorer, canary: PromptRecord, kinds: Sequence[str], **options: Any
     ) -> tuple[Any, str]:
         """Return the scorer at a URL, and its name and version, as `omni_rl.flow.scorers.connect` does."""
-        return connect(urls, scorer_args, self.dist, canary, kinds, **how)
+        return connect(urls, scorer_args, self.dist, canary, kinds, **options)
 
     def instrument(self, model: ModelT) -> ModelT:
         """Return the model. A planned world returns one with counted forwards."""
         return model
 
-    def open_engine(self, name: str, *how: Any) -> Any:
+    def open_engine(self, name: str, *options: Any) -> Any:
         """Open the engine `name` of `ENGINES`."""
-        return ENGINES[name].open(*how)
+        return ENGINES[name].open(*options)
 
     def free_memory(self) -> float:
         """Return the number of free bytes on the device."""
         return free_memory(self.dist.device)
 
-    def open_log(self, make: Callable[..., RunLog], **how: Any) -> RunLog:
+    def open_log(self, log_class: Callable[..., RunLog], **options: Any) -> RunLog:
         """Return the log of the run."""
-        return make(**how, display=self.display)
+        return log_class(**options, display=self.display)
 
-    def steps(self, run: Any, left: Iterable[Any]) -> Iterable[Any]:
+    def steps(self, run: Any, remaining: Iterable[Any]) -> Iterable[Any]:
         """Return the steps to run out of the remaining training steps."""
-        return left
+        return remaining

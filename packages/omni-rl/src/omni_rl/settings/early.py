@@ -35,17 +35,17 @@ def check_model(place: str, *, reads_texts: bool = True) -> None:
     """
     folder = Path(place)
     if not folder.is_dir():
-        how = "diffusers' from_single_file and save_pretrained write the folder"
-        rule = f"--model must be a folder in diffusers' layout or a hub id, got the file {place}: {how}"
+        hint = "diffusers' from_single_file and save_pretrained write the folder"
+        rule = f"--model must be a folder in diffusers' layout or a hub id, got the file {place}: {hint}"
         require((not folder.is_file(), rule))
         is_id = place.count("/") == 1 and not folder.is_absolute() and not place.startswith(".")
         require((is_id, f"--model must be a folder or a hub id such as Qwen/Qwen-Image, found nothing at {place}"))
         return
     index = next((folder / name for name in INDEXES if (folder / name).is_file()), folder / INDEXES[0])
     if not index.is_file():
-        above = Path(os.path.normpath(folder / ".."))
-        rule = f"--model must be a whole pipeline, got {place}, a part of one: give {above}"
-        require((not any((above / name).is_file() for name in INDEXES), rule))
+        parent = Path(os.path.normpath(folder / ".."))
+        rule = f"--model must be a whole pipeline, got {place}, a part of one: give {parent}"
+        require((not any((parent / name).is_file() for name in INDEXES), rule))
     require((index.is_file() or (folder / "config.json").is_file(), f"--model is incomplete: {index} is missing"))
     for tokenizer in tokenizer_folders(index) if reads_texts and index.is_file() else ():
         files = sorted({path.name for path in tokenizer.glob("*")} - NO_VOCABULARY)
@@ -80,8 +80,8 @@ def read_model_class(folder: Path) -> str:
     """Return the pipeline class or architecture of a checkpoint, or "" if its index is missing or damaged."""
     for name, key in (*((index, "_class_name") for index in INDEXES), ("config.json", "architectures")):
         with suppress(OSError, ValueError, TypeError, LookupError):  # reported when the model is opened
-            found = parse_json(read_linked(folder / name, MAX_CONFIG_BYTES))[key]
-            return str(found[0] if isinstance(found, list) else found)
+            value = parse_json(read_linked(folder / name, MAX_CONFIG_BYTES))[key]
+            return str(value[0] if isinstance(value, list) else value)
     return ""
 
 
@@ -108,21 +108,24 @@ def check_unchanged(args: RunArgs) -> None:
             saved = read_index(step_folder(folder, step))
         except (OSError, ValueError):  # a damaged checkpoint: reported when it is opened
             return
-        now = flatten(without_secrets(args)) | file_digests(args, model if model.is_dir() else None)
-        check_same(args, saved, now, ignore=saved.config.keys() - now.keys())
+        current = flatten(without_secrets(args)) | file_digests(args, model if model.is_dir() else None)
+        check_same(args, saved, current, ignore=saved.config.keys() - current.keys())
 
 
-def check_same(args: RunArgs, saved: Saved, now: Config, *, ignore: Collection[str] = ()) -> None:
+def check_same(args: RunArgs, saved: Saved, current: Config, *, ignore: Collection[str] = ()) -> None:
     """Raise ValueError if a run resumes with different settings or files, except those that may change."""
-    then, falls = saved.config.get("train_steps", args.run.train_steps), args.optim.lr_scheduler_type != "constant"
+    planned_steps, has_schedule = (
+        saved.config.get("train_steps", args.run.train_steps),
+        args.optim.lr_scheduler_type != "constant",
+    )
     kind = f"--optim.lr-scheduler-type {args.optim.lr_scheduler_type}"
-    rule = f"--train-steps must be {then}, as {kind} ends with the last step: to train longer, give the run another "
-    rule += f"--name and its weights as --init-weights runs/{args.run.name}/weights, got {args.run.train_steps}"
-    require((not falls or then == args.run.train_steps, rule))
-    may = {*marked_settings(type(args), MAY_CHANGE, SECRET)}
+    rule = f"--train-steps must be {planned_steps}, as {kind} ends with the last step: to train longer, give the run "
+    rule += f"another --name and its weights as --init-weights runs/{args.run.name}/weights, got {args.run.train_steps}"
+    require((not has_schedule or planned_steps == args.run.train_steps, rule))
+    changeable = {*marked_settings(type(args), MAY_CHANGE, SECRET)}
     if args.sampling.draw_ahead:  # no samples are pending at a save or an evaluation
-        may -= {"save_every", "eval.every"}
-    check_config(saved, now, ignore=(*may, *ignore, "train_steps", "scorer", *WRITTEN))
+        changeable -= {"save_every", "eval.every"}
+    check_config(saved, current, ignore=(*changeable, *ignore, "train_steps", "scorer", *WRITTEN))
 
 
 def file_digests(args: RunArgs, model: Path | None) -> dict[str, str]:
@@ -196,9 +199,9 @@ def check_hub_model(model: str) -> None:
         if HfApi().model_info(model, timeout=3.0).gated:
             HfApi().auth_check(model)
     except (HTTPError, OSError, ValueError) as exc:
-        fault = " ".join(str(exc).split()).rstrip(".")
-        how = f"Fetch it where there is a network, with `hf download {model}`, or give a folder"
+        reason = " ".join(str(exc).split()).rstrip(".")
+        hint = f"Fetch it where there is a network, with `hf download {model}`, or give a folder"
         if isinstance(exc, GatedRepoError):
-            how = f"Accept its license at https://huggingface.co/{model}, then `hf auth login`, or set HF_TOKEN"
+            hint = f"Accept its license at https://huggingface.co/{model}, then `hf auth login`, or set HF_TOKEN"
         rule = "--model must be a folder or a hub id that can be fetched"
-        raise ValueError(f"{rule}, got {model}: {fault}. {how}") from exc
+        raise ValueError(f"{rule}, got {model}: {reason}. {hint}") from exc

@@ -372,11 +372,11 @@ class ToolCalls:
         Raises:
             ValueError: there are not four, or the last ends with the second.
         """
-        found = self.marks.split()
-        if len(found) != 4 or found[3].endswith(found[1]):
+        marks = self.marks.split()
+        if len(marks) != 4 or marks[3].endswith(marks[1]):
             rule = "--tool.marks must be four texts, of which the last does not end as the second"
             raise ValueError(f"{rule}, got {self.marks!r}")
-        return found[0], found[1], found[2], found[3]
+        return marks[0], marks[1], marks[2], marks[3]
 
     @property
     def file(self) -> Path:

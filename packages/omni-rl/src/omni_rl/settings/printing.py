@@ -21,9 +21,9 @@ def ignore_closed_pipe() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def print_error(mistake: object, program: str = "") -> None:
+def print_error(error: object, program: str = "") -> None:
     """Print an error as one line on stderr. program: its name; "" for this program."""
-    print(f"{program or Path(sys.argv[0]).name}: error: {one_line(mistake)}", file=sys.stderr, flush=True)
+    print(f"{program or Path(sys.argv[0]).name}: error: {one_line(error)}", file=sys.stderr, flush=True)
 
 
 class Parser(argparse.ArgumentParser):

@@ -51,8 +51,9 @@ def check_tokens(args: TokenArgs) -> None:
     samples, unit = args.data.prompts_per_step * args.data.group_size, args.data.batch_size * num_ranks()
     rule = f"--batch-size times ranks ({unit}) must divide a step's samples ({samples}), prompts times --group-size"
     require((samples % unit == 0, f"{rule}, got {args.data.batch_size}"))
-    own = [held.temperature for held in args.eval.sets if held.temperature is not None]
-    temperatures = [args.sampling.temperature, args.eval.temperature, *own]  # vLLM raises lower ones to 0.01
+    set_temperatures = [eval_set.temperature for eval_set in args.eval.sets if eval_set.temperature is not None]
+    # vLLM raises lower ones to 0.01
+    temperatures = [args.sampling.temperature, args.eval.temperature, *set_temperatures]
     require(
         (not args.lora.target_parameters or not args.sharding.experts,
          "--lora.target-parameters does not go with --sharding.experts"),
@@ -78,15 +79,15 @@ def check_tokens(args: TokenArgs) -> None:
         from omni_reward.scorers.user import PREFIX, check_user
 
         file = args.tool.file
-        is_whole = tool.startswith(PREFIX) and file.suffix == ".py" and file.is_file()
-        require((is_whole, f"--tool.function must be python:FILE.py:FUNCTION with a file that exists, got {tool}"))
+        is_valid = tool.startswith(PREFIX) and file.suffix == ".py" and file.is_file()
+        require((is_valid, f"--tool.function must be python:FILE.py:FUNCTION with a file that exists, got {tool}"))
         with prefix_errors("--tool.function: "):
             check_user(tool, "text")
     with prefix_errors("--reward: "):
-        asks = SCORER in args.rules.reward.specs.values()
+        uses_scorer = SCORER in args.rules.reward.specs.values()
     require(
-        (asks or not args.scorer.is_set, f"--reward must name {SCORER}, as --scorer does, got {args.reward}"),
-        (args.scorer.is_set or not asks, f"--scorer or --scorer.url must be given for {SCORER} in --reward"),
+        (uses_scorer or not args.scorer.is_set, f"--reward must name {SCORER}, as --scorer does, got {args.reward}"),
+        (args.scorer.is_set or not uses_scorer, f"--scorer or --scorer.url must be given for {SCORER} in --reward"),
     )
     read_prompts(args)
     check_sets(args.eval.all_sets, lambda place: load_records(args.data, place))

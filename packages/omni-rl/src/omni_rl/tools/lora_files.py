@@ -57,12 +57,12 @@ def read_factors(place: Path, model: str) -> Factors:
     file = place if place.is_file() else find_adapter(place)
     if file is None:
         raise ValueError(f"source must be a .safetensors file or an adapter's folder, got {place}")
-    names, opened = read_shapes(file), open_model(model)
-    found = f"got {min(names, default='none')} in {file}, as full weights have it"
-    require((any(map(FACTORS.search, names)), f"source must hold LoRA factors, {found}"))
-    unread = next((name for name in names if any(part in name for part in UNREAD)), "")
-    require((not unread, f"{file} must hold LoRA factors only, got {unread}"))
-    factors = read_plain(file, opened) if all(map(is_plain, names)) else read_foreign(file, model, opened)
+    names, model_opened = read_shapes(file), open_model(model)
+    got = f"got {min(names, default='none')} in {file}, as full weights have it"
+    require((any(map(FACTORS.search, names)), f"source must hold LoRA factors, {got}"))
+    unsupported = next((name for name in names if any(part in name for part in UNREAD)), "")
+    require((not unsupported, f"{file} must hold LoRA factors only, got {unsupported}"))
+    factors = read_plain(file, model_opened) if all(map(is_plain, names)) else read_foreign(file, model, model_opened)
     for layer, pair in factors.items():
         for factor in pair:
             check_numbers(file, layer, factor)
@@ -71,9 +71,9 @@ def read_factors(place: Path, model: str) -> Factors:
 
 def check_rank(file: Path, ranks: Iterable[int]) -> int:
     """Return the common rank of all layers, or raise ValueError if there are several."""
-    several = sorted({*ranks})
-    require((len(several) == 1, f"{file} must have one rank for all layers, got {several}"))
-    return several[0]
+    distinct = sorted({*ranks})
+    require((len(distinct) == 1, f"{file} must have one rank for all layers, got {distinct}"))
+    return distinct[0]
 
 
 def is_plain(name: str) -> bool:
@@ -89,8 +89,8 @@ def read_plain(file: Path, model: Model) -> Factors:
     for layer, (down, up, *_) in saved.names.items():
         a, b = saved.shapes[down], saved.shapes[up]
         if (len(a), len(b), b[1:]) != (2, 2, a[:1]) or sizes.get(layer) != (b[0], a[1]):
-            found = f"{sizes.get(layer)}, got factors {b} and {a}"
-            raise ValueError(f"{file} must fit the net of {model.folder}: {layer} is {found}")
+            mismatch = f"{sizes.get(layer)}, got factors {b} and {a}"
+            raise ValueError(f"{file} must fit the net of {model.folder}: {layer} is {mismatch}")
     check_rank(file, (saved.shapes[names[0]][0] for names in saved.names.values()))
     state = scaled_state(saved)
     pairs = {layer: [state[f"{layer}.lora_{side}"].float() for side in SIDES[:2]] for layer in saved.names}
@@ -136,9 +136,9 @@ def alphas_of(file: Path) -> set[float]:
 def load_layers(file: Path, pipeline: Any, model: Model) -> tuple[dict[str, Tensor], dict[str, LoraLayer]]:
     """Return the tensors of a file by peft's names, and the layers that it adapts in a net on the meta device."""
     read = pipeline.lora_state_dict
-    more = {"return_alphas": True} if "return_alphas" in inspect.signature(read).parameters else {}
-    found = read(str(file.parent), weight_name=file.name, **more)
-    state, alphas = found if more else (found, None)
+    options = {"return_alphas": True} if "return_alphas" in inspect.signature(read).parameters else {}
+    loaded = read(str(file.parent), weight_name=file.name, **options)
+    state, alphas = loaded if options else (loaded, None)
     if not any(".lora_A." in name for name in state):
         state = convert_unet_state_dict_to_peft(state)
     net: Any = model.empty_net()
@@ -150,13 +150,13 @@ def load_layers(file: Path, pipeline: Any, model: Model) -> tuple[dict[str, Tens
 
 def scale_factors(layers: Mapping[str, LoraLayer], state: Mapping[str, Tensor]) -> Factors:
     """Return the layers' factors, with the scale multiplied into B."""
-    found = {}
+    factors = {}
     for name, layer in layers.items():
         down, up = (state.get(f"{PART}.{name}.lora_{side}.weight") for side in "AB")
         if down is not None and up is not None:
             (scale,) = layer.scaling.values()
-            found[name] = down.float(), up.float() * scale
-    return found
+            factors[name] = down.float(), up.float() * scale
+    return factors
 
 
 def state_dict_of(factors: Factors) -> dict[str, Tensor]:
@@ -185,15 +185,16 @@ def write_start(factors: Factors, target: Path, model: str) -> str:
         save_file(state_dict_of(factors), folder / LORA_FILE)
     rank, modules = len(next(iter(factors.values()))[0]), open_model(model).empty_net().named_modules()
     targets = target_suffixes(list(factors), [name for name, layer in modules if isinstance(layer, nn.Linear)])
-    words = ["--init-weights", str(target), "--lora.rank", str(rank), "--lora.targets", targets]
-    return f"{target}: {len(factors)} layers of rank {rank}; train from it with\n{shlex.join(words)}"
+    flags = ["--init-weights", str(target), "--lora.rank", str(rank), "--lora.targets", targets]
+    return f"{target}: {len(factors)} layers of rank {rank}; train from it with\n{shlex.join(flags)}"
 
 
 def target_suffixes(layers: Sequence[str], names: Sequence[str]) -> str:
     """Return the value of --lora.targets that selects exactly these layers out of all names."""
-    after = [name.split(".") for name in layers]
-    short = {
-        ".".join(words[max((i + 1 for i, w in enumerate(words[:-1]) if w.isdigit()), default=0) :]) for words in after
+    split_names = [name.split(".") for name in layers]
+    suffixes = {
+        ".".join(parts[max((i + 1 for i, part in enumerate(parts[:-1]) if part.isdigit()), default=0) :])
+        for parts in split_names
     }
-    meant = [name for name in names if any(f".{name}".endswith(f".{end}") for end in short)]
-    return ",".join(sorted(short if sorted(meant) == sorted(layers) else layers))
+    selected = [name for name in names if any(f".{name}".endswith(f".{end}") for end in suffixes)]
+    return ",".join(sorted(suffixes if sorted(selected) == sorted(layers) else layers))

@@ -40,8 +40,8 @@ def count_forward(model: Model, net: nn.Module, dtype: torch.dtype, params: Para
         with on_meta(net), counter, SingleDtypeMode():
             model.predict_velocity(net, *inputs)
     except Exception as exc:  # models may raise anything
-        fault = " ".join(str(exc).split())
-        raise ValueError(f"a forward of the net fails: {type(exc).__name__}: {fault}") from exc
+        message = " ".join(str(exc).split())
+        raise ValueError(f"a forward of the net fails: {type(exc).__name__}: {message}") from exc
     return int(counter.get_total_flops())
 
 
@@ -49,13 +49,13 @@ def count_forward(model: Model, net: nn.Module, dtype: torch.dtype, params: Para
 def on_meta(net: nn.Module) -> Iterator[None]:
     """In the `with` block, move inputs of the net to the meta device, and its outputs back to the host as zeros."""
 
-    def there(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+    def move_inputs(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         return tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
 
-    def back(module: nn.Module, args: tuple[object, ...], out: object) -> Any:
+    def move_outputs(module: nn.Module, args: tuple[object, ...], out: object) -> Any:
         return tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype), out)
 
-    with net.register_forward_pre_hook(there, with_kwargs=True), net.register_forward_hook(back):
+    with net.register_forward_pre_hook(move_inputs, with_kwargs=True), net.register_forward_hook(move_outputs):
         yield
 
 
@@ -93,7 +93,7 @@ class SingleDtypeMode(TorchDispatchMode):
         """Run an operator."""
         if func._overloadpacket in flop_registry:
             tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-            found = {str(tensor.dtype).removeprefix("torch."): None for tensor in tensors}
-            if len(found) > 1:
-                raise TypeError(f"{func._overloadpacket.__name__} must have one data type, got {' and '.join(found)}")
+            dtypes = {str(tensor.dtype).removeprefix("torch."): None for tensor in tensors}
+            if len(dtypes) > 1:
+                raise TypeError(f"{func._overloadpacket.__name__} must have one data type, got {' and '.join(dtypes)}")
         return func(*args, **(kwargs or {}))
