@@ -196,8 +196,8 @@ def minibatch_pairs(args: Args, pairs: Pairs, number: int) -> list[PairBatch]:
     numbers = [place * data.num_minibatches // data.prompts_per_step for place in pairs.places]
     rows = [i for i, place_number in enumerate(numbers) if place_number == number]
     return [
-        build_batch(pairs, own, len(own))
-        for own in split_rows(rows, sizes, data.batch_size // 2, -(-data.tokens_per_batch // 2))
+        build_batch(pairs, batch_rows, len(batch_rows))
+        for batch_rows in split_rows(rows, sizes, data.batch_size // 2, -(-data.tokens_per_batch // 2))
     ]
 
 

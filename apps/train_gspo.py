@@ -199,14 +199,14 @@ def roll_out(run: TokenRun[Args], step: Step) -> Rollout[TokenTrajectory]:
     first = step.number * rounds
     rollout = sample_round(run, first)
     for number in range(first + 1, first + rounds):
-        if wait_and_grade(run, step, rollout, has_enough):
+        if wait_and_grade(run, step, rollout, has_enough_groups):
             break
         rollout = sample_round(run, number, rollout)
     step.metrics["reward/rounds"] = len(rollout.prompts) / (run.args.data.prompts_per_step * run.args.data.group_size)
     return rollout
 
 
-def has_enough(run: TokenRun[Args], step: Step, rollout: Rollout[TokenTrajectory]) -> bool:
+def has_enough_groups(run: TokenRun[Args], step: Step, rollout: Rollout[TokenTrajectory]) -> bool:
     """Return True if at least as many groups as prompts in a step have differing scores."""
     rewards = gather_rewards(run.dist, rollout.batches, rollout.scores, rollout.groups)
     return len(differing_groups(rewards, rollout.groups)) >= run.args.data.prompts_per_step

@@ -249,7 +249,7 @@ def roll_out(run: MediaRun[Args], step: Step) -> MediaRollout:
 
 def sampling_policy(run: MediaRun[Args]) -> AbstractContextManager[None]:
     """Make the net the sampling policy in the `with` block."""
-    return run.policy.as_old() if run.args.sample_with == "old" else nullcontext()
+    return run.policy.use_old() if run.args.sample_with == "old" else nullcontext()
 
 
 def refresh_old(run: MediaRun[Args], step: Step) -> float:
@@ -319,7 +319,7 @@ def anchor_velocities(run: MediaRun[Args], points: list[Noised]) -> dict[str, li
     """Return the velocities, at each point, of the other policies that the loss needs."""
     velocities = {}
     if run.args.old_kl_coef:
-        with run.policy.as_old():
+        with run.policy.use_old():
             velocities["old"] = [predict(run, run.policy.net, noised) for noised in points]
     if run.args.has_reference:
         with run.policy.reference() as net:

@@ -139,7 +139,7 @@ def roll_out(run: ThinkingRun[Args], step: Step) -> MediaRollout:
 
 def length_metrics(run: ThinkingRun[Args], rollout: MediaRollout) -> dict[str, float]:
     """Return metrics of the lengths of all ranks' thoughts."""
-    thoughts = [thoughts_of(batch) for batch in rollout.batches]
+    thoughts = [get_thoughts(batch) for batch in rollout.batches]
     tokens, ended = gather_lengths(run.dist, thoughts, len(rollout.prompts))
     return {"thought/tokens_mean": tokens.mean().item(), "thought/truncated_ratio": 1 - ended.mean().item()}
 
@@ -216,7 +216,7 @@ def repeated_gap(
     if k < num_kept:
         return replay_step(run, run.policy.net, trajectory, k)[1].log_prob - trajectory.rollout_log_prob[:, k]
     difference = score(run, run.policy.net, trajectory).log_prob - old[i].log_prob
-    return difference[thoughts_of(trajectory).mask.to(difference.device)]
+    return difference[get_thoughts(trajectory).mask.to(difference.device)]
 
 
 def step_loss(run: ThinkingRun[Args], batch: TrainBatch, k: int, old: list[Tensor]) -> LossOutput:
@@ -250,7 +250,7 @@ def step_weights(old: Tensor, trajectory: Trajectory, k: int) -> tuple[Tensor, d
 
 def thought_weights(old: TokenScores, trajectory: Trajectory, mask: Tensor) -> Tensor:
     """Return importance weights [B, T] of tokens, divided for the mean over thoughts of the mean over their tokens."""
-    sampled = thoughts_of(trajectory).rollout_log_prob.to(mask.device)
+    sampled = get_thoughts(trajectory).rollout_log_prob.to(mask.device)
     weights, _ = token_rollout_weights(old.log_prob, sampled, mask, cap=TOKEN_CAP)
     return weights / (len(mask) * mask.sum(dim=1, keepdim=True).clamp(min=1))
 
@@ -272,7 +272,7 @@ def replay_step(run: ThinkingRun[Args], net: nn.Module, trajectory: Trajectory, 
 def thought_loss(run: ThinkingRun[Args], batch: TrainBatch, old_score: TokenScores) -> LossOutput:
     """Return the loss of the thoughts' tokens: GRPO's, plus the KL to the initial policy."""
     args, log_prob = run.args, score(run, run.policy.net, batch.trajectory).log_prob
-    mask = thoughts_of(batch.trajectory).mask.to(log_prob.device)
+    mask = get_thoughts(batch.trajectory).mask.to(log_prob.device)
     weights = thought_weights(old_score, batch.trajectory, mask) if args.sampling.draw_ahead else None
     clip = {"clip_low": args.thought_clip_low, "clip_high": args.thought_clip_high}
     out = token_grpo_loss(log_prob, old_score.log_prob, batch.advantages, mask, weights=weights, **clip)
@@ -288,10 +288,10 @@ def thought_loss(run: ThinkingRun[Args], batch: TrainBatch, old_score: TokenScor
 
 def score(run: ThinkingRun[Args], net: nn.Module, trajectory: Trajectory) -> TokenScores:
     """Return the log-probs of the thoughts' tokens under `net`."""
-    return score_tokens(run.model, net, thoughts_of(trajectory))
+    return score_tokens(run.model, net, get_thoughts(trajectory))
 
 
-def thoughts_of(trajectory: Samples) -> TokenTrajectory:
+def get_thoughts(trajectory: Samples) -> TokenTrajectory:
     """Return the thoughts of these samples."""
     assert isinstance(trajectory, ThoughtTrajectory)
     return trajectory.thoughts
@@ -301,7 +301,7 @@ def thought_gaps(batches: Sequence[TrainBatch], old: Sequence[TokenScores]) -> l
     """Return the largest |ratio - 1| of a token in each batch, between the sampler and the policy before the update."""
     largest = []
     for batch, old_score in zip(batches, old, strict=True):
-        thoughts = thoughts_of(batch.trajectory)
+        thoughts = get_thoughts(batch.trajectory)
         difference = old_score.log_prob.cpu() - thoughts.rollout_log_prob
         largest.append(difference[thoughts.mask].abs().max().expm1())
     return largest

@@ -193,7 +193,7 @@ def sampling(args: Sampling) -> None:
     device, found = local_device(), dict[str, tuple[list[float], int]]()
 
     def steps(run: MediaRun[app.Args]) -> Iterator[Step]:
-        prompts, params = step_prompts(run, Step(0))[: args.batch_size], app.params_at(run, Step(0))
+        prompts, params = step_prompts(run, Step(0))[: args.batch_size], app.step_params(run, Step(0))
         net = run.policy.net
         forwards: dict[str, Any] = {"not compiled": net.forward}
         if run.args.policy.compile:

@@ -188,7 +188,7 @@ def measure(args: Args) -> dict[str, list[Result]]:
             found[OURS].append(Result(seconds, norm, loss, torch.cat(drawn)))
             for name, options in ARMS.items():
                 if options.get("autocast", True) or run.args.policy.dtype != "float32":
-                    prompts, params = step_prompts(run, step), app.params_at(run, step)
+                    prompts, params = step_prompts(run, step), app.step_params(run, step)
                     found.setdefault(name, []).append(plain.step(prompts, params, **options))
 
     with trainer.model(args) as path:

@@ -264,7 +264,7 @@ def sleep(visit: Visit) -> Iterator[Row]:
     latents: list[Tensor] = []
 
     def look(run: MediaRun[app.Args]) -> None:
-        prompts, params = step_prompts(run, Step(0))[: run.args.data.batch_size], app.params_at(run, Step(0))
+        prompts, params = step_prompts(run, Step(0))[: run.args.data.batch_size], app.step_params(run, Step(0))
         for _ in range(2):
             latents.append(run.engine.generate(prompts, params).x0)
             run.engine.sleep()

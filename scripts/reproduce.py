@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from omni_rl.report.data import points_of
+from omni_rl.report.data import metric_points
 from omni_rl.report.folder import command_line
 from omni_rl.run.metrics import drop_stale_evaluations
 from omni_rl.settings.args import secret_flags
@@ -94,7 +94,7 @@ def record_of(folder: Path, recipe: str, words: Sequence[str]) -> dict[str, Any]
         raise ValueError(f"{rule}: the same command continues it")
     *earlier, start = map(facts_of, read_jsonl(folder / "versions.jsonl"))
     weights = folder / "weights"
-    points = {name: points_of(steps, name) for name in sorted({name for line in steps for name in line})}
+    points = {name: metric_points(steps, name) for name in sorted({name for line in steps for name in line})}
     return {
         "recipe": recipe,
         "words": list(words),

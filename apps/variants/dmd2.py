@@ -231,7 +231,7 @@ def predict(role: str, batch: Trajectory, x: Tensor, sigma: Tensor) -> tuple[Ten
     return velocity, x - sigma.view(-1, *[1] * (x.ndim - 1)) * velocity
 
 
-def draw(point: Point, update: int) -> tuple[Tensor, Tensor]:
+def draw_noise(point: Point, update: int) -> tuple[Tensor, Tensor]:
     """Return new noise [B, ...] and noise levels [B] for a point in an update of a training step."""
     seeds, number = [p.seed for p in point.batch.prompts], (update + 1) * args.num_inference_steps + point.k
     shares = torch.tensor([sample_seed(seed, number, 0, 0) / 2**63 for seed in seeds])
@@ -258,7 +258,7 @@ with log, catch_stop() as stop:
         with log.phase("fake"):
             for i in range(args.fake_updates):
                 for point, x0 in zip(points, samples, strict=True):
-                    noise, levels = draw(point, i)
+                    noise, levels = draw_noise(point, i)
                     velocity, _ = predict("fake", point.batch, add_noise(x0, noise, levels), levels)
                     error = velocity_error(velocity, x0, noise).mean()
                     backward(error * share, of=len(points))
@@ -269,7 +269,7 @@ with log, catch_stop() as stop:
         with log.phase("update"):
             for point in points:
                 _, x0 = predict("student", point.batch, point.x, point.sigma)
-                noise, levels = draw(point, args.fake_updates)
+                noise, levels = draw_noise(point, args.fake_updates)
                 with torch.no_grad():
                     noised = add_noise(x0, noise, levels)
                     (_, fake_x0), (_, teacher_x0) = (

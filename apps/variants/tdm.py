@@ -229,7 +229,7 @@ def predict(role: str, batch: Trajectory, x: Tensor, sigma: Tensor) -> tuple[Ten
     return velocity, x - sigma.view(-1, *[1] * (x.ndim - 1)) * velocity
 
 
-def noised(segment: Segment, update: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def noise_segment(segment: Segment, update: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the end of a step noised to levels inside it, x [B, ...], with noise [B, ...], levels [B] and std [B]."""
     seeds, number = [p.seed for p in segment.batch.prompts], (update + 1) * args.num_inference_steps + segment.k
     shares = torch.tensor([0.01 + 0.98 * sample_seed(seed, number, 0, 0) / 2**63 for seed in seeds]).to(dist.device)
@@ -257,7 +257,7 @@ with log, catch_stop() as stop:
         with log.phase("fake"):
             for i in range(args.fake_updates):
                 for segment in segments:
-                    x, noise, levels, std = noised(segment, i)
+                    x, noise, levels, std = noise_segment(segment, i)
                     velocity, _ = predict("fake", segment.batch, x, levels)
                     error = added_noise_error(velocity, x, noise, levels, std).mean()
                     backward(error * share, of=len(segments))
@@ -270,7 +270,7 @@ with log, catch_stop() as stop:
                 velocity, x0 = predict("student", segment.batch, segment.x, segment.sigma)
                 if not torch.equal(euler_step(velocity, segment.x, segment.sigma, segment.sigma_next), segment.x_next):
                     raise RuntimeError(f"a step must end where it ended when it was sampled, step {segment.k} does not")
-                x, _, levels, _ = noised(segment, args.fake_updates)
+                x, _, levels, _ = noise_segment(segment, args.fake_updates)
                 with torch.no_grad():
                     (_, fake_x0), (_, teacher_x0) = (predict(r, segment.batch, x, levels) for r in ("fake", "teacher"))
                 out = distribution_matching_loss(x0, fake_x0, teacher_x0)

@@ -180,8 +180,8 @@ def net_of(role: str) -> Iterator[nn.Module]:
 
 
 engine = DiffusersEngine(model, model.load(device=dist.device, dtype=dtype, net=student))
-every_weight = [p for role_weights in weights.values() for p in role_weights]
-optimizer = build_adamw(every_weight, lr=args.lr, weight_decay=0.0)  # updates only weights with a gradient
+all_weights = [p for role_weights in weights.values() for p in role_weights]
+optimizer = build_adamw(all_weights, lr=args.lr, weight_decay=0.0)  # updates only weights with a gradient
 backward = deterministic()(SummedBackward(trained, dist.mesh, mode=mode))  # sums the gradients of all ranks
 
 RunLock(folder, dist)  # one writer of the folder at a time
@@ -224,7 +224,7 @@ class Segment:
     sigma_next: Tensor
 
 
-def segments_of(batch: Trajectory) -> list[Segment]:
+def sample_segments(batch: Trajectory) -> list[Segment]:
     """Return the student's steps."""
     noise = step_noise([prompt.seed for prompt in batch.prompts], INITIAL_NOISE, batch.x0.shape[1:])
     x = [noise.to(dist.device), *batch.x_next.unbind(1), batch.x0]
@@ -241,7 +241,7 @@ def predict(role: str, batch: Trajectory, x: Tensor, sigma: Tensor) -> tuple[Ten
     return velocity, x - sigma.view(-1, *[1] * (x.ndim - 1)) * velocity
 
 
-def noised(segment: Segment, seeds: Sequence[int], update: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def noise_segment(segment: Segment, seeds: Sequence[int], update: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the end of a step noised to levels inside it, x [B, ...], with noise [B, ...], levels [B] and std [B]."""
     number = (update + 1) * args.num_inference_steps + segment.k
     shares = torch.tensor([0.01 + 0.98 * sample_seed(seed, number, 0, 0) / 2**63 for seed in seeds]).to(dist.device)
@@ -264,7 +264,7 @@ with log, catch_stop() as stop:
             batches, rewards = sample(prompts)
         groups = torch.tensor([prompt.group for prompt in prompts])
         advantages = group_advantages(rewards, groups, std="batch")
-        segments = [segment for batch in batches for segment in segments_of(batch)]
+        segments = [segment for batch in batches for segment in sample_segments(batch)]
         share, of = 1 / (len(segments) * dist.world_size), len(segments)  # gradients are summed over segments and ranks
         means: dict[str, list[Tensor]] = {"fake/error": [], "surrogate/loss": [], "policy/matching_error": []}
         means["policy/reward_gap"] = []
@@ -273,7 +273,7 @@ with log, catch_stop() as stop:
         with log.phase("fake"):
             for i in range(args.fake_updates):
                 for segment in segments:
-                    x, noise, levels, std = noised(segment, [p.seed for p in segment.batch.prompts], i)
+                    x, noise, levels, std = noise_segment(segment, [p.seed for p in segment.batch.prompts], i)
                     velocity, _ = predict("fake", segment.batch, x, levels)
                     error = added_noise_error(velocity, x, noise, levels, std).mean()
                     backward(error * share, of=of)
@@ -284,7 +284,7 @@ with log, catch_stop() as stop:
         with log.phase("surrogate"):
             for segment in segments:
                 seeds = [sample_seed(args.seed, step, prompt.group, -1) for prompt in segment.batch.prompts]
-                x, noise, levels, std = noised(segment, seeds, 0)
+                x, noise, levels, std = noise_segment(segment, seeds, 0)
                 errors = {}
                 for role in ("surrogate", "reference"):
                     with torch.set_grad_enabled(role == "surrogate"):
@@ -306,7 +306,7 @@ with log, catch_stop() as stop:
                 velocity, x0 = predict("student", segment.batch, segment.x, segment.sigma)
                 if not torch.equal(euler_step(velocity, segment.x, segment.sigma, segment.sigma_next), segment.x_next):
                     raise RuntimeError(f"a step must end where it ended when it was sampled, step {segment.k} does not")
-                x, _, levels, _ = noised(segment, [p.seed for p in segment.batch.prompts], args.fake_updates)
+                x, _, levels, _ = noise_segment(segment, [p.seed for p in segment.batch.prompts], args.fake_updates)
                 with torch.no_grad():
                     to = {
                         r: predict(r, segment.batch, x, levels)[1]

@@ -296,7 +296,7 @@ MASK, NOW = torch.tensor([[True, True, False]]), SAMPLED + torch.tensor([[3.0, 0
 
 def test_thoughts_of_older_weights_are_weighed_token_by_token(monkeypatch):
     """By 3, cut to 2, and by a half, in a mean over two tokens of one thought."""
-    monkeypatch.setattr(train_unigrpo, "thoughts_of", lambda drawn: SimpleNamespace(rollout_log_prob=SAMPLED))
+    monkeypatch.setattr(train_unigrpo, "get_thoughts", lambda drawn: SimpleNamespace(rollout_log_prob=SAMPLED))
     weights = train_unigrpo.thought_weights(SimpleNamespace(log_prob=NOW), None, MASK)
     assert weights[MASK].tolist() == pytest.approx([1.0, 0.25])
 

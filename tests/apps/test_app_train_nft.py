@@ -193,7 +193,7 @@ def test_the_old_policy_samples_and_follows_as_its_schedule_says(here, bright_ur
         """Once as the old policy, which the trainer has put in place, and once as the trained one."""
         drawn = sample(run, prompts, params)
         first = drawn.batches[0]
-        with run.policy.as_old() if not lora else adapter(run.policy.net, "default"):  # exchanges the two again
+        with run.policy.use_old() if not lora else adapter(run.policy.net, "default"):  # exchanges the two again
             images.append((first.x0, run.engine.generate(first.prompts, params).x0))
         return drawn
 

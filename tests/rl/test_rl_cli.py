@@ -407,7 +407,7 @@ def test_every_flag_that_the_sources_name_is_one_by_its_name_of_now():
     known = {*OTHERS, *map(flag_of, leaves(cli.Program))}
     for app in (*TRAINERS, "sample"):
         for name in leaves(importlib.import_module(app).Args):
-            known |= {flag_of(name), cli.off_flag(name)}
+            known |= {flag_of(name), cli.negated_flag(name)}
     own = [path for path in (REPO / "apps").glob("*.py") if path.stem in (*TRAINERS, "sample")]
     texts = [path.read_text("utf-8") for path in (*(REPO / "packages").glob("*/src/**/*.py"), *own)]
     for text in texts:
@@ -550,7 +550,7 @@ def test_warnings_of_other_libraries_are_not_shown(module, monkeypatch):
 
 @pytest.mark.parametrize(("error", "says"), [("KeyboardInterrupt", False), ("ImportError", True)])
 def test_ctrl_c_while_libraries_are_imported_ends_without_a_traceback(error, says):
-    code = f"from omni_rl.settings.cli import hush; hush(); raise {error}"
+    code = f"from omni_rl.settings.cli import silence_libraries; silence_libraries(); raise {error}"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ended.returncode == (1 if says else -signal.SIGINT)
     assert bool(ended.stderr) == ("Traceback" in ended.stderr) == says

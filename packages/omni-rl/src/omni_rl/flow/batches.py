@@ -270,7 +270,7 @@ def repack(
             order = keep[indices].int().argsort(descending=True, stable=True)[: count * size]
             for row in order.view(size, count).T.sort(dim=1).values:  # dealt round-robin to batches
                 picked, weights = indices[row], keep[indices[row]] * factor
-                batch = _train_batch(dist, _pick(same_size, row), advantages[picked], weights)
+                batch = _train_batch(dist, _select_samples(same_size, row), advantages[picked], weights)
                 chosen.append(replace(batch, is_as_sampled=False))
     return chosen
 
@@ -294,7 +294,7 @@ def _fill_counts(counts: Sequence[int], bounds: Sequence[int], total: int) -> li
     return filled
 
 
-def _pick(batches: Sequence[Trajectory], places: Tensor) -> Trajectory:
+def _select_samples(batches: Sequence[Trajectory], places: Tensor) -> Trajectory:
     """Return the samples at ascending places [B], counted across batches of equal size, with padding trimmed."""
     size = len(batches[0])
     batch_of = places // size

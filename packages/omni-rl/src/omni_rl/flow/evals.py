@@ -49,7 +49,7 @@ class HeldOut(Generic[ParamsT, ScorerT]):
         """SHA-256 of the prompts and their files, the parameters, and the version of the set's scorer."""
         media = probe_digest((file for record in self.records for file in media_files(record)), num_blocks=1)
         content = [self.params, self.seed, self.samples, self.threshold, self.version, media, *self.records]
-        return hashlib.sha256(json.dumps(content, sort_keys=True, default=_plain).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(content, sort_keys=True, default=_to_json_value).encode()).hexdigest()
 
     def batch_size(self, max_size: int, num_ranks: int) -> int:
         """Return the largest batch size, up to `max_size`, with which no rank is idle."""
@@ -66,7 +66,7 @@ def metric_prefix(name: str) -> str:
     return f"eval/{name}/" if name else "eval/"
 
 
-def _plain(value: object) -> object:
+def _to_json_value(value: object) -> object:
     """Return a value as JSON can encode it: the fields of a dataclass, the name of a file or function."""
     if is_dataclass(value):
         return vars(value)

@@ -130,7 +130,7 @@ MediaRollout = Rollout[Trajectory]
 
 def gather_rewards(dist: Dist, batches: Sequence[Samples], scores: Sequence[Score], groups: Tensor) -> Tensor:
     """Return the rewards [N], float64, of all ranks' samples; see `mask_rewards`. batches: those of `scores`."""
-    return mask_rewards(_in_order(dist, batches, score_values(scores), len(groups)), groups)
+    return mask_rewards(_gather_in_order(dist, batches, score_values(scores), len(groups)), groups)
 
 
 def score_values(scores: Sequence[Score]) -> list[float]:
@@ -161,7 +161,8 @@ def gather_parts(
         RuntimeError: no score has a part with one of the names.
     """
     columns = [
-        _in_order(dist, batches, [score.parts.get(name, math.nan) for score in scores], len(rewards)) for name in names
+        _gather_in_order(dist, batches, [score.parts.get(name, math.nan) for score in scores], len(rewards))
+        for name in names
     ]
     parts = torch.stack(columns, dim=1).masked_fill(rewards.isnan()[:, None], math.nan)
     for name, column in zip(names, columns, strict=True):
@@ -260,7 +261,7 @@ def wait_and_grade(run: RunT, step: Step, rollout: RolloutT, grade: Callable[[Ru
         return grade(run, step, rollout)
 
 
-def _in_order(dist: Dist, batches: Sequence[Samples], values: Sequence[float], total: int) -> Tensor:
+def _gather_in_order(dist: Dist, batches: Sequence[Samples], values: Sequence[float], total: int) -> Tensor:
     """Gather the values of all ranks' samples: [total], float64, in the order of their indices."""
     indices = torch.tensor([prompt.index for batch in batches for prompt in batch.prompts])
     return gather_by_index(dist, indices, torch.tensor(values, dtype=torch.float64), total)

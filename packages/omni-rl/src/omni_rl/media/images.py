@@ -20,7 +20,7 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 FORMATS = ("PNG", "JPEG", "WEBP")
 ENDINGS = {"PNG": b"IEND\xaeB`\x82", "JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "WEBP": b""}  # WebP's header has its size
 MAX_PIXELS = 2**25  # 8K and a little more, 0.1 GB
-EXIF_ORIENTATION, ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)
+EXIF_ORIENTATION, ROTATED = 0x0112, (5, 6, 7, 8)
 DECODER_ERRORS = (  # raised by PIL and PyAV for damaged files
     OSError, EOFError, SyntaxError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError,
     struct.error, zlib.error, Image.DecompressionBombError,
@@ -56,7 +56,7 @@ def image_size(path: Path) -> tuple[int, int]:
         if image.width * image.height > MAX_PIXELS:
             raise ValueError(f"{path} must have at most {MAX_PIXELS:,} pixels, got {image.width} x {image.height}")
         with decoding(path, "whole image"):
-            is_rotated = image.getexif().get(EXIF_ORIENTATION) in ON_ITS_SIDE
+            is_rotated = image.getexif().get(EXIF_ORIENTATION) in ROTATED
         size = image.size[::-1] if is_rotated else image.size
         ending = ENDINGS[str(image.format)]
         with path.open("rb") as file:

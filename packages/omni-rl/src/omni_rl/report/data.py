@@ -71,7 +71,7 @@ def outline(folder: Path, steps: Steps) -> dict[str, Any]:
     """
     config = read_config(folder)
     total = config.get("train_steps")
-    seconds = [value for _, value in points_of(steps, "time/step_s")]
+    seconds = [value for _, value in metric_points(steps, "time/step_s")]
     recent = seconds[-20:]
     return {
         "name": folder.resolve().name,
@@ -99,7 +99,7 @@ def run_data(folder: Path, *, num_runs: int = 1, link: str | None = None) -> dic
         raise ValueError(f"{folder} holds no metrics.jsonl")
     steps = drop_stale_evaluations(load_metrics(path))
     run_outline = outline(folder, steps)
-    trained = [seconds for step, seconds in points_of(steps, "time/step_s") if step]
+    trained = [seconds for step, seconds in metric_points(steps, "time/step_s") if step]
 
     def url_of(file: Path) -> str:
         return f"{link}/{quote(file.relative_to(folder).as_posix())}"
@@ -130,32 +130,32 @@ def curve(steps: Steps, name: str, limit: int = MAX_POINTS) -> dict[str, list[fl
     Above `limit` points, return means and bounds of intervals instead, `limit` equal parts of the steps with x in the
     middle. Non-finite values are left out.
     """
-    points = points_of(steps, name)
+    points = metric_points(steps, name)
     if len(points) <= limit:
-        errors = dict(points_of(steps, stderr_name(name)))
-        return {"x": [x for x, _ in points], "y": [_short(y) for _, y in points]} | (
+        errors = dict(metric_points(steps, stderr_name(name)))
+        return {"x": [x for x, _ in points], "y": [_round_value(y) for _, y in points]} | (
             band([(y, errors.get(x, 0.0)) for x, y in points]) if errors else {}
         )
     parts = _intervals(points, limit)
     values = [[y for _, y in part] for part in parts]
     return {
         "x": [(part[0][0] + part[-1][0]) / 2 for part in parts],
-        "y": [_short(sum(ys) / len(ys)) for ys in values],
-        "low": [_short(min(ys)) for ys in values],
-        "high": [_short(max(ys)) for ys in values],
+        "y": [_round_value(sum(ys) / len(ys)) for ys in values],
+        "low": [_round_value(min(ys)) for ys in values],
+        "high": [_round_value(max(ys)) for ys in values],
     }
 
 
 def band(values: Sequence[tuple[float, float]]) -> dict[str, list[float]]:
     """Return the standard errors of pairs (value, error), and bounds one error below and above each value."""
     return {
-        "error": [_short(error) for _, error in values],
-        "low": [_short(value - error) for value, error in values],
-        "high": [_short(value + error) for value, error in values],
+        "error": [_round_value(error) for _, error in values],
+        "low": [_round_value(value - error) for value, error in values],
+        "high": [_round_value(value + error) for value, error in values],
     }
 
 
-def points_of(steps: Steps, name: str) -> list[tuple[float, float]]:
+def metric_points(steps: Steps, name: str) -> list[tuple[float, float]]:
     """Return (step, value) for each step at which a metric is finite."""
     return [(step["step"], step[name]) for step in steps if math.isfinite(step.get(name, math.nan))]
 
@@ -175,11 +175,11 @@ def phases(steps: Steps, limit: int = MAX_BARS) -> dict[str, Any]:
 
     bars = [{name: mean(part, name) for name in names} for part in parts]
     remaining = [max(0.0, mean(part, "time/step_s") - sum(bar.values())) for part, bar in zip(parts, bars, strict=True)]
-    seconds = {name[5:-2].replace("_", " "): [_short(bar[name]) for bar in bars] for name in names}
+    seconds = {name[5:-2].replace("_", " "): [_round_value(bar[name]) for bar in bars] for name in names}
     return {
         "from": [part[0][0] for part in parts],
         "to": [part[-1][0] for part in parts],
-        "seconds": seconds | {"rest": [_short(value) for value in remaining]},
+        "seconds": seconds | {"rest": [_round_value(value) for value in remaining]},
     }
 
 
@@ -280,10 +280,10 @@ def _text(value: object, max_length: int = MAX_TEXT) -> str:
 
 
 def _score(value: object) -> float | None:
-    return _short(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    return _round_value(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def _short(value: float) -> float:
+def _round_value(value: float) -> float:
     """Round to five significant digits, more than a screen can show."""
     return float(f"{value:.5g}")
 

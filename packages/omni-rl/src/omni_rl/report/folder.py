@@ -191,11 +191,11 @@ def command_line(argv: Sequence[str], hide: Iterable[str] = ()) -> str:
     return " ".join(quoted)
 
 
-def step_folders(home: Path, last: float = math.inf) -> list[tuple[int, Path]]:
-    """Return (step, folder) of the step folders up to `last`, in step order; empty if `home` is missing."""
-    if not home.is_dir():
+def step_folders(parent: Path, last: float = math.inf) -> list[tuple[int, Path]]:
+    """Return (step, folder) of the step folders up to `last`, in step order; empty if `parent` is missing."""
+    if not parent.is_dir():
         return []
-    folders = [path for path in home.iterdir() if path.is_dir() and re.fullmatch("[0-9]+", path.name)]
+    folders = [path for path in parent.iterdir() if path.is_dir() and re.fullmatch("[0-9]+", path.name)]
     return sorted((step, path) for path in folders if (step := int(path.name)) <= last)
 
 

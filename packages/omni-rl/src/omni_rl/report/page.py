@@ -79,17 +79,17 @@ def _document(title: str, data: object, script_name: str, media: str, connect: s
 
 def embed(data: object) -> str:
     """Return JSON that is safe in a script element, because it cannot end the element or begin another."""
-    text = json.dumps(_plain(data), allow_nan=False, separators=(",", ":"), default=str)
+    text = json.dumps(_stringify_non_finite(data), allow_nan=False, separators=(",", ":"), default=str)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def _plain(value: Any) -> Any:
+def _stringify_non_finite(value: Any) -> Any:
     """Return the value with non-finite numbers as strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+        return {str(name): _stringify_non_finite(item) for name, item in value.items()}
+    return [_stringify_non_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _hash(text: str) -> str:

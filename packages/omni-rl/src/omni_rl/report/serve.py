@@ -46,7 +46,7 @@ from omni_rl.report.page import embed, list_page, page
 from omni_rl.run.metrics import drop_stale_evaluations
 
 FILES = ("metrics.jsonl", "config.toml", "versions.jsonl")  # files of a run that the list reads
-HOMES = {"eval", "samples"}  # folders of a run with media to serve
+MEDIA_FOLDERS = {"eval", "samples"}  # folders of a run with media to serve
 DEPTH = 3  # levels of folders to search for runs
 MAX_RUNS = 1000  # in the list
 MAX_COMPARED = 8  # number of colors
@@ -130,7 +130,7 @@ class Runs:
         return page([run | {"name": self.title(name)} for name, run in zip(names, data, strict=True)], live=True)
 
     def _check_links(self, folder: Path) -> None:
-        for path in [path for home in HOMES for path in (folder / home, *folder.glob(f"{home}/*"))]:
+        for path in [path for home in MEDIA_FOLDERS for path in (folder / home, *folder.glob(f"{home}/*"))]:
             if not path.resolve().is_relative_to(self.root):
                 raise ValueError(f"{path.relative_to(self.root)} leads out of the folder that is served")
 
@@ -139,7 +139,7 @@ class Runs:
         with suppress(OSError, ValueError):
             file = (self.root / path).resolve()
             parts = file.relative_to(self.root).parts[:-1]  # with links resolved
-            if file.suffix in MEDIA_TYPES and HOMES & set(parts) and file.is_file():
+            if file.suffix in MEDIA_TYPES and MEDIA_FOLDERS & set(parts) and file.is_file():
                 return file
         raise HTTPException(404, "no such image, video or sound")
 

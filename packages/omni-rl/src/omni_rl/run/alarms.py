@@ -52,7 +52,7 @@ class Watch:
         alarms = []
         for name, rule in (*ALARMS, *((name, _not_finite(name)) for name in sorted(self._non_finite))):
             names = (name, *rule.others)
-            is_stale = rule.of_fresh and line.get("policy/staleness", 0) > 0
+            is_stale = rule.on_policy_only and line.get("policy/staleness", 0) > 0
             if is_stale or any(name not in line for name in names):
                 continue
             rows = self._rows.setdefault(rule.title, deque(maxlen=None if rule.from_first else rule.window))

@@ -36,7 +36,7 @@ class Inputs(Generic[ModelT, ParamsT]):
     model: without weights. params: sampling parameters of training, without stochastic steps. held_out: the evaluation
     sets, without their scorers. canary: the prompt used to test scorers. sizes: (height, width) of all prompts.
     streams: see `Run`. preparation: how the net is prepared. trained: the trained experts, as in `Model.nets`.
-    policies: policies besides the trained one: "old", for `Policy.as_old`, and "reference". teachers: folders of
+    policies: policies besides the trained one: "old", for `Policy.use_old`, and "reference". teachers: folders of
     weights, by name and expert. files: full weights to start from, by expert; adapters: folders of adapters to start
     from instead, with names that begin with `adapter_prefix`. digests: digests of files and versions, which must be the
     same when the run resumes. num_extra_params: number of weights of a teacher that is another model. count_samples:

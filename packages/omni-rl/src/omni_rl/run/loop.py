@@ -66,7 +66,7 @@ class Loop:
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
-        return self._open.enter_context(self._opened())
+        return self._open.enter_context(self._open_run())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -74,7 +74,7 @@ class Loop:
         self._open.__exit__(kind, error, traceback)
 
     @contextmanager
-    def _opened(self) -> Iterator[Self]:
+    def _open_run(self) -> Iterator[Self]:
         """Read the log of the run before it resumed. If the block fails, save the finished steps."""
         self._read_lines()
         begin("")
@@ -135,16 +135,16 @@ class Loop:
                 print_line(f"step {number + 1}: no sample has a signal, so no optimizer step was taken")
             stops = self._finish(step)
         if self._done == args.run.train_steps:
-            self._conclude("report, weights and metrics")
+            self._announce_end("report, weights and metrics")
 
     def _evaluate_alone(self) -> None:
         """Evaluate and log without changing the run."""
         step = Step(max(self._done, 0) - 1)
         self._evaluate(step)
         self.run.session.log.log(step.number + 1, step.metrics)
-        self._conclude("report and metrics")
+        self._announce_end("report and metrics")
 
-    def _conclude(self, written: str) -> None:
+    def _announce_end(self, written: str) -> None:
         """Print the held-out scores of each set, and the folder of the results."""
         if self.run.dist.is_main:
             announce(

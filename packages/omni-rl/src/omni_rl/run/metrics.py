@@ -49,7 +49,7 @@ class Rule:
         window: number of consecutive lines passed to the condition.
         from_first: True to pass all lines since the first, once there are `window` of them.
         others: further metrics. A line without one of them is skipped.
-        of_fresh: True to skip lines whose samples are from older weights, as with --draw-ahead.
+        on_policy_only: True to skip lines whose samples are from older weights, as with --draw-ahead.
     """
 
     title: str
@@ -58,7 +58,7 @@ class Rule:
     window: int = 5
     from_first: bool = False
     others: tuple[str, ...] = ()
-    of_fresh: bool = False
+    on_policy_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ METRICS = (
     Metric("policy/rollout_gap",
            alarm=Rule("The engine samples with another policy", lambda gaps: _mean(gaps) > MAX_GAP,
                       "Its log-probs are far from the trainer's. Look at the weight sync, and at the engine's dtype.",
-                      of_fresh=True)),
+                      on_policy_only=True)),
     Metric("policy/correction_abs_diff_max", merge="max"),
     Metric("policy/correction_ratio_max", merge="max"),
     Metric("policy/correction_ratio_min", merge="min"),

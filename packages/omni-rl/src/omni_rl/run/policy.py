@@ -52,7 +52,7 @@ class Policy:
         return [*self.params, *(copy for _, copy in self.old.pairs())] if self.old else list[Tensor](self.params)
 
     @contextmanager
-    def as_old(self) -> Iterator[None]:
+    def use_old(self) -> Iterator[None]:
         """Make `net` the old policy in the `with` block."""
         with self.old.applied() if self.old else lora.adapter(self.net, "old"):
             if self.old:

@@ -47,7 +47,7 @@ ScorerT = TypeVar("ScorerT", bound=AnyScorer, covariant=True)
 CountSamples = Callable[[Mapping[str, Tensor], tuple[Tensor, ...]], tuple[int, torch.Size] | None]
 Gate = Literal["exact", "by-gradients", "noisy", "wrong"]
 REPEATS = 4  # repeats of a forward, to test determinism: rounding may hide noise once
-SHOWN = {"eval": "evaluating", "reward_wait": "", "save": "saving", "sync": "sending weights", "read": "reading"}
+PHASE_LABELS = {"eval": "evaluating", "reward_wait": "", "save": "saving", "sync": "sending weights", "read": "reading"}
 ROUNDING = {"float32": 1e-5, "bfloat16": 4e-3, "float16": 1e-3}  # largest |ratio - 1| due to other kernels or batches
 
 
@@ -125,7 +125,7 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
         """
         is_gathered = name in self.policy.unshard and not (name == "rollout" and self.samplers)
         gathering = gathered(self.policy.net) if is_gathered else nullcontext()
-        with doing(SHOWN.get(name, name)), self.session.log.phase(name), gathering:
+        with doing(PHASE_LABELS.get(name, name)), self.session.log.phase(name), gathering:
             yield
 
     def optimizer_step(self, step: "Step", *, has_signal: bool = True) -> StepResult:

@@ -27,7 +27,7 @@ from omni_rl.run.metrics import COLUMNS
 from omni_rl.run.notify import print_line
 from omni_rl.run.world import World
 from omni_rl.settings.args import RunArgs, secret_flags, without_secrets
-from omni_rl.settings.early import WRITTEN, check_same
+from omni_rl.settings.early import RUN_KEYS, check_same
 from omni_rl.settings.fields import build, flatten
 from omni_rl.settings.toml import to_toml
 
@@ -81,7 +81,7 @@ class Session:
         """
         if self.saved:
             check_same(args, self.saved, self.config)
-            self.config |= {name: value for name, value in self.saved.config.items() if name in WRITTEN}
+            self.config |= {name: value for name, value in self.saved.config.items() if name in RUN_KEYS}
             self.checkpoints.verify(self.saved, make_net())
 
     def record_scorer(self, args: RunArgs, version: str) -> None:
@@ -199,7 +199,7 @@ class Session:
         """
         dist, folder = world.dist, self.folder
         if dist.is_main:
-            Breaker("the record of versions")(self._note_start, args, world, unshard)
+            Breaker("the record of versions")(self._record_start, args, world, unshard)
         self.log = world.open_log(
             partial(ProfiledLog, step=args.run.profile, nets=set(nets)) if args.run.profile else RunLog,
             folder=folder,
@@ -211,7 +211,7 @@ class Session:
             sinks=[self.report] if self.report else [],
         )
 
-    def _note_start(self, args: RunArgs, world: World, unshard: Sequence[str]) -> None:
+    def _record_start(self, args: RunArgs, world: World, unshard: Sequence[str]) -> None:
         """Add this start to the folder's versions.jsonl."""
         ranks, device = world.all_ranks.world_size, str(world.dist.device)
         facts: dict[str, object] = {"ranks": ranks, "device": device, "threads": torch.get_num_threads()}

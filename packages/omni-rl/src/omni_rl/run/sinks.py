@@ -104,7 +104,7 @@ def wandb(project: str, folder: str | Path) -> Sink:
 
     folder, mode = Path(folder), os.environ.get("WANDB_MODE") or ("online" if _has_login() else "offline")
     folder.mkdir(parents=True, exist_ok=True)
-    identity = {"project": project, "name": _name(folder), "id": _tracked(folder, "wandb")[0], "dir": folder}
+    identity = {"project": project, "name": _name(folder), "id": _run_id(folder, "wandb")[0], "dir": folder}
     resume = None if mode == "offline" else "allow"
     run = library.init(**identity, resume=resume, config=_config(folder), mode=mode)
     return _run_sink(run, library.Image, folder)
@@ -116,7 +116,7 @@ def trackio(project: str, folder: str | Path) -> Sink:
 
     folder = Path(folder)
     disabled = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
-    resume = "allow" if _tracked(folder, "trackio")[1] else "never"
+    resume = "allow" if _run_id(folder, "trackio")[1] else "never"
     run = library.init(project=project, name=_name(folder), config=_config(folder), resume=resume, **disabled)
     return _run_sink(run, library.Image, folder)
 
@@ -130,7 +130,7 @@ def swanlab(project: str, folder: str | Path) -> Sink:
 
     folder, mode = Path(folder), os.environ.get("SWANLAB_MODE")
     mode = mode or ("online" if library.Settings().api_key else "offline")
-    identity = {"project": project, "name": _name(folder), "id": _tracked(folder, "swanlab")[0]}
+    identity = {"project": project, "name": _name(folder), "id": _run_id(folder, "swanlab")[0]}
     resume = "allow" if mode == "online" else None  # a local run is new at each start, in its own folder
     logs = folder / "swanlab"
     logs.mkdir(parents=True, exist_ok=True)
@@ -179,7 +179,7 @@ def _name(folder: Path) -> str:
     return "-".join(folder.parts[1:]) if folder.parts[0] == "runs" else folder.name
 
 
-def _tracked(folder: Path, kind: str) -> tuple[str, bool]:
+def _run_id(folder: Path, kind: str) -> tuple[str, bool]:
     """Return the id of the folder's run in a tracker, and True if an earlier start created it."""
     path = folder / f"{kind}-run.txt"
     if path.is_file():

@@ -31,7 +31,9 @@ def sample_steps(run: RunT, steps: Loop, roll_out: Callable[[RunT, Step], T]) ->
         RuntimeError: samples of a step are too old, because the engine did not get new weights.
     """
     if samplers := run.samplers:
-        for step, _ in prefetch_steps(run, steps, lambda ahead: samplers.request(ahead.number, ahead.version)):
+        for step, _ in prefetch_steps(
+            run, steps, lambda future_step: samplers.request(future_step.number, future_step.version)
+        ):
             yield step, roll_out(run, step)
         return
 

@@ -247,7 +247,9 @@ def parse_tyro_error(box: str) -> str:
 def reject_word(cls: type, word: str, argv: Sequence[str]) -> NoReturn:
     """Raise ValueError for a word that is not a flag, or that follows a flag without a value."""
     switches = {
-        flag_of(name): off_flag(name) for name, setting in leaves(cls).items() if strip_metadata(setting.type) is bool
+        flag_of(name): negated_flag(name)
+        for name, setting in leaves(cls).items()
+        if strip_metadata(setting.type) is bool
     }
     name = word.partition("=")[0]
     if not name.startswith("-"):
@@ -263,7 +265,7 @@ def reject_word(cls: type, word: str, argv: Sequence[str]) -> NoReturn:
     raise ValueError(f"unknown flag {name}{hint or '; --help lists all, docs/coming-from.md those of other projects'}")
 
 
-def off_flag(name: str) -> str:
+def negated_flag(name: str) -> str:
     """Return the flag that turns a setting off, such as --eval.no-first."""
     group, dot, key = name.rpartition(".")
     return flag_of(f"{group}{dot}no_{key}")

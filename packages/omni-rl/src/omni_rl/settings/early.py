@@ -21,11 +21,11 @@ from omni_rl.settings.fields import MAY_CHANGE, SECRET, flag_of, flatten, marked
 MAX_CONFIG_BYTES = 2**24
 INDEXES = ("model_index.json", "modular_model_index.json")
 NO_VOCABULARY = {"tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"}
-BYTES = "ByT5Tokenizer"  # has no vocabulary file
+BYTE_TOKENIZER = "ByT5Tokenizer"  # has no vocabulary file
 GOLD_DIGEST = "eval.gold_prompts_digest"
 LOSS_SCALE = "loss_scale"
 EVALS = "evals"
-WRITTEN = ("gate", LOSS_SCALE, EVALS)  # keys that a run adds to its settings in a checkpoint
+RUN_KEYS = ("gate", LOSS_SCALE, EVALS)  # keys that a run adds to its settings in a checkpoint
 
 
 def check_model(place: str, *, reads_texts: bool = True) -> None:
@@ -57,7 +57,7 @@ def tokenizer_folders(index: Path) -> Iterator[Path]:
     """Yield the folders of the tokenizers that an index names, or nothing if the index is damaged."""
     with suppress(OSError, ValueError, AttributeError, LookupError):  # reported when the model is opened
         for part, kind in parse_json(read_linked(index, MAX_CONFIG_BYTES)).items():
-            if "tokenizer" in part and isinstance(kind, list) and kind[-1] not in (None, BYTES):
+            if "tokenizer" in part and isinstance(kind, list) and kind[-1] not in (None, BYTE_TOKENIZER):
                 yield index.parent / part
 
 
@@ -125,7 +125,7 @@ def check_same(args: RunArgs, saved: Saved, current: Config, *, ignore: Collecti
     changeable = {*marked_settings(type(args), MAY_CHANGE, SECRET)}
     if args.sampling.draw_ahead:  # no samples are pending at a save or an evaluation
         changeable -= {"save_every", "eval.every"}
-    check_config(saved, current, ignore=(*changeable, *ignore, "train_steps", "scorer", *WRITTEN))
+    check_config(saved, current, ignore=(*changeable, *ignore, "train_steps", "scorer", *RUN_KEYS))
 
 
 def file_digests(args: RunArgs, model: Path | None) -> dict[str, str]:

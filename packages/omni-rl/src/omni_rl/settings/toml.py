@@ -13,7 +13,7 @@ from omni_train.hub import check_named, is_from_hub, local_file
 from omni_rl.settings.fields import flag_of, leaves, prefix_errors, require, strip_metadata, values_of
 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
-ELSEWHERE = {  # equivalents of other projects' names
+EQUIVALENTS = {  # equivalents of other projects' names
     "--prompt-key": "prompt-column caption-column dataset-text-field",
     "--lr": "learning-rate", "--kl-coef": "beta kl-beta", "--dpo-beta": "beta", "--nft-beta": "beta",
     "--clip-range": "clip-eps", "--noise-level": "eta", "--group-size": "num-generations num-image-per-prompt",
@@ -41,7 +41,7 @@ ELSEWHERE = {  # equivalents of other projects' names
     "omni-rl train dpo_tokens": "dpo-tokens", "omni-rl train sft_tokens": "sft sft-tokens",
     "omni-rl train distill_tokens": "gkd distill-tokens",
 }  # fmt: skip
-REFUSED = {  # flags of other programs that are missing here, with the reason
+UNSUPPORTED_FLAGS = {  # flags of other programs that are missing here, with the reason
     "device": "it is the machine's accelerator, or else its CPU; CUDA_VISIBLE_DEVICES chooses among several",
     "use-8bit-adam": "moments of 8 bits move single weights too far: --memory.offload optimizer keeps them on the host",
     "target-parameters": "diffusers opens no adapters of parameters: name linear layers by --lora.targets",
@@ -178,9 +178,9 @@ def suggest(name: str, known: Iterable[str]) -> str:
     names, word = list(known), flag_of(name.lstrip("-")).lstrip("-")
     flags = {flag_of(candidate.lstrip("-")) for candidate in names}
     last_part = word.rpartition(".")[2]
-    if last_part in REFUSED and not any(candidate.endswith(f".{last_part}") for candidate in flags):
-        return f"; {REFUSED[last_part]}"
-    equivalents = [candidate for candidate, words in ELSEWHERE.items() if word in words.split()]
+    if last_part in UNSUPPORTED_FLAGS and not any(candidate.endswith(f".{last_part}") for candidate in flags):
+        return f"; {UNSUPPORTED_FLAGS[last_part]}"
+    equivalents = [candidate for candidate, words in EQUIVALENTS.items() if word in words.split()]
     if equivalents := [
         candidate for candidate in equivalents if candidate[:2] != "--" or candidate.split()[0].strip(",") in flags
     ]:

@@ -15,7 +15,7 @@ from omni_rl.run.engines import ENGINES
 from omni_rl.run.sinks import TRACKERS
 from omni_rl.settings.printing import Parser
 
-NEEDED = ("torch", "diffusers", "transformers", "peft")  # required by every trainer
+REQUIRED_PACKAGES = ("torch", "diffusers", "transformers", "peft")  # required by every trainer
 EXTRAS = {  # module -> its purpose, and the extra of omni-rl that installs it
     "rapidocr": ("the scorer ocr", "scorer"),
     "pyarrow": ("prompts in .parquet", "parquet"),
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv)
     findings = [*machine(), *packages(), *engines(), *files(), *hub()]
-    can_train = not any(finding.state == "missing" for finding in findings if finding.name in NEEDED)
+    can_train = not any(finding.state == "missing" for finding in findings if finding.name in REQUIRED_PACKAGES)
     if args.json:
         print(json.dumps({"can_train": can_train, "findings": [finding._asdict() for finding in findings]}, indent=1))
     else:
@@ -71,7 +71,7 @@ def machine() -> Iterator[Finding]:
 
 def packages() -> Iterator[Finding]:
     """Report the libraries required by trainers and by the extras."""
-    for name in (*NEEDED, *EXTRAS):
+    for name in (*REQUIRED_PACKAGES, *EXTRAS):
         purpose, extra = EXTRAS.get(name, ("every trainer needs it", ""))
         if is_installed(name):
             yield Finding(name, "ok", version(name))
@@ -88,7 +88,7 @@ def is_installed(name: str) -> bool:
 def engines() -> Iterator[Finding]:
     """Report the engines of --engine."""
     for name, row in ENGINES.items():
-        if all(map(is_installed, (row.library,) if row.library else NEEDED)):
+        if all(map(is_installed, (row.library,) if row.library else REQUIRED_PACKAGES)):
             yield Finding(f"--engine {name}", "ok", "works")
         else:
             yield Finding(f"--engine {name}", "missing", "samples", row.install or 'pip install "omni-rl"')

@@ -41,7 +41,7 @@ from omni_rl.settings.fields import require
 
 PART = "transformer"
 FACTORS = re.compile(r"lora|alpha|dora_scale|\.diff|lokr|hada")  # in names of adapters' tensors
-UNREAD = ("dora_scale", "lora_magnitude_vector", ".diff", ".lokr_", ".hada_")  # in names of unsupported adapters
+UNSUPPORTED = ("dora_scale", "lora_magnitude_vector", ".diff", ".lokr_", ".hada_")  # in names of unsupported adapters
 Factors = dict[str, tuple[Tensor, Tensor]]  # by layer: A [rank, in] and B [out, rank], B with the scale
 
 
@@ -57,12 +57,12 @@ def read_factors(place: Path, model: str) -> Factors:
     file = place if place.is_file() else find_adapter(place)
     if file is None:
         raise ValueError(f"source must be a .safetensors file or an adapter's folder, got {place}")
-    names, model_opened = read_shapes(file), open_model(model)
+    names, opened_model = read_shapes(file), open_model(model)
     got = f"got {min(names, default='none')} in {file}, as full weights have it"
     require((any(map(FACTORS.search, names)), f"source must hold LoRA factors, {got}"))
-    unsupported = next((name for name in names if any(part in name for part in UNREAD)), "")
+    unsupported = next((name for name in names if any(part in name for part in UNSUPPORTED)), "")
     require((not unsupported, f"{file} must hold LoRA factors only, got {unsupported}"))
-    factors = read_plain(file, model_opened) if all(map(is_plain, names)) else read_foreign(file, model, model_opened)
+    factors = read_plain(file, opened_model) if all(map(is_plain, names)) else read_foreign(file, model, opened_model)
     for layer, pair in factors.items():
         for factor in pair:
             check_numbers(file, layer, factor)
@@ -103,7 +103,7 @@ def read_foreign(file: Path, model: str, opened: Model) -> Factors:
     require(
         (hasattr(pipeline, "lora_state_dict"), f"--model must be one whose LoRA files diffusers reads, got {model}")
     )
-    alphas = alphas_of(file)  # before diffusers, which never returns for a negative alpha
+    alphas = read_alphas(file)  # before diffusers, which never returns for a negative alpha
     config = config_of(file, PART)
     require((not (config and config.use_dora), f"{file} must have magnitudes if use_dora is set, got none"))
     try:
@@ -126,7 +126,7 @@ def read_foreign(file: Path, model: str, opened: Model) -> Factors:
     return factors
 
 
-def alphas_of(file: Path) -> set[float]:
+def read_alphas(file: Path) -> set[float]:
     """Return the alphas in the file's tensors, or raise ValueError unless they are finite and above 0."""
     names = [name for name in read_shapes(file) if name.endswith(".alpha")]
     with safe_open(file, framework="pt") as opened:
@@ -159,7 +159,7 @@ def scale_factors(layers: Mapping[str, LoraLayer], state: Mapping[str, Tensor]) 
     return factors
 
 
-def state_dict_of(factors: Factors) -> dict[str, Tensor]:
+def to_state_dict(factors: Factors) -> dict[str, Tensor]:
     """Return the tensors of a run's file, without a scale, which is part of B."""
     return {
         f"{PART}.{layer}.lora_{side}.weight": factor.contiguous()
@@ -172,7 +172,7 @@ def write_peft(factors: Factors, target: Path, model: str) -> str:
     """Write a folder in peft's layout, for PeftModel.from_pretrained and trainers that use it; return what to print."""
     rank = len(next(iter(factors.values()))[0])
     config = config_text(rank, target_modules=sorted(factors), base_model_name_or_path=model)
-    state = {name.replace(PART, PEFT_PART, 1): tensor for name, tensor in state_dict_of(factors).items()}
+    state = {name.replace(PART, PEFT_PART, 1): tensor for name, tensor in to_state_dict(factors).items()}
     with new_folder(target) as folder:
         save_file(state, folder / PEFT_FILE, metadata={"format": "pt"})
         (folder / CONFIG_NAME).write_text(config, "utf-8")
@@ -182,7 +182,7 @@ def write_peft(factors: Factors, target: Path, model: str) -> str:
 def write_start(factors: Factors, target: Path, model: str) -> str:
     """Write a folder for --init-weights; return what to print, with the settings to use it."""
     with new_folder(target) as folder:
-        save_file(state_dict_of(factors), folder / LORA_FILE)
+        save_file(to_state_dict(factors), folder / LORA_FILE)
     rank, modules = len(next(iter(factors.values()))[0]), open_model(model).empty_net().named_modules()
     targets = target_suffixes(list(factors), [name for name, layer in modules if isinstance(layer, nn.Linear)])
     flags = ["--init-weights", str(target), "--lora.rank", str(rank), "--lora.targets", targets]

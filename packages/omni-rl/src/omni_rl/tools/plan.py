@@ -466,7 +466,7 @@ class PlannedWorld(World):
         def cached_predict(net: nn.Module, inputs: Cond) -> Tensor:
             shapes = {name: tensor.shape for name, tensor in inputs.items()}
             head = net.get_output_embeddings()  # type: ignore[operator]  # together with targets, which the graph keeps
-            return self._run_forward(net, shapes, model.BLOCK_NAMES, lambda: predict(net, inputs), kept=head)
+            return self._run_forward(net, shapes, model.BLOCK_NAMES, lambda: predict(net, inputs), retained=head)
 
         return cached_predict
 
