@@ -208,8 +208,8 @@ def main(args: Args) -> None:
     for name, folder in weights:
         load_weights(parts.net.get_submodule(name), folder)
     engine = DiffusersEngine(model, parts)
-    records_of_samples = [replace(records[i % len(records)], index=i) for i in range(args.num_images)]
-    prompts = expand_groups(records_of_samples, 1, seed=args.seed, step=0)
+    sample_records = [replace(records[i % len(records)], index=i) for i in range(args.num_images)]
+    prompts = expand_groups(sample_records, 1, seed=args.seed, step=0)
     samples = dict[int, Sample]()
     for same_shape in group_by_shapes(prompts):
         for batch in (same_shape[i : i + args.batch_size] for i in range(0, len(same_shape), args.batch_size)):

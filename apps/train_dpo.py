@@ -272,7 +272,7 @@ def minibatch_rows(data: groups.Data, pairs: Sequence[Pairs], number: int) -> li
     batches = []
     for same_size in pairs:
         numbers = [place * data.num_minibatches // data.prompts_per_step for place in same_size.places]
-        rows = [i for i, place_number in enumerate(numbers) if place_number == number]
+        rows = [i for i, update_number in enumerate(numbers) if update_number == number]
         batches += [(same_size, rows[i : i + data.batch_size // 2]) for i in range(0, len(rows), data.batch_size // 2)]
     return batches
 

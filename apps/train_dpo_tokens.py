@@ -194,7 +194,7 @@ def minibatch_pairs(args: Args, pairs: Pairs, number: int) -> list[PairBatch]:
     data, max_lengths = args.data, torch.stack([pairs.win.lengths, pairs.lose.lengths]).amax(dim=0).tolist()
     sizes = [(len(e["input_ids"]), length) for e, length in zip(pairs.win.encoded, max_lengths, strict=True)]
     numbers = [place * data.num_minibatches // data.prompts_per_step for place in pairs.places]
-    rows = [i for i, place_number in enumerate(numbers) if place_number == number]
+    rows = [i for i, update_number in enumerate(numbers) if update_number == number]
     return [
         build_batch(pairs, batch_rows, len(batch_rows))
         for batch_rows in split_rows(rows, sizes, data.batch_size // 2, -(-data.tokens_per_batch // 2))

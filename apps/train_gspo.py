@@ -266,8 +266,8 @@ def update(run: TokenRun[Args], step: Step, minibatches: list[list[TokenBatch]])
     results = []
     scale = sum(map(len, minibatches)) * dist.world_size / len(minibatches)  # to log a sum over forwards and ranks
     for number, m in enumerate(run.minibatches(step, epochs=args.num_iterations)):
-        batches, old_batches = minibatches[m], old[m]
-        for batch, old_score, reference in zip(batches, old_batches, references[m], strict=True):
+        batches, old_of_minibatch = minibatches[m], old[m]
+        for batch, old_score, reference in zip(batches, old_of_minibatch, references[m], strict=True):
             log_prob, mask = score(run, batch).log_prob, batch.trajectory.sampled.to(dist.device)
             weights, from_sampler = correction_weights(args, batch, old_score.log_prob, mask)
             out = loss_of(log_prob, old_score.log_prob, batch.advantages, mask, weights=weights)
@@ -280,7 +280,7 @@ def update(run: TokenRun[Args], step: Step, minibatches: list[list[TokenBatch]])
             forwards[-1]["loss"] = loss.detach() * scale
             deviations.append(max_ratio_deviation(batch, log_prob.detach(), old_score.log_prob))
         if number == 0:
-            limit, gap_of = args.ratio_tolerance or 0.0, partial(repeated_gap, run, batches, old_batches)
+            limit, gap_of = args.ratio_tolerance or 0.0, partial(repeated_gap, run, batches, old_of_minibatch)
             allowed = 0.0 if run.gate == "exact" else limit
             deviation = run.check_ratio(deviations, allowed, step, gap_of=gap_of, limit=limit)
             if deviation is None:

@@ -193,8 +193,8 @@ def loss_by_stream(sizes: list[int], shares: Sequence[float], loss_of: Loss) -> 
         for m, (stream_velocity, x0, noise, x_t, *stream_others) in enumerate(streams):
             trajectory, advantages = replace(noised.batch.trajectory, x0=x0), select_stream(noised.batch.advantages, m)
             batch = TrainBatch.of(trajectory, advantages, noised.batch.weights)
-            others_of_stream = dict(zip(others, stream_others, strict=True))
-            losses.append(loss_of(args, stream_velocity, others_of_stream, Noised(batch, noise, noised.sigma, x_t)))
+            velocities = dict(zip(others, stream_others, strict=True))
+            losses.append(loss_of(args, stream_velocity, velocities, Noised(batch, noise, noised.sigma, x_t)))
         return sum_losses(losses, shares)
 
     return loss

@@ -251,8 +251,8 @@ def repack(
     size, share = len(batches[0]), len(batches) // num_minibatches
     parts = [group_by_size(batches[i : i + share]) for i in range(0, len(batches), share)]  # per minibatch and size
     counts = [
-        [int(keep[torch.cat([batch.indices for batch in same_size])].sum()) for same_size in parts_of_minibatch]
-        for parts_of_minibatch in parts
+        [int(keep[torch.cat([batch.indices for batch in same_size])].sum()) for same_size in minibatch_parts]
+        for minibatch_parts in parts
     ]
     min_batches = [[math.ceil(count / size) for count in row_counts] for row_counts in counts]
     by_rank = gather_json(dist, [[sum(row) for row in counts], [sum(row) for row in min_batches]])
@@ -260,10 +260,10 @@ def repack(
     num_batches = max(1, int(rounds.max()))
     scale = num_batches * size * dist.dp_size / num_kept.sum(dim=0).clamp(min=1)
     chosen = []
-    for parts_of_minibatch, row_counts, factor in zip(parts, min_batches, scale, strict=True):
+    for minibatch_parts, row_counts, factor in zip(parts, min_batches, scale, strict=True):
         for same_size, count in zip(
-            parts_of_minibatch,
-            _fill_counts(row_counts, [len(same_size) for same_size in parts_of_minibatch], num_batches),
+            minibatch_parts,
+            _fill_counts(row_counts, [len(same_size) for same_size in minibatch_parts], num_batches),
             strict=True,
         ):
             indices = torch.cat([batch.indices for batch in same_size])

@@ -211,7 +211,7 @@ def evaluate_set(run: MediaRun[MediaArgs], eval_set: HeldOut[Params, Scorer]) ->
     main_rewards = gather_rewards(run.dist, batches, scores, groups)
     other_rewards = dict[str, torch.Tensor]()
     rank_names = sorted({name for score in scores for name in score.parts})
-    if names := sorted({name for names_of_rank in gather_json(run.dist, rank_names) for name in names_of_rank}):
+    if names := sorted({name for part_names in gather_json(run.dist, rank_names) for name in part_names}):
         other_rewards |= dict(zip(names, gather_parts(run.dist, batches, scores, names, main_rewards).T, strict=True))
     if second_scorer:
         second_scores = collect(run.dist, second_pending, rollout.num_scored)

@@ -267,8 +267,8 @@ def start_scorer_servers(args: ArgsT, dist: Dist, open_servers: ExitStack) -> Ar
                 ):
                     options_by_server = server_options(scorer, options, dist)
                     contexts = [
-                        serving(scorer, *(f"--option={option}" for option in server_opts), token=token)
-                        for server_opts in options_by_server
+                        serving(scorer, *(f"--option={option}" for option in server_args), token=token)
+                        for server_args in options_by_server
                     ]
                     servers = [*threads.map(open_servers.enter_context, contexts)]
                 urls = ",".join(server.url for server in servers)

@@ -359,8 +359,8 @@ def open_scorers(
         sizes = {"--group-size": args.data.group_size} if scorer.takes_groups and scored else {}
         for i, eval_set in enumerate(held_out):
             name = f"eval.sets[{i}].samples_per_prompt" if i else "--eval.samples-per-prompt"
-            scorers = [any_scorer for any_scorer in (eval_set.scorer or scorer, eval_set.watch) if any_scorer]
-            sizes |= {name: eval_set.samples} if any(any_scorer.takes_groups for any_scorer in scorers) else {}
+            scorers = [candidate for candidate in (eval_set.scorer or scorer, eval_set.watch) if candidate]
+            sizes |= {name: eval_set.samples} if any(candidate.takes_groups for candidate in scorers) else {}
         check_groups(args, world.dist.dp_size, sizes)
         session.record_scorer(args, version)
     world.check_same_settings({"scorer": version})  # each machine may have its own server

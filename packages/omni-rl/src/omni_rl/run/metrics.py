@@ -239,7 +239,7 @@ def drop_stale_evaluations(
         return lines
 
     def is_kept(name: str, step: float) -> bool:
-        prefix = max((prefix_of_set for prefix_of_set in since if name.startswith(prefix_of_set)), key=len, default="")
+        prefix = max((set_prefix for set_prefix in since if name.startswith(set_prefix)), key=len, default="")
         return not SINCE.fullmatch(name) and step >= since.get(prefix, 0)
 
     return [{name: value for name, value in line.items() if is_kept(name, line["step"])} for line in lines]

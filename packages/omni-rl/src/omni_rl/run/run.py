@@ -320,14 +320,9 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
         """Close the engine, the scorers and their servers, and release the folder."""
         scorers = (
             self.scorer,
-            *(
-                any_scorer
-                for eval_set in self.held_out
-                for any_scorer in (eval_set.scorer, eval_set.watch)
-                if any_scorer
-            ),
+            *(candidate for eval_set in self.held_out for candidate in (eval_set.scorer, eval_set.watch) if candidate),
         )
-        for scorer in {id(any_scorer): any_scorer for any_scorer in scorers}.values():
+        for scorer in {id(candidate): candidate for candidate in scorers}.values():
             scorer.close()
         if self.samplers:
             self.samplers.close()

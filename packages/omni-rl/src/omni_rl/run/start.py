@@ -346,7 +346,7 @@ def open_run(  # noqa: PLR0913 - a run has many parts
     )
     run.count_calls(inputs.count_samples)
     run.count_backwards()
-    nets = [any_net for any_net in {engine.net, net} if any_net is not None]
+    nets = [candidate for candidate in {engine.net, net} if candidate is not None]
     session.open_log(args, world, nets, [eval_set.metric("reward") for eval_set in held_out[1:]], policy.unshard)
     if dist.is_main:
         run.peak_tflops = run.breakers.peak(peak_tflops, dist.device)

@@ -95,7 +95,7 @@ def read_all(
         args,
         dist.device,
         model,
-        lambda name: f"{name}.".startswith(tuple(f"{prefix_of_layer}." for prefix_of_layer in frozen)),
+        lambda name: f"{name}.".startswith(tuple(f"{layer_prefix}." for layer_prefix in frozen)),
     )
     prompts, records = read_prompts(args, check_graded if scored else check_answered, check_graded)
     params = TokenParams(args.sampling.max_new_tokens, args.sampling.temperature)

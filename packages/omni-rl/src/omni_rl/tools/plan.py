@@ -126,7 +126,7 @@ def propose_changes(
     operations, small batches slower kernels, offloaded blocks a copy of the net in each forward, quantized weights
     precision, and more ranks money.
 
-    offloads: the parts that --memory.offload may name. over: the phases that need too much memory.
+    offloads: the parts that --memory.offload may name. excess: the phases that need too much memory.
     """
     first, mode, is_text = args, sharding_mode(args, ranks), not isinstance(args, MediaArgs)
     # text is not sampled without it
