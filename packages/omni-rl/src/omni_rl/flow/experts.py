@@ -15,7 +15,8 @@ def restrict_to_expert(run: MediaRun[MediaArgs], step: Step, quantiles: Tensor, 
     """Rescale uniform quantiles [B] in (0, 1) to one expert's side of `cut`; the first expert is used below `cut`.
 
     The side is random and the same for all batches and ranks of a step. Its probability is its width, so that over many
-    steps the quantiles stay uniform. If only one expert is trained, its side is used. number: index of the random choice.
+    steps the quantiles stay uniform. If only one expert is trained, its side is used. number: index of the random
+    choice.
 
     Raises:
         ValueError: only one expert is trained, and its side is empty.

@@ -50,8 +50,8 @@ def evaluate_held_out(
 ) -> dict[str, float]:
     """Evaluate the held-out prompts under the averaged weights, export these weights, and return the metrics.
 
-    The weights are exported only if the run has trained. earlier: the lines of evaluations so far. evaluate_set, export:
-    see `Loop`.
+    The weights are exported only if the run has trained. earlier: the lines of evaluations so far. evaluate_set,
+    export: see `Loop`.
     """
 
     def evaluate_one(eval_set: HeldOut[Any, Any]) -> tuple[dict[str, float], Shown]:
