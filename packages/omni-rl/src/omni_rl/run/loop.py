@@ -50,7 +50,8 @@ class Loop:
     """The remaining training steps of a run. The `with` block closes the log and, on success, the run.
 
     evaluate_set: `(run, eval_set) -> metrics, samples for the report` of a held-out set, without injected noise.
-    export: `(run, card)` writes the trained weights to runs/NAME/weights. is_stop_requested: True if the run is to stop.
+    export: `(run, card)` writes the trained weights to runs/NAME/weights. is_stop_requested: True if the run is to
+    stop.
     next_to_sample: one past the last step that has samples; set by `sources`.
     """
 
