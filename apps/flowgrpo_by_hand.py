@@ -63,9 +63,9 @@ class Args:
 MAY_CHANGE = ("name", "scorer_url", "shard", "train_steps", "eval_every", "save_every")  # when a run resumes
 args = tyro.cli(Args, description=__doc__)  # before torch is imported, so that --help is fast
 for name, value in vars(args).items():
-    least = 0 if name in ("lora_rank", "window_low", "seed") else 1
-    if type(value) is int and value < least:
-        raise SystemExit(f"--{name.replace('_', '-')} must be >= {least}, got {value}")
+    low = 0 if name in ("lora_rank", "window_low", "seed") else 1
+    if type(value) is int and value < low:
+        raise SystemExit(f"--{name.replace('_', '-')} must be >= {low}, got {value}")
 folder = Path("runs", args.name)
 if ".." in folder.parts or folder.parent.parts[:1] != ("runs",):
     raise SystemExit(f"--name must name a folder below runs/, got {args.name!r}")
@@ -218,8 +218,8 @@ with log, catch_stop() as stop:
                 for batch, old_log_prob in [*zip(batches, old, strict=True)][first : first + num_batches]:
                     own_advantages = advantages[batch.indices]
                     for k in range(batch.num_kept):
-                        now = replay(model, net, batch, k)
-                        out = grpo_loss(now.log_prob, old_log_prob[k], own_advantages, clip_range=args.clip_range)
+                        new = replay(model, net, batch, k)
+                        out = grpo_loss(new.log_prob, old_log_prob[k], own_advantages, clip_range=args.clip_range)
                         if first == 0 and out.metrics["ratio_max_dev"] != 0:
                             raise RuntimeError(f"the ratio must be 1 before an update, got {out.metrics}")
                         num_parts = num_batches * batch.num_kept

@@ -24,20 +24,20 @@ from typing import Annotated, Any, get_type_hints
 from omni_rl.media.images import check_media_prompt, reference_sizes
 from omni_rl.settings import groups
 from omni_rl.settings.args import num_ranks, parse_numbers
-from omni_rl.settings.cli import end_imports, parse_cli, refuse
+from omni_rl.settings.cli import end_imports, exit_with_error, parse_cli
 from omni_rl.settings.early import check_model, check_sides
 from omni_rl.settings.eval_sets import check_urls
 from omni_rl.settings.fields import (
     REQUIRED,
-    as_flags,
     at_least,
     between,
     check_bounds,
-    flag,
     flags_by_name,
+    map_error_names,
+    prefix_errors,
     require,
 )
-from omni_rl.settings.toml import fitting, plain
+from omni_rl.settings.toml import coerce, flatten_tables
 from omni_train.prompts.files import PromptRecord, RecordCheck, load_prompts
 
 # 1. Settings. Parsed before torch is imported, so that --help and errors in flags are fast.
@@ -84,11 +84,11 @@ class Args:
 
 def check_args(args: Args) -> None:
     """Raise ValueError if settings do not fit together, or prompts or images cannot be read."""
-    args = settle(args)
+    args = fill_defaults(args)
     check_bounds(args)
     parse_numbers(args.guidance or "", "--guidance")
-    place = next(path for path in (Path(args.out_dir), *Path(args.out_dir).parents) if path.exists())
-    missing = [folder for folder in listed(args.weights) if not folder.is_dir()]
+    parent = next(path for path in (Path(args.out_dir), *Path(args.out_dir).parents) if path.exists())
+    missing = [folder for folder in parse_paths(args.weights) if not folder.is_dir()]
     require(
         (args.model, "--model must be given"),
         (args.prompt, "--prompt must not be empty"),
@@ -96,13 +96,13 @@ def check_args(args: Args) -> None:
         (not missing, f"--weights must be a folder that a trainer wrote, got {missing and missing[0]}"),
         (not args.out or Path(args.out).suffix in (".png", ".jpg", ".webp"),
          f"--out must end in .png, .jpg or .webp, got {args.out}"),
-        (not args.out_dir or place.is_dir(), f"--out-dir must be a folder, got {place}"),
+        (not args.out_dir or parent.is_dir(), f"--out-dir must be a folder, got {parent}"),
         (not args.out_dir or not (Path(args.out_dir) / SAMPLES).exists(),
          f"--out-dir must be without the {SAMPLES} of earlier samples, got {args.out_dir}"),
         (num_ranks() == 1, f"sample.py runs in one process, got {num_ranks()} ranks"),
     )  # fmt: skip
     check_model(args.model)
-    check_sides(args.model, args.height or 0, args.width or 0)  # set by `settle`
+    check_sides(args.model, args.height or 0, args.width or 0)  # set by `fill_defaults`
     check_urls(args.scorer.url, "--scorer.url")
     read_prompts(args, check_media_prompt)
 
@@ -113,22 +113,24 @@ DEFAULTS = {
 }  # fmt: skip
 
 
-def settle(args: Args) -> Args:
+def fill_defaults(args: Args) -> Args:
     """Fill missing settings with those of the weights' run, or with DEFAULTS."""
-    found: dict[str, Any] = dict(DEFAULTS)
-    for folder in listed(args.weights)[-1:]:
+    settings: dict[str, Any] = dict(DEFAULTS)
+    for folder in parse_paths(args.weights)[-1:]:
         for file in (folder / "recipe.toml", folder.parent / "config.toml"):  # for weights from the hub, and from a run
             if file.is_file():
-                with flag(f"{file}: "):
-                    run = plain(tomllib.loads(file.read_text("utf-8")))
-                run["num_inference_steps"] = run.get("eval.num_inference_steps", found["num_inference_steps"])
+                with prefix_errors(f"{file}: "):
+                    run = flatten_tables(tomllib.loads(file.read_text("utf-8")))
+                run["num_inference_steps"] = run.get("eval.num_inference_steps", settings["num_inference_steps"])
                 kinds = get_type_hints(Args)
-                found |= {name: fitting(kinds[name], run[name], f"{file}: {name}") for name in found if name in run}
-    given = {name: value for name in found if (value := vars(args)[name]) is not None}
-    return replace(args, **found | given, out=args.out or ("" if args.out_dir else "sheet.png"))
+                settings |= {
+                    name: coerce(kinds[name], run[name], f"{file}: {name}") for name in settings if name in run
+                }
+    chosen = {name: value for name in settings if (value := vars(args)[name]) is not None}
+    return replace(args, **settings | chosen, out=args.out or ("" if args.out_dir else "sheet.png"))
 
 
-def listed(text: str) -> tuple[Path, ...]:
+def parse_paths(text: str) -> tuple[Path, ...]:
     """Return the comma-separated paths in a text."""
     return tuple(Path(piece) for piece in text.split(",") if piece)
 
@@ -143,13 +145,13 @@ def read_prompts(args: Args, check: RecordCheck) -> list[PromptRecord]:
     """
     records = [PromptRecord(index=0, text=args.prompt)]
     if args.prompts:
-        with flag("--prompts: "):
+        with prefix_errors("--prompts: "):
             records = load_prompts(args.prompts, check=check, media_root=args.media_root, key=args.prompt_key)
-    images = listed(args.images)
-    with flag("--images: "):
+    images = parse_paths(args.images)
+    with prefix_errors("--images: "):
         reference_sizes(replace(records[0], images=images))
-        named = any(record.images for record in records)
-        require((not images or not named, f"must be left out, as {args.prompts} names images"))
+        names_images = any(record.images for record in records)
+        require((not images or not names_images, f"must be left out, as {args.prompts} names images"))
     return [replace(r, images=images or r.images, negative=r.negative or args.negative_prompt) for r in records]
 
 
@@ -161,10 +163,10 @@ if __name__ == "__main__":
 import numpy as np
 import torch
 from omni_reward import RewardError
-from omni_rl.flow.sampling import by_shapes, expand_groups
-from omni_rl.flow.scorers import Scorer, abstaining, connect
+from omni_rl.flow.sampling import expand_groups, group_by_shapes
+from omni_rl.flow.scorers import Scorer, abstaining_scorer, connect
 from omni_rl.flow.scoring import collect, submit
-from omni_rl.media.write import contact_sheet, readable, score_label, still, whole_files
+from omni_rl.media.write import contact_sheet, format_score, score_label, still_image, whole_files
 from omni_rollout import Model, Params, Prompt
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
@@ -191,11 +193,11 @@ def main(args: Args) -> None:
         ValueError, OSError: the model, the weights, the prompts or the scorer cannot be used. Raised before any weights
             are loaded, except if the scorer fails later.
     """
-    args, dist = settle(args), init_distributed()
-    params = params_of(args)
-    model = open_checked(args, params)
+    args, dist = fill_defaults(args), init_distributed()
+    params = sampling_params(args)
+    model = open_checked_model(args, params)
     records = read_prompts(args, lambda record: model.check(params.of_size(record.size)))
-    with flag("--images: "):
+    with prefix_errors("--images: "):
         for record in records:
             check_images(model, reference_sizes(record))
     weights = find_weights(args, model)
@@ -203,55 +205,55 @@ def main(args: Args) -> None:
     for place in (Path(args.out).parent, Path(args.out_dir)):
         place.mkdir(parents=True, exist_ok=True)
     parts = model.load(device=dist.device, dtype=getattr(torch, args.dtype))
-    for name, home in weights:
-        load_weights(parts.net.get_submodule(name), home)
+    for name, folder in weights:
+        load_weights(parts.net.get_submodule(name), folder)
     engine = DiffusersEngine(model, parts)
-    chosen = [replace(records[i % len(records)], index=i) for i in range(args.num_images)]
-    prompts = expand_groups(chosen, 1, seed=args.seed, step=0)
+    sample_records = [replace(records[i % len(records)], index=i) for i in range(args.num_images)]
+    prompts = expand_groups(sample_records, 1, seed=args.seed, step=0)
     samples = dict[int, Sample]()
-    for same in by_shapes(prompts):
-        for batch in (same[i : i + args.batch_size] for i in range(0, len(same), args.batch_size)):
+    for same_shape in group_by_shapes(prompts):
+        for batch in (same_shape[i : i + args.batch_size] for i in range(0, len(same_shape), args.batch_size)):
             samples |= sample(args, dist, engine, scorer, batch, params)
     write(args, prompts, [samples[i] for i in range(len(prompts))])
 
 
-def params_of(args: Args) -> Params:
-    """Return the sampling parameters from the result of `settle`."""
+def sampling_params(args: Args) -> Params:
+    """Return the sampling parameters from the result of `fill_defaults`."""
     settings = {name: value for name, value in vars(args).items() if name in DEFAULTS}
     true_cfg = {"true_cfg_scale": scale} if (scale := settings.pop("true_cfg_scale")) != 1 else {}
     guidance = {**parse_numbers(settings.pop("guidance"), "--guidance"), **true_cfg}
     return Params(**settings, guidance=guidance)
 
 
-def open_checked(args: Args, params: Params) -> Model:
+def open_checked_model(args: Args, params: Params) -> Model:
     """Open the model without weights, and check its files and the parameters."""
-    with flag("--model: "):
+    with prefix_errors("--model: "):
         model = open_model(args.model)
         model.check_files()
-    with as_flags({name: f"--guidance {name}" for name in model.OPTIONS} | flags_by_name(Args)):
+    with map_error_names({name: f"--guidance {name}" for name in model.OPTIONS} | flags_by_name(Args)):
         model.check(params)
-    with flag("--model: "):
+    with prefix_errors("--model: "):
         model.sigmas(params)
     return model
 
 
 def find_weights(args: Args, model: Model) -> list[tuple[str, Path]]:
     """Return the folders of --weights in the order of loading, each with the name of its net."""
-    folders = listed(args.weights)
-    with flag("--weights: "):
-        found = [(name, home) for folder in folders for name, home in homes(folder, model.nets).items()]
-        for name, home in found:
-            check_weights(model.empty_net().get_submodule(name), home)
+    folders = parse_paths(args.weights)
+    with prefix_errors("--weights: "):
+        by_net = [item for folder in folders for item in homes(folder, model.nets).items()]
+        for name, weights_folder in by_net:
+            check_weights(model.empty_net().get_submodule(name), weights_folder)
         are_full = [any(map(saved_files, homes(folder, model.nets).values())) for folder in folders]
         rule = f"must be full weights, an adapter, or full weights and then an adapter, got {args.weights}"
         require((len(folders) < 2 or are_full == [True, False], rule))
-    return found
+    return by_net
 
 
 def open_scorer(args: Args, dist: Dist, model: Model, record: PromptRecord, params: Params) -> Scorer:
     """Return the scorer of --scorer.url, after scoring one prompt, or one that abstains."""
     if not args.scorer.url:
-        return abstaining()
+        return abstaining_scorer()
     canary = replace(record, meta={**record.meta, "fps": params.frame_rate})
     settings = groups.Scorer(token_file=args.scorer.token_file)
     scorer, _ = connect(args.scorer.url, settings, dist, canary, model.MEDIA)
@@ -270,32 +272,35 @@ def sample(
     except RewardError as exc:
         raise ValueError(f"--scorer.url: {exc}") from exc
     media = samples.media
-    each = [dict(zip(media, own, strict=True)) for own in zip(*map(Tensor.numpy, media.values()), strict=True)]
-    folder, found = Path(args.out_dir) if args.out_dir else Path(args.out).with_suffix(""), dict[int, Sample]()
-    for prompt, own, score in zip(batch, each, scores, strict=True):
-        plays = whole_files(own, samples.rates) if args.out_dir or "image" not in own else {}
-        files = {f"{prompt.index}{suffix}": data for suffix, data in plays.items()}
+    per_sample = [
+        dict(zip(media, sample_media, strict=True))
+        for sample_media in zip(*map(Tensor.numpy, media.values()), strict=True)
+    ]
+    folder, rows = Path(args.out_dir) if args.out_dir else Path(args.out).with_suffix(""), dict[int, Sample]()
+    for prompt, sample_media, score in zip(batch, per_sample, scores, strict=True):
+        media_files = whole_files(sample_media, samples.rates) if args.out_dir or "image" not in sample_media else {}
+        files = {f"{prompt.index}{suffix}": data for suffix, data in media_files.items()}
         for name, data in files.items():
             folder.mkdir(exist_ok=True)
             (folder / name).write_bytes(data)
         row = {"files": list(files), "prompt": prompt.text, "seed": prompt.seed}
         row |= {"score": score.value, "parts": score.parts, "abstained": score.abstained}
         label = f"{score_label(score.value, {})}  " * bool(args.scorer.url)
-        found[prompt.index] = Sample(still(own), label, row, tuple(media))
-    return found
+        rows[prompt.index] = Sample(still_image(sample_media), label, row, tuple(media))
+    return rows
 
 
 def write(args: Args, prompts: list[Prompt], samples: list[Sample]) -> None:
     """Write samples.jsonl and the contact sheet, and print their paths."""
     if args.out_dir:
-        lines = [json.dumps(each.row, ensure_ascii=False) + "\n" for each in samples]
+        lines = [json.dumps(sample.row, ensure_ascii=False) + "\n" for sample in samples]
         (Path(args.out_dir) / SAMPLES).write_text("".join(lines), "utf-8")
     if args.out:
-        texts = [each.label + prompt.text for each, prompt in zip(samples, prompts, strict=True)]
+        texts = [sample.label + prompt.text for sample, prompt in zip(samples, prompts, strict=True)]
         columns = 1 if "video" in samples[0].kinds else 8
-        contact_sheet([each.picture for each in samples], texts, columns=columns).save(args.out)
-    graded = [each.row["score"] for each in samples if each.row["score"] is not None]
-    mean = f", mean score {readable(float(np.mean(graded)), 3)} of {len(graded)}" if graded else ""
+        contact_sheet([sample.picture for sample in samples], texts, columns=columns).save(args.out)
+    graded = [sample.row["score"] for sample in samples if sample.row["score"] is not None]
+    mean = f", mean score {format_score(float(np.mean(graded)), 3)} of {len(graded)}" if graded else ""
     places = " and ".join(filter(None, (args.out_dir, args.out)))
     print(f"{len(samples)} sample{'s' * (len(samples) > 1)} in {places}{mean}")
 
@@ -305,4 +310,4 @@ if __name__ == "__main__":
     try:
         main(ARGS)
     except (OSError, ValueError) as exc:
-        refuse(exc)
+        exit_with_error(exc)

@@ -33,7 +33,7 @@ from omni_rl.settings import groups
 from omni_rl.settings.args import MediaArgs, load_records
 from omni_rl.settings.cli import parse_cli
 from omni_rl.settings.eval_sets import MediaEval
-from omni_rl.settings.fields import Flat, at_least, between, flag, require
+from omni_rl.settings.fields import Flat, at_least, between, prefix_errors, require
 from omni_rl.settings.rules import check_scored
 
 # 1. Settings. Parsed before torch is imported, so that --help and errors in flags are fast.
@@ -80,14 +80,14 @@ def check_args(args: Args) -> None:
     """Raise ValueError if settings do not fit together."""
     low, high = trained_steps(args)
     check_scored(args, num_trained=max(1, high - low), needs_scorer=False)
-    most = args.sampling.num_inference_steps - (args.algo != "opd-ode")
-    bounds = f"steps of the student (0 to {most} with {args.algo})"
+    end = args.sampling.num_inference_steps - (args.algo != "opd-ode")
+    bounds = f"steps of the student (0 to {end} with {args.algo})"
     require(
-        (low < high <= most, f"--train-low and --train-high must bound {bounds}, got {low} and {high}"),
+        (low < high <= end, f"--train-low and --train-high must bound {bounds}, got {low} and {high}"),
         (args.noise_level <= 1 or args.algo != "opd-cps", "--noise-level must be <= 1 for opd-cps"),
     )
     names = parse_teachers(args.teachers)
-    with flag("--prompts: "):
+    with prefix_errors("--prompts: "):
         for record in load_records(args.data, args.data.prompts):
             teacher = record.meta.get("teacher")
             require((teacher in (None, *names), f'"teacher" must be one of --teachers, got {teacher!r}'))
@@ -95,8 +95,8 @@ def check_args(args: Args) -> None:
 
 def trained_steps(args: Args) -> tuple[int, int]:
     """Return the first trained step of the student, and one past the last."""
-    most = args.sampling.num_inference_steps - (args.algo != "opd-ode")
-    return args.train_low, most if args.train_high is None else args.train_high
+    end = args.sampling.num_inference_steps - (args.algo != "opd-ode")
+    return args.train_low, end if args.train_high is None else args.train_high
 
 
 def parse_teachers(text: str) -> dict[str, str]:
@@ -124,8 +124,8 @@ if __name__ == "__main__":
 
 import torch
 from omni_losses import LossOutput, distill_kl_loss, distill_velocity_loss
-from omni_rl.flow.sampling import evaluate_set, prompts_of, sample, show
-from omni_rl.flow.scorers import abstaining
+from omni_rl.flow.sampling import evaluate_set, sample, show, step_prompts
+from omni_rl.flow.scorers import abstaining_scorer
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
 from omni_rl.run.media import (
@@ -145,16 +145,16 @@ from omni_sched import Transition, cps_step, euler_step, ode_step, sde_step
 from torch import Tensor
 
 
-def velocity_loss(velocity: Tensor, wanted: Tensor, at: "Latents", weights: Tensor) -> LossOutput:
+def velocity_loss(velocity: Tensor, target: Tensor, latents: "Latents", weights: Tensor) -> LossOutput:
     """Return the squared distance of the velocities, for deterministic steps."""
-    return distill_velocity_loss(velocity, wanted, weights=weights)
+    return distill_velocity_loss(velocity, target, weights=weights)
 
 
-def kl_loss(velocity: Tensor, wanted: Tensor, at: "Latents", weights: Tensor) -> LossOutput:
+def kl_loss(velocity: Tensor, target: Tensor, latents: "Latents", weights: Tensor) -> LossOutput:
     """Return the KL of the stochastic step to the teacher's."""
-    levels = {"sigma": at.sigma, "sigma_next": at.sigma_next, "noise_level": at.params.noise_level}
-    now, then = (at.params.rule(v, at.x, **levels, x_next=at.x_next) for v in (velocity, wanted))
-    return distill_kl_loss(now.mean, then.mean, now.std, weights=weights)
+    levels = {"sigma": latents.sigma, "sigma_next": latents.sigma_next, "noise_level": latents.params.noise_level}
+    student, teacher = (latents.params.rule(v, latents.x, **levels, x_next=latents.x_next) for v in (velocity, target))
+    return distill_kl_loss(student.mean, teacher.mean, student.std, weights=weights)
 
 
 Loss = Callable[[Tensor, Tensor, "Latents", Tensor], LossOutput]
@@ -164,8 +164,8 @@ ALGOS: dict[str, tuple[Callable[..., Transition], Loss]] = {
     "opd-ode": (ode_step, velocity_loss),
 }
 
-BEFORE = ""  # name of the teacher that is the initial model
-UNSCORED = abstaining("samples of training are not scored")
+INITIAL = ""  # name of the teacher that is the initial model
+UNSCORED = abstaining_scorer("samples of training are not scored")
 
 # 3. A training step: rollout of the student, and its correction
 
@@ -189,10 +189,10 @@ def main(args: Args, world: World) -> None:
     with Loop(run, evaluate_set, export) as steps:
         for step in steps:
             with run.phase("rollout"):
-                rollout = sample(run, prompts_of(run, step), student_params(args, run.base_params), scorer=UNSCORED)
+                rollout = sample(run, step_prompts(run, step), student_params(args, run.base_params), scorer=UNSCORED)
                 conds = [teacher_cond(run, batch) for batch in rollout.batches]  # while the engine is awake
             with run.updating(step):
-                step.metrics |= update(run, step, rollout.batches, conds, list(teachers) or [BEFORE])
+                step.metrics |= update(run, step, rollout.batches, conds, list(teachers) or [INITIAL])
             run.sync(step)
             show(run, step, rollout)
 
@@ -202,8 +202,8 @@ def student_params(args: Args, params: Params) -> Params:
     rule, _ = ALGOS[args.algo]
     low, high = trained_steps(args)
     last = args.sampling.num_inference_steps - 1
-    kept = tuple(range(min(low, last - 1), min(high, last)))
-    return replace(params, rule=rule, noise_level=args.noise_level, sde_steps=kept)
+    kept_steps = tuple(range(min(low, last - 1), min(high, last)))
+    return replace(params, rule=rule, noise_level=args.noise_level, sde_steps=kept_steps)
 
 
 def teacher_params(args: Args, params: Params) -> Params:
@@ -252,25 +252,25 @@ def update(
     forwards, results = [], []
     for first in range(0, len(points), size):
         for batch, cond, i in points[first : first + size]:
-            at = latents_at(batch, i)
-            velocity = run.model.predict_velocity(run.policy.net, at.x, at.sigma, batch.cond, at.params)
-            outs = []
+            latents = latents_at(batch, i)
+            velocity = run.model.predict_velocity(run.policy.net, latents.x, latents.sigma, batch.cond, latents.params)
+            outputs = []
             for name in teachers:
-                weights = to_device(shares(batch, name, len(teachers)), at.x.device)
-                outs.append(loss_of(velocity, teacher_velocity(run, name, cond, at), at, weights))
-            loss = torch.stack([out.loss for out in outs]).sum()
+                weights = to_device(teacher_shares(batch, name, len(teachers)), latents.x.device)
+                outputs.append(loss_of(velocity, teacher_velocity(run, name, cond, latents), latents, weights))
+            loss = torch.stack([out.loss for out in outputs]).sum()
             # Gradients are summed over batches, steps and ranks; this makes the sum a mean.
             run.policy.backward(loss / (size * dist.dp_size), of=size)
-            means = {name: torch.stack([out.metrics[name] for out in outs]).mean() for name in outs[0].metrics}
+            means = {name: torch.stack([out.metrics[name] for out in outputs]).mean() for name in outputs[0].metrics}
             forwards.append(means | {"loss": loss.detach()})
         results.append(run.optimizer_step(step))
     return run.policy_metrics(forwards, results)
 
 
-def shares(batch: Trajectory, teacher: str, count: int) -> Tensor:
+def teacher_shares(batch: Trajectory, teacher: str, count: int) -> Tensor:
     """Return a teacher's share [B] of each sample's loss: 1 or 0 if the prompt names a teacher, else 1 / count."""
-    named = [prompt.meta.get("teacher") for prompt in batch.prompts]
-    return torch.tensor([1 / count if name is None else float(name == teacher) for name in named])
+    teacher_names = [prompt.meta.get("teacher") for prompt in batch.prompts]
+    return torch.tensor([1 / count if name is None else float(name == teacher) for name in teacher_names])
 
 
 def teacher_cond(run: MediaRun[Args], batch: Trajectory) -> Cond:
@@ -281,12 +281,15 @@ def teacher_cond(run: MediaRun[Args], batch: Trajectory) -> Cond:
 
 
 @torch.no_grad()
-def teacher_velocity(run: MediaRun[Args], name: str, cond: Cond, at: Latents) -> Tensor:
+def teacher_velocity(run: MediaRun[Args], name: str, cond: Cond, latents: Latents) -> Tensor:
     """Return a teacher's mean velocity [B, ...] over its steps within the student's step."""
-    args, model, params = run.args, run.model, teacher_params(run.args, at.params)
-    levels = [torch.lerp(at.sigma, at.sigma_next, j / args.teacher_substeps) for j in range(args.teacher_substeps + 1)]
-    x, velocities = at.x, []
-    with run.policy.reference() if name == BEFORE else run.policy.teacher(name) as net:
+    args, model, params = run.args, run.model, teacher_params(run.args, latents.params)
+    levels = [
+        torch.lerp(latents.sigma, latents.sigma_next, j / args.teacher_substeps)
+        for j in range(args.teacher_substeps + 1)
+    ]
+    x, velocities = latents.x, []
+    with run.policy.reference() if name == INITIAL else run.policy.teacher(name) as net:
         for sigma, sigma_next in pairwise(levels):
             velocities.append(model.predict_velocity(net, x, sigma, cond, params))
             x = euler_step(velocities[-1], x, sigma, sigma_next)

@@ -87,7 +87,15 @@ if __name__ == "__main__":
 
 import torch
 from omni_losses import token_divergence
-from omni_rl.flow.tokens import TokenBatch, Unscored, evaluate_set, pack_all, prompts_of, read_answers, sample_answers
+from omni_rl.flow.tokens import (
+    TokenBatch,
+    Unscored,
+    evaluate_set,
+    expand_prompts,
+    pack_all,
+    read_answers,
+    sample_answers,
+)
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
 from omni_rl.run.run import Step, TokenRun
@@ -133,7 +141,7 @@ def main(args: Args, world: World) -> None:
 def roll_out(run: TokenRun[Args], step: Step) -> list[TokenTrajectory]:
     """Return this rank's batches of the student's answers."""
     data = run.args.data
-    prompts = prompts_of(run.prompts.at(step.number), data.group_size, seed=run.args.run.seed, step=step.number)
+    prompts = expand_prompts(run.prompts.at(step.number), data.group_size, seed=run.args.run.seed, step=step.number)
     with run.phase("rollout"):
         return [*sample_answers(run, prompts, run.base_params, Unscored()).batches]
 
@@ -167,13 +175,13 @@ def compare(run: TokenRun[Args], batch: TokenTrajectory, teacher: Teacher) -> Te
     def log_probs(logits: Tensor, _: Tensor) -> Tensor:
         return token_log_probs(logits[:, : teacher.vocab_size], run.model.suppressed, batch.params)
 
-    def diverge(logits: Tensor, wanted: Tensor) -> Tensor:
-        now = token_log_probs(logits[:, : teacher.vocab_size], run.model.suppressed, batch.params)
-        return token_divergence(now, wanted, divergence=run.args.divergence)[:, None]
+    def diverge(logits: Tensor, target: Tensor) -> Tensor:
+        student = token_log_probs(logits[:, : teacher.vocab_size], run.model.suppressed, batch.params)
+        return token_divergence(student, target, divergence=run.args.divergence)[:, None]
 
     with torch.no_grad():
-        wanted = score_logits(teacher.model, teacher.net, batch, batch.tokens, log_probs)
-    return score_logits(run.model, run.policy.net, batch, wanted, diverge)[..., 0]
+        target = score_logits(teacher.model, teacher.net, batch, batch.tokens, log_probs)
+    return score_logits(run.model, run.policy.net, batch, target, diverge)[..., 0]
 
 
 if __name__ == "__main__":

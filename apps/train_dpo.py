@@ -80,7 +80,7 @@ def check_args(args: Args) -> None:
     checked = replace(args, data=replace(data, batch_size=2)) if offline else args
     check_scored(checked, num_trained=None, needs_scorer=False)
     require(
-        (args.scorer.given or offline or args.run.dry_run,
+        (args.scorer.is_set or offline or args.run.dry_run,
          "--scorer must name a reward, --scorer.url a reward server, or --preferences a file of pairs"),
         (not (offline and args.sampling.draw_ahead),
          f"--draw-ahead must be 0 with --preferences, of which nothing is sampled, got {args.sampling.draw_ahead}"),
@@ -102,17 +102,17 @@ if __name__ == "__main__":
 
 import torch
 from omni_losses import best_worst_pairs, diffusion_dpo_loss, velocity_error
-from omni_rl.flow.batches import by_size
-from omni_rl.flow.experts import clamp_to_side, on_one_side
-from omni_rl.flow.sampling import by_shapes, evaluate_set, expand_groups, prompts_of, sample, show
-from omni_rl.flow.scoring import Rollout, rewards_at, wait_and_grade
+from omni_rl.flow.batches import group_by_size
+from omni_rl.flow.experts import clamp_to_side, restrict_to_expert
+from omni_rl.flow.sampling import evaluate_set, expand_groups, group_by_shapes, sample, show, step_prompts
+from omni_rl.flow.scoring import Rollout, step_rewards, wait_and_grade
 from omni_rl.media.preferences import read_latent
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
 from omni_rl.run.media import export, open_engine, open_scorers, read_media
 from omni_rl.run.run import MediaRun, Step
 from omni_rl.run.serve import serve
-from omni_rl.run.sources import sampled
+from omni_rl.run.sources import sample_steps
 from omni_rl.run.start import open_net, open_policy, open_run, open_session, print_plan, start_servers
 from omni_rl.run.world import World
 from omni_rollout import Trajectory
@@ -152,12 +152,12 @@ def main(args: Args, world: World) -> None:
     model, engine = open_engine(args, world, inputs, net)
     policy = open_policy(args, world, inputs, session, net, engine)
     run = open_run(args, world, inputs, session, model, policy, engine, scorer, held_out, algorithm="dpo")
-    if world.only_samples:
+    if world.is_sampler:
         serve(run, roll_out)  # type: ignore[arg-type]  # not None: rollout ranks exclude --preferences
         return
     with Loop(run, evaluate_set, export) as steps:
-        for step, rollout in sampled(run, steps, roll_out):
-            pairs = pairs_of(run, step, rollout) if rollout else read_pairs(run, step)
+        for step, rollout in sample_steps(run, steps, roll_out):
+            pairs = select_pairs(run, step, rollout) if rollout else read_pairs(run, step)
             with run.updating(step):
                 step.metrics |= update(run, step, pairs)
             run.sync(step)
@@ -168,21 +168,22 @@ def roll_out(run: MediaRun[Args], step: Step) -> Rollout[Trajectory] | None:
     if run.args.preferences:
         return None
     with run.phase("rollout"):
-        return sample(run, prompts_of(run, step), run.base_params, in_a_row=run.args.data.group_size)
+        return sample(run, step_prompts(run, step), run.base_params, in_a_row=run.args.data.group_size)
 
 
-def pairs_of(run: MediaRun[Args], step: Step, rollout: Rollout[Trajectory]) -> list[Pairs]:
+def select_pairs(run: MediaRun[Args], step: Step, rollout: Rollout[Trajectory]) -> list[Pairs]:
     """Return the best and the worst sample of each of this rank's groups of the step, by size, and show samples."""
-    pairs = wait_and_grade(run, step, rollout, choose)  # wait for all, because batches hold pairs of several groups
+    # wait for all, because batches hold pairs of several groups
+    pairs = wait_and_grade(run, step, rollout, choose_pairs)
     show(run, step, rollout)
     return pairs
 
 
-def choose(run: MediaRun[Args], step: Step, rollout: Rollout[Trajectory]) -> list[Pairs]:
+def choose_pairs(run: MediaRun[Args], step: Step, rollout: Rollout[Trajectory]) -> list[Pairs]:
     """Return the best and the worst sample of each of this rank's groups, by size."""
-    rewards, chosen = rewards_at(run, step, rollout), []
-    for same in by_size(rollout.batches):
-        trajectory = Trajectory.cat(same)
+    rewards, chosen = step_rewards(run, step, rollout), []
+    for same_size in group_by_size(rollout.batches):
+        trajectory = Trajectory.cat(same_size)
         place_of = {index: place for place, index in enumerate(trajectory.indices.tolist())}
         pairs = [pair for pair in best_worst_pairs(rewards, rollout.groups) if pair[0] in place_of]
         win, lose = (trajectory.select([place_of[pair[side]] for pair in pairs] or [0]) for side in range(2))
@@ -199,15 +200,15 @@ def read_pairs(run: MediaRun[Args], step: Step) -> list[Pairs]:
     prompts = expand_groups([records[i] for i in places] or records[:1], 1, seed=run.args.run.seed, step=step.number)
     folder, pairs = run.prompts.folder, []
     with run.phase("read"):
-        for same in by_shapes(prompts):
-            params = run.base_params.of_size(same[0].size)
+        for same_shape in group_by_shapes(prompts):
+            params = run.base_params.of_size(same_shape[0].size)
             win, lose = (
-                torch.stack([read_latent(model, parts, folder / str(p.meta[side]), params) for p in same])
+                torch.stack([read_latent(model, parts, folder / str(p.meta[side]), params) for p in same_shape])
                 for side in ("win", "lose")
             )
-            cond, seeds = run.engine.condition(same, model.unguided(params)), [p.seed for p in same]
-            own = [places[p.index] for p in same] if places else []
-            pairs.append(Pairs(win.to(dist.device), lose.to(dist.device), cond, same[0].size, seeds, own))
+            cond, seeds = run.engine.condition(same_shape, model.unguided(params)), [p.seed for p in same_shape]
+            pair_places = [places[p.index] for p in same_shape] if places else []
+            pairs.append(Pairs(win.to(dist.device), lose.to(dist.device), cond, same_shape[0].size, seeds, pair_places))
     return pairs
 
 
@@ -226,76 +227,79 @@ class Noised:
     count: int
 
 
-def noise_afresh(run: MediaRun[Args], step: Step, pairs: Pairs, own: Sequence[int]) -> list[Noised]:
-    """Return the pairs in the rows `own`, filled up to the usual batch shape, at each of their noise levels.
+def noise_pairs(run: MediaRun[Args], step: Step, pairs: Pairs, pair_rows: Sequence[int]) -> list[Noised]:
+    """Return the pairs in the rows `pair_rows`, filled up to the usual batch shape, at each of their noise levels.
 
     If the model has two experts, one of them is chosen for each level of the step.
     """
     args = run.args
     first = args.sampling.num_inference_steps  # lower indices are the rollout's noise
     count = args.levels_per_pair
-    rows = [*own, *[0] * (args.data.batch_size // 2 - len(own))]
-    seeds, onto = [pairs.seeds[i] for i in rows], partial(to_device, device=pairs.win.device)
+    rows = [*pair_rows, *[0] * (args.data.batch_size // 2 - len(pair_rows))]
+    seeds, to_pairs_device = [pairs.seeds[i] for i in rows], partial(to_device, device=pairs.win.device)
     x0 = torch.cat([pick(pairs.win, rows), pick(pairs.lose, rows)])
     cond = {name: torch.cat([pick(tensor, rows)] * 2) for name, tensor in pairs.cond.items()}
     sigmas = shift_sigmas(step_noise(seeds, first + count, (count,)).sigmoid(), args.level_shift)
     if run.model.boundary:
-        sigmas = torch.stack([of_one_expert(run, step, sigma, k) for k, sigma in enumerate(sigmas.T)], dim=1)
-    sigmas = onto(sigmas)
-    points = []
+        sigmas = torch.stack([move_to_expert(run, step, sigma, k) for k, sigma in enumerate(sigmas.T)], dim=1)
+    sigmas = to_pairs_device(sigmas)
+    noised = []
     for k in range(count):
-        noise = onto(step_noise(seeds, first + k, x0.shape[1:]))
-        points.append(Noised(x0, torch.cat([noise, noise]), sigmas[:, k].repeat(2), cond, pairs.size, len(own)))
-    return points
+        noise = to_pairs_device(step_noise(seeds, first + k, x0.shape[1:]))
+        noised.append(Noised(x0, torch.cat([noise, noise]), sigmas[:, k].repeat(2), cond, pairs.size, len(pair_rows)))
+    return noised
 
 
-def of_one_expert(run: MediaRun[Args], step: Step, sigma: Tensor, k: int) -> Tensor:
+def move_to_expert(run: MediaRun[Args], step: Step, sigma: Tensor, k: int) -> Tensor:
     """Move noise levels [B], the k-th of a step, to one of two experts' sides by rescaling their quantiles."""
     shift, boundary = run.args.level_shift, torch.tensor(run.model.boundary).double()
-    places, cut = (torch.special.ndtr(-shift_sigmas(s.double(), 1 / shift).logit()) for s in (sigma, boundary))
-    normal = -torch.special.ndtri(on_one_side(run, step, places, cut.item(), k))
+    quantiles, cut = (torch.special.ndtr(-shift_sigmas(s.double(), 1 / shift).logit()) for s in (sigma, boundary))
+    normal = -torch.special.ndtri(restrict_to_expert(run, step, quantiles, cut.item(), k))
     moved = shift_sigmas(normal.sigmoid(), shift).float()
     return clamp_to_side(run, moved, moved.mean())
 
 
-def errors(run: MediaRun[Args], net: nn.Module, at: Noised) -> Tensor:
+def flow_errors(run: MediaRun[Args], net: nn.Module, noised: Noised) -> Tensor:
     """Return the flow-matching error [B] of each noised sample."""
-    x_t, params = add_noise(at.x0, at.noise, at.sigma), run.model.unguided(run.base_params.of_size(at.size))
-    return velocity_error(run.model.predict_velocity(net, x_t, at.sigma, at.cond, params), at.x0, at.noise)
+    params = run.model.unguided(run.base_params.of_size(noised.size))
+    x_t = add_noise(noised.x0, noised.noise, noised.sigma)
+    velocity = run.model.predict_velocity(net, x_t, noised.sigma, noised.cond, params)
+    return velocity_error(velocity, noised.x0, noised.noise)
 
 
-def minibatch(data: groups.Data, pairs: Sequence[Pairs], number: int) -> list[tuple[Pairs, list[int]]]:
+def minibatch_rows(data: groups.Data, pairs: Sequence[Pairs], number: int) -> list[tuple[Pairs, list[int]]]:
     """Return this rank's batches of one optimizer step, as pairs of one size and their rows."""
     batches = []
-    for same in pairs:
-        numbers = [place * data.num_minibatches // data.prompts_per_step for place in same.places]
-        rows = [i for i, own in enumerate(numbers) if own == number]
-        batches += [(same, rows[i : i + data.batch_size // 2]) for i in range(0, len(rows), data.batch_size // 2)]
+    for same_size in pairs:
+        numbers = [place * data.num_minibatches // data.prompts_per_step for place in same_size.places]
+        rows = [i for i, update_number in enumerate(numbers) if update_number == number]
+        batches += [(same_size, rows[i : i + data.batch_size // 2]) for i in range(0, len(rows), data.batch_size // 2)]
     return batches
 
 
 def update(run: MediaRun[Args], step: Step, pairs: Sequence[Pairs]) -> dict[str, float]:
     """Take an optimizer step on each minibatch of pairs; metrics are means over all pairs and noise levels."""
     args, dist, num_updates = run.args, run.dist, run.args.data.num_minibatches
-    own = [minibatch(args.data, pairs, number) for number in range(num_updates)]
-    counts = gather_json(dist, [[sum(len(rows) for _, rows in batches), len(batches)] for batches in own])
+    rank_batches = [minibatch_rows(args.data, pairs, number) for number in range(num_updates)]
+    counts = gather_json(dist, [[sum(len(rows) for _, rows in batches), len(batches)] for batches in rank_batches])
     counts = counts[:: dist.context]  # once per context-parallel group
-    num_pairs, most = torch.tensor(counts).sum(dim=0)[:, 0].tolist(), torch.tensor(counts).amax(dim=0)[:, 1].tolist()
+    totals, maxima = torch.tensor(counts).sum(dim=0), torch.tensor(counts).amax(dim=0)
+    num_pairs, num_batches = totals[:, 0].tolist(), maxima[:, 1].tolist()
     # All ranks compute the same number of batches, as sharded weights require.
-    filled = [batches + [(pairs[0], [])] * (n - len(batches)) for batches, n in zip(own, most, strict=True)]
-    points = [[at for same, rows in batches for at in noise_afresh(run, step, same, rows)] for batches in filled]
+    padded = [b + [(pairs[0], [])] * (n - len(b)) for b, n in zip(rank_batches, num_batches, strict=True)]
+    points = [[noised for part, rows in b for noised in noise_pairs(run, step, part, rows)] for b in padded]
     with torch.no_grad(), run.policy.reference() as net:
-        references = [[errors(run, net, at) for at in batches] for batches in points]
+        references = [[flow_errors(run, net, noised) for noised in batches] for batches in points]
     forwards, results = [], []
     for number in range(num_updates):
-        for at, old in zip(points[number], references[number], strict=True) if num_pairs[number] else ():
-            real = at.count or 1  # a filler runs with weight 0, to keep ranks in step
-            now = errors(run, run.policy.net, at)
-            out = diffusion_dpo_loss(*(e[:real] for e in (*now.chunk(2), *old.chunk(2))), dpo_beta=args.dpo_beta)
+        for noised, old in zip(points[number], references[number], strict=True) if num_pairs[number] else ():
+            num_counted = noised.count or 1  # a filler runs with weight 0, to keep ranks in step
+            new = flow_errors(run, run.policy.net, noised)
+            out = diffusion_dpo_loss(*(e[:num_counted] for e in (*new.chunk(2), *old.chunk(2))), dpo_beta=args.dpo_beta)
             # Gradients are summed over pairs, noise levels and ranks; this makes the sum a mean.
-            loss = out.loss * at.count / (num_pairs[number] * args.levels_per_pair)
+            loss = out.loss * noised.count / (num_pairs[number] * args.levels_per_pair)
             run.policy.backward(loss, of=len(points[number]))
-            forwards.append({name: v * at.count for name, v in (out.metrics | {"loss": out.loss.detach()}).items()})
+            forwards.append({name: v * noised.count for name, v in (out.metrics | {"loss": out.loss.detach()}).items()})
         results.append(run.optimizer_step(step, has_signal=num_pairs[number] > 0))
     step.metrics["policy/pairs"] = float(sum(num_pairs))
     if not forwards:

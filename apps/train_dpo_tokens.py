@@ -91,12 +91,12 @@ if __name__ == "__main__":
 
 import torch
 from omni_losses import best_worst_pairs, sequence_dpo_loss
-from omni_rl.flow.scoring import Rollout, rewards_at, wait_and_grade
-from omni_rl.flow.tokens import cut, evaluate_set, prompts_of, sample_round, show_answers
+from omni_rl.flow.scoring import Rollout, step_rewards, wait_and_grade
+from omni_rl.flow.tokens import evaluate_set, expand_prompts, sample_round, show_answers, split_rows
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
 from omni_rl.run.run import Step, TokenRun
-from omni_rl.run.sources import sampled
+from omni_rl.run.sources import sample_steps
 from omni_rl.run.start import open_net, open_policy, open_run, open_session, print_plan, start_servers
 from omni_rl.run.texts import export, open_engine, open_scorers, read_texts
 from omni_rl.run.world import World
@@ -134,8 +134,8 @@ def main(args: Args, world: World) -> None:
     policy = open_policy(args, world, inputs, session, net, engine)
     run = open_run(args, world, inputs, session, model, policy, engine, scorer, held_out, algorithm="dpo")
     with Loop(run, evaluate_set, export) as steps:
-        for step, rollout in sampled(run, steps, roll_out):
-            pairs = pairs_of(run, step, rollout) if rollout else read_pairs(run, step)
+        for step, rollout in sample_steps(run, steps, roll_out):
+            pairs = select_pairs(run, step, rollout) if rollout else read_pairs(run, step)
             with run.updating(step):
                 step.metrics |= update(run, step, pairs)
             run.sync(step)
@@ -146,19 +146,19 @@ def roll_out(run: TokenRun[Args], step: Step) -> Rollout[TokenTrajectory] | None
     return None if run.args.preferences else sample_round(run, step.number)
 
 
-def pairs_of(run: TokenRun[Args], step: Step, rollout: Rollout[TokenTrajectory]) -> Pairs:
+def select_pairs(run: TokenRun[Args], step: Step, rollout: Rollout[TokenTrajectory]) -> Pairs:
     """Return the best and the worst answer of each of this rank's groups of the step, and show answers."""
-    pairs = wait_and_grade(run, step, rollout, choose)
+    pairs = wait_and_grade(run, step, rollout, choose_pairs)
     show_answers(run, step, rollout)
     return pairs
 
 
-def choose(run: TokenRun[Args], step: Step, rollout: Rollout[TokenTrajectory]) -> Pairs:
+def choose_pairs(run: TokenRun[Args], step: Step, rollout: Rollout[TokenTrajectory]) -> Pairs:
     """Return the best and the worst answer of each of this rank's groups. Batches hold whole groups."""
-    rewards, whole = rewards_at(run, step, rollout), TokenTrajectory.cat(rollout.batches)
-    row_of = {index: row for row, index in enumerate(whole.indices.tolist())}
+    rewards, trajectory = step_rewards(run, step, rollout), TokenTrajectory.cat(rollout.batches)
+    row_of = {index: row for row, index in enumerate(trajectory.indices.tolist())}
     pairs = [pair for pair in best_worst_pairs(rewards, rollout.groups) if pair[0] in row_of]
-    win, lose = (whole.select([row_of[pair[side]] for pair in pairs] or [0]) for side in range(2))
+    win, lose = (trajectory.select([row_of[pair[side]] for pair in pairs] or [0]) for side in range(2))
     return Pairs(win, lose, [prompt.group for prompt in win.prompts[: len(pairs)]])
 
 
@@ -167,8 +167,8 @@ def read_pairs(run: TokenRun[Args], step: Step) -> Pairs:
     dist, records = run.dist, run.prompts.at(step.number)
     places = range(dist.dp_rank, len(records), dist.dp_size)
     with run.phase("read"):
-        own = [records[i] for i in places] or records[:1]
-        prompts = prompts_of(own, 1, seed=run.args.run.seed, step=step.number)
+        rank_records = [records[i] for i in places] or records[:1]
+        prompts = expand_prompts(rank_records, 1, seed=run.args.run.seed, step=step.number)
         win, lose = (
             given_answers(
                 run.model, prompts, [answer_text(p.meta[side], side, p.text) for p in prompts], run.base_params
@@ -189,23 +189,24 @@ class PairBatch:
     count: int
 
 
-def minibatch(args: Args, pairs: Pairs, number: int) -> list[PairBatch]:
-    """Return this rank's batches of one optimizer step, of pairs of similar length, as `cut` splits them."""
-    data, both = args.data, torch.stack([pairs.win.lengths, pairs.lose.lengths]).amax(dim=0).tolist()
-    sizes = [(len(e["input_ids"]), length) for e, length in zip(pairs.win.encoded, both, strict=True)]
+def minibatch_pairs(args: Args, pairs: Pairs, number: int) -> list[PairBatch]:
+    """Return this rank's batches of one optimizer step, of pairs of similar length, as `split_rows` splits them."""
+    data, max_lengths = args.data, torch.stack([pairs.win.lengths, pairs.lose.lengths]).amax(dim=0).tolist()
+    sizes = [(len(e["input_ids"]), length) for e, length in zip(pairs.win.encoded, max_lengths, strict=True)]
     numbers = [place * data.num_minibatches // data.prompts_per_step for place in pairs.places]
-    rows = [i for i, own in enumerate(numbers) if own == number]
+    rows = [i for i, update_number in enumerate(numbers) if update_number == number]
     return [
-        batch_of(pairs, own, len(own)) for own in cut(rows, sizes, data.batch_size // 2, -(-data.tokens_per_batch // 2))
+        build_batch(pairs, batch_rows, len(batch_rows))
+        for batch_rows in split_rows(rows, sizes, data.batch_size // 2, -(-data.tokens_per_batch // 2))
     ]
 
 
-def batch_of(pairs: Pairs, rows: Sequence[int], count: int) -> PairBatch:
+def build_batch(pairs: Pairs, rows: Sequence[int], count: int) -> PairBatch:
     """Return a batch of the pairs in these rows."""
     return PairBatch(TokenTrajectory.cat([pairs.win.select(rows), pairs.lose.select(rows)]).trim(), count)
 
 
-def sums(run: TokenRun[Args], net: nn.Module, batch: PairBatch) -> Tensor:
+def answer_log_probs(run: TokenRun[Args], net: nn.Module, batch: PairBatch) -> Tensor:
     """Return the log-prob [B] of each answer of a batch, in nats."""
     log_prob = score_tokens(run.model, net, batch.trajectory).log_prob
     return log_prob.where(batch.trajectory.sampled.to(log_prob.device), 0.0).sum(dim=1)
@@ -214,20 +215,22 @@ def sums(run: TokenRun[Args], net: nn.Module, batch: PairBatch) -> Tensor:
 def update(run: TokenRun[Args], step: Step, pairs: Pairs) -> dict[str, float]:
     """Take an optimizer step on each minibatch of pairs; metrics are means over all pairs."""
     args, dist, num_updates = run.args, run.dist, run.args.data.num_minibatches
-    own = [minibatch(args, pairs, number) for number in range(num_updates)]
-    counts = torch.tensor(gather_json(dist, [[sum(b.count for b in batches), len(batches)] for batches in own]))
-    num_pairs, most = counts.sum(dim=0)[:, 0].tolist(), counts.amax(dim=0)[:, 1].tolist()
+    rank_batches = [minibatch_pairs(args, pairs, number) for number in range(num_updates)]
+    counts = torch.tensor(
+        gather_json(dist, [[sum(b.count for b in batches), len(batches)] for batches in rank_batches])
+    )
+    num_pairs, num_batches = counts.sum(dim=0)[:, 0].tolist(), counts.amax(dim=0)[:, 1].tolist()
     # All ranks compute the same number of batches, as sharded weights require.
-    filled = [b + [batch_of(pairs, [0], 0)] * (n - len(b)) for b, n in zip(own, most, strict=True)]
+    padded = [b + [build_batch(pairs, [0], 0)] * (n - len(b)) for b, n in zip(rank_batches, num_batches, strict=True)]
     with torch.no_grad(), run.policy.reference() as net:
-        references = [[sums(run, net, batch) for batch in batches] for batches in filled]
+        references = [[answer_log_probs(run, net, batch) for batch in batches] for batches in padded]
     forwards, results = [], []
     for number in range(num_updates):
-        for batch, old in zip(filled[number], references[number], strict=True):
-            now = sums(run, run.policy.net, batch)
-            out = sequence_dpo_loss(*now.chunk(2), *old.chunk(2), dpo_beta=args.dpo_beta)
+        for batch, old in zip(padded[number], references[number], strict=True):
+            new = answer_log_probs(run, run.policy.net, batch)
+            out = sequence_dpo_loss(*new.chunk(2), *old.chunk(2), dpo_beta=args.dpo_beta)
             # Gradients are summed over batches and ranks; this makes the sum a mean.
-            run.policy.backward(out.loss * batch.count / num_pairs[number], of=len(filled[number]))
+            run.policy.backward(out.loss * batch.count / num_pairs[number], of=len(padded[number]))
             forwards.append({k: v * batch.count for k, v in (out.metrics | {"loss": out.loss.detach()}).items()})
         results.append(run.optimizer_step(step, has_signal=num_pairs[number] > 0))
     step.metrics["policy/pairs"] = float(sum(num_pairs))

@@ -131,7 +131,7 @@ def check_args(args: Args) -> None:
         (args.window.noise_level <= 1 or args.algo != "flowgrpo-cps", "--noise-level must be <= 1 for flowgrpo-cps"),
         (args.best_worst_n % 2 == 0 and args.best_worst_n <= args.data.group_size,
          f"--best-worst-n must be even and <= --group-size ({args.data.group_size}), got {args.best_worst_n}"),
-        (not by_trajectory or not repacks(args),
+        (not by_trajectory or not may_repack(args),
          f"{correct} needs --correction.level step for --best-worst-n or --filter-groups"),
         (not by_trajectory or args.window.timestep_fraction == 1,
          f"{correct} needs --correction.level step for --timestep-fraction {args.window.timestep_fraction}"),
@@ -140,14 +140,14 @@ def check_args(args: Args) -> None:
         (not by_rollout or args.algo == "flow-dppo" or (args.ratio_tolerance or 0.0) <= args.clip_range / 3,
          f"--ratio-tolerance must be <= a third of --clip-range ({args.clip_range:g}) where the old log-probs are the "
          f"rollout's, or --old-log-prob be recompute, got {args.ratio_tolerance}"),
-        (not args.streams.are_judged or (args.algo not in ("grpo-guard", "flow-dppo") and not corrects),
+        (not args.streams.has_separate_losses or (args.algo not in ("grpo-guard", "flow-dppo") and not corrects),
          f"--streams.sound-weight and --streams.reward-media do not go with grpo-guard, flow-dppo or {correct}"),
-        (not args.streams.reward_media or not repacks(args),
+        (not args.streams.reward_media or not may_repack(args),
          "--streams.reward-media does not go with --best-worst-n or --filter-groups, which rank by one advantage"),
     )  # fmt: skip
 
 
-def repacks(args: Args) -> bool:
+def may_repack(args: Args) -> bool:
     """Return True if samples may be left out, so that the others are repacked into new batches."""
     return bool(args.best_worst_n) or args.filter_groups
 
@@ -167,16 +167,16 @@ from omni_losses import (
     rollout_weights,
     tempflow_weights,
 )
-from omni_rl.flow.batches import TrainBatch, train_batches, with_some_steps
-from omni_rl.flow.sampling import evaluate_set, prompts_of, sample, show, window_params
+from omni_rl.flow.batches import TrainBatch, subsample_rollout, train_batches
+from omni_rl.flow.sampling import evaluate_set, sample, show, step_prompts, window_params
 from omni_rl.flow.scoring import MediaRollout
-from omni_rl.flow.streams import over_streams, stream_weights
+from omni_rl.flow.streams import loss_over_streams, stream_weights
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
 from omni_rl.run.media import check_trained_steps, export, open_engine, open_scorers, read_media
 from omni_rl.run.run import MediaRun, Step
 from omni_rl.run.serve import serve
-from omni_rl.run.sources import sampled
+from omni_rl.run.sources import sample_steps
 from omni_rl.run.start import open_net, open_policy, open_run, open_session, print_plan, start_servers
 from omni_rl.run.world import World
 from omni_rollout import Params, replay
@@ -203,42 +203,42 @@ class Algo:
     compress_ratio: float = 1.0
 
 
-def clipped(a: Args) -> Callable[..., LossOutput]:
+def clipped_loss(a: Args) -> Callable[..., LossOutput]:
     """Return PPO's clipped loss."""
     return partial(grpo_loss, clip_range=a.clip_range, adv_clip_max=a.adv_clip_max)
 
 
-def guarded(a: Args) -> Callable[..., LossOutput]:
+def guarded_loss(a: Args) -> Callable[..., LossOutput]:
     """Return PPO's clipped loss with ratios centered at 1 and of equal spread at every step (GRPO-Guard)."""
     return partial(grpo_guard_loss, clip_range=a.clip_range, adv_clip_max=a.adv_clip_max)
 
 
-def trust_region(a: Args) -> Callable[..., LossOutput]:
+def trust_region_loss(a: Args) -> Callable[..., LossOutput]:
     """Return the unclipped loss within a trust region in the KL of the step (Flow-DPPO)."""
     return partial(flow_dppo_loss, kl_threshold=a.kl_threshold)
 
 
-def by_length(batch: TrainBatch, k: int, std: Tensor) -> Tensor:
+def length_weights(batch: TrainBatch, k: int, std: Tensor) -> Tensor:
     """Return 1 / -dt of the k-th kept step, which makes gradients independent of the step's length (GRPO-Guard)."""
     return 1 / (batch.trajectory.sigma(k) - batch.trajectory.sigma_next(k))
 
 
-def by_noise(batch: TrainBatch, k: int, std: Tensor) -> Tensor:
+def noise_weights(batch: TrainBatch, k: int, std: Tensor) -> Tensor:
     """Return weights proportional to the noise of the step (TempFlow-GRPO)."""
     return tempflow_weights(std)
 
 
 ALGOS = {
-    "flowgrpo": Algo(sde_step, "random", clipped),
-    "flowgrpo-cps": Algo(cps_step, "random", clipped),
-    "dancegrpo": Algo(dance_step, "subset", clipped),
-    "mixgrpo": Algo(sde_step, "sliding", clipped),
-    "mixgrpo-decay": Algo(sde_step, "decay", clipped),
-    "mixgrpo-exp-decay": Algo(sde_step, "exp_decay", clipped),
-    "mixgrpo-flash": Algo(sde_step, "sliding", clipped, solver="dpmpp", compress_ratio=0.4),
-    "grpo-guard": Algo(sde_step, "random", guarded, moments=True, weigh=by_length),
-    "flow-dppo": Algo(sde_step, "random", trust_region, moments=True),
-    "tempflow": Algo(sde_step, "random", clipped, weigh=by_noise),
+    "flowgrpo": Algo(sde_step, "random", clipped_loss),
+    "flowgrpo-cps": Algo(cps_step, "random", clipped_loss),
+    "dancegrpo": Algo(dance_step, "subset", clipped_loss),
+    "mixgrpo": Algo(sde_step, "sliding", clipped_loss),
+    "mixgrpo-decay": Algo(sde_step, "decay", clipped_loss),
+    "mixgrpo-exp-decay": Algo(sde_step, "exp_decay", clipped_loss),
+    "mixgrpo-flash": Algo(sde_step, "sliding", clipped_loss, solver="dpmpp", compress_ratio=0.4),
+    "grpo-guard": Algo(sde_step, "random", guarded_loss, moments=True, weigh=length_weights),
+    "flow-dppo": Algo(sde_step, "random", trust_region_loss, moments=True),
+    "tempflow": Algo(sde_step, "random", clipped_loss, weigh=noise_weights),
 }
 
 # 3. A training step: rollout, score, advantages, update
@@ -258,15 +258,15 @@ def main(args: Args, world: World) -> None:
     model, engine = open_engine(args, world, inputs, net, routes=args.route_replay)
     policy = open_policy(args, world, inputs, session, net, engine)
     run = open_run(args, world, inputs, session, model, policy, engine, scorer, held_out, algorithm=args.algo)
-    if world.only_samples:
+    if world.is_sampler:
         serve(run, roll_out)
         return
     with Loop(run, evaluate_set, export) as steps:
-        for step, rollout in sampled(run, steps, roll_out):
+        for step, rollout in sample_steps(run, steps, roll_out):
             batches = train_batches(
                 run,
                 step,
-                with_some_steps(rollout, args.window.timestep_fraction),
+                subsample_rollout(rollout, args.window.timestep_fraction),
                 args.advantages,
                 best_worst=args.best_worst_n,
                 drop_silent_groups=args.filter_groups,
@@ -280,9 +280,9 @@ def main(args: Args, world: World) -> None:
 
 def roll_out(run: MediaRun[Args], step: Step) -> MediaRollout:
     """Return this rank's samples of a step, with pending scores."""
-    prompts = prompts_of(run, step, same_start_noise=run.args.same_start_noise)
+    prompts = step_prompts(run, step, same_start_noise=run.args.same_start_noise)
     with run.phase("rollout"):
-        return sample(run, prompts, params_at(run, step), in_a_row=num_in_a_row(run))
+        return sample(run, prompts, step_params(run, step), in_a_row=num_in_a_row(run))
 
 
 def num_in_a_row(run: MediaRun[Args]) -> int:
@@ -307,7 +307,7 @@ def source_and_tolerance(run: MediaRun[Args], batches: Sequence[TrainBatch]) -> 
     return source, tolerance
 
 
-def params_at(run: MediaRun[Args], step: Step) -> Params:
+def step_params(run: MediaRun[Args], step: Step) -> Params:
     """Return the sampling parameters of a training step. All ranks have the same window."""
     args, algo = run.args, ALGOS[run.args.algo]
     moves = {"iters_per_window": args.iters_per_window, "stride": args.window_stride}
@@ -330,24 +330,24 @@ def update(run: MediaRun[Args], step: Step, batches: Sequence[TrainBatch]) -> di
     size, num_kept = len(batches) // args.data.num_minibatches, batches[0].trajectory.num_kept
     old, loss_of = old_policy(run, batches, source), algo.loss(args)
     if run.streams:
-        loss_of = over_streams(loss_of, stream_weights(run.streams.values(), args.streams.sound_weight))
+        loss_of = loss_over_streams(loss_of, stream_weights(run.streams.values(), args.streams.sound_weight))
     forwards, results = [], []
     for number, minibatch in enumerate(run.minibatches(step, epochs=args.num_inner_epochs)):
         rows = slice(minibatch * size, (minibatch + 1) * size)
-        for batch, before in zip(batches[rows], old[rows], strict=True):
+        for batch, steps in zip(batches[rows], old[rows], strict=True):
             for k in range(num_kept):
-                now = replay(run.model, run.policy.net, batch.trajectory, k)
-                if k == len(before):  # before the first update
-                    before.append(as_old(algo, now))
-                correction, metrics = correction_weights(args, before, batch, k) if source == "correct" else (None, {})
-                moments = {"mean": now.mean, "old_mean": before[k].mean, "std": now.std} if algo.moments else {}
-                weights = step_weights(args, batch, k, now.std, correction)
-                out = loss_of(now.log_prob, before[k].log_prob, batch.advantages, weights=weights, **moments)
-                kl = kl_to_reference(run, batch, k, now) if args.kl_coef else torch.zeros_like(out.loss)
+                new = replay(run.model, run.policy.net, batch.trajectory, k)
+                if k == len(steps):  # before the first update
+                    steps.append(to_old_step(algo, new))
+                correction, metrics = correction_weights(args, steps, batch, k) if source == "correct" else (None, {})
+                moments = {"mean": new.mean, "old_mean": steps[k].mean, "std": new.std} if algo.moments else {}
+                weights = step_weights(args, batch, k, new.std, correction)
+                out = loss_of(new.log_prob, steps[k].log_prob, batch.advantages, weights=weights, **moments)
+                kl = kl_to_reference(run, batch, k, new) if args.kl_coef else torch.zeros_like(out.loss)
                 loss = out.loss + args.kl_coef * kl
                 # Gradients are summed over batches, kept steps and ranks; this makes the sum a mean.
                 run.policy.backward(loss / (size * num_kept * dist.dp_size), of=size * num_kept)
-                gap = gap_to_rollout(batch, k, now).abs().max().expm1()
+                gap = gap_to_rollout(batch, k, new).abs().max().expm1()
                 forwards.append(metrics | out.metrics | {"loss": loss.detach(), "kl": kl.detach(), "rollout_gap": gap})
         if number == 0 and not step.staleness:
             is_fixed = args.ratio_tolerance == 0 or args.source == "rollout"
@@ -367,16 +367,16 @@ def old_policy(run: MediaRun[Args], batches: Sequence[TrainBatch], source: str) 
     if source == "rollout":
         return [[rollout_step(batch, k) for k in range(num_kept)] for batch in batches]
     # Before the first update a forward's log-prob is the old one; weights of trajectories need all steps at once.
-    adds_own = source == "recompute" or run.args.correction.level == "step"
-    num_first = len(batches) // run.args.data.num_minibatches if adds_own else 0
+    adds_during_update = source == "recompute" or run.args.correction.level == "step"
+    num_first = len(batches) // run.args.data.num_minibatches if adds_during_update else 0
     later = [batch.trajectory for batch in batches[num_first:]]  # with gradients, because other kernels may run without
-    old = [[as_old(algo, replay(run.model, run.policy.net, t, k)) for k in range(num_kept)] for t in later]
+    old = [[to_old_step(algo, replay(run.model, run.policy.net, t, k)) for k in range(num_kept)] for t in later]
     return [[] for _ in range(num_first)] + old
 
 
-def gap_to_rollout(batch: TrainBatch, k: int, now: Transition) -> Tensor:
+def gap_to_rollout(batch: TrainBatch, k: int, new: Transition) -> Tensor:
     """Return the log-prob [B] of the k-th kept step minus the engine's."""
-    return now.log_prob.detach() - batch.trajectory.rollout_log_prob[:, k]
+    return new.log_prob.detach() - batch.trajectory.rollout_log_prob[:, k]
 
 
 def replayed_gap(run: MediaRun[Args], batches: Sequence[TrainBatch], forward: int) -> Tensor:
@@ -391,7 +391,7 @@ def rollout_step(batch: TrainBatch, k: int) -> OldStep:
     return OldStep(batch.trajectory.rollout_log_prob[:, k], None if means is None else means[:, k])
 
 
-def as_old(algo: Algo, step: Transition) -> OldStep:
+def to_old_step(algo: Algo, step: Transition) -> OldStep:
     """Return the detached log-prob of a step under the old policy, and its mean if the loss needs it."""
     return OldStep(step.log_prob.detach(), step.mean.detach() if algo.moments else None)
 
@@ -412,11 +412,11 @@ def step_weights(args: Args, batch: TrainBatch, k: int, std: Tensor, correction:
     return torch.stack(factors).prod(dim=0) if factors else None
 
 
-def kl_to_reference(run: MediaRun[Args], batch: TrainBatch, k: int, now: Transition) -> Tensor:
+def kl_to_reference(run: MediaRun[Args], batch: TrainBatch, k: int, new: Transition) -> Tensor:
     """Return the mean KL of the k-th kept step to the same step of the initial policy."""
     with torch.no_grad(), run.policy.reference() as net:
         reference = replay(run.model, net, batch.trajectory, k)
-    kl = gaussian_kl(now.mean, reference.mean, now.std)
+    kl = gaussian_kl(new.mean, reference.mean, new.std)
     return (kl if batch.weights is None else kl * batch.weights).mean()
 
 

@@ -107,12 +107,12 @@ from omni_losses import (
 )
 from omni_losses.advantages import Std
 from omni_losses.sequence import TokenMean
-from omni_rl.flow.scoring import Rollout, gather_rewards, log_advantages, rewards_at, wait_and_grade
-from omni_rl.flow.tokens import TokenBatch, evaluate_set, lengths_of, pack, sample_round, show_answers
+from omni_rl.flow.scoring import Rollout, gather_rewards, log_advantages, step_rewards, wait_and_grade
+from omni_rl.flow.tokens import TokenBatch, evaluate_set, gather_lengths, pack, sample_round, show_answers
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
 from omni_rl.run.run import Step, TokenRun
-from omni_rl.run.sources import sampled
+from omni_rl.run.sources import sample_steps
 from omni_rl.run.start import open_net, open_policy, open_run, open_session, print_plan, start_servers
 from omni_rl.run.texts import export, open_engine, open_scorers, read_texts
 from omni_rl.run.world import World
@@ -120,7 +120,7 @@ from omni_rollout.tokens import TokenScores, TokenTrajectory, score_tokens
 from torch import Tensor
 
 
-def of_sequences(
+def sequence_loss(
     log_prob: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, *, weights: Tensor, **clip: float
 ) -> LossOutput:
     """Return GSPO's loss, with weights of whole answers."""
@@ -143,7 +143,7 @@ class Algo:
 
 
 ALGOS = {
-    "gspo": Algo(of_sequences, (3e-4, 4e-4)),
+    "gspo": Algo(sequence_loss, (3e-4, 4e-4)),
     "grpo": Algo(token_grpo_loss, (0.2, 0.2)),
     "dapo": Algo(token_grpo_loss, (0.2, 0.28), mean="token", dynamic=True, overlong=True),
     "cispo": Algo(token_cispo_loss, (1.0, 4.0), mean="token"),
@@ -156,8 +156,8 @@ def resolve_auto(args: Args) -> Args:
     algo = ALGOS[args.algo]
     overlong, is_exact = args.sampling.max_new_tokens // 5 * algo.overlong, args.sampling.engine == "transformers"
     tolerance = torch.inf if args.policy.dtype != "float32" else 1e-4 if is_exact else 1e-3
-    weighed: Correction = "sequence_truncate" if args.algo == "gspo" else "token_truncate"
-    correction: Correction = "off" if is_exact and not args.sampling.draw_ahead else weighed
+    weighted: Correction = "sequence_truncate" if args.algo == "gspo" else "token_truncate"
+    correction: Correction = "off" if is_exact and not args.sampling.draw_ahead else weighted
     return replace(
         args,
         clip_low=args.clip_low or algo.clip[0],
@@ -185,7 +185,7 @@ def main(args: Args, world: World) -> None:
     policy = open_policy(args, world, inputs, session, net, engine)
     run = open_run(args, world, inputs, session, model, policy, engine, scorer, held_out, algorithm=args.algo)
     with Loop(run, evaluate_set, export) as steps:
-        for step, rollout in sampled(run, steps, roll_out):
+        for step, rollout in sample_steps(run, steps, roll_out):
             minibatches = wait_and_grade(run, step, rollout, grade)
             with run.updating(step):
                 step.metrics |= update(run, step, minibatches)
@@ -199,46 +199,46 @@ def roll_out(run: TokenRun[Args], step: Step) -> Rollout[TokenTrajectory]:
     first = step.number * rounds
     rollout = sample_round(run, first)
     for number in range(first + 1, first + rounds):
-        if wait_and_grade(run, step, rollout, has_enough):
+        if wait_and_grade(run, step, rollout, has_enough_groups):
             break
         rollout = sample_round(run, number, rollout)
     step.metrics["reward/rounds"] = len(rollout.prompts) / (run.args.data.prompts_per_step * run.args.data.group_size)
     return rollout
 
 
-def has_enough(run: TokenRun[Args], step: Step, rollout: Rollout[TokenTrajectory]) -> bool:
+def has_enough_groups(run: TokenRun[Args], step: Step, rollout: Rollout[TokenTrajectory]) -> bool:
     """Return True if at least as many groups as prompts in a step have differing scores."""
     rewards = gather_rewards(run.dist, rollout.batches, rollout.scores, rollout.groups)
-    return len(differing(rewards, rollout.groups)) >= run.args.data.prompts_per_step
+    return len(differing_groups(rewards, rollout.groups)) >= run.args.data.prompts_per_step
 
 
-def differing(rewards: Tensor, groups: Tensor) -> Tensor:
+def differing_groups(rewards: Tensor, groups: Tensor) -> Tensor:
     """Return the groups with differing scores, in order."""
     return groups[filter_groups(rewards, groups)].unique()
 
 
 def grade(run: TokenRun[Args], step: Step, rollout: Rollout[TokenTrajectory]) -> list[list[TokenBatch]]:
     """Return this rank's batches of each minibatch, or none without a signal. Needs all scores."""
-    advantages, keep = compare(run, step, rollout)
+    advantages, keep = compute_advantages(run, step, rollout)
     return pack(run, rollout.batches, advantages, keep, mean=ALGOS[run.args.algo].mean) if step.has_signal else []
 
 
-def compare(run: TokenRun[Args], step: Step, rollout: Rollout[TokenTrajectory]) -> tuple[Tensor, Tensor]:
+def compute_advantages(run: TokenRun[Args], step: Step, rollout: Rollout[TokenTrajectory]) -> tuple[Tensor, Tensor]:
     """Return advantages [N] of all ranks' samples, and the mask [N] of samples to train on."""
     args, algo, groups = resolve_auto(run.args), ALGOS[run.args.algo], rollout.groups
-    scored = rewards = rewards_at(run, step, rollout)
-    lengths, ended = lengths_of(run.dist, rollout.batches, len(groups))
+    scored = rewards = step_rewards(run, step, rollout)
+    lengths, ended = gather_lengths(run.dist, rollout.batches, len(groups))
     if args.overlong_tokens:
         longest = args.sampling.max_new_tokens
         rewards = rewards + overlong_penalty(lengths, max_tokens=longest, buffer=args.overlong_tokens)
-    advantages, whole = (group_advantages(rewards, groups, std=algo.std, eps=eps) for eps in (1e-4, 1e-30))
+    advantages, without_eps = (group_advantages(rewards, groups, std=algo.std, eps=eps) for eps in (1e-4, 1e-30))
     keep = ~rewards.isnan()
     if algo.dynamic:  # only the first groups, if there are more than needed
-        keep &= torch.isin(groups, differing(scored, groups)[: args.data.prompts_per_step])
+        keep &= torch.isin(groups, differing_groups(scored, groups)[: args.data.prompts_per_step])
     if args.mask_truncated:
         keep &= ended.bool()
     keep &= bool(advantages[keep].any())
-    log_advantages(step, advantages, whole)
+    log_advantages(step, advantages, without_eps)
     step.has_signal = bool(keep.any())
     step.metrics |= {
         "answer/tokens_mean": lengths.mean().item(),
@@ -257,32 +257,32 @@ def update(run: TokenRun[Args], step: Step, minibatches: list[list[TokenBatch]])
     loss_of = partial(ALGOS[args.algo].loss, clip_low=args.clip_low, clip_high=args.clip_high)
     old = [[old_scores(run, batch) for batch in batches] for batches in minibatches]
     with torch.no_grad():
-        references = [[reference(run, batch) for batch in batches] for batches in minibatches]
-    scored = zip(chain(*minibatches), chain(*old), strict=True)
-    gaps = [farthest(batch, before.log_prob, batch.trajectory.rollout_log_prob) for batch, before in scored]
+        references = [[reference_log_probs(run, batch) for batch in batches] for batches in minibatches]
+    with_old = zip(chain(*minibatches), chain(*old), strict=True)
+    gaps = [max_ratio_deviation(b, old_score.log_prob, b.trajectory.rollout_log_prob) for b, old_score in with_old]
     gap = run.check_ratio(gaps, torch.inf if step.staleness else args.ratio_tolerance or 0.0, step) or 0.0
     forwards: list[dict[str, Tensor]] = []
-    moves: list[Tensor] = []
+    deviations: list[Tensor] = []
     results = []
     scale = sum(map(len, minibatches)) * dist.world_size / len(minibatches)  # to log a sum over forwards and ranks
     for number, m in enumerate(run.minibatches(step, epochs=args.num_iterations)):
-        batches, befores = minibatches[m], old[m]
-        for batch, before, other in zip(batches, befores, references[m], strict=True):
-            now, mask = score(run, batch).log_prob, batch.trajectory.sampled.to(dist.device)
-            weights, from_sampler = correct(args, batch, before.log_prob, mask)
-            out = loss_of(now, before.log_prob, batch.advantages, mask, weights=weights)
-            kl = penalty(now, other, mask)
+        batches, old_of_minibatch = minibatches[m], old[m]
+        for batch, old_score, reference in zip(batches, old_of_minibatch, references[m], strict=True):
+            log_prob, mask = score(run, batch).log_prob, batch.trajectory.sampled.to(dist.device)
+            weights, from_sampler = correction_weights(args, batch, old_score.log_prob, mask)
+            out = loss_of(log_prob, old_score.log_prob, batch.advantages, mask, weights=weights)
+            kl = kl_penalty(log_prob, reference, mask)
             loss = out.loss + args.kl_coef * (kl.sum(dim=1) * batch.weights).sum()
             # Gradients are summed over batches and ranks; the weights make the sum a mean.
             run.policy.backward(loss, of=len(batches))
-            own = from_sampler | {"kl": kl.detach().sum() / mask.sum(), "entropy": before.entropy[mask].mean()}
-            forwards.append(batch.weigh(out.metrics, of_answers=args.algo == "gspo") | batch.weigh(own))
+            means = from_sampler | {"kl": kl.detach().sum() / mask.sum(), "entropy": old_score.entropy[mask].mean()}
+            forwards.append(batch.weigh(out.metrics, of_answers=args.algo == "gspo") | batch.weigh(means))
             forwards[-1]["loss"] = loss.detach() * scale
-            moves.append(farthest(batch, now.detach(), before.log_prob))
+            deviations.append(max_ratio_deviation(batch, log_prob.detach(), old_score.log_prob))
         if number == 0:
-            limit, gap_of = args.ratio_tolerance or 0.0, partial(repeated_gap, run, batches, befores)
+            limit, gap_of = args.ratio_tolerance or 0.0, partial(repeated_gap, run, batches, old_of_minibatch)
             allowed = 0.0 if run.gate == "exact" else limit
-            deviation = run.check_ratio(moves, allowed, step, gap_of=gap_of, limit=limit)
+            deviation = run.check_ratio(deviations, allowed, step, gap_of=gap_of, limit=limit)
             if deviation is None:
                 return update(run, step, minibatches)
             step.metrics["policy/first_ratio_max_dev"] = deviation
@@ -290,30 +290,31 @@ def update(run: TokenRun[Args], step: Step, minibatches: list[list[TokenBatch]])
     return run.policy_metrics(forwards, results) | {"policy/rollout_gap": gap}
 
 
-def correct(args: Args, batch: TokenBatch, old: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def correction_weights(args: Args, batch: TokenBatch, old: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Return loss weights [B] or [B, T] of the batch, and metrics of the sampler's deviation from `old` [B, T]."""
     if args.sampling.engine == "transformers" and not args.sampling.draw_ahead:
         return batch.weights, {}
-    is_off, sampled = args.rollout_correction == "off", batch.trajectory.rollout_log_prob.to(old.device)
+    is_off, rollout_log_prob = args.rollout_correction == "off", batch.trajectory.rollout_log_prob.to(old.device)
     mode = "token_truncate" if is_off else args.rollout_correction
-    found, metrics = token_rollout_weights(old, sampled, mask, mode=mode, cap=args.rollout_correction_cap)  # type: ignore[arg-type]  # not auto
+    weights, metrics = token_rollout_weights(old, rollout_log_prob, mask, mode=mode, cap=args.rollout_correction_cap)  # type: ignore[arg-type]  # not auto
     named = {f"correction_{name}": value for name, value in metrics.items()}
     if is_off:
         return batch.weights, named
-    return batch.weights * found[:, 0] if mode.startswith("sequence") else batch.weights[:, None] * found, named
+    return batch.weights * weights[:, 0] if mode.startswith("sequence") else batch.weights[:, None] * weights, named
 
 
-def penalty(log_prob: Tensor, other: Tensor | None, mask: Tensor) -> Tensor:
-    """Return the KL [B, T] of each token to the initial policy, 0 after the end, or zeros without `other`."""
-    if other is None:
+def kl_penalty(log_prob: Tensor, reference: Tensor | None, mask: Tensor) -> Tensor:
+    """Return the KL [B, T] of each token to the initial policy, 0 after the end, or zeros without `reference`."""
+    if reference is None:
         return torch.zeros_like(log_prob)
-    return k3_kl(log_prob.where(mask, 0.0), other.where(mask, 0.0))  # masked values may overflow, and 0 * inf is NaN
+    # masked values may overflow, and 0 * inf is NaN
+    return k3_kl(log_prob.where(mask, 0.0), reference.where(mask, 0.0))
 
 
-def farthest(batch: TokenBatch, log_prob: Tensor, other: Tensor) -> Tensor:
+def max_ratio_deviation(batch: TokenBatch, log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
     """Return the largest |ratio - 1| of the batch's tokens, from log-probs [B, T] under two policies."""
     mask = batch.trajectory.sampled.to(log_prob.device)
-    return (log_prob - other.to(log_prob.device))[mask].abs().max().expm1()
+    return (log_prob - old_log_prob.to(log_prob.device))[mask].abs().max().expm1()
 
 
 def score(run: TokenRun[Args], batch: TokenBatch) -> TokenScores:
@@ -330,11 +331,11 @@ def old_scores(run: TokenRun[Args], batch: TokenBatch) -> TokenScores:
 
 def repeated_gap(run: TokenRun[Args], batches: list[TokenBatch], old: list[TokenScores], forward: int) -> Tensor:
     """Recompute the log-probs of a forward of the update, and subtract the old ones; return a vector over tokens."""
-    off = score(run, batches[forward]).log_prob - old[forward].log_prob
-    return off[batches[forward].trajectory.sampled.to(off.device)]
+    difference = score(run, batches[forward]).log_prob - old[forward].log_prob
+    return difference[batches[forward].trajectory.sampled.to(difference.device)]
 
 
-def reference(run: TokenRun[Args], batch: TokenBatch) -> Tensor | None:
+def reference_log_probs(run: TokenRun[Args], batch: TokenBatch) -> Tensor | None:
     """Return the log-probs [B, T] of the batch's tokens under the initial policy, or None if the loss needs none."""
     if not run.args.kl_coef:
         return None

@@ -84,8 +84,8 @@ class Args(MediaArgs):
 def check_args(args: Args) -> None:
     """Raise ValueError if settings do not fit together."""
     low, high, count = trained_levels(args)
-    unit = args.data.group_size if args.algo == "dgpo" else 1  # whole groups
-    check_scored(args, num_trained=max(1, count), unit=unit)
+    batch_unit = args.data.group_size if args.algo == "dgpo" else 1  # whole groups
+    check_scored(args, num_trained=max(1, count), unit=batch_unit)
     require(
         (low < high <= args.sampling.num_inference_steps,
          f"--train-low and --train-high must bound steps of the rollout ({args.sampling.num_inference_steps}), "
@@ -118,16 +118,16 @@ from omni_losses import (
     velocity_kl,
 )
 from omni_rl.flow.batches import TrainBatch, train_batches
-from omni_rl.flow.experts import on_one_side
-from omni_rl.flow.sampling import evaluate_set, prompts_of, sample, show
+from omni_rl.flow.experts import restrict_to_expert
+from omni_rl.flow.sampling import evaluate_set, sample, show, step_prompts
 from omni_rl.flow.scoring import MediaRollout
-from omni_rl.flow.streams import add_up, of_stream, stream_weights
+from omni_rl.flow.streams import select_stream, stream_weights, sum_losses
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
 from omni_rl.run.media import check_trained_steps, export, open_engine, open_scorers, read_media
 from omni_rl.run.run import MediaRun, Step
 from omni_rl.run.serve import serve
-from omni_rl.run.sources import sampled
+from omni_rl.run.sources import sample_steps
 from omni_rl.run.start import open_net, open_policy, open_run, open_session, print_plan, start_servers
 from omni_rl.run.world import World
 from omni_rollout.types import to_device
@@ -149,52 +149,53 @@ Velocities = Mapping[str, Tensor]  # by policy: "sampler", and the keys of `anch
 Loss = Callable[[Args, Tensor, Velocities, Noised], LossOutput]
 
 
-def nft_loss(args: Args, velocity: Tensor, others: Velocities, at: Noised) -> LossOutput:
+def nft_loss(args: Args, velocity: Tensor, others: Velocities, noised: Noised) -> LossOutput:
     """Return DiffusionNFT's loss, which contrasts a step from the old policy to the trained one with its opposite."""
     return diffusion_nft_loss(
         velocity,
         others["sampler"],
-        at.batch.trajectory.x0,
-        at.x_t,
-        at.sigma,
-        reward_probability(at.batch.advantages, adv_clip_max=args.adv_clip_max),
+        noised.batch.trajectory.x0,
+        noised.x_t,
+        noised.sigma,
+        reward_probability(noised.batch.advantages, adv_clip_max=args.adv_clip_max),
         nft_beta=args.nft_beta,
         adv_clip_max=args.adv_clip_max,
-        weights=at.batch.weights,
+        weights=noised.batch.weights,
     )
 
 
-def matching_loss(args: Args, velocity: Tensor, others: Velocities, at: Noised) -> LossOutput:
+def matching_loss(args: Args, velocity: Tensor, others: Velocities, noised: Noised) -> LossOutput:
     """Return AWM's loss: a clipped policy gradient with minus the flow-matching error as the log-probability."""
-    x0, batch, both = at.batch.trajectory.x0, at.batch, (velocity, others["sampler"])
-    now, old = (awm_log_prob(v, x0, at.noise, at.sigma, weighting=args.weighting) for v in both)
+    x0, batch, velocities = noised.batch.trajectory.x0, noised.batch, (velocity, others["sampler"])
+    new, old = (awm_log_prob(v, x0, noised.noise, noised.sigma, weighting=args.weighting) for v in velocities)
     clip, adv_clip = args.clip_range, args.adv_clip_max
-    return awm_loss(now, old, batch.advantages, clip_range=clip, adv_clip_max=adv_clip, weights=batch.weights)
+    return awm_loss(new, old, batch.advantages, clip_range=clip, adv_clip_max=adv_clip, weights=batch.weights)
 
 
-def group_loss(args: Args, velocity: Tensor, others: Velocities, at: Noised) -> LossOutput:
+def group_loss(args: Args, velocity: Tensor, others: Velocities, noised: Noised) -> LossOutput:
     """Return DGPO's loss: flow matching weighted by the advantage, and by how badly the group is still ordered."""
-    batch, x0, policies = at.batch, at.batch.trajectory.x0, (velocity, others[args.dgpo_reference], others["sampler"])
-    now, reference, old = (velocity_error(v, x0, at.noise) for v in policies)
+    batch, x0 = noised.batch, noised.batch.trajectory.x0
+    velocities = velocity, others[args.dgpo_reference], others["sampler"]
+    new, reference, old = (velocity_error(v, x0, noised.noise) for v in velocities)
     groups = to_device(torch.tensor([prompt.group for prompt in batch.trajectory.prompts]), x0.device)
     beta, clip, adv_clip = args.dgpo_beta, args.clip_range, args.adv_clip_max
     advantages = batch.advantages
-    return dgpo_loss(now, reference, old, advantages, groups, dgpo_beta=beta, clip_range=clip, adv_clip_max=adv_clip)
+    return dgpo_loss(new, reference, old, advantages, groups, dgpo_beta=beta, clip_range=clip, adv_clip_max=adv_clip)
 
 
 def loss_by_stream(sizes: list[int], shares: Sequence[float], loss_of: Loss) -> Loss:
     """Return the weighted sum of separate losses of frames and sound. sizes: latent elements. shares: weights."""
 
-    def loss(args: Args, velocity: Tensor, others: Velocities, at: Noised) -> LossOutput:
-        latents = velocity, at.batch.trajectory.x0, at.noise, at.x_t, *others.values()
-        streams = zip(*(each.split(sizes, dim=1) for each in latents), strict=True)
+    def loss(args: Args, velocity: Tensor, others: Velocities, noised: Noised) -> LossOutput:
+        latents = velocity, noised.batch.trajectory.x0, noised.noise, noised.x_t, *others.values()
+        streams = zip(*(latent.split(sizes, dim=1) for latent in latents), strict=True)
         losses = []
-        for m, (now, x0, noise, x_t, *own_others) in enumerate(streams):
-            trajectory, own = replace(at.batch.trajectory, x0=x0), of_stream(at.batch.advantages, m)
-            batch = TrainBatch.of(trajectory, own, at.batch.weights)
-            found = dict(zip(others, own_others, strict=True))
-            losses.append(loss_of(args, now, found, Noised(batch, noise, at.sigma, x_t)))
-        return add_up(losses, shares)
+        for m, (stream_velocity, x0, noise, x_t, *stream_others) in enumerate(streams):
+            trajectory, advantages = replace(noised.batch.trajectory, x0=x0), select_stream(noised.batch.advantages, m)
+            batch = TrainBatch.of(trajectory, advantages, noised.batch.weights)
+            velocities = dict(zip(others, stream_others, strict=True))
+            losses.append(loss_of(args, stream_velocity, velocities, Noised(batch, noise, noised.sigma, x_t)))
+        return sum_losses(losses, shares)
 
     return loss
 
@@ -226,11 +227,11 @@ def main(args: Args, world: World) -> None:
     model, engine = open_engine(args, world, inputs, net)
     policy = open_policy(args, world, inputs, session, net, engine)
     run = open_run(args, world, inputs, session, model, policy, engine, scorer, held_out, algorithm=args.algo)
-    if world.only_samples:
+    if world.is_sampler:
         serve(run, roll_out)
         return
     with Loop(run, evaluate_set, export) as steps:
-        for step, rollout in sampled(run, steps, roll_out):
+        for step, rollout in sample_steps(run, steps, roll_out):
             batches = train_batches(run, step, rollout, args.advantages, weighted=True)  # weight 0 without a score
             with run.updating(step):
                 step.metrics |= update(run, step, batches)
@@ -243,42 +244,44 @@ def roll_out(run: MediaRun[Args], step: Step) -> MediaRollout:
     with sampling_policy(run):
         run.sync(step, version=step.version)
         with run.phase("rollout"):
-            return sample(run, prompts_of(run, step), replace(run.base_params, solver=run.args.solver))
+            return sample(run, step_prompts(run, step), replace(run.base_params, solver=run.args.solver))
 
 
 def sampling_policy(run: MediaRun[Args]) -> AbstractContextManager[None]:
     """Make the net the sampling policy in the `with` block."""
-    return run.policy.as_old() if run.args.sample_with == "old" else nullcontext()
+    return run.policy.use_old() if run.args.sample_with == "old" else nullcontext()
 
 
 def refresh_old(run: MediaRun[Args], step: Step) -> float:
     """Move the old policy towards the trained one, and return its decay."""
-    args, done = run.args, step.number + 1
-    if done % args.old_every:
+    args, num_steps = run.args, step.number + 1
+    if num_steps % args.old_every:
         return 1.0
     # The published schedules count optimizer steps.
-    num_updates = done * args.data.num_minibatches * args.num_inner_epochs
+    num_updates = num_steps * args.data.num_minibatches * args.num_inner_epochs
     decay = min(old_policy_decay(num_updates, schedule=args.old_schedule), args.old_decay_max)
     run.policy.move_old(decay)
     return decay
 
 
-def noise_afresh(run: MediaRun[Args], step: Step, batch: TrainBatch) -> list[Noised]:
+def noise_batch(run: MediaRun[Args], step: Step, batch: TrainBatch) -> list[Noised]:
     """Return the batch at each of its noise levels, one per stratum of the trained part of the rollout's schedule.
 
     If two experts share a stratum, one of them is chosen for the step.
     """
     args, (low, high, count) = run.args, trained_levels(run.args)
     x0, sigmas = batch.trajectory.x0, batch.trajectory.sigmas
-    first_of = {prompt.group: prompt.seed for prompt in reversed(batch.trajectory.prompts)}
-    shares = ALGOS[args.algo].shares_noise
-    seeds = [first_of[prompt.group] if shares else prompt.seed for prompt in batch.trajectory.prompts]
+    group_seeds = {prompt.group: prompt.seed for prompt in reversed(batch.trajectory.prompts)}
+    is_shared = ALGOS[args.algo].shares_noise
+    seeds = [group_seeds[prompt.group] if is_shared else prompt.seed for prompt in batch.trajectory.prompts]
     first = args.sampling.num_inference_steps  # lower indices are the rollout's noise
     uniform = torch.special.ndtr(step_noise(seeds, first + count, (count,)).double())
     if run.model.boundary:
         first_low = int((run.model.sigmas(batch.trajectory.params)[:-1] >= run.model.boundary).sum())
         cuts = [(first_low - low) * count / (high - low) - k for k in range(count)]
-        uniform = torch.stack([on_one_side(run, step, uniform[:, k], cut, k) for k, cut in enumerate(cuts)], dim=1)
+        uniform = torch.stack(
+            [restrict_to_expert(run, step, uniform[:, k], cut, k) for k, cut in enumerate(cuts)], dim=1
+        )
     index = low + ((torch.arange(count) + uniform) * (high - low) / count).long().clamp(max=high - low - 1)
     index, points = to_device(index, x0.device), []
     for k in range(count):
@@ -287,17 +290,17 @@ def noise_afresh(run: MediaRun[Args], step: Step, batch: TrainBatch) -> list[Noi
     return points
 
 
-def predict(run: MediaRun[Args], net: torch.nn.Module, at: Noised) -> Tensor:
+def predict(run: MediaRun[Args], net: torch.nn.Module, noised: Noised) -> Tensor:
     """Return the velocity [B, ...] at the noised samples."""
-    trajectory = at.batch.trajectory
-    return run.model.predict_velocity(net, at.x_t, at.sigma, trajectory.cond, trajectory.params)
+    trajectory = noised.batch.trajectory
+    return run.model.predict_velocity(net, noised.x_t, noised.sigma, trajectory.cond, trajectory.params)
 
 
 def sampler_velocities(run: MediaRun[Args], points: list[Noised], num_first: int) -> list[Tensor | None]:
     """Return velocities of the sampling policy at each point, or None where it equals the trained policy."""
     skip = num_first if run.args.sample_with == "policy" else 0
     with sampling_policy(run), torch.set_grad_enabled(run.gate != "exact"):
-        return [None] * skip + [predict(run, run.policy.net, at).detach() for at in points[skip:]]
+        return [None] * skip + [predict(run, run.policy.net, noised).detach() for noised in points[skip:]]
 
 
 def starts_as_old(args: Args, step: Step) -> bool:
@@ -316,11 +319,11 @@ def anchor_velocities(run: MediaRun[Args], points: list[Noised]) -> dict[str, li
     """Return the velocities, at each point, of the other policies that the loss needs."""
     velocities = {}
     if run.args.old_kl_coef:
-        with run.policy.as_old():
-            velocities["old"] = [predict(run, run.policy.net, at) for at in points]
+        with run.policy.use_old():
+            velocities["old"] = [predict(run, run.policy.net, noised) for noised in points]
     if run.args.has_reference:
         with run.policy.reference() as net:
-            velocities["reference"] = [predict(run, net, at) for at in points]
+            velocities["reference"] = [predict(run, net, noised) for noised in points]
     return velocities
 
 
@@ -331,7 +334,7 @@ def update(run: MediaRun[Args], step: Step, batches: Sequence[TrainBatch]) -> di
         loss_of = loss_by_stream(
             list(run.streams.values()), stream_weights(run.streams.values(), args.streams.sound_weight), loss_of
         )
-    points = [at for batch in batches for at in noise_afresh(run, step, batch)]
+    points = [noised for batch in batches for noised in noise_batch(run, step, batch)]
     size = len(points) // args.data.num_minibatches
     sampler, anchors = sampler_velocities(run, points, size), anchor_velocities(run, points)
     forwards, results = [], []
@@ -339,7 +342,7 @@ def update(run: MediaRun[Args], step: Step, batches: Sequence[TrainBatch]) -> di
         for i in range(minibatch * size, (minibatch + 1) * size):
             velocity, old = predict(run, run.policy.net, points[i]), sampler[i]
             sampler[i] = old = velocity.detach() if old is None else old  # before the first update
-            others = {"sampler": old} | {policy: own[i] for policy, own in anchors.items()}
+            others = {"sampler": old} | {policy: velocities[i] for policy, velocities in anchors.items()}
             out = loss_of(args, velocity, others, points[i])
             loss, metrics = out.loss, dict(out.metrics)
             for policy, coef in (("reference", args.kl_coef), ("old", args.old_kl_coef)):

@@ -90,8 +90,8 @@ if __name__ == "__main__":
 
 import torch
 from omni_losses import velocity_error
-from omni_rl.flow.experts import clamp_to_side, on_one_side
-from omni_rl.flow.sampling import counted, evaluate_set, prompts_of
+from omni_rl.flow.experts import clamp_to_side, restrict_to_expert
+from omni_rl.flow.sampling import evaluate_set, step_prompts, track_progress
 from omni_rl.media.preferences import named_file, read_latent
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
@@ -144,11 +144,11 @@ class Noised:
 def read_batches(run: MediaRun[Args], step: Step) -> list[Noised]:
     """Return this rank's batches of the step."""
     batches = []
-    for prompts in counted(deal(prompts_of(run, step), run.dist, run.args.data.batch_size)):
+    for prompts in track_progress(deal(step_prompts(run, step), run.dist, run.args.data.batch_size)):
         params = run.model.unguided(run.base_params.of_size(prompts[0].size))
         x0, seeds = read_samples(run, prompts, params), [prompt.seed for prompt in prompts]
-        sampled = step_noise(seeds, 1, x0.shape[1:]), levels(run, step, seeds, params)
-        noise, sigma = (to_device(each, run.dist.device) for each in sampled)
+        noise_and_levels = step_noise(seeds, 1, x0.shape[1:]), noise_levels(run, step, seeds, params)
+        noise, sigma = (to_device(tensor, run.dist.device) for tensor in noise_and_levels)
         batches.append(Noised(x0, noise, sigma, run.engine.condition(prompts, params), params))
     return batches
 
@@ -158,11 +158,11 @@ def read_samples(run: MediaRun[Args], prompts: Sequence[Prompt], params: Params)
     """Return the clean latents [B, ...] of the samples that the prompts name. Each file is read and encoded once."""
     folder = run.prompts.folder
     names = [str(named_file(prompt.meta, "sample")) for prompt in prompts]
-    found = {name: read_latent(run.model, run.engine.parts, folder / name, params) for name in dict.fromkeys(names)}
-    return torch.stack([found[name] for name in names]).to(run.dist.device)
+    latents = {name: read_latent(run.model, run.engine.parts, folder / name, params) for name in dict.fromkeys(names)}
+    return torch.stack([latents[name] for name in names]).to(run.dist.device)
 
 
-def levels(run: MediaRun[Args], step: Step, seeds: Sequence[int], params: Params) -> Tensor:
+def noise_levels(run: MediaRun[Args], step: Step, seeds: Sequence[int], params: Params) -> Tensor:
     """Return a noise level [B] for each seed, float32 on the host.
 
     If the model has two experts, one of them is chosen for all levels of the step.
@@ -173,8 +173,8 @@ def levels(run: MediaRun[Args], step: Step, seeds: Sequence[int], params: Params
     if not boundary:
         return level_at(args, schedule, quantiles)
     share = (level_at(args, schedule, QUANTILES) >= boundary).double().mean().item()
-    moved = level_at(args, schedule, on_one_side(run, step, quantiles, share, 0))
-    return clamp_to_side(run, moved, moved.mean())
+    levels = level_at(args, schedule, restrict_to_expert(run, step, quantiles, share, 0))
+    return clamp_to_side(run, levels, levels.mean())
 
 
 def level_at(args: Args, schedule: Tensor, quantiles: Tensor) -> Tensor:
@@ -182,10 +182,10 @@ def level_at(args: Args, schedule: Tensor, quantiles: Tensor) -> Tensor:
 
     schedule: levels [S + 1] from 1 to 0, interpolated linearly. Logit-normal places follow eq. 19 of arXiv 2403.03206.
     """
-    places = quantiles
+    fractions = quantiles
     if args.levels == "logit-normal":
-        places = (args.logit_std * torch.special.ndtri(quantiles) - args.logit_mean).sigmoid()
-    steps = places * (len(schedule) - 1)
+        fractions = (args.logit_std * torch.special.ndtri(quantiles) - args.logit_mean).sigmoid()
+    steps = fractions * (len(schedule) - 1)
     first = steps.long().clamp(max=len(schedule) - 2)
     return torch.lerp(schedule[first].double(), schedule[first + 1].double(), steps - first).float()
 
@@ -197,10 +197,10 @@ def update(run: MediaRun[Args], step: Step, batches: Sequence[Noised]) -> dict[s
     """Take an optimizer step on each minibatch of this rank's batches; metrics are means over samples and ranks."""
     size, forwards, results = len(batches) // run.args.data.num_minibatches, [], []
     for first in range(0, len(batches), size):
-        for at in batches[first : first + size]:
-            x_t = add_noise(at.x0, at.noise, at.sigma)
-            velocity = run.model.predict_velocity(run.policy.net, x_t, at.sigma, at.cond, at.params)
-            loss = velocity_error(velocity, at.x0, at.noise).mean()
+        for noised in batches[first : first + size]:
+            x_t = add_noise(noised.x0, noised.noise, noised.sigma)
+            velocity = run.model.predict_velocity(run.policy.net, x_t, noised.sigma, noised.cond, noised.params)
+            loss = velocity_error(velocity, noised.x0, noised.noise).mean()
             # Gradients are summed over batches and ranks; this makes the sum a mean.
             run.policy.backward(loss / (size * run.dist.dp_size), of=size)
             forwards.append({"loss": loss.detach()})

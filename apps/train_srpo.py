@@ -93,14 +93,14 @@ def check_args(args: Args) -> None:
          "--level-high must be at least 0.001 above --level-low, and <= 0.999, "
          f"got {args.level_low} and {args.level_high}"),
         (args.level_step < 1, f"--level-step must be < 1, got {args.level_step}"),
-        (words(args.positive_words), f"--positive-words must hold a word, got {args.positive_words!r}"),
-        (words(args.negative_words), f"--negative-words must hold a word, got {args.negative_words!r}"),
+        (split_words(args.positive_words), f"--positive-words must hold a word, got {args.positive_words!r}"),
+        (split_words(args.negative_words), f"--negative-words must hold a word, got {args.negative_words!r}"),
         (args.reward != "sign-reader" or (height, width) == (32, 96),
          f"--reward sign-reader reads images of 32 x 96, got --height {height} and --width {width}"),
     )  # fmt: skip
 
 
-def words(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     """Return the comma-separated words."""
     return [word.strip() for word in text.split(",") if word.strip()]
 
@@ -115,10 +115,10 @@ import torch
 from omni_losses import LossOutput, direct_align, srpo_loss
 from omni_reward import Score
 from omni_rl.flow.direct_rewards import REWARDS, Reward
-from omni_rl.flow.experts import clamp_to_side, on_one_side
-from omni_rl.flow.sampling import evaluate_set, prompts_of, sample, show
+from omni_rl.flow.experts import clamp_to_side, restrict_to_expert
+from omni_rl.flow.sampling import evaluate_set, sample, show, step_prompts
 from omni_rl.flow.scorers import LocalScorer
-from omni_rl.flow.scoring import Rollout, rewards_at, wait_and_grade
+from omni_rl.flow.scoring import Rollout, step_rewards, wait_and_grade
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
 from omni_rl.run.media import export, open_engine, open_scorers, read_media
@@ -136,10 +136,10 @@ from torch import Tensor
 def grade(reward: Reward, dist: Dist, media: Mapping[str, np.ndarray], texts: Sequence[str]) -> list[Score]:
     """Score finished images or videos, uint8 [N, ..., H, W, 3], with their unchanged texts."""
     pixels = to_device(torch.from_numpy(next(iter(media.values()))), dist.device).float() / 255
-    return [Score(value) for value in rewards_of(reward, pixels, texts).tolist()]
+    return [Score(value) for value in media_rewards(reward, pixels, texts).tolist()]
 
 
-def rewards_of(reward: Reward, pixels: Tensor, texts: Sequence[str]) -> Tensor:
+def media_rewards(reward: Reward, pixels: Tensor, texts: Sequence[str]) -> Tensor:
     """Return the rewards [N] of images [N, H, W, 3] in [0, 1], or means over frames of videos [N, F, H, W, 3]."""
     frames = pixels.movedim(-1, -3).reshape(len(texts), -1, 3, *pixels.shape[-3:-1])
     rewards = reward(frames.flatten(0, 1), [text for text in texts for _ in range(frames.shape[1])])
@@ -157,7 +157,7 @@ def main(args: Args, world: World) -> None:
     if args.run.dry_run and print_plan(args, world, inputs, session):
         return
     args = start_servers(args, world, session)
-    scorer, held_out = open_scorers(args, world, inputs, session, own=partial(judge, load_reward))
+    scorer, held_out = open_scorers(args, world, inputs, session, build_scorer=partial(reward_scorer, load_reward))
     net = open_net(args, world, inputs, session)
     model, engine = open_engine(args, world, inputs, net)
     policy = open_policy(args, world, inputs, session, net, engine)
@@ -165,7 +165,7 @@ def main(args: Args, world: World) -> None:
     with Loop(run, evaluate_set, export) as steps:
         for step in steps:
             with run.phase("rollout"):
-                rollout = sample(run, prompts_of(run, step), run.base_params)
+                rollout = sample(run, step_prompts(run, step), run.base_params)
             batches = wait_and_grade(run, step, rollout, grade_as_one)
             with run.updating(step):
                 step.metrics |= update(run, step, load_reward(run.dist.device), batches)
@@ -175,17 +175,19 @@ def main(args: Args, world: World) -> None:
 
 def grade_as_one(run: MediaRun[Args], step: Step, rollout: Rollout[Trajectory]) -> Sequence[Trajectory]:
     """Log the rewards as one group, because samples are not compared within groups."""
-    rewards_at(run, step, rollout, torch.zeros(len(rollout.prompts), dtype=torch.long))
+    step_rewards(run, step, rollout, torch.zeros(len(rollout.prompts), dtype=torch.long))
     return rollout.batches
 
 
-def judge(load_reward: Callable[[torch.device], Reward], dist: Dist, kinds: Sequence[str]) -> LocalScorer:
+def reward_scorer(load_reward: Callable[[torch.device], Reward], dist: Dist, kinds: Sequence[str]) -> LocalScorer:
     """Return the reward as a scorer of finished samples of these kinds."""
     require((kinds[0] != "audio", "--model must generate images or videos, which the rewards of SRPO see, got sound"))
     return LocalScorer(partial(grade, load_reward(dist.device), dist), kinds)
 
 
-def levels(run: MediaRun[Args], step: Step, batch: Trajectory, *, inversion: bool) -> tuple[Tensor, Tensor, Tensor]:
+def noise_levels(
+    run: MediaRun[Args], step: Step, batch: Trajectory, *, inversion: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return noise levels [B] before and after the model's single step, and the discounts [B].
 
     u in (0, 1) is a sample's place in the range of levels at the end of the step. The step begins `level_step` above
@@ -197,25 +199,27 @@ def levels(run: MediaRun[Args], step: Step, batch: Trajectory, *, inversion: boo
     u = torch.special.ndtr(step_noise(seeds, first, (1,))[:, 0])
     span, boundary = args.level_high - args.level_low, run.model.boundary
     if boundary:
-        u = 1 - on_one_side(run, step, 1 - u, 1 - (boundary - args.level_low) / span, int(inversion))
+        u = 1 - restrict_to_expert(run, step, 1 - u, 1 - (boundary - args.level_low) / span, int(inversion))
     length = torch.minimum(torch.minimum(u, 1 - u), torch.full_like(u, args.level_step))
     start = u - length if inversion else u + length
-    at, low, high = u, args.discount_low, args.discount_high
+    fraction, low, high = u, args.discount_low, args.discount_high
     if inversion:
-        at, low, high = start, args.inversion_discount_low, args.inversion_discount_high
+        fraction, low, high = start, args.inversion_discount_low, args.inversion_discount_high
     sigma_next, device = args.level_low + span * u, batch.x0.device
     sigma = args.level_low + span * start
     if boundary:
         sigma = clamp_to_side(run, sigma, sigma_next[0])
-    values = (sigma, sigma_next, low + (high - low) * at)
+    values = (sigma, sigma_next, low + (high - low) * fraction)
     sigma, sigma_next, discount = (to_device(value, device) for value in values)
     return sigma, sigma_next, discount
 
 
-def align(run: MediaRun[Args], step: Step, reward: Reward, batch: Trajectory, *, inversion: bool) -> LossOutput:
+def alignment_loss(
+    run: MediaRun[Args], step: Step, reward: Reward, batch: Trajectory, *, inversion: bool
+) -> LossOutput:
     """Return the loss of one step of the model from the noised samples, through the decoder and the reward."""
     args, prompts = run.args, batch.prompts
-    sigma, sigma_next, discount = levels(run, step, batch, inversion=inversion)
+    sigma, sigma_next, discount = noise_levels(run, step, batch, inversion=inversion)
     seeds, shape = [p.seed for p in prompts], batch.x0.shape[1:]
     noise = to_device(step_noise(seeds, INITIAL_NOISE, shape), batch.x0.device)  # its initial noise
     x, params = add_noise(batch.x0, noise, sigma), run.model.unguided(batch.params)
@@ -225,8 +229,10 @@ def align(run: MediaRun[Args], step: Step, reward: Reward, batch: Trajectory, *,
     with deterministic(mode):
         media, _ = run.model.decode(run.engine.parts, x0, batch.cond, params)
     positive, negative = (
-        rewards_of(reward, media[run.model.MEDIA[0]], [f"{own[step.number % len(own)]}. {p.text}" for p in prompts])
-        for own in (words(args.positive_words), words(args.negative_words))
+        media_rewards(
+            reward, media[run.model.MEDIA[0]], [f"{word_list[step.number % len(word_list)]}. {p.text}" for p in prompts]
+        )
+        for word_list in (split_words(args.positive_words), split_words(args.negative_words))
     )
     return srpo_loss(positive, negative, discount=discount, inversion=inversion, threshold=args.threshold)
 
@@ -239,7 +245,7 @@ def update(run: MediaRun[Args], step: Step, reward: Reward, batches: Sequence[Tr
         for batch in batches[first : first + size]:
             metrics = {"loss": torch.zeros((), device=dist.device)}
             for kind in ("inversion", "denoising"):
-                out = align(run, step, reward, batch, inversion=kind == "inversion")
+                out = alignment_loss(run, step, reward, batch, inversion=kind == "inversion")
                 # Gradients are summed over batches, kinds of step and ranks; this makes the sum a mean.
                 run.policy.backward(out.loss / (2 * size * dist.dp_size), of=2 * size)
                 metrics |= {f"{kind}_{name}": value for name, value in out.metrics.items()}

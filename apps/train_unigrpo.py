@@ -85,15 +85,15 @@ from omni_losses import (
     token_grpo_loss,
     token_rollout_weights,
 )
-from omni_rl.flow.batches import TrainBatch, train_batches, with_some_steps
-from omni_rl.flow.sampling import evaluate_set, prompts_of, sample, show, window_params
+from omni_rl.flow.batches import TrainBatch, subsample_rollout, train_batches
+from omni_rl.flow.sampling import evaluate_set, sample, show, step_prompts, window_params
 from omni_rl.flow.scoring import MediaRollout
-from omni_rl.flow.tokens import lengths_of
+from omni_rl.flow.tokens import gather_lengths
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
 from omni_rl.run.media import check_trained_steps, export
 from omni_rl.run.run import Step, ThinkingRun
-from omni_rl.run.sources import sampled
+from omni_rl.run.sources import sample_steps
 from omni_rl.run.start import open_net, open_policy, open_run, open_session, print_plan, start_servers
 from omni_rl.run.thoughts import open_engine, open_scorers, read_thoughts
 from omni_rl.run.world import World
@@ -121,12 +121,12 @@ def main(args: Args, world: World) -> None:
     policy = open_policy(args, world, inputs, session, net, engine)
     run = open_run(args, world, inputs, session, model, policy, engine, scorer, held_out, algorithm="unigrpo")
     with Loop(run, evaluate_set, export) as steps:
-        for step, rollout in sampled(run, steps, roll_out):
+        for step, rollout in sample_steps(run, steps, roll_out):
             # Tokens and steps share advantages.
-            some = with_some_steps(rollout, args.window.timestep_fraction)
-            batches = train_batches(run, step, some, args.advantages)
+            subsampled = subsample_rollout(rollout, args.window.timestep_fraction)
+            batches = train_batches(run, step, subsampled, args.advantages)
             with run.updating(step):
-                step.metrics |= update(run, step, batches) | lengths(run, rollout)
+                step.metrics |= update(run, step, batches) | length_metrics(run, rollout)
             run.sync(step)
             show(run, step, rollout)
 
@@ -134,13 +134,13 @@ def main(args: Args, world: World) -> None:
 def roll_out(run: ThinkingRun[Args], step: Step) -> MediaRollout:
     """Return this rank's samples of a step, with pending scores."""
     with run.phase("rollout"):
-        return sample(run, prompts_of(run, step), window_params(run, step, run.args.window))
+        return sample(run, step_prompts(run, step), window_params(run, step, run.args.window))
 
 
-def lengths(run: ThinkingRun[Args], rollout: MediaRollout) -> dict[str, float]:
+def length_metrics(run: ThinkingRun[Args], rollout: MediaRollout) -> dict[str, float]:
     """Return metrics of the lengths of all ranks' thoughts."""
-    thoughts = [thoughts_of(batch) for batch in rollout.batches]
-    tokens, ended = lengths_of(run.dist, thoughts, len(rollout.prompts))
+    thoughts = [get_thoughts(batch) for batch in rollout.batches]
+    tokens, ended = gather_lengths(run.dist, thoughts, len(rollout.prompts))
     return {"thought/tokens_mean": tokens.mean().item(), "thought/truncated_ratio": 1 - ended.mean().item()}
 
 
@@ -150,30 +150,33 @@ def update(run: ThinkingRun[Args], step: Step, batches: Sequence[TrainBatch]) ->
     size, num_kept = len(batches) // args.data.num_minibatches, batches[0].trajectory.num_kept
     old = [old_scores(run, batch) for batch in batches]
     steps = [old_steps(run, step, batch, is_first=i < size) for i, batch in enumerate(batches)]
-    gap = run.check_ratio(gaps(batches, old), torch.inf if step.staleness else tolerance(args), step) or 0.0
+    gap = (
+        run.check_ratio(thought_gaps(batches, old), torch.inf if step.staleness else resolve_tolerance(args), step)
+        or 0.0
+    )
     if run.gate != "exact" and not step.staleness:
         run.check_ratio(step_gaps(batches, steps), run.rounding, step)
     forwards, results = list[dict[str, Tensor]](), []
-    moves = list[Tensor]()
+    deviations = list[Tensor]()
     for first in range(0, len(batches), size):
         for i in range(first, first + size):
-            batch, before = batches[i], old[i]
+            batch, old_score = batches[i], old[i]
             # Gradients are summed over batches, kept steps and ranks; the divisors make the sum a mean.
             total, parts = size * dist.dp_size, []
             for k in range(num_kept):
                 parts.append(step_loss(run, batch, k, steps[i]))
                 run.policy.backward(parts[-1].loss / (total * num_kept), of=size * (num_kept + 1))
-            thought = thought_loss(run, batch, before)
+            thought = thought_loss(run, batch, old_score)
             run.policy.backward(args.thought_weight * thought.loss / total, of=size * (num_kept + 1))
             image = torch.stack([part.loss.detach() for part in parts]).mean()
             loss = image + args.thought_weight * thought.loss.detach()
             forwards += [part.metrics for part in parts]
             forwards.append({f"thought_{name}": value for name, value in thought.metrics.items()} | {"loss": loss})
-            moves += [part.metrics["ratio_max_dev"] for part in (*parts, thought)]
+            deviations += [part.metrics["ratio_max_dev"] for part in (*parts, thought)]
         if first == 0:
             gap_of = partial(repeated_gap, run, batches, old)
-            allowed = 0.0 if run.gate == "exact" else tolerance(args)
-            deviation = run.check_ratio(moves, allowed, step, gap_of=gap_of, limit=tolerance(args))
+            allowed = 0.0 if run.gate == "exact" else resolve_tolerance(args)
+            deviation = run.check_ratio(deviations, allowed, step, gap_of=gap_of, limit=resolve_tolerance(args))
             if deviation is None:
                 return update(run, step, batches)
             step.metrics["policy/first_ratio_max_dev"] = deviation
@@ -200,7 +203,7 @@ def old_steps(run: ThinkingRun[Args], step: Step, batch: TrainBatch, *, is_first
         return [*trajectory.rollout_log_prob.unbind(dim=1)]
     if run.gate == "exact" and is_first:
         return []
-    return [retake(run, run.policy.net, trajectory, k)[1].log_prob.detach() for k in range(trajectory.num_kept)]
+    return [replay_step(run, run.policy.net, trajectory, k)[1].log_prob.detach() for k in range(trajectory.num_kept)]
 
 
 def repeated_gap(
@@ -211,9 +214,9 @@ def repeated_gap(
     i, k = divmod(forward, num_kept + 1)
     trajectory = batches[i].trajectory
     if k < num_kept:
-        return retake(run, run.policy.net, trajectory, k)[1].log_prob - trajectory.rollout_log_prob[:, k]
-    off = score(run, run.policy.net, trajectory).log_prob - old[i].log_prob
-    return off[thoughts_of(trajectory).mask.to(off.device)]
+        return replay_step(run, run.policy.net, trajectory, k)[1].log_prob - trajectory.rollout_log_prob[:, k]
+    difference = score(run, run.policy.net, trajectory).log_prob - old[i].log_prob
+    return difference[get_thoughts(trajectory).mask.to(difference.device)]
 
 
 def step_loss(run: ThinkingRun[Args], batch: TrainBatch, k: int, old: list[Tensor]) -> LossOutput:
@@ -222,17 +225,17 @@ def step_loss(run: ThinkingRun[Args], batch: TrainBatch, k: int, old: list[Tenso
     old: log-probs [B] before the update; this step's is appended if it is the next.
     """
     args, trajectory = run.args, batch.trajectory
-    velocity, now = retake(run, run.policy.net, trajectory, k)
+    velocity, new = replay_step(run, run.policy.net, trajectory, k)
     if k == len(old):
-        old.append(now.log_prob.detach())
+        old.append(new.log_prob.detach())
     weights, metrics = step_weights(old[k], trajectory, k) if args.sampling.draw_ahead else (None, {})
-    out = grpo_loss(now.log_prob, old[k], batch.advantages, clip_range=args.clip_range, weights=weights)
+    out = grpo_loss(new.log_prob, old[k], batch.advantages, clip_range=args.clip_range, weights=weights)
     out = replace(out, metrics=out.metrics | metrics)
     if not args.velocity_coef:
         return out
     with torch.no_grad(), run.policy.reference() as net:
-        before, _ = retake(run, net, trajectory, k)
-    drift = distill_velocity_loss(velocity, before)
+        reference, _ = replay_step(run, net, trajectory, k)
+    drift = distill_velocity_loss(velocity, reference)
     return LossOutput(out.loss + args.velocity_coef * drift.loss, out.metrics | {"velocity_drift": drift.loss.detach()})
 
 
@@ -247,12 +250,12 @@ def step_weights(old: Tensor, trajectory: Trajectory, k: int) -> tuple[Tensor, d
 
 def thought_weights(old: TokenScores, trajectory: Trajectory, mask: Tensor) -> Tensor:
     """Return importance weights [B, T] of tokens, divided for the mean over thoughts of the mean over their tokens."""
-    sampled = thoughts_of(trajectory).rollout_log_prob.to(mask.device)
+    sampled = get_thoughts(trajectory).rollout_log_prob.to(mask.device)
     weights, _ = token_rollout_weights(old.log_prob, sampled, mask, cap=TOKEN_CAP)
     return weights / (len(mask) * mask.sum(dim=1, keepdim=True).clamp(min=1))
 
 
-def retake(run: ThinkingRun[Args], net: nn.Module, trajectory: Trajectory, k: int) -> tuple[Tensor, Transition]:
+def replay_step(run: ThinkingRun[Args], net: nn.Module, trajectory: Trajectory, k: int) -> tuple[Tensor, Transition]:
     """Return the velocity of `net` at the k-th kept step, and the step: identical to the sample if `net` sampled it."""
     x, params = trajectory.x[:, k], trajectory.params
     velocity = run.model.predict_velocity(net, x, trajectory.sigma(k), trajectory.cond, params)
@@ -266,54 +269,54 @@ def retake(run: ThinkingRun[Args], net: nn.Module, trajectory: Trajectory, k: in
     )
 
 
-def thought_loss(run: ThinkingRun[Args], batch: TrainBatch, before: TokenScores) -> LossOutput:
+def thought_loss(run: ThinkingRun[Args], batch: TrainBatch, old_score: TokenScores) -> LossOutput:
     """Return the loss of the thoughts' tokens: GRPO's, plus the KL to the initial policy."""
-    args, now = run.args, score(run, run.policy.net, batch.trajectory).log_prob
-    mask = thoughts_of(batch.trajectory).mask.to(now.device)
-    weights = thought_weights(before, batch.trajectory, mask) if args.sampling.draw_ahead else None
+    args, log_prob = run.args, score(run, run.policy.net, batch.trajectory).log_prob
+    mask = get_thoughts(batch.trajectory).mask.to(log_prob.device)
+    weights = thought_weights(old_score, batch.trajectory, mask) if args.sampling.draw_ahead else None
     clip = {"clip_low": args.thought_clip_low, "clip_high": args.thought_clip_high}
-    out = token_grpo_loss(now, before.log_prob, batch.advantages, mask, weights=weights, **clip)
-    metrics = out.metrics | {"entropy": before.entropy[mask].mean()}
+    out = token_grpo_loss(log_prob, old_score.log_prob, batch.advantages, mask, weights=weights, **clip)
+    metrics = out.metrics | {"entropy": old_score.entropy[mask].mean()}
     if not args.kl_coef:
         return LossOutput(out.loss, metrics)
     with torch.no_grad(), run.policy.reference() as net:
-        other = score(run, net, batch.trajectory).log_prob
-    kl = k3_kl(now.where(mask, 0.0), other.where(mask, 0.0))  # masked values may overflow, and 0 * inf is NaN
+        reference = score(run, net, batch.trajectory).log_prob
+    kl = k3_kl(log_prob.where(mask, 0.0), reference.where(mask, 0.0))  # masked values may overflow, and 0 * inf is NaN
     mean = (kl.sum(dim=1) / mask.sum(dim=1)).mean()
     return LossOutput(out.loss + args.kl_coef * mean, metrics | {"kl": mean.detach()})
 
 
 def score(run: ThinkingRun[Args], net: nn.Module, trajectory: Trajectory) -> TokenScores:
     """Return the log-probs of the thoughts' tokens under `net`."""
-    return score_tokens(run.model, net, thoughts_of(trajectory))
+    return score_tokens(run.model, net, get_thoughts(trajectory))
 
 
-def thoughts_of(trajectory: Samples) -> TokenTrajectory:
+def get_thoughts(trajectory: Samples) -> TokenTrajectory:
     """Return the thoughts of these samples."""
     assert isinstance(trajectory, ThoughtTrajectory)
     return trajectory.thoughts
 
 
-def gaps(batches: Sequence[TrainBatch], old: Sequence[TokenScores]) -> list[Tensor]:
+def thought_gaps(batches: Sequence[TrainBatch], old: Sequence[TokenScores]) -> list[Tensor]:
     """Return the largest |ratio - 1| of a token in each batch, between the sampler and the policy before the update."""
-    found = []
-    for batch, before in zip(batches, old, strict=True):
-        thoughts = thoughts_of(batch.trajectory)
-        off = before.log_prob.cpu() - thoughts.rollout_log_prob
-        found.append(off[thoughts.mask].abs().max().expm1())
-    return found
+    largest = []
+    for batch, old_score in zip(batches, old, strict=True):
+        thoughts = get_thoughts(batch.trajectory)
+        difference = old_score.log_prob.cpu() - thoughts.rollout_log_prob
+        largest.append(difference[thoughts.mask].abs().max().expm1())
+    return largest
 
 
 def step_gaps(batches: Sequence[TrainBatch], old: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Return the largest |ratio - 1| of each kept step of each batch, between sampling and update."""
     return [
-        (before - batch.trajectory.rollout_log_prob[:, k]).abs().max().expm1()
+        (old_log_prob - batch.trajectory.rollout_log_prob[:, k]).abs().max().expm1()
         for batch, steps in zip(batches, old, strict=True)
-        for k, before in enumerate(steps)
+        for k, old_log_prob in enumerate(steps)
     ]
 
 
-def tolerance(args: Args) -> float:
+def resolve_tolerance(args: Args) -> float:
     """Return the largest allowed |ratio - 1|."""
     return {"float32": 1e-4}.get(args.policy.dtype, torch.inf) if args.ratio_tolerance is None else args.ratio_tolerance
 

@@ -20,7 +20,7 @@ import torch
 from omni_rl.flow.scorers import LocalScorer
 from omni_rl.run.world import World
 from omni_rl.settings.fields import at_least, change
-from omni_rl.settings.toml import from_toml, recipes
+from omni_rl.settings.toml import from_toml, load_recipes
 from omni_train.log import RunLog
 from step_cost import grade  # also makes apps/ importable
 
@@ -106,7 +106,7 @@ def moments_of(steps: int, **changes: Any) -> Moments:
 
     torch.set_num_threads(1)
     data = runner.REPO / "data" / "tiny-signs"
-    settings = from_toml(recipes("train_nft")["tiny-signs-demo"], train_nft.Args, "tiny-signs-demo") | {
+    settings = from_toml(load_recipes("train_nft")["tiny-signs-demo"], train_nft.Args, "tiny-signs-demo") | {
         "model": str(runner.REPO / "checkpoints" / "tiny-signs-qwen-image"),
         "prompts": str(data / "train.txt"),
         "eval_prompts": str(data / "eval.txt"),

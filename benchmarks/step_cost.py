@@ -31,17 +31,17 @@ import trainer
 from omni_reward import Score
 from omni_rl.flow.batches import TrainBatch
 from omni_rl.flow.evals import HeldOut
-from omni_rl.flow.sampling import evaluate_set, prompts_of, show
+from omni_rl.flow.sampling import evaluate_set, show, step_prompts
 from omni_rl.flow.scorers import LocalScorer
 from omni_rl.flow.scoring import Rollout
 from omni_rl.run.loop import Loop
-from omni_rl.run.media import export, params_of
+from omni_rl.run.media import export, sampling_params
 from omni_rl.run.policy import Policy
 from omni_rl.run.run import MediaRun, Step
 from omni_rl.run.session import Session
 from omni_rl.run.world import World
 from omni_rl.settings.fields import at_least, change, require
-from omni_rl.settings.toml import from_toml, recipes
+from omni_rl.settings.toml import from_toml, load_recipes
 from omni_rollout import Params, Prompt, Samples, Trajectory, replay
 from omni_sched import step_noise
 from omni_train.checkpoint.parts import host_memory
@@ -129,7 +129,7 @@ def steps_of(args: Framework) -> list[dict[str, float]]:
         spent["backward"] += runner.now(device) - start
 
     with trainer.model(args) as model:
-        settings = from_toml(recipes("train_flowgrpo")["tiny-signs"], app.Args, "tiny-signs") | {
+        settings = from_toml(load_recipes("train_flowgrpo")["tiny-signs"], app.Args, "tiny-signs") | {
             "model": str(Path(model).resolve()),
             "scorer_url": "http://127.0.0.1:1",
             "prompts": str(REPO / "data/tiny-signs/train.txt"),
@@ -193,7 +193,7 @@ def sampling(args: Sampling) -> None:
     device, found = local_device(), dict[str, tuple[list[float], int]]()
 
     def steps(run: MediaRun[app.Args]) -> Iterator[Step]:
-        prompts, params = prompts_of(run, Step(0))[: args.batch_size], app.params_at(run, Step(0))
+        prompts, params = step_prompts(run, Step(0))[: args.batch_size], app.step_params(run, Step(0))
         net = run.policy.net
         forwards: dict[str, Any] = {"not compiled": net.forward}
         if run.args.policy.compile:
@@ -451,7 +451,7 @@ def open_run(args: Beside) -> MediaRun[app.Args]:
     scorer = LocalScorer(lambda media, texts: [Score(0.1 * (i % 7)) for i in range(len(texts))])
     prompts: Any = None
     records = [PromptRecord(i, f"a sign that says {i}", "", {}) for i in range(64)]
-    params = params_of(settings)
+    params = sampling_params(settings)
     held_out = [HeldOut("", records, params)]
     run: Any = MediaRun(
         settings,

@@ -38,7 +38,7 @@ import torch
 import trainer
 from omni_rl.run.run import MediaRun, Step
 from omni_rl.settings.fields import at_least, change, require
-from omni_rl.settings.toml import from_toml, recipes
+from omni_rl.settings.toml import from_toml, load_recipes
 from omni_train.dist import default_compute_dtype, local_device, memory
 from runner import quiet
 
@@ -199,7 +199,7 @@ def ours(args: Args, model: str) -> Result:
             update = spent["update"] - before
             found.append(Seconds(runner.now(device) - start - update, update))
 
-    settings = from_toml(recipes(peer.app.__name__)[peer.recipe], peer.app.Args, peer.recipe) | {
+    settings = from_toml(load_recipes(peer.app.__name__)[peer.recipe], peer.app.Args, peer.recipe) | {
         "name": "run",
         "model": model,
         "prompts": "prompts.txt",

@@ -22,7 +22,7 @@ import runner
 import torch
 import trainer
 from omni_losses import group_advantages
-from omni_rl.flow.sampling import prompts_of
+from omni_rl.flow.sampling import step_prompts
 from omni_rl.run.run import MediaRun, Step
 from omni_rl.settings.fields import at_least
 from omni_rollout import Params, Prompt
@@ -188,7 +188,7 @@ def measure(args: Args) -> dict[str, list[Result]]:
             found[OURS].append(Result(seconds, norm, loss, torch.cat(drawn)))
             for name, options in ARMS.items():
                 if options.get("autocast", True) or run.args.policy.dtype != "float32":
-                    prompts, params = prompts_of(run, step), app.params_at(run, step)
+                    prompts, params = step_prompts(run, step), app.step_params(run, step)
                     found.setdefault(name, []).append(plain.step(prompts, params, **options))
 
     with trainer.model(args) as path:

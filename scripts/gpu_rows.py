@@ -29,7 +29,7 @@ from unittest.mock import patch
 import omni_train.kernels
 import torch
 import torch.distributed as torch_dist
-from omni_rl.flow.sampling import prompts_of
+from omni_rl.flow.sampling import step_prompts
 from omni_rl.run.run import MediaRun, Step
 from omni_rl.settings.fields import change
 from omni_rl.tools import plan
@@ -264,7 +264,7 @@ def sleep(visit: Visit) -> Iterator[Row]:
     latents: list[Tensor] = []
 
     def look(run: MediaRun[app.Args]) -> None:
-        prompts, params = prompts_of(run, Step(0))[: run.args.data.batch_size], app.params_at(run, Step(0))
+        prompts, params = step_prompts(run, Step(0))[: run.args.data.batch_size], app.step_params(run, Step(0))
         for _ in range(2):
             latents.append(run.engine.generate(prompts, params).x0)
             run.engine.sleep()

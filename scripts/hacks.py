@@ -30,10 +30,10 @@ from omni_reward.scorers.jpeg import num_kilobytes
 from omni_reward.serving import serving, serving_here
 from omni_rl.flow.direct_rewards import load_sign_reader
 from omni_rl.run.alarms import Watch
-from omni_rl.run.metrics import error_of
+from omni_rl.run.metrics import stderr_name
 from omni_rl.run.world import World
 from omni_rl.settings.fields import build, change
-from omni_rl.settings.toml import from_toml, recipes
+from omni_rl.settings.toml import from_toml, load_recipes
 from omni_train.files import load_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -124,7 +124,7 @@ def measure(name: str, seed: int, steps: int, **others: Any) -> Row:
             url = servers.enter_context(serving("ocr", "--option=reading=line")).url
         else:
             url = servers.enter_context(serving_here(hacked(HACKS[name][1], run), name=name))
-        recipe = build(train_nft.Args, from_toml(recipes("train_nft")["tiny-signs"], train_nft.Args, "tiny-signs"))
+        recipe = build(train_nft.Args, from_toml(load_recipes("train_nft")["tiny-signs"], train_nft.Args, "tiny-signs"))
         changes = {
             "name": f"hacks/{name}-{seed}",
             "seed": seed,
@@ -173,7 +173,7 @@ def summary(name: str, seed: int, lines: Sequence[Mapping[str, float]]) -> Row:
     for line in lines:
         for alarm in watch(line):
             began.setdefault(alarm.title, alarm.step)
-    names = ["eval/reward", error_of("eval/gold/reward"), *(n for n in lines[0] if n.startswith("eval/gold/"))]
+    names = ["eval/reward", stderr_name("eval/gold/reward"), *(n for n in lines[0] if n.startswith("eval/gold/"))]
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
     )

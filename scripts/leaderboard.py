@@ -45,7 +45,7 @@ from leaderboard_page import (
     tuned_rate,
 )
 from omni_reward.serving import Server, serving
-from omni_rl.settings.toml import plain, recipes
+from omni_rl.settings.toml import flatten_tables, load_recipes
 from omni_train.files import load_metrics
 from tiny_signs import write_prompts
 
@@ -123,7 +123,7 @@ class Job:
 
     def settings(self) -> dict[str, Any]:
         """Return the recipe's settings that a run keeps, with the steps and learning rate of this one."""
-        recipe = plain(tomllib.loads(recipes(self.entry.app)[self.entry.preset]))
+        recipe = flatten_tables(tomllib.loads(load_recipes(self.entry.app)[self.entry.preset]))
         steps = recipe["train_steps"] * self.budget.images // SHORT.images
         own = {"train_steps": steps, "eval.every": steps // self.budget.evaluations, "lr": recipe["lr"] * self.rate}
         own |= {"train_steps": 2, "eval.every": 2} if self.trial else {}
@@ -255,7 +255,7 @@ def collect(job: Job) -> Row:
     Raises:
         ValueError: the run's settings differ from the recipe's, or an evaluation has no score.
     """
-    config = plain(tomllib.loads((job.folder / "config.toml").read_text("utf-8")))
+    config = flatten_tables(tomllib.loads((job.folder / "config.toml").read_text("utf-8")))
     settings = job.settings()
     if other := sorted(name for name, value in settings.items() if config.get(name) != value):
         raise ValueError(f"{job.folder} holds a run with other settings, {', '.join(other)}: move it away")

@@ -20,7 +20,7 @@ import numpy as np
 from leaderboard_page import INK
 from matplotlib.figure import Figure
 from omni_reward.scorers.text import target_text
-from omni_rl.media.write import drawable, score_label
+from omni_rl.media.write import replace_missing_glyphs, score_label
 from omni_rl.report.folder import step_folders
 from omni_train.files import load_metrics
 from omni_train.prompts.files import load_prompts
@@ -102,7 +102,7 @@ def clear_sheet(
                 sheet.paste(each, (x + j * step_x, y + i * step_y))
                 if tops and at < columns:
                     draw.text((x + j * step_x + image.width / 2, LINE / 2), tops[j], INK, font, anchor="mm")
-        draw.text((x, y + len(cell) * step_y - GAP / 2), drawable(label), INK, font)
+        draw.text((x, y + len(cell) * step_y - GAP / 2), replace_missing_glyphs(label), INK, font)
     return sheet
 
 

@@ -27,8 +27,8 @@ from typing import NamedTuple
 from leaderboard_page import fill
 from omni_rl.settings.args import MediaArgs
 from omni_rl.settings.fields import build, change, flag_of
-from omni_rl.settings.toml import from_toml, plain, recipes
-from omni_rl.tools.plan import GB, LEFT, Figures, measure
+from omni_rl.settings.toml import flatten_tables, from_toml, load_recipes
+from omni_rl.tools.plan import GB, RESERVED, Figures, measure
 from omni_rollout.models import open_model
 from omni_rollout.models.hub import released_models
 from omni_rollout.models.tokens import open_token_model
@@ -80,7 +80,7 @@ def main() -> int:
     code = 0
     for recipe in given.recipes:
         app, name = recipe.split("/")
-        text = recipes(app)[name]
+        text = load_recipes(app)[name]
         line = planned_line(plan_of(app, name, ranks_of(text)), ranks_of(text))
         print(f"{recipe}: {line}", flush=True)
         if given.write:
@@ -99,10 +99,10 @@ def main() -> int:
 def plan_of(app: str, name: str, ranks: int) -> Figures:
     """Return the costs of a recipe's step on one of `ranks` ranks."""
     module = importlib.import_module(app)
-    args = build(module.Args, from_toml(recipes(app)[name], module.Args, name))
+    args = build(module.Args, from_toml(load_recipes(app)[name], module.Args, name))
     is_media = isinstance(args, MediaArgs)
     least_images = open_model(released_models()[args.policy.model]).IMAGES.start if is_media else 0
-    count = max(least_images, '"images"' in recipes(app)[name])  # for an editor that also works without images
+    count = max(least_images, '"images"' in load_recipes(app)[name])  # for an editor that also works without images
     os.environ["WORLD_SIZE"] = str(ranks)
     with TemporaryDirectory() as folder, chdir(folder):
         if is_media:
@@ -132,9 +132,9 @@ def ranks_of(text: str) -> int:
 
 def planned_line(plan: Figures, ranks: int) -> Line:
     """Return the line for a recipe, with the smallest card that fits the step."""
-    gb = next((card for card in CARDS if plan.peak <= (1 - LEFT) * card * GB), None)
+    gb = next((card for card in CARDS if plan.peak <= (1 - RESERVED) * card * GB), None)
     if gb is None:
-        raise ValueError(f"a step must fit {(1 - LEFT) * CARDS[-1]:.1f} GB, takes {plan.peak / GB:.1f}")
+        raise ValueError(f"a step must fit {(1 - RESERVED) * CARDS[-1]:.1f} GB, takes {plan.peak / GB:.1f}")
     tflop = plan.flops.total() / plan.num_steps / 1e12
     peak, scorer, host = (round(each / GB, 1) for each in (plan.peak, plan.scorer.total(), plan.host))
     return Line(ranks, gb, peak, scorer, host, round(tflop))
@@ -162,7 +162,7 @@ def page_with_table() -> str:
     for path in sorted(RECIPES.glob("*/*.toml")):
         text = path.read_text("utf-8")
         if line := read_line(text):
-            values = plain(tomllib.loads(text))
+            values = flatten_tables(tomllib.loads(text))
             key = values["model"].partition("/")[2], line.cards, line.card_gb
             command = f"{path.parent.name.removeprefix('train_')} --preset {path.stem}"
             taken = f"{line.gb} | {line.host_gb} | {line.tflop:,}"

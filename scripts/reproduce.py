@@ -21,13 +21,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from omni_rl.report.data import points_of
+from omni_rl.report.data import metric_points
 from omni_rl.report.folder import command_line
-from omni_rl.run.metrics import one_evaluation
+from omni_rl.run.metrics import drop_stale_evaluations
 from omni_rl.settings.args import secret_flags
 from omni_rl.settings.printing import Parser
-from omni_rl.settings.toml import recipes
-from omni_rl.tools.command import known, trainers
+from omni_rl.settings.toml import load_recipes
+from omni_rl.tools.command import check_known, trainers
 from omni_rl.tools.prompts import fetch_set, prompt_sets
 from omni_train.files import file_digest, load_metrics, read_jsonl, write_atomically
 
@@ -44,8 +44,8 @@ def recipe_of(name: str) -> tuple[str, str, str]:
         ValueError: there is no recipe of that name; the closest one is suggested.
     """
     trainer, _, preset = name.partition("/")
-    texts = recipes(f"train_{known(trainer, trainers(), 'the trainer of TRAINER/PRESET')}")
-    return trainer, preset, texts[known(preset, texts, "the preset of TRAINER/PRESET")]
+    texts = load_recipes(f"train_{check_known(trainer, trainers(), 'the trainer of TRAINER/PRESET')}")
+    return trainer, preset, texts[check_known(preset, texts, "the preset of TRAINER/PRESET")]
 
 
 def train(words: Sequence[str], typed: str) -> int:
@@ -87,14 +87,14 @@ def record_of(folder: Path, recipe: str, words: Sequence[str]) -> dict[str, Any]
     Raises:
         ValueError: the run has not completed all of its steps.
     """
-    steps = one_evaluation(load_metrics(folder / "metrics.jsonl"))
+    steps = drop_stale_evaluations(load_metrics(folder / "metrics.jsonl"))
     wanted = tomllib.loads((folder / "config.toml").read_text("utf-8"))
     if steps[-1]["step"] != wanted["train_steps"]:
         rule = f"{folder} must have taken {wanted['train_steps']} steps, has {steps[-1]['step']:.0f}"
         raise ValueError(f"{rule}: the same command continues it")
     *earlier, start = map(facts_of, read_jsonl(folder / "versions.jsonl"))
     weights = folder / "weights"
-    points = {name: points_of(steps, name) for name in sorted({name for line in steps for name in line})}
+    points = {name: metric_points(steps, name) for name in sorted({name for line in steps for name in line})}
     return {
         "recipe": recipe,
         "words": list(words),

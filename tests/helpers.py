@@ -81,9 +81,9 @@ def capture_graphs(monkeypatch):
 @cache
 def recipe_texts(app):
     """Return a trainer's recipes by name, read once."""
-    from omni_rl.settings.toml import recipes
+    from omni_rl.settings.toml import load_recipes
 
-    return recipes(app)
+    return load_recipes(app)
 
 
 def in_turn(number, count):

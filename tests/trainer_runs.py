@@ -20,9 +20,9 @@ import torch.multiprocessing
 from build_tiny_models import kept
 from helpers import CHECKPOINT, REPO, recipe_texts
 from omni_rl.flow.evals import HeldOut
-from omni_rl.flow.sampling import prompts_of, sample
+from omni_rl.flow.sampling import sample, step_prompts
 from omni_rl.flow.scoring import Rollout
-from omni_rl.run.media import params_of
+from omni_rl.run.media import sampling_params
 from omni_rl.run.policy import Policy
 from omni_rl.run.run import Run, Step
 from omni_rl.run.session import Session
@@ -215,7 +215,7 @@ class NobodyScores:
 
 def lone_run(args, *, rank=0, world_size=1):
     """Return a run that can sample and train as one of `world_size` ranks, without the others, a scorer or a folder."""
-    world, model, params = World(place(rank, world_size)), open_model(args.policy.model), params_of(args)
+    world, model, params = World(place(rank, world_size)), open_model(args.policy.model), sampling_params(args)
     parts = model.load(device="cpu", dtype=torch.float32)
     policy = Policy(parts.net.requires_grad_(True), build_adamw(parts.net, lr=1e-3), Ema([], decay=0.0))
     prompts = PromptSampler(args.data.prompts, prompts_per_step=args.data.prompts_per_step, seed=args.run.seed)
@@ -232,7 +232,7 @@ def scored(prompts, batches, scores):
 
 def rollout(run, params, *, number=0, in_a_row=1, **options):
     """Return this rank's batches of a training step, and the prompts of all ranks."""
-    prompts = prompts_of(run, Step(number), **options)
+    prompts = step_prompts(run, Step(number), **options)
     return sample(run, prompts, params, in_a_row=in_a_row).batches, prompts
 
 

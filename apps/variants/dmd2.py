@@ -61,8 +61,8 @@ class Args:
 MAY_CHANGE = ("name", "scorer_url", "shard", "train_steps", "eval_every", "save_every")  # when a run resumes
 args = tyro.cli(Args, description=__doc__)  # before torch is imported, so that --help is fast
 for name, value in vars(args).items():
-    if type(value) is int and value < (least := int(name not in ("lora_rank", "seed"))):
-        raise SystemExit(f"--{name.replace('_', '-')} must be >= {least}, got {value}")
+    if type(value) is int and value < (low := int(name not in ("lora_rank", "seed"))):
+        raise SystemExit(f"--{name.replace('_', '-')} must be >= {low}, got {value}")
 if not 0 < args.min_noise < args.max_noise < 1:
     raise SystemExit(f"0 < --min-noise < --max-noise < 1 must hold, got {args.min_noise} and {args.max_noise}")
 folder = Path("runs", args.name)
@@ -135,8 +135,8 @@ with same_error(dist):  # an error on one rank ends all ranks
     )  # fmt: skip
     cfg = {"true_cfg_scale": args.teacher_true_cfg_scale} if args.teacher_true_cfg_scale != 1 else {}
     guided = replace(params, guidance_scale=args.teacher_guidance_scale, guidance=cfg)
-    for each in (params, guided):
-        model.check(each)
+    for sampling in (params, guided):
+        model.check(sampling)
     model.check_files()
     scorer = RewardClient(args.scorer_url, timeout_s=120)
     scorer.check()
@@ -147,9 +147,9 @@ preparation = Preparation(dist.device, model.BLOCK_NAMES, dtype, mesh=dist.mesh 
 files = {name: model.weight_files(part) for name, part in model.nets.items()}
 
 
-def read_net(own: Preparation) -> nn.Module:
+def read_net(prep: Preparation) -> nn.Module:
     """Return the model's net with its weights."""
-    return prepare(model.empty_net(buffers=True), own, files)
+    return prepare(model.empty_net(buffers=True), prep, files)
 
 
 if args.lora_rank:  # three nets in one: two adapters, and the net without them
@@ -194,10 +194,10 @@ log = RunLog(folder, is_main=dist.is_main, total_steps=args.train_steps, resume_
 def evaluate() -> float:
     """Return the mean score of the student's samples for the held-out prompts."""
     indices, pending = [], []
-    for own in deal(eval_prompts, dist, args.batch_size):
-        images = {"image": engine.generate(own, params).media["image"].cpu().numpy()}
-        pending.append(scorer.submit(images, [p.text for p in own], [p.meta for p in own]))
-        indices += [prompt.index for prompt in own]
+    for chunk in deal(eval_prompts, dist, args.batch_size):
+        images = {"image": engine.generate(chunk, params).media["image"].cpu().numpy()}
+        pending.append(scorer.submit(images, [p.text for p in chunk], [p.meta for p in chunk]))
+        indices += [prompt.index for prompt in chunk]
     with same_error(dist):
         scores = [math.nan if score.value is None else score.value for one in pending for score in one.result()]
     values = torch.tensor(scores, dtype=torch.float64)
@@ -224,19 +224,19 @@ def sample_points(prompts: Sequence[Prompt]) -> list[Point]:
 
 def predict(role: str, batch: Trajectory, x: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
     """Return the velocity and the clean samples, each [B, ...], that a net predicts from x [B, ...] at sigma [B]."""
-    own = guided if role == "teacher" else params
-    cond = engine.condition(batch.prompts, own)  # cached: encoded once
+    role_params = guided if role == "teacher" else params
+    cond = engine.condition(batch.prompts, role_params)  # cached: encoded once
     with net_of(role) as net:
-        velocity = model.predict_velocity(net, x, sigma, cond, own)
+        velocity = model.predict_velocity(net, x, sigma, cond, role_params)
     return velocity, x - sigma.view(-1, *[1] * (x.ndim - 1)) * velocity
 
 
-def draw(at: Point, update: int) -> tuple[Tensor, Tensor]:
+def draw_noise(point: Point, update: int) -> tuple[Tensor, Tensor]:
     """Return new noise [B, ...] and noise levels [B] for a point in an update of a training step."""
-    seeds, number = [p.seed for p in at.batch.prompts], (update + 1) * args.num_inference_steps + at.k
+    seeds, number = [p.seed for p in point.batch.prompts], (update + 1) * args.num_inference_steps + point.k
     shares = torch.tensor([sample_seed(seed, number, 0, 0) / 2**63 for seed in seeds])
     levels = args.min_noise + (args.max_noise - args.min_noise) * shares
-    return step_noise(seeds, number, at.x.shape[1:]).to(dist.device), levels.to(dist.device)
+    return step_noise(seeds, number, point.x.shape[1:]).to(dist.device), levels.to(dist.device)
 
 
 # 5. Training
@@ -249,17 +249,17 @@ with log, catch_stop() as stop:
         # Rollout: the student's latents before each of its steps, and the clean samples that it predicts there.
         prompts = expand(train_prompts.at(step), step)
         with log.phase("rollout"), torch.no_grad():
-            points = [at for own in deal(prompts, dist, args.batch_size) for at in sample_points(own)]
-            samples = [predict("student", at.batch, at.x, at.sigma)[1] for at in points]
+            points = [point for chunk in deal(prompts, dist, args.batch_size) for point in sample_points(chunk)]
+            samples = [predict("student", point.batch, point.x, point.sigma)[1] for point in points]
         share = 1 / (len(points) * dist.world_size)  # gradients are summed over points and ranks
         fake_errors, matching_errors = [], []
 
         # The fake net learns the student's samples, with several updates per update of the student: two time scales.
         with log.phase("fake"):
             for i in range(args.fake_updates):
-                for at, x0 in zip(points, samples, strict=True):
-                    noise, levels = draw(at, i)
-                    velocity, _ = predict("fake", at.batch, add_noise(x0, noise, levels), levels)
+                for point, x0 in zip(points, samples, strict=True):
+                    noise, levels = draw_noise(point, i)
+                    velocity, _ = predict("fake", point.batch, add_noise(x0, noise, levels), levels)
                     error = velocity_error(velocity, x0, noise).mean()
                     backward(error * share, of=len(points))
                     fake_errors.append(error.detach())
@@ -267,12 +267,14 @@ with log, catch_stop() as stop:
 
         # The student moves its samples from the fake net's denoised samples towards the teacher's.
         with log.phase("update"):
-            for at in points:
-                _, x0 = predict("student", at.batch, at.x, at.sigma)
-                noise, levels = draw(at, args.fake_updates)
+            for point in points:
+                _, x0 = predict("student", point.batch, point.x, point.sigma)
+                noise, levels = draw_noise(point, args.fake_updates)
                 with torch.no_grad():
                     noised = add_noise(x0, noise, levels)
-                    (_, fake_x0), (_, teacher_x0) = (predict(r, at.batch, noised, levels) for r in ("fake", "teacher"))
+                    (_, fake_x0), (_, teacher_x0) = (
+                        predict(r, point.batch, noised, levels) for r in ("fake", "teacher")
+                    )
                 out = distribution_matching_loss(x0, fake_x0, teacher_x0)
                 backward(out.loss * share, of=len(points))
                 matching_errors.append(out.metrics["matching_error"])
@@ -283,7 +285,7 @@ with log, catch_stop() as stop:
         must_stop, is_last = stop.requested(dist), step + 1 == args.train_steps
         metrics = {"policy/grad_norm": result.grad_norm, "fake/grad_norm": learned.grad_norm}
         means = {"policy/matching_error": matching_errors, "fake/error": fake_errors}
-        metrics |= mean_metrics(dist, {name: torch.stack(each).mean() for name, each in means.items()})
+        metrics |= mean_metrics(dist, {name: torch.stack(values).mean() for name, values in means.items()})
         if is_last or (step + 1) % args.eval_every == 0:
             with log.phase("eval"):
                 metrics["eval/reward"] = evaluate()

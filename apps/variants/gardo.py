@@ -66,9 +66,9 @@ class Args:
 MAY_CHANGE = ("name", "scorer_url", "shard", "train_steps", "eval_every", "save_every")  # when a run resumes
 args = tyro.cli(Args, description=__doc__)  # before torch is imported, so that --help is fast
 for name, value in vars(args).items():
-    least = 0 if name in ("window_low", "seed") else 1
-    if type(value) is int and value < least:
-        raise SystemExit(f"--{name.replace('_', '-')} must be >= {least}, got {value}")
+    low = 0 if name in ("window_low", "seed") else 1
+    if type(value) is int and value < low:
+        raise SystemExit(f"--{name.replace('_', '-')} must be >= {low}, got {value}")
 folder = Path("runs", args.name)
 if ".." in folder.parts or folder.parent.parts[:1] != ("runs",):
     raise SystemExit(f"--name must name a folder below runs/, got {args.name!r}")
@@ -234,13 +234,13 @@ with log, catch_stop() as stop:
                 for batch, old_log_prob in [*zip(batches, old, strict=True)][first : first + num_batches]:
                     own_advantages = advantages[batch.indices]
                     for k in range(batch.num_kept):
-                        now = replay(model, net, batch, k)
-                        out = grpo_loss(now.log_prob, old_log_prob[k], own_advantages, clip_range=args.clip_range)
+                        new = replay(model, net, batch, k)
+                        out = grpo_loss(new.log_prob, old_log_prob[k], own_advantages, clip_range=args.clip_range)
                         if first == 0 and out.metrics["ratio_max_dev"] != 0:
                             raise RuntimeError(f"the ratio must be 1 before an update, got {out.metrics}")
                         with torch.no_grad(), reference(net):
                             before_training = replay(model, net, batch, k)
-                        kl = (gate[batch.indices] * gaussian_kl(now.mean, before_training.mean, now.std)).mean()
+                        kl = (gate[batch.indices] * gaussian_kl(new.mean, before_training.mean, new.std)).mean()
                         num_parts = num_batches * batch.num_kept
                         backward((out.loss + args.kl_coef * kl) / (num_parts * dist.world_size), of=num_parts)
                         losses.append(out.loss.detach())

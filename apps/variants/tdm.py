@@ -59,8 +59,8 @@ class Args:
 MAY_CHANGE = ("name", "scorer_url", "shard", "train_steps", "eval_every", "save_every")  # when a run resumes
 args = tyro.cli(Args, description=__doc__)  # before torch is imported, so that --help is fast
 for name, value in vars(args).items():
-    if type(value) is int and value < (least := int(name not in ("lora_rank", "seed"))):
-        raise SystemExit(f"--{name.replace('_', '-')} must be >= {least}, got {value}")
+    if type(value) is int and value < (low := int(name not in ("lora_rank", "seed"))):
+        raise SystemExit(f"--{name.replace('_', '-')} must be >= {low}, got {value}")
 folder = Path("runs", args.name)
 if ".." in folder.parts or folder.parent.parts[:1] != ("runs",):
     raise SystemExit(f"--name must name a folder below runs/, got {args.name!r}")
@@ -130,8 +130,8 @@ with same_error(dist):  # an error on one rank ends all ranks
     )  # fmt: skip
     cfg = {"true_cfg_scale": args.teacher_true_cfg_scale} if args.teacher_true_cfg_scale != 1 else {}
     guided = replace(params, guidance_scale=args.teacher_guidance_scale, guidance=cfg)
-    for each in (params, guided):
-        model.check(each)
+    for sampling in (params, guided):
+        model.check(sampling)
     model.check_files()
     scorer = RewardClient(args.scorer_url, timeout_s=120)
     scorer.check()
@@ -142,9 +142,9 @@ preparation = Preparation(dist.device, model.BLOCK_NAMES, dtype, mesh=dist.mesh 
 files = {name: model.weight_files(part) for name, part in model.nets.items()}
 
 
-def read_net(own: Preparation) -> nn.Module:
+def read_net(prep: Preparation) -> nn.Module:
     """Return the model's net with its weights."""
-    return prepare(model.empty_net(buffers=True), own, files)
+    return prepare(model.empty_net(buffers=True), prep, files)
 
 
 if args.lora_rank:  # three nets in one: two adapters, and the net without them
@@ -189,10 +189,10 @@ log = RunLog(folder, is_main=dist.is_main, total_steps=args.train_steps, resume_
 def evaluate() -> float:
     """Return the mean score of the student's samples for the held-out prompts."""
     indices, pending = [], []
-    for own in deal(eval_prompts, dist, args.batch_size):
-        images = {"image": engine.generate(own, params).media["image"].cpu().numpy()}
-        pending.append(scorer.submit(images, [p.text for p in own], [p.meta for p in own]))
-        indices += [prompt.index for prompt in own]
+    for chunk in deal(eval_prompts, dist, args.batch_size):
+        images = {"image": engine.generate(chunk, params).media["image"].cpu().numpy()}
+        pending.append(scorer.submit(images, [p.text for p in chunk], [p.meta for p in chunk]))
+        indices += [prompt.index for prompt in chunk]
     with same_error(dist):
         scores = [math.nan if score.value is None else score.value for one in pending for score in one.result()]
     values = torch.tensor(scores, dtype=torch.float64)
@@ -222,20 +222,20 @@ def sample_segments(prompts: Sequence[Prompt]) -> list[Segment]:
 
 def predict(role: str, batch: Trajectory, x: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
     """Return the velocity and the clean samples, each [B, ...], that a net predicts from x [B, ...] at sigma [B]."""
-    own = guided if role == "teacher" else params
-    cond = engine.condition(batch.prompts, own)  # cached: encoded once
+    role_params = guided if role == "teacher" else params
+    cond = engine.condition(batch.prompts, role_params)  # cached: encoded once
     with net_of(role) as net:
-        velocity = model.predict_velocity(net, x, sigma, cond, own)
+        velocity = model.predict_velocity(net, x, sigma, cond, role_params)
     return velocity, x - sigma.view(-1, *[1] * (x.ndim - 1)) * velocity
 
 
-def noised(at: Segment, update: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def noise_segment(segment: Segment, update: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the end of a step noised to levels inside it, x [B, ...], with noise [B, ...], levels [B] and std [B]."""
-    seeds, number = [p.seed for p in at.batch.prompts], (update + 1) * args.num_inference_steps + at.k
+    seeds, number = [p.seed for p in segment.batch.prompts], (update + 1) * args.num_inference_steps + segment.k
     shares = torch.tensor([0.01 + 0.98 * sample_seed(seed, number, 0, 0) / 2**63 for seed in seeds]).to(dist.device)
-    levels = torch.lerp(at.sigma_next, at.sigma, shares)
-    noise = step_noise(seeds, number, at.x.shape[1:]).to(dist.device)
-    x, std = renoise(at.x_next, noise, at.sigma_next, levels)
+    levels = torch.lerp(segment.sigma_next, segment.sigma, shares)
+    noise = step_noise(seeds, number, segment.x.shape[1:]).to(dist.device)
+    x, std = renoise(segment.x_next, noise, segment.sigma_next, levels)
     return x, noise, levels, std
 
 
@@ -249,16 +249,16 @@ with log, catch_stop() as stop:
         # Rollout: the student's steps.
         prompts = expand(train_prompts.at(step), step)
         with log.phase("rollout"):
-            segments = [at for own in deal(prompts, dist, args.batch_size) for at in sample_segments(own)]
+            segments = [segment for chunk in deal(prompts, dist, args.batch_size) for segment in sample_segments(chunk)]
         share = 1 / (len(segments) * dist.world_size)  # gradients are summed over segments and ranks
         fake_errors, matching_errors = [], []
 
         # The fake net learns the student's latents, with several updates per update of the student: two time scales.
         with log.phase("fake"):
             for i in range(args.fake_updates):
-                for at in segments:
-                    x, noise, levels, std = noised(at, i)
-                    velocity, _ = predict("fake", at.batch, x, levels)
+                for segment in segments:
+                    x, noise, levels, std = noise_segment(segment, i)
+                    velocity, _ = predict("fake", segment.batch, x, levels)
                     error = added_noise_error(velocity, x, noise, levels, std).mean()
                     backward(error * share, of=len(segments))
                     fake_errors.append(error.detach())
@@ -266,13 +266,13 @@ with log, catch_stop() as stop:
 
         # The student moves its samples from the fake net's denoised latents towards the teacher's.
         with log.phase("update"):
-            for at in segments:
-                velocity, x0 = predict("student", at.batch, at.x, at.sigma)
-                if not torch.equal(euler_step(velocity, at.x, at.sigma, at.sigma_next), at.x_next):
-                    raise RuntimeError(f"a step must end where it ended when it was sampled, step {at.k} does not")
-                x, _, levels, _ = noised(at, args.fake_updates)
+            for segment in segments:
+                velocity, x0 = predict("student", segment.batch, segment.x, segment.sigma)
+                if not torch.equal(euler_step(velocity, segment.x, segment.sigma, segment.sigma_next), segment.x_next):
+                    raise RuntimeError(f"a step must end where it ended when it was sampled, step {segment.k} does not")
+                x, _, levels, _ = noise_segment(segment, args.fake_updates)
                 with torch.no_grad():
-                    (_, fake_x0), (_, teacher_x0) = (predict(r, at.batch, x, levels) for r in ("fake", "teacher"))
+                    (_, fake_x0), (_, teacher_x0) = (predict(r, segment.batch, x, levels) for r in ("fake", "teacher"))
                 out = distribution_matching_loss(x0, fake_x0, teacher_x0)
                 backward(out.loss * share, of=len(segments))
                 matching_errors.append(out.metrics["matching_error"])
@@ -283,7 +283,7 @@ with log, catch_stop() as stop:
         must_stop, is_last = stop.requested(dist), step + 1 == args.train_steps
         metrics = {"policy/grad_norm": result.grad_norm, "fake/grad_norm": learned.grad_norm}
         means = {"policy/matching_error": matching_errors, "fake/error": fake_errors}
-        metrics |= mean_metrics(dist, {name: torch.stack(each).mean() for name, each in means.items()})
+        metrics |= mean_metrics(dist, {name: torch.stack(values).mean() for name, values in means.items()})
         if is_last or (step + 1) % args.eval_every == 0:
             with log.phase("eval"):
                 metrics["eval/reward"] = evaluate()

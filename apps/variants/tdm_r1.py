@@ -63,8 +63,8 @@ class Args:
 MAY_CHANGE = ("name", "scorer_url", "shard", "train_steps", "eval_every", "save_every")  # when a run resumes
 args = tyro.cli(Args, description=__doc__)  # before torch is imported, so that --help is fast
 for name, value in vars(args).items():
-    if type(value) is int and value < (least := int(name not in ("lora_rank", "seed"))):
-        raise SystemExit(f"--{name.replace('_', '-')} must be >= {least}, got {value}")
+    if type(value) is int and value < (low := int(name not in ("lora_rank", "seed"))):
+        raise SystemExit(f"--{name.replace('_', '-')} must be >= {low}, got {value}")
 folder = Path("runs", args.name)
 if ".." in folder.parts or folder.parent.parts[:1] != ("runs",):
     raise SystemExit(f"--name must name a folder below runs/, got {args.name!r}")
@@ -138,8 +138,8 @@ with same_error(dist):  # an error on one rank ends all ranks
     )  # fmt: skip
     cfg = {"true_cfg_scale": args.teacher_true_cfg_scale} if args.teacher_true_cfg_scale != 1 else {}
     guided = replace(params, guidance_scale=args.teacher_guidance_scale, guidance=cfg)
-    for each in (params, guided):
-        model.check(each)
+    for sampling in (params, guided):
+        model.check(sampling)
     model.check_files()
     scorer = RewardClient(args.scorer_url, timeout_s=120)
     scorer.check()
@@ -150,9 +150,9 @@ preparation = Preparation(dist.device, model.BLOCK_NAMES, dtype, mesh=dist.mesh 
 files = {name: model.weight_files(part) for name, part in model.nets.items()}
 
 
-def read_net(own: Preparation) -> nn.Module:
+def read_net(prep: Preparation) -> nn.Module:
     """Return the model's net with its weights."""
-    return prepare(model.empty_net(buffers=True), own, files)
+    return prepare(model.empty_net(buffers=True), prep, files)
 
 
 ROLES = ("student", "fake", "surrogate")  # roles of trained nets; "reference" and "teacher" are the net before training
@@ -160,7 +160,7 @@ if args.lora_rank:  # all nets in one: adapters, and the net without them
     lora = Lora(model.LORA_TARGETS, args.lora_rank, args.lora_alpha, "default", args.seed, others=ROLES[1:])
     trained = student = read_net(replace(preparation, lora=lora))
     weights = {role: adapter_params(student, "default" if role == "student" else role) for role in ROLES}
-    nn.ParameterList(p for own in weights.values() for p in own).requires_grad_(True)
+    nn.ParameterList(p for role_weights in weights.values() for p in role_weights).requires_grad_(True)
 else:
     nets, base = {role: read_net(preparation) for role in ROLES}, read_net(preparation.frozen())
     trained, student = nn.ModuleDict(nets), nets["student"]
@@ -180,8 +180,8 @@ def net_of(role: str) -> Iterator[nn.Module]:
 
 
 engine = DiffusersEngine(model, model.load(device=dist.device, dtype=dtype, net=student))
-every_weight = [p for own in weights.values() for p in own]
-optimizer = build_adamw(every_weight, lr=args.lr, weight_decay=0.0)  # updates only weights with a gradient
+all_weights = [p for role_weights in weights.values() for p in role_weights]
+optimizer = build_adamw(all_weights, lr=args.lr, weight_decay=0.0)  # updates only weights with a gradient
 backward = deterministic()(SummedBackward(trained, dist.mesh, mode=mode))  # sums the gradients of all ranks
 
 RunLock(folder, dist)  # one writer of the folder at a time
@@ -202,10 +202,10 @@ def sample(prompts: Sequence[Prompt]) -> tuple[list[Trajectory], Tensor]:
     Each batch is scored while the next one is sampled. A failed request ends the run.
     """
     batches, pending = [], []
-    for own in deal(prompts, dist, args.batch_size):
-        batches.append(engine.generate(own, params))
+    for chunk in deal(prompts, dist, args.batch_size):
+        batches.append(engine.generate(chunk, params))
         images = {"image": batches[-1].media["image"].cpu().numpy()}
-        pending.append(scorer.submit(images, [p.text for p in own], [p.meta for p in own]))
+        pending.append(scorer.submit(images, [p.text for p in chunk], [p.meta for p in chunk]))
     with same_error(dist):
         scores = [math.nan if score.value is None else score.value for one in pending for score in one.result()]
     indices = torch.tensor([prompt.index for batch in batches for prompt in batch.prompts])
@@ -224,7 +224,7 @@ class Segment:
     sigma_next: Tensor
 
 
-def segments_of(batch: Trajectory) -> list[Segment]:
+def sample_segments(batch: Trajectory) -> list[Segment]:
     """Return the student's steps."""
     noise = step_noise([prompt.seed for prompt in batch.prompts], INITIAL_NOISE, batch.x0.shape[1:])
     x = [noise.to(dist.device), *batch.x_next.unbind(1), batch.x0]
@@ -234,20 +234,20 @@ def segments_of(batch: Trajectory) -> list[Segment]:
 
 def predict(role: str, batch: Trajectory, x: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
     """Return the velocity and the clean samples, each [B, ...], that a net predicts from x [B, ...] at sigma [B]."""
-    own = guided if role == "teacher" else params
-    cond = engine.condition(batch.prompts, own)  # cached: encoded once
+    role_params = guided if role == "teacher" else params
+    cond = engine.condition(batch.prompts, role_params)  # cached: encoded once
     with net_of(role) as net:
-        velocity = model.predict_velocity(net, x, sigma, cond, own)
+        velocity = model.predict_velocity(net, x, sigma, cond, role_params)
     return velocity, x - sigma.view(-1, *[1] * (x.ndim - 1)) * velocity
 
 
-def noised(at: Segment, seeds: Sequence[int], update: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def noise_segment(segment: Segment, seeds: Sequence[int], update: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the end of a step noised to levels inside it, x [B, ...], with noise [B, ...], levels [B] and std [B]."""
-    number = (update + 1) * args.num_inference_steps + at.k
+    number = (update + 1) * args.num_inference_steps + segment.k
     shares = torch.tensor([0.01 + 0.98 * sample_seed(seed, number, 0, 0) / 2**63 for seed in seeds]).to(dist.device)
-    levels = torch.lerp(at.sigma_next, at.sigma, shares)
-    noise = step_noise(seeds, number, at.x.shape[1:]).to(dist.device)
-    x, std = renoise(at.x_next, noise, at.sigma_next, levels)
+    levels = torch.lerp(segment.sigma_next, segment.sigma, shares)
+    noise = step_noise(seeds, number, segment.x.shape[1:]).to(dist.device)
+    x, std = renoise(segment.x_next, noise, segment.sigma_next, levels)
     return x, noise, levels, std
 
 
@@ -264,7 +264,7 @@ with log, catch_stop() as stop:
             batches, rewards = sample(prompts)
         groups = torch.tensor([prompt.group for prompt in prompts])
         advantages = group_advantages(rewards, groups, std="batch")
-        segments = [at for batch in batches for at in segments_of(batch)]
+        segments = [segment for batch in batches for segment in sample_segments(batch)]
         share, of = 1 / (len(segments) * dist.world_size), len(segments)  # gradients are summed over segments and ranks
         means: dict[str, list[Tensor]] = {"fake/error": [], "surrogate/loss": [], "policy/matching_error": []}
         means["policy/reward_gap"] = []
@@ -272,9 +272,9 @@ with log, catch_stop() as stop:
         # The fake net learns the student's latents, with several updates per update of the student: two time scales.
         with log.phase("fake"):
             for i in range(args.fake_updates):
-                for at in segments:
-                    x, noise, levels, std = noised(at, [p.seed for p in at.batch.prompts], i)
-                    velocity, _ = predict("fake", at.batch, x, levels)
+                for segment in segments:
+                    x, noise, levels, std = noise_segment(segment, [p.seed for p in segment.batch.prompts], i)
+                    velocity, _ = predict("fake", segment.batch, x, levels)
                     error = added_noise_error(velocity, x, noise, levels, std).mean()
                     backward(error * share, of=of)
                     means["fake/error"].append(error.detach())
@@ -282,17 +282,19 @@ with log, catch_stop() as stop:
 
         # The surrogate learns the reward of latents; a group shares its noise. Later latents have more weight.
         with log.phase("surrogate"):
-            for at in segments:
-                seeds = [sample_seed(args.seed, step, prompt.group, -1) for prompt in at.batch.prompts]
-                x, noise, levels, std = noised(at, seeds, 0)
+            for segment in segments:
+                seeds = [sample_seed(args.seed, step, prompt.group, -1) for prompt in segment.batch.prompts]
+                x, noise, levels, std = noise_segment(segment, seeds, 0)
                 errors = {}
                 for role in ("surrogate", "reference"):
                     with torch.set_grad_enabled(role == "surrogate"):
-                        errors[role] = added_noise_error(predict(role, at.batch, x, levels)[0], x, noise, levels, std)
-                now, before, places = errors["surrogate"], errors["reference"], at.batch.indices
+                        errors[role] = added_noise_error(
+                            predict(role, segment.batch, x, levels)[0], x, noise, levels, std
+                        )
+                new, old, places = errors["surrogate"], errors["reference"], segment.batch.indices
                 of_group = advantages[places].to(dist.device), groups[places].to(dist.device)
-                out = dgpo_loss(now, before, now.detach(), *of_group, dgpo_beta=args.surrogate_beta)
-                backward(out.loss * share * (at.k + 1) / args.num_inference_steps, of=of)
+                out = dgpo_loss(new, old, new.detach(), *of_group, dgpo_beta=args.surrogate_beta)
+                backward(out.loss * share * (segment.k + 1) / args.num_inference_steps, of=of)
                 means["surrogate/loss"].append(out.loss.detach())
             learned = optimizer_step(
                 optimizer, weights["surrogate"], lr=args.surrogate_lr, max_grad_norm=1.0, dist=dist
@@ -300,13 +302,16 @@ with log, catch_stop() as stop:
 
         # The student moves its samples towards the teacher's denoised latents, and towards higher reward.
         with log.phase("update"):
-            for at in segments:
-                velocity, x0 = predict("student", at.batch, at.x, at.sigma)
-                if not torch.equal(euler_step(velocity, at.x, at.sigma, at.sigma_next), at.x_next):
-                    raise RuntimeError(f"a step must end where it ended when it was sampled, step {at.k} does not")
-                x, _, levels, _ = noised(at, [p.seed for p in at.batch.prompts], args.fake_updates)
+            for segment in segments:
+                velocity, x0 = predict("student", segment.batch, segment.x, segment.sigma)
+                if not torch.equal(euler_step(velocity, segment.x, segment.sigma, segment.sigma_next), segment.x_next):
+                    raise RuntimeError(f"a step must end where it ended when it was sampled, step {segment.k} does not")
+                x, _, levels, _ = noise_segment(segment, [p.seed for p in segment.batch.prompts], args.fake_updates)
                 with torch.no_grad():
-                    to = {r: predict(r, at.batch, x, levels)[1] for r in ("fake", "teacher", "surrogate", "reference")}
+                    to = {
+                        r: predict(r, segment.batch, x, levels)[1]
+                        for r in ("fake", "teacher", "surrogate", "reference")
+                    }
                 matching = distribution_matching_loss(x0, to["fake"], to["teacher"])
                 reward = distribution_matching_loss(x0, to["reference"], to["surrogate"])
                 backward((matching.loss + args.reward_weight * reward.loss) * share, of=of)

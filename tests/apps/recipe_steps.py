@@ -22,7 +22,7 @@ from helpers import REPO, TEXT_TRAINERS
 from omni_reward import Score, Scorer
 from omni_rl.settings.args import parse_numbers
 from omni_rl.settings.fields import leaves, values_of
-from omni_rl.settings.toml import recipes
+from omni_rl.settings.toml import load_recipes
 from omni_rollout.models import open_model
 from omni_rollout.models.hub import released_models
 from omni_rollout.models.qwen_image_edit import QwenImageEdit
@@ -32,7 +32,9 @@ from released_models import TOKENS
 from trainer_runs import recipe
 
 MEDIA_APPS = ("train_flowgrpo", "train_nft", "train_dpo", "train_srpo", "train_distill", "train_sft", "train_unigrpo")
-REAL = [(app, name) for app in (*MEDIA_APPS, *TEXT_TRAINERS) for name in recipes(app) if not name.startswith("tiny-")]
+REAL = [
+    (app, name) for app in (*MEDIA_APPS, *TEXT_TRAINERS) for name in load_recipes(app) if not name.startswith("tiny-")
+]
 FEW, FEW_TRAINED = 4, 1  # denoising steps, and trained ones
 SPANS = {"window_low": 0, "window_high": 1, "train_low": 0, "train_high": 1}  # bounds in steps -> lowest value
 SIDE, FRAMES = 32, 9  # of samples, in pixels; 4k + 1 and 8k + 1

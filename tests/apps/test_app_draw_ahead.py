@@ -19,7 +19,7 @@ from omni_reward.serving import serving_here
 from omni_rl.flow.batches import TrainBatch
 from omni_rl.run.alarms import Watch
 from omni_rl.run.run import Run, Step
-from omni_rl.settings.args import next_end
+from omni_rl.settings.args import next_milestone
 from omni_rl.settings.early import check_unchanged
 from omni_rl.settings.fields import build, change
 from omni_rollout import replay
@@ -102,7 +102,7 @@ def test_no_samples_wait_where_a_run_is_saved_or_evaluated(here, monkeypatch, br
 
 @pytest.mark.parametrize(("number", "end"), [(0, 3), (2, 3), (3, 5), (4, 5), (5, 6), (9, 10), (10, 11)])
 def test_the_next_end_is_the_first_save_or_evaluation_or_the_last_step(number, end):
-    assert next_end(change(AHEAD, train_steps=11), number) == end
+    assert next_milestone(change(AHEAD, train_steps=11), number) == end
 
 
 def kill_in_update(app, number):
@@ -249,7 +249,7 @@ GRPO = tiny(
 
 def stale(run, number=1):
     """A run's batches of a step, with advantages of both signs, and the step; its weights have moved since."""
-    batches = rollout(run, train_flowgrpo.params_at(run, Step(number)), number=number)[0]
+    batches = rollout(run, train_flowgrpo.step_params(run, Step(number)), number=number)[0]
     with torch.no_grad():
         for param in run.policy.params:
             param.mul_(1.003)
@@ -296,7 +296,7 @@ MASK, NOW = torch.tensor([[True, True, False]]), SAMPLED + torch.tensor([[3.0, 0
 
 def test_thoughts_of_older_weights_are_weighed_token_by_token(monkeypatch):
     """By 3, cut to 2, and by a half, in a mean over two tokens of one thought."""
-    monkeypatch.setattr(train_unigrpo, "thoughts_of", lambda drawn: SimpleNamespace(rollout_log_prob=SAMPLED))
+    monkeypatch.setattr(train_unigrpo, "get_thoughts", lambda drawn: SimpleNamespace(rollout_log_prob=SAMPLED))
     weights = train_unigrpo.thought_weights(SimpleNamespace(log_prob=NOW), None, MASK)
     assert weights[MASK].tolist() == pytest.approx([1.0, 0.25])
 
@@ -316,7 +316,7 @@ def test_answers_of_older_weights_are_weighed_as_those_of_another_engine(algo, a
     """By token, or for gspo by the product of an answer's tokens."""
     args = train_gspo.resolve_auto(build(train_gspo.Args, {"algo": algo, "draw_ahead": ahead}))
     batch = SimpleNamespace(trajectory=SimpleNamespace(rollout_log_prob=SAMPLED), weights=torch.ones(1))
-    weights, _ = train_gspo.correct(args, batch, NOW, MASK)
+    weights, _ = train_gspo.correction_weights(args, batch, NOW, MASK)
     assert (weights[MASK].tolist() if weights.ndim == 2 else weights.item()) == pytest.approx(expected)
 
 

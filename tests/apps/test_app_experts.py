@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers import sampled
 from model_rows import ROWS
-from omni_rl.flow.experts import clamp_to_side, on_one_side
+from omni_rl.flow.experts import clamp_to_side, restrict_to_expert
 from omni_rl.run.run import Step
 from omni_rl.settings.fields import change
 from omni_rl.tools import plan
@@ -72,7 +72,7 @@ def draws(trained, cut):
     own = SimpleNamespace(run=SimpleNamespace(seed=0), policy=SimpleNamespace(train_experts="one"))
     run = SimpleNamespace(args=own, trained=dict.fromkeys(trained))
     places = (torch.arange(100).double() + 0.5) / 100
-    return torch.stack([on_one_side(run, Step(number), places, cut, 0) for number in range(2000)])
+    return torch.stack([restrict_to_expert(run, Step(number), places, cut, 0) for number in range(2000)])
 
 
 @pytest.mark.parametrize("cut", [0.3, 0.75])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import sampled
-from omni_rl.run.failures import advice
+from omni_rl.run.failures import advise
 from omni_rl.settings.fields import change, leaves
 from omni_rollout.models import bagel_sequence
 from torch.nn import functional
@@ -116,19 +116,19 @@ def test_a_change_as_small_as_rounding_stops_a_run_whose_kernels_repeat_themselv
     off = r"the ratio must be 1 within 0.0, but is off by \d(\.\d+)?e-0[67]:"
     with pytest.raises(RuntimeError, match=off) as stopped:
         train(app, args)
-    assert "--old-log-prob recompute with --ratio-tolerance, above" in advice(stopped.value, args)
+    assert "--old-log-prob recompute with --ratio-tolerance, above" in advise(stopped.value, args)
     assert train(app, change(args, name="other", old_log_prob="recompute", ratio_tolerance=1e-5))
 
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_the_advice_on_a_ratio_names_only_flags_of_the_trainer_that_are_not_set(settings, name):
     _, args = settings(name)
-    named = advice(RuntimeError("the ratio must be 1"), args)
+    named = advise(RuntimeError("the ratio must be 1"), args)
     flags = {found.replace("-", "_") for found in re.findall(r"--([a-z-]+)", named)}
     own = {"flowgrpo": {"old_log_prob", "ratio_tolerance"}, "awm": set()}.get(name, {"ratio_tolerance"})
     assert flags == own | {"attention"} | ({"name"} if own else set()) <= set(leaves(type(args)))
     compiled = change(args, attention="math", **({"compile": True} if "compile" in leaves(type(args)) else {}))
-    named = advice(RuntimeError("the ratio must be 1"), compiled)
+    named = advise(RuntimeError("the ratio must be 1"), compiled)
     assert "--attention" not in named
     assert ("--no-compile" in named) == ("compile" in leaves(type(args)))
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 from omni_losses import diffusion_nft_loss, reward_probability
-from omni_rl.flow.batches import TrainBatch, some_steps
+from omni_rl.flow.batches import TrainBatch, subsample_steps
 from omni_rl.run.run import Step
 from omni_rl.settings.fields import change
 from omni_rollout import replay
@@ -55,7 +55,7 @@ def assert_moved_alike(run, net, start):
 @pytest.mark.parametrize("source", ["rollout", "recompute"])
 def test_inner_epochs_of_flowgrpo_are_a_plain_loop_of_ppo(source):
     run = lone_run(change(GRPO, old_log_prob=source, ratio_tolerance=0.0))
-    batches = rollout(run, train_flowgrpo.params_at(run, Step(0)))[0]
+    batches = rollout(run, train_flowgrpo.step_params(run, Step(0)))[0]
     chosen, net, step = graded(batches), copy.deepcopy(run.policy.net), Step(0)
     start = [p.detach().clone() for p in run.policy.params]
     metrics = train_flowgrpo.update(run, step, chosen)
@@ -79,7 +79,7 @@ def test_inner_epochs_of_nft_keep_the_velocities_of_before_the_first_update(here
     batches = rollout(run, run.base_params)[0]
     chosen, net = graded(batches), copy.deepcopy(run.policy.net)
     start = [p.detach().clone() for p in run.policy.params]
-    points = [at for batch in chosen for at in train_nft.noise_afresh(run, Step(0), batch)]
+    points = [at for batch in chosen for at in train_nft.noise_batch(run, Step(0), batch)]
     train_nft.update(run, Step(0), chosen)
     with torch.no_grad():
         old = [train_nft.predict(run, net, at) for at in points]
@@ -114,16 +114,16 @@ def test_each_inner_epoch_has_all_minibatches_in_an_order_of_its_own():
 def test_each_sample_trains_on_steps_of_its_own_whatever_its_batch():
     args = change(GRPO, num_inference_steps=9, prompts_per_step=4)  # of 8 stochastic steps
     run = lone_run(args)
-    batches = rollout(run, train_flowgrpo.params_at(run, Step(0)))[0]
-    some = [some_steps(batch, 0.5) for batch in batches]
+    batches = rollout(run, train_flowgrpo.step_params(run, Step(0)))[0]
+    some = [subsample_steps(batch, 0.5) for batch in batches]
     steps = torch.cat([batch.sde_steps for batch in some])
     assert steps.shape == (16, 4)
     assert all(a < b for row in steps.tolist() for a, b in pairwise(row))
     assert len({tuple(row) for row in steps.tolist()}) > 8  # of 70 choices
     counts = steps.flatten().bincount(minlength=8)
     assert counts.min() >= 2  # of 8 expected
-    again = rollout(lone_run(change(args, batch_size=8)), train_flowgrpo.params_at(run, Step(0)))[0]
-    assert torch.equal(torch.cat([some_steps(batch, 0.5).sde_steps for batch in again]), steps)
+    again = rollout(lone_run(change(args, batch_size=8)), train_flowgrpo.step_params(run, Step(0)))[0]
+    assert torch.equal(torch.cat([subsample_steps(batch, 0.5).sde_steps for batch in again]), steps)
     batch, whole = some[1], batches[1]
     for row, places in enumerate(batch.sde_steps.tolist()):
         assert torch.equal(batch.x[row], whole.x[row, places])
@@ -131,5 +131,5 @@ def test_each_sample_trains_on_steps_of_its_own_whatever_its_batch():
         assert torch.equal(batch.rollout_log_prob[row], whole.rollout_log_prob[row, places])
     for k in range(batch.num_kept):  # levels differ within a forward, and no bit of the ratio does
         assert torch.equal(replay(run.model, run.policy.net, batch, k).log_prob, batch.rollout_log_prob[:, k])
-    assert some_steps(whole, 0.01).num_kept == 1
-    assert some_steps(whole, 1.0).sde_steps.tolist() == whole.sde_steps.tolist()
+    assert subsample_steps(whole, 0.01).num_kept == 1
+    assert subsample_steps(whole, 1.0).sde_steps.tolist() == whole.sde_steps.tolist()

@@ -58,11 +58,11 @@ HERE = {  # what is replaced, the name of what fails, and the metrics that the r
     "operations of a call": (FlopTable, "_learn", "the count of operations", ".*_tflops"),
     "operations of a step": (FlopTable, "_total", "the count of operations", ".*_tflops"),
     "memory": (run, "memory", "the memory in use", ".*memory.*"),
-    "costs": (costs, "own_costs", "the count of forwards", "perf/(forwards|backwards|cpu_s|.*_tflops)"),
+    "costs": (costs, "rank_costs", "the count of forwards", "perf/(forwards|backwards|cpu_s|.*_tflops)"),
     "peak of the device": (start, "peak_tflops", "the peak of the device", ".*_mfu"),
-    "alarms": (Watch, "see", "the alarms", ""),
+    "alarms": (Watch, "update", "the alarms", ""),
     "model card": (evaluation, "model_card", "the model card", ""),
-    "rows of samples": (omni_rl.flow.sampling, "_shown", "the samples of the report", ""),
+    "rows of samples": (omni_rl.flow.sampling, "_report_samples", "the samples of the report", ""),
     "samples of a step": (ReportProcess, "show_samples", "the samples of the report", ""),
     "samples of an evaluation": (ReportProcess, "show_eval", "the samples of the report", ""),
     "wait for images": (ReportProcess, "wait", "the report", ""),
@@ -213,8 +213,8 @@ def test_the_load_of_experts_is_switched_off(here, bright_urls, monkeypatch, cap
 def test_a_rank_whose_counts_fail_does_not_keep_the_others_waiting(here, bright_url, monkeypatch, capfd):
     args = change(TINY, scorer_url=bright_url, batch_size=2, sharding_mode="ddp")
     plain = train_on_ranks(app, change(args, name="plain")), exported("plain")
-    own_costs = costs.own_costs
-    monkeypatch.setattr(costs, "own_costs", lambda run, cpu_s: (broken if run.dist.rank else own_costs)(run, cpu_s))
+    own_costs = costs.rank_costs
+    monkeypatch.setattr(costs, "rank_costs", lambda run, cpu_s: (broken if run.dist.rank else own_costs)(run, cpu_s))
     found = train_on_ranks(app, change(args, name="broken")), exported("broken")
     told = warnings_of(capfd.readouterr().err)
     assert told == [f"WARNING: rank 1: the count of forwards failed and is switched off: {WHY}"]

@@ -24,8 +24,8 @@ from helpers import CHECKPOINT, sampled
 from model_rows import ROWS
 from omni_reward.scorers import load_scorer
 from omni_reward.serving import serving_here
-from omni_rl.settings.early import files_of
-from omni_rl.settings.fields import change, flat
+from omni_rl.settings.early import file_digests
+from omni_rl.settings.fields import change, flatten
 from omni_train.checkpoint.index import index_digest
 from omni_train.dist import init_distributed
 from omni_train.lora import add_lora
@@ -221,7 +221,9 @@ def web():
 def write_checkpoint():
     """The index of a checkpoint of runs/old, whose prompts were others."""
     args = change(recipe(lives.app, "tiny-signs"), name="old", model=str(CHECKPOINT), prompts="lines.txt")
-    config = flat(change(args, eval_prompts="lines.txt")) | files_of(args, CHECKPOINT) | {"prompts_digest": "0" * 64}
+    config = (
+        flatten(change(args, eval_prompts="lines.txt")) | file_digests(args, CHECKPOINT) | {"prompts_digest": "0" * 64}
+    )
     content = {"step": 3, "config": config, "versions": {}, "world_size": 1, "files": {}, "tensors": {}}
     home = Path("runs/old/checkpoints/step-00000003")
     home.mkdir(parents=True)

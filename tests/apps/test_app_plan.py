@@ -75,15 +75,15 @@ def settings(case):
 
 
 @cache
-def measured(app, args, ranks, remembers):
+def measured(app, args, ranks, cache_forwards):
     """The plan of a trainer with those settings, made once."""
-    return plan.measure(app.main, args, ranks, remembers=remembers)
+    return plan.measure(app.main, args, ranks, cache_forwards=cache_forwards)
 
 
-def planned(case, ranks=1, *, remembers=True, **changes):
+def planned(case, ranks=1, *, cache_forwards=True, **changes):
     """The plan of a case with those changes."""
     app, args = settings(case)
-    return measured(app, change(args, **changes), ranks, remembers)
+    return measured(app, change(args, **changes), ranks, cache_forwards)
 
 
 def really(app, args, monkeypatch):
@@ -121,7 +121,7 @@ def test_a_plan_agrees_with_a_real_step(case, monkeypatch):
 @in_turn(0, 2)
 @pytest.mark.parametrize("case", sampled([case for case in CASES if case != "fewer bits"], 1))
 def test_one_forward_of_each_shape_tells_what_all_do(case):
-    first, every = planned(case), planned(case, remembers=False)
+    first, every = planned(case), planned(case, cache_forwards=False)
     assert first.flops == every.flops
     for name, peak in every.peaks.items():
         assert first.peaks[name] == pytest.approx(peak, rel=5e-3), name
@@ -134,11 +134,11 @@ def test_forwards_of_one_backward_are_told_apart(sizes):
     class Pairs:
         boundary, BLOCK_NAMES = 0.0, ()
 
-    def taken(remembers):
+    def taken(cache_forwards):
         with planned_ranks(1) as dist, plan.PlannedDevice() as device:
             predict, planned = lambda net, x, *_: net(x), plan.PlannedWorld(dist, None, device)
-            if remembers:
-                predict = planned._remembered(predict, Pairs)
+            if cache_forwards:
+                predict = planned._cache_velocities(predict, Pairs)
             net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).to(PLANNED)
             planned._trained[:] = net.parameters()
             params = Params(num_inference_steps=1, height=16, width=16)
@@ -147,7 +147,7 @@ def test_forwards_of_one_backward_are_told_apart(sizes):
                     xs = [torch.ones(size, 16, 64).to(PLANNED) for size in sizes]
                     outs = [predict(net, x, x[:, 0, 0], {}, params) for x in xs]
                     torch.stack([out.sum() for out in outs]).prod().backward()
-        planned.forget()
+        planned.clear_cache()
         return device.peaks, device.flops
 
     first, every = taken(True), taken(False)
@@ -162,7 +162,7 @@ def test_a_plan_counts_the_samples_of_steps_that_wait():
     now, ahead = (planned("all weights", draw_ahead=number, **changes) for number in (0, 4))  # 4 are never ahead of 3
     app, args = settings("all weights")
     run = lone_run(change(args, **changes))
-    batches, _ = rollout(run, app.params_at(run, Step(0)))
+    batches, _ = rollout(run, app.step_params(run, Step(0)))
     kept = [t for batch in batches for t in tree_leaves([batch.cond, batch.x, batch.x_next, batch.x0])]
     size = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}.values())
     for name in ("rollout", "update"):
@@ -183,8 +183,8 @@ def test_weights_that_a_phase_gathers_are_freed_at_its_end():
     """Gradients too, which are of the gathered weights until they are summed into rows."""
     how = {"model": str(CHECKPOINT), "sharding_mode": "fsdp2", "num_inference_steps": 3}
     none, whole, every = (
-        planned("all weights", 4, sharding_unshard=phases, remembers=remembers, **how)
-        for phases, remembers in (("none", True), ("all", True), ("all", False))
+        planned("all weights", 4, sharding_unshard=phases, cache_forwards=cache_forwards, **how)
+        for phases, cache_forwards in (("none", True), ("all", True), ("all", False))
     )
     assert whole.peaks["rollout"] > 1.2 * none.peaks["rollout"]
     assert whole.peaks["sync"] == none.peaks["sync"]
@@ -197,7 +197,7 @@ def test_a_frozen_net_under_adapters_is_sharded_before_a_rank_holds_it(monkeypat
     args = change(args, model=str(CHECKPOINT), sharding_mode="fsdp2")
 
     def load_alone(planned, run, left):
-        planned.found.append(plan.Figures(planned.device.peaks, *[Counter()] * 3, (), ()))
+        planned.figures.append(plan.Figures(planned.device.peaks, *[Counter()] * 3, (), ()))
         return iter(())
 
     monkeypatch.setattr(plan.PlannedWorld, "steps", load_alone)
@@ -253,7 +253,7 @@ def test_a_plan_counts_the_tokens_of_videos():
 def test_rungs_come_by_what_they_cost():
     _, args = settings("adapters, two updates")
     args = change(args, prompts_per_step=16, group_size=8, batch_size=8)
-    found = [flags for _, _, flags in plan.ladder(args, 2, args.memory.OFFLOAD.split(), ["decode", "update"])]
+    found = [flags for _, _, flags in plan.propose_changes(args, 2, args.memory.OFFLOAD.split(), ["decode", "update"])]
     recomputed = (
         "--memory.decode-batch-size 4 --memory.offload encoder,engine,optimizer --memory.gradient-checkpointing"
     )
@@ -272,17 +272,17 @@ def test_rungs_come_by_what_they_cost():
     wide = change(
         args, sharding_mode="fsdp2", memory_gradient_checkpointing=True, batch_size=4, memory_offload="engine"
     )
-    found = [(ranks, flags) for _, ranks, flags in plan.ladder(wide, 8, ["engine"], ["update"])]
+    found = [(ranks, flags) for _, ranks, flags in plan.propose_changes(wide, 8, ["engine"], ["update"])]
     assert found[0] == (8, "--sharding.unshard none")
     assert found[-1][0] == 16
     threes = [
         ranks
-        for _, ranks, _ in plan.ladder(
+        for _, ranks, _ in plan.propose_changes(
             change(args, batch_size=4, prompts_per_step=27, sharding_context_parallel=3), 3, ["engine"], ["update"]
         )
     ]
     assert threes[-1] == 9
-    assert next(plan.ladder(args, 2, ["engine"], ["decode"]))[2] == "--memory.decode-batch-size 4"
+    assert next(plan.propose_changes(args, 2, ["engine"], ["decode"]))[2] == "--memory.decode-batch-size 4"
 
 
 @pytest.mark.parametrize(("batches", "minibatches", "counts"), [(16, 1, [2, 3]), (16, 2, [2, 4]), (3, 1, [3])])
@@ -438,7 +438,7 @@ def test_a_plan_reads_references_below_the_media_root(tmp_path):
     prompts.parent.mkdir()
     prompts.write_text(json.dumps({"prompt": "x", "images": str(tmp_path / "media" / "a.png")}))
     args = change(train_sft.Args(), prompts=str(prompts), media_root=str(tmp_path / "media"), prompts_per_step=2)
-    assert [len(record.images) for record in plan._Alike(args).at(0)] == [1, 1]
+    assert [len(record.images) for record in plan._RepeatedPrompt(args).at(0)] == [1, 1]
 
 
 def test_a_plan_needs_no_weights_and_leaves_nothing_behind(tmp_path):

@@ -9,10 +9,10 @@ from dataclasses import replace
 import plan_recipes
 import pytest
 from helpers import TEXT_TRAINERS, in_turn, sampled
-from omni_rl.run.media import params_of
+from omni_rl.run.media import sampling_params
 from omni_rl.run.world import World
 from omni_rl.settings.fields import change
-from omni_rl.settings.toml import recipes
+from omni_rl.settings.toml import load_recipes
 from omni_rollout.models import open_model
 from omni_rollout.models.hub import released_models
 from omni_rollout.models.tokens import open_token_model
@@ -23,8 +23,8 @@ from released_models import RELEASES, TOKENS
 from trainer_runs import place, recipe
 
 APPS = ("train_flowgrpo", "train_nft", "train_dpo", "train_srpo", "train_distill", "train_sft")
-ALL = [f"{app} {name}" for app in APPS for name in recipes(app) if not name.startswith("tiny-")]
-TEXTS = [f"{app} {name}" for app in TEXT_TRAINERS for name in recipes(app) if not name.startswith("tiny-")]
+ALL = [f"{app} {name}" for app in APPS for name in load_recipes(app) if not name.startswith("tiny-")]
+TEXTS = [f"{app} {name}" for app in TEXT_TRAINERS for name in load_recipes(app) if not name.startswith("tiny-")]
 PLANNED = sampled(ALL, 1)
 ONE_CARD = sampled([case for case in ALL if "-1x" in case], 1)
 
@@ -57,7 +57,7 @@ def test_a_recipe_asks_of_its_model_what_it_has(case):
     """Sizes, knobs, references, and a schedule, of training and evaluation."""
     _, args = recipe_of(case)
     model, release = open_model(released_models()[args.policy.model]), RELEASES[args.policy.model]
-    base = params_of(args)
+    base = sampling_params(args)
     for params in (base, replace(base, num_inference_steps=args.eval.num_inference_steps)):
         model.check(params)
         sigmas = model.sigmas(params)
@@ -131,6 +131,6 @@ def test_a_recipe_for_one_card_takes_what_its_head_says(case, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     app, name = case.split()
     line = plan_recipes.planned_line(plan_recipes.plan_of(app, name, 1), 1)
-    said = plan_recipes.read_line(recipes(app)[name])
+    said = plan_recipes.read_line(load_recipes(app)[name])
     assert line[:2] == said[:2]
     assert line[2:] == pytest.approx(said[2:], rel=0.02)

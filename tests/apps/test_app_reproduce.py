@@ -20,7 +20,7 @@ from jsonschema import Draft202012Validator
 from omni_rl.report.data import run_data
 from omni_rl.run.world import World
 from omni_rl.settings.cli import parse_cli
-from omni_rl.settings.toml import recipes
+from omni_rl.settings.toml import load_recipes
 from omni_train.files import load_metrics
 from trainer_runs import write_eval_prompts
 
@@ -121,7 +121,7 @@ def test_prompts_are_fetched_and_the_scorer_that_a_recipe_names_is_started(monke
 
 def test_every_scorer_that_a_recipe_tells_to_serve_is_one_that_is_started():
     for trainer in reproduce.trainers():
-        for text in recipes(f"train_{trainer}").values():
+        for text in load_recipes(f"train_{trainer}").values():
             if "# Scorer: omni-rl serve" in text:
                 assert len(reproduce.SCORER.findall(text)) == 1
 

@@ -195,13 +195,13 @@ def test_a_run_s_settings_are_those_of_its_weights_where_no_others_are_given(tmp
     (tmp_path / "weights").mkdir()
     text = "height = 16\nwidth = 64\nnum_inference_steps = 9\ntrue_cfg_scale = 4.0\n[eval]\nnum_inference_steps = 4\n"
     (tmp_path / "config.toml").write_text(text)
-    args = sample.settle(sample.Args(weights=f"full,{tmp_path}/weights", width=32))
+    args = sample.fill_defaults(sample.Args(weights=f"full,{tmp_path}/weights", width=32))
     assert (args.height, args.width, args.num_inference_steps, args.true_cfg_scale) == (16, 32, 4, 4.0)
     assert (args.num_frames, args.frame_rate, args.guidance_scale, args.guidance) == (1, 24.0, 1.0, "")
     (tmp_path / "weights" / "recipe.toml").write_text('guidance = "a=1"')
     (tmp_path / "config.toml").write_text('height = "16"')
     with pytest.raises(ValueError, match=r"config\.toml: height must be a whole number, got '16'"):
-        sample.settle(args)
+        sample.fill_defaults(args)
 
 
 def test_a_folder_has_a_file_of_each_sample_and_what_is_known_of_it(tmp_path, bright_url, capfd):

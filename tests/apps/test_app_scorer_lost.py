@@ -102,7 +102,7 @@ def test_a_scorer_gone_for_good_ends_the_run_with_a_checkpoint_and_an_error(serv
 
 def test_a_scorer_lost_in_an_evaluation_costs_no_steps_and_the_run_goes_on_with_it(server, monkeypatch):
     args = settings(server, train_steps=3, eval_every=2, save_every=9, scorer_timeout_s=2.0)
-    process, hold_out = server(), loop.hold_out
+    process, hold_out = server(), loop.evaluate_held_out
 
     def hold_out_without_scorer(run, done, *others):
         if done == 2:
@@ -111,7 +111,7 @@ def test_a_scorer_lost_in_an_evaluation_costs_no_steps_and_the_run_goes_on_with_
         return hold_out(run, done, *others)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "hold_out", hold_out_without_scorer)
+        patch.setattr(loop, "evaluate_held_out", hold_out_without_scorer)
         with pytest.raises(RuntimeError, match=r"phase eval: RewardError: "):
             app.main(args, World.join(args))
     assert Path("runs/run/checkpoints/step-00000002").is_dir()

@@ -181,7 +181,7 @@ def test_training_on_some_is_training_on_all_with_the_others_advantages_zero():
     """The gradient over the kept samples alone is that over all, scaled by how many there are of each."""
     run = lone_run(TINY)
     kept = keep_gradients(run)
-    batches, _ = rollout(run, app.params_at(run, Step(0)))
+    batches, _ = rollout(run, app.step_params(run, Step(0)))
     advantages = torch.linspace(-1, 1, 16)[torch.randperm(16, generator=torch.Generator().manual_seed(0))]
     groups = torch.arange(16) // 8
     keep = keep_samples(advantages, advantages, groups, best_worst=4, drop_silent_groups=False)
@@ -237,7 +237,7 @@ def test_an_update_takes_a_share_of_the_steps_where_there_are_fewer_batches_than
     """A batch of 16 with two kept steps: the two updates have a step of all samples each, at the batch's own shape."""
     run = lone_run(change(TINY, batch_size=16, num_minibatches=2, old_log_prob="rollout", ratio_tolerance=0.0))
     kept = keep_gradients(run)
-    batches, _ = rollout(run, app.params_at(run, Step(0)))
+    batches, _ = rollout(run, app.step_params(run, Step(0)))
     advantages = torch.linspace(-1, 1, 16)
     halves = select(run.dist, batches, advantages, None, num_minibatches=2)
     assert [half.trajectory.sde_steps[0].tolist() for half in halves] == [[0], [1]]

@@ -75,7 +75,7 @@ def test_a_teacher_ends_where_many_short_steps_of_its_own_end():
             x, x, torch.full((3,), 0.9), torch.full((3,), 0.4), SimpleNamespace(guidance={}, guidance_scale=1)
         )
         at = replace(at, params=app.Params(3, 32, 96))
-        velocity = app.teacher_velocity(run, app.BEFORE, {}, at)
+        velocity = app.teacher_velocity(run, app.INITIAL, {}, at)
         torch.testing.assert_close(x - 0.5 * velocity, x * (1 - 0.5 * a / n) ** n)
 
 
@@ -109,7 +109,7 @@ def test_a_guided_teacher_wants_what_guidance_gives():
     with torch.no_grad():
         wanted = run.model.predict_velocity(run.policy.net, at.x, at.sigma, cond, guided)
         plain = run.model.predict_velocity(run.policy.net, at.x, at.sigma, batch.cond, at.params)
-    found = app.teacher_velocity(run, app.BEFORE, app.teacher_cond(run, batch), at)
+    found = app.teacher_velocity(run, app.INITIAL, app.teacher_cond(run, batch), at)
     assert torch.equal(found, wanted)
     assert (wanted - plain).abs().max() > 0.01
 
@@ -140,8 +140,8 @@ def test_a_sample_learns_from_the_teacher_that_its_prompt_names():
         for i, meta in enumerate([{"teacher": "one"}, {}, {"teacher": "two"}])
     ]
     batch = SimpleNamespace(prompts=prompts)
-    assert app.shares(batch, "one", 2).tolist() == [1.0, 0.5, 0.0]
-    assert app.shares(batch, "two", 2).tolist() == [0.0, 0.5, 1.0]
+    assert app.teacher_shares(batch, "one", 2).tolist() == [1.0, 0.5, 0.0]
+    assert app.teacher_shares(batch, "two", 2).tolist() == [0.0, 0.5, 1.0]
 
 
 # Whole runs

@@ -95,7 +95,7 @@ def choose(args, values):
     scores = [ABSTAINED if v is None else Score(v) for v in values]
     future = Future()
     future.set_result(scores)
-    (pairs,) = app.choose(run, step, Rollout(prompts, batches, [future]))
+    (pairs,) = app.choose_pairs(run, step, Rollout(prompts, batches, [future]))
     return run, torch.cat([b.x0 for b in batches]), pairs, step
 
 

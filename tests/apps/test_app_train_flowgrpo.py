@@ -10,9 +10,9 @@ from helpers import sampled
 from omni_losses import group_advantages
 from omni_reward import Score
 from omni_rl.flow.batches import TrainBatch, keep_samples, train_batches
-from omni_rl.flow.sampling import prompts_of, sample
-from omni_rl.flow.scorers import abstaining
-from omni_rl.flow.scoring import advantages_of, gather_rewards, groups_of
+from omni_rl.flow.sampling import sample, step_prompts
+from omni_rl.flow.scorers import abstaining_scorer
+from omni_rl.flow.scoring import gather_rewards, group_indices, step_advantages
 from omni_rl.run import start
 from omni_rl.run.run import Step
 from omni_rl.settings.fields import change
@@ -50,7 +50,7 @@ def train(bright_url, **changes):
 def test_trajectories_do_not_depend_on_the_number_of_ranks():
     args = change(TINY, batch_size=2)
     run = lone_run(args)
-    params = app.params_at(run, Step(3))
+    params = app.step_params(run, Step(3))
     alone, _ = rollout(run, params, number=3)
     first, second = (rollout(lone_run(args, rank=r, world_size=2), params, number=3)[0] for r in range(2))
     assert len(alone) == 2 * len(first) == 2 * len(second) == 4
@@ -66,7 +66,7 @@ def test_a_batch_is_with_the_scorer_before_the_next_is_drawn():
     generate = run.engine.generate
     run.engine.generate = lambda prompts, params: events.append("draw") or generate(prompts, params)
     run.scorer.submit = lambda *samples: events.append("submit")
-    sample(run, prompts_of(run, Step(0)), app.params_at(run, Step(0)))
+    sample(run, step_prompts(run, Step(0)), app.step_params(run, Step(0)))
     assert events == ["draw", "submit"] * 4
 
 
@@ -74,7 +74,7 @@ def test_the_next_batch_is_prepared_before_the_host_waits_for_this_one(monkeypat
     run, events = lone_run(change(TINY, batch_size=2)), []
     monkeypatch.setattr(run.engine, "prepare", lambda prompts, params: events.append(prompts[0].index))
     monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: events.append("wait") or tensor)
-    sample(run, prompts_of(run, Step(0)), app.params_at(run, Step(0)), scorer=abstaining())
+    sample(run, step_prompts(run, Step(0)), app.step_params(run, Step(0)), scorer=abstaining_scorer())
     assert events == [2, "wait", 4, "wait", 6, "wait", "wait"]
 
 
@@ -82,7 +82,7 @@ def test_an_engine_with_other_weights_than_the_last_sync_s_is_found():
     run = lone_run(TINY)
     run.version = 1
     with pytest.raises(RuntimeError, match="the engine samples with weights 0, the trainer has 1"):
-        rollout(run, app.params_at(run, Step(0)))
+        rollout(run, app.step_params(run, Step(0)))
 
 
 def test_attention_is_chosen_for_both_phases_and_written_down(here, bright_url):
@@ -181,7 +181,7 @@ def test_gradients_are_the_mean_over_all_samples_and_kept_steps():
     """What reaches the optimizer equals one autograd pass over everything at once."""
     run = lone_run(change(TINY, batch_size=2))
     kept = keep_gradients(run)
-    batches, _ = rollout(run, app.params_at(run, Step(0)))
+    batches, _ = rollout(run, app.step_params(run, Step(0)))
     advantages = torch.linspace(-1, 1, 8).view(4, 2)
     chosen = [TrainBatch.of(b, a) for b, a in zip(batches, advantages, strict=True)]
     app.update(run, Step(0), chosen)
@@ -212,7 +212,7 @@ def kept(args, scores):
     """The samples that are trained on where groups whose samples score alike are left out."""
     batch = samples_of(len(scores), args.data.group_size)
     rollout = scored(batch.prompts, [batch], scores)
-    found = advantages_of(lone_run(args), Step(0), rollout, args.advantages)
+    found = step_advantages(lone_run(args), Step(0), rollout, args.advantages)
     return keep_samples(*found, rollout.groups, best_worst=0, drop_silent_groups=True).tolist()
 
 
@@ -276,7 +276,7 @@ def test_a_group_is_left_out_whole_when_the_client_says_so():
     lost = Score(None, abstained="the server was gone", mask_group=True)
     scores = [Score(0.1), Score(0.2), lost, Score(0.3), Score(None, abstained="unreadable"), Score(0.5)]
     batch = samples_of(6, 3)
-    rewards = gather_rewards(place(), [batch], scores, groups_of(batch.prompts))
+    rewards = gather_rewards(place(), [batch], scores, group_indices(batch.prompts))
     assert rewards.isnan().tolist() == [True, True, True, False, True, False]
     alone = gather_rewards(place(), [batch], scores, torch.arange(6))
     assert alone.isnan().tolist() == [False, False, True, False, True, False]

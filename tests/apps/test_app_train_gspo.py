@@ -352,7 +352,7 @@ def test_groups_that_differ_are_kept_up_to_a_steps_number_and_length_counts():
     rewards = torch.tensor([1.0, 1, 1, 0, 1, 0, 1, 0])
     prompts = [Prompt("x", i // 2, i, i) for i in range(8)]
     scores = [Score(value) for value in rewards.tolist()]
-    advantages, keep = app.compare(run, step, scored(prompts, [drawn], scores))
+    advantages, keep = app.compute_advantages(run, step, scored(prompts, [drawn], scores))
     assert keep.tolist() == [False, False, True, True, False, True, False, False]
     wanted = group_advantages(torch.tensor([1.0, 1, 0.5, 0, 0, 0, 1, 0]), torch.arange(8) // 2, std="group")
     torch.testing.assert_close(advantages, wanted)
@@ -378,13 +378,13 @@ def test_an_abstention_asks_for_no_further_round_and_for_no_piece_of_another_gro
     assert (asked, step.metrics["reward/rounds"]) == ([0], 1)
     more = [Prompt("x", i // 4, i, i) for i in range(16)]
     scores = [Score.of(value) for value in rewards.tolist()]
-    _, keep = app.compare(run, step, scored(more, [answers([2] * 16)], scores))
+    _, keep = app.compute_advantages(run, step, scored(more, [answers([2] * 16)], scores))
     assert keep.tolist() == [True, True, False, *[True] * 5, *[False] * 8]
 
 
 def test_what_lies_after_the_end_has_no_part_in_the_kl():
     log_prob = torch.tensor([[-1.0, -200.0, -torch.inf]], requires_grad=True)
-    kl = app.penalty(log_prob, torch.tensor([[-2.0, -1.0, -torch.inf]]), torch.tensor([[True, False, False]]))
+    kl = app.kl_penalty(log_prob, torch.tensor([[-2.0, -1.0, -torch.inf]]), torch.tensor([[True, False, False]]))
     kl.sum().backward()
     torch.testing.assert_close(kl.detach(), torch.tensor([[torch.e**-1, 0.0, 0.0]]))
     torch.testing.assert_close(log_prob.grad, torch.tensor([[1 - torch.e**-1, 0.0, 0.0]]))
@@ -519,7 +519,7 @@ def test_an_answer_is_planned_with_its_end_on_no_token_and_scores_that_differ(he
 @pytest.mark.parametrize("sharding", [{}, {"sharding_mode": "fsdp2", "sharding_unshard": "all"}])
 def test_a_plan_that_does_not_fit_tries_no_weights_that_are_gathered_for_every_token(sharding):
     args = tiny(**sharding, **PLANNED, lora_rank=2, prompts_per_step=16)
-    rungs = [changed for changed, *_ in plan.ladder(args, 2, ["optimizer", "activations"], ["update"])]
+    rungs = [changed for changed, *_ in plan.propose_changes(args, 2, ["optimizer", "activations"], ["update"])]
     assert {rung.sharding.unshard for rung in rungs if sharding or rung.sharding.mode == "fsdp2"} == {"rollout"}
     assert rungs[-1].sharding.mode == "fsdp2"
 

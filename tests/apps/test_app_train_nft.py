@@ -37,7 +37,7 @@ def points_of(run):
     advantages, weights = torch.linspace(-1, 2, 8).view(2, 4), torch.ones(2, 4)
     advantages[1, 2] = weights[1, 2] = 0
     graded = [TrainBatch.of(*row) for row in zip(batches, advantages, weights, strict=True)]
-    return graded, [point for batch in graded for point in app.noise_afresh(run, Step(0), batch)]
+    return graded, [point for batch in graded for point in app.noise_batch(run, Step(0), batch)]
 
 
 def whole(points):
@@ -97,7 +97,7 @@ def test_samples_of_a_group_share_noise_and_level_on_any_number_of_ranks(here):
         run = lone_run(args, **place)
         batches, _ = rollout(run, run.base_params)
         graded = [TrainBatch.of(batch, torch.zeros(4)) for batch in batches]
-        return [app.noise_afresh(run, Step(0), batch) for batch in graded]
+        return [app.noise_batch(run, Step(0), batch) for batch in graded]
 
     of_groups = noised()
     for at in (at for points in of_groups for at in points):
@@ -125,13 +125,13 @@ def test_each_stratum_of_the_schedule_gives_one_level(here):
     run = lone_run(args)
     (batch, other), _ = rollout(run, run.base_params)
     ones = torch.ones(4)
-    points = app.noise_afresh(run, Step(0), TrainBatch.of(batch, ones))
+    points = app.noise_batch(run, Step(0), TrainBatch.of(batch, ones))
     for at, strata in zip(points, (batch.sigmas[1:3], batch.sigmas[3:5]), strict=True):
         assert all(sigma in strata for sigma in at.sigma)
         level = at.sigma.view(-1, 1, 1, 1)
         torch.testing.assert_close(at.x_t, (1 - level) * batch.x0 + level * at.noise)
     run.args = change(args, train_levels=4)
-    all_levels = app.noise_afresh(run, Step(0), TrainBatch.of(other, ones))
+    all_levels = app.noise_batch(run, Step(0), TrainBatch.of(other, ones))
     assert [at.sigma.tolist() for at in all_levels] == [[sigma.item()] * 4 for sigma in batch.sigmas[1:5]]
     noises = torch.stack([at.noise for at in all_levels])
     used = torch.stack([step_noise([p.seed for p in other.prompts], k, batch.x0.shape[1:]) for k in range(-1, 6)])
@@ -193,7 +193,7 @@ def test_the_old_policy_samples_and_follows_as_its_schedule_says(here, bright_ur
         """Once as the old policy, which the trainer has put in place, and once as the trained one."""
         drawn = sample(run, prompts, params)
         first = drawn.batches[0]
-        with run.policy.as_old() if not lora else adapter(run.policy.net, "default"):  # exchanges the two again
+        with run.policy.use_old() if not lora else adapter(run.policy.net, "default"):  # exchanges the two again
             images.append((first.x0, run.engine.generate(first.prompts, params).x0))
         return drawn
 

@@ -109,7 +109,7 @@ def test_levels_of_two_experts_are_on_one_side_and_over_the_steps_those_of_one(s
     args = change(TINY, level_shift=2.0)
     model = SimpleNamespace(boundary=0.6, sigmas=None)
     run = SimpleNamespace(args=args, model=model, trained={"high": "", "low": ""})
-    steps = [app.levels(run, Step(n), [sample_seed(0, n, i, 0) for i in range(4)], None) for n in range(600)]
+    steps = [app.noise_levels(run, Step(n), [sample_seed(0, n, i, 0) for i in range(4)], None) for n in range(600)]
     assert all((own >= 0.6).all() or (own < 0.6).all() for own in steps)
     quantiles = (torch.arange(4000).double() + 0.5) / 4000
     single = app.level_at(args, app.shift_sigmas(app.linear_sigmas(1000), 2.0), quantiles)
@@ -118,7 +118,7 @@ def test_levels_of_two_experts_are_on_one_side_and_over_the_steps_those_of_one(s
     assert share == pytest.approx(expected, abs=4 * math.sqrt(expected * (1 - expected) / 600))
     assert apart(torch.stack([own[0] for own in steps]), single) < 2 / math.sqrt(600)
     run.trained = {"low": ""}
-    assert max(app.levels(run, Step(n), [n], None).item() for n in range(50)) < 0.6
+    assert max(app.noise_levels(run, Step(n), [n], None).item() for n in range(50)) < 0.6
 
 
 # The loss
@@ -160,7 +160,7 @@ def test_a_step_has_the_gradient_of_the_mean_over_samples_and_levels(samples, nu
             low, high = (2 * s / (1 + s) for s in (1 - math.floor(place) / 1000, 1 - math.ceil(place) / 1000))
             sigma = low + (place - math.floor(place)).item() * (high - low)
             noise = step_noise([seed], 1, x0.shape[1:])
-            [prompt] = app.prompts_of(SimpleNamespace(args=change(args, group_size=1), prompts=SimpleNamespace(
+            [prompt] = app.step_prompts(SimpleNamespace(args=change(args, group_size=1), prompts=SimpleNamespace(
                 at=lambda _, own=record: [own])), Step(0))  # fmt: skip
             cond = run.engine.condition([prompt], params)
             x_t, level = (1 - sigma) * x0 + sigma * noise, torch.tensor([sigma], dtype=torch.float32)

@@ -123,7 +123,7 @@ def test_both_steps_end_at_one_level_and_stay_in_the_range():
     seeds = list(range(200))
     batch = SimpleNamespace(prompts=[SimpleNamespace(seed=seed) for seed in seeds], x0=torch.zeros(200, 1))
     run = SimpleNamespace(args=args, model=SimpleNamespace(boundary=0.0))
-    down, up = (app.levels(run, Step(0), batch, inversion=inversion) for inversion in (False, True))
+    down, up = (app.noise_levels(run, Step(0), batch, inversion=inversion) for inversion in (False, True))
     assert torch.equal(down[1], up[1])
     u = (down[1] - 0.3) / 0.6
     assert 0.4 < u.mean() < 0.6
@@ -151,7 +151,7 @@ def test_gradients_are_one_pass_over_all_samples_and_both_steps():
         texts = [p.text for p in batch.prompts]
         noise = step_noise([p.seed for p in batch.prompts], -1, batch.x0.shape[1:])
         for inversion in (False, True):
-            start, end, discount = app.levels(run, step, batch, inversion=inversion)
+            start, end, discount = app.noise_levels(run, step, batch, inversion=inversion)
             s, t = start.view(-1, 1, 1, 1), end.view(-1, 1, 1, 1)
             x = (1 - s) * batch.x0 + s * noise
             velocity = run.model.predict_velocity(run.policy.net, x, start, batch.cond, batch.params)
@@ -187,7 +187,7 @@ def test_the_decoder_whose_gradient_is_taken_runs_by_deterministic_algorithms_to
         return decode(*given)
 
     monkeypatch.setattr(run.model, "decode", noted)
-    app.align(run, Step(0), reward, batch, inversion=False)
+    app.alignment_loss(run, Step(0), reward, batch, inversion=False)
     assert found == [is_asked]
     assert not torch.are_deterministic_algorithms_enabled()
 

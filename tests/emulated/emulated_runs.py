@@ -23,7 +23,7 @@ from model_rows import ROWS
 from omni_reward import RewardClient
 from omni_reward.combine import score_in_batches
 from omni_reward.scorers import load_scorer, neural
-from omni_rl.flow.scorers import with_server
+from omni_rl.flow.scorers import start_scorer_servers
 from omni_rl.settings.fields import change, values_of
 from omni_rl.tools import plan_tokens
 from omni_rollout import Prompt
@@ -356,7 +356,7 @@ def start_scorers(folder: Path, scorer: str, num_ranks: int) -> tuple[list[str],
     dist = Dist(0, 1, 0, torch.device("npu", 0), None)
     image = np.random.default_rng(0).integers(0, 256, (2, 32, 32, 3), np.uint8)
     with ExitStack() as servers:
-        args = with_server(args, dist, servers)
+        args = start_scorer_servers(args, dist, servers)
         threads = Path(f"/proc/{os.getpid()}/task").glob("*/children")
         children = [pid for own in threads for pid in own.read_text().split()]
         words = [word for pid in children for word in Path(f"/proc/{pid}/cmdline").read_text().split("\0")]

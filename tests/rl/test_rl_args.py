@@ -15,19 +15,19 @@ import pytest
 import torch
 from helpers import REPO
 from omni_rl.run.media import with_sliced_decoding
-from omni_rl.settings.args import RunArgs, num_batches, sharding, without_secrets
+from omni_rl.settings.args import RunArgs, num_batches, sharding_mode, without_secrets
 from omni_rl.settings.early import weights_digest
 from omni_rl.settings.fields import (
     Bound,
-    as_flags,
     build,
     change,
     check_bounds,
     flag_of,
     flags_by_name,
-    kind_of,
     leaves,
-    notes_of,
+    map_error_names,
+    strip_metadata,
+    type_metadata,
     values_of,
 )
 from omni_rl.settings.groups import Data, Lora, Policy, ScoredScorer
@@ -112,8 +112,8 @@ def test_a_setting_that_no_run_can_use_is_refused_by_its_flag(good: train_dpo.Ar
 def test_the_bounds_themselves_are_allowed(good: train_dpo.Args):
     for number, past in ((0, -math.inf), (1, math.inf)):
         for name, field in leaves(train_dpo.Args).items():
-            for bound in notes_of(field.type):
-                if isinstance(bound, Bound) and math.isfinite(end := (bound.least, bound.most)[number]):
+            for bound in type_metadata(field.type):
+                if isinstance(bound, Bound) and math.isfinite(end := (bound.low, bound.high)[number]):
                     kind = type(values_of(good)[name])
                     check_bounds(change(good, **{name: kind(end)}))
                     wrong = int(end) + (1, -1)[past < 0] if kind is int else math.nextafter(end, past)
@@ -130,7 +130,11 @@ def test_several_ranks_need_a_way_to_spread_the_weights(good: train_dpo.Args, mo
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"--sharding\.mode none does not fit 2 ranks"):
         check_media(change(good, sharding_mode="none"))
-    assert [sharding(good, 1), sharding(good, 2), sharding(change(good, lora_rank=4), 2)] == ["none", "fsdp2", "ddp"]
+    assert [sharding_mode(good, 1), sharding_mode(good, 2), sharding_mode(change(good, lora_rank=4), 2)] == [
+        "none",
+        "fsdp2",
+        "ddp",
+    ]
     check_media(change(good, dtype="bfloat16"))
     with pytest.raises(ValueError, match=r"--dtype bfloat16 needs --lora\.rank"):
         check_media(change(good, dtype="bfloat16", sharding_mode="ddp"))
@@ -217,7 +221,7 @@ MOST_FLAT = {"train_flowgrpo": 15, "train_gspo": 13, "train_nft": 20, "train_srp
 @pytest.mark.parametrize("app", MOST_FLAT)
 def test_a_trainer_s_settings_that_stand_in_no_group_only_become_fewer(app: str):
     own = fields(importlib.import_module(app).Args)
-    groups = [field.name for field in own if is_dataclass(kind_of(field.type))]
+    groups = [field.name for field in own if is_dataclass(strip_metadata(field.type))]
     assert len(groups) <= 14
     assert len(own) - len(groups) <= MOST_FLAT[app]
 
@@ -258,7 +262,7 @@ def test_large_images_are_decoded_a_few_at_a_time(sizes, changes, counts):
     ],
 )
 def test_a_message_has_flags_in_place_of_arguments_and_keeps_its_other_words(said: str, told: str):
-    with pytest.raises(ValueError, match=f"^{re.escape(told)}$"), as_flags(flags_by_name(train_dpo.Args)):
+    with pytest.raises(ValueError, match=f"^{re.escape(told)}$"), map_error_names(flags_by_name(train_dpo.Args)):
         raise ValueError(said)
 
 

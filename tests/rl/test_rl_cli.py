@@ -21,8 +21,8 @@ from helpers import REPO, TRAINERS, sampled
 from omni_reward.errors import RewardConnectError, RewardHTTPError, RewardTimeoutError
 from omni_reward.transport import Transport
 from omni_rl.settings import cli
-from omni_rl.settings.cli import hush, parse_cli, read_settings
-from omni_rl.settings.early import knock
+from omni_rl.settings.cli import parse_cli, read_settings, silence_libraries
+from omni_rl.settings.early import check_servers_respond
 from omni_rl.settings.eval_sets import MediaEvalSet
 from omni_rl.settings.fields import (
     MAY_CHANGE,
@@ -33,13 +33,13 @@ from omni_rl.settings.fields import (
     change,
     check_bounds,
     flag_of,
-    flat,
-    kind_of,
+    flatten,
     leaves,
-    marked,
+    marked_settings,
+    strip_metadata,
     values_of,
 )
-from omni_rl.settings.toml import from_toml, plain, recipes, suggest, to_toml
+from omni_rl.settings.toml import flatten_tables, from_toml, load_recipes, suggest, to_toml
 from tyro.constructors import ConstructorRegistry
 
 import train_dpo
@@ -198,7 +198,7 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(words: str, tmp_path, m
     (tmp_path / "deep.toml").write_text(f"lr = {'[' * 5000}{']' * 5000}")
     os.mkfifo(tmp_path / "pipe")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, "recipes", lambda app: PRESETS)
+    monkeypatch.setattr(cli, "load_recipes", lambda app: PRESETS)
     monkeypatch.setattr(sys, "argv", ["program.py"])
     with pytest.raises(SystemExit) as caught:
         parse_cli(Args, check_bounds, words.split(), app="program")
@@ -302,9 +302,9 @@ def shown_by(program, capsys) -> str:
 
 def test_a_checkpoint_holds_a_group_by_the_names_of_its_settings():
     args = Grouped(memory=Memory("engine"))
-    assert {"memory.offload": "engine", "memory.cache_mb": 1.0, "lr": 1e-3}.items() <= flat(args).items()
-    assert build(Grouped, flat(args)) == args == change(Grouped(), memory_offload="engine")
-    assert marked(Grouped, MAY_CHANGE) == ("memory.offload",)
+    assert {"memory.offload": "engine", "memory.cache_mb": 1.0, "lr": 1e-3}.items() <= flatten(args).items()
+    assert build(Grouped, flatten(args)) == args == change(Grouped(), memory_offload="engine")
+    assert marked_settings(Grouped, MAY_CHANGE) == ("memory.offload",)
     with pytest.raises(ValueError, match=r"^--memory.cache-mb must be >= 0, got -1.0"):
         check_bounds(change(args, memory_cache_mb=-1.0))
     with pytest.raises(ValueError, match=r"^mine: unknown key 'memory.ofload'; did you mean 'memory.offload'"):
@@ -349,7 +349,7 @@ def shown(capsys, *words: str) -> str:
 def test_help_is_that_of_tyro_s_own_reading_of_comments(app: str, capsys, monkeypatch):
     module, texts = importlib.import_module(app), []
     own = ConstructorRegistry()
-    own.primitive_rule(cli.number)  # and no rule of ours for dataclasses
+    own.primitive_rule(cli.number_rule)  # and no rule of ours for dataclasses
     for rules in (cli.RULES, own):
         monkeypatch.setattr(cli, "RULES", rules)
         with pytest.raises(SystemExit):
@@ -407,7 +407,7 @@ def test_every_flag_that_the_sources_name_is_one_by_its_name_of_now():
     known = {*OTHERS, *map(flag_of, leaves(cli.Program))}
     for app in (*TRAINERS, "sample"):
         for name in leaves(importlib.import_module(app).Args):
-            known |= {flag_of(name), cli.off_flag(name)}
+            known |= {flag_of(name), cli.negated_flag(name)}
     own = [path for path in (REPO / "apps").glob("*.py") if path.stem in (*TRAINERS, "sample")]
     texts = [path.read_text("utf-8") for path in (*(REPO / "packages").glob("*/src/**/*.py"), *own)]
     for text in texts:
@@ -423,7 +423,9 @@ def test_every_flag_that_the_sources_name_is_one_by_its_name_of_now():
 @pytest.mark.parametrize("app", TRAINERS)
 def test_no_default_learning_rate_is_above_those_of_recipes_of_real_models_and_help_tells_it(app: str, capsys):
     cls = importlib.import_module(app).Args
-    given = {name: from_toml(text, cls, name) for name, text in recipes(app).items() if not name.startswith("tiny-")}
+    given = {
+        name: from_toml(text, cls, name) for name, text in load_recipes(app).items() if not name.startswith("tiny-")
+    }
     for has_lora in (True, False):
         rates = [values["lr"] for values in given.values() if bool(values.get("lora.rank")) == has_lora]
         assert not rates or cls.RATES[has_lora] <= max(rates)
@@ -453,7 +455,7 @@ def test_a_bare_command_prints_safe_settings(flags: str, rates: tuple, capsys):
     words = ["--model", "them/model", "--prompts", prompts, "--eval.prompts", prompts, "--scorer", "ocr", "--check"]
     with pytest.raises(SystemExit, match=r"^0$"):
         parse_cli(app.Args, app.check_args, [*words, *flags.split()], app="none")
-    printed = plain(tomllib.loads(capsys.readouterr().out))
+    printed = flatten_tables(tomllib.loads(capsys.readouterr().out))
     assert {name: printed[name] for name in SAFE} == SAFE
     assert (printed["lr"], printed["lora.rank"], printed["lora.alpha"]) == rates
 
@@ -478,7 +480,7 @@ def test_a_list_into_a_closed_pipe_is_no_error(words):
     assert (done.stderr, done.returncode) == ("", 0)
 
 
-SWITCHES = [name for name, own in leaves(train_gspo.Args).items() if kind_of(own.type) is bool]
+SWITCHES = [name for name, own in leaves(train_gspo.Args).items() if strip_metadata(own.type) is bool]
 
 
 @pytest.mark.parametrize("name", sampled(SWITCHES, 3))
@@ -540,7 +542,7 @@ def test_warnings_of_other_libraries_are_not_shown(module, monkeypatch):
         monkeypatch.setenv(name, "as it was")
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
-        hush()
+        silence_libraries()
         warnings.warn_explicit("can cause backward to fail", UserWarning, "file.py", 1, module=module)
     assert bool(shown) == (module == "torchrun_of_mine")
     assert os.environ["TQDM_DISABLE"] == "as it was"
@@ -548,7 +550,7 @@ def test_warnings_of_other_libraries_are_not_shown(module, monkeypatch):
 
 @pytest.mark.parametrize(("error", "says"), [("KeyboardInterrupt", False), ("ImportError", True)])
 def test_ctrl_c_while_libraries_are_imported_ends_without_a_traceback(error, says):
-    code = f"from omni_rl.settings.cli import hush; hush(); raise {error}"
+    code = f"from omni_rl.settings.cli import silence_libraries; silence_libraries(); raise {error}"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ended.returncode == (1 if says else -signal.SIGINT)
     assert bool(ended.stderr) == ("Traceback" in ended.stderr) == says
@@ -557,7 +559,7 @@ def test_ctrl_c_while_libraries_are_imported_ends_without_a_traceback(error, say
 @pytest.mark.parametrize("flags", [[], ["--verbose"]])
 def test_verbose_leaves_other_libraries_as_they_are(flags, monkeypatch):
     hushed = []
-    monkeypatch.setattr("omni_rl.settings.cli.hush", lambda: hushed.append(True))
+    monkeypatch.setattr("omni_rl.settings.cli.silence_libraries", lambda: hushed.append(True))
     parse_cli(train_dpo.Args, lambda args: None, flags, app="program")
     assert bool(hushed) != bool(flags)
 
@@ -582,13 +584,13 @@ def test_every_failure_to_reach_a_scorer_is_named_but_a_slow_one_is_asked_later(
 
     faults = [RewardConnectError("no way"), RewardHTTPError("404", status=404), RewardTimeoutError("slow")]
     monkeypatch.setattr(Transport, "exchange", fail)
-    knock({"scorer.url": "https://[::1]/scores"})
+    check_servers_respond({"scorer.url": "https://[::1]/scores"})
     with pytest.raises(
         ValueError, match=r"^--scorer\.url must be a reward server that answers: http://a is no reward server: 404$"
     ):
-        knock({"scorer.url": "http://a"})
+        check_servers_respond({"scorer.url": "http://a"})
     with pytest.raises(ValueError, match=r"^--scorer\.watch-url must be a reward server that answers: no way$"):
-        knock({"scorer.watch_url": "http://b"})
+        check_servers_respond({"scorer.watch_url": "http://b"})
     assert asked == ["https://[::1]/scores/info", "http://a/info", "http://b/info"]
     monkeypatch.setenv("LOCAL_RANK", "1")  # the first rank of a machine asks
-    knock({"scorer.url": "http://a"})
+    check_servers_respond({"scorer.url": "http://a"})

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from helpers import REPO
-from omni_rl.settings.toml import recipes
+from omni_rl.settings.toml import load_recipes
 from omni_rl.tools import command, doctor
 
 APPS = REPO / "apps"
@@ -38,7 +38,7 @@ RUN = ["-m", "omni_rl.run.ranks", "--nproc-per-node"]
     ],
 )
 def test_a_sub_command_is_a_program_with_its_own_flags(words: str, started: list[str]):
-    assert command.python_words(words.split()) == started
+    assert command.python_args(words.split()) == started
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_sub_command_is_a_program_with_its_own_flags(words: str, started: list
 )
 def test_a_mistake_is_named(words: list[str], mistake: str):
     with pytest.raises(ValueError, match=mistake):
-        command.python_words(words)
+        command.python_args(words)
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
@@ -200,4 +200,4 @@ def test_a_trainer_begins_with_the_commands_that_start_it(name):
     [ranks] = re.findall(rf"^    omni-rl train {name} {command.RANKS} (\d+) -", told, re.MULTILINE)
     assert f"\n    torchrun --standalone {command.RANKS} {ranks} apps/{path.name} ..." in told
     assert re.search(rf"^    omni-rl train {name} --preset ", told, re.MULTILINE)
-    assert set(re.findall(r"--preset (\S+)", told)) <= recipes(path.stem).keys()
+    assert set(re.findall(r"--preset (\S+)", told)) <= load_recipes(path.stem).keys()

@@ -10,18 +10,18 @@ import pytest
 import torch
 from omni_rl.flow.evals import (
     HeldOut,
-    by_tag,
     date_evaluations,
-    describe,
-    mixed,
-    params_of_set,
+    dates_by_prefix,
+    eval_set_params,
+    interleave_sets,
     pass_at_k,
-    starts_of,
+    score_metrics,
+    tag_metrics,
 )
 from omni_rl.report import Sample
-from omni_rl.run.metrics import one_evaluation
+from omni_rl.run.metrics import drop_stale_evaluations
 from omni_rl.settings.args import without_secrets
-from omni_rl.settings.eval_sets import EvalSet, MediaEval, MediaEvalSet, TokenEvalSet, check_sets, loose_limits
+from omni_rl.settings.eval_sets import EvalSet, MediaEval, MediaEvalSet, TokenEvalSet, check_sets, excess_limits
 from omni_rl.settings.fields import build
 from omni_rl.settings.toml import from_toml, to_toml
 from omni_rollout import Params
@@ -101,7 +101,7 @@ def test_a_set_that_cannot_be_evaluated_is_refused_by_its_number(change, words, 
 def test_a_number_of_prompts_is_a_limit_and_one_that_limits_nothing_is_told():
     sets = (MediaEvalSet("few", "few.txt", num_prompts=2), MediaEvalSet("all", "all.txt", num_prompts=9))
     own = MediaEval(prompts="eval.txt", num_prompts=128, sets=sets, gold_prompts="gold.txt")
-    [first], [second] = loose_limits(own, [3, 2, 9, 5]), loose_limits(own, [128, 2, 4, 5])
+    [first], [second] = excess_limits(own, [3, 2, 9, 5]), excess_limits(own, [128, 2, 4, 5])
     assert first == "--eval.num-prompts 128 is more than the prompts of eval.txt: all 3 are evaluated"
     assert second == "eval.sets[2].num_prompts 9 is more than the prompts of all.txt: all 4 are evaluated"
 
@@ -109,9 +109,9 @@ def test_a_number_of_prompts_is_a_limit_and_one_that_limits_nothing_is_told():
 def test_a_set_changes_what_it_names_and_no_more():
     run = Params(num_inference_steps=10, height=64, width=32, guidance={"true_cfg_scale": 4.0, "audio": 2.0})
     own = MediaEvalSet(num_inference_steps=20, height=32, true_cfg_scale=1.0, guidance="audio=3")
-    assert params_of_set(own, run) == replace(run, num_inference_steps=20, height=32, guidance={"audio": 3.0})
-    assert params_of_set(MediaEvalSet(), run) == run
-    assert params_of_set(TokenEvalSet(top_p=0.5), TokenParams(8, 0.9)) == TokenParams(8, 0.9, 0.5)
+    assert eval_set_params(own, run) == replace(run, num_inference_steps=20, height=32, guidance={"audio": 3.0})
+    assert eval_set_params(MediaEvalSet(), run) == run
+    assert eval_set_params(TokenEvalSet(top_p=0.5), TokenParams(8, 0.9)) == TokenParams(8, 0.9, 0.5)
 
 
 def test_pass_at_k_is_the_share_of_subsets_in_which_one_passes():
@@ -129,7 +129,7 @@ def test_the_metrics_of_several_samples_leave_out_those_without_a_score():
     nan = math.nan
     rewards = torch.tensor([0.0, 1.0, 0.5, 0.0, nan, nan, 1.0, nan, nan, nan, nan, nan])
     held = HeldOut("long", [], Params(num_inference_steps=2, height=1, width=1), samples=4, threshold=1.0)
-    found = describe(held, rewards)
+    found = score_metrics(held, rewards)
     assert found == pytest.approx(
         {
             "eval/long/abstained_ratio": 7 / 12,
@@ -141,12 +141,12 @@ def test_the_metrics_of_several_samples_leave_out_those_without_a_score():
             "eval/long/pass@4": 1.0,
         }
     )
-    assert list(describe(replace(held, name="", samples=1, threshold=None), rewards)) == [
+    assert list(score_metrics(replace(held, name="", samples=1, threshold=None), rewards)) == [
         "eval/abstained_ratio",
         "eval/reward",
         "eval/reward_stderr",
     ]
-    assert describe(replace(held, samples=1), torch.tensor([nan])) == {"eval/long/abstained_ratio": 1.0}
+    assert score_metrics(replace(held, samples=1), torch.tensor([nan])) == {"eval/long/abstained_ratio": 1.0}
 
 
 def test_the_mean_over_tags_weighs_each_tag_alike_whatever_its_number_of_prompts():
@@ -155,17 +155,17 @@ def test_the_mean_over_tags_weighs_each_tag_alike_whatever_its_number_of_prompts
     records = [PromptRecord(i, "a", meta={"tag": tag}) for i, tag in enumerate(tags)]
     held = HeldOut("own", records, Params(num_inference_steps=2, height=1, width=1), samples=2)
     values = torch.tensor([[1, 0], [1, 1], [0, 0], [nan, 0], [1, 1], [nan, nan]]).flatten()
-    found = by_tag(held, "correct", values)
+    found = tag_metrics(held, "correct", values)
     assert found == pytest.approx(
         {"eval/own/correct/colors": 3 / 6, "eval/own/correct/counting": 2 / 3, "eval/own/correct/tags": 7 / 12}
     )
-    assert by_tag(held, "correct", torch.full((12,), nan)) == {}
-    assert by_tag(replace(held, records=[*records[:5], PromptRecord(5, "a")]), "correct", values) == {}
+    assert tag_metrics(held, "correct", torch.full((12,), nan)) == {}
+    assert tag_metrics(replace(held, records=[*records[:5], PromptRecord(5, "a")]), "correct", values) == {}
 
 
 def test_the_report_shows_the_first_samples_of_every_set():
     sets = [(name, ([{}] * count, [Sample(f"p{i}", 0.5) for i in range(count)])) for name, count in (("", 3), ("b", 1))]
-    media, rows = mixed(sets)
+    media, rows = interleave_sets(sets)
     assert [row.prompt for row in rows] == ["p0", "b: p0", "p1", "p2"]
     assert len(media) == 4
     assert EvalSet().name == ""
@@ -177,10 +177,10 @@ def test_the_standard_error_is_the_spread_of_an_evaluation_over_other_prompts():
     held = HeldOut("", [], Params(num_inference_steps=2, height=1, width=1), samples=4)
     prompts = torch.randn(2000, 50, 1, generator=generator)
     rewards = prompts + 0.1 * torch.randn(2000, 50, 4, generator=generator)
-    found = [describe(held, row.flatten()) for row in rewards]
+    found = [score_metrics(held, row.flatten()) for row in rewards]
     spread = rewards.flatten(1).mean(dim=1).std().item()
     assert sum(line["eval/reward_stderr"] for line in found) / len(found) == pytest.approx(spread, rel=0.05)
-    assert "eval/reward_stderr" not in describe(held, torch.ones(4))  # one prompt has no spread
+    assert "eval/reward_stderr" not in score_metrics(held, torch.ones(4))  # one prompt has no spread
 
 
 def test_a_set_is_another_one_where_a_file_of_its_prompts_has_other_contents(tmp_path):
@@ -201,4 +201,7 @@ def test_curves_of_a_set_that_was_left_out_stay_when_the_settings_of_another_cha
         {"step": 0, "eval/reward": 0.1, "eval/reward/red": 0.1, "eval/old/reward": 0.2, "policy/lr": 1.0},
         {"step": 3, "eval/reward": 0.3, "eval/reward/red": 0.3},
     ]
-    assert one_evaluation(lines, starts_of(second)) == [{"step": 0, "eval/old/reward": 0.2, "policy/lr": 1.0}, lines[1]]
+    assert drop_stale_evaluations(lines, dates_by_prefix(second)) == [
+        {"step": 0, "eval/old/reward": 0.2, "policy/lr": 1.0},
+        lines[1],
+    ]

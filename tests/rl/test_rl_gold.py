@@ -8,14 +8,14 @@ import pytest
 import torch
 from omni_losses import ranks
 from omni_rl.flow.evals import HeldOut
-from omni_rl.flow.gold import judge, rank_correlation
+from omni_rl.flow.gold import gold_metrics, rank_correlation
 from omni_rl.run.alarms import find_alarms
-from omni_rl.run.evaluation import best_of
-from omni_rl.run.metrics import GOLD_REWARD, MAX_DRIFT, MIN_CORRELATION, MIN_DIVERSITY, falls
+from omni_rl.run.evaluation import best_step
+from omni_rl.run.metrics import GOLD_REWARD, MAX_DRIFT, MIN_CORRELATION, MIN_DIVERSITY, is_below_best
 from omni_rl.settings.args import without_secrets
 from omni_rl.settings.early import GOLD_DIGEST, check_same
 from omni_rl.settings.eval_sets import EvalSet, MediaEval, check_gold
-from omni_rl.settings.fields import flat
+from omni_rl.settings.fields import flatten
 from omni_rollout import Params, Prompt
 from omni_train.checkpoint.index import Saved
 from trainer_runs import place
@@ -56,7 +56,7 @@ def judged(latents, kept, *, samples=2, prompt="a"):
     run = SimpleNamespace(dist=place(), session=SimpleNamespace(checkpoints=SimpleNamespace(kept=kept)))
     held = HeldOut("gold", [], PARAMS, samples=samples)
     scores = torch.arange(float(len(latents)))
-    return judge(run, held, prompts, [batch], scores, scores)
+    return gold_metrics(run, held, prompts, [batch], scores, scores)
 
 
 def test_distances_are_those_of_random_samples_at_first_and_move_with_the_latents():
@@ -103,14 +103,14 @@ def test_samples_that_are_not_finite_are_no_first_ones():
     ],
 )
 def test_a_score_falls_where_all_of_the_last_are_below_the_best_by_more_than_two_errors(scores, count, expected):
-    assert falls(scores, [0.025] * len(scores), count) == expected
+    assert is_below_best(scores, [0.025] * len(scores), count) == expected
 
 
 def test_the_best_is_the_first_of_equal_ones():
-    assert best_of([]) is None
-    assert best_of([{"step": 0.0, "eval/reward": 1.0}]) is None
+    assert best_step([]) is None
+    assert best_step([{"step": 0.0, "eval/reward": 1.0}]) is None
     lines = [{"step": step, GOLD_REWARD: score} for step, score in ((0, 0.1), (5, 0.9), (10, 0.9), (15, 0.2))]
-    assert best_of(lines) == 5
+    assert best_step(lines) == 5
 
 
 def alarms(*lines):
@@ -169,7 +169,7 @@ def test_a_gold_set_is_one_more_set_with_samples_to_compare():
 def test_a_run_does_not_continue_on_gold_prompts_of_other_contents(tmp_path):
     (tmp_path / "gold.txt").write_text("a\nb\n")
     args = train_nft.Args(eval=MediaEval(gold_prompts=str(tmp_path / "gold.txt"), gold_scorer_url="http://127.0.0.1:7"))
-    now = flat(without_secrets(args)) | {GOLD_DIGEST: "0" * 64}
+    now = flatten(without_secrets(args)) | {GOLD_DIGEST: "0" * 64}
     check_same(args, Saved(3, now, {}, 1, {}, {}), now)
     with pytest.raises(ValueError, match=r"gold\.txt has other contents than at the start"):
         check_same(args, Saved(3, now | {GOLD_DIGEST: "1" * 64}, {}, 1, {}, {}), now)

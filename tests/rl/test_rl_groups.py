@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from omni_reward import RewardClient, Score, Scorer
 from omni_reward.serving import serving_here
 from omni_rl.flow.evals import HeldOut
-from omni_rl.flow.sampling import evaluate_set, expand_groups, fill_batches, prompts_of, sample
-from omni_rl.flow.scorers import abstaining, connect
+from omni_rl.flow.sampling import evaluate_set, expand_groups, fill_batches, sample, step_prompts
+from omni_rl.flow.scorers import abstaining_scorer, connect
 from omni_rl.flow.scoring import collect, submit_groups
 from omni_rl.run.media import check_groups
 from omni_rl.run.run import Step
@@ -108,7 +108,7 @@ def test_a_group_is_asked_about_as_soon_as_its_last_batch_is_there(tmp_path, mon
         return generate(own, params)
 
     monkeypatch.setattr(run.engine, "generate", count)
-    sample(run, prompts_of(run, Step(0)), run.base_params)
+    sample(run, step_prompts(run, Step(0)), run.base_params)
     assert [number for number, *_ in run.scorer.asked] == TIMES[batch_size]
 
 
@@ -121,7 +121,7 @@ def test_one_rank_and_two_give_each_sample_the_same_score(tmp_path, monkeypatch,
         for rank in range(world_size):
             run = lone_run(args, rank=rank, world_size=world_size)
             with RewardClient(url) as run.scorer:
-                rollout = sample(run, prompts_of(run, Step(0)), run.base_params)
+                rollout = sample(run, step_prompts(run, Step(0)), run.base_params)
                 own = collect(place(), rollout.pending)
             places = [prompt.index for batch in rollout.batches for prompt in batch.prompts]
             found |= dict(zip(places, own, strict=True))
@@ -174,7 +174,7 @@ def test_an_evaluation_of_few_prompts_cuts_no_group(num_prompts, samples, num_ra
 
 def test_a_second_scorer_of_evaluations_may_compare_too(tmp_path, monkeypatch, url):
     run = lone_run(settings(tmp_path, monkeypatch, batch_size=2))
-    run.scorer = abstaining()
+    run.scorer = abstaining_scorer()
     with RewardClient(url) as watch:
         held = HeldOut("", run.held_out[0].records, run.base_params, samples=4, watch=watch)
         metrics, _ = evaluate_set(run, held)

@@ -9,7 +9,7 @@ from omni_reward import RewardClient, Score
 from omni_reward.media import ScoreRequest
 from omni_reward.serving import serving_here
 from omni_reward.wire import Scorer, decode_request, encode_request
-from omni_rl.flow.sampling import _shown
+from omni_rl.flow.sampling import _report_samples
 from omni_rl.flow.scoring import submit
 from omni_rollout import Prompt, Samples
 from omni_rollout.sampler import to_wire
@@ -72,7 +72,7 @@ def test_the_report_gets_views_of_the_media():
     samples = drawn()
     users = tuple(replace(prompt, meta={"thought": "the user's own"}) for prompt in samples.prompts)
     samples = replace(samples, prompts=users)
-    media, rows = _shown([samples], [Score(0.5), Score(0.25)])
+    media, rows = _report_samples([samples], [Score(0.5), Score(0.25)])
     assert [(row.rates, row.answer) for row in rows] == [(RATES, None)] * 2
     for i, own in enumerate(media):
         assert own.keys() == {"video", "audio"}

@@ -8,9 +8,9 @@ from contextlib import suppress
 import pytest
 from omni_reward import cli as reward_cli
 from omni_rl.run import failures
-from omni_rl.run.failures import BrokenRunError, advice
+from omni_rl.run.failures import BrokenRunError, advise
 from omni_rl.run.notify import announce
-from omni_rl.settings.cli import hush, refuse
+from omni_rl.settings.cli import exit_with_error, silence_libraries
 from omni_rl.settings.fields import change
 from omni_rl.settings.printing import Parser
 from omni_rl.tools import command
@@ -24,11 +24,11 @@ ARGS = train_nft.Args()
 
 
 def of_mistake(error):
-    failures.say_mistake(error)
+    failures.report_mistake(error)
 
 
 def of_failure(error):
-    failures.say_failure(BrokenRunError("update", error), ARGS)
+    failures.report_failure(BrokenRunError("update", error), ARGS)
 
 
 def of_command(error):
@@ -36,7 +36,7 @@ def of_command(error):
         raise error
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command, "python_words", fail)
+        patch.setattr(command, "python_args", fail)
         patch.setattr(sys, "argv", ["omni-rl", "serve"])
         command.main()
 
@@ -46,7 +46,7 @@ def of_warning(error):
         patch.setattr(sys, "excepthook", sys.excepthook)
         patch.setattr(warnings, "formatwarning", warnings.formatwarning)
         patch.setattr(warnings, "showwarning", lambda *row: sys.stderr.write(warnings.formatwarning(*row[:4])))
-        hush()
+        silence_libraries()
         warnings.warn(str(error), stacklevel=1)
 
 
@@ -54,12 +54,12 @@ def of_uncaught(error):
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "excepthook", sys.excepthook)
         patch.setattr(warnings, "formatwarning", warnings.formatwarning)
-        hush()
+        silence_libraries()
         sys.excepthook(type(error), error, error.__traceback__)
 
 
 LINES = {  # what prints a mistake -> the lines that it takes
-    "the settings": (refuse, 1),
+    "the settings": (exit_with_error, 1),
     "a start": (of_mistake, 1),
     "omni-rl": (of_command, 1),
     "a tool": (lambda error: Parser(prog="omni-rl push").error(str(error)), 1),
@@ -106,9 +106,9 @@ def test_the_log_of_the_reward_server_shows_no_control_characters():
 def test_a_store_that_fails_is_told_as_such_without_a_traceback(fault, monkeypatch, capfd):
     monkeypatch.setattr(sys, "argv", ["train_nft.py"])
     args, error = change(ARGS, checkpoint_url="s3://bucket/run/"), fault("s3://bucket/run/lock: Permission denied")
-    failures.say_failure(BrokenRunError("save", error), args)
+    failures.report_failure(BrokenRunError("save", error), args)
     told = capfd.readouterr().err.splitlines()
     assert told[0] == f"train_nft.py: rank 0, phase save: {fault.__name__}: s3://bucket/run/lock: Permission denied"
     assert told[1].startswith("The store of --checkpoint-url refused or did not answer: ")
-    assert "disk" in advice(OSError("runs/run: Permission denied"), args)
-    assert "disk" in advice(error, ARGS) or fault is RuntimeError
+    assert "disk" in advise(OSError("runs/run: Permission denied"), args)
+    assert "disk" in advise(error, ARGS) or fault is RuntimeError

@@ -17,9 +17,9 @@ from omni_rl.media.images import AllOrNone
 from omni_rl.settings import fields
 from omni_rl.settings.args import parse_numbers
 from omni_rl.settings.cli import parse_cli
-from omni_rl.settings.fields import build, change, flat
-from omni_rl.settings.toml import from_files, from_toml, plain
-from omni_rl.tools.plan import LEFT
+from omni_rl.settings.fields import build, change, flatten
+from omni_rl.settings.toml import flatten_tables, from_files, from_toml
+from omni_rl.tools.plan import RESERVED
 from omni_rl.tools.prompts import main as write_prompts
 from omni_rl.tools.prompts import prompt_sets
 from omni_rollout.models import flux2, ltx2, qwen_image, sd3, wan, z_image
@@ -49,7 +49,7 @@ def values_of(app: str, name: str) -> dict[str, object]:
     """What a recipe comes to, by the names of the table of published values."""
     module = importlib.import_module(app)
     args = build(module.Args, from_toml(recipes(app)[name], module.Args, name))
-    values = FIXED | flat(args if app != "train_gspo" else module.resolve_auto(args))
+    values = FIXED | flatten(args if app != "train_gspo" else module.resolve_auto(args))
     optim = args.optim
     values["adam_betas"] = f"{optim.adam_beta1} {optim.adam_beta2}"
     values["max_sequence_length"] = next((n for word, n in TEXT_TOKENS.items() if word in args.policy.model), None)
@@ -137,7 +137,7 @@ def test_a_recipe_names_model_and_data_and_the_knob_of_its_model(app: str, name:
     if "duration" in values.get("guidance", ""):  # of sound
         size = {"guidance"}
     prompts = "preferences" if "preferences" in values else "prompts"
-    assert {"name", "model", prompts, "eval.prompts", "lr"} | size <= set(plain(values))
+    assert {"name", "model", prompts, "eval.prompts", "lr"} | size <= set(flatten_tables(values))
     assert "url" not in values.get("scorer", {})
     if "qwen" in values["model"].lower():
         assert "guidance_scale" not in values, "Qwen-Image's pipeline calls it true_cfg_scale"
@@ -172,7 +172,7 @@ def test_a_trainer_accepts_its_recipe(app: str, name: str, tmp_path: Path, monke
         changed["preferences"] = str(prompts)
     if hasattr(args, "reward"):  # rules, which need no server
         del changed["scorer_url"]
-    changed = {key: value for key, value in changed.items() if key.replace("_", ".") in flat(args)}
+    changed = {key: value for key, value in changed.items() if key.replace("_", ".") in flatten(args)}
     monkeypatch.setenv("RANK", "0")  # as under torchrun, which some recipes need
     module.check_args(change(args, **changed))
 
@@ -297,7 +297,7 @@ def test_a_planned_recipe_names_the_smallest_cards_that_hold_its_step(app: str, 
     assert (text.count("# Planned:"), text.count("# Not planned: ")) == (bool(line), not line)
     if line:
         assert str(line) in text.splitlines()
-        assert line.card_gb == min(card for card in CARDS if line.gb <= (1 - LEFT) * card)
+        assert line.card_gb == min(card for card in CARDS if line.gb <= (1 - RESERVED) * card)
         assert values["prompts_per_step"] * values["group_size"] % line.cards == 0
         own = tomllib.loads(text).get("scorer", {}).get("name", "ocr")
         assert bool(line.scorer_gb) == (not own.startswith("ocr"))  # which is on the CPU

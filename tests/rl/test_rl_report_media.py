@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from omni_rl.media.videos import read_video, video_facts
-from omni_rl.media.write import MAX_FRAMES, animate, encode_sound, few_frames, whole_files
+from omni_rl.media.write import MAX_FRAMES, animate, encode_sound, thin_frames, whole_files
 from omni_rl.report import Sample, data, write_eval, write_report, write_samples
 from PIL import Image, ImageSequence
 from rl.report_runs import RATES, clips, film, metrics, tone, write_metrics
@@ -36,7 +36,7 @@ def test_a_small_video_keeps_every_bit_and_its_speed():
 
 def test_a_large_video_is_reduced_and_a_long_one_loses_frames_and_no_time(tmp_path):
     clip = np.full((81, 240, 480, 3), (200, 40, 90), np.uint8)
-    few, rates = few_frames({"video": clip}, {"fps": 24.0})
+    few, rates = thin_frames({"video": clip}, {"fps": 24.0})
     assert few["video"].shape[0] == 27 <= MAX_FRAMES
     assert np.shares_memory(few["video"], clip)
     assert rates["fps"] == 8

@@ -6,7 +6,7 @@ import pytest
 import torch
 from omni_reward.serving import serving_here
 from omni_rl.flow.scorers import connect
-from omni_rl.settings.eval_sets import check_urls, on_this_machine
+from omni_rl.settings.eval_sets import check_urls, resolve_host
 from omni_rl.settings.groups import ScoredScorer, Scorer
 from omni_train.dist import Dist
 from omni_train.prompts.files import PromptRecord
@@ -61,16 +61,16 @@ def test_a_server_of_all_ranks_scores_canaries_once(servers, monkeypatch):
 @pytest.mark.parametrize(("name", "flag"), [("", "--scorer.url"), ("python:mine.py:one", "--scorer")])
 def test_a_number_for_all_samples_is_told_at_the_start_by_the_flag_that_was_given(monkeypatch, name, flag):
     """Of two samples, so that a list of one number does not pass."""
-    asks = ScoredScorer(name=name)
+    scorer_args = ScoredScorer(name=name)
     said = rf"^{flag} must score the first prompt: .* scorer_failed"
     with serving_here(lambda media, prompts, meta: [0.5]) as url, pytest.raises(ValueError, match=said):
-        connect(url, asks, rank(0, 1, 1, monkeypatch), PromptRecord(0, "a"), ["image"])
+        connect(url, scorer_args, rank(0, 1, 1, monkeypatch), PromptRecord(0, "a"), ["image"])
 
 
 def test_places_in_urls_are_those_of_the_machine(monkeypatch):
     monkeypatch.setenv("GROUP_RANK", "3")
     urls = "http://{host}:8100,https://scorer-{node}:8100/a"
     check_urls(urls, "--scorer.url")
-    assert on_this_machine(urls) == f"http://{socket.gethostname()}:8100,https://scorer-3:8100/a"
+    assert resolve_host(urls) == f"http://{socket.gethostname()}:8100,https://scorer-3:8100/a"
     monkeypatch.delenv("GROUP_RANK")
-    assert on_this_machine("http://scorer-{node}") == "http://scorer-0"
+    assert resolve_host("http://scorer-{node}") == "http://scorer-0"

@@ -6,7 +6,7 @@ import pytest
 from omni_reward import RewardClient, RewardError, Score, Scorer
 from omni_reward.rules import open_rules
 from omni_reward.serving import serving_here
-from omni_rl.flow.scorers import Pending, ruled
+from omni_rl.flow.scorers import Pending, future_of_rules
 from omni_rl.flow.scoring import collect
 from omni_rl.flow.tokens import RuleScorer
 from omni_rollout import Prompt
@@ -41,8 +41,8 @@ def test_a_rule_that_fails_in_any_way_is_a_failed_reward_that_names_its_flag(fau
     def fail():
         raise fault
 
-    asked = ruled(fail, "--reward")
+    asked = future_of_rules(fail, "--reward")
     with pytest.raises(RewardError, match=f"^a rule of --reward fails: {type(fault).__name__}: 3$") as caught:
         asked.result()
     assert caught.value.__cause__ is fault
-    assert ruled(lambda: [1.0], "--reward").result() == [1.0]
+    assert future_of_rules(lambda: [1.0], "--reward").result() == [1.0]

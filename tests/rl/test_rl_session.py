@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from omni_rl.run.session import BESIDE, Session
+from omni_rl.run.session import CHECKPOINT_FILES, Session
 from omni_train.checkpoint.store import Checkpoint
 from omni_train.dist import init_distributed
 from torch import nn
@@ -14,7 +14,7 @@ def session(folder, url):
     """A machine's view of the run, which goes on from the newest checkpoint."""
     found = object.__new__(Session)
     found.folder, found.lock, found.report, found._is_fetched = folder, None, None, False
-    beside = [folder / name for name in BESIDE]
+    beside = [folder / name for name in CHECKPOINT_FILES]
     found.checkpoints = Checkpoint(folder / "checkpoints", init_distributed(), url=url, beside=beside)
     found.saved = found.checkpoints.latest()
     found.fetch(init_distributed())

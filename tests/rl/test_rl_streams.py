@@ -11,7 +11,7 @@ from omni_losses import diffusion_nft_loss, grpo_loss, multi_reward_advantages, 
 from omni_reward import Score
 from omni_rl.flow.batches import TrainBatch
 from omni_rl.flow.scoring import Rollout, part_advantages
-from omni_rl.flow.streams import over_streams, stream_weights
+from omni_rl.flow.streams import loss_over_streams, stream_weights
 from omni_rl.settings.fields import change, check_bounds
 from omni_rl.settings.rules import check_scored
 from omni_rollout import Prompt
@@ -34,7 +34,7 @@ def step(velocity, rule=sde_step):
 
 def test_with_shares_by_elements_and_one_advantage_the_gradient_is_that_of_the_loss_of_all():
     found = []
-    for rule, loss in ((sde_step, CLIP), (StreamStep(sde_step, SIZES), over_streams(CLIP, (0.75, 0.25)))):
+    for rule, loss in ((sde_step, CLIP), (StreamStep(sde_step, SIZES), loss_over_streams(CLIP, (0.75, 0.25)))):
         velocity = latents(0).requires_grad_()
         now = step(velocity, rule).log_prob
         loss(now, now.detach(), torch.tensor([1.0, -2.0, 0.5, 3.0]), weights=None).loss.backward()
@@ -47,7 +47,7 @@ def test_each_advantage_moves_its_own_stream_by_its_share():
     """At ratio 1 the gradient is -1/B sum_m s_m A_m times that of the stream's log-probability."""
     velocity, advantages = latents(0).requires_grad_(), torch.tensor([[1.0, 0.0], [0.0, 2.0], [-1.0, 1.0], [0.0, 0.0]])
     now = step(velocity, StreamStep(sde_step, SIZES)).log_prob
-    over_streams(CLIP, (0.4, 0.6))(now, now.detach(), advantages, weights=None).loss.backward()
+    loss_over_streams(CLIP, (0.4, 0.6))(now, now.detach(), advantages, weights=None).loss.backward()
     other = latents(0).requires_grad_()
     expected = (step(other, StreamStep(sde_step, SIZES)).log_prob * advantages * torch.tensor([0.4, 0.6])).sum() / -4
     expected.backward()
@@ -58,7 +58,7 @@ def test_each_advantage_moves_its_own_stream_by_its_share():
 
 def test_a_ratio_is_clipped_stream_by_stream():
     now = torch.tensor([[1.0, 0.0], [0.0, 0.0]]).requires_grad_()  # the frames of the first are far past the bound
-    out = over_streams(CLIP, (0.5, 0.5))(now, torch.zeros(2, 2), torch.ones(2), weights=None)
+    out = loss_over_streams(CLIP, (0.5, 0.5))(now, torch.zeros(2, 2), torch.ones(2), weights=None)
     assert out.metrics["ratio_max_dev"].item() == pytest.approx(math.e - 1)  # of the frames, whatever their share
     out.loss.backward()
     assert now.grad.tolist() == [[0.0, -0.25], [-0.25, -0.25]]
@@ -121,7 +121,7 @@ def test_a_reward_of_one_medium_enters_its_advantage_alone_and_one_of_both_enter
 def test_the_share_of_the_sound_is_that_of_its_elements_unless_it_is_set():
     assert stream_weights([6, 2], None) == (0.75, 0.25)
     assert stream_weights([6, 2], 0.5) == (0.5, 0.5)
-    assert not run().args.streams.are_judged
+    assert not run().args.streams.has_separate_losses
 
 
 @pytest.mark.parametrize(

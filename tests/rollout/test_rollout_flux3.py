@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from model_rows import ROWS
-from omni_rl.settings.early import check_model, kind_of
+from omni_rl.settings.early import check_model, read_model_class
 from omni_rollout import Params, Prompt
 from omni_rollout.models import open_model
 
@@ -61,7 +61,7 @@ def test_the_padding_of_a_batch_is_hidden_and_that_of_a_text_is_seen(model):
 
 def test_a_modular_folder_is_a_whole_pipeline_before_torch_is_imported(model):
     check_model(str(model.folder))
-    assert kind_of(model.folder) == "Flux3ModularPipeline"
+    assert read_model_class(model.folder) == "Flux3ModularPipeline"
     with pytest.raises(ValueError, match=r"--model must be a whole pipeline, got .*vae, a part of one: give "):
         check_model(str(model.folder / "vae"))
 

@@ -7,8 +7,8 @@ from typing import Literal, get_args, get_origin
 import pytest
 from helpers import REPO
 from omni_reward.cli import build_parser
-from omni_rl.settings.fields import flag_of, kind_of, leaves
-from omni_rl.settings.toml import ELSEWHERE, recipes, suggest
+from omni_rl.settings.fields import flag_of, leaves, strip_metadata
+from omni_rl.settings.toml import EQUIVALENTS, load_recipes, suggest
 
 DOCS = REPO / "docs"
 FILES = [DOCS / "coming-from.md", DOCS / "choosing.md", DOCS / "algorithms.md", *sorted(DOCS.glob("algorithms/*.md"))]
@@ -17,7 +17,7 @@ APPS = [importlib.import_module(path.stem) for path in sorted((REPO / "apps").gl
 FLAGS: dict[str, list[object]] = {}  # of any trainer -> its types
 for app in APPS:
     for name, field in leaves(app.Args).items():
-        FLAGS.setdefault(flag_of(name), []).append(kind_of(field.type))
+        FLAGS.setdefault(flag_of(name), []).append(strip_metadata(field.type))
 VARIANTS = "".join(path.read_text("utf-8") for path in (REPO / "apps" / "variants").glob("*.py"))
 OTHERS = {flag_of(name) for name in re.findall(r"^    (\w+): .+  # ", VARIANTS, re.MULTILINE)}  # settings of pages
 OTHERS |= {"--preset", "--config", "--nproc-per-node"} | {w for a in build_parser()._actions for w in a.option_strings}
@@ -53,7 +53,7 @@ def test_a_name_of_another_project_is_told_the_flags_that_the_page_has_for_it():
             told = re.findall(r"--[a-z][a-z0-9.-]+", suggest(flag_of(name), FLAGS))
             assert told, name
             assert {*told} <= {*ours}, name
-    told = {flag for here in ELSEWHERE for flag in re.findall(r"--[a-z][a-z0-9.-]+", here)}
+    told = {flag for here in EQUIVALENTS for flag in re.findall(r"--[a-z][a-z0-9.-]+", here)}
     assert told - FLAGS.keys() == {"--nproc-per-node"}
 
 
@@ -62,7 +62,7 @@ def test_flags_recipes_and_files_of_the_text_exist(page):
     text = re.sub(r"^```.*?^```|`python [^`]+`", "", PAGES[page], flags=re.DOTALL | re.MULTILINE)  # checked as commands
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9.-]+\b", text))
     assert named - FLAGS.keys() - OTHERS == set()
-    presets = {name for app in APPS for name in recipes(app.__name__)}
+    presets = {name for app in APPS for name in load_recipes(app.__name__)}
     assert set(re.findall(r"`((?:sd35|qwen-image|flux|tiny-signs)-[\w-]+)`", text)) <= presets
     assert [
         path for path in re.findall(r"`((?:apps|packages|scripts)/\S+)`", text) if not (REPO / path).is_file()

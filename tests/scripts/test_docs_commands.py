@@ -27,9 +27,9 @@ from omni_rl.settings import rules
 from omni_rl.settings.args import MediaArgs
 from omni_rl.settings.cli import parse_cli
 from omni_rl.settings.fields import change
-from omni_rl.settings.toml import from_toml, recipes
+from omni_rl.settings.toml import from_toml, load_recipes
 from omni_rl.tools import lora, prompts, score
-from omni_rl.tools.command import python_words
+from omni_rl.tools.command import python_args
 from omni_rl.tools.prompts import prompt_sets
 from omni_rollout.models import open_model
 from omni_train.lora import add_lora
@@ -168,7 +168,7 @@ def check_sample(words, place):
         write_weights(
             Path(words[words.index("--weights") + 1]), model if model.startswith("checkpoints/") else CHECKPOINT
         )
-    place.monkeypatch.setattr("omni_rl.settings.early.ask_hub", lambda model: None)
+    place.monkeypatch.setattr("omni_rl.settings.early.check_hub_model", lambda model: None)
     args = parse_cli(sample.Args, sample.check_args, words[2:], app="sample")
     if args.model.startswith("checkpoints/"):
         sample.main(change(args, num_images=1, num_inference_steps=2))
@@ -179,8 +179,8 @@ def check_sample(words, place):
 def check_command(words, place):
     """The program that it stands for can start so."""
     if "mine.toml" in words:
-        (place.folder / "mine.toml").write_text(recipes("train_flowgrpo")["tiny-signs"])
-    started = [word.removeprefix(f"{REPO}/") for word in python_words(words[1:])]
+        (place.folder / "mine.toml").write_text(load_recipes("train_flowgrpo")["tiny-signs"])
+    started = [word.removeprefix(f"{REPO}/") for word in python_args(words[1:])]
     start = ["torchrun", "--standalone", *started[2:]] if "omni_rl.run.ranks" in started else ["python", *started]
     next(rule for form, rule in RULES.items() if re.match(form, f"{' '.join(start)} "))(start, place)
 
@@ -219,7 +219,7 @@ def check_lora(words, place):
 def check_tool(words, place):
     """The tool says what is here; nothing is fetched or uploaded."""
     with pytest.raises(SystemExit, match=r"^0$"):
-        importlib.import_module(python_words(words[1:])[1]).main(words[2:])
+        importlib.import_module(python_args(words[1:])[1]).main(words[2:])
 
 
 def check_report(words, place):

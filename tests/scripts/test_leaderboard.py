@@ -12,7 +12,7 @@ from leaderboard_page import ENTRIES, RATES, blocks, tuned_rate
 from omni_reward.serving import Server
 from omni_rl.settings.cli import read_settings
 from omni_rl.settings.fields import build, values_of
-from omni_rl.settings.toml import from_toml, recipes
+from omni_rl.settings.toml import from_toml, load_recipes
 from tiny_signs import is_eval_word
 
 DOCS = REPO / "docs"
@@ -30,7 +30,7 @@ def trainer(entry):
 def settings_of(entry):
     """The settings of the entry's recipe, an Args."""
     args = trainer(entry).Args
-    return build(args, from_toml(recipes(entry.app)[entry.preset], args, entry.preset))
+    return build(args, from_toml(load_recipes(entry.app)[entry.preset], args, entry.preset))
 
 
 def row(entry, seed, before, after, *, images=100, forwards=1200, **others):
@@ -170,7 +170,7 @@ def test_the_larger_budget_has_its_steps_and_rate_and_judges_what_a_gradient_tra
     for entry in (ENTRIES[0], SRPO):
         job = Job(entry, 1, LONG, 2.0)
         script, *flags = leaderboard.train_command(job, SERVER)
-        recipe, own = settings_of(entry), read_settings(trainer(entry).Args, flags, recipes(Path(script).stem), "")
+        recipe, own = settings_of(entry), read_settings(trainer(entry).Args, flags, load_recipes(Path(script).stem), "")
         samples = own.run.train_steps * own.data.prompts_per_step * own.data.group_size
         assert (samples, own.run.train_steps // own.eval.every, own.lr) == (20_480, 4, 2 * recipe.lr)
         assert own.run.name == f"leaderboard/20480/{entry.name}-1-x2"
@@ -183,7 +183,7 @@ def test_the_larger_budget_has_its_steps_and_rate_and_judges_what_a_gradient_tra
 def test_a_run_has_the_settings_of_its_recipe(entry):
     job = Job(entry, 1)
     script, *flags = leaderboard.train_command(job, SERVER)
-    args = read_settings(trainer(entry).Args, flags, recipes(Path(script).stem), "")
+    args = read_settings(trainer(entry).Args, flags, load_recipes(Path(script).stem), "")
     assert {name for name, value in job.settings().items() if values_of(args)[name] != value} == set()
     assert (args.run.name, args.run.seed, args.sharding.mode) == (f"leaderboard/3840/{entry.name}-1", 1, "none")
     assert (REPO / args.eval.prompts).is_file()

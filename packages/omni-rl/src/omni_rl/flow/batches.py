@@ -25,7 +25,15 @@ from omni_sched import step_noise
 from omni_train.dist import Dist, gather_json
 from torch import Tensor
 
-from omni_rl.flow.scoring import Rollout, advantages_of, arrived, groups_of, rewards_of, values_of, wait_and_grade
+from omni_rl.flow.scoring import (
+    Rollout,
+    completed_requests,
+    group_indices,
+    mask_rewards,
+    score_values,
+    step_advantages,
+    wait_and_grade,
+)
 from omni_rl.run.run import MediaRun, Step
 from omni_rl.settings.args import MediaArgs
 from omni_rl.settings.groups import Advantages
@@ -95,49 +103,56 @@ def train_batches(
         RewardError: the scorer failed on some rank. Raised on every rank, at the latest before the first optimizer
             step.
     """
-    leaves_out = bool(best_worst) or drop_silent_groups
+    may_drop = bool(best_worst) or drop_silent_groups
 
     def grade(run: MediaRun[MediaArgs], step: Step, rollout: Rollout[Trajectory]) -> list[TrainBatch]:
-        advantages, rewards = advantages_of(run, step, rollout, settings)
+        advantages, rewards = step_advantages(run, step, rollout, settings)
         weights, keep = (~rewards.isnan()).float() if weighted else None, None
-        if leaves_out:
+        if may_drop:
             keep = keep_samples(
                 advantages, rewards, rollout.groups, best_worst=best_worst, drop_silent_groups=drop_silent_groups
             )
             step.metrics["reward/trained_ratio"] = keep.float().mean().item()
         return select(run.dist, rollout.batches, advantages, keep, weights, num_minibatches=num_minibatches)
 
-    is_as_sampled = not leaves_out and len(rollout.batches) % num_minibatches == 0
+    is_as_sampled = not may_drop and len(rollout.batches) % num_minibatches == 0
     if not is_as_sampled or not groups_are_local(run.args, settings, run.dist, rollout.in_a_row):
         return wait_and_grade(run, step, rollout, grade)
     step.grade_all = partial(wait_and_grade, run, step, rollout, grade)
-    return [TrainBatch(b, cache(partial(_own_grades, run, b, rollout, settings, weighted))) for b in rollout.batches]
+    return [
+        TrainBatch(batch, cache(partial(_batch_grades, run, batch, rollout, settings, weighted)))
+        for batch in rollout.batches
+    ]
 
 
-def with_some_steps(rollout: Rollout[Trajectory], fraction: float) -> Rollout[Trajectory]:
-    """Return the rollout with `some_steps` of each batch, or unchanged if `fraction` is 1."""
-    return replace(rollout, batches=[some_steps(b, fraction) for b in rollout.batches]) if fraction < 1 else rollout
+def subsample_rollout(rollout: Rollout[Trajectory], fraction: float) -> Rollout[Trajectory]:
+    """Return the rollout with `subsample_steps` of each batch, or unchanged if `fraction` is 1."""
+    return (
+        replace(rollout, batches=[subsample_steps(batch, fraction) for batch in rollout.batches])
+        if fraction < 1
+        else rollout
+    )
 
 
-def some_steps(batch: Trajectory, fraction: float) -> Trajectory:
+def subsample_steps(batch: Trajectory, fraction: float) -> Trajectory:
     """Return the samples with a random fraction of their kept steps, as in DanceGRPO's released code.
 
     The choice depends only on a sample's seed, so it does not depend on the number of ranks.
     """
     first = batch.params.num_inference_steps  # lower indices are the rollout's noise
-    places = step_noise([prompt.seed for prompt in batch.prompts], first, (batch.num_kept,)).argsort(dim=1)
-    chosen = places[:, : max(1, int(batch.num_kept * fraction))].sort(dim=1).values
+    order = step_noise([prompt.seed for prompt in batch.prompts], first, (batch.num_kept,)).argsort(dim=1)
+    chosen = order[:, : max(1, int(batch.num_kept * fraction))].sort(dim=1).values
     return batch.take_steps(to_device(chosen, batch.x.device))
 
 
 def groups_are_local(args: MediaArgs, settings: Advantages, dist: Dist, in_a_row: int) -> bool:
     """Return True if the advantages of a rank's samples depend only on its own scores, which arrive batch by batch."""
     is_whole = dist.world_size == 1 or in_a_row % args.data.group_size == 0
-    waits = dist.context > 1 or args.sampling.draw_ahead or args.scorer.sleep or settings.reward_parts
-    return is_whole and settings.adv_std != "batch" and not waits
+    needs_all_scores = dist.context > 1 or args.sampling.draw_ahead or args.scorer.sleep or settings.reward_parts
+    return is_whole and settings.adv_std != "batch" and not needs_all_scores
 
 
-def _own_grades(
+def _batch_grades(
     run: MediaRun[MediaArgs], batch: Trajectory, rollout: Rollout[Trajectory], settings: Advantages, weighted: bool
 ) -> Grades:
     """Return a batch's grades once the scores up to the end of its last group have arrived.
@@ -146,7 +161,7 @@ def _own_grades(
     then raises on every rank.
     """
     prompts = [prompt for batch in rollout.batches for prompt in batch.prompts]
-    requests, scores = arrived(rollout.pending, len(prompts)), list[Score]()
+    requests, scores = completed_requests(rollout.pending, len(prompts)), list[Score]()
     num_needed = sum(prompt.group <= batch.prompts[-1].group for prompt in prompts)
     with run.phase("reward_wait"):
         while len(scores) < num_needed:
@@ -154,12 +169,12 @@ def _own_grades(
                 zeros = to_device(torch.zeros(len(batch)), run.dist.device)
                 return Grades(zeros, zeros if weighted else None)
             scores += request.result()
-    groups = groups_of(prompts[: len(scores)])
-    rewards = rewards_of(torch.tensor(values_of(scores), dtype=torch.float64), groups)
+    groups = group_indices(prompts[: len(scores)])
+    rewards = mask_rewards(torch.tensor(score_values(scores), dtype=torch.float64), groups)
     advantages = group_advantages(rewards, groups, std=settings.adv_std, correction=settings.adv_correction)
-    is_own = torch.isin(torch.tensor([p.index for p in prompts[: len(scores)]]), batch.indices)
-    weights = (~rewards[is_own].isnan()).float() if weighted else None
-    return _train_batch(run.dist, batch, advantages[is_own], weights).grades()
+    is_in_batch = torch.isin(torch.tensor([p.index for p in prompts[: len(scores)]]), batch.indices)
+    weights = (~rewards[is_in_batch].isnan()).float() if weighted else None
+    return _train_batch(run.dist, batch, advantages[is_in_batch], weights).grades()
 
 
 def keep_samples(
@@ -197,7 +212,8 @@ def select(
     if keep is None or keep.all():
         own_weights = [None if weights is None else weights[batch.indices] for batch in batches]
         chosen = [
-            _train_batch(dist, b, advantages[b.indices], own) for b, own in zip(batches, own_weights, strict=True)
+            _train_batch(dist, batch, advantages[batch.indices], batch_weights)
+            for batch, batch_weights in zip(batches, own_weights, strict=True)
         ]
     else:
         chosen = repack(dist, batches, advantages, keep, num_minibatches=num_chunks)
@@ -233,46 +249,53 @@ def repack(
     all places of a minibatch into the mean over its kept samples of all ranks.
     """
     size, share = len(batches[0]), len(batches) // num_minibatches
-    parts = [by_size(batches[i : i + share]) for i in range(0, len(batches), share)]  # per minibatch and size
-    counts = [[int(keep[torch.cat([b.indices for b in same])].sum()) for same in part] for part in parts]
-    least = [[math.ceil(count / size) for count in own] for own in counts]
-    by_rank = gather_json(dist, [[sum(own) for own in counts], [sum(own) for own in least]])
-    kept, rounds = torch.tensor(by_rank[:: dist.context]).unbind(dim=1)  # [dp_size, minibatches]
-    most = max(1, int(rounds.max()))
-    scale = most * size * dist.dp_size / kept.sum(dim=0).clamp(min=1)
+    parts = [group_by_size(batches[i : i + share]) for i in range(0, len(batches), share)]  # per minibatch and size
+    counts = [
+        [int(keep[torch.cat([batch.indices for batch in same_size])].sum()) for same_size in minibatch_parts]
+        for minibatch_parts in parts
+    ]
+    min_batches = [[math.ceil(count / size) for count in row_counts] for row_counts in counts]
+    by_rank = gather_json(dist, [[sum(row) for row in counts], [sum(row) for row in min_batches]])
+    num_kept, rounds = torch.tensor(by_rank[:: dist.context]).unbind(dim=1)  # [dp_size, minibatches]
+    num_batches = max(1, int(rounds.max()))
+    scale = num_batches * size * dist.dp_size / num_kept.sum(dim=0).clamp(min=1)
     chosen = []
-    for part, own, factor in zip(parts, least, scale, strict=True):
-        for same, num in zip(part, _filled(own, [len(same) for same in part], most), strict=True):
-            indices = torch.cat([batch.indices for batch in same])
-            order = keep[indices].int().argsort(descending=True, stable=True)[: num * size]
-            for row in order.view(size, num).T.sort(dim=1).values:  # dealt round-robin to batches
+    for minibatch_parts, row_counts, factor in zip(parts, min_batches, scale, strict=True):
+        for same_size, count in zip(
+            minibatch_parts,
+            _fill_counts(row_counts, [len(same_size) for same_size in minibatch_parts], num_batches),
+            strict=True,
+        ):
+            indices = torch.cat([batch.indices for batch in same_size])
+            order = keep[indices].int().argsort(descending=True, stable=True)[: count * size]
+            for row in order.view(size, count).T.sort(dim=1).values:  # dealt round-robin to batches
                 picked, weights = indices[row], keep[indices[row]] * factor
-                batch = _train_batch(dist, _pick(same, row), advantages[picked], weights)
+                batch = _train_batch(dist, _select_samples(same_size, row), advantages[picked], weights)
                 chosen.append(replace(batch, is_as_sampled=False))
     return chosen
 
 
-def by_size(batches: Sequence[Trajectory]) -> list[list[Trajectory]]:
+def group_by_size(batches: Sequence[Trajectory]) -> list[list[Trajectory]]:
     """Group batches by height and width, and by number and shapes of references."""
-    together: dict[object, list[Trajectory]] = {}
+    by_size: dict[object, list[Trajectory]] = {}
     for batch in batches:
         _, references = batch.prompts[0].shapes
-        together.setdefault((batch.params.height, batch.params.width, references), []).append(batch)
-    return list(together.values())
+        by_size.setdefault((batch.params.height, batch.params.width, references), []).append(batch)
+    return list(by_size.values())
 
 
-def _filled(counts: Sequence[int], most: Sequence[int], total: int) -> list[int]:
+def _fill_counts(counts: Sequence[int], bounds: Sequence[int], total: int) -> list[int]:
     """Raise the counts one after another, each up to its bound, until their sum is `total`."""
-    filled, left = [], total - sum(counts)
-    for count, bound in zip(counts, most, strict=True):
-        more = min(left, bound - count)
-        filled.append(count + more)
-        left -= more
+    filled, remaining = [], total - sum(counts)
+    for count, bound in zip(counts, bounds, strict=True):
+        extra = min(remaining, bound - count)
+        filled.append(count + extra)
+        remaining -= extra
     return filled
 
 
-def _pick(batches: Sequence[Trajectory], places: Tensor) -> Trajectory:
+def _select_samples(batches: Sequence[Trajectory], places: Tensor) -> Trajectory:
     """Return the samples at ascending places [B], counted across batches of equal size, with padding trimmed."""
     size = len(batches[0])
-    found = places // size
-    return Trajectory.cat([batches[i].select(places[found == i] % size) for i in found.unique().tolist()]).trim()
+    batch_of = places // size
+    return Trajectory.cat([batches[i].select(places[batch_of == i] % size) for i in batch_of.unique().tolist()]).trim()

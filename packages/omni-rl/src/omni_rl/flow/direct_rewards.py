@@ -80,9 +80,9 @@ def load_sign_reader(path: str, device: torch.device) -> Reward:
             raise ValueError(f"images must be signs [B, 3, 32, 96], got shape {tuple(images.shape)}")
         classes = [sign_classes(text) for text in texts]
         crops = torch.cat([crop_letters(image, len(c)) for image, c in zip(images, classes, strict=True)])
-        wanted = to_device(torch.tensor([i for c in classes for i in c]), images.device)
-        read = reader(crops).softmax(dim=1).gather(1, wanted[:, None])[:, 0]
-        return torch.stack([letters.mean() for letters in read.split([len(c) for c in classes])])
+        targets = to_device(torch.tensor([i for c in classes for i in c]), images.device)
+        probabilities = reader(crops).softmax(dim=1).gather(1, targets[:, None])[:, 0]
+        return torch.stack([letters.mean() for letters in probabilities.split([len(c) for c in classes])])
 
     return reward
 
@@ -106,8 +106,8 @@ def load_clip(path: str, device: torch.device) -> Reward:
     mean, std = (torch.tensor(values, device=device).view(3, 1, 1) for values in (CLIP_MEAN, CLIP_STD))
 
     def reward(images: Tensor, texts: list[str]) -> Tensor:
-        most = model.config.text_config.max_position_embeddings
-        tokens = tokenizer(texts, padding=True, truncation=True, max_length=most, return_tensors="pt").to(device)
+        max_length = model.config.text_config.max_position_embeddings
+        tokens = tokenizer(texts, padding=True, truncation=True, max_length=max_length, return_tensors="pt").to(device)
         pixels = (square(images, side) - mean) / std
         output = model(pixel_values=pixels, input_ids=tokens.input_ids, attention_mask=tokens.attention_mask)
         cosines = (output.image_embeds * output.text_embeds).sum(dim=1)
@@ -121,11 +121,11 @@ def square(images: Tensor, side: int) -> Tensor:
 
     Bicubic interpolation as matrix products, because the gradients of torch's interpolation are not deterministic.
     """
-    rows, columns = (_resizing(length, side, min(images.shape[-2:]), images) for length in images.shape[-2:])
+    rows, columns = (_resize_weights(length, side, min(images.shape[-2:]), images) for length in images.shape[-2:])
     return rows @ images @ columns.T
 
 
-def _resizing(length: int, side: int, shorter: int, like: Tensor) -> Tensor:
+def _resize_weights(length: int, side: int, shorter: int, like: Tensor) -> Tensor:
     """Return the interpolation weights [side, length] from an edge's pixels to the central `side` resized pixels."""
     size = round(length * side / shorter)
     eye = torch.eye(length, device=like.device, dtype=like.dtype)[None, None]

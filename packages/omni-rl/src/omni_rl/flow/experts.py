@@ -11,25 +11,26 @@ from omni_rl.settings.args import MediaArgs
 NO_PROMPT = -1  # replaces a prompt's index, for a random number shared by all samples of a step
 
 
-def on_one_side(run: MediaRun[MediaArgs], step: Step, places: Tensor, cut: float, number: int) -> Tensor:
-    """Rescale uniform places [B] in (0, 1) to one expert's side of `cut`; the first expert is used below `cut`.
+def restrict_to_expert(run: MediaRun[MediaArgs], step: Step, quantiles: Tensor, cut: float, number: int) -> Tensor:
+    """Rescale uniform quantiles [B] in (0, 1) to one expert's side of `cut`; the first expert is used below `cut`.
 
     The side is random and the same for all batches and ranks of a step. Its probability is its width, so that over many
-    steps the places stay uniform. If only one expert is trained, its side is used. number: index of the random choice.
+    steps the quantiles stay uniform. If only one expert is trained, its side is used. number: index of the random
+    choice.
 
     Raises:
         ValueError: only one expert is trained, and its side is empty.
     """
-    before = "high" in run.trained
+    is_first = "high" in run.trained
     if len(run.trained) > 1:
         seed = sample_seed(run.args.run.seed, step.number, NO_PROMPT, number)
-        before = bool(torch.special.ndtr(step_noise([seed], INITIAL_NOISE, (1,)).double()) < cut)
-    if cut <= 0 if before else cut >= 1:
+        is_first = bool(torch.special.ndtr(step_noise([seed], INITIAL_NOISE, (1,)).double()) < cut)
+    if cut <= 0 if is_first else cut >= 1:
         raise ValueError(
             f"--train-experts {run.args.policy.train_experts} takes none of the noise levels that are trained at"
         )
     cut = min(max(cut, 0.0), 1.0)
-    return places * cut if before else cut + places * (1 - cut)
+    return quantiles * cut if is_first else cut + quantiles * (1 - cut)
 
 
 def clamp_to_side(run: MediaRun[MediaArgs], sigma: Tensor, side: Tensor) -> Tensor:

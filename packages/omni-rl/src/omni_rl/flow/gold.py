@@ -23,9 +23,9 @@ from omni_rl.settings.args import MediaArgs
 NUM_ELEMENTS = 256  # per latent; a sample's mean square is within a tenth of that over all elements, a set's closer
 
 
-def judge(
+def gold_metrics(
     run: MediaRun[MediaArgs],
-    held: HeldOut[Params, Scorer],
+    eval_set: HeldOut[Params, Scorer],
     prompts: Sequence[Prompt],
     batches: Sequence[Trajectory],
     rewards: Tensor,
@@ -38,35 +38,37 @@ def judge(
     prompts: the N prompts of all ranks. batches: this rank's, including samples that only fill them up. rewards, golds:
     scores [N] of the run's scorer and of the gold scorer.
     """
-    rows = rows_of(run.dist, batches, len(prompts))
-    params = held.params
+    rows = gather_latents(run.dist, batches, len(prompts))
+    params = eval_set.params
     sampling = params.num_inference_steps, params.height, params.width, params.guidance_scale, params.guidance
-    about = repr([*sampling, *((p.text, p.seed, p.size) for p in prompts)])
-    name, kept = f"gold-{hashlib.sha256(about.encode()).hexdigest()}", run.session.checkpoints.kept
-    first = kept.setdefault(name, rows) if rows.isfinite().all() else kept.get(name, rows)
-    found, spread = dict[str, float](), (2 * first.var(dim=0).mean()).sqrt().item()
+    identity = repr([*sampling, *((p.text, p.seed, p.size) for p in prompts)])
+    name, stored = f"gold-{hashlib.sha256(identity.encode()).hexdigest()}", run.session.checkpoints.kept
+    first = stored.setdefault(name, rows) if rows.isfinite().all() else stored.get(name, rows)
+    metrics, spread = dict[str, float](), (2 * first.var(dim=0).mean()).sqrt().item()
     if spread:
-        within = (2 * rows.unflatten(0, (-1, held.samples)).var(dim=1).mean()).sqrt().item()
-        moved = (rows - first).square().mean().sqrt().item()
-        found |= {"diversity": within / spread, "drift": moved / spread}
+        within = (2 * rows.unflatten(0, (-1, eval_set.samples)).var(dim=1).mean()).sqrt().item()
+        drift = (rows - first).square().mean().sqrt().item()
+        metrics |= {"diversity": within / spread, "drift": drift / spread}
     if not math.isnan(correlation := rank_correlation(rewards, golds)):
-        found["rank_correlation"] = correlation
-    return {held.metric(name): value for name, value in found.items()}
+        metrics["rank_correlation"] = correlation
+    return {eval_set.metric(name): value for name, value in metrics.items()}
 
 
 def rank_correlation(first: Tensor, second: Tensor) -> float:
     """Return Spearman's correlation of scores [N], over samples with both; NaN if either score is constant."""
     scored = ~(first.isnan() | second.isnan())
-    own, others = ranks(first[scored]).tolist(), ranks(second[scored]).tolist()
-    return correlation(own, others) if min(len(set(own)), len(set(others))) > 1 else math.nan
+    first_ranks, second_ranks = ranks(first[scored]).tolist(), ranks(second[scored]).tolist()
+    return (
+        correlation(first_ranks, second_ranks) if min(len(set(first_ranks)), len(set(second_ranks))) > 1 else math.nan
+    )
 
 
-def rows_of(dist: Dist, batches: Sequence[Trajectory], total: int) -> Tensor:
+def gather_latents(dist: Dist, batches: Sequence[Trajectory], total: int) -> Tensor:
     """Return elements [total, D] of the latents of all ranks' samples, in the order of their indices."""
-    own = dict[int, list[float]]()
+    rank_rows = dict[int, list[float]]()
     for batch in batches:
         flat = batch.x0.flatten(1)
         places = torch.linspace(0, flat.shape[1] - 1, min(NUM_ELEMENTS, flat.shape[1])).long()
-        own |= zip(batch.indices.tolist(), flat.float().cpu()[:, places].tolist(), strict=True)
-    found = {index: row for rank in gather_json(dist, list(own.items())) for index, row in rank}
-    return torch.tensor([found[index] for index in range(total)])
+        rank_rows |= zip(batch.indices.tolist(), flat.float().cpu()[:, places].tolist(), strict=True)
+    all_rows = {index: row for rank in gather_json(dist, list(rank_rows.items())) for index, row in rank}
+    return torch.tensor([all_rows[index] for index in range(total)])

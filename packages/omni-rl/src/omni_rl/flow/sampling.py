@@ -20,8 +20,8 @@ from omni_train.prompts.files import PromptRecord
 from omni_train.prompts.sampler import sample_seed
 from omni_train.shard import gathered
 
-from omni_rl.flow.evals import HeldOut, Shown, by_tag, describe
-from omni_rl.flow.gold import judge
+from omni_rl.flow.evals import HeldOut, Shown, score_metrics, tag_metrics
+from omni_rl.flow.gold import gold_metrics
 from omni_rl.flow.scorers import Pending, Scorer
 from omni_rl.flow.scoring import Rollout, collect, gather_parts, gather_rewards, submit, submit_groups
 from omni_rl.media.images import read_image
@@ -56,21 +56,21 @@ def expand_groups(
     ]
 
 
-def by_shapes(prompts: Sequence[Prompt]) -> list[list[Prompt]]:
+def group_by_shapes(prompts: Sequence[Prompt]) -> list[list[Prompt]]:
     """Group prompts whose samples can share a batch."""
-    together: dict[object, list[Prompt]] = {}
+    by_shapes: dict[object, list[Prompt]] = {}
     for prompt in prompts:
-        together.setdefault(prompt.shapes, []).append(prompt)
-    return list(together.values())
+        by_shapes.setdefault(prompt.shapes, []).append(prompt)
+    return list(by_shapes.values())
 
 
-def counted(batches: Sequence[Sequence[Prompt]]) -> Iterator[Sequence[Prompt]]:
+def track_progress(batches: Sequence[Sequence[Prompt]]) -> Iterator[Sequence[Prompt]]:
     """Yield the batches, with progress of the samples and of the texts to encode."""
     expect("encoding", len({prompt.text for batch in batches for prompt in batch}), "prompts")
     return over(batches, "samples")
 
 
-def prompts_of(run: MediaRun[MediaArgs], step: Step, *, same_start_noise: bool = False) -> list[Prompt]:
+def step_prompts(run: MediaRun[MediaArgs], step: Step, *, same_start_noise: bool = False) -> list[Prompt]:
     """Return the N prompts of a training step's samples, the same on every rank."""
     records, size, seed = run.prompts.at(step.number), run.args.data.group_size, run.args.run.seed
     return expand_groups(records, size, seed=seed, step=step.number, same_start_noise=same_start_noise)
@@ -117,13 +117,13 @@ def sample(
     """Return this rank's batches of `prompts`, from `sample_here` or from the ranks that only sample."""
     if run.samplers is None:
         return sample_here(run, prompts, params, in_a_row=in_a_row, scorer=scorer)
-    in_a_row = max(run.args.data.batch_size, in_a_row, group_of(prompts, scorer or run.scorer))
-    own = deal(prompts, run.dist, run.args.data.batch_size, in_a_row=in_a_row)
-    run.counts["sampled"] += sum(map(len, own))
-    return Rollout(prompts, *run.samplers.take(own, params, in_a_row, run.counts), in_a_row)
+    in_a_row = max(run.args.data.batch_size, in_a_row, scorer_group_size(prompts, scorer or run.scorer))
+    prompt_batches = deal(prompts, run.dist, run.args.data.batch_size, in_a_row=in_a_row)
+    run.counts["sampled"] += sum(map(len, prompt_batches))
+    return Rollout(prompts, *run.samplers.receive(prompt_batches, params, in_a_row, run.counts), in_a_row)
 
 
-def group_of(prompts: Sequence[Prompt], scorer: Scorer) -> int:
+def scorer_group_size(prompts: Sequence[Prompt], scorer: Scorer) -> int:
     """Return the group size if the scorer takes whole groups, else 1."""
     return sum(prompt.group == prompts[0].group for prompt in prompts) if scorer.takes_groups else 1
 
@@ -149,19 +149,19 @@ def sample_here(
     """
     batches, scored, pending, scorer = [], list[Trajectory](), list[Pending](), scorer or run.scorer
     dist, batch_size = run.dist, run.args.data.batch_size
-    group = group_of(prompts, scorer)
+    group = scorer_group_size(prompts, scorer)
     in_a_row = max(batch_size, in_a_row, group)
-    dealt = deal(prompts, dist, batch_size, in_a_row=in_a_row)
-    for number, own in enumerate(counted(dealt)):
-        following = dealt[number + 1] if number + 1 < len(dealt) else ()
+    prompt_batches = deal(prompts, dist, batch_size, in_a_row=in_a_row)
+    for number, batch_prompts in enumerate(track_progress(prompt_batches)):
+        next_prompts = prompt_batches[number + 1] if number + 1 < len(prompt_batches) else ()
         is_scored = number // (in_a_row // batch_size) % dist.context == dist.rank % dist.context
-        sized = params.of_size(own[0].size)
-        in_tiles = 0 < run.args.memory.decode_tile < max(sized.height, sized.width)
-        batch = run.engine.generate(own, replace(sized, decode=is_scored or in_tiles))
+        sized_params = params.of_size(batch_prompts[0].size)
+        is_tiled = 0 < run.args.memory.decode_tile < max(sized_params.height, sized_params.width)
+        batch = run.engine.generate(batch_prompts, replace(sized_params, decode=is_scored or is_tiled))
         if batch.weight_version != run.version:
             raise RuntimeError(f"the engine samples with weights {batch.weight_version}, the trainer has {run.version}")
-        if following:  # while the device is busy with this one
-            run.engine.prepare(following, params.of_size(following[0].size))
+        if next_prompts:  # while the device is busy with this one
+            run.engine.prepare(next_prompts, params.of_size(next_prompts[0].size))
         # Scorers and the report read the media on the host; this copy is the only wait for the batch.
         batch = replace(batch, media={kind: tensor.cpu() for kind, tensor in batch.media.items() if is_scored})
         if dist.context > 1:  # the same on all ranks of the group
@@ -184,42 +184,53 @@ def show(run: MediaRun[MediaArgs], step: Step, rollout: Rollout[Trajectory]) -> 
     """Show the best and worst of some of rank 0's samples in the report."""
     if report := run.session.report:
         scores = rollout.scores
-        run.breakers.pictures(lambda: report.show_samples(step.number + 1, *_shown(rollout.scored, scores)))
+        run.breakers.pictures(lambda: report.show_samples(step.number + 1, *_report_samples(rollout.scored, scores)))
 
 
-def evaluate_set(run: MediaRun[MediaArgs], held: HeldOut[Params, Scorer]) -> tuple[dict[str, float], Shown]:
+def evaluate_set(run: MediaRun[MediaArgs], eval_set: HeldOut[Params, Scorer]) -> tuple[dict[str, float], Shown]:
     """Return metrics of a set's samples, and this rank's samples for the report."""
-    is_gold = held.name == GOLD
-    second = run.scorer if is_gold else held.watch
-    prompts = expand_groups(held.records, held.samples, seed=held.seed, step=-1)  # the same for every run
+    is_gold = eval_set.name == GOLD
+    second_scorer = run.scorer if is_gold else eval_set.watch
+    prompts = expand_groups(eval_set.records, eval_set.samples, seed=eval_set.seed, step=-1)  # the same for every run
     # Every rank runs the same number of full batches, as sharded weights and scorers of groups require; the samples
     # that fill them up are not counted.
-    asked = [held.scorer or run.scorer, *([second] if second else [])]
-    group = held.samples if any(scorer.takes_groups for scorer in asked) else 1
+    scorers = [eval_set.scorer or run.scorer, *([second_scorer] if second_scorer else [])]
+    group = eval_set.samples if any(scorer.takes_groups for scorer in scorers) else 1
     filled = fill_batches(prompts, run.args.data.batch_size, run.dist.dp_size, group=group)
     with gathered(run.policy.net) if "rollout" in run.policy.unshard else nullcontext():
-        rollout = sample_here(run, filled, held.params, in_a_row=group, scorer=held.scorer)
+        rollout = sample_here(run, filled, eval_set.params, in_a_row=group, scorer=eval_set.scorer)
     batches = rollout.scored
-    parts = [batches[: end + 1] for end in range(len(batches))] if second else []
-    watched = [future for own in parts for future in submit_groups(asked[-1], own, group, run.args.scorer.batch_size)]
+    prefixes = [batches[: end + 1] for end in range(len(batches))] if second_scorer else []
+    second_pending = [
+        future
+        for batches_so_far in prefixes
+        for future in submit_groups(scorers[-1], batches_so_far, group, run.args.scorer.batch_size)
+    ]
     scores = collect(run.dist, rollout.pending, rollout.num_scored)
     groups = torch.arange(len(filled))
-    whole = gather_rewards(run.dist, batches, scores, groups)
-    others = dict[str, torch.Tensor]()
-    own_names = sorted({name for score in scores for name in score.parts})
-    if names := sorted({name for of_rank in gather_json(run.dist, own_names) for name in of_rank}):
-        others |= dict(zip(names, gather_parts(run.dist, batches, scores, names, whole).T, strict=True))
-    if second:
-        found = collect(run.dist, watched, rollout.num_scored)
-        others["proxy" if is_gold else "watch"] = gather_rewards(run.dist, batches, found, groups)
-    rewards = {held.metric(name): values[: len(prompts)] for name, values in others.items()}
+    main_rewards = gather_rewards(run.dist, batches, scores, groups)
+    other_rewards = dict[str, torch.Tensor]()
+    rank_names = sorted({name for score in scores for name in score.parts})
+    if names := sorted({name for part_names in gather_json(run.dist, rank_names) for name in part_names}):
+        other_rewards |= dict(zip(names, gather_parts(run.dist, batches, scores, names, main_rewards).T, strict=True))
+    if second_scorer:
+        second_scores = collect(run.dist, second_pending, rollout.num_scored)
+        other_rewards["proxy" if is_gold else "watch"] = gather_rewards(run.dist, batches, second_scores, groups)
+    rewards = {eval_set.metric(name): values[: len(prompts)] for name, values in other_rewards.items()}
     means = {name: values.nanmean().item() for name, values in rewards.items() if not values.isnan().all()}
-    for name, values in (others if names else {"reward": whole} | others).items():
-        means |= by_tag(held, name, values[: len(prompts)])
-    means |= describe(held, whole[: len(prompts)])
+    for name, values in (other_rewards if names else {"reward": main_rewards} | other_rewards).items():
+        means |= tag_metrics(eval_set, name, values[: len(prompts)])
+    means |= score_metrics(eval_set, main_rewards[: len(prompts)])
     if is_gold:
-        means |= judge(run, held, prompts, rollout.batches, others["proxy"][: len(prompts)], whole[: len(prompts)])
-    return means, run.breakers.pictures(_shown, batches, scores) or ([], [])
+        means |= gold_metrics(
+            run,
+            eval_set,
+            prompts,
+            rollout.batches,
+            other_rewards["proxy"][: len(prompts)],
+            main_rewards[: len(prompts)],
+        )
+    return means, run.breakers.pictures(_report_samples, batches, scores) or ([], [])
 
 
 def fill_batches(prompts: Sequence[Prompt], batch_size: int, num_ranks: int, *, group: int = 1) -> list[Prompt]:
@@ -227,19 +238,19 @@ def fill_batches(prompts: Sequence[Prompt], batch_size: int, num_ranks: int, *, 
 
     group: number of consecutive prompts that stay on one rank. A copy belongs to another group.
     """
-    unit, copies, seen = max(batch_size, group), count(len(prompts)), set[int]()
-    full = [prompt for same in by_shapes(prompts) for prompt in _repeated(same, unit)]
+    multiple, new_indices, used = max(batch_size, group), count(len(prompts)), set[int]()
+    full = [prompt for same_shape in group_by_shapes(prompts) for prompt in _repeat_to_multiple(same_shape, multiple)]
     filled = []
-    for prompt in _repeated(full, unit * num_ranks):
-        index = next(copies) if prompt.index in seen else prompt.index
+    for prompt in _repeat_to_multiple(full, multiple * num_ranks):
+        index = next(new_indices) if prompt.index in used else prompt.index
         filled.append(prompt if index == prompt.index else replace(prompt, index=index, group=index // group))
-        seen.add(prompt.index)
+        used.add(prompt.index)
     return filled
 
 
-def _repeated(prompts: Sequence[Prompt], unit: int) -> list[Prompt]:
-    """Repeat the first prompts up to a multiple of `unit`."""
-    return [prompts[i % len(prompts)] for i in range(-(-len(prompts) // unit) * unit)]
+def _repeat_to_multiple(prompts: Sequence[Prompt], multiple: int) -> list[Prompt]:
+    """Repeat the first prompts up to a multiple of `multiple`."""
+    return [prompts[i % len(prompts)] for i in range(-(-len(prompts) // multiple) * multiple)]
 
 
 def _thoughts(batch: Samples) -> Sequence[str | None]:
@@ -247,7 +258,7 @@ def _thoughts(batch: Samples) -> Sequence[str | None]:
     return batch.thoughts.answers if isinstance(batch, ThoughtTrajectory) else [None] * len(batch)
 
 
-def _shown(batches: Sequence[Samples], scores: Sequence[Score]) -> Shown:
+def _report_samples(batches: Sequence[Samples], scores: Sequence[Score]) -> Shown:
     """Return the media of each of this rank's samples by kind, and their rows in the report."""
     samples = [
         (prompt, batch.rates, thought)
@@ -255,7 +266,9 @@ def _shown(batches: Sequence[Samples], scores: Sequence[Score]) -> Shown:
         for prompt, thought in zip(batch.prompts, _thoughts(batch), strict=True)
     ]
     rows = [
-        Sample(p.text, s.value, p.group, p.seed, s.details, s.abstained, p.images, rates, answer=thought)
-        for (p, rates, thought), s in zip(samples, scores, strict=True)
+        Sample(p.text, score.value, p.group, p.seed, score.details, score.abstained, p.images, rates, answer=thought)
+        for (p, rates, thought), score in zip(samples, scores, strict=True)
     ]
-    return [dict(zip(b.media, own, strict=True)) for b in batches for own in zip(*b.media.values(), strict=True)], rows
+    return [
+        dict(zip(b.media, tensors, strict=True)) for b in batches for tensors in zip(*b.media.values(), strict=True)
+    ], rows

@@ -29,8 +29,8 @@ from omni_rl.media.images import read_image
 from omni_rl.settings import groups
 from omni_rl.settings.args import RunArgs
 from omni_rl.settings.early import split_options
-from omni_rl.settings.eval_sets import OF_A_MACHINE, on_this_machine
-from omni_rl.settings.fields import change, flag, flag_of, require
+from omni_rl.settings.eval_sets import MACHINE_URL, resolve_host
+from omni_rl.settings.fields import change, flag_of, prefix_errors, require
 
 ArgsT = TypeVar("ArgsT", bound=RunArgs)
 S = TypeVar("S")
@@ -113,7 +113,7 @@ class SleepingScorer:
     def __init__(self, client: RewardClient, dist: Dist) -> None:
         self.client, self.dist, self.kinds = client, dist, client.kinds
         self.takes_references, self.takes_groups = client.takes_references, client.takes_groups
-        self._waiting: list[tuple[Pending, Callable[[], Pending]]] = []
+        self._deferred: list[tuple[Pending, Callable[[], Pending]]] = []
         client.sleep()
 
     @property
@@ -125,9 +125,9 @@ class SleepingScorer:
         self, media: Arrays, prompts: Sequence[str], meta: Metas, references: References = None, groups: Groups = None
     ) -> Pending:
         """Return the future scores of N samples, which are requested when the future is read."""
-        later = Later(self._score)
-        self._waiting.append((later, partial(self.client.submit, media, prompts, meta, references, groups)))
-        return later
+        deferred = DeferredScores(self._score)
+        self._deferred.append((deferred, partial(self.client.submit, media, prompts, meta, references, groups)))
+        return deferred
 
     def close(self) -> None:
         """Close the connections."""
@@ -135,9 +135,9 @@ class SleepingScorer:
 
     def _score(self) -> None:
         """Send the requests held back, which wakes the servers, then let them sleep again. A collective."""
-        waiting, self._waiting = self._waiting, []
+        deferred, self._deferred = self._deferred, []
         gather_json(self.dist, None)  # no rank is sampling any more
-        pending = [asked(ask) for _, ask in waiting]
+        pending = [try_submit(send) for _, send in deferred]
         wait(pending)
         gather_json(self.dist, None)  # no rank is scoring any more
         try:
@@ -146,79 +146,79 @@ class SleepingScorer:
             print(
                 f"--scorer.sleep: {one_line(exc)}; the scorer's weights stay on the device", file=sys.stderr, flush=True
             )
-        for (later, _), done in zip(waiting, pending, strict=True):
-            if error := done.exception():
-                later.set_exception(error)
+        for (future, _), result in zip(deferred, pending, strict=True):
+            if error := result.exception():
+                future.set_exception(error)
             else:
-                later.set_result(done.result())
+                future.set_result(result.result())
 
 
-def asked(ask: Callable[[], Pending]) -> Pending:
+def try_submit(send: Callable[[], Pending]) -> Pending:
     """Return the requested future. If the request cannot be sent, the future raises the error when read."""
     try:
-        return ask()
+        return send()
     except ValueError as exc:
         failed: Pending = Future()
         failed.set_exception(exc)
         return failed
 
 
-def ruled(say: Callable[[], T], name: str) -> Future[T]:
+def future_of_rules(grade: Callable[[], T], name: str) -> Future[T]:
     """Return a future of the rules' result, or of a RewardError if one fails. name: the flag that holds the rules."""
-    found: Future[T] = Future()
+    future: Future[T] = Future()
     try:
-        found.set_result(say())
+        future.set_result(grade())
     except (Exception, SystemExit) as exc:  # a user's function may raise anything
-        failed = RewardError(f"a rule of {name} fails: {type(exc).__name__}: {exc}")
-        failed.__cause__ = exc
-        found.set_exception(failed)
-    return found
+        error = RewardError(f"a rule of {name} fails: {type(exc).__name__}: {exc}")
+        error.__cause__ = exc
+        future.set_exception(error)
+    return future
 
 
-class Later(Future[list[Score]]):
+class DeferredScores(Future[list[Score]]):
     """Scores that are requested when they are first read."""
 
-    def __init__(self, ask: Callable[[], None]) -> None:
+    def __init__(self, request: Callable[[], None]) -> None:
         super().__init__()
-        self._ask = ask
+        self._request = request
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Return the exception, or None."""
         if not self.done():
-            self._ask()
+            self._request()
         return super().exception(timeout)
 
     def result(self, timeout: float | None = None) -> list[Score]:
         """Return the scores."""
         if not self.done():
-            self._ask()
+            self._request()
         return super().result(timeout)
 
 
-def joined(first: Future[list[S]], second: Future[list[T]], join: Callable[[S, T], Score]) -> Pending:
+def join_scores(first: Future[list[S]], second: Future[list[T]], join: Callable[[S, T], Score]) -> Pending:
     """Return future scores that join two results sample by sample when read, or the error of either."""
 
-    def ask() -> None:
+    def request() -> None:
         try:
-            later.set_result([join(*pair) for pair in zip(first.result(), second.result(), strict=True)])
+            joined.set_result([join(*pair) for pair in zip(first.result(), second.result(), strict=True)])
         except Exception as exc:  # handled as a scorer's error
-            later.set_exception(exc)
+            joined.set_exception(exc)
 
-    later = Later(ask)
-    return later
+    joined = DeferredScores(request)
+    return joined
 
 
-def abstaining(reason: str = "there is no scorer") -> LocalScorer:
+def abstaining_scorer(reason: str = "there is no scorer") -> LocalScorer:
     """Return a scorer that gives no sample a score."""
     return LocalScorer(lambda media, texts: [Score(None, abstained=reason)] * len(texts), ())
 
 
-def scorer_to_start(asks: groups.Scorer) -> tuple[str, list[str]]:
+def scorer_to_start(scorer_args: groups.Scorer) -> tuple[str, list[str]]:
     """Return the name and options of the scorer for which the run starts a server, or "" if it starts none."""
-    return split_options("" if asks.url else asks.name)
+    return split_options("" if scorer_args.url else scorer_args.name)
 
 
-def check_gradable(asks: groups.Scorer, prompts: Mapping[str, Sequence[PromptRecord]], *, prints: bool) -> None:
+def check_gradable(scorer_args: groups.Scorer, prompts: Mapping[str, Sequence[PromptRecord]], *, prints: bool) -> None:
     """Check that the scorer started by the run can score the prompts, given their texts and meta.
 
     prompts: the prompts to grade, by the setting that names them. prints: True if this rank prints a line when some
@@ -228,23 +228,23 @@ def check_gradable(asks: groups.Scorer, prompts: Mapping[str, Sequence[PromptRec
         ValueError: more than half of the training prompts or all prompts of an evaluation get no score. With so many,
             training steps without any score are likely.
     """
-    name, options = scorer_to_start(asks)
+    name, options = scorer_to_start(scorer_args)
     if not name:
         return
-    fault = find_fault(name, read_options(options))
+    find_reason = find_fault(name, read_options(options))
     for setting, records in prompts.items():
-        without = [(record, why) for record in records if (why := fault(record.text, record.meta))]
+        ungradable = [(record, reason) for record in records if (reason := find_reason(record.text, record.meta))]
         is_train = setting == "--prompts"
-        for record, why in without[:1]:
-            line = f"{setting}: {len(without)} of {len(records)} prompts get no score from --scorer {name}, first "
-            line += f"prompt {record.index + 1}, {record.text!r:.80}: {why}"
-            if len(without) == len(records) or (is_train and 2 * len(without) > len(records)):
+        for record, reason in ungradable[:1]:
+            line = f"{setting}: {len(ungradable)} of {len(records)} prompts get no score from --scorer {name}, first "
+            line += f"prompt {record.index + 1}, {record.text!r:.80}: {reason}"
+            if len(ungradable) == len(records) or (is_train and 2 * len(ungradable) > len(records)):
                 raise ValueError(f"{line}. Leave these lines out, or give another --scorer")
             if prints:
                 print(one_line(line), flush=True)
 
 
-def with_server(args: ArgsT, dist: Dist, open_servers: ExitStack) -> ArgsT:
+def start_scorer_servers(args: ArgsT, dist: Dist, open_servers: ExitStack) -> ArgsT:
     """Start servers for the scorers that are named without a URL, and return the settings with their URLs.
 
     The first rank of each machine starts them, with one token; they end with `open_servers` or with the process. A
@@ -252,27 +252,31 @@ def with_server(args: ArgsT, dist: Dist, open_servers: ExitStack) -> ArgsT:
     """
     gold = split_options("" if args.eval.gold_scorer_url else args.eval.gold_scorer)
     named = {"scorer.url": scorer_to_start(args.scorer), "eval.gold_scorer_url": gold}
-    starts = {name: start for name, start in named.items() if start[0]}
-    if not starts or args.run.dry_run:
+    to_start = {name: spec for name, spec in named.items() if spec[0]}
+    if not to_start or args.run.dry_run:
         return args
-    own, token_file = dict[str, str](), args.scorer.token_file
+    settings, token_file = dict[str, str](), args.scorer.token_file
     with same_error(dist):
         if dist.local_rank == 0:
-            with flag("--scorer.token-file: "):
+            with prefix_errors("--scorer.token-file: "):
                 token = read_token(token_file) or secrets.token_urlsafe(32)
-            for name, (scorer, options) in starts.items():
-                with flag(f"{flag_of(name.removesuffix('url').rstrip('._'))}: "), ThreadPoolExecutor() as threads:
-                    placed = options_of_servers(scorer, options, dist)
-                    starting = [
-                        serving(scorer, *(f"--option={each}" for each in given), token=token) for given in placed
+            for name, (scorer, options) in to_start.items():
+                with (
+                    prefix_errors(f"{flag_of(name.removesuffix('url').rstrip('._'))}: "),
+                    ThreadPoolExecutor() as threads,
+                ):
+                    options_by_server = server_options(scorer, options, dist)
+                    contexts = [
+                        serving(scorer, *(f"--option={option}" for option in server_args), token=token)
+                        for server_args in options_by_server
                     ]
-                    servers = [*threads.map(open_servers.enter_context, starting)]
+                    servers = [*threads.map(open_servers.enter_context, contexts)]
                 urls = ",".join(server.url for server in servers)
-                own |= {name: urls, "scorer.token_file": str(servers[0].token_file)}
-    return change(args, **[each for each in gather_json(dist, own)[: dist.rank + 1] if each][-1])
+                settings |= {name: urls, "scorer.token_file": str(servers[0].token_file)}
+    return change(args, **[option for option in gather_json(dist, settings)[: dist.rank + 1] if option][-1])
 
 
-def options_of_servers(scorer: str, options: list[str], dist: Dist) -> list[list[str]]:
+def server_options(scorer: str, options: list[str], dist: Dist) -> list[list[str]]:
     """Return the options of each server of a scorer on this machine, one server per accelerator of its ranks.
 
     There is only one server if the ranks have no accelerator, or the scorer has no network that can be placed on any.
@@ -287,13 +291,13 @@ def options_of_servers(scorer: str, options: list[str], dist: Dist) -> list[list
         names = device_options(scorer, read_options(options))
     except ImportError:  # reported by the server
         return [options]
-    places = [f"{dist.device.type}:{i}" for i in range(count if names else 1)]
-    return [[*options, *(f"{name}={place}" for name in names)] for place in places]
+    devices = [f"{dist.device.type}:{i}" for i in range(count if names else 1)]
+    return [[*options, *(f"{name}={device}" for name in names)] for device in devices]
 
 
 def connect(
     urls: str,
-    asks: groups.Scorer,
+    scorer_args: groups.Scorer,
     dist: Dist,
     canary: PromptRecord,
     kinds: Sequence[str],
@@ -318,30 +322,30 @@ def connect(
         ValueError: a server does not answer, refuses the token or the canary, takes other media, or takes references
             although the prompt has none.
     """
-    with flag("--scorer.token-file: "):
-        token = read_token(asks.token_file)
+    with prefix_errors("--scorer.token-file: "):
+        token = read_token(scorer_args.token_file)
     is_first, num_ranks = dist.is_main, dist.world_size
-    if OF_A_MACHINE.search(urls):
+    if MACHINE_URL.search(urls):
         is_first, num_ranks = not dist.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", dist.world_size))
     open_client = partial(
         RewardClient,
-        on_this_machine(urls).split(","),
+        resolve_host(urls).split(","),
         token=token,
-        timeout_s=asks.timeout_s,
-        on_failure=asks.on_failure,
-        proxy=asks.proxy,
+        timeout_s=scorer_args.timeout_s,
+        on_failure=scorer_args.on_failure,
+        proxy=scorer_args.proxy,
     )
-    sleeps = asks.sleep and not name
-    name = name or asks.flag
-    with flag(f"{name}: "):
+    sleeps = scorer_args.sleep and not name
+    name = name or scorer_args.flag
+    with prefix_errors(f"{name}: "):
         client = open_client()
     rule, replies = "be a reward server that answers", list[list[Score]]()
     try:
         info = client.info()
-        most = info["limits"]["max_batch"]
-        count = min(2, most)  # two samples, for comparison, and so that one number for all is not valid
-        is_given = info["media"] in [[kind] for kind in samples]
-        media = {kind: np.repeat(samples[kind], count, axis=0) for kind in info["media"]} if is_given else None
+        max_batch = info["limits"]["max_batch"]
+        count = min(2, max_batch)  # two samples, for comparison, and so that one number for all is not valid
+        has_samples = info["media"] in [[kind] for kind in samples]
+        media = {kind: np.repeat(samples[kind], count, axis=0) for kind in info["media"]} if has_samples else None
         references = [[read_image(path).numpy() for path in canary.images]] if client.takes_references else None
         require((references != [[]], f"{name} must be a scorer without references, as the prompts name no images"))
         rule = "score the first prompt"
@@ -350,23 +354,23 @@ def connect(
             replies = client.check(media, *canaries)
     except RewardError as exc:
         raise ValueError(f"{name} must {rule}: {exc}") from exc
-    scores = [score for each in replies for score in each]
-    wrong = [score.abstained for score in scores if (score.abstained or "").startswith("the scorer returned ")]
+    scores = [score for reply in replies for score in reply]
+    invalid = [score.abstained for score in scores if (score.abstained or "").startswith("the scorer returned ")]
     require(
-        (not wrong or len(wrong) < len(scores), f"{name} must {rule}: {wrong and wrong[0]}"),
+        (not invalid or len(invalid) < len(scores), f"{name} must {rule}: {invalid and invalid[0]}"),
         (set(info["media"]) <= set(kinds),
          f"{name} must be a server of rewards for {' and '.join(kinds)}, takes {', '.join(info['media'])}"),
         (not sleeps or info["sleeps"],
          f"--scorer.sleep needs a scorer whose weights can move to the host, {info['scorer']} has none"),
         (TEXT not in kinds or not client.takes_groups,
          f"{name} must be a scorer of single answers, this one compares those of a group"),
-        *((part in score.parts, f"{own} must name parts of the scores, got {part!r}; this scorer has "
+        *((part in score.parts, f"{setting} must name parts of the scores, got {part!r}; this scorer has "
            f"{', '.join(sorted(score.parts)) or 'no parts'}")
-          for part, own in parts.items() for score in scores if score.abstained is None),
+          for part, setting in parts.items() for score in scores if score.abstained is None),
     )  # fmt: skip
-    waiting = info["limits"]["max_waiting"] * len(client.urls)  # requests of all ranks that may wait at the servers
+    max_waiting = info["limits"]["max_waiting"] * len(client.urls)  # requests of all ranks that may wait at the servers
     client.close()
-    client = open_client(max_in_flight=max(1, waiting // num_ranks))
+    client = open_client(max_in_flight=max(1, max_waiting // num_ranks))
     client.takes_references, client.kinds = references is not None, tuple(info["media"])  # no further requests
     client.takes_groups, client.scorer = info["groups"], {key: info[key] for key in ("scorer", "scorer_version")}
     version = f"{info['scorer']} {info['scorer_version']}".strip()

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from omni_rl.flow.scorers import Pending, Scorer
 from omni_rl.run.run import AnyRun, MediaRun, Step
-from omni_rl.settings.args import STREAMS, MediaArgs, parse_judges, parse_numbers
+from omni_rl.settings.args import STREAMS, MediaArgs, parse_numbers, parse_reward_media
 from omni_rl.settings.groups import Advantages
 
 BatchT = TypeVar("BatchT", bound=Samples, covariant=True)
@@ -46,17 +46,21 @@ def submit_groups(scorer: Scorer, batches: Sequence[Samples], group: int, size: 
     group: size of a group, a multiple or divisor of the batch size. size: maximum number of samples in a request, which
     holds at least one group; 0: no limit.
     """
-    turn = max(1, group // len(batches[-1]))  # number of batches that hold whole groups
-    if len(batches) % turn:
+    num_batches = max(1, group // len(batches[-1]))  # number of batches that hold whole groups
+    if len(batches) % num_batches:
         return []
-    own, first = batches[-turn:], batches[-turn]
-    media = {kind: torch.cat([batch.media[kind] for batch in own]) for kind in scorer.kinds}
-    whole = Samples(tuple(p for batch in own for p in batch.prompts), media, first.rates, first.weight_version)
-    each = max(group, (size or len(whole)) // group * group)
-    return [submit(scorer, whole, slice(start, start + each)) for start in range(0, len(whole), each)]
+    group_batches, first = batches[-num_batches:], batches[-num_batches]
+    media = {kind: torch.cat([batch.media[kind] for batch in group_batches]) for kind in scorer.kinds}
+    samples = Samples(
+        tuple(p for batch in group_batches for p in batch.prompts), media, first.rates, first.weight_version
+    )
+    request_size = max(group, (size or len(samples)) // group * group)
+    return [
+        submit(scorer, samples, slice(start, start + request_size)) for start in range(0, len(samples), request_size)
+    ]
 
 
-def arrived(pending: Sequence[Pending], total: int) -> Iterator[Pending]:
+def completed_requests(pending: Sequence[Pending], total: int) -> Iterator[Pending]:
     """Yield the requests of `total` samples in order, each when it is done."""
     with doing("scores", total, "samples"):
         for request in pending:
@@ -74,14 +78,14 @@ def collect(dist: Dist, pending: Sequence[Pending], total: int = 0) -> list[Scor
         RewardError: the scorer failed on some rank, or a request could not be sent. Raised on every rank, so that all
             can save their state.
     """
-    error = next(filter(None, (request.exception() for request in arrived(pending, total))), None)
+    error = next(filter(None, (request.exception() for request in completed_requests(pending, total))), None)
     for rank, message in enumerate(gather_json(dist, None if error is None else str(error))):
         if message is not None:
             raise RewardError(f"scores of rank {rank}: {message}") from error
     return [score for future in pending for score in future.result()]
 
 
-def groups_of(prompts: Sequence[Prompt]) -> Tensor:
+def group_indices(prompts: Sequence[Prompt]) -> Tensor:
     """Return the groups [N] of a step's samples, int64."""
     return torch.tensor([prompt.group for prompt in prompts])
 
@@ -113,7 +117,7 @@ class Rollout(Generic[BatchT]):
     @property
     def groups(self) -> Tensor:
         """The groups [N] of the samples, int64."""
-        return groups_of(self.prompts)
+        return group_indices(self.prompts)
 
     @property
     def scores(self) -> list[Score]:
@@ -125,16 +129,16 @@ MediaRollout = Rollout[Trajectory]
 
 
 def gather_rewards(dist: Dist, batches: Sequence[Samples], scores: Sequence[Score], groups: Tensor) -> Tensor:
-    """Return the rewards [N], float64, of all ranks' samples; see `rewards_of`. batches: those of `scores`."""
-    return rewards_of(_in_order(dist, batches, values_of(scores), len(groups)), groups)
+    """Return the rewards [N], float64, of all ranks' samples; see `mask_rewards`. batches: those of `scores`."""
+    return mask_rewards(_gather_in_order(dist, batches, score_values(scores), len(groups)), groups)
 
 
-def values_of(scores: Sequence[Score]) -> list[float]:
+def score_values(scores: Sequence[Score]) -> list[float]:
     """Return the value of each score: NaN if there is none, infinity if its group is to be dropped."""
     return [math.inf if s.mask_group else math.nan if s.value is None else s.value for s in scores]
 
 
-def rewards_of(values: Tensor, groups: Tensor) -> Tensor:
+def mask_rewards(values: Tensor, groups: Tensor) -> Tensor:
     """Return the rewards [N] of samples in whole groups [N] from the values [N] of their scores; NaN for no reward.
 
     All rewards of a group are NaN if the client marked it to be dropped, or if it has several samples but fewer than
@@ -157,17 +161,18 @@ def gather_parts(
         RuntimeError: no score has a part with one of the names.
     """
     columns = [
-        _in_order(dist, batches, [score.parts.get(name, math.nan) for score in scores], len(rewards)) for name in names
+        _gather_in_order(dist, batches, [score.parts.get(name, math.nan) for score in scores], len(rewards))
+        for name in names
     ]
     parts = torch.stack(columns, dim=1).masked_fill(rewards.isnan()[:, None], math.nan)
     for name, column in zip(names, columns, strict=True):
         if column.isnan().all() and not rewards.isnan().all():
-            named = sorted(scores[0].parts) if scores else "none on this rank"
-            raise RuntimeError(f"the scorer must name a part {name!r} in its scores, it names {named}")
+            part_names = sorted(scores[0].parts) if scores else "none on this rank"
+            raise RuntimeError(f"the scorer must name a part {name!r} in its scores, it names {part_names}")
     return parts
 
 
-def rewards_at(run: AnyRun, step: Step, rollout: Rollout[Any], groups: Tensor | None = None) -> Tensor:
+def step_rewards(run: AnyRun, step: Step, rollout: Rollout[Any], groups: Tensor | None = None) -> Tensor:
     """Return the rewards [N] of all ranks' samples, and log them.
 
     groups: [N], replaces the rollout's.
@@ -190,26 +195,26 @@ def rewards_at(run: AnyRun, step: Step, rollout: Rollout[Any], groups: Tensor | 
     return rewards
 
 
-def log_advantages(step: Step, advantages: Tensor, whole: Tensor) -> None:
+def log_advantages(step: Step, advantages: Tensor, without_eps: Tensor) -> None:
     """Log the extremes of a step's advantages and the effect of eps on them, and record whether any is nonzero.
 
-    whole: the advantages computed with an eps of almost 0.
+    without_eps: the advantages computed with an eps of almost 0.
     """
     step.has_signal = bool(advantages.any())
     step.metrics |= {"advantage/min": advantages.min().item(), "advantage/max": advantages.max().item()}
-    sizes = [each.abs().double().sum().item() for each in (advantages, whole)]
+    sizes = [values.abs().double().sum().item() for values in (advantages, without_eps)]
     step.metrics["advantage/eps_share"] = max(0.0, 1 - sizes[0] / sizes[1]) if sizes[1] else 0.0
 
 
-def advantages_of(
+def step_advantages(
     run: MediaRun[MediaArgs], step: Step, rollout: Rollout[Trajectory], settings: Advantages
 ) -> tuple[Tensor, Tensor]:
     """Return advantages [N], or [N, M] with M streams, and rewards [N] of all ranks' samples, and log both.
 
     Raises:
-        RuntimeError: as in `rewards_at`.
+        RuntimeError: as in `step_rewards`.
     """
-    rewards = rewards_at(run, step, rollout)
+    rewards = step_rewards(run, step, rollout)
     compare = partial(
         group_advantages, rewards, rollout.groups, std=settings.adv_std, correction=settings.adv_correction
     )
@@ -233,16 +238,16 @@ def part_advantages(
 
     rewards: [N]. eps: see `multi_reward_advantages`.
     """
-    weights, judges = parse_numbers(settings.reward_parts, ""), parse_judges(reward_media, settings.reward_parts)
+    weights, media = parse_numbers(settings.reward_parts, ""), parse_reward_media(reward_media, settings.reward_parts)
     columns, groups = gather_parts(dist, rollout.scored, rollout.scores, list(weights), rewards), rollout.groups
     compare = partial(
         multi_reward_advantages, columns, groups, std=settings.adv_std, eps=eps, correction=settings.adv_correction
     )
 
-    def added(medium: str | None) -> Tensor:
-        return compare([weight * (judges.get(name, medium) == medium) for name, weight in weights.items()])
+    def sum_parts(medium: str | None) -> Tensor:
+        return compare([weight * (media.get(name, medium) == medium) for name, weight in weights.items()])
 
-    return torch.stack([added(medium) for medium in STREAMS], dim=1) if judges else added(None)
+    return torch.stack([sum_parts(medium) for medium in STREAMS], dim=1) if media else sum_parts(None)
 
 
 def wait_and_grade(run: RunT, step: Step, rollout: RolloutT, grade: Callable[[RunT, Step, RolloutT], T]) -> T:
@@ -256,7 +261,7 @@ def wait_and_grade(run: RunT, step: Step, rollout: RolloutT, grade: Callable[[Ru
         return grade(run, step, rollout)
 
 
-def _in_order(dist: Dist, batches: Sequence[Samples], values: Sequence[float], total: int) -> Tensor:
+def _gather_in_order(dist: Dist, batches: Sequence[Samples], values: Sequence[float], total: int) -> Tensor:
     """Gather the values of all ranks' samples: [total], float64, in the order of their indices."""
     indices = torch.tensor([prompt.index for batch in batches for prompt in batch.prompts])
     return gather_by_index(dist, indices, torch.tensor(values, dtype=torch.float64), total)

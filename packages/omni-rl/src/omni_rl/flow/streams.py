@@ -25,30 +25,32 @@ def stream_weights(sizes: Collection[int], sound_weight: float | None) -> tuple[
     return tuple(size / sum(sizes) for size in sizes) if sound_weight is None else (1 - sound_weight, sound_weight)
 
 
-def of_stream(values: Tensor, m: int) -> Tensor:
+def select_stream(values: Tensor, m: int) -> Tensor:
     """Return the m-th column of values [B, M], or values [B] themselves, which all streams share."""
     return values[:, m] if values.dim() > 1 else values
 
 
-def add_up(losses: Sequence[LossOutput], shares: Sequence[float]) -> LossOutput:
+def sum_losses(losses: Sequence[LossOutput], shares: Sequence[float]) -> LossOutput:
     """Return the weighted sum of the losses and metrics of the streams. Metrics named max_dev take the maximum."""
 
-    def added(values: Sequence[Tensor]) -> Tensor:
+    def weighted_sum(values: Sequence[Tensor]) -> Tensor:
         return torch.stack([share * value for share, value in zip(shares, values, strict=True)]).sum()
 
-    metrics = {name: torch.stack([each.metrics[name] for each in losses]) for name in losses[0].metrics}
-    metrics = {name: values.max() if name.endswith("max_dev") else added([*values]) for name, values in metrics.items()}
-    return LossOutput(added([each.loss for each in losses]), metrics)
+    metrics = {name: torch.stack([output.metrics[name] for output in losses]) for name in losses[0].metrics}
+    metrics = {
+        name: values.max() if name.endswith("max_dev") else weighted_sum([*values]) for name, values in metrics.items()
+    }
+    return LossOutput(weighted_sum([output.loss for output in losses]), metrics)
 
 
-def over_streams(loss_of: Callable[..., LossOutput], shares: Sequence[float]) -> Callable[..., LossOutput]:
+def loss_over_streams(loss_of: Callable[..., LossOutput], shares: Sequence[float]) -> Callable[..., LossOutput]:
     """Return a policy loss of log-probabilities [B, M], with advantages [B] or [B, M] and weights [B] or None."""
 
     def loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, *, weights: Tensor | None) -> LossOutput:
-        own = [
-            loss_of(log_prob[:, m], old_log_prob[:, m], of_stream(advantages, m), weights=weights)
+        losses = [
+            loss_of(log_prob[:, m], old_log_prob[:, m], select_stream(advantages, m), weights=weights)
             for m in range(len(shares))
         ]
-        return add_up(own, shares)
+        return sum_losses(losses, shares)
 
     return loss

@@ -7,7 +7,7 @@ from omni_reward import Score
 from omni_reward.rules import Rules, grade
 from omni_rollout.model import wrap
 
-from omni_rl.flow.scorers import Arrays, Groups, Metas, Pending, References, Scorer, joined, ruled
+from omni_rl.flow.scorers import Arrays, Groups, Metas, Pending, References, Scorer, future_of_rules, join_scores
 
 FLAG = "--thought-reward"
 
@@ -19,8 +19,8 @@ def with_thoughts(scorer: Scorer, rules: Rules) -> Scorer:
         media: Arrays, prompts: Sequence[str], meta: Metas, references: References = None, groups: Groups = None
     ) -> Pending:
         """Return the future scores of N samples, with the `thought` in their meta."""
-        thought = ruled(lambda: grade(rules, [str(each["thought"]) for each in meta], meta), FLAG)
-        return joined(scorer.submit(media, prompts, meta, references, groups), thought, _add)
+        thought = future_of_rules(lambda: grade(rules, [str(row["thought"]) for row in meta], meta), FLAG)
+        return join_scores(scorer.submit(media, prompts, meta, references, groups), thought, _add)
 
     return wrap(scorer, submit=submit)
 

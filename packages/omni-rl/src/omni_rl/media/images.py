@@ -20,7 +20,7 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 FORMATS = ("PNG", "JPEG", "WEBP")
 ENDINGS = {"PNG": b"IEND\xaeB`\x82", "JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "WEBP": b""}  # WebP's header has its size
 MAX_PIXELS = 2**25  # 8K and a little more, 0.1 GB
-EXIF_ORIENTATION, ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)
+EXIF_ORIENTATION, ROTATED = 0x0112, (5, 6, 7, 8)
 DECODER_ERRORS = (  # raised by PIL and PyAV for damaged files
     OSError, EOFError, SyntaxError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError,
     struct.error, zlib.error, Image.DecompressionBombError,
@@ -56,15 +56,15 @@ def image_size(path: Path) -> tuple[int, int]:
         if image.width * image.height > MAX_PIXELS:
             raise ValueError(f"{path} must have at most {MAX_PIXELS:,} pixels, got {image.width} x {image.height}")
         with decoding(path, "whole image"):
-            turned = image.getexif().get(EXIF_ORIENTATION) in ON_ITS_SIDE
-        size = image.size[::-1] if turned else image.size
+            is_rotated = image.getexif().get(EXIF_ORIENTATION) in ROTATED
+        size = image.size[::-1] if is_rotated else image.size
         ending = ENDINGS[str(image.format)]
         with path.open("rb") as file:
             file.seek(-min(64, path.stat().st_size), 2)
-            ends = ending in file.read()
-        if not ends and ending not in path.read_bytes():
+            has_ending = ending in file.read()
+        if not has_ending and ending not in path.read_bytes():
             raise ValueError(f"{path} is cut short")
-        if not ends:
+        if not has_ending:
             with decoding(path, "whole image"):
                 image.load()  # raises if the ending was that of an embedded thumbnail
     return size

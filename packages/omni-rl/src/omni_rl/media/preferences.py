@@ -13,7 +13,7 @@ from omni_rl.media import images
 from omni_rl.media.images import image_size, read_image
 from omni_rl.media.videos import VIDEOS, read_video, video_facts
 from omni_rl.settings.args import load_records
-from omni_rl.settings.fields import flag
+from omni_rl.settings.fields import prefix_errors
 from omni_rl.settings.groups import Data, Sampling
 
 if TYPE_CHECKING:  # the check runs before torch is imported
@@ -42,16 +42,16 @@ def check_preferences(
     Raises:
         ValueError: a name, a path or a file is invalid; the message names the pair or sample and the file.
     """
-    what = "pair" if sides == SIDES else "sample"
-    with flag(f"{name}: "):
+    entry_kind = "pair" if sides == SIDES else "sample"
+    with prefix_errors(f"{name}: "):
         records, folder = load_records(data, path), data_files(path)[0].parent
     for record in records:
         for side in sides:
             try:
-                file, size = _file_of(record, side, folder), record.size or (sampling.height, sampling.width)
+                file, size = _find_file(record, side, folder), record.size or (sampling.height, sampling.width)
                 _check_file(file, (sampling.num_frames, *size), sampling.frame_rate)
             except ValueError as exc:
-                raise ValueError(f'{name}: {path}, {what} {record.index + 1}, "{side}": {exc}') from exc
+                raise ValueError(f'{name}: {path}, {entry_kind} {record.index + 1}, "{side}": {exc}') from exc
 
 
 def read_latent(model: "Model", parts: "Parts", path: Path, params: "Params") -> "Tensor":
@@ -77,7 +77,7 @@ def read_latent(model: "Model", parts: "Parts", path: Path, params: "Params") ->
     return x0
 
 
-def _file_of(record: PromptRecord, side: str, folder: Path) -> Path:
+def _find_file(record: PromptRecord, side: str, folder: Path) -> Path:
     """Return the file of a side of a pair, which must exist in `folder` or a subfolder."""
     name = named_file(record.meta, side)
     if not isinstance(name, str) or Path(name).suffix.lower() not in SUFFIXES:
@@ -98,9 +98,9 @@ def _check_file(path: Path, shape: tuple[int, int, int], frame_rate: float) -> N
                 return
         except SafetensorError as exc:
             raise ValueError(f"{path} is no whole safetensors file: {exc}") from exc
-    *found, fps = video_facts(path) if _is_video(path) else (1, *image_size(path)[::-1], frame_rate)
-    if tuple(found) != shape:
-        raise ValueError(f"{path} must be {_described(*shape)}, got {_described(*found)}")
+    *shape_found, fps = video_facts(path) if _is_video(path) else (1, *image_size(path)[::-1], frame_rate)
+    if tuple(shape_found) != shape:
+        raise ValueError(f"{path} must be {_describe_shape(*shape)}, got {_describe_shape(*shape_found)}")
     if shape[0] > 1 and abs(fps / frame_rate - 1) > MAX_SPEED_ERROR:
         raise ValueError(f"{path} must have {frame_rate:g} frames per second, as --frame-rate says, got {fps:g}")
 
@@ -110,6 +110,6 @@ def _is_video(path: Path) -> bool:
     return path.suffix.lower() in VIDEOS and (path.suffix.lower() not in images.SUFFIXES or video_facts(path)[0] > 1)
 
 
-def _described(num_frames: int, height: int, width: int) -> str:
+def _describe_shape(num_frames: int, height: int, width: int) -> str:
     kind = "an image" if num_frames == 1 else f"a video of {num_frames} frames"
     return f"{kind} of {width} x {height} pixels"

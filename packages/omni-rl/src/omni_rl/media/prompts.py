@@ -24,19 +24,19 @@ MAX_CACHED = 2**30  # bytes of sounds, and of videos
 MAX_POINTS = 2**28  # of all channels of a sound, 1 GB
 
 
-def cached(read: "Callable[[Path], tuple[Tensor, float]]") -> "Callable[[Path], tuple[Tensor, float]]":
+def cache_media(read: "Callable[[Path], tuple[Tensor, float]]") -> "Callable[[Path], tuple[Tensor, float]]":
     """Wrap the function with a cache of its most recently used results, within MAX_CACHED bytes."""
-    found: dict[tuple[Path, int], tuple[Tensor, float]] = {}  # by file and its modification time
+    results: dict[tuple[Path, int], tuple[Tensor, float]] = {}  # by file and its modification time
 
     @wraps(read)
-    def recall(path: Path) -> "tuple[Tensor, float]":
+    def cached_read(path: Path) -> "tuple[Tensor, float]":
         key = path.resolve(), path.stat().st_mtime_ns if path.is_file() else 0
-        found[key] = found.pop(key) if key in found else read(path)  # the most recent is last
-        while len(found) > 1 and sum(tensor.nbytes for tensor, _ in found.values()) > MAX_CACHED:
-            found.pop(next(iter(found)))
-        return found[key]
+        results[key] = results.pop(key) if key in results else read(path)  # the most recent is last
+        while len(results) > 1 and sum(tensor.nbytes for tensor, _ in results.values()) > MAX_CACHED:
+            results.pop(next(iter(results)))
+        return results[key]
 
-    return recall
+    return cached_read
 
 
 def with_media(prompt: "Prompt", record: PromptRecord) -> "Prompt":
@@ -55,7 +55,7 @@ def media_files(record: PromptRecord) -> list[Path]:
     return [*record.images, *(file for file in (record.audio, record.video) if file)]
 
 
-@cached
+@cache_media
 def read_sound(path: Path) -> "tuple[Tensor, float]":
     """Return a sound as float32 [points, channels] with full scale 1, and its sample rate. The tensor is cached.
 
@@ -72,10 +72,12 @@ def read_sound(path: Path) -> "tuple[Tensor, float]":
     with videos.open_av(path, "whole file with sound") as file:
         if not file.streams.audio:
             raise ValueError("it has no sound")
-        stream, floats = file.streams.audio[0], av.AudioResampler(format="flt")
+        stream, resampler = file.streams.audio[0], av.AudioResampler(format="flt")
         channels, rate = stream.codec_context.channels, stream.codec_context.sample_rate
-        packets = (packet for packet in videos.packets_of(file) if packet.stream is stream)
-        for part in (part for own in packets for frame in stream.decode(own) for part in floats.resample(frame)):
+        packets = (packet for packet in videos.demux_packets(file) if packet.stream is stream)
+        for part in (
+            part for packet in packets for frame in stream.decode(packet) for part in resampler.resample(frame)
+        ):
             parts.append(part.to_ndarray().reshape(-1, channels))
             if (points := points + len(parts[-1])) > MAX_SOUND_S * rate or points * channels > MAX_POINTS:
                 break
@@ -92,16 +94,16 @@ def read_sound(path: Path) -> "tuple[Tensor, float]":
 def _check_wav_length(path: Path) -> None:
     """Raise ValueError for a WAV with less sound than its header says. FFmpeg would read it as a shorter sound."""
     with path.open("rb") as file:
-        head, chunk = file.read(12), file.read(8)
-        if head[:4] != b"RIFF" or head[8:] != b"WAVE":
+        header, chunk = file.read(12), file.read(8)
+        if header[:4] != b"RIFF" or header[8:] != b"WAVE":
             return
         while chunk[:4] != b"data" and len(chunk) == 8:
             size = int.from_bytes(chunk[4:], "little")
             file.seek(size + size % 2, SEEK_CUR)
             chunk = file.read(8)
-        size, rest = int.from_bytes(chunk[4:], "little"), path.stat().st_size - file.tell()
-    if rest < size < STREAMED:
-        raise ValueError(f"{path} is cut short: its header has {size} bytes of sound, got {rest}")
+        size, available = int.from_bytes(chunk[4:], "little"), path.stat().st_size - file.tell()
+    if available < size < STREAMED:
+        raise ValueError(f"{path} is cut short: its header has {size} bytes of sound, got {available}")
 
 
 def _check_ogg_end(path: Path) -> None:
@@ -114,7 +116,7 @@ def _check_ogg_end(path: Path) -> None:
         raise ValueError(f"{path} is cut short: its last page must be whole and marked as the last")
 
 
-@cached
+@cache_media
 def read_video(path: Path) -> "tuple[Tensor, float]":
     """Return the frames of a video file, uint8 [F, H, W, 3], and its frames per second. The tensor is cached.
 

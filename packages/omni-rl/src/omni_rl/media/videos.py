@@ -34,13 +34,13 @@ def video_facts(path: Path) -> tuple[int, int, int, float]:
     Raises:
         ValueError: the file is missing, truncated, damaged or of another kind.
     """
-    with _opened(path) as file:
+    with _open_video(path) as file:
         if isinstance(file, Image.Image):
             file.load()
             ms = file.info.get("duration", 0)
             return getattr(file, "n_frames", 1), file.height, file.width, 1000 / ms if ms else 0.0
         stream = file.streams.video[0]
-        frames = sum(packet.size > 0 for packet in packets_of(file) if packet.stream is stream)
+        frames = sum(packet.size > 0 for packet in demux_packets(file) if packet.stream is stream)
         return frames, stream.height, stream.width, float(stream.average_rate or 0)
 
 
@@ -52,10 +52,13 @@ def read_video(path: Path) -> "tuple[Tensor, float]":
     """
     import torch
 
-    with _opened(path) as file:
+    with _open_video(path) as file:
         if isinstance(file, Image.Image):
-            read = [(np.array(i.convert("RGB")), i.info.get("duration", 0)) for i in ImageSequence.Iterator(file)]
-            frames, times = zip(*read, strict=True)
+            frames_and_times = [
+                (np.array(image.convert("RGB")), image.info.get("duration", 0))
+                for image in ImageSequence.Iterator(file)
+            ]
+            frames, times = zip(*frames_and_times, strict=True)
             fps = 1000 * len(times) / (sum(times) or 40 * len(times))
         else:
             fps = float(file.streams.video[0].average_rate or 25)
@@ -76,7 +79,7 @@ def open_av(path: Path, kind: str) -> "Iterator[InputContainer]":
             raise ValueError(str(exc)) from exc
 
 
-def packets_of(file: "InputContainer") -> "Iterator[Packet]":
+def demux_packets(file: "InputContainer") -> "Iterator[Packet]":
     """Yield the packets of all streams; the last ones are empty.
 
     Raises:
@@ -85,18 +88,18 @@ def packets_of(file: "InputContainer") -> "Iterator[Packet]":
     """
     import av
 
-    end_s, says_s, video = 0.0, (file.duration or 0) / av.time_base, file.streams.video
-    missing_s = 0.75 / float(video[0].average_rate or 1) if video else MISSING_S
+    end_s, stated_s, video = 0.0, (file.duration or 0) / av.time_base, file.streams.video
+    tolerance_s = 0.75 / float(video[0].average_rate or 1) if video else MISSING_S
     for packet in file.demux():
         if packet.size and packet.pts is not None:
             end_s = max(end_s, float((packet.pts + (packet.duration or 0)) * packet.time_base))
-        if (video and packet.is_corrupt) or (not packet.size and end_s < says_s - missing_s):
-            raise ValueError(f"it is cut short: it says {says_s:.2f} s, got {end_s:.2f}")
+        if (video and packet.is_corrupt) or (not packet.size and end_s < stated_s - tolerance_s):
+            raise ValueError(f"it is cut short: it says {stated_s:.2f} s, got {end_s:.2f}")
         yield packet
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _open_video(path: Path) -> Iterator[Any]:
     """Open a PIL image or a PyAV container. Errors of its decoder become a ValueError with the file."""
     kind = path.suffix.lower()
     if kind not in VIDEOS:

@@ -30,18 +30,18 @@ MAX_SOUND_S = 10  # seconds of a sound to keep
 Media = Mapping[str, np.ndarray]  # of one sample, by kind
 
 
-def files_of(name: str, media: Media, rates: Mapping[str, float]) -> tuple[dict[str, Any], dict[str, bytes]]:
+def sample_files(name: str, media: Media, rates: Mapping[str, float]) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Return a sample's row for the page, with the names of its files and its size in pixels, and the files."""
     if not media:
         return {"file": None, "size": [0, 0]}, {}
-    image = still(media)
+    image = still_image(media)
     data, suffix = encode(image, max_side=MAX_SIDE * (STRIP_FRAMES // 2 if "video" in media else 1))
     row: dict[str, Any] = {"file": f"{name}{suffix}", "size": [image.shape[1], image.shape[0]]}
     files = {row["file"]: data}
     if "video" in media:
-        few, slower = few_frames(media, rates)
-        data, suffix = animate(few["video"], slower["fps"])
-        row |= {"strip": row["file"], "file": f"{name}-moving{suffix}", "size": [*few["video"].shape[2:0:-1]]}
+        thinned, thinned_rates = thin_frames(media, rates)
+        data, suffix = animate(thinned["video"], thinned_rates["fps"])
+        row |= {"strip": row["file"], "file": f"{name}-moving{suffix}", "size": [*thinned["video"].shape[2:0:-1]]}
         files[row["file"]] = data
     if "audio" in media:
         row["sound"] = f"{name}.flac"
@@ -59,16 +59,16 @@ def whole_files(media: Media, rates: Mapping[str, float]) -> dict[str, bytes]:
     return {".flac": encode_flac(sound, round(rate))} if sound is not None else {}
 
 
-def still(media: Media) -> np.ndarray:
+def still_image(media: Media) -> np.ndarray:
     """Return an image, uint8 [height, width, 3], that shows a sample of any kind."""
     if "image" in media:
         return media["image"]
-    return strip(media["video"]) if "video" in media else waveform(media["audio"])
+    return film_strip(media["video"]) if "video" in media else waveform(media["audio"])
 
 
-def strip(video: np.ndarray, count: int = STRIP_FRAMES) -> np.ndarray:
+def film_strip(video: np.ndarray, count: int = STRIP_FRAMES) -> np.ndarray:
     """Return frames of a video side by side, uint8 [H, width, 3]: the first, the last and some between."""
-    video = video[:: _every(video)]
+    video = video[:: _frame_stride(video)]
     chosen = np.unique(np.linspace(0, len(video) - 1, count).round().astype(int))
     gap = np.full((video.shape[1], max(1, video.shape[2] // 64), 3), 255, np.uint8)
     return np.concatenate([part for i in chosen for part in (gap, video[i])][1:], axis=1)
@@ -76,19 +76,21 @@ def strip(video: np.ndarray, count: int = STRIP_FRAMES) -> np.ndarray:
 
 def waveform(sound: np.ndarray, height: int = 48, width: int = 192) -> np.ndarray:
     """Return an image of a sound's amplitude over time."""
-    pieces = np.array_split(np.abs(sound).max(axis=1), min(width, len(sound)))
-    swing = np.array([piece.max() for piece in pieces]).clip(0, 1).repeat(width // len(pieces))
-    far = np.abs(np.linspace(-1, 1, height))[:, None]
-    return np.where((far <= np.maximum(swing, 0.03))[..., None], (70, 110, 170), (245, 245, 245)).astype(np.uint8)
+    chunks = np.array_split(np.abs(sound).max(axis=1), min(width, len(sound)))
+    amplitude = np.array([chunk.max() for chunk in chunks]).clip(0, 1).repeat(width // len(chunks))
+    distance = np.abs(np.linspace(-1, 1, height))[:, None]
+    return np.where((distance <= np.maximum(amplitude, 0.03))[..., None], (70, 110, 170), (245, 245, 245)).astype(
+        np.uint8
+    )
 
 
-def few_frames(media: Media, rates: Mapping[str, float]) -> tuple[Media, Mapping[str, float]]:
+def thin_frames(media: Media, rates: Mapping[str, float]) -> tuple[Media, Mapping[str, float]]:
     """Return the media with every n-th frame of the video, at most MAX_FRAMES, and rates that keep its speed."""
-    every = _every(media["video"])
-    return {**media, "video": media["video"][::every]}, {**rates, "fps": rates["fps"] / every}
+    stride = _frame_stride(media["video"])
+    return {**media, "video": media["video"][::stride]}, {**rates, "fps": rates["fps"] / stride}
 
 
-def _every(video: np.ndarray) -> int:
+def _frame_stride(video: np.ndarray) -> int:
     return -(-len(video) // MAX_FRAMES)
 
 
@@ -98,15 +100,15 @@ def encode(image: np.ndarray, *, max_side: int = MAX_SIDE) -> tuple[bytes, str]:
         return encode_png(image), ".png"
     reduced = Image.fromarray(image)
     reduced.thumbnail((max_side, max_side), Image.Resampling.LANCZOS)
-    return _saved(reduced, "WEBP", quality=82), ".webp"
+    return _encode_image(reduced, "WEBP", quality=82), ".webp"
 
 
 def encode_png(image: np.ndarray) -> bytes:
     """Encode an image, uint8 [H, W, 3], without loss."""
-    return _saved(Image.fromarray(image), "PNG")
+    return _encode_image(Image.fromarray(image), "PNG")
 
 
-def _saved(image: Image.Image, kind: str, **options: Any) -> bytes:
+def _encode_image(image: Image.Image, kind: str, **options: Any) -> bytes:
     file = io.BytesIO()
     image.save(file, kind, **options)
     return file.getvalue()
@@ -118,24 +120,24 @@ def animate(frames: np.ndarray, fps: float) -> tuple[bytes, str]:
     Small frames give a lossless animated WebP, larger ones a WebM.
     """
     images = [Image.fromarray(frame) for frame in frames]
-    exact = max(images[0].size) <= EXACT_SIDE
+    is_lossless = max(images[0].size) <= EXACT_SIDE
     for image in images:
         image.thumbnail((MAX_SIDE, MAX_SIDE), Image.Resampling.LANCZOS)
     width, height = (side // 2 * 2 for side in images[0].size)
-    if not exact and min(width, height):
+    if not is_lossless and min(width, height):
         return encode_video(np.stack([np.asarray(image)[:height, :width] for image in images]), fps, ".webm"), ".webm"
     times = np.diff(np.round(np.arange(len(frames) + 1) * 1000 / fps)).astype(int).tolist()
-    options: dict[str, Any] = {"lossless": True} if exact else {"quality": 75, "method": 2}
+    options: dict[str, Any] = {"lossless": True} if is_lossless else {"quality": 75, "method": 2}
     options |= {"save_all": True, "append_images": images[1:], "duration": times, "loop": 0}
-    return _saved(images[0], "WEBP", **options), ".webp"
+    return _encode_image(images[0], "WEBP", **options), ".webp"
 
 
 def encode_sound(sound: np.ndarray, rate: float) -> bytes:
     """Encode the beginning of a sound, float32 [S, C], as mono FLAC with 16 bits."""
-    every = max(1, int(rate // SOUND_RATE))
+    stride = max(1, int(rate // SOUND_RATE))
     mono = sound[: int(MAX_SOUND_S * rate)].mean(axis=1)
-    mono = np.pad(mono, (0, -len(mono) % every)).reshape(-1, every).mean(axis=1)
-    return encode_flac(mono[:, None], max(1, round(rate / every)))
+    mono = np.pad(mono, (0, -len(mono) % stride)).reshape(-1, stride).mean(axis=1)
+    return encode_flac(mono[:, None], max(1, round(rate / stride)))
 
 
 def encode_video(frames: np.ndarray, fps: float, kind: str, sound: np.ndarray | None = None, rate: float = 0) -> bytes:
@@ -146,28 +148,28 @@ def encode_video(frames: np.ndarray, fps: float, kind: str, sound: np.ndarray | 
     import av
 
     video_codec, sound_codec = CONTAINERS[kind]
-    written = io.BytesIO()
-    with av.open(written, "w", format=kind[1:]) as file:
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format=kind[1:]) as file:
         stream: Any = file.add_stream(video_codec, rate=Fraction(fps).limit_denominator(1001))
         stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], "yuv420p"
         stream.options = {"crf": "30", "b": "0", "cpu-used": "6"} if kind == ".webm" else {"crf": "18"}
-        packets_of_sound = None if sound is None else _add_sound(file, sound_codec, sound, rate)
+        encode_sound_packets = None if sound is None else _add_sound(file, sound_codec, sound, rate)
         for frame in frames:
             file.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         file.mux(stream.encode())
-        if packets_of_sound is not None:
-            file.mux(packets_of_sound())
-    return written.getvalue()
+        if encode_sound_packets is not None:
+            file.mux(encode_sound_packets())
+    return buffer.getvalue()
 
 
 def encode_flac(sound: np.ndarray, rate: int) -> bytes:
     """Encode a sound, float32 [S, C], as lossless FLAC with 16 bits."""
     import av
 
-    written = io.BytesIO()
-    with av.open(written, "w", format="flac") as file:
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="flac") as file:
         file.mux(_add_sound(file, "flac", sound, rate)())
-    return written.getvalue()
+    return buffer.getvalue()
 
 
 def _add_sound(file: Any, codec: str, sound: np.ndarray, rate: float) -> Callable[[], list[Any]]:
@@ -209,11 +211,11 @@ def contact_sheet(
         x, y = margin + i % columns * cell_width, margin + i // columns * cell_height
         size = [max(1, round(side * scale)) for side in image.shape[1::-1]]
         sheet.paste(Image.fromarray(image).resize(size, resample), (x, y))
-        draw.text((x, y + height), drawable(label)[: width // 6], font=font, fill="black")
+        draw.text((x, y + height), replace_missing_glyphs(label)[: width // 6], font=font, fill="black")
     return sheet
 
 
-def drawable(text: str) -> str:
+def replace_missing_glyphs(text: str) -> str:
     """Return a text with a question mark for each glyph missing in PIL's font."""
     return unicodedata.normalize("NFKC", text).encode("ascii", "replace").decode()
 
@@ -222,10 +224,10 @@ def score_label(value: float | None, details: Mapping[str, object]) -> str:
     """Return the label of a scored image: the target text, the recognized text, the score."""
     if value is None:
         return "no score"
-    text = readable(value, 2)
+    text = format_score(value, 2)
     return f"{details['target']} -> {details.get('read', '')}   {text}" if "target" in details else text
 
 
-def readable(score: float, places: int) -> str:
+def format_score(score: float, places: int) -> str:
     """Format a score with `places` decimals, or with five significant digits if it is below 0.1 or at least 10."""
     return f"{score:.{places}f}" if score == 0 or 0.1 <= abs(score) < 10 else f"{score:.5g}"

@@ -42,8 +42,8 @@ def write(runs: list[Path], out: Path | None) -> None:
     """Write the report of a run, or a comparison of several, and print its path."""
     from omni_rl.report import write_comparison, write_report
 
-    one = len(runs) == 1
-    print(write_report(runs[0]) if one else write_comparison(runs, out or runs[0].parent / "comparison.html"))
+    is_single = len(runs) == 1
+    print(write_report(runs[0]) if is_single else write_comparison(runs, out or runs[0].parent / "comparison.html"))
 
 
 def serve(folder: Path = Path("runs"), *, host: str, port: int) -> None:

@@ -21,7 +21,7 @@ from omni_train.files import load_metrics, parse_json, read_jsonl, read_regular
 
 from omni_rl.report.folder import step_folders
 from omni_rl.run.alarms import find_alarms
-from omni_rl.run.metrics import CHARTS, METRICS, error_of, one_evaluation
+from omni_rl.run.metrics import CHARTS, METRICS, drop_stale_evaluations, stderr_name
 
 MAX_POINTS = 400  # of a curve; longer ones show mean, minimum and maximum per interval of steps
 MAX_BARS = 60  # in the chart of seconds per phase
@@ -56,7 +56,7 @@ def charts(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     lines = [{row.name: row.label for row in METRICS if row.chart == chart.title} for chart in CHARTS]
     names = sorted({name for run in runs for name in run["curves"] if re.fullmatch("eval/.+/reward", name)})
     lines[0] |= {name: f"held-out, {name.split('/')[1]}" for name in names}
-    return [asdict(chart) | {"lines": own} for chart, own in zip(CHARTS, lines, strict=True)]
+    return [asdict(chart) | {"lines": chart_lines} for chart, chart_lines in zip(CHARTS, lines, strict=True)]
 
 
 def _inline(file: Path) -> str:
@@ -71,7 +71,7 @@ def outline(folder: Path, steps: Steps) -> dict[str, Any]:
     """
     config = read_config(folder)
     total = config.get("train_steps")
-    seconds = [value for _, value in points_of(steps, "time/step_s")]
+    seconds = [value for _, value in metric_points(steps, "time/step_s")]
     recent = seconds[-20:]
     return {
         "name": folder.resolve().name,
@@ -97,31 +97,31 @@ def run_data(folder: Path, *, num_runs: int = 1, link: str | None = None) -> dic
     path = folder / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"{folder} holds no metrics.jsonl")
-    steps = one_evaluation(load_metrics(path))
-    found = outline(folder, steps)
-    trained = [seconds for step, seconds in points_of(steps, "time/step_s") if step]
+    steps = drop_stale_evaluations(load_metrics(path))
+    run_outline = outline(folder, steps)
+    trained = [seconds for step, seconds in metric_points(steps, "time/step_s") if step]
 
-    def linked(file: Path) -> str:
+    def url_of(file: Path) -> str:
         return f"{link}/{quote(file.relative_to(folder).as_posix())}"
 
-    source, share = (_inline, 1.0) if link is None else (linked, math.inf)
+    source, share = (_inline, 1.0) if link is None else (url_of, math.inf)
     return {
-        **found,
+        **run_outline,
         "step_s": median(trained) if trained else None,  # not affected by the few evaluations and saves
         "curves": {name: points for name in shown_names(steps) if (points := curve(steps, name))["x"]},
         "phases": phases(steps),
         "alarms": [asdict(alarm) for alarm in find_alarms(steps)],
-        **evaluations(folder, found["step"], share * EVAL_BYTES / num_runs, source),
-        "groups": groups(folder, found["step"], share * SAMPLE_BYTES, source) if num_runs == 1 else [],
+        **evaluations(folder, run_outline["step"], share * EVAL_BYTES / num_runs, source),
+        "groups": groups(folder, run_outline["step"], share * SAMPLE_BYTES, source) if num_runs == 1 else [],
     }
 
 
 def shown_names(steps: Steps) -> list[str]:
     """Return the metrics that are plotted as curves, sorted. A time is plotted only if it has a chart."""
-    asked = {row.name for row in METRICS if row.chart} | {"time/step_s"}
+    charted = {row.name for row in METRICS if row.chart} | {"time/step_s"}
     logged = {name for step in steps for name in step} - {"step"}
-    found = logged - set(map(error_of, logged))
-    return sorted(name for name in found if name in asked or not name.startswith("time/"))
+    metrics = logged - set(map(stderr_name, logged))
+    return sorted(name for name in metrics if name in charted or not name.startswith("time/"))
 
 
 def curve(steps: Steps, name: str, limit: int = MAX_POINTS) -> dict[str, list[float]]:
@@ -130,32 +130,32 @@ def curve(steps: Steps, name: str, limit: int = MAX_POINTS) -> dict[str, list[fl
     Above `limit` points, return means and bounds of intervals instead, `limit` equal parts of the steps with x in the
     middle. Non-finite values are left out.
     """
-    points = points_of(steps, name)
+    points = metric_points(steps, name)
     if len(points) <= limit:
-        errors = dict(points_of(steps, error_of(name)))
-        return {"x": [x for x, _ in points], "y": [_short(y) for _, y in points]} | (
+        errors = dict(metric_points(steps, stderr_name(name)))
+        return {"x": [x for x, _ in points], "y": [_round_value(y) for _, y in points]} | (
             band([(y, errors.get(x, 0.0)) for x, y in points]) if errors else {}
         )
     parts = _intervals(points, limit)
     values = [[y for _, y in part] for part in parts]
     return {
         "x": [(part[0][0] + part[-1][0]) / 2 for part in parts],
-        "y": [_short(sum(ys) / len(ys)) for ys in values],
-        "low": [_short(min(ys)) for ys in values],
-        "high": [_short(max(ys)) for ys in values],
+        "y": [_round_value(sum(ys) / len(ys)) for ys in values],
+        "low": [_round_value(min(ys)) for ys in values],
+        "high": [_round_value(max(ys)) for ys in values],
     }
 
 
 def band(values: Sequence[tuple[float, float]]) -> dict[str, list[float]]:
     """Return the standard errors of pairs (value, error), and bounds one error below and above each value."""
     return {
-        "error": [_short(error) for _, error in values],
-        "low": [_short(value - error) for value, error in values],
-        "high": [_short(value + error) for value, error in values],
+        "error": [_round_value(error) for _, error in values],
+        "low": [_round_value(value - error) for value, error in values],
+        "high": [_round_value(value + error) for value, error in values],
     }
 
 
-def points_of(steps: Steps, name: str) -> list[tuple[float, float]]:
+def metric_points(steps: Steps, name: str) -> list[tuple[float, float]]:
     """Return (step, value) for each step at which a metric is finite."""
     return [(step["step"], step[name]) for step in steps if math.isfinite(step.get(name, math.nan))]
 
@@ -163,21 +163,23 @@ def points_of(steps: Steps, name: str) -> list[tuple[float, float]]:
 def phases(steps: Steps, limit: int = MAX_BARS) -> dict[str, Any]:
     """Return mean seconds per step of each phase, and of the rest of the step, in at most `limit` intervals."""
     timed = [(step["step"], step) for step in steps if math.isfinite(step.get("time/step_s", math.nan))]
-    fullest = sorted((step for _, step in timed), key=len, reverse=True)  # its phases are in order of execution
-    found = dict.fromkeys(name for step in fullest for name in step if name.startswith("time/") and name.endswith("_s"))
-    names = [name for name in found if name != "time/step_s"]
+    by_num_phases = sorted((step for _, step in timed), key=len, reverse=True)  # its phases are in order of execution
+    timings = dict.fromkeys(
+        name for step in by_num_phases for name in step if name.startswith("time/") and name.endswith("_s")
+    )
+    names = [name for name in timings if name != "time/step_s"]
     parts = _intervals(timed, limit) if timed else []
 
     def mean(part: list[tuple[float, Mapping[str, float]]], name: str) -> float:
         return sum(value for _, step in part if math.isfinite(value := step.get(name, 0.0))) / len(part)
 
     bars = [{name: mean(part, name) for name in names} for part in parts]
-    rest = [max(0.0, mean(part, "time/step_s") - sum(bar.values())) for part, bar in zip(parts, bars, strict=True)]
-    seconds = {name[5:-2].replace("_", " "): [_short(bar[name]) for bar in bars] for name in names}
+    remaining = [max(0.0, mean(part, "time/step_s") - sum(bar.values())) for part, bar in zip(parts, bars, strict=True)]
+    seconds = {name[5:-2].replace("_", " "): [_round_value(bar[name]) for bar in bars] for name in names}
     return {
         "from": [part[0][0] for part in parts],
         "to": [part[-1][0] for part in parts],
-        "seconds": seconds | {"rest": [_short(value) for value in rest]},
+        "seconds": seconds | {"rest": [_round_value(value) for value in remaining]},
     }
 
 
@@ -192,24 +194,28 @@ def evaluations(folder: Path, last: int, budget: float, source: Source = _inline
         rows = _entries(path / "rows.json", ROW)
         stored.append((step, {(row["prompt"], row["seed"]): (_files(path, row), row) for row in rows}))
         references = {(row["prompt"], row["seed"]): _references(path, row) for row in rows}
-    kept, keys = stored, list(references)
+    kept_evals, keys = stored, list(references)
 
-    def size() -> int:
-        shown = [rows[key] for _, rows in kept for key in keys if key in rows]
-        return sum(_size(files) for files, _ in (*shown, *(each for key in keys for each in references[key])))
+    def total_size() -> int:
+        shown = [rows[key] for _, rows in kept_evals for key in keys if key in rows]
+        return sum(_size(files) for files, _ in (*shown, *(reference for key in keys for reference in references[key])))
 
-    while keys and size() > budget:
-        count = len(kept) - 1
+    while keys and total_size() > budget:
+        count = len(kept_evals) - 1
         if count >= MIN_EVALS or (len(keys) <= MIN_PROMPTS and count > 1):  # the first, the last and some between
-            kept = [stored[round(i * (len(stored) - 1) / (count - 1))] for i in range(count)]
+            kept_evals = [stored[round(i * (len(stored) - 1) / (count - 1))] for i in range(count)]
         else:
             keys = keys[:-1]
     evals = [
         {"step": step, "pictures": [_picture(*rows[key], source) if key in rows else None for key in keys]}
-        for step, rows in kept
+        for step, rows in kept_evals
     ]
     prompts = [
-        {"text": key[0][:MAX_TEXT], "seed": key[1], "references": [_drawing(*each, source) for each in references[key]]}
+        {
+            "text": key[0][:MAX_TEXT],
+            "seed": key[1],
+            "references": [_drawing(*reference, source) for reference in references[key]],
+        }
         for key in keys
     ]
     return {"prompts": prompts, "evals": evals}
@@ -220,16 +226,18 @@ def groups(folder: Path, last: int, budget: float, source: Source = _inline) -> 
     shown: list[dict[str, Any]] = []
     for step, path in reversed(step_folders(folder / "samples", last)):
         for group in _entries(path / "groups.json", GROUP):
-            rows = [_checked(row, ROW, path / "groups.json") for row in group["shown"]]
+            rows = [_check_entry(row, ROW, path / "groups.json") for row in group["shown"]]
             files = [_files(path, row) for row in rows]
             references = _references(path, rows[0]) if rows else []
-            budget -= sum(map(_size, [*files, *(own for own, _ in references)]))
+            budget -= sum(map(_size, [*files, *(files_of_sample for files_of_sample, _ in references)]))
             if budget < 0 or len(shown) == MAX_GROUPS:
                 return shown
-            pictures = [_picture(own, row, source) for own, row in zip(files, rows, strict=True)]
+            pictures = [
+                _picture(files_of_sample, row, source) for files_of_sample, row in zip(files, rows, strict=True)
+            ]
             rewards = [_score(reward) for reward in group["rewards"]]
             entry = {"step": step, "prompt": group["prompt"][:MAX_TEXT], "rewards": rewards, "shown": pictures}
-            shown.append(entry | {"references": [_drawing(*each, source) for each in references]})
+            shown.append(entry | {"references": [_drawing(*reference, source) for reference in references]})
     return shown
 
 
@@ -259,23 +267,23 @@ def _drawing(files: Mapping[str, Path], row: Mapping[str, Any], source: Source) 
 
 def _references(folder: Path, row: Mapping[str, Any]) -> list[Shown]:
     """Return the references of a sample."""
-    entries = [_checked(entry, REFERENCE, folder) for entry in row["references"]]
+    entries = [_check_entry(entry, REFERENCE, folder) for entry in row["references"]]
     return [(_files(folder, entry), entry) for entry in entries]
 
 
-def _text(value: object, most: int = MAX_TEXT) -> str:
+def _text(value: object, max_length: int = MAX_TEXT) -> str:
     """Return a number with five significant digits, or a text normalized to printable characters."""
     if isinstance(value, float):
         return f"{value:.5g}"
-    text = unicodedata.normalize("NFKC", str(value)[:most])
-    return "".join(letter if letter.isprintable() or letter == "\n" else " " for letter in text)
+    text = unicodedata.normalize("NFKC", str(value)[:max_length])
+    return "".join(character if character.isprintable() or character == "\n" else " " for character in text)
 
 
 def _score(value: object) -> float | None:
-    return _short(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    return _round_value(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def _short(value: float) -> float:
+def _round_value(value: float) -> float:
     """Round to five significant digits, more than a screen can show."""
     return float(f"{value:.5g}")
 
@@ -303,14 +311,14 @@ def _entries(path: Path, kinds: Kinds) -> list[dict[str, Any]]:
     """
     if path.suffix == ".jsonl":
         lines = read_jsonl(path) if path.exists() else []
-        return [_checked(entry, kinds, f"{path}, line {n}") for n, entry in enumerate(lines, start=1)]
-    entries = _parsed(path)
+        return [_check_entry(entry, kinds, f"{path}, line {n}") for n, entry in enumerate(lines, start=1)]
+    entries = _parse_file(path)
     if not isinstance(entries, list):
         raise ValueError(f"{path}: must be a list, got {type(entries).__name__}. {REMEDY}")
-    return [_checked(entry, kinds, f"{path}, entry {n}") for n, entry in enumerate(entries, start=1)]
+    return [_check_entry(entry, kinds, f"{path}, entry {n}") for n, entry in enumerate(entries, start=1)]
 
 
-def _parsed(path: Path) -> Any:
+def _parse_file(path: Path) -> Any:
     """Return the value of a JSON file."""
     try:
         return parse_json(read_regular(path))
@@ -318,7 +326,7 @@ def _parsed(path: Path) -> Any:
         raise ValueError(f"{path}: not valid JSON ({exc}). {REMEDY}") from exc
 
 
-def _checked(entry: object, kinds: Kinds, place: object) -> dict[str, Any]:
+def _check_entry(entry: object, kinds: Kinds, place: object) -> dict[str, Any]:
     """Return the entry after checking that it is an object with a value of the right type for each name."""
     if not isinstance(entry, dict):
         raise ValueError(f"{place}: must be an object, got {type(entry).__name__}. {REMEDY}")
@@ -336,10 +344,10 @@ def read_now(folder: Path) -> dict[str, Any] | None:
     """
     path = folder / "now.json"
     try:
-        found = _checked(_parsed(path), NOW, path)
+        entry = _check_entry(_parse_file(path), NOW, path)
     except FileNotFoundError:  # the run may have ended meanwhile
         return None
-    return {"text": _text(found["text"]), "at": found["at"]}
+    return {"text": _text(entry["text"]), "at": entry["at"]}
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from omni_reward.media import check_media, check_references
 from omni_train.files import read_regular, write_atomically, write_folder_atomically
 from omni_train.terminal import without_credentials
 
-from omni_rl.media.write import STRIP_FRAMES, Media, contact_sheet, encode_png, files_of, score_label, still
+from omni_rl.media.write import STRIP_FRAMES, Media, contact_sheet, encode_png, sample_files, score_label, still_image
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -104,19 +104,19 @@ def write_eval(folder: str | Path, step: int, media: "AllMedia", samples: Sequen
     shown = host_media(media, samples, range(min(MAX_SHEET, len(samples))))
     rows, files = _rows(shown, samples, range(min(MAX_IMAGES, len(samples))))
     labels = [score_label(sample.reward, sample.details) for sample in samples[:MAX_SHEET]]
-    wide = STRIP_FRAMES if any("video" in own for own in shown.values()) else 1
-    home = Path(folder) / "eval"
-    write_folder_atomically(home / f"{step:06}", {"rows.json": _json(rows), **files})
+    num_wide = STRIP_FRAMES if any("video" in sample_media for sample_media in shown.values()) else 1
+    eval_folder = Path(folder) / "eval"
+    write_folder_atomically(eval_folder / f"{step:06}", {"rows.json": _json(rows), **files})
     if all(shown.values()):  # text has no sheet
-        stills = [still(own) for own in shown.values()]
-        sheet = contact_sheet(stills, labels, columns=-(-8 // wide), max_side=SHEET_SIDE * wide)
-        write_atomically(home / f"{step:06}.png", encode_png(np.asarray(sheet)))
-    stored = step_folders(home)
+        stills = [still_image(sample_media) for sample_media in shown.values()]
+        sheet = contact_sheet(stills, labels, columns=-(-8 // num_wide), max_side=SHEET_SIDE * num_wide)
+        write_atomically(eval_folder / f"{step:06}.png", encode_png(np.asarray(sheet)))
+    stored = step_folders(eval_folder)
     while len(stored) > MAX_EVALS:
-        nearest = min(range(1, len(stored) - 1), key=lambda i: stored[i + 1][0] - stored[i - 1][0])
-        _, old = stored.pop(nearest)
-        old.with_suffix(".png").unlink(missing_ok=True)
-        shutil.rmtree(old)
+        index = min(range(1, len(stored) - 1), key=lambda i: stored[i + 1][0] - stored[i - 1][0])
+        _, dropped = stored.pop(index)
+        dropped.with_suffix(".png").unlink(missing_ok=True)
+        shutil.rmtree(dropped)
 
 
 def write_samples(folder: str | Path, step: int, media: "AllMedia", samples: Sequence[Sample]) -> None:
@@ -131,14 +131,14 @@ def write_samples(folder: str | Path, step: int, media: "AllMedia", samples: Seq
     files: dict[str, bytes] = {}
     for group, indices in first_groups(samples).items():
         best = best_and_worst(samples, indices)
-        shown, own = _rows(host_media(media, samples, best), samples, best)
+        shown, shown_files = _rows(host_media(media, samples, best), samples, best)
         rewards = [samples[i].reward for i in indices]
         entries.append({"group": group, "prompt": samples[indices[0]].prompt, "rewards": rewards, "shown": shown})
-        files |= own
-    home = Path(folder) / "samples"
-    write_folder_atomically(home / f"{step:06}", {"groups.json": _json(entries), **files})
-    for _, old in step_folders(home)[:-MAX_STEPS]:
-        shutil.rmtree(old)
+        files |= shown_files
+    samples_folder = Path(folder) / "samples"
+    write_folder_atomically(samples_folder / f"{step:06}", {"groups.json": _json(entries), **files})
+    for _, dropped in step_folders(samples_folder)[:-MAX_STEPS]:
+        shutil.rmtree(dropped)
 
 
 def write_versions(
@@ -158,11 +158,11 @@ def write_versions(
         changed: settings of `config.toml` that differ from their defaults; the report shows them first.
         facts: additional entries, such as the number of ranks.
     """
-    words = list(sys.argv if argv is None else argv)
+    arguments = list(sys.argv if argv is None else argv)
     entry = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": f"{_launcher()} {command_line(words, hide)}",
-        "commit": _commit(Path(words[0]).resolve().parent),
+        "command": f"{_launcher()} {command_line(arguments, hide)}",
+        "commit": _commit(Path(arguments[0]).resolve().parent),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "changed": list(changed),
@@ -181,21 +181,21 @@ def _packages() -> dict[str, str]:
 
 def command_line(argv: Sequence[str], hide: Iterable[str] = ()) -> str:
     """Return the command as a shell line, with `...` for values of flags in `hide`, spelled with - or _."""
-    hidden, words = set(hide), []
-    for before, word in pairwise(("", *argv)):
+    hidden, quoted = set(hide), []
+    for previous, word in pairwise(("", *argv)):
         flag, equals, _ = word.partition("=")
-        if before.replace("_", "-") in hidden:
-            words.append("...")
+        if previous.replace("_", "-") in hidden:
+            quoted.append("...")
         else:
-            words.append(f"{flag}=..." if equals and flag.replace("_", "-") in hidden else shlex.quote(word))
-    return " ".join(words)
+            quoted.append(f"{flag}=..." if equals and flag.replace("_", "-") in hidden else shlex.quote(word))
+    return " ".join(quoted)
 
 
-def step_folders(home: Path, last: float = math.inf) -> list[tuple[int, Path]]:
-    """Return (step, folder) of the step folders up to `last`, in step order; empty if `home` is missing."""
-    if not home.is_dir():
+def step_folders(parent: Path, last: float = math.inf) -> list[tuple[int, Path]]:
+    """Return (step, folder) of the step folders up to `last`, in step order; empty if `parent` is missing."""
+    if not parent.is_dir():
         return []
-    folders = [path for path in home.iterdir() if path.is_dir() and re.fullmatch("[0-9]+", path.name)]
+    folders = [path for path in parent.iterdir() if path.is_dir() and re.fullmatch("[0-9]+", path.name)]
     return sorted((step, path) for path in folders if (step := int(path.name)) <= last)
 
 
@@ -208,22 +208,22 @@ def host_media(media: "AllMedia", samples: Sequence[Sample], shown: Iterable[int
     """Return the media of the samples at `shown` as arrays by kind. Only these samples are copied to the host."""
     if not isinstance(media, Mapping) and len(media) != len(samples):
         raise ValueError(f"media must have {len(samples)} samples, got {len(media)}")
-    hosted: dict[int, Media] = {}
+    arrays: dict[int, Media] = {}
     for i in shown:
-        given = media[i]
-        own = given if isinstance(given, Mapping) else {"image": given}
-        hosted[i] = {kind: _host(array) for kind, array in own.items()}
-        for kind, array in hosted[i].items():
+        sample = media[i]
+        by_kind = sample if isinstance(sample, Mapping) else {"image": sample}
+        arrays[i] = {kind: _host(array) for kind, array in by_kind.items()}
+        for kind, array in arrays[i].items():
             check_media(kind, array[None], [dict(samples[i].rates)])
-    return hosted
+    return arrays
 
 
 def host_references(sample: Sample) -> list[np.ndarray]:
     """Return the sample's references as arrays, uint8 [H, W, 3]."""
-    arrays = [_host(image) for image in sample.references]
-    if arrays:
-        check_references([tuple(arrays)], 1)
-    return arrays
+    images = [_host(image) for image in sample.references]
+    if images:
+        check_references([tuple(images)], 1)
+    return images
 
 
 def _host(array: "np.ndarray | Tensor") -> np.ndarray:
@@ -254,29 +254,29 @@ def _rows(
     rows: list[dict[str, Any]] = []
     files: dict[str, bytes] = {}
     for i in indices:
-        row, own = files_of(f"{i:04}", shown[i], samples[i].rates)
-        files |= own
+        row, row_files = sample_files(f"{i:04}", shown[i], samples[i].rates)
+        files |= row_files
         references = []
         for image in host_references(samples[i]):
             digest = hashlib.sha256(image.tobytes()).hexdigest()[:16]  # samples with the same reference share its file
-            reference, own = files_of(f"reference-{digest}", {"image": image}, {})
+            reference, row_files = sample_files(f"reference-{digest}", {"image": image}, {})
             references.append(reference)
-            files |= own
-        details = {str(name): plain(value) for name, value in samples[i].details.items()}
+            files |= row_files
+        details = {str(name): simplify(value) for name, value in samples[i].details.items()}
         rows.append(vars(samples[i]) | row | {"details": details, "references": references})
     return rows, files
 
 
-def plain(value: object) -> object:
+def simplify(value: object) -> object:
     """Return the value if it is a string or a number, else a short representation."""
     return value if isinstance(value, str | int | float | None) else reprlib.repr(value)
 
 
 def _add_line(path: Path, entry: Mapping[str, object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    before = read_regular(path) if os.path.lexists(path) else b""
-    kept = before[: before.rfind(b"\n") + 1]  # the rest was truncated by a crash
-    write_atomically(path, kept + _json(entry).encode() + b"\n")
+    content = read_regular(path) if os.path.lexists(path) else b""
+    complete_lines = content[: content.rfind(b"\n") + 1]  # the rest was truncated by a crash
+    write_atomically(path, complete_lines + _json(entry).encode() + b"\n")
 
 
 def _launcher() -> str:
@@ -290,5 +290,5 @@ def _launcher() -> str:
 def _commit(folder: Path) -> str:
     """Return the commit of the folder's repository, with `+` if files are modified; empty without a repository."""
     git = shutil.which("git")
-    words = ["-C", str(folder), "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+"]
-    return subprocess.run([git, *words], capture_output=True, text=True).stdout.strip() if git else ""
+    git_args = ["-C", str(folder), "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+"]
+    return subprocess.run([git, *git_args], capture_output=True, text=True).stdout.strip() if git else ""

@@ -61,10 +61,10 @@ def list_page(title: str) -> str:
 
 
 def _document(title: str, data: object, script_name: str, media: str, connect: str = "'none'") -> str:
-    here = files("omni_rl.report")
-    style = here.joinpath("page.css").read_text(encoding="utf-8")
+    resources = files("omni_rl.report")
+    style = resources.joinpath("page.css").read_text(encoding="utf-8")
     names = ("charts.js", "words.js", script_name)
-    script = "".join(here.joinpath(name).read_text(encoding="utf-8") for name in names)
+    script = "".join(resources.joinpath(name).read_text(encoding="utf-8") for name in names)
     parts = {
         "policy": f"default-src 'none'; img-src {media}; media-src {media}; connect-src {connect}; "
         f"style-src '{_hash(style)}'; script-src '{_hash(script)}'",
@@ -73,23 +73,23 @@ def _document(title: str, data: object, script_name: str, media: str, connect: s
         "data": embed(data),
         "script": script,
     }
-    template = here.joinpath("page.html").read_text(encoding="utf-8")
+    template = resources.joinpath("page.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)  # one pass: parts are not searched
 
 
 def embed(data: object) -> str:
     """Return JSON that is safe in a script element, because it cannot end the element or begin another."""
-    text = json.dumps(_plain(data), allow_nan=False, separators=(",", ":"), default=str)
+    text = json.dumps(_stringify_non_finite(data), allow_nan=False, separators=(",", ":"), default=str)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def _plain(value: Any) -> Any:
+def _stringify_non_finite(value: Any) -> Any:
     """Return the value with non-finite numbers as strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+        return {str(name): _stringify_non_finite(item) for name, item in value.items()}
+    return [_stringify_non_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _hash(text: str) -> str:

@@ -27,7 +27,7 @@ from omni_train.breaker import Breaker
 from omni_train.terminal import one_line
 from safetensors.numpy import load, save
 
-from omni_rl.media.write import Media, few_frames
+from omni_rl.media.write import Media, thin_frames
 from omni_rl.report.folder import (
     MAX_SHEET,
     Sample,
@@ -76,11 +76,11 @@ class ReportProcess:
         self._change = threading.Condition()
         self._has_warned = False
         self._due = 0  # evaluations that may not be on disk yet
-        self._connection, theirs = Pipe()
-        with theirs:
-            fd = theirs.fileno()
-            words = [sys.executable, "-P", "-m", "omni_rl.report.process", str(folder), track, project, str(fd)]
-            self._process = subprocess.Popen(words, stdout=2, pass_fds=[fd], start_new_session=True)
+        self._connection, child_connection = Pipe()
+        with child_connection:
+            fd = child_connection.fileno()
+            command = [sys.executable, "-P", "-m", "omni_rl.report.process", str(folder), track, project, str(fd)]
+            self._process = subprocess.Popen(command, stdout=2, pass_fds=[fd], start_new_session=True)
         self.tracker_error = "" if track == "none" else self._answer()
         self._thread = threading.Thread(target=self._send_all, daemon=True)
         self._thread.start()
@@ -146,20 +146,20 @@ class ReportProcess:
         for row, i in enumerate(sent):
             media, rates = shown.get(i, {}), samples[i].rates
             if "video" in media:
-                media, rates = few_frames(media, rates)
+                media, rates = thin_frames(media, rates)
             names = {name: f"{row} {name}" for name in media}
             references = enumerate(host_references(samples[i]) if media else ())
-            others = {f"{row} reference {n}": image for n, image in references}
-            rows.append(vars(samples[i]) | {"rates": rates, "media": names, "references": list(others)})
-            arrays |= {names[name]: array for name, array in media.items()} | others
+            reference_arrays = {f"{row} reference {n}": image for n, image in references}
+            rows.append(vars(samples[i]) | {"rates": rates, "media": names, "references": list(reference_arrays)})
+            arrays |= {names[name]: array for name, array in media.items()} | reference_arrays
         self._put(kind, step, arrays, samples=rows)
 
     def _put(self, kind: str, step: int = 0, arrays: Arrays | None = None, **content: object) -> None:
         with self._change:
             self._waiting.append(({"kind": kind, "step": step, **content}, arrays or {}))
-            same = [i for i, (waiting, _) in enumerate(self._waiting) if waiting["kind"] == kind]
-            if len(same) > MAX_WAITING.get(kind, math.inf):
-                del self._waiting[same[0]]
+            same_kind = [i for i, (waiting, _) in enumerate(self._waiting) if waiting["kind"] == kind]
+            if len(same_kind) > MAX_WAITING.get(kind, math.inf):
+                del self._waiting[same_kind[0]]
             self._change.notify()
 
     def _send_all(self) -> None:
@@ -190,9 +190,9 @@ class ReportProcess:
 
     def _warn_of_loss(self) -> None:
         """Print once that the process has ended."""
-        ended = f"the process that writes the report of {self._folder} has ended (exit code {self._process.wait()})"
+        reason = f"the process that writes the report of {self._folder} has ended (exit code {self._process.wait()})"
         remedy = f"to write the rest again: python -m omni_rl.report {self._folder}"
-        _warn_once(f"{ended}: training continues without new images; {remedy}")
+        _warn_once(f"{reason}: training continues without new images; {remedy}")
 
 
 def main(folder: str, track: str, project: str, fd: str) -> None:
@@ -218,28 +218,29 @@ def main(folder: str, track: str, project: str, fd: str) -> None:
 
 def _follow(connection: Connection, folder: Path, sinks: Sequence[tuple[Sink, Breaker]], page: Breaker) -> None:
     """Handle messages until the last one, and write the page in between."""
-    due, next_s, later_s = math.inf, 0.0, 0.0  # when the page is due, and the earliest time after a line or without one
-    pictures, present = (
+    # when the page is due, and the earliest time after a line or without one
+    due_s, next_s, idle_s = math.inf, 0.0, 0.0
+    pictures, progress = (
         Breaker("the samples of the report", goes_on=True),
         Breaker("the progress in the report", goes_on=True),
     )
     while True:
-        now = time.monotonic()
-        if now >= due:
+        start = time.monotonic()
+        if start >= due_s:
             page(write_report, folder)
-            due, end = math.inf, time.monotonic()
-            next_s, later_s = end + (end - now) / MAX_SHARE, end + max(NOW_S, (end - now) / NOW_SHARE)
-        elif connection.poll(None if due == math.inf else due - now):
+            due_s, end = math.inf, time.monotonic()
+            next_s, idle_s = end + (end - start) / MAX_SHARE, end + max(NOW_S, (end - start) / NOW_SHARE)
+        elif connection.poll(None if due_s == math.inf else due_s - start):
             message, arrays = json.loads(connection.recv_bytes()), load(connection.recv_bytes())
             kind, step = message["kind"], message["step"]
             if kind == "end":
-                present((folder / "now.json").unlink, missing_ok=True)
+                progress((folder / "now.json").unlink, missing_ok=True)
                 return
             if kind == "now":
-                due = min(due, later_s)
-                present(write_now, folder, message["text"])
+                due_s = min(due_s, idle_s)
+                progress(write_now, folder, message["text"])
             elif kind == "log":
-                due = next_s  # samples come before the line of their step
+                due_s = next_s  # samples come before the line of their step
                 for sink, guard in sinks:
                     guard(sink, step, message["metrics"])
             else:

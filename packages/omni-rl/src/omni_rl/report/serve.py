@@ -43,10 +43,10 @@ from starlette.routing import Route
 
 from omni_rl.report.data import MEDIA_TYPES, curve, outline, read_now, run_data
 from omni_rl.report.page import embed, list_page, page
-from omni_rl.run.metrics import one_evaluation
+from omni_rl.run.metrics import drop_stale_evaluations
 
 FILES = ("metrics.jsonl", "config.toml", "versions.jsonl")  # files of a run that the list reads
-HOMES = {"eval", "samples"}  # folders of a run with media to serve
+MEDIA_FOLDERS = {"eval", "samples"}  # folders of a run with media to serve
 DEPTH = 3  # levels of folders to search for runs
 MAX_RUNS = 1000  # in the list
 MAX_COMPARED = 8  # number of colors
@@ -75,15 +75,15 @@ class Runs:
 
         Folders with unprintable names are left out.
         """
-        found: dict[str, Path] = {}
-        for place, folders, _ in os.walk(self.root):  # skips folders that cannot be read
-            below = Path(place).relative_to(self.root)
-            is_run = os.path.isfile(f"{place}/metrics.jsonl")
-            if is_run and len(found) < MAX_RUNS:
-                found[below.as_posix()] = Path(place)
-            is_last = is_run or len(below.parts) == DEPTH or len(found) == MAX_RUNS
+        runs: dict[str, Path] = {}
+        for path, folders, _ in os.walk(self.root):  # skips folders that cannot be read
+            relative = Path(path).relative_to(self.root)
+            is_run = os.path.isfile(f"{path}/metrics.jsonl")
+            if is_run and len(runs) < MAX_RUNS:
+                runs[relative.as_posix()] = Path(path)
+            is_last = is_run or len(relative.parts) == DEPTH or len(runs) == MAX_RUNS
             folders[:] = sorted(name for name in folders if name.isprintable() and name[0] != "." and not is_last)
-        return found
+        return runs
 
     def outlines(self) -> list[dict[str, Any]]:
         """Return the row of each run in the list, or an error in its files."""
@@ -130,7 +130,7 @@ class Runs:
         return page([run | {"name": self.title(name)} for name, run in zip(names, data, strict=True)], live=True)
 
     def _check_links(self, folder: Path) -> None:
-        for path in [path for home in HOMES for path in (folder / home, *folder.glob(f"{home}/*"))]:
+        for path in [path for home in MEDIA_FOLDERS for path in (folder / home, *folder.glob(f"{home}/*"))]:
             if not path.resolve().is_relative_to(self.root):
                 raise ValueError(f"{path.relative_to(self.root)} leads out of the folder that is served")
 
@@ -139,7 +139,7 @@ class Runs:
         with suppress(OSError, ValueError):
             file = (self.root / path).resolve()
             parts = file.relative_to(self.root).parts[:-1]  # with links resolved
-            if file.suffix in MEDIA_TYPES and HOMES & set(parts) and file.is_file():
+            if file.suffix in MEDIA_TYPES and MEDIA_FOLDERS & set(parts) and file.is_file():
                 return file
         raise HTTPException(404, "no such image, video or sound")
 
@@ -164,11 +164,11 @@ def _last_line(folder: Path, state: State) -> dict[str, float]:
 @lru_cache(MAX_RUNS)
 def _outline(folder: Path, state: State) -> dict[str, Any]:
     """Return the row of a run in the list. state: cache key; the files are read again only if it changes."""
-    steps = one_evaluation(load_metrics(folder / FILES[0]))
-    found = outline(folder, steps)
-    config, start = found["config"], found["starts"][-1] if found["starts"] else {}
+    steps = drop_stale_evaluations(load_metrics(folder / FILES[0]))
+    run_outline = outline(folder, steps)
+    config, start = run_outline["config"], run_outline["starts"][-1] if run_outline["starts"] else {}
     scripts = [Path(word).stem for word in start.get("command", "").split() if word.endswith(".py")]
-    row = {key: found[key] for key in ("step", "total", "seconds", "pace_s", "logged_at")}
+    row = {key: run_outline[key] for key in ("step", "total", "seconds", "pace_s", "logged_at")}
     row |= {"held": curve(steps, "eval/reward", 60), "started": start.get("started")}
     return row | {"trainer": scripts[0] if scripts else "", "algo": config.get("algo"), "model": config.get("model")}
 
@@ -181,46 +181,47 @@ def create_app(runs: Runs, *, host: str = "localhost", token: str = "") -> Starl
         host: an additional allowed name of the loopback address, if there is no token.
         token: the beginning of every address. Without a token, only requests to the loopback address are answered.
     """
-    drawing, listing = asyncio.Lock(), asyncio.Lock()  # each takes many times the memory of the files that it reads
-    start = f"/{token}/" if token else "/"
+    # each takes many times the memory of the files that it reads
+    report_lock, list_lock = asyncio.Lock(), asyncio.Lock()
+    prefix = f"/{token}/" if token else "/"
 
-    def show(text: str) -> Response:
+    def html_response(text: str) -> Response:
         return HTMLResponse(text.encode(errors="replace"), headers={"Content-Security-Policy": PAGE_POLICY})
 
     async def index(request: Request) -> Response:
-        return show(list_page(runs.root.name))
+        return html_response(list_page(runs.root.name))
 
-    async def listed(request: Request) -> Response:
-        async with listing:
+    async def list_runs(request: Request) -> Response:
+        async with list_lock:
             return Response(embed(await run_in_threadpool(runs.outlines)), media_type="application/json")
 
     async def gauges(request: Request) -> Response:
-        async with listing:
+        async with list_lock:
             return Response(await run_in_threadpool(runs.gauges), media_type=CONTENT_TYPE_LATEST)
 
     async def report(request: Request) -> Response:
-        async with drawing:
-            return show(await run_in_threadpool(runs.report, request.query_params.getlist("run")))
+        async with report_lock:
+            return html_response(await run_in_threadpool(runs.report, request.query_params.getlist("run")))
 
     def media(request: Request) -> Response:
         file = runs.media(request.path_params["path"])
         return FileResponse(file, media_type=MEDIA_TYPES[file.suffix])
 
-    async def guard(request: Request, call_next: RequestResponseEndpoint) -> Response:
-        asked, path = request.headers.get("host", ""), request.scope["path"]
-        if not token and not names_loopback(asked, host):  # against DNS rebinding
-            answer: Response = PlainTextResponse("the host of the address must be localhost", 403)
-        elif not hmac.compare_digest(path[: len(start)].encode(), start.encode()):
-            answer = PlainTextResponse("the address must begin with the token that was printed at start", 404)
+    async def check_address(request: Request, call_next: RequestResponseEndpoint) -> Response:
+        host_header, path = request.headers.get("host", ""), request.scope["path"]
+        if not token and not names_loopback(host_header, host):  # against DNS rebinding
+            response: Response = PlainTextResponse("the host of the address must be localhost", 403)
+        elif not hmac.compare_digest(path[: len(prefix)].encode(), prefix.encode()):
+            response = PlainTextResponse("the address must begin with the token that was printed at start", 404)
         else:
-            answer = await call_next(request)
+            response = await call_next(request)
         for name, value in HEADERS.items():
-            answer.headers.setdefault(name, value)
-        return answer
+            response.headers.setdefault(name, value)
+        return response
 
-    pages = {"": index, "runs.json": listed, "metrics": gauges, "report": report, "files/{path:path}": media}
-    routes = [Route(start + path, endpoint) for path, endpoint in pages.items()]
-    app = Starlette(routes=routes, middleware=[Middleware(BaseHTTPMiddleware, dispatch=guard)])
+    pages = {"": index, "runs.json": list_runs, "metrics": gauges, "report": report, "files/{path:path}": media}
+    routes = [Route(prefix + path, endpoint) for path, endpoint in pages.items()]
+    app = Starlette(routes=routes, middleware=[Middleware(BaseHTTPMiddleware, dispatch=check_address)])
     app.router.redirect_slashes = False
     return app
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from omni_rl.run.metrics import METRICS, Rule
 
 Line = Mapping[str, float]
-LOOK = "Look at the steps before it. For a loss or a norm lower --lr, or try --dtype float32."
+ADVICE = "Look at the steps before it. For a loss or a norm lower --lr, or try --dtype float32."
 ALARMS = tuple((row.name, row.alarm) for row in METRICS if row.alarm)
 
 
@@ -36,33 +36,33 @@ class Watch:
 
     def __init__(self) -> None:
         self._rows: dict[str, deque[Line]] = {}  # by the rule's title
-        self._holding: set[str] = set()
-        self._broken: set[str] = set()  # metrics that have been non-finite at least once
+        self._active: set[str] = set()
+        self._non_finite: set[str] = set()  # metrics that have been non-finite at least once
 
     def __call__(self, line: Line) -> list[Alarm]:
         """Return the alarms that begin with this line. An alarm that ended may begin again."""
-        return [alarm for alarm, is_new in self.see(line) if is_new]
+        return [alarm for alarm, is_new in self.update(line) if is_new]
 
-    def see(self, line: Line) -> list[tuple[Alarm, bool]]:
+    def update(self, line: Line) -> list[tuple[Alarm, bool]]:
         """Return the alarms that hold at this line, each with True if it did not hold before.
 
         line: the next line in step order, with its `step`.
         """
-        self._broken |= {name for name, value in line.items() if not math.isfinite(value)}
-        found = []
-        for name, rule in (*ALARMS, *((name, _not_finite(name)) for name in sorted(self._broken))):
+        self._non_finite |= {name for name, value in line.items() if not math.isfinite(value)}
+        alarms = []
+        for name, rule in (*ALARMS, *((name, _not_finite(name)) for name in sorted(self._non_finite))):
             names = (name, *rule.others)
-            is_stale = rule.of_fresh and line.get("policy/staleness", 0) > 0
+            is_stale = rule.on_policy_only and line.get("policy/staleness", 0) > 0
             if is_stale or any(name not in line for name in names):
                 continue
             rows = self._rows.setdefault(rule.title, deque(maxlen=None if rule.from_first else rule.window))
             rows.append(line)
             if len(rows) >= rule.window and rule.holds(*([row[name] for row in rows] for name in names)):
-                found.append((_alarm(rule, names, rows), rule.title not in self._holding))
-                self._holding.add(rule.title)
+                alarms.append((_alarm(rule, names, rows), rule.title not in self._active))
+                self._active.add(rule.title)
             else:
-                self._holding.discard(rule.title)
-        return found
+                self._active.discard(rule.title)
+        return alarms
 
 
 def find_alarms(lines: Sequence[Line]) -> list[Alarm]:
@@ -73,19 +73,19 @@ def find_alarms(lines: Sequence[Line]) -> list[Alarm]:
     """
     watch, last, since, counts = Watch(), dict[str, Alarm](), dict[str, float](), Counter[str]()
     for line in lines:
-        for alarm, _ in watch.see(line):
+        for alarm, _ in watch.update(line):
             last[alarm.title] = alarm
             since.setdefault(alarm.title, line["step"])
             counts[alarm.title] += 1
-    found = [
+    alarms = [
         replace(alarm, numbers=alarm.numbers | {"steps": counts[title], "since": since[title]})
         for title, alarm in last.items()
     ]
-    return sorted(found, key=lambda alarm: (alarm.step, alarm.title))
+    return sorted(alarms, key=lambda alarm: (alarm.step, alarm.title))
 
 
 def _not_finite(name: str) -> Rule:
-    return Rule(f"{name} is not finite", lambda v: not math.isfinite(v[0]), LOOK, window=1)
+    return Rule(f"{name} is not finite", lambda v: not math.isfinite(v[0]), ADVICE, window=1)
 
 
 def _alarm(rule: Rule, names: Sequence[str], rows: Sequence[Line]) -> Alarm:

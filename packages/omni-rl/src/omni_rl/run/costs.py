@@ -20,7 +20,7 @@ class Work(TypedDict):
 
 
 @contextmanager
-def measured(run: AnyRun, step: Step) -> Iterator[None]:
+def measure_step(run: AnyRun, step: Step) -> Iterator[None]:
     """Measure the cost of the block, and add it to the metrics of the step."""
     busy_s, cpu_s = run.scorer.busy_s, time.process_time()
     run.counts.clear()
@@ -30,21 +30,22 @@ def measured(run: AnyRun, step: Step) -> Iterator[None]:
     yield
     step.metrics["reward/busy_s"] = run.scorer.busy_s - busy_s + run.counts["busy_ms"] / 1000
     step.metrics |= run.memory("", peak=True)
-    step.metrics |= costs(run, time.process_time() - cpu_s)
+    step.metrics |= gather_costs(run, time.process_time() - cpu_s)
     if run.model.boundary and not run.breakers.calls.is_off:
         step.metrics |= {f"policy/forwards_{name}": float(run.counts[name]) for name in run.model.nets}
     step.metrics |= (run.breakers.load(run.load.metrics) or {}) if run.load else {}
 
 
-def costs(run: AnyRun, cpu_s: float) -> dict[str, float]:
+def gather_costs(run: AnyRun, cpu_s: float) -> dict[str, float]:
     """Return the metrics of a step's cost that all ranks report, summed. cpu_s: CPU seconds of this rank."""
     names = ("perf/forwards", "perf/backwards", "perf/cpu_s")
-    own = run.breakers.calls(own_costs, run, cpu_s) or [math.nan] * len(names)  # other ranks wait in the gather
-    sums = map(sum, zip(*gather_json(run.dist, own), strict=True))
+    # other ranks wait in the gather
+    rank_values = run.breakers.calls(rank_costs, run, cpu_s) or [math.nan] * len(names)
+    sums = map(sum, zip(*gather_json(run.dist, rank_values), strict=True))
     return {name: total for name, total in zip(names, sums, strict=True) if not math.isnan(total)}
 
 
-def own_costs(run: AnyRun, cpu_s: float) -> list[float]:
+def rank_costs(run: AnyRun, cpu_s: float) -> list[float]:
     """Return this rank's forwards and backwards, in samples, and its CPU seconds."""
     with_gradients = sum(samples for (_, has_gradient, _), samples in run.calls.items() if has_gradient)
     samples = [count / run.dist.context for count in (sum(run.calls.values()), with_gradients)]
@@ -52,11 +53,11 @@ def own_costs(run: AnyRun, cpu_s: float) -> list[float]:
     return [*samples, cpu_s + run.counts["cpu_ms"] / 1000]
 
 
-def work_of(run: AnyRun) -> Work:
+def step_work(run: AnyRun) -> Work:
     """Return the work of this rank since its counts were cleared."""
-    counted = run.flops.total(run.calls) if run.flops and not run.breakers.calls.is_off else {}
+    flops_by_net = run.flops.total(run.calls) if run.flops and not run.breakers.calls.is_off else {}
     return Work(
         num_samples=run.counts["sampled"] / run.dist.context,
-        flops={name: n / run.dist.context for name, n in counted.items()},
+        flops={name: n / run.dist.context for name, n in flops_by_net.items()},
         peak_tflops=run.peak_tflops,
     )

@@ -13,22 +13,22 @@ from torch import nn
 
 from omni_rl.run.inputs import Inputs
 from omni_rl.run.session import Session
-from omni_rl.settings.args import MediaArgs, RunArgs, num_trainers, sharding
-from omni_rl.settings.fields import flag
+from omni_rl.settings.args import MediaArgs, RunArgs, num_trainers, sharding_mode
+from omni_rl.settings.fields import prefix_errors
 from omni_rl.settings.token_args import ThinkingArgs
 
 SHIPPED = "that of omni-rollout, with one token per word of a prompt, as {} cannot be fetched: {}"
 STEP = "--memory.device-gb GB plans its memory, and the host's, for an accelerator of that size"
 
 
-def plan_of(args: RunArgs, dist: Dist, inputs: Inputs[Any, Any], session: Session, net: nn.Module) -> list[str]:
+def describe_plan(args: RunArgs, dist: Dist, inputs: Inputs[Any, Any], session: Session, net: nn.Module) -> list[str]:
     """Return lines on a rank's part of a step and the memory of its weights. net: with adapters, without values."""
-    mode, num_ranks, samplers = sharding(args, dist.world_size), dist.world_size, args.sharding.rollout_ranks
+    mode, num_ranks, samplers = sharding_mode(args, dist.world_size), dist.world_size, args.sharding.rollout_ranks
     lora_rank = args.lora.rank
     num_weights = sum(p.numel() for p in net.parameters())
     num_trained = sum(p.numel() for p in net.parameters() if p.requires_grad)
     num_nets = 0 if lora_rank else ("reference" in inputs.policies) + len(inputs.teachers)
-    num_frozen = num_weights - num_trained + num_weights * num_nets + inputs.num_beside
+    num_frozen = num_weights - num_trained + num_weights * num_nets + inputs.num_extra_params
     # In float32: the weight, its gradient, two moments and averages.
     copies = 4 + bool(args.policy.ema_decay) + ("old" in inputs.policies)
     share = args.sharding.size or num_ranks if mode == "fsdp2" else 1
@@ -46,7 +46,7 @@ def plan_of(args: RunArgs, dist: Dist, inputs: Inputs[Any, Any], session: Sessio
     can_plan = not (args.eval.only or isinstance(args, ThinkingArgs) or args.sampling.engine == "vllm")
     has_step = bool(args.memory.device_gb)
     url = "that of --scorer.url, which is not written to files" if args.scorer.url else ""
-    who = "rank" if dist.context == 1 else f"{dist.context} ranks, each with a part of every sample's tokens"
+    sharer = "rank" if dist.context == 1 else f"{dist.context} ranks, each with a part of every sample's tokens"
     lines = {
         "model": describe_model(inputs),
         **(
@@ -57,7 +57,7 @@ def plan_of(args: RunArgs, dist: Dist, inputs: Inputs[Any, Any], session: Sessio
         "ranks": f"{num_ranks}, weights {mode}"
         + ", each expert on one rank" * args.sharding.experts
         + (f"; {samplers} more only sample" if samplers else ""),
-        "samples per step": f"{samples}, {samples // dist.dp_size} per {who}, {args.data.batch_size} per forward",
+        "samples per step": f"{samples}, {samples // dist.dp_size} per {sharer}, {args.data.batch_size} per forward",
         "optimizer steps per training step": str(args.data.num_minibatches),
         "evaluations": _evaluations(args, inputs),
         "scorer": url or args.scorer.name or "none",
@@ -68,7 +68,7 @@ def plan_of(args: RunArgs, dist: Dist, inputs: Inputs[Any, Any], session: Sessio
         "optimizer and averages; the model's other parts and activations come on top",
         **({"a step": STEP} if can_plan and not has_step else {}),
         **(_forward(args, inputs, net) if isinstance(args, MediaArgs) and not has_step else {}),
-        "start": f"{session.begins}, in {session.folder}",
+        "start": f"{session.start_message}, in {session.folder}",
     }
     return [f"plan: {name}: {value}" for name, value in lines.items()]
 
@@ -95,9 +95,9 @@ def _forward(args: MediaArgs, inputs: Inputs[Any, Any], net: nn.Module) -> dict[
     if isinstance(args, ThinkingArgs):
         return {}
     dtype = inputs.preparation.dtype
-    for param in net.parameters() if sharding(args, num_trainers(args)) == "fsdp2" else ():
+    for param in net.parameters() if sharding_mode(args, num_trainers(args)) == "fsdp2" else ():
         param.data = param.data.to(dtype)  # the dtype of gathered weights
-    with flag(f"--dtype {args.policy.dtype}: "):
+    with prefix_errors(f"--dtype {args.policy.dtype}: "):
         flops = count_forward(inputs.model, net, dtype, inputs.params, inputs.prompts.at(0)[0])
     return {"a forward of one sample": f"{flops / 1e12:.4g} TFLOP in {args.policy.dtype}"}
 
@@ -109,7 +109,9 @@ def _evaluations(args: RunArgs, inputs: Inputs[Any, Any]) -> str:
         return samples * (params.num_inference_steps if isinstance(params, Params) else 1)
 
     count = args.eval.first + math.ceil(args.run.train_steps / args.eval.every)
-    samples = [len(held.records) * held.samples for held in inputs.held_out]
-    one = sum(forwards(number, held.params) for number, held in zip(samples, inputs.held_out, strict=True))
-    share = one / forwards(args.data.prompts_per_step * args.data.group_size, inputs.params)
+    samples = [len(eval_set.records) * eval_set.samples for eval_set in inputs.held_out]
+    num_forwards = sum(
+        forwards(number, eval_set.params) for number, eval_set in zip(samples, inputs.held_out, strict=True)
+    )
+    share = num_forwards / forwards(args.data.prompts_per_step * args.data.group_size, inputs.params)
     return f"{count}, each of {sum(samples)} samples, which takes as long as {share:.2g} rollouts"

@@ -27,7 +27,12 @@ class EngineRow(NamedTuple):
 
 
 def open_diffusers(
-    model: "Model", net: "nn.Module", dist: "Dist", dtype: "torch.dtype", form: "RolloutDtype", texts: "TextCache"
+    model: "Model",
+    net: "nn.Module",
+    dist: "Dist",
+    dtype: "torch.dtype",
+    rollout_dtype: "RolloutDtype",
+    texts: "TextCache",
 ) -> "Engine":
     """Open the embedded engine, which samples with the trained net."""
     from omni_rollout.engines.diffusers import DiffusersEngine
@@ -36,16 +41,21 @@ def open_diffusers(
 
 
 def open_vllm_omni(
-    model: "Model", net: "nn.Module", dist: "Dist", dtype: "torch.dtype", form: "RolloutDtype", texts: "TextCache"
+    model: "Model",
+    net: "nn.Module",
+    dist: "Dist",
+    dtype: "torch.dtype",
+    rollout_dtype: "RolloutDtype",
+    texts: "TextCache",
 ) -> "Engine":
     """Open vLLM-Omni in this process, with its own copy of the weights."""
     from omni_rollout.engines.vllm_omni.engine import VllmOmniEngine
     from omni_train.dist import same_error
 
-    from omni_rl.settings.fields import flag
+    from omni_rl.settings.fields import prefix_errors
 
-    together, quantization = partial(same_error, dist), None if form == "auto" else form
-    with flag("--memory.rollout-dtype: ") if quantization else nullcontext():
+    together, quantization = partial(same_error, dist), None if rollout_dtype == "auto" else rollout_dtype
+    with prefix_errors("--memory.rollout-dtype: ") if quantization else nullcontext():
         return VllmOmniEngine(
             model, device=dist.device, dtype=dtype, quantization=quantization, together=together, texts=texts
         )

@@ -13,15 +13,15 @@ from omni_train.dist import same_error
 from omni_train.files import new_folder, read_jsonl
 from omni_train.weights.card import model_card
 
-from omni_rl.flow.evals import HeldOut, Shown, date_evaluations, evaluate, mixed, starts_of
-from omni_rl.media.write import readable
+from omni_rl.flow.evals import HeldOut, Shown, date_evaluations, dates_by_prefix, evaluate, interleave_sets
+from omni_rl.media.write import format_score
 from omni_rl.report.folder import command_line
 from omni_rl.run.alarms import Line
-from omni_rl.run.metrics import GOLD_REWARD, SETTINGS_SINCE, error_of, falls
+from omni_rl.run.metrics import GOLD_REWARD, SETTINGS_SINCE, is_below_best, stderr_name
 from omni_rl.run.run import AnyRun
 from omni_rl.settings.args import secret_flags, without_secrets
 from omni_rl.settings.early import EVALS
-from omni_rl.settings.fields import build, change, flat
+from omni_rl.settings.fields import build, change, flatten
 
 EvaluateSet = Callable[[Any, HeldOut[Any, Any]], tuple[dict[str, float], Shown]]
 Export = Callable[[Any, Mapping[str, object] | None], None]
@@ -33,44 +33,44 @@ def is_due(run: AnyRun, done: int) -> bool:
     return bool(done or args.eval.first) and (done % args.eval.every == 0 or done == args.run.train_steps)
 
 
-def is_judged(line: Line) -> bool:
+def has_evaluation(line: Line) -> bool:
     """Return True if a line of the log contains an evaluation."""
     return any(name.startswith("eval/") for name in line)
 
 
-def date_sets(run: AnyRun, now: int) -> dict[str, float]:
-    """Record in the checkpoints since which step each set is evaluated as now; return the steps as `starts_of` does."""
-    then: Mapping[str, object] = run.session.config.get(EVALS, {})  # type: ignore[assignment]  # from an earlier start
-    run.session.config[EVALS] = found = date_evaluations(run.held_out, then, now)
-    return starts_of(found)
+def record_set_dates(run: AnyRun, now: int) -> dict[str, float]:
+    """Record in the checkpoints since which step each set is evaluated as now; return `dates_by_prefix` of them."""
+    earlier: Mapping[str, object] = run.session.config.get(EVALS, {})  # type: ignore[assignment]  # from an earlier start
+    run.session.config[EVALS] = dates = date_evaluations(run.held_out, earlier, now)
+    return dates_by_prefix(dates)
 
 
-def hold_out(
-    run: AnyRun, done: int, before: Sequence[Line], evaluate_set: EvaluateSet, export: Export
+def evaluate_held_out(
+    run: AnyRun, step: int, earlier: Sequence[Line], evaluate_set: EvaluateSet, export: Export
 ) -> dict[str, float]:
     """Evaluate the held-out prompts under the averaged weights, export these weights, and return the metrics.
 
-    The weights are exported only if the run has trained. before: the lines of evaluations so far. evaluate_set, export:
-    see `Loop`.
+    The weights are exported only if the run has trained. earlier: the lines of evaluations so far. evaluate_set,
+    export: see `Loop`.
     """
 
-    def evaluate_one(held: HeldOut[Any, Any]) -> tuple[dict[str, float], Shown]:
-        size = held.batch_size(run.args.data.batch_size, run.dist.dp_size)
-        return evaluate_set(replace(run, args=change(run.args, batch_size=size)), held)
+    def evaluate_one(eval_set: HeldOut[Any, Any]) -> tuple[dict[str, float], Shown]:
+        size = eval_set.batch_size(run.args.data.batch_size, run.dist.dp_size)
+        return evaluate_set(replace(run, args=change(run.args, batch_size=size)), eval_set)
 
     with run.policy.ema.applied():
-        run.sync_weights(done)
+        run.sync_weights(step)
         metrics, shown = evaluate(run.held_out, evaluate_one)
         metrics |= settings_since(run)
         if report := run.session.report:
-            run.breakers.pictures(lambda: report.show_eval(done, *mixed(shown)))
-        if done and not run.args.eval.only:
+            run.breakers.pictures(lambda: report.show_eval(step, *interleave_sets(shown)))
+        if step and not run.args.eval.only:
             if run.args.run.checkpoint_url:
                 run.session.checkpoints.wait()  # a save in progress uploads the previous weights
             has_card = run.dist.is_main and "eval/reward" in metrics
-            lines = [*before, {"step": done} | metrics]
+            lines = [*earlier, {"step": step} | metrics]
             export(run, run.breakers.card(card_facts, run, lines) if has_card else None)
-    run.sync_weights(done)
+    run.sync_weights(step)
     return metrics
 
 
@@ -79,9 +79,9 @@ def settings_since(run: AnyRun) -> dict[str, float]:
 
     Empty if this holds for all sets since the start.
     """
-    dates: Mapping[str, tuple[str, int]] = run.session.config.get(EVALS, {})  # type: ignore[assignment]  # `date_sets`
-    found = {f"{start}{SETTINGS_SINCE}": since for start, since in starts_of(dates).items()}
-    return found if any(found.values()) and not run.args.eval.only else {}
+    dates: Mapping[str, tuple[str, int]] = run.session.config.get(EVALS, {})  # type: ignore[assignment]  # `record_set_dates`
+    since_by_metric = {f"{start}{SETTINGS_SINCE}": since for start, since in dates_by_prefix(dates).items()}
+    return since_by_metric if any(since_by_metric.values()) and not run.args.eval.only else {}
 
 
 def card_facts(run: AnyRun, evals: Sequence[Line]) -> dict[str, object]:
@@ -94,53 +94,58 @@ def card_facts(run: AnyRun, evals: Sequence[Line]) -> dict[str, object]:
     """
     evals = [line for line in evals if "eval/reward" in line]
     first = {"held-out, base": evals[0]["eval/reward"]} if evals[0]["step"] == 0 and len(evals) > 1 else {}
-    more = {
-        f"held-out, {h.name}": evals[-1][h.metric("reward")]
-        for h in run.held_out[1:]
-        if h.metric("reward") in evals[-1]
+    other_sets = {
+        f"held-out, {eval_set.name}": evals[-1][eval_set.metric("reward")]
+        for eval_set in run.held_out[1:]
+        if eval_set.metric("reward") in evals[-1]
     }
-    plain, settings = flat(build(type(run.args), {})), flat(without_secrets(run.args))
+    defaults, settings = flatten(build(type(run.args), {})), flatten(without_secrets(run.args))
     path = run.session.folder / "versions.jsonl"  # missing if it could not be written
-    now = {"command": command_line(sys.argv, hide=secret_flags(type(run.args)))}
-    starts = dict.fromkeys(str(start["command"]) for start in (read_jsonl(path) if path.exists() else [now]))
+    command = {"command": command_line(sys.argv, hide=secret_flags(type(run.args)))}
+    starts = dict.fromkeys(str(start["command"]) for start in (read_jsonl(path) if path.exists() else [command]))
     facts: dict[str, object] = {
         "base": run.base,
         "algorithm": run.algorithm,
-        "settings": {name: value for name, value in settings.items() if value != plain[name]},
-        "scores": {"held-out": evals[-1]["eval/reward"], **first, **more},
+        "settings": {name: value for name, value in settings.items() if value != defaults[name]},
+        "scores": {"held-out": evals[-1]["eval/reward"], **first, **other_sets},
         "command": "\n".join(starts),
     }
     model_card(facts, is_lora=bool(run.args.lora.rank))
     return facts
 
 
-def changes_of(run: AnyRun, evals: Sequence[Line]) -> str:
+def describe_changes(run: AnyRun, evals: Sequence[Line]) -> str:
     """Return the first and the last held-out score of each set as text."""
     changes = []
-    for held in run.held_out:
-        scores = [line[held.metric("reward")] for line in evals if held.metric("reward") in line]
+    for eval_set in run.held_out:
+        scores = [line[eval_set.metric("reward")] for line in evals if eval_set.metric("reward") in line]
         if scores:
-            ends = scores[:: max(1, len(scores) - 1)]
-            changes.append(f"{held.name or 'held-out score'} {' -> '.join(readable(score, 3) for score in ends)}")
+            first_and_last = scores[:: max(1, len(scores) - 1)]
+            changes.append(
+                f"{eval_set.name or 'held-out score'} {' -> '.join(format_score(score, 3) for score in first_and_last)}"
+            )
     return ", ".join(changes) or "no held-out score"
 
 
-def golds_of(lines: Sequence[Line]) -> list[Line]:
+def gold_lines(lines: Sequence[Line]) -> list[Line]:
     """Return the lines with a gold score."""
     return [line for line in lines if GOLD_REWARD in line]
 
 
-def best_of(lines: Sequence[Line]) -> int | None:
+def best_step(lines: Sequence[Line]) -> int | None:
     """Return the step with the best gold score, the first of equal ones, or None without gold scores."""
-    golds = golds_of(lines)
-    return int(max(golds, key=lambda line: line[GOLD_REWARD])["step"]) if golds else None
+    scored = gold_lines(lines)
+    return int(max(scored, key=lambda line: line[GOLD_REWARD])["step"]) if scored else None
 
 
 def has_fallen(lines: Sequence[Line], count: int) -> bool:
-    """Return True if the gold score has fallen, by `falls`, in the last `count` lines that have one."""
-    golds = golds_of(lines)
-    scores, errors = [line[GOLD_REWARD] for line in golds], [line.get(error_of(GOLD_REWARD), 0.0) for line in golds]
-    return falls(scores, errors, count)
+    """Return True if the gold score has fallen, by `is_below_best`, in the last `count` lines that have one."""
+    scored = gold_lines(lines)
+    scores, errors = (
+        [line[GOLD_REWARD] for line in scored],
+        [line.get(stderr_name(GOLD_REWARD), 0.0) for line in scored],
+    )
+    return is_below_best(scores, errors, count)
 
 
 def keep_best(run: AnyRun) -> None:

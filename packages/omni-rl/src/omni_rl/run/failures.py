@@ -26,7 +26,7 @@ from omni_rl.run.world import World
 from omni_rl.settings.args import RunArgs
 from omni_rl.settings.cli import end_imports
 from omni_rl.settings.fields import values_of
-from omni_rl.settings.printing import print_mistake
+from omni_rl.settings.printing import print_error
 
 ArgsT = TypeVar("ArgsT", bound=RunArgs)
 
@@ -46,7 +46,7 @@ def launch(main: Callable[[ArgsT, World], None], args: ArgsT) -> None:
         return
     except (ValueError, OSError, ImportError) as exc:
         code = 2
-        say_mistake(exc)
+        report_mistake(exc)
     except KeyboardInterrupt:
         code = 130
         if os.environ.get("RANK", "0") == "0" and not args.run.dry_run:
@@ -54,14 +54,14 @@ def launch(main: Callable[[ArgsT, World], None], args: ArgsT) -> None:
     except Exception as exc:
         code = 1
         failure = exc if isinstance(exc, BrokenRunError) else BrokenRunError("start", exc)
-        say_failure(failure, args)
+        report_failure(failure, args)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # a failed rank must not wait, in an exit handler of a library, for ranks that wait for it
 
 
 @contextmanager
-def running(run: AnyRun) -> Iterator[Stop]:
+def catch_failures(run: AnyRun) -> Iterator[Stop]:
     """Catch requests to stop in the `with` block. Afterwards, close the log and, if the block succeeded, the run.
 
     Raises:
@@ -83,28 +83,28 @@ class BrokenRunError(RuntimeError):
         self.phase, self.cause = phase, cause
 
 
-def say_mistake(mistake: Exception) -> None:
+def report_mistake(error: Exception) -> None:
     """Print an error in the settings as one line."""
-    if _speaks(tell_failure(str(mistake))):
-        print_mistake(mistake)
+    if _should_print(tell_failure(str(error))):
+        print_error(error)
 
 
-def say_failure(failure: BrokenRunError, args: RunArgs) -> None:
+def report_failure(failure: BrokenRunError, args: RunArgs) -> None:
     """Print the error and its place, what to change, and, except for a dry run, the command that resumes the run.
 
     The traceback is printed first, unless a scorer, the disk or the store of --checkpoint-url failed.
     """
     is_echo = is_lost_rank(failure.cause)
     reports = tell_failure("" if is_echo else str(failure))
-    if not _speaks(reports):
+    if not _should_print(reports):
         return
-    if not (is_of_scorer(failure.cause) or is_of_disk(failure.cause) or is_of_store(failure.cause, args)):
+    if not (is_scorer_error(failure.cause) or is_disk_error(failure.cause) or is_store_error(failure.cause, args)):
         print(printable("".join(traceback.format_exception(failure.cause))), end="", file=sys.stderr)
     message = describe(reports, int(os.environ.get("WORLD_SIZE", "1")))
-    where = f" in phase {failure.phase}" if is_echo else ""
-    text = f"{Path(sys.argv[0]).name}: {message}{where}\n{advice(failure.cause, args)}"
-    more = "\nCheckpoints that were complete stay; this continues from the newest:\n" + resume_command()
-    announce(text, args, sys.stderr, more="" if args.run.dry_run else more)
+    location = f" in phase {failure.phase}" if is_echo else ""
+    text = f"{Path(sys.argv[0]).name}: {message}{location}\n{advise(failure.cause, args)}"
+    hint = "\nCheckpoints that were complete stay; this continues from the newest:\n" + resume_command()
+    announce(text, args, sys.stderr, more="" if args.run.dry_run else hint)
 
 
 def describe(reports: Mapping[int, str], num_ranks: int) -> str:
@@ -115,38 +115,38 @@ def describe(reports: Mapping[int, str], num_ranks: int) -> str:
     if ranks_by_cause:
         return "\n".join(f"rank {', '.join(ranks)}, {cause}" for cause, ranks in ranks_by_cause.items())
     silent = [str(rank) for rank in range(num_ranks) if rank not in reports]
-    who = f"{'one of the ranks' if len(silent) > 1 else 'rank'} {', '.join(silent)} was killed or hangs"
-    return f"{who if silent else 'the ranks lost each other'}; rank {min(reports)} waited for it"
+    subject = f"{'one of the ranks' if len(silent) > 1 else 'rank'} {', '.join(silent)} was killed or hangs"
+    return f"{subject if silent else 'the ranks lost each other'}; rank {min(reports)} waited for it"
 
 
-def is_of_scorer(error: BaseException) -> bool:
+def is_scorer_error(error: BaseException) -> bool:
     """Return True if a scorer failed or gave no score."""
     return isinstance(error, RewardError) or str(error).startswith("the scorer ")
 
 
-def is_of_disk(error: BaseException) -> bool:
+def is_disk_error(error: BaseException) -> bool:
     """Return True if the run could not write to disk, judged by the message."""
-    words = ("No space left on device", "Disk quota exceeded", "Read-only file system", "Permission denied")
-    return any(each in str(error) for each in words)
+    messages = ("No space left on device", "Disk quota exceeded", "Read-only file system", "Permission denied")
+    return any(message in str(error) for message in messages)
 
 
-def is_of_store(error: BaseException, args: RunArgs) -> bool:
+def is_store_error(error: BaseException, args: RunArgs) -> bool:
     """Return True if the store of --checkpoint-url failed. Its errors contain the URL."""
     return bool(args.run.checkpoint_url) and args.run.checkpoint_url.rstrip("/") in str(error)
 
 
-def advice(error: BaseException, args: RunArgs) -> str:
+def advise(error: BaseException, args: RunArgs) -> str:
     """Return advice for the kind of error."""
     text = str(error)
-    is_out_of_memory = any(words in text.lower() for words in ("can't allocate memory", "out of memory"))
+    is_out_of_memory = any(phrase in text.lower() for phrase in ("can't allocate memory", "out of memory"))
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or is_out_of_memory:
         return (
             "Out of memory: turn on --memory.gradient-checkpointing, name parts in --memory.offload, or lower "
             "--batch-size. For images and videos --dry-run --memory.device-gb 80 plans what fits 80 GB."
         )
-    if is_of_scorer(error):
-        if own := scorer_to_start(args.scorer)[0]:
-            return f"The run started this scorer: fix {own}, as the messages say. The same command starts it again."
+    if is_scorer_error(error):
+        if name := scorer_to_start(args.scorer)[0]:
+            return f"The run started this scorer: fix {name}, as the messages say. The same command starts it again."
         return "The scorer failed: check its log, and start it again."
     if is_lost_rank(error):
         return (
@@ -157,33 +157,33 @@ def advice(error: BaseException, args: RunArgs) -> str:
         return "The kernels of --attention do not take these inputs, such as a mask or float32: try --attention auto."
     if "does not have a deterministic implementation" in text:
         return "The device has no deterministic algorithm for this gradient: add --no-deterministic."
-    if is_of_store(error, args) and "was taken by" in text:
+    if is_store_error(error, args) and "was taken by" in text:
         return "Another run uses the same --checkpoint-url: end one of them, or give one another URL and --name."
-    if is_of_store(error, args):
+    if is_store_error(error, args):
         return "The store of --checkpoint-url refused or did not answer: check its permissions, space and network."
-    if isinstance(error, OSError) or is_of_disk(error):
+    if isinstance(error, OSError) or is_disk_error(error):
         return "The machine refused: check the free space and the permissions of the disk that holds runs/."
     if "ratio must be 1" in text:
-        return advice_on_ratio(args)
+        return advise_on_ratio(args)
     if isinstance(error, FloatingPointError) or "finite" in text:
-        ways = [f"lower --lr, now {args.lr:g}", *["try --dtype float32"] * (args.policy.dtype != "float32")]
-        return f"In a run of another --name {', or '.join(ways)}. The metrics of earlier steps show where it began."
+        remedies = [f"lower --lr, now {args.lr:g}", *["try --dtype float32"] * (args.policy.dtype != "float32")]
+        return f"In a run of another --name {', or '.join(remedies)}. The metrics of earlier steps show where it began."
     return "This is not an error in the settings: the traceback above shows where it happened."
 
 
-def advice_on_ratio(args: RunArgs) -> str:
+def advise_on_ratio(args: RunArgs) -> str:
     """Return advice on the flags, supported by trainer and device, that may make the ratio 1 or let a run continue."""
-    given, device = values_of(args), torch.accelerator.current_accelerator(check_available=True)
-    own = "--old-log-prob recompute with " if "old_log_prob" in given else ""
-    ways = {
+    values, device = values_of(args), torch.accelerator.current_accelerator(check_available=True)
+    prefix = "--old-log-prob recompute with " if "old_log_prob" in values else ""
+    remedies = {
         "--attention math": args.policy.attention != "math" and not has_own_attention(device or torch.device("cpu")),
-        "--no-compile": given.get("compile"),
-        f"{own}--ratio-tolerance, above the deviation, in a run of another --name": "ratio_tolerance" in given,
+        "--no-compile": values.get("compile"),
+        f"{prefix}--ratio-tolerance, above the deviation, in a run of another --name": "ratio_tolerance" in values,
     }
-    named = [f"try {way}" for way, is_open in ways.items() if is_open]
-    return f"{', or '.join(['Fix a cause that the message names', *named])}."
+    suggestions = [f"try {remedy}" for remedy, is_available in remedies.items() if is_available]
+    return f"{', or '.join(['Fix a cause that the message names', *suggestions])}."
 
 
-def _speaks(reports: Mapping[int, str]) -> bool:
+def _should_print(reports: Mapping[int, str]) -> bool:
     """Return True if this rank prints: the first rank with a cause, or else the first that sent a report."""
     return int(os.environ.get("RANK", "0")) == min([rank for rank, cause in reports.items() if cause] or reports)

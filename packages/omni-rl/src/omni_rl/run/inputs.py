@@ -19,11 +19,11 @@ from omni_train.prepare import Lora, Preparation
 from omni_train.prompts.files import PromptRecord, RecordCheck
 from omni_train.prompts.sampler import PromptSampler
 
-from omni_rl.flow.evals import HeldOut, params_of_set
+from omni_rl.flow.evals import HeldOut, eval_set_params
 from omni_rl.run.run import CountSamples, ModelT, ParamsT, first_input
-from omni_rl.settings.args import RunArgs, load_records, num_ranks, offloaded, sharding
-from omni_rl.settings.eval_sets import GOLD, setting_of
-from omni_rl.settings.fields import as_flags, flag, flags_by_name, require
+from omni_rl.settings.args import RunArgs, load_records, num_ranks, parse_offload, sharding_mode
+from omni_rl.settings.eval_sets import GOLD, setting_name
+from omni_rl.settings.fields import flags_by_name, map_error_names, prefix_errors, require
 
 InputsT = TypeVar("InputsT", bound="Inputs[Any, Any]")
 AnyParamsT = TypeVar("AnyParamsT", bound=Params | TokenParams)
@@ -36,11 +36,12 @@ class Inputs(Generic[ModelT, ParamsT]):
     model: without weights. params: sampling parameters of training, without stochastic steps. held_out: the evaluation
     sets, without their scorers. canary: the prompt used to test scorers. sizes: (height, width) of all prompts.
     streams: see `Run`. preparation: how the net is prepared. trained: the trained experts, as in `Model.nets`.
-    policies: policies besides the trained one: "old", for `Policy.as_old`, and "reference". teachers: folders of
+    policies: policies besides the trained one: "old", for `Policy.use_old`, and "reference". teachers: folders of
     weights, by name and expert. files: full weights to start from, by expert; adapters: folders of adapters to start
     from instead, with names that begin with `adapter_prefix`. digests: digests of files and versions, which must be the
-    same when the run resumes. num_beside: number of weights of a teacher that is another model. count_samples: returns
-    the number of samples in a forward's inputs and the shape of one, or None. score_parts: parts of scores to log.
+    same when the run resumes. num_extra_params: number of weights of a teacher that is another model. count_samples:
+    returns the number of samples in a forward's inputs and the shape of one, or None. score_parts: parts of scores to
+    log.
     """
 
     model: ModelT
@@ -58,7 +59,7 @@ class Inputs(Generic[ModelT, ParamsT]):
     teachers: Mapping[str, Mapping[str, Path]] = field(default_factory=dict)
     sizes: Collection[tuple[int, int]] = ()
     streams: Mapping[str, int] = field(default_factory=dict)
-    num_beside: int = 0
+    num_extra_params: int = 0
     count_samples: CountSamples = first_input
     score_parts: Sequence[str] = ()
 
@@ -74,7 +75,7 @@ def model_place(args: RunArgs) -> str | Path:
     return args.policy.model
 
 
-def preparation(
+def build_preparation(
     args: RunArgs, device: torch.device, model: Any, is_frozen: Callable[[str], bool], *, compiles: bool = False
 ) -> Preparation:
     """Return how the settings prepare the net of a model.
@@ -82,23 +83,23 @@ def preparation(
     Raises:
         ValueError: the device lacks the attention kernels, float8, or a compiler.
     """
-    own = args.lora
+    settings = args.lora
     adapters = Lora(
-        own.targets.split(",") if own.targets else model.LORA_TARGETS,
-        own.rank,
-        own.alpha,
-        own.init,
+        settings.targets.split(",") if settings.targets else model.LORA_TARGETS,
+        settings.rank,
+        settings.alpha,
+        settings.init,
         args.run.seed,
-        exclude=own.exclude.split(",") if own.exclude else (),
-        parameters=own.target_parameters.split(",") if own.target_parameters else (),
-        use_rslora=own.use_rslora,
-        use_dora=own.use_dora,
-        in_float32=own.dtype == "float32",
+        exclude=settings.exclude.split(",") if settings.exclude else (),
+        parameters=settings.target_parameters.split(",") if settings.target_parameters else (),
+        use_rslora=settings.use_rslora,
+        use_dora=settings.use_dora,
+        in_float32=settings.dtype == "float32",
     )
-    on_host = "activations" in offloaded(args.memory)
+    on_host = "activations" in parse_offload(args.memory)
     recompute = Recompute(args.memory.keep_products_gb * 1e9, compiled=compiles, on_host=on_host)
     dtype: torch.dtype = getattr(torch, args.policy.dtype)
-    with as_flags(flags_by_name(type(args))):
+    with map_error_names(flags_by_name(type(args))):
         check_attention(args.policy.attention, device, dtype)
         if args.policy.dtype == "float16" and not args.run.dry_run:
             check_float16(device)
@@ -106,19 +107,19 @@ def preparation(
             check_float8(device)
         if compiles and not args.run.dry_run:
             check_compiler(device)
-    with as_flags(flags_by_name(type(args), "lora") | {"parameters": "--lora.target-parameters"}):
-        if own.rank:
+    with map_error_names(flags_by_name(type(args), "lora") | {"parameters": "--lora.target-parameters"}):
+        if settings.rank:
             options = {"exclude": adapters.exclude, "parameters": adapters.parameters}
-            lora.find_layers(model.empty_net(), adapters.targets, **options, rank=own.rank, init=own.init)
+            lora.find_layers(model.empty_net(), adapters.targets, **options, rank=settings.rank, init=settings.init)
     experts = model.EXPERT_NAMES if args.sharding.experts else ()
     if args.sharding.experts:
-        with flag("--sharding.experts: "):
+        with prefix_errors("--sharding.experts: "):
             find_experts(model.empty_net(), experts, num_ranks())
     return Preparation(
         device,
         model.BLOCK_NAMES,
         dtype,
-        lora=adapters if own.rank else None,
+        lora=adapters if settings.rank else None,
         is_frozen=is_frozen,
         base_dtype=args.memory.base_dtype,
         attention=args.policy.attention,
@@ -135,18 +136,18 @@ def with_policies(
 
     With LoRA and no adapter to start from, the reference is the net with its adapters disabled.
     """
-    how, adapters = inputs.preparation, inputs.adapters
-    if how.lora:
-        require((not teachers or how.lora.init != "pissa", "--lora.init pissa does not go with teachers"))
-        kept = [name for name in ("old", "reference") if name in policies and (name == "old" or adapters)]
-        others = (*kept, *(f"teacher_{name}" for name in teachers))
-        how = replace(how, lora=replace(how.lora, others=others))
-    return replace(inputs, preparation=how, policies=policies, teachers=teachers)
+    preparation, adapters = inputs.preparation, inputs.adapters
+    if preparation.lora:
+        require((not teachers or preparation.lora.init != "pissa", "--lora.init pissa does not go with teachers"))
+        adapter_names = [name for name in ("old", "reference") if name in policies and (name == "old" or adapters)]
+        other_adapters = (*adapter_names, *(f"teacher_{name}" for name in teachers))
+        preparation = replace(preparation, lora=replace(preparation.lora, others=other_adapters))
+    return replace(inputs, preparation=preparation, policies=policies, teachers=teachers)
 
 
 def with_meshes(args: RunArgs, dist: Dist, inputs: InputsT) -> InputsT:
     """Return the inputs with the meshes for sharded weights and context parallelism. Every rank calls it."""
-    mesh = shard_mesh(dist, args.sharding.size) if sharding(args, dist.world_size) == "fsdp2" else None
+    mesh = shard_mesh(dist, args.sharding.size) if sharding_mode(args, dist.world_size) == "fsdp2" else None
     split = context_mesh(dist) if dist.mesh and dist.context > 1 else None
     return replace(inputs, preparation=replace(inputs.preparation, mesh=mesh, context_mesh=split))
 
@@ -166,17 +167,26 @@ def read_sets(
     """
     samples, threshold = args.eval.samples_per_prompt, args.eval.pass_threshold
     sets: list[HeldOut[AnyParamsT, Any]] = [HeldOut("", records, params, samples=samples, threshold=threshold)]
-    for number, own in enumerate(args.eval.all_sets, start=1):
-        is_graded = own.name == GOLD or not own.scorer_url
-        with flag(f"{setting_of(own, number, 'prompts')}: "):
-            found = load_records(args.data, own.prompts, check_graded if is_graded else check)
-        few = own.name == GOLD and len(found) < 2  # two for a standard error
-        require((not few, f"--eval.gold-prompts must have at least 2 prompts, got {len(found)}"))
-        with flag(f"eval.sets[{number}]: "):
-            check_params(own_params := params_of_set(own, params))
-        limit = threshold if own.pass_threshold is None else own.pass_threshold
-        own_samples = own.samples_per_prompt or samples
-        sets.append(HeldOut(own.name, found[: own.num_prompts or None], own_params, own.seed, own_samples, limit))
+    for number, eval_set in enumerate(args.eval.all_sets, start=1):
+        is_graded = eval_set.name == GOLD or not eval_set.scorer_url
+        with prefix_errors(f"{setting_name(eval_set, number, 'prompts')}: "):
+            set_records = load_records(args.data, eval_set.prompts, check_graded if is_graded else check)
+        is_too_small = eval_set.name == GOLD and len(set_records) < 2  # two for a standard error
+        require((not is_too_small, f"--eval.gold-prompts must have at least 2 prompts, got {len(set_records)}"))
+        with prefix_errors(f"eval.sets[{number}]: "):
+            check_params(set_params := eval_set_params(eval_set, params))
+        limit = threshold if eval_set.pass_threshold is None else eval_set.pass_threshold
+        set_samples = eval_set.samples_per_prompt or samples
+        sets.append(
+            HeldOut(
+                eval_set.name,
+                set_records[: eval_set.num_prompts or None],
+                set_params,
+                eval_set.seed,
+                set_samples,
+                limit,
+            )
+        )
     return sets
 
 
@@ -185,11 +195,11 @@ def graded_by_run(
 ) -> dict[str, Sequence[PromptRecord]]:
     """Return the prompts graded by the run's own scorer, by the settings that name them."""
     names = [
-        (setting_of(own, i, "prompts"), own.name == GOLD or not own.scorer_url)
-        for i, own in enumerate(args.eval.all_sets, start=1)
+        (setting_name(eval_set, i, "prompts"), eval_set.name == GOLD or not eval_set.scorer_url)
+        for i, eval_set in enumerate(args.eval.all_sets, start=1)
     ]
-    held = {name: own.records for (name, is_graded), own in zip(names, sets[1:], strict=True) if is_graded}
-    return {**({"--prompts": training} if training else {}), "--eval.prompts": sets[0].records, **held}
+    graded = {name: eval_set.records for (name, is_graded), eval_set in zip(names, sets[1:], strict=True) if is_graded}
+    return {**({"--prompts": training} if training else {}), "--eval.prompts": sets[0].records, **graded}
 
 
 def open_set_scorers(
@@ -199,11 +209,11 @@ def open_set_scorers(
 
     connect: takes a URL, the setting's name and the set's prompts; returns a scorer, and its name with its version.
     """
-    found = [*sets]
-    for place, own in enumerate(args.eval.all_sets, start=1):
-        if own.scorer_url:
-            is_started = own.name == GOLD and args.eval.gold_scorer
-            name = "--eval.gold-scorer" if is_started else setting_of(own, place, "scorer_url")
-            scorer, version = connect(own.scorer_url, name, sets[place].records)
-            found[place] = replace(sets[place], scorer=scorer, version=version)
-    return found
+    opened = [*sets]
+    for number, eval_set in enumerate(args.eval.all_sets, start=1):
+        if eval_set.scorer_url:
+            is_started = eval_set.name == GOLD and args.eval.gold_scorer
+            name = "--eval.gold-scorer" if is_started else setting_name(eval_set, number, "scorer_url")
+            scorer, version = connect(eval_set.scorer_url, name, sets[number].records)
+            opened[number] = replace(sets[number], scorer=scorer, version=version)
+    return opened

@@ -30,14 +30,14 @@ from omni_train.weights.full import check_weights, homes, save_weights, saved_fi
 from torch import Tensor, nn
 
 from omni_rl.flow.evals import HeldOut
-from omni_rl.flow.scorers import Scorer, abstaining, check_gradable
+from omni_rl.flow.scorers import Scorer, abstaining_scorer, check_gradable
 from omni_rl.media.images import reference_sizes
 from omni_rl.run.inputs import (
     Inputs,
+    build_preparation,
     graded_by_run,
     model_place,
     open_set_scorers,
-    preparation,
     read_sets,
     with_meshes,
     with_policies,
@@ -45,8 +45,8 @@ from omni_rl.run.inputs import (
 from omni_rl.run.run import MediaRun
 from omni_rl.run.session import Session
 from omni_rl.run.world import World
-from omni_rl.settings.args import STREAMS, MediaArgs, load_records, offloaded, parse_numbers, read_prompts
-from omni_rl.settings.fields import as_flags, flag, flag_of, flags_by_name, require, values_of
+from omni_rl.settings.args import STREAMS, MediaArgs, load_records, parse_numbers, parse_offload, read_prompts
+from omni_rl.settings.fields import flag_of, flags_by_name, map_error_names, prefix_errors, require, values_of
 
 MIN_NOISE = 1000  # least noise of a trained step, in float32 steps: rounding is at most 3e-4 of its gradient
 
@@ -54,7 +54,7 @@ ModelT = TypeVar("ModelT", bound=Model)
 ParamsT = TypeVar("ParamsT", bound=Params)
 
 
-def params_of(args: MediaArgs) -> Params:
+def sampling_params(args: MediaArgs) -> Params:
     """Return the sampling parameters of training, without stochastic steps."""
     true_cfg = {"true_cfg_scale": args.sampling.true_cfg_scale} if args.sampling.true_cfg_scale != 1 else {}
     return Params(
@@ -81,10 +81,10 @@ def read_media(
             begins with the flag and is the same on every rank.
     """
     progress.begin("reading the model and the prompts")
-    with same_error(world.whole):
-        with flag("--model: "):
+    with same_error(world.all_ranks):
+        with prefix_errors("--model: "):
             model = open_model(model_place(args))
-        params = params_of(args)
+        params = sampling_params(args)
         eval_params = replace(params, num_inference_steps=args.eval.num_inference_steps)
         inputs = read_all(args, world, model, params, eval_params, scored=scored)
         require(
@@ -121,23 +121,23 @@ def read_all(
             sizes.add(size)
         check(record)
 
-    def check_whole(record: PromptRecord) -> None:
+    def check_scored_record(record: PromptRecord) -> None:
         check_graded(record)
         check_record(record)
 
-    still = set(model.BRANCHES["audio"]) if args.streams.freeze_audio else set()
+    frozen_branches = set(model.BRANCHES["audio"]) if args.streams.freeze_audio else set()
 
     def is_frozen(name: str) -> bool:
         pieces = name.split(".")
-        return not (trained.keys() & {"", pieces[0]}) or not still.isdisjoint(pieces)
+        return not (trained.keys() & {"", pieces[0]}) or not frozen_branches.isdisjoint(pieces)
 
-    how = replace(
-        preparation(args, world.dist.device, model, is_frozen, compiles=args.policy.compile), share=model.share
+    preparation = replace(
+        build_preparation(args, world.dist.device, model, is_frozen, compiles=args.policy.compile), share=model.share
     )
-    prompts, records = read_prompts(args, check_whole, check_whole)
-    sets = read_sets(args, records, eval_params, check_record, check_whole, model.check)
-    files, adapters = read_start(args, model, how)
-    has_streams = args.streams.are_judged
+    prompts, records = read_prompts(args, check_scored_record, check_scored_record)
+    sets = read_sets(args, records, eval_params, check_record, check_scored_record, model.check)
+    files, adapters = read_init_weights(args, model, preparation)
+    has_streams = args.streams.has_separate_losses
     streams = model.streams(params) if has_streams else {}
     require(
         (not has_streams or streams,
@@ -154,8 +154,8 @@ def read_all(
         params,
         prompts,
         sets,
-        canary_of(args.sampling.frame_rate, [*records, *training]),
-        how,
+        choose_canary(args.sampling.frame_rate, [*records, *training]),
+        preparation,
         trained,
         digests,
         files,
@@ -169,14 +169,14 @@ def check_model(
     args: MediaArgs, world: World, model: Model, trained: Mapping[str, str], params: Params, eval_params: Params
 ) -> None:
     """Raise ValueError unless the model is complete and fits the settings and the sampling parameters."""
-    only = " or ".join(("both", *filter(None, model.nets)))
+    choices = " or ".join(("both", *filter(None, model.nets)))
     model.context = args.sharding.context_parallel
     options = {name: f"--guidance {name}" for name in model.OPTIONS}
     context = {"context": "--sharding.context-parallel"}
-    with as_flags(context):
+    with map_error_names(context):
         model.check_context()
     require(
-        (trained, f"--train-experts must be {only} for this model, got {args.policy.train_experts}"),
+        (trained, f"--train-experts must be {choices} for this model, got {args.policy.train_experts}"),
         (args.optim.low_expert_lr is None or (len(trained) == 2 and args.lr),
          "--optim.low-expert-lr needs two experts that are trained, and --lr > 0"),
         (not args.memory.decode_tile or "audio" not in model.MEDIA,
@@ -184,13 +184,13 @@ def check_model(
         (not args.streams.freeze_audio or "audio" in model.BRANCHES,
          "--streams.freeze-audio needs a model that generates video with sound"),
     )  # fmt: skip
-    model.host_encoders = "encoder" in offloaded(args.memory)
+    model.host_encoders = "encoder" in parse_offload(args.memory)
     kind = model.config["_class_name"]
     require((model.encoders or not model.host_encoders, f"--memory.offload encoder: a {kind} has no text encoder"))
-    for each, group in ((params, ""), (eval_params, "eval")):
-        with as_flags(options | flags_by_name(type(args), group) | context):
-            model.check(each)
-    with flag("--model: "):
+    for sampling, group in ((params, ""), (eval_params, "eval")):
+        with map_error_names(options | flags_by_name(type(args), group) | context):
+            model.check(sampling)
+    with prefix_errors("--model: "):
         model.sigmas(params)
         world.check_files(model)  # last, because it imports the libraries of the parts
 
@@ -207,7 +207,7 @@ def check_trained_steps(
     steps: the first trained step of the schedule, and one past the last. rule: the rule of stochastic steps, if any.
     """
     model, params = inputs.model, inputs.params
-    with same_error(world.whole):
+    with same_error(world.all_ranks):
         check_experts(args, model, params, steps, inputs.trained)
         if rule:
             for size in sorted(inputs.sizes):
@@ -220,15 +220,15 @@ def check_experts(
     """Raise ValueError for steps of the schedule that use an untrained expert."""
     if not model.boundary:
         return
-    high = (model.sigmas(params)[:-1] >= model.boundary).tolist()
-    least, most = 0 if "high" in trained else sum(high), len(high) if "low" in trained else sum(high)
+    is_high = (model.sigmas(params)[:-1] >= model.boundary).tolist()
+    first, end = 0 if "high" in trained else sum(is_high), len(is_high) if "low" in trained else sum(is_high)
     require(
         (values_of(args).get("timestep_fraction", 1) == 1,
          "--timestep-fraction must be 1 for a model with two experts, as a batch is of one")
     )  # fmt: skip
-    which, last = args.policy.train_experts, steps[1] - 1
-    rule = f"--train-experts {which} takes steps {least} to {most - 1} of {len(high)}, got trained steps"
-    require((least <= steps[0] and last < most, f"{rule} {steps[0]} to {last}"))
+    choice, last = args.policy.train_experts, steps[1] - 1
+    rule = f"--train-experts {choice} takes steps {first} to {end - 1} of {len(is_high)}, got trained steps"
+    require((first <= steps[0] and last < end, f"{rule} {steps[0]} to {last}"))
 
 
 def check_noise(args: MediaArgs, rule: Callable[..., Transition], sigmas: Tensor, steps: tuple[int, int]) -> None:
@@ -239,44 +239,48 @@ def check_noise(args: MediaArgs, rule: Callable[..., Transition], sigmas: Tensor
 
     rule: the step rule. sigmas: the schedule. steps: the first step that may be trained, and one past the last.
     """
-    given, (first, end) = values_of(args), steps
-    level, window = given["noise_level"], given.get("window_size") or end - first
+    values, (first, end) = values_of(args), steps
+    level, window = values["noise_level"], values.get("window_size") or end - first
     ones = torch.ones(end - first, 1)
-    nothing = torch.zeros_like(ones)
-    taken = rule(nothing, ones, sigmas[first:end], sigmas[first + 1 : end + 1], noise_level=level, noise=nothing)
-    std, kept = taken.std.double(), taken.mean[:, 0].double()
-    growth = (kept.square() + std.square()).sqrt().clamp(min=1).log().cumsum(dim=0)
+    zeros = torch.zeros_like(ones)
+    transition = rule(zeros, ones, sigmas[first:end], sigmas[first + 1 : end + 1], noise_level=level, noise=zeros)
+    std, signal = transition.std.double(), transition.mean[:, 0].double()
+    growth = (signal.square() + std.square()).sqrt().clamp(min=1).log().cumsum(dim=0)
     sizes = (growth - torch.cat([torch.zeros(window), growth])[: len(growth)]).exp()
     counts = std / (sizes * torch.finfo(torch.float32).eps)
     k = int(counts.argmin())
-    way = "higher" if sizes[k] < 10 else "lower"
+    direction = "higher" if sizes[k] < 10 else "lower"
     require(
         (counts[k] >= MIN_NOISE,
-         f"--noise-level must be {way}, as float32 must keep {MIN_NOISE} steps of each trained step's noise, got "
+         f"--noise-level must be {direction}, as float32 must keep {MIN_NOISE} steps of each trained step's noise, got "
          f"{level:g}: it keeps {counts[k]:.2g} in step {first + k}, where the noise has a standard deviation of "
          f"{std[k]:.2g} and the latents one of {sizes[k]:.2g}")
     )  # fmt: skip
 
 
-def read_start(args: MediaArgs, model: Model, how: Preparation) -> tuple[dict[str, Sequence[Path]], dict[str, Path]]:
+def read_init_weights(
+    args: MediaArgs, model: Model, preparation: Preparation
+) -> tuple[dict[str, Sequence[Path]], dict[str, Path]]:
     """Check and return the weights to start from, by expert: files of full weights, or folders of adapters."""
     if not args.policy.init_weights:
         return {}, {}
-    with flag("--init-weights: "):
-        net, found = model.empty_net(), homes(args.policy.init_weights, model.nets)
-        for name, home in found.items():
-            check_weights(net.get_submodule(name), home)
-        full: dict[str, Sequence[Path]] = {name: files for name, home in found.items() if (files := saved_files(home))}
-        if len(full) == len(found):
+    with prefix_errors("--init-weights: "):
+        net, folders = model.empty_net(), homes(args.policy.init_weights, model.nets)
+        for name, weights_folder in folders.items():
+            check_weights(net.get_submodule(name), weights_folder)
+        full: dict[str, Sequence[Path]] = {
+            name: files for name, weights_folder in folders.items() if (files := saved_files(weights_folder))
+        }
+        if len(full) == len(folders):
             return full, {}
         require(
             (args.lora.rank, f"{args.policy.init_weights} holds a LoRA adapter, which needs --lora.rank > 0"),
             (not full, f"{args.policy.init_weights} must hold full weights or adapters, got both"),
         )
-        trial = adapt(net, how)  # without weights, to check layers and rank
-        for name, home in found.items():
-            check_adapter(trial.get_submodule(name), home)
-        return {}, found
+        trial = adapt(net, preparation)  # without weights, to check layers and rank
+        for name, weights_folder in folders.items():
+            check_adapter(trial.get_submodule(name), weights_folder)
+        return {}, folders
 
 
 def read_teachers(
@@ -294,38 +298,42 @@ def read_teachers(
     Raises:
         ValueError: weights are missing or do not fit; the same on every rank.
     """
-    with same_error(world.whole):
-        teachers = teachers_of(args, inputs, folders)
-        with as_flags({name: flag_of(f"teacher_{name}") for name in ("guidance_scale", "true_cfg_scale")}):
+    with same_error(world.all_ranks):
+        teachers = find_teachers(args, inputs, folders)
+        with map_error_names({name: flag_of(f"teacher_{name}") for name in ("guidance_scale", "true_cfg_scale")}):
             inputs.model.check(teaching(inputs.params))
-        homes_of = [home for found in teachers.values() for home in found.values()]
-        weights = [file for home in homes_of for file in saved_files(home) or filter(None, [find_adapter(home)])]
+        teacher_folders = [weights_folder for by_expert in teachers.values() for weights_folder in by_expert.values()]
+        weights = [
+            file
+            for weights_folder in teacher_folders
+            for file in saved_files(weights_folder) or filter(None, [find_adapter(weights_folder)])
+        ]
         digests = {"teachers_digest": probe_digest(weights)} if teachers else {}
         return with_policies(replace(inputs, digests={**inputs.digests, **digests}), inputs.policies, teachers)
 
 
-def teachers_of(
+def find_teachers(
     args: MediaArgs, inputs: Inputs[Model, Params], folders: Mapping[str, str]
 ) -> dict[str, dict[str, Path]]:
     """Return the folders of the teachers' weights by name and expert."""
     model, trained, teachers = inputs.model, inputs.trained, dict[str, dict[str, Path]]()
     net = adapt(model.empty_net(), inputs.preparation) if folders else nn.Module()
     for name, folder in folders.items():
-        with flag(f"--teachers: {name}: "):
-            teachers[name] = found = homes(folder, model.nets)
-            which = " or ".join(trained)
-            require((trained.keys() & found, f"{folder} must have weights of {which}, which is trained"))
-            for expert, home in found.items():
-                is_whole = args.lora.rank or saved_files(home)
-                require((is_whole, f"{home} holds a LoRA adapter, which needs --lora.rank > 0"))
-                (check_adapter if args.lora.rank else check_weights)(net.get_submodule(expert), home)
+        with prefix_errors(f"--teachers: {name}: "):
+            teachers[name] = by_expert = homes(folder, model.nets)
+            experts = " or ".join(trained)
+            require((trained.keys() & by_expert, f"{folder} must have weights of {experts}, which is trained"))
+            for expert, weights_folder in by_expert.items():
+                is_usable = args.lora.rank or saved_files(weights_folder)
+                require((is_usable, f"{weights_folder} holds a LoRA adapter, which needs --lora.rank > 0"))
+                (check_adapter if args.lora.rank else check_weights)(net.get_submodule(expert), weights_folder)
     return teachers
 
 
-def canary_of(frame_rate: float, records: Sequence[PromptRecord]) -> PromptRecord:
+def choose_canary(frame_rate: float, records: Sequence[PromptRecord]) -> PromptRecord:
     """Return the prompt used to test scorers, one with the fewest images."""
-    least = min(records, key=lambda record: len(record.images))
-    return replace(least, meta={**least.meta, "fps": frame_rate})
+    simplest = min(records, key=lambda record: len(record.images))
+    return replace(simplest, meta={**simplest.meta, "fps": frame_rate})
 
 
 def open_scorers(
@@ -334,28 +342,28 @@ def open_scorers(
     inputs: Inputs[Any, ParamsT],
     session: Session,
     *,
-    own: Callable[[Dist, Sequence[str]], Scorer] | None = None,
+    build_scorer: Callable[[Dist, Sequence[str]], Scorer] | None = None,
     scored: bool = True,
     meta: Mapping[str, object] = MappingProxyType({}),
 ) -> tuple[Scorer, list[HeldOut[ParamsT, Scorer]]]:
     """Return the scorer of samples, and the evaluation sets with their scorers.
 
-    own: opens a scorer of the given kinds of media, instead of --scorer.url. scored: see `read_media`. meta: added to
-    the meta of all prompts.
+    build_scorer: opens a scorer of the given kinds of media, instead of --scorer.url. scored: see `read_media`. meta:
+    added to the meta of all prompts.
 
     Raises:
         ValueError: a scorer does not answer, does not fit, or differs from the one that the run began with.
     """
-    with same_error(world.whole):
-        scorer, version, held_out = connect_scorers(args, world, inputs, own, meta)
+    with same_error(world.all_ranks):
+        scorer, version, held_out = connect_scorers(args, world, inputs, build_scorer, meta)
         sizes = {"--group-size": args.data.group_size} if scorer.takes_groups and scored else {}
-        for number, held in enumerate(held_out):
-            name = f"eval.sets[{number}].samples_per_prompt" if number else "--eval.samples-per-prompt"
-            scorers = [each for each in (held.scorer or scorer, held.watch) if each]
-            sizes |= {name: held.samples} if any(each.takes_groups for each in scorers) else {}
+        for i, eval_set in enumerate(held_out):
+            name = f"eval.sets[{i}].samples_per_prompt" if i else "--eval.samples-per-prompt"
+            scorers = [candidate for candidate in (eval_set.scorer or scorer, eval_set.watch) if candidate]
+            sizes |= {name: eval_set.samples} if any(candidate.takes_groups for candidate in scorers) else {}
         check_groups(args, world.dist.dp_size, sizes)
-        session.name_scorer(args, version)
-    world.check_alike({"scorer": version})  # each machine may have its own server
+        session.record_scorer(args, version)
+    world.check_same_settings({"scorer": version})  # each machine may have its own server
     return scorer, held_out
 
 
@@ -363,53 +371,53 @@ def connect_scorers(
     args: MediaArgs,
     world: World,
     inputs: Inputs[Any, ParamsT],
-    own: Callable[[Dist, Sequence[str]], Scorer] | None,
+    build_scorer: Callable[[Dist, Sequence[str]], Scorer] | None,
     meta: Mapping[str, object],
 ) -> tuple[Scorer, str, list[HeldOut[ParamsT, Scorer]]]:
     """Return the run's scorer, its name and version, and the evaluation sets with their scorers."""
     kinds = inputs.model.MEDIA
     image = np.full((1, *max(inputs.sizes, key=math.prod), 3), 127, np.uint8)
-    grey = {"image": image, "video": np.repeat(image[:, None], args.sampling.num_frames, axis=1)}
-    ask = partial(world.connect, asks=args.scorer, kinds=kinds, samples=grey)
-    canary = _with(meta, inputs.canary)
+    grey_samples = {"image": image, "video": np.repeat(image[:, None], args.sampling.num_frames, axis=1)}
+    connect_to = partial(world.connect, scorer_args=args.scorer, kinds=kinds, samples=grey_samples)
+    canary = _add_meta(meta, inputs.canary)
     watch: Scorer | None = None
     if args.scorer.watch_url:
-        watch, _ = ask(args.scorer.watch_url, canary=canary, name="--scorer.watch-url")
-    scorer: Scorer = abstaining()
+        watch, _ = connect_to(args.scorer.watch_url, canary=canary, name="--scorer.watch-url")
+    scorer: Scorer = abstaining_scorer()
     version, url = "", args.scorer.url
     graded = parse_numbers(values_of(args).get("reward_parts", ""), "--reward-parts")
-    if own:
-        scorer = own(world.dist, kinds)
+    if build_scorer:
+        scorer = build_scorer(world.dist, kinds)
     elif url or args.run.dry_run:  # without a URL: a plan
-        scorer, version = ask(url, canary=canary, parts=dict.fromkeys(graded, "--reward-parts"))
+        scorer, version = connect_to(url, canary=canary, parts=dict.fromkeys(graded, "--reward-parts"))
 
     def connect(url: str, name: str, records: Sequence[PromptRecord]) -> tuple[Scorer, str]:
-        return ask(url, canary=_with(meta, canary_of(args.sampling.frame_rate, records)), name=name)
+        return connect_to(url, canary=_add_meta(meta, choose_canary(args.sampling.frame_rate, records)), name=name)
 
     held_out = open_set_scorers(args, inputs.held_out, connect)
-    return scorer, version, [replace(held, watch=watch) for held in held_out]
+    return scorer, version, [replace(eval_set, watch=watch) for eval_set in held_out]
 
 
-def check_groups(args: MediaArgs, ranks: int, whole: Mapping[str, int]) -> None:
+def check_groups(args: MediaArgs, ranks: int, group_sizes: Mapping[str, int]) -> None:
     """Check the group sizes, by setting, for a scorer that compares the samples of a group on one rank.
 
     Raises:
         ValueError: a group has one sample, does not fit the batch size, or the ranks cannot sample whole groups.
     """
     samples, per_batch = args.data.prompts_per_step * args.data.group_size, args.data.batch_size
-    for name, size in whole.items():
-        what, unit = f"where a scorer compares the {size} samples of a prompt", max(size, per_batch)
+    for name, size in group_sizes.items():
+        reason, block = f"where a scorer compares the {size} samples of a prompt", max(size, per_batch)
         require(
             (size > 1, f"{name} must be at least 2 where a scorer compares the samples of a prompt, got {size}"),
-            (unit % min(size, per_batch) == 0, f"{name} and --batch-size: one must divide the other {what}, got "
+            (block % min(size, per_batch) == 0, f"{name} and --batch-size: one must divide the other {reason}, got "
              f"{size} and {per_batch}"),
-            (name != "--group-size" or samples % (unit * ranks) == 0,
-             f"all ranks must sample whole groups and batches, {unit * ranks} samples or a multiple, {what}: "
+            (name != "--group-size" or samples % (block * ranks) == 0,
+             f"all ranks must sample whole groups and batches, {block * ranks} samples or a multiple, {reason}: "
              f"--prompts-per-step and --group-size make {samples}"),
         )  # fmt: skip
 
 
-def _with(meta: Mapping[str, object], record: PromptRecord) -> PromptRecord:
+def _add_meta(meta: Mapping[str, object], record: PromptRecord) -> PromptRecord:
     return replace(record, meta={**record.meta, **meta})
 
 
@@ -417,10 +425,10 @@ def open_engine(
     args: MediaArgs, world: World, inputs: Inputs[Any, Any], net: nn.Module, *, routes: bool = False
 ) -> tuple[Model, Engine]:
     """Return the model, with the wrappers of the run, and the engine. routes: see `read_media`."""
-    model = with_sliced_decoding(args, inputs, world.instrumented(inputs.model))
+    model = with_sliced_decoding(args, inputs, world.instrument(inputs.model))
     texts = TextCache(args.memory.text_cache_mb, args.memory.text_cache)
-    how = inputs.preparation.dtype, args.memory.rollout_dtype, texts
-    engine: Engine = world.open_engine(args.sampling.engine, model, net, world.dist, *how)
+    options = inputs.preparation.dtype, args.memory.rollout_dtype, texts
+    engine: Engine = world.open_engine(args.sampling.engine, model, net, world.dist, *options)
     if routes and (routing := routing_of(engine.net)):
         return replay_routes(model, engine, routing)
     return model, engine

@@ -49,7 +49,7 @@ class Rule:
         window: number of consecutive lines passed to the condition.
         from_first: True to pass all lines since the first, once there are `window` of them.
         others: further metrics. A line without one of them is skipped.
-        of_fresh: True to skip lines whose samples are from older weights, as with --draw-ahead.
+        on_policy_only: True to skip lines whose samples are from older weights, as with --draw-ahead.
     """
 
     title: str
@@ -58,7 +58,7 @@ class Rule:
     window: int = 5
     from_first: bool = False
     others: tuple[str, ...] = ()
-    of_fresh: bool = False
+    on_policy_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,13 +95,13 @@ def _stays(errors: Sequence[float], scores: Sequence[float]) -> bool:
     return _mean(scores[-3:]) <= scores[0] + errors[0]
 
 
-def falls(scores: Sequence[float], errors: Sequence[float], count: int) -> bool:
+def is_below_best(scores: Sequence[float], errors: Sequence[float], count: int) -> bool:
     """Return True if the last `count` scores are all below the best earlier score by more than two of its errors."""
     best, error = max(zip(scores[:-count], errors, strict=False), default=(-math.inf, 0.0))
     return max(scores[-count:]) < best - 2 * error
 
 
-def error_of(name: str) -> str:
+def stderr_name(name: str) -> str:
     """Return the name of the standard error of a held-out score, which charts show as a band."""
     return f"{name}_stderr"
 
@@ -131,14 +131,14 @@ METRICS = (
                       lambda rewards, watched: _rises(rewards) and _rises(watched[::-1]),
                       "The model may be gaming the reward. Compare the images of these evaluations, raise --kl-coef "
                       "or lower --lr.", window=3, others=("eval/watch",))),
-    Metric(error_of("eval/reward"),
+    Metric(stderr_name("eval/reward"),
            alarm=Rule(f"The held-out score has not risen after {NUM_EVALS} evaluations", _stays,
                       "The mean of the last three is not a standard error above the first. Look at the images of "
                       "evaluations with their scores, at Spread within groups and at KL: if it is near 0, raise --lr.",
                       window=1 + NUM_EVALS, from_first=True, others=("eval/reward",))),
     Metric("reward/mean", "Reward", "training", column=1),
-    Metric(error_of(GOLD_REWARD),
-           alarm=Rule("The gold score falls", lambda errors, scores: falls(scores, errors, NUM_FALLEN),
+    Metric(stderr_name(GOLD_REWARD),
+           alarm=Rule("The gold score falls", lambda errors, scores: is_below_best(scores, errors, NUM_FALLEN),
                       "Training is past its best (runs/NAME/best): compare the images of these evaluations. "
                       "--eval.stop-on gold-falls:K stops there.", window=1 + NUM_FALLEN, from_first=True,
                       others=(GOLD_REWARD,))),
@@ -181,7 +181,7 @@ METRICS = (
     Metric("policy/rollout_gap",
            alarm=Rule("The engine samples with another policy", lambda gaps: _mean(gaps) > MAX_GAP,
                       "Its log-probs are far from the trainer's. Look at the weight sync, and at the engine's dtype.",
-                      of_fresh=True)),
+                      on_policy_only=True)),
     Metric("policy/correction_abs_diff_max", merge="max"),
     Metric("policy/correction_ratio_max", merge="max"),
     Metric("policy/correction_ratio_min", merge="min"),
@@ -221,25 +221,25 @@ EXTREMES: "dict[str, Merge]" = {  # metrics of an update, without the prefix pol
 }
 
 
-def sinces(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def last_settings_since(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the step since which each set is evaluated as in the last line, by the prefix of its metrics."""
     last = next((line for line in reversed(lines) if any(map(SINCE.fullmatch, line))), {})
-    return {found[1]: value for name, value in last.items() if (found := SINCE.fullmatch(name))}
+    return {match[1]: value for name, value in last.items() if (match := SINCE.fullmatch(name))}
 
 
-def one_evaluation(
+def drop_stale_evaluations(
     lines: Sequence[Mapping[str, float]], since: Mapping[str, float] | None = None
 ) -> Sequence[Mapping[str, float]]:
     """Return the lines without evaluations under settings other than the last ones.
 
-    since: the result of `sinces` by default.
+    since: the result of `last_settings_since` by default.
     """
-    since = sinces(lines) if since is None else since
+    since = last_settings_since(lines) if since is None else since
     if not any(since.values()):
         return lines
 
     def is_kept(name: str, step: float) -> bool:
-        own = max((start for start in since if name.startswith(start)), key=len, default="")
-        return not SINCE.fullmatch(name) and step >= since.get(own, 0)
+        prefix = max((set_prefix for set_prefix in since if name.startswith(set_prefix)), key=len, default="")
+        return not SINCE.fullmatch(name) and step >= since.get(prefix, 0)
 
     return [{name: value for name, value in line.items() if is_kept(name, line["step"])} for line in lines]

@@ -25,13 +25,13 @@ def announce(text: str, args: RunArgs, file: TextIO | None = None, *, more: str 
         file: where to print (default: standard output).
         more: printed after the text but not passed to the command, because it may contain tokens.
     """
-    say((text := printable(text)) + more, file)
+    print_line((text := printable(text)) + more, file)
     if not args.run.tracking.notify or args.run.dry_run:
         return
-    words = shlex.split(args.run.tracking.notify)
+    argv = shlex.split(args.run.tracking.notify)
     try:
         subprocess.run(
-            words,
+            argv,
             input=f"{args.run.name}: {text}\n".encode(errors="replace"),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -39,17 +39,17 @@ def announce(text: str, args: RunArgs, file: TextIO | None = None, *, more: str 
             check=True,
         )
     except subprocess.CalledProcessError as exc:
-        failed = f"exit code {exc.returncode}"
+        failure = f"exit code {exc.returncode}"
     except subprocess.TimeoutExpired:
-        failed = f"no end after {WAIT_S:g} s"
+        failure = f"no end after {WAIT_S:g} s"
     except Exception as exc:
-        failed = (isinstance(exc, OSError) and exc.strerror) or type(exc).__name__
+        failure = (isinstance(exc, OSError) and exc.strerror) or type(exc).__name__
     else:
         return
-    say(f"the command of --tracking.notify, which starts without a shell, failed: {failed}", sys.stderr)
+    print_line(f"the command of --tracking.notify, which starts without a shell, failed: {failure}", sys.stderr)
 
 
-def say(text: str, file: TextIO | None = None) -> None:
+def print_line(text: str, file: TextIO | None = None) -> None:
     """Print a text (default: on standard output). The run continues if the terminal is closed."""
     with suppress(OSError, ValueError):
         print(text, file=file or sys.stdout, flush=True)

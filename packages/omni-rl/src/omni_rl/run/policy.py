@@ -44,7 +44,7 @@ class Policy:
         return (self.ema, self.old) if self.old else (self.ema,)
 
     @property
-    def sampled_with(self) -> list[Tensor]:
+    def sampling_tensors(self) -> list[Tensor]:
         """The tensors of sampling policies that change: the trained parameters and the old policy."""
         if "old" in self.adapters:
             layers = lora.lora_layers(self.net).values()
@@ -52,7 +52,7 @@ class Policy:
         return [*self.params, *(copy for _, copy in self.old.pairs())] if self.old else list[Tensor](self.params)
 
     @contextmanager
-    def as_old(self) -> Iterator[None]:
+    def use_old(self) -> Iterator[None]:
         """Make `net` the old policy in the `with` block."""
         with self.old.applied() if self.old else lora.adapter(self.net, "old"):
             if self.old:

@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
 
-def launch(words: Sequence[str]) -> None:
+def launch(argv: Sequence[str]) -> None:
     """Start the ranks and wait for them.
 
     The program ends with the exit code of the rank that failed first, or 128 plus the number of the signal that ended
@@ -32,12 +32,12 @@ def launch(words: Sequence[str]) -> None:
 
     def start_and_listen(ranks: PContext) -> None:
         start(ranks)
-        pass_interrupts_on(ranks)
+        forward_interrupts(ranks)
 
     os.environ[HEARS_ALL] = "1"
     PContext.start = start_and_listen  # type: ignore[method-assign, assignment]
     try:
-        run(parse_args(["--standalone", "--shutdown-timeout", "1800", *words]))
+        run(parse_args(["--standalone", "--shutdown-timeout", "1800", *argv]))
     except ChildFailedError as failed:
         rank, first = failed.get_first_failure()
         if first.exitcode < 0:  # it could not report itself
@@ -49,7 +49,7 @@ def launch(words: Sequence[str]) -> None:
         PContext.start = start  # type: ignore[method-assign]
 
 
-def pass_interrupts_on(ranks: PContext) -> None:
+def forward_interrupts(ranks: PContext) -> None:
     """Send every Ctrl-C to the ranks, which run in their own sessions and get none from the terminal.
 
     The third one kills them. torchrun itself passes on only the first one, waits at the second, and at the third exits

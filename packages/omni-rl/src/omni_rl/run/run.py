@@ -47,7 +47,7 @@ ScorerT = TypeVar("ScorerT", bound=AnyScorer, covariant=True)
 CountSamples = Callable[[Mapping[str, Tensor], tuple[Tensor, ...]], tuple[int, torch.Size] | None]
 Gate = Literal["exact", "by-gradients", "noisy", "wrong"]
 REPEATS = 4  # repeats of a forward, to test determinism: rounding may hide noise once
-SHOWN = {"eval": "evaluating", "reward_wait": "", "save": "saving", "sync": "sending weights", "read": "reading"}
+PHASE_LABELS = {"eval": "evaluating", "reward_wait": "", "save": "saving", "sync": "sending weights", "read": "reading"}
 ROUNDING = {"float32": 1e-5, "bfloat16": 4e-3, "float16": 1e-3}  # largest |ratio - 1| due to other kernels or batches
 
 
@@ -125,7 +125,7 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
         """
         is_gathered = name in self.policy.unshard and not (name == "rollout" and self.samplers)
         gathering = gathered(self.policy.net) if is_gathered else nullcontext()
-        with doing(SHOWN.get(name, name)), self.session.log.phase(name), gathering:
+        with doing(PHASE_LABELS.get(name, name)), self.session.log.phase(name), gathering:
             yield
 
     def optimizer_step(self, step: "Step", *, has_signal: bool = True) -> StepResult:
@@ -148,8 +148,8 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
         if not (step.has_signal and has_signal):
             policy.optimizer.zero_grad(set_to_none=True)
             return StepResult(grad_norm=0.0, skipped=True)
-        how = {"lr": lr, "max_grad_norm": optim.max_grad_norm}
-        result = optimizer_step(policy.optimizer, policy.params, **how, dist=self.dist, scaler=policy.scaler)
+        options = {"lr": lr, "max_grad_norm": optim.max_grad_norm}
+        result = optimizer_step(policy.optimizer, policy.params, **options, dist=self.dist, scaler=policy.scaler)
         if policy.scaler and result.skipped and policy.scaler.get_scale() < 1:
             raise FloatingPointError("gradients must be finite in float16 at some loss scale >= 1, but are at none")
         return result
@@ -161,7 +161,7 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
         """
         numbers = range(self.args.data.num_minibatches)
         keys = [[sample_seed(self.args.run.seed, step.number, -1 - e, i) for i in numbers] for e in range(1, epochs)]
-        order = [*numbers, *(i for own in keys for i in sorted(numbers, key=own.__getitem__))]
+        order = [*numbers, *(i for epoch_keys in keys for i in sorted(numbers, key=epoch_keys.__getitem__))]
         self.num_updates = len(order)
         return order
 
@@ -226,7 +226,7 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
         if math.isnan(worst):
             rank = int(by_rank.isnan().any(dim=1).nonzero()[0])
             raise FloatingPointError(f"step {step.number}: log-probs must be finite, but are not on rank {rank}")
-        if worst <= tolerance or not self.world.has_numbers:
+        if worst <= tolerance or not self.world.has_values:
             return worst
         is_first = step.number == max(self.session.num_done, 0)
         if gap_of and is_first and self.gate == "exact" and worst <= limit and self.reclassify(step, by_rank, gap_of):
@@ -247,14 +247,14 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
         """
         forward = int(by_rank.max(dim=0).values.argmax())
         with torch.no_grad():
-            first, *others = [gap_of(forward) for _ in range(REPEATS)]
-        repeats = all(torch.equal(first, other) for other in others)
-        own: Gate = "noisy" if not repeats else "wrong" if first.any() else "by-gradients"
-        found = max(gather_json(self.dist, own), key=get_args(Gate).index)
-        if found == "wrong":
+            first, *repeats = [gap_of(forward) for _ in range(REPEATS)]
+        is_deterministic = all(torch.equal(first, repeat) for repeat in repeats)
+        rank_gate: Gate = "noisy" if not is_deterministic else "wrong" if first.any() else "by-gradients"
+        gate = max(gather_json(self.dist, rank_gate), key=get_args(Gate).index)
+        if gate == "wrong":
             return False
-        self.session.config["gate"] = found
-        step.metrics[f"policy/gap_{found.replace('-', '_')}"] = by_rank.max().item()  # raises an alarm
+        self.session.config["gate"] = gate
+        step.metrics[f"policy/gap_{gate.replace('-', '_')}"] = by_rank.max().item()  # raises an alarm
         self.policy.optimizer.zero_grad(set_to_none=True)
         return True
 
@@ -269,39 +269,39 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
             FloatingPointError: the loss is not finite; raised on every rank.
         """
         values: dict[str, list[Tensor]] = {}
-        for name, value in chain.from_iterable(each.items() for each in forwards):
+        for name, value in chain.from_iterable(metrics.items() for metrics in forwards):
             values.setdefault(name, []).append(value)
-        merged = [merge_metric(torch.stack(own), EXTREMES.get(name, "mean")) for name, own in values.items()]
-        own = dict(zip(values, torch.stack(merged).tolist(), strict=True))
-        named = mean_metrics(self.dist, own, merges=EXTREMES, finite=("loss",))
+        merged = [merge_metric(torch.stack(tensors), EXTREMES.get(name, "mean")) for name, tensors in values.items()]
+        rank_metrics = dict(zip(values, torch.stack(merged).tolist(), strict=True))
+        merged_metrics = mean_metrics(self.dist, rank_metrics, merges=EXTREMES, finite=("loss",))
         if self.policy.scaler:  # overflows are expected while it searches for the scale
             results = [result for result in results if math.isfinite(result.grad_norm)]
-            named["loss_scale"] = self.policy.scaler.get_scale()
-        named["skipped_updates"] = sum(result.skipped for result in results)
+            merged_metrics["loss_scale"] = self.policy.scaler.get_scale()
+        merged_metrics["skipped_updates"] = sum(result.skipped for result in results)
         if results:
-            named["grad_norm"] = sum(result.grad_norm for result in results) / len(results)
+            merged_metrics["grad_norm"] = sum(result.grad_norm for result in results) / len(results)
         if shares := [result.eps_share for result in results if not result.skipped]:
-            named["eps_share"] = sum(shares) / len(shares)
-        return {f"policy/{name}": value for name, value in named.items()}
+            merged_metrics["eps_share"] = sum(shares) / len(shares)
+        return {f"policy/{name}": value for name, value in merged_metrics.items()}
 
     def count_calls(self, count_samples: CountSamples) -> None:
         """Count, from here on, the samples that pass through the nets, and those that reach each expert."""
 
-        def note(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        def count_forward(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
             beat()
-            if found := count_samples(kwargs, args):
-                samples, shape = found
+            if counted := count_samples(kwargs, args):
+                samples, shape = counted
                 self.calls[self.session.log.last_phase, torch.is_grad_enabled(), shape] += samples
 
-        def note_expert(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
+        def count_expert(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
             self.counts[kwargs["expert"]] += torch.is_grad_enabled()
 
         policy = self.policy
         for net in {self.engine.net, policy.net, policy.reference_net, *policy.teachers.values()}:
             if net is not None:  # the embedded engine's net is the trainer's
-                net.register_forward_pre_hook(self.breakers.calls.around(note), with_kwargs=True)
+                net.register_forward_pre_hook(self.breakers.calls.around(count_forward), with_kwargs=True)
         if self.model.boundary:
-            policy.net.register_forward_pre_hook(self.breakers.calls.around(note_expert), with_kwargs=True)
+            policy.net.register_forward_pre_hook(self.breakers.calls.around(count_expert), with_kwargs=True)
         if routing := routing_of(self.engine.net):
             self.load = ExpertLoad(routing.num_experts, counts=lambda: self.session.log.last_phase == "rollout")
             routing.register_forward_hook(self.breakers.load.around(self.load.count))
@@ -310,16 +310,19 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
         """Report the backward passes of updates as progress, from here on."""
         backward = self.policy.backward
 
-        def counted(loss: Tensor, *, of: int) -> None:
+        def backward_with_progress(loss: Tensor, *, of: int) -> None:
             backward(loss, of=of)
             advance(total=of * self.num_updates, unit="batches")
 
-        self.policy.backward = counted
+        self.policy.backward = backward_with_progress
 
     def close(self) -> None:
         """Close the engine, the scorers and their servers, and release the folder."""
-        scorers = self.scorer, *(each for held in self.held_out for each in (held.scorer, held.watch) if each)
-        for scorer in {id(each): each for each in scorers}.values():
+        scorers = (
+            self.scorer,
+            *(candidate for eval_set in self.held_out for candidate in (eval_set.scorer, eval_set.watch) if candidate),
+        )
+        for scorer in {id(candidate): candidate for candidate in scorers}.values():
             scorer.close()
         if self.samplers:
             self.samplers.close()
@@ -329,22 +332,23 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
             self.session.lock.release()
 
 
-def memory_metrics(now: Memory, when: str, *, peak: bool) -> dict[str, float]:
+def memory_metrics(usage: Memory, when: str, *, peak: bool) -> dict[str, float]:
     """Return the metrics of `Run.memory`."""
-    most = {"peak": now.peak_mb, "reserved": now.reserved_mb, "used": now.used_mb} if peak else {}
-    found = {f"perf/{name}_memory_mb": value for name, value in most.items() if not math.isnan(value)}
-    return {f"perf/memory_{when}mb": now.current_mb} | found
+    peaks = {"peak": usage.peak_mb, "reserved": usage.reserved_mb, "used": usage.used_mb} if peak else {}
+    peak_metrics = {f"perf/{name}_memory_mb": value for name, value in peaks.items() if not math.isnan(value)}
+    return {f"perf/memory_{when}mb": usage.current_mb} | peak_metrics
 
 
 def ratio_error(by_rank: Tensor, tolerance: float, step: int) -> RuntimeError:
     """Return the error for deviations [ranks, forwards] above the tolerance: the first such forward, and the causes."""
-    off = by_rank > tolerance
-    rank, forward = off.nonzero()[0].tolist()
+    exceeds = by_rank > tolerance
+    rank, forward = exceeds.nonzero()[0].tolist()
     return RuntimeError(
         f"step {step}: before the first update the ratio must be 1 within {tolerance}, but is off by "
-        f"{by_rank.max().item():.3g}: in {int(off.sum())} of {off.numel()} forwards, first in forward {forward} of "
-        f"rank {rank}. The update does not compute what the engine sampled with. Causes: other weights (a missed "
-        "sync), another batch shape, padding, dtype or attention kernel, another sigma, window or guidance scale."
+        f"{by_rank.max().item():.3g}: in {int(exceeds.sum())} of {exceeds.numel()} forwards, first in forward "
+        f"{forward} of rank {rank}. The update does not compute what the engine sampled with. Causes: other weights "
+        "(a missed sync), another batch shape, padding, dtype or attention kernel, another sigma, window or "
+        "guidance scale."
     )
 
 

@@ -22,7 +22,7 @@ from omni_train.roles import BEATS, Roles, pack
 from omni_train.weights.full import gather_in_groups
 from torch import Tensor
 
-from omni_rl.flow.scorers import Later, Pending
+from omni_rl.flow.scorers import DeferredScores, Pending
 from omni_rl.run.policy import Policy
 
 
@@ -33,20 +33,20 @@ class Samplers:
         """Set up the ranks of `roles`, which sample with `policy`."""
         self._roles, self._policy, self._version = roles, policy, -1
         self._sender = ThreadPoolExecutor(1)  # copies queue on rank 0's host while ranks sample
-        self._orders = deque[Future[None]]()
-        self._ends = threading.Event()
+        self._pending_sends = deque[Future[None]]()
+        self._closed = threading.Event()
         if roles.dist.is_main:
-            threading.Thread(target=self._beat, daemon=True).start()
+            threading.Thread(target=self._send_heartbeats, daemon=True).start()
 
-    def order(self, number: int, version: int) -> None:
+    def request(self, number: int, version: int) -> None:
         """Request samples of a step from the current weights, whose `version` is the number of finished steps."""
         if version != self._version:
-            for group in gather_in_groups(self._policy.sampled_with):
+            for group in gather_in_groups(self._policy.sampling_tensors):
                 self._send(None, group)
         self._version = version
         self._send([number, version])
 
-    def take(
+    def receive(
         self, prompts: Sequence[Sequence[Prompt]], params: Params, in_a_row: int, counts: Counter[str]
     ) -> tuple[list[Trajectory], list[Pending]]:
         """Return this rank's batches of the oldest requested step, and their scores, which must be read in order.
@@ -54,21 +54,21 @@ class Samplers:
         prompts: the prompts of each batch. in_a_row: number of consecutive samples per sampling rank. counts: updated
         with the counts of the sampling ranks when scores are read.
         """
-        sources = [own[0].index // in_a_row % self._roles.num_samplers for own in prompts]
+        sources = [batch_prompts[0].index // in_a_row % self._roles.num_samplers for batch_prompts in prompts]
         parts = zip(over(prompts, "samples"), sources, strict=True)
-        batches = [self._batch(own, params, source) for own, source in parts]
+        batches = [self._batch(batch_prompts, params, source) for batch_prompts, source in parts]
         return batches, [self._scores(source, counts) for source in sources]
 
     def close(self) -> None:
         """Tell the sampling ranks to end."""
-        self._ends.set()
+        self._closed.set()
         self._send([])
         self._sender.shutdown()
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         """Send heartbeats between requests, while the program makes progress or waits for other ranks."""
         sent: Future[None] | None = None
-        while not self._ends.wait(self._roles.timeout_s / BEATS):
+        while not self._closed.wait(self._roles.timeout_s / BEATS):
             if progress.silent_s() < self._roles.timeout_s and not (sent and not sent.done()):
                 with suppress(RuntimeError):  # it has just been closed
                     sent = self._sender.submit(self._roles.beat)
@@ -76,41 +76,41 @@ class Samplers:
     def _send(self, head: object, tensors: Sequence[Tensor] = ()) -> None:
         if not self._roles.dist.is_main:
             return
-        while self._orders and self._orders[0].done():
-            self._orders.popleft().result()
+        while self._pending_sends and self._pending_sends[0].done():
+            self._pending_sends.popleft().result()
         copies = {str(i): tensor.to("cpu", copy=True) for i, tensor in enumerate(tensors)}
-        self._orders.append(self._sender.submit(lambda: self._roles.announce(pack(head, copies))))
+        self._pending_sends.append(self._sender.submit(lambda: self._roles.announce(pack(head, copies))))
 
     def _batch(self, prompts: Sequence[Prompt], params: Params, sampler: int) -> Trajectory:
         head, tensors = self._roles.receive(sampler)
-        found: dict[str, Any] = {"media": {}, "cond": {}, "rollout_mean": None}
+        fields: dict[str, Any] = {"media": {}, "cond": {}, "rollout_mean": None}
         for name, tensor in tensors.items():
-            place, _, own = name.partition("/")
-            moved = tensor.to(self._roles.dist.device) if name in head["on_device"] else tensor
-            if own:
-                found[place][own] = moved
+            field, _, key = name.partition("/")
+            on_device = tensor.to(self._roles.dist.device) if name in head["on_device"] else tensor
+            if key:
+                fields[field][key] = on_device
             else:
-                found[place] = moved
+                fields[field] = on_device
         shared = {"rates": head["rates"], "weight_version": head["version"], "params": params.of_size(prompts[0].size)}
-        return Trajectory(tuple(prompts), **shared, **found)
+        return Trajectory(tuple(prompts), **shared, **fields)
 
     def _scores(self, sampler: int, counts: Counter[str]) -> Pending:
         def receive() -> None:
             head, _ = self._roles.receive(sampler)
             counts.update(head["counts"])
             if head["error"] is None:
-                later.set_result([Score(**score) for score in head["scores"]])
+                scores.set_result([Score(**score) for score in head["scores"]])
             else:
-                later.set_exception(RewardError(head["error"]))
+                scores.set_exception(RewardError(head["error"]))
 
-        later = Later(receive)
-        return later
+        scores = DeferredScores(receive)
+        return scores
 
 
 def samples_message(batch: Trajectory, *, with_media: bool) -> Tensor:
     """Return the message that contains a batch."""
     nested = {"cond": batch.cond, "media": batch.media if with_media else {}}
-    tensors = {f"{place}/{name}": tensor for place, own in nested.items() for name, tensor in own.items()}
+    tensors = {f"{field_name}/{name}": tensor for field_name, group in nested.items() for name, tensor in group.items()}
     for field in fields(batch):
         if isinstance(value := getattr(batch, field.name), Tensor):
             tensors[field.name] = value

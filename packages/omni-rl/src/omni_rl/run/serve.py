@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from omni_rl.flow.scoring import MediaRollout
-from omni_rl.run.failures import running
+from omni_rl.run.failures import catch_failures
 from omni_rl.run.run import AnyRun, Step
 from omni_rl.run.samplers import samples_message, scores_message
 
@@ -33,17 +33,17 @@ def serve(run: RunT, roll_out: Callable[[RunT, Step], MediaRollout]) -> None:
     """
     roles: Roles = run.world.roles  # type: ignore[assignment]  # never None on a sampling rank
     receiver, sender = ThreadPoolExecutor(1), ThreadPoolExecutor(1)  # no `with`: it would wait for both after an error
-    tensors, sent = iter(run.policy.sampled_with), set[Future[None]]()
+    tensors, sent = iter(run.policy.sampling_tensors), set[Future[None]]()
     begin("")
-    with running(run):
-        while (order := awaited(receiver.submit(roles.next_order), sent))[0] != []:
+    with catch_failures(run):
+        while (order := wait_for_order(receiver.submit(roles.next_order), sent))[0] != []:
             head, weights = order
             if head is None:
                 for i in range(len(weights)):
                     copy_full(weights[str(i)], next(tensors))
                 continue
             number, version = head
-            tensors = iter(run.policy.sampled_with)
+            tensors = iter(run.policy.sampling_tensors)
             run.calls.clear()
             run.sync_weights(version)
             rollout = roll_out(run, Step(number, version))
@@ -52,13 +52,13 @@ def serve(run: RunT, roll_out: Callable[[RunT, Step], MediaRollout]) -> None:
         sender.shutdown()
 
 
-def awaited(order: Future[Order], sent: set[Future[None]]) -> Order:
+def wait_for_order(order: Future[Order], sent: set[Future[None]]) -> Order:
     """Return the next request, or raise an error of the sends in progress."""
     while not order.done():
         wait(list[Future[Any]]([order, *sent]), return_when=FIRST_COMPLETED)
-        for done in [each for each in sent if each.done()]:
-            sent.remove(done)
-            done.result()
+        for send in [future for future in sent if future.done()]:
+            sent.remove(send)
+            send.result()
     return order.result()
 
 

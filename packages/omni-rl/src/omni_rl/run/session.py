@@ -24,15 +24,16 @@ from torch import nn
 from omni_rl.report import write_now, write_report, write_versions
 from omni_rl.report.process import ReportProcess
 from omni_rl.run.metrics import COLUMNS
-from omni_rl.run.notify import say
+from omni_rl.run.notify import print_line
 from omni_rl.run.world import World
 from omni_rl.settings.args import RunArgs, secret_flags, without_secrets
-from omni_rl.settings.early import WRITTEN, check_same
-from omni_rl.settings.fields import build, flat
+from omni_rl.settings.early import RUN_KEYS, check_same
+from omni_rl.settings.fields import build, flatten
 from omni_rl.settings.toml import to_toml
 
-BESIDE = ("config.toml", "metrics.jsonl", "versions.jsonl", "weights")  # also stored with a checkpoint at a URL
-REPLACED = ("weights", "best")  # folders that a run replaces atomically
+# also stored with a checkpoint at a URL
+CHECKPOINT_FILES = ("config.toml", "metrics.jsonl", "versions.jsonl", "weights")
+ATOMIC_FOLDERS = ("weights", "best")  # folders that a run replaces atomically
 
 
 class Session:
@@ -55,7 +56,7 @@ class Session:
             keep=args.run.keep_checkpoints,
             wait_for=self._await_samples,
             url=args.run.checkpoint_url,
-            beside=[self.folder / name for name in BESIDE],
+            beside=[self.folder / name for name in CHECKPOINT_FILES],
         )
         if args.run.checkpoint_url and not (args.run.dry_run or args.eval.only or dist.first):
             self.lock = RunLock(self.folder, dist, url=args.run.checkpoint_url)
@@ -68,7 +69,7 @@ class Session:
             self.folder /= f"eval-{max(self.num_done, 0):06}"
 
     @property
-    def begins(self) -> str:
+    def start_message(self) -> str:
         """Text on where the run begins."""
         return f"continues after step {self.saved.step}" if self.saved else "new run"
 
@@ -80,19 +81,21 @@ class Session:
         """
         if self.saved:
             check_same(args, self.saved, self.config)
-            self.config |= {name: value for name, value in self.saved.config.items() if name in WRITTEN}
+            self.config |= {name: value for name, value in self.saved.config.items() if name in RUN_KEYS}
             self.checkpoints.verify(self.saved, make_net())
 
-    def name_scorer(self, args: RunArgs, version: str) -> None:
+    def record_scorer(self, args: RunArgs, version: str) -> None:
         """Record the scorer's name and version.
 
         Raises:
             ValueError: the run began with another scorer.
         """
         self.config["scorer"] = version
-        was = self.saved.config.get("scorer", "") if self.saved else version
-        if was != version and not (args.eval.only or args.run.dry_run):
-            raise ValueError(f"{args.scorer.flag} must be the scorer that the run began with, {was}, got {version}")
+        saved_version = self.saved.config.get("scorer", "") if self.saved else version
+        if saved_version != version and not (args.eval.only or args.run.dry_run):
+            raise ValueError(
+                f"{args.scorer.flag} must be the scorer that the run began with, {saved_version}, got {version}"
+            )
 
     def claim(self, args: RunArgs, world: World, mode: str) -> None:
         """Lock the folder for this run, open the report, and print the first line."""
@@ -104,7 +107,7 @@ class Session:
             raise ValueError(f"{self.folder} has another checkpoint, from a run that has ended meanwhile: start again")
         if not args.eval.only:
             with same_error(dist):
-                for name in REPLACED if dist.is_main else ():
+                for name in ATOMIC_FOLDERS if dist.is_main else ():
                     check_replaceable(self.folder / name)
                 self.fetch(dist)
         claim_folder(
@@ -112,21 +115,21 @@ class Session:
         )
         if dist.is_main:
             self.open_report(args, world)
-            start = self.begins if self.saved else "begins"
+            start = self.start_message if self.saved else "begins"
             start = f"evaluates step {self.saved.step if self.saved else 0}" if args.eval.only else start
             ranks = f"{dist.world_size} {'rank' if dist.world_size == 1 else 'ranks'} on {dist.device.type}"
             ranks += f", {dist.context} of them for each sample" if dist.context > 1 else ""
             ranks += f", {count} more only sample" if (count := args.sharding.rollout_ranks) else ""
             place = f"report in {self.folder}/report.html; loading {args.policy.model}"
-            say(f"{self.folder} {start}: {ranks}, weights {mode}; {place}")
+            print_line(f"{self.folder} {start}: {ranks}, weights {mode}; {place}")
 
     def resume_hint(self, url: str) -> str:
         """Return how to resume the folder's run if its checkpoints are not at --checkpoint-url; else ""."""
-        path, before = self.folder / "config.toml", ""
+        path, saved_url = self.folder / "config.toml", ""
         with suppress(OSError, ValueError):  # no settings in the folder
-            before = tomllib.loads(read_regular(path).decode()).get("checkpoint_url", "")
-        if before != url and before:
-            return f"it goes on with --checkpoint-url {before}, where its checkpoints are, or give another --name"
+            saved_url = tomllib.loads(read_regular(path).decode()).get("checkpoint_url", "")
+        if saved_url != url and saved_url:
+            return f"it goes on with --checkpoint-url {saved_url}, where its checkpoints are, or give another --name"
         if url and (steps := saved_steps(self.folder / "checkpoints")):
             place = step_folder(self.folder / "checkpoints", steps[-1])
             return f"it goes on from {place} without --checkpoint-url, or give another --name"
@@ -143,18 +146,20 @@ class Session:
         if not (remote and self.saved and dist.is_main):
             return
         name, step = "metrics.jsonl", self.saved.step
-        theirs, path = remote.read_beside(step, name), self.folder / name
-        ours = read_regular(path) if path.exists() else b""
-        if theirs is None:  # the checkpoint was copied from a folder
+        remote_log, path = remote.read_beside(step, name), self.folder / name
+        local_log = read_regular(path) if path.exists() else b""
+        if remote_log is None:  # the checkpoint was copied from a folder
             return
-        if ours and ours.splitlines()[:1] != theirs.splitlines()[:1]:  # the times of step 0 differ between any two runs
+        if (
+            local_log and local_log.splitlines()[:1] != remote_log.splitlines()[:1]
+        ):  # the times of step 0 differ between any two runs
             raise ValueError(f"{self.folder} holds another run than {remote.remote.url}: give another --name")
-        if ours.splitlines()[: step + 1] == theirs.splitlines()[: step + 1]:
+        if local_log.splitlines()[: step + 1] == remote_log.splitlines()[: step + 1]:
             return
         remote.fetch_beside(step, "weights", self.folder / "weights")
         if starts := remote.read_beside(step, "versions.jsonl"):
             write_atomically(self.folder / "versions.jsonl", starts)
-        write_atomically(path, theirs)
+        write_atomically(path, remote_log)
         self._is_fetched = True
 
     def fetch_best(self, step: int) -> None:
@@ -194,7 +199,7 @@ class Session:
         """
         dist, folder = world.dist, self.folder
         if dist.is_main:
-            Breaker("the record of versions")(self._note_start, args, world, unshard)
+            Breaker("the record of versions")(self._record_start, args, world, unshard)
         self.log = world.open_log(
             partial(ProfiledLog, step=args.run.profile, nets=set(nets)) if args.run.profile else RunLog,
             folder=folder,
@@ -206,16 +211,16 @@ class Session:
             sinks=[self.report] if self.report else [],
         )
 
-    def _note_start(self, args: RunArgs, world: World, unshard: Sequence[str]) -> None:
+    def _record_start(self, args: RunArgs, world: World, unshard: Sequence[str]) -> None:
         """Add this start to the folder's versions.jsonl."""
-        ranks, device = world.whole.world_size, str(world.dist.device)
+        ranks, device = world.all_ranks.world_size, str(world.dist.device)
         facts: dict[str, object] = {"ranks": ranks, "device": device, "threads": torch.get_num_threads()}
         facts["attention"] = ", ".join(backend.name for backend in BACKENDS[args.policy.attention])
         facts |= {"device_name": name} if (name := device_name(world.dist.device)) else {}
         facts |= {"gathered": "once in " + " and ".join(unshard)} if unshard else {}
         facts |= {"hub": ", ".join(pinned(place, files[0]) for place, files in FETCHED.items())} if FETCHED else {}
-        plain = flat(build(type(args), {}))
-        changed = [name for name, value in flat(args).items() if value != plain[name]]
+        defaults = flatten(build(type(args), {}))
+        changed = [name for name, value in flatten(args).items() if value != defaults[name]]
         write_versions(self.folder, hide=secret_flags(type(args)), changed=changed, facts=facts)
 
     def _await_samples(self) -> None:

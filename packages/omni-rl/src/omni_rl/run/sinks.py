@@ -49,14 +49,14 @@ def tracker(kind: str, folder: str | Path, project: str) -> list[Sink]:
         ValueError: as in `check_tracker`.
     """
     check_tracker(kind, project)
-    opens = {
-        "tensorboard": lambda _, at: tensorboard(at),
+    openers = {
+        "tensorboard": lambda _, path: tensorboard(path),
         "wandb": wandb,
         "trackio": trackio,
         "swanlab": swanlab,
         "mlflow": mlflow,
     }
-    return [opens[name](project, Path(folder)) for name in kind.split(",") if name in opens]
+    return [openers[name](project, Path(folder)) for name in kind.split(",") if name in openers]
 
 
 def check_tracker(kind: str, project: str) -> None:
@@ -104,9 +104,9 @@ def wandb(project: str, folder: str | Path) -> Sink:
 
     folder, mode = Path(folder), os.environ.get("WANDB_MODE") or ("online" if _has_login() else "offline")
     folder.mkdir(parents=True, exist_ok=True)
-    which = {"project": project, "name": _name(folder), "id": _tracked(folder, "wandb")[0], "dir": folder}
+    identity = {"project": project, "name": _name(folder), "id": _run_id(folder, "wandb")[0], "dir": folder}
     resume = None if mode == "offline" else "allow"
-    run = library.init(**which, resume=resume, config=_config(folder), mode=mode)
+    run = library.init(**identity, resume=resume, config=_config(folder), mode=mode)
     return _run_sink(run, library.Image, folder)
 
 
@@ -115,9 +115,9 @@ def trackio(project: str, folder: str | Path) -> Sink:
     import trackio as library
 
     folder = Path(folder)
-    off = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
-    resume = "allow" if _tracked(folder, "trackio")[1] else "never"
-    run = library.init(project=project, name=_name(folder), config=_config(folder), resume=resume, **off)
+    disabled = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
+    resume = "allow" if _run_id(folder, "trackio")[1] else "never"
+    run = library.init(project=project, name=_name(folder), config=_config(folder), resume=resume, **disabled)
     return _run_sink(run, library.Image, folder)
 
 
@@ -130,11 +130,11 @@ def swanlab(project: str, folder: str | Path) -> Sink:
 
     folder, mode = Path(folder), os.environ.get("SWANLAB_MODE")
     mode = mode or ("online" if library.Settings().api_key else "offline")
-    which = {"project": project, "name": _name(folder), "id": _tracked(folder, "swanlab")[0]}
+    identity = {"project": project, "name": _name(folder), "id": _run_id(folder, "swanlab")[0]}
     resume = "allow" if mode == "online" else None  # a local run is new at each start, in its own folder
     logs = folder / "swanlab"
     logs.mkdir(parents=True, exist_ok=True)
-    run = library.init(**which, resume=resume, config=_config(folder), mode=mode, log_dir=str(logs))
+    run = library.init(**identity, resume=resume, config=_config(folder), mode=mode, log_dir=str(logs))
     return _run_sink(run, library.Image, folder)
 
 
@@ -148,24 +148,26 @@ def mlflow(project: str, folder: str | Path) -> Sink:
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    home, local = folder.resolve(), not os.environ.get("MLFLOW_TRACKING_URI")
-    client = MlflowClient(tracking_uri=f"sqlite:///{home / 'mlflow.db'}" if local else None)
-    noted = folder / "mlflow-run.txt"
-    if noted.is_file():
-        run = noted.read_text("utf-8").strip()
+    root, is_local = folder.resolve(), not os.environ.get("MLFLOW_TRACKING_URI")
+    client = MlflowClient(tracking_uri=f"sqlite:///{root / 'mlflow.db'}" if is_local else None)
+    id_file = folder / "mlflow-run.txt"
+    if id_file.is_file():
+        run = id_file.read_text("utf-8").strip()
         client.update_run(run, status="RUNNING")
     else:
-        found = client.get_experiment_by_name(project)
-        at = (home / "mlflow").as_uri() if local else None
-        experiment = found.experiment_id if found else client.create_experiment(project, artifact_location=at)
+        existing = client.get_experiment_by_name(project)
+        artifacts = (root / "mlflow").as_uri() if is_local else None
+        experiment = (
+            existing.experiment_id if existing else client.create_experiment(project, artifact_location=artifacts)
+        )
         run = client.create_run(experiment, run_name=_name(folder)).info.run_id
         client.log_batch(run, params=[Param(name, str(value)) for name, value in _config(folder).items()])
-        noted.write_text(run, "utf-8")
+        id_file.write_text(run, "utf-8")
 
     def write(step: int, metrics: Mapping[str, float]) -> None:
         ms = int(time.time() * 1000)
-        named = ((re.sub(r"[^\w\-. :/]", "_", name), value) for name, value in metrics.items())
-        client.log_batch(run, metrics=[Metric(name, value, ms, step) for name, value in named])
+        safe_metrics = ((re.sub(r"[^\w\-. :/]", "_", name), value) for name, value in metrics.items())
+        client.log_batch(run, metrics=[Metric(name, value, ms, step) for name, value in safe_metrics])
         if sheet := _sheet(folder, step, metrics):
             client.log_artifact(run, str(sheet), PICTURES)
 
@@ -177,7 +179,7 @@ def _name(folder: Path) -> str:
     return "-".join(folder.parts[1:]) if folder.parts[0] == "runs" else folder.name
 
 
-def _tracked(folder: Path, kind: str) -> tuple[str, bool]:
+def _run_id(folder: Path, kind: str) -> tuple[str, bool]:
     """Return the id of the folder's run in a tracker, and True if an earlier start created it."""
     path = folder / f"{kind}-run.txt"
     if path.is_file():

@@ -16,13 +16,13 @@ from typing import TypeVar
 
 from omni_rl.run.loop import Loop
 from omni_rl.run.run import AnyRun, Step
-from omni_rl.settings.args import next_end
+from omni_rl.settings.args import next_milestone
 
 RunT = TypeVar("RunT", bound=AnyRun)
 T = TypeVar("T")
 
 
-def sampled(run: RunT, steps: Loop, roll_out: Callable[[RunT, Step], T]) -> Iterator[tuple[Step, T]]:
+def sample_steps(run: RunT, steps: Loop, roll_out: Callable[[RunT, Step], T]) -> Iterator[tuple[Step, T]]:
     """Yield each remaining step with its samples.
 
     roll_out: `(run, step) -> samples`, from weights of `step.version`.
@@ -31,7 +31,9 @@ def sampled(run: RunT, steps: Loop, roll_out: Callable[[RunT, Step], T]) -> Iter
         RuntimeError: samples of a step are too old, because the engine did not get new weights.
     """
     if samplers := run.samplers:
-        for step, _ in prefetched(run, steps, lambda ahead: samplers.order(ahead.number, ahead.version)):
+        for step, _ in prefetch_steps(
+            run, steps, lambda future_step: samplers.request(future_step.number, future_step.version)
+        ):
             yield step, roll_out(run, step)
         return
 
@@ -40,10 +42,10 @@ def sampled(run: RunT, steps: Loop, roll_out: Callable[[RunT, Step], T]) -> Iter
         step.version = run.version
         return rollout
 
-    yield from prefetched(run, steps, sample)
+    yield from prefetch_steps(run, steps, sample)
 
 
-def prefetched(run: AnyRun, steps: Loop, fetch: Callable[[Step], T]) -> Iterator[tuple[Step, T]]:
+def prefetch_steps(run: AnyRun, steps: Loop, fetch: Callable[[Step], T]) -> Iterator[tuple[Step, T]]:
     """Yield each remaining step with the result of `fetch`, called at most `--draw-ahead` updates earlier.
 
     Raises:
@@ -51,15 +53,15 @@ def prefetched(run: AnyRun, steps: Loop, fetch: Callable[[Step], T]) -> Iterator
     """
     queue = deque[tuple[Step, T]]()
     for step in steps:
-        ahead, end = run.args.sampling.draw_ahead, next_end(run.args, step.number)
-        while not queue or (len(queue) <= ahead and steps.next_to_sample < end and not steps.is_asked):
-            new = Step(steps.next_to_sample, version=step.number) if queue else step
-            queue.append((new, fetch(new)))
-            steps.next_to_sample = new.number + 1
-        sampled_as, found = queue.popleft()
+        max_ahead, end = run.args.sampling.draw_ahead, next_milestone(run.args, step.number)
+        while not queue or (len(queue) <= max_ahead and steps.next_to_sample < end and not steps.is_stop_requested):
+            next_step = Step(steps.next_to_sample, version=step.number) if queue else step
+            queue.append((next_step, fetch(next_step)))
+            steps.next_to_sample = next_step.number + 1
+        sampled_as, samples = queue.popleft()
         step.version, step.metrics = sampled_as.version, sampled_as.metrics
-        if step.staleness > ahead:
-            rule = f"samples must be at most {ahead} updates old, as --draw-ahead says"
+        if step.staleness > max_ahead:
+            rule = f"samples must be at most {max_ahead} updates old, as --draw-ahead says"
             raise RuntimeError(f"step {step.number + 1}: {rule}, got {step.staleness}: a sync is missing")
-        step.metrics |= {"policy/staleness": float(step.staleness)} if ahead else {}
-        yield step, found
+        step.metrics |= {"policy/staleness": float(step.staleness)} if max_ahead else {}
+        yield step, samples

@@ -42,18 +42,18 @@ from torch.amp import GradScaler
 from torch.nn.attention import sdpa_kernel
 
 from omni_rl.flow.evals import HeldOut
-from omni_rl.flow.scorers import AnyScorer, with_server
-from omni_rl.run.dry_run import plan_of
+from omni_rl.flow.scorers import AnyScorer, start_scorer_servers
+from omni_rl.run.dry_run import describe_plan
 from omni_rl.run.inputs import Inputs
 from omni_rl.run.policy import Policy
 from omni_rl.run.run import ParamsT, Run
 from omni_rl.run.samplers import Samplers
 from omni_rl.run.session import Session
 from omni_rl.run.world import World
-from omni_rl.settings.args import MediaArgs, RunArgs, offloaded, sharding, without_secrets
-from omni_rl.settings.early import LOSS_SCALE, files_of
-from omni_rl.settings.eval_sets import loose_limits
-from omni_rl.settings.fields import change, flag, flat, require
+from omni_rl.settings.args import MediaArgs, RunArgs, parse_offload, sharding_mode, without_secrets
+from omni_rl.settings.early import LOSS_SCALE, file_digests
+from omni_rl.settings.eval_sets import excess_limits
+from omni_rl.settings.fields import change, flatten, prefix_errors, require
 from omni_rl.settings.token_args import ThinkingArgs, TokenArgs
 from omni_rl.settings.toml import to_toml
 
@@ -65,7 +65,7 @@ OwnScorerT = TypeVar("OwnScorerT", bound=AnyScorer)
 
 
 @contextmanager
-def reading(part: str, size: int) -> Iterator[None]:
+def report_reading(part: str, size: int) -> Iterator[None]:
     """Report the progress of reading a part of `size` bytes in the `with` block."""
     with progress.doing(part):
         yield
@@ -78,13 +78,19 @@ def open_session(args: RunArgs, world: World, inputs: Inputs[Any, Any]) -> Sessi
     Raises:
         ValueError: ranks have different files, or the checkpoint is damaged or has other settings.
     """
-    dist, whole, model = world.dist, world.whole, inputs.model
-    with same_error(whole):
-        if sharding(args, dist.world_size) == "fsdp2" and args.sharding.unshard == "none" and not args.sharding.experts:
+    dist, all_ranks, model = world.dist, world.all_ranks, inputs.model
+    with same_error(all_ranks):
+        if (
+            sharding_mode(args, dist.world_size) == "fsdp2"
+            and args.sharding.unshard == "none"
+            and not args.sharding.experts
+        ):
             check_gathered(args, model.empty_net())
-        config = flat(without_secrets(args)) | files_of(args, model.folder) | dict(inputs.digests)
-    world.check_alike(config)
-    for line in loose_limits(args.eval, [len(held.records) for held in inputs.held_out]) if whole.is_main else ():
+        config = flatten(without_secrets(args)) | file_digests(args, model.folder) | dict(inputs.digests)
+    world.check_same_settings(config)
+    for line in (
+        excess_limits(args.eval, [len(eval_set.records) for eval_set in inputs.held_out]) if all_ranks.is_main else ()
+    ):
         print(line, flush=True)
     session = Session(args, dist)
     session.config = config
@@ -115,7 +121,7 @@ def print_plan(args: RunArgs, world: World, inputs: Inputs[Any, Any], session: S
     model.reads_weights, adapters = False, preparation.lora and replace(preparation.lora, others=())
     net = adapt(model.load_net(device="meta", dtype=preparation.weight_dtype), replace(preparation, lora=adapters))
     return world.print_plan(
-        "\n".join([to_toml(without_secrets(args)), *plan_of(args, world.dist, inputs, session, net)])
+        "\n".join([to_toml(without_secrets(args)), *describe_plan(args, world.dist, inputs, session, net)])
     )
 
 
@@ -126,7 +132,7 @@ def start_servers(args: OwnArgsT, world: World, session: Session) -> OwnArgsT:
         ValueError: a server could not be started.
     """
     progress.begin("opening the scorer")
-    return with_server(args, world.whole, session.servers)
+    return start_scorer_servers(args, world.all_ranks, session.servers)
 
 
 def open_net(args: RunArgs, world: World, inputs: Inputs[Any, Any], session: Session) -> nn.Module:
@@ -136,9 +142,9 @@ def open_net(args: RunArgs, world: World, inputs: Inputs[Any, Any], session: Ses
         ValueError, OSError: another run uses the folder, or the weights could not be read.
     """
     progress.begin("loading", inputs.model.weight_bytes(), "bytes")
-    session.claim(args, world, sharding(args, world.dist.world_size))
-    inputs.model.reading = reading
-    with same_error(world.whole):
+    session.claim(args, world, sharding_mode(args, world.dist.world_size))
+    inputs.model.reading = report_reading
+    with same_error(world.all_ranks):
         return load_net(args, world, inputs)
 
 
@@ -148,33 +154,33 @@ def load_net(args: RunArgs, world: World, inputs: Inputs[Any, Any]) -> nn.Module
     Each rank reads them itself if they are trained, sharded, quantized or from other files, else the model loads them.
     """
     preparation, model, host = inputs.preparation, inputs.model, torch.device("cpu")
-    streams = "blocks" in offloaded(args.memory)
+    streams = "blocks" in parse_offload(args.memory)
 
-    def begin(net: nn.Module) -> None:
-        with flag("--init-weights: "):
-            for expert, home in inputs.adapters.items():
+    def load_adapters(net: nn.Module) -> None:
+        with prefix_errors("--init-weights: "):
+            for expert, folder in inputs.adapters.items():
                 for adapter in preparation.lora.names if preparation.lora else ():
-                    load_adapter(net.get_submodule(expert), home, adapter=adapter, part=inputs.adapter_prefix)
-        for teacher, found in inputs.teachers.items() if preparation.lora else ():
-            for expert, home in found.items():
-                load_adapter(net.get_submodule(expert), home, adapter=f"teacher_{teacher}")
+                    load_adapter(net.get_submodule(expert), folder, adapter=adapter, part=inputs.adapter_prefix)
+        for teacher, folders in inputs.teachers.items() if preparation.lora else ():
+            for expert, folder in folders.items():
+                load_adapter(net.get_submodule(expert), folder, adapter=f"teacher_{teacher}")
 
     if inputs.files or not args.lora.rank or preparation.mesh or args.memory.base_dtype != "auto":
-        net, files = unfilled(inputs, preparation, inputs.files)
+        net, files = open_empty_net(inputs, preparation, inputs.files)
         if streams:
             preparation = replace(preparation, device=host, run_on=preparation.device)
-        net = prepare(net, preparation, files, begin=begin)
+        net = prepare(net, preparation, files, begin=load_adapters)
     else:
-        waits = world.has_numbers and not args.sampling.has_trained_engine  # until the engine shares its weights
-        device = host if streams or waits else preparation.device
+        stays_on_host = world.has_values and not args.sampling.has_trained_engine  # until the engine shares its weights
+        device = host if streams or stays_on_host else preparation.device
         net = model.load_net(device=device, dtype=preparation.dtype)
-        net = prepare(net, replace(preparation, device=device), begin=begin)
+        net = prepare(net, replace(preparation, device=device), begin=load_adapters)
     if streams:
         bring_blocks(net, preparation.block_names, inputs.preparation.device)
     return net
 
 
-def unfilled(
+def open_empty_net(
     inputs: Inputs[Any, Any], preparation: Preparation, files: Mapping[str, Sequence[Path]]
 ) -> tuple[nn.Module, dict[str, Sequence[Path]] | None]:
     """Return the net on the meta device, and the files of its weights: `files`, or the checkpoint's for other experts.
@@ -186,8 +192,8 @@ def unfilled(
         return model.empty_net(buffers=True), None
     if not hasattr(model, "weight_files"):
         return model.load_net(device="cpu", dtype=preparation.weight_dtype), None
-    own = {name: files.get(name) or model.weight_files(part) for name, part in model.nets.items()}
-    return model.empty_net(buffers=True), own
+    files_by_net = {name: files.get(name) or model.weight_files(part) for name, part in model.nets.items()}
+    return model.empty_net(buffers=True), files_by_net
 
 
 def share_weights(engine: WeightedEngine, net: nn.Module, device: torch.device, *, is_started: bool) -> None:
@@ -203,7 +209,7 @@ def share_weights(engine: WeightedEngine, net: nn.Module, device: torch.device, 
     net.to(device)  # the weights that are not in the engine
 
 
-def phases_unsharded(args: RunArgs, world: World, net: nn.Module, engine: WeightedEngine) -> tuple[str, ...]:
+def gathered_phases(args: RunArgs, world: World, net: nn.Module, engine: WeightedEngine) -> tuple[str, ...]:
     """Return the phases in which the sharded net is gathered once.
 
     "auto" gathers it if it takes at most a quarter of the free memory, or, in the rollout only, at most half.
@@ -214,7 +220,7 @@ def phases_unsharded(args: RunArgs, world: World, net: nn.Module, engine: Weight
         share = max(gather_json(world.dist, share))  # the same on every rank
         choice = "all" if share <= 1 / 4 else "rollout" if share <= 1 / 2 else "none"
     phases = {"rollout": choice != "none" and engine.shares_weights, "update": choice == "all"}
-    return tuple(phase for phase, is_kept in phases.items() if is_kept)
+    return tuple(phase for phase, is_gathered in phases.items() if is_gathered)
 
 
 def open_policy(
@@ -225,20 +231,20 @@ def open_policy(
     Raises:
         ValueError, OSError: sharded ranks would gather too many weights, or weights of a frozen net could not be read.
     """
-    dist, preparation, mode = world.dist, inputs.preparation, sharding(args, world.dist.world_size)
+    dist, preparation, mode = world.dist, inputs.preparation, sharding_mode(args, world.dist.world_size)
     if world.roles:
-        kinds = gather_json(world.whole, device_name(dist.device) or torch.backends.cpu.get_cpu_capability())
+        kinds = gather_json(world.all_ranks, device_name(dist.device) or torch.backends.cpu.get_cpu_capability())
         engine.is_exact &= len({*kinds}) == 1  # different devices round differently
     unshard: tuple[str, ...] = ()
     if mode == "fsdp2":
-        unshard = phases_unsharded(args, world, net, engine)
+        unshard = gathered_phases(args, world, net, engine)
         if "rollout" not in unshard:
             check_gathered(args, net)
     else:
         share_weights(engine, net, dist.device, is_started=bool(inputs.files))
         if args.lora.rank:
             shard(net, dist.mesh, mode=mode)
-    policy = load_policy(change(args, ema_decay=0.0) if world.only_samples else args, inputs, net, session)
+    policy = load_policy(change(args, ema_decay=0.0) if world.is_sampler else args, inputs, net, session)
     policy.unshard = unshard
     if mode != "none":
         policy.backward = SummedBackward(net, preparation.mesh or dist.mesh, mode=mode)
@@ -248,8 +254,8 @@ def open_policy(
         policy.backward = sdpa_kernel(BACKENDS[args.policy.attention])(policy.backward)
     if args.policy.deterministic:
         policy.backward = deterministic()(policy.backward)
-    with same_error(world.whole):
-        if not world.only_samples:
+    with same_error(world.all_ranks):
+        if not world.is_sampler:
             open_frozen(inputs, policy)
     return policy
 
@@ -263,14 +269,14 @@ def load_policy(args: RunArgs, inputs: Inputs[Any, Any], net: nn.Module, session
         betas=(optim.adam_beta1, optim.adam_beta2),
         weight_decay=optim.weight_decay,
         eps=optim.adam_epsilon,
-        on_host="optimizer" in offloaded(args.memory),
+        on_host="optimizer" in parse_offload(args.memory),
         foreach=True if preparation.lora and preparation.mesh else None,  # sharded adapters are many small tensors
     )
     if isinstance(args, MediaArgs) and args.optim.low_expert_lr is not None:
-        own, group = set(net.get_submodule("low").parameters()), optimizer.param_groups[0]
-        group["params"] = [p for p in trained if p not in own]
+        low_params, group = set(net.get_submodule("low").parameters()), optimizer.param_groups[0]
+        group["params"] = [p for p in trained if p not in low_params]
         scale = args.optim.low_expert_lr / (args.lr or 1.0)
-        optimizer.add_param_group({"params": [p for p in trained if p in own], "lr_scale": scale})
+        optimizer.add_param_group({"params": [p for p in trained if p in low_params], "lr_scale": scale})
     policy = Policy(net, optimizer, Ema(trained, decay=args.policy.ema_decay))
     policy.adapters = preparation.lora.others if preparation.lora else ()
     if args.policy.dtype == "float16":
@@ -293,14 +299,14 @@ def open_frozen(inputs: Inputs[Any, Any], policy: Policy) -> None:
         return
     preparation = inputs.preparation.frozen()
 
-    def filled(files: Mapping[str, Sequence[Path]]) -> nn.Module:
-        net, found = unfilled(inputs, preparation, files)
-        return prepare(net, preparation, found)
+    def load_frozen(files: Mapping[str, Sequence[Path]]) -> nn.Module:
+        net, found_files = open_empty_net(inputs, preparation, files)
+        return prepare(net, preparation, found_files)
 
-    policy.reference_net = filled(inputs.files) if "reference" in inputs.policies else None
+    policy.reference_net = load_frozen(inputs.files) if "reference" in inputs.policies else None
     policy.teachers = {
-        name: filled({expert: saved_files(home) for expert, home in found.items()})
-        for name, found in inputs.teachers.items()
+        name: load_frozen({expert: saved_files(folder) for expert, folder in found_files.items()})
+        for name, found_files in inputs.teachers.items()
     }
 
 
@@ -335,13 +341,13 @@ def open_run(  # noqa: PLR0913 - a run has many parts
         algorithm=algorithm,
         base=args.policy.init_weights if args.lora.rank and inputs.files else args.policy.model,
         score_parts=inputs.score_parts,
-        sleeps="engine" in offloaded(args.memory) or (args.memory.engine_sleep and not engine.shares_weights),
-        samplers=Samplers(world.roles, policy) if world.roles and not world.only_samples else None,
+        sleeps="engine" in parse_offload(args.memory) or (args.memory.engine_sleep and not engine.shares_weights),
+        samplers=Samplers(world.roles, policy) if world.roles and not world.is_sampler else None,
     )
     run.count_calls(inputs.count_samples)
     run.count_backwards()
-    nets = [each for each in {engine.net, net} if each is not None]
-    session.open_log(args, world, nets, [held.metric("reward") for held in held_out[1:]], policy.unshard)
+    nets = [candidate for candidate in {engine.net, net} if candidate is not None]
+    session.open_log(args, world, nets, [eval_set.metric("reward") for eval_set in held_out[1:]], policy.unshard)
     if dist.is_main:
         run.peak_tflops = run.breakers.peak(peak_tflops, dist.device)
         run.flops = FlopTable(lambda: adapt_like(inputs.model.empty_net(), inputs.preparation, net), net)

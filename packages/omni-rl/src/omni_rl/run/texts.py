@@ -27,25 +27,25 @@ from torch import Tensor, nn
 
 from omni_rl.flow.evals import HeldOut
 from omni_rl.flow.scorers import TextScorer, check_gradable
-from omni_rl.flow.tokens import RuleScorer, prompts_of
+from omni_rl.flow.tokens import RuleScorer, expand_prompts
 from omni_rl.media.prompts import media_files
 from omni_rl.run.inputs import (
     Inputs,
+    build_preparation,
     graded_by_run,
     model_place,
     open_set_scorers,
-    preparation,
     read_sets,
     with_meshes,
     with_policies,
 )
 from omni_rl.run.run import TokenRun
 from omni_rl.run.session import Session
-from omni_rl.run.start import reading, unfilled
+from omni_rl.run.start import open_empty_net, report_reading
 from omni_rl.run.world import World
-from omni_rl.settings.args import load_records, read_prompts, sharding
+from omni_rl.settings.args import load_records, read_prompts, sharding_mode
 from omni_rl.settings.early import weights_digest
-from omni_rl.settings.fields import flag, require
+from omni_rl.settings.fields import prefix_errors, require
 from omni_rl.settings.token_args import TokenArgs
 
 
@@ -61,7 +61,7 @@ def read_texts(
             every rank.
     """
     progress.begin("reading the model and the prompts")
-    with same_error(world.whole):
+    with same_error(world.all_ranks):
         inputs = with_policies(read_all(args, world, scored=scored, answers=answers), policies)
     return with_meshes(args, world.dist, inputs)
 
@@ -71,7 +71,7 @@ def read_all(
 ) -> Inputs[TokenModel, TokenParams]:
     """Read all that `read_texts` returns."""
     dist = world.dist
-    with flag("--model: "):
+    with prefix_errors("--model: "):
         model = open_token_model(model_place(args))
         model.dtype = getattr(torch, args.policy.dtype)
         world.check_files(model)
@@ -85,24 +85,29 @@ def read_all(
             check_meta(args.rules, record.meta)
         check(record)
 
-    def check_given(record: PromptRecord) -> None:
+    def check_answered(record: PromptRecord) -> None:
         if record.index % dist.world_size == dist.rank:
             check_lengths(args, model, record, answers)
         check(record)
 
-    still = () if args.lora.rank else model.FROZEN
-    how = preparation(args, dist.device, model, lambda name: f"{name}.".startswith(tuple(f"{each}." for each in still)))
-    how = replace(how, whole=model.FROZEN)  # ranks run a tower only for media
-    prompts, records = read_prompts(args, check_graded if scored else check_given, check_graded)
+    frozen = () if args.lora.rank else model.FROZEN
+    preparation = build_preparation(
+        args,
+        dist.device,
+        model,
+        lambda name: f"{name}.".startswith(tuple(f"{layer_prefix}." for layer_prefix in frozen)),
+    )
+    preparation = replace(preparation, whole=model.FROZEN)  # ranks run a tower only for media
+    prompts, records = read_prompts(args, check_graded if scored else check_answered, check_graded)
     params = TokenParams(args.sampling.max_new_tokens, args.sampling.temperature)
     eval_params = TokenParams(args.sampling.max_new_tokens, args.eval.temperature, args.eval.top_p)
     prefix = model.prefix.rstrip(".")
     adapters = {"": Path(args.policy.init_weights)} if args.policy.init_weights else {}
-    with flag("--init-weights: "):
+    with prefix_errors("--init-weights: "):
         for folder in adapters.values():
             rule = "must be the folder of an adapter, with --lora.rank > 0; full weights are a --model"
             require((args.lora.rank and find_adapter(folder), f"{rule}, got {folder}"))
-            check_adapter(adapt(model.empty_net(), how), folder, part=prefix)
+            check_adapter(adapt(model.empty_net(), preparation), folder, part=prefix)
     training = load_records(args.data, args.data.prompts)
     sets = read_sets(args, records, eval_params, check, check_graded)
     check_gradable(args.scorer, graded_by_run(args, training if scored else [], sets), prints=dist.is_main)
@@ -114,8 +119,8 @@ def read_all(
         params,
         prompts,
         sets,
-        canary_of([*records, *training]),
-        how,
+        choose_canary([*records, *training]),
+        preparation,
         model.nets,
         digests | {"rules": version_of(args.rules)},
         adapters=adapters,
@@ -126,28 +131,33 @@ def read_all(
 
 def check_record(args: TokenArgs, model: TokenModel, record: PromptRecord) -> None:
     """Raise ValueError for a prompt with media that are missing, or too long."""
-    most = args.sampling.max_prompt_tokens
-    if most or model.MEDIA or media_files(record) or "messages" in record.meta:
-        (prompt,) = prompts_of([record], 1, seed=0, step=0)
+    max_tokens = args.sampling.max_prompt_tokens
+    if max_tokens or model.MEDIA or media_files(record) or "messages" in record.meta:
+        (prompt,) = expand_prompts([record], 1, seed=0, step=0)
         encoded = model.encode(prompt)
         if args.sampling.engine == "vllm":
             from omni_rollout.engines.vllm import media_of
 
             media_of(encoded, model.config)  # raises if vLLM would not answer
         length = len(encoded["input_ids"])
-        require((not most or length <= most, f"must have at most --max-prompt-tokens {most} tokens, got {length}"))
+        require(
+            (
+                not max_tokens or length <= max_tokens,
+                f"must have at most --max-prompt-tokens {max_tokens} tokens, got {length}",
+            )
+        )
 
 
 def check_lengths(args: TokenArgs, model: TokenModel, record: PromptRecord, answers: Collection[str]) -> None:
     """Raise ValueError if an answer under one of these keys is too long."""
-    most = args.sampling.max_new_tokens
+    max_tokens = args.sampling.max_new_tokens
     for key in answers:
         length = len(model.tokenize(answer_text(record.meta[key], key, record.text))) + 1
-        rule = f'"{key}" must have at most --max-new-tokens {most} tokens with its end'
-        require((length <= most, f"{rule}, got {length}"))
+        rule = f'"{key}" must have at most --max-new-tokens {max_tokens} tokens with its end'
+        require((length <= max_tokens, f"{rule}, got {length}"))
 
 
-def canary_of(records: Sequence[PromptRecord]) -> PromptRecord:
+def choose_canary(records: Sequence[PromptRecord]) -> PromptRecord:
     """Return the prompt used to test scorers, one with the most images."""
     return max(records, key=lambda record: len(record.images))
 
@@ -160,19 +170,19 @@ def open_scorers(
     Raises:
         ValueError: a scorer does not answer, does not fit, or differs from the one that the run began with.
     """
-    with same_error(world.whole):
-        ask, version, client = partial(world.connect, asks=args.scorer, kinds=(TEXT_KIND,)), "", None
+    with same_error(world.all_ranks):
+        connect_to, version, client = partial(world.connect, scorer_args=args.scorer, kinds=(TEXT_KIND,)), "", None
         if args.scorer.url:
-            client, version = ask(args.scorer.url, canary=inputs.canary)
-        plain = open_rules(SCORER, remote=True)
+            client, version = connect_to(args.scorer.url, canary=inputs.canary)
+        scorer_only = open_rules(SCORER, remote=True)
 
         def connect(url: str, name: str, records: Sequence[PromptRecord]) -> tuple[TextScorer, str]:
-            own, version = ask(url, canary=canary_of(records), name=name)
-            return RuleScorer(plain, own, args.scorer.batch_size), version
+            set_client, version = connect_to(url, canary=choose_canary(records), name=name)
+            return RuleScorer(scorer_only, set_client, args.scorer.batch_size), version
 
         held_out = open_set_scorers(args, inputs.held_out, connect)
-        session.name_scorer(args, version)
-    world.check_alike({"scorer": version})  # each machine may have its own server
+        session.record_scorer(args, version)
+    world.check_same_settings({"scorer": version})  # each machine may have its own server
     return RuleScorer(args.rules, client, args.scorer.batch_size), held_out
 
 
@@ -180,18 +190,18 @@ def open_engine(
     args: TokenArgs, world: World, inputs: Inputs[TokenModel, TokenParams], net: nn.Module
 ) -> tuple[TokenModel, TokenEngine]:
     """Return the model, with the wrappers of the run, and the engine."""
-    model, dist = world.instrumented(inputs.model), world.dist
+    model, dist = world.instrument(inputs.model), world.dist
     if args.sampling.engine == "vllm":
         from omni_rollout.engines.vllm import VllmEngine
 
-        answer = max([args.sampling.max_new_tokens, *(held.max_new_tokens or 0 for held in args.eval.sets)])
-        most = args.sampling.max_prompt_tokens and args.sampling.max_prompt_tokens + answer
+        max_answer = max([args.sampling.max_new_tokens, *(eval_set.max_new_tokens or 0 for eval_set in args.eval.sets)])
+        max_tokens = args.sampling.max_prompt_tokens and args.sampling.max_prompt_tokens + max_answer
         dtype, share = getattr(torch, args.policy.dtype), args.sampling.gpu_memory_utilization
-        return model, VllmEngine(model, device=dist.device, dtype=dtype, memory_share=share, max_tokens=most)
+        return model, VllmEngine(model, device=dist.device, dtype=dtype, memory_share=share, max_tokens=max_tokens)
     tool = None
     if args.tool.function and not args.run.dry_run:
         tool = Tool(load_user(args.tool.function, "text"), args.tool.texts)
-    return model, TransformersEngine(model, net, synced=sharding(args, dist.world_size) == "fsdp2", tool=tool)
+    return model, TransformersEngine(model, net, synced=sharding_mode(args, dist.world_size) == "fsdp2", tool=tool)
 
 
 @dataclass(frozen=True)
@@ -211,19 +221,19 @@ def read_teacher(
     Raises:
         ValueError: its vocabulary differs from that of the run's model, or it supports fewer media.
     """
-    with same_error(world.whole), flag("--teacher: "):
+    with same_error(world.all_ranks), prefix_errors("--teacher: "):
         teacher = open_token_model(place)
-        teacher.dtype, teacher.reading = inputs.model.dtype, reading
+        teacher.dtype, teacher.reading = inputs.model.dtype, report_reading
         world.check_files(teacher)
-        lacks = [kind for kind in inputs.model.MEDIA if kind not in teacher.MEDIA]
-        words = "must have the vocabulary of --model"
+        missing = [kind for kind in inputs.model.MEDIA if kind not in teacher.MEDIA]
+        rule = "must have the vocabulary of --model"
         require(
-            (teacher.vocabulary == inputs.model.vocabulary, f"{words}, got another one in {place}"),
-            (not lacks, f"must support the media of --model, got {place} without {', '.join(lacks)}"),
+            (teacher.vocabulary == inputs.model.vocabulary, f"{rule}, got another one in {place}"),
+            (not missing, f"must support the media of --model, got {place} without {', '.join(missing)}"),
         )
         digests = {**inputs.digests, "teacher_digest": weights_digest(place, teacher.folder)}
         count = sum(p.numel() for p in teacher.empty_net().parameters())
-    return replace(inputs, digests=digests, num_beside=count), teacher
+    return replace(inputs, digests=digests, num_extra_params=count), teacher
 
 
 def open_teacher(world: World, inputs: Inputs[TokenModel, TokenParams], teacher: TokenModel) -> Teacher:
@@ -232,11 +242,11 @@ def open_teacher(world: World, inputs: Inputs[TokenModel, TokenParams], teacher:
     Raises:
         ValueError, OSError: the weights could not be read.
     """
-    how = replace(inputs.preparation.frozen(), block_names=teacher.BLOCK_NAMES, whole=teacher.FROZEN)
-    with same_error(world.whole):
-        net, files = unfilled(replace(inputs, model=teacher), how, {})
+    preparation = replace(inputs.preparation.frozen(), block_names=teacher.BLOCK_NAMES, whole=teacher.FROZEN)
+    with same_error(world.all_ranks):
+        net, files = open_empty_net(replace(inputs, model=teacher), preparation, {})
         sizes = [num_logits(model.empty_net()) for model in (inputs.model, teacher)]
-        return Teacher(world.instrumented(teacher), prepare(net, how, files), min(sizes))
+        return Teacher(world.instrument(teacher), prepare(net, preparation, files), min(sizes))
 
 
 def num_logits(net: nn.Module) -> int:

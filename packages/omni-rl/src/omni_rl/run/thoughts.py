@@ -22,12 +22,12 @@ from omni_rl.flow.scorers import Scorer
 from omni_rl.flow.thinking import FLAG, with_thoughts
 from omni_rl.run import media
 from omni_rl.run.inputs import Inputs, model_place, with_meshes, with_policies
-from omni_rl.run.media import params_of, read_all, with_sliced_decoding
+from omni_rl.run.media import read_all, sampling_params, with_sliced_decoding
 from omni_rl.run.run import first_input
 from omni_rl.run.session import Session
 from omni_rl.run.world import World
-from omni_rl.settings.args import sharding
-from omni_rl.settings.fields import flag, require
+from omni_rl.settings.args import sharding_mode
+from omni_rl.settings.fields import prefix_errors, require
 from omni_rl.settings.token_args import ThinkingArgs
 
 
@@ -40,14 +40,14 @@ def read_thoughts(
         ValueError: as in `omni_rl.run.media.read_media`.
     """
     progress.begin("reading the model and the prompts")
-    with same_error(world.whole):
+    with same_error(world.all_ranks):
         inputs = with_policies(read_thinking(args, world), policies)
     return with_meshes(args, world.dist, inputs)
 
 
 def read_thinking(args: ThinkingArgs, world: World) -> Inputs[ThinkingModel, ThinkingParams]:
     """Read all that `read_thoughts` returns."""
-    with flag("--model: "):
+    with prefix_errors("--model: "):
         model = open_thinking_model(model_place(args))
 
     def check(record: PromptRecord) -> None:
@@ -55,7 +55,7 @@ def read_thinking(args: ThinkingArgs, world: World) -> Inputs[ThinkingModel, Thi
         require(("thought" not in record.meta, rule))
 
     rules, thought = args.rules, TokenParams(args.sampling.max_thought_tokens, args.sampling.temperature)
-    params = ThinkingParams(**vars(params_of(args)), thought=thought)
+    params = ThinkingParams(**vars(sampling_params(args)), thought=thought)
     eval_thought = replace(thought, temperature=args.eval.temperature, top_p=args.eval.top_p)
     eval_params = replace(params, num_inference_steps=args.eval.num_inference_steps, thought=eval_thought)
 
@@ -86,10 +86,10 @@ def open_engine(
     """Return the model, with the wrappers of the run, and the engine."""
     dist, model = world.dist, with_sliced_decoding(args, inputs, inputs.model)
     parts = model.load(device=dist.device, dtype=inputs.preparation.dtype, net=net)
-    is_sharded = sharding(args, dist.world_size) == "fsdp2"
-    together = (lambda ended: all(gather_json(dist, ended))) if is_sharded else bool
+    is_sharded = sharding_mode(args, dist.world_size) == "fsdp2"
+    all_ended = (lambda ended: all(gather_json(dist, ended))) if is_sharded else bool
     texts = TextCache(args.memory.text_cache_mb, args.memory.text_cache)
-    return model, ThinkingEngine(model, parts, texts=texts, together=together)
+    return model, ThinkingEngine(model, parts, texts=texts, together=all_ended)
 
 
 def count_samples(kwargs: Mapping[str, Tensor], args: tuple[Tensor, ...]) -> tuple[int, torch.Size] | None:

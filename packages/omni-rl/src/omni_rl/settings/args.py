@@ -15,7 +15,7 @@ from omni_train.prompts.files import PromptRecord, RecordCheck, load_prompts
 from omni_train.prompts.sampler import PromptSampler
 
 from omni_rl.settings.eval_sets import Eval, MediaEval
-from omni_rl.settings.fields import SECRET, Flat, change, flag, flag_of, marked, require
+from omni_rl.settings.fields import SECRET, Flat, change, flag_of, marked_settings, prefix_errors, require
 from omni_rl.settings.groups import (
     Data,
     Lora,
@@ -89,13 +89,13 @@ def read_prompts(
     """Return the training prompts, and the prompts of --eval.prompts that are evaluated, after checking both files."""
     data, seed = args.data, args.run.seed
     per_step, root, key = data.prompts_per_step, data.media_root, data.prompt_key
-    with flag("--prompts: "):
+    with prefix_errors("--prompts: "):
         prompts = PromptSampler(
             data.prompts, prompts_per_step=per_step, seed=seed, check=check, media_root=root, key=key
         )
-    with flag("--eval.prompts: "):
-        found = load_records(data, args.eval.prompts, check_eval)
-    return prompts, found[: args.eval.num_prompts or None]
+    with prefix_errors("--eval.prompts: "):
+        records = load_records(data, args.eval.prompts, check_eval)
+    return prompts, records[: args.eval.num_prompts or None]
 
 
 def load_records(data: Data, place: str | Path, check: RecordCheck | None = None) -> list[PromptRecord]:
@@ -121,7 +121,7 @@ def dp_size(args: RunArgs, world_size: int = 0) -> int:
     return (world_size or num_trainers(args)) // args.sharding.context_parallel
 
 
-def sharding(args: RunArgs, world_size: int) -> Mode:
+def sharding_mode(args: RunArgs, world_size: int) -> Mode:
     """Return the mode of --sharding.mode; auto is the simplest mode with the least traffic."""
     auto: Mode = "none" if world_size == 1 else "ddp" if args.lora.rank else "fsdp2"
     return auto if args.sharding.mode == "auto" else args.sharding.mode
@@ -138,17 +138,17 @@ def num_batches(args: RunArgs, world_size: int = 0, *, num_trained: int = 1, uni
             The message names the nearest number that fits.
     """
     size = dp_size(args, world_size)
-    who = "ranks" if size == (world_size or num_trainers(args)) else "ranks by --sharding.context-parallel"
+    rank_kind = "ranks" if size == (world_size or num_trainers(args)) else "ranks by --sharding.context-parallel"
     samples, per_round = args.data.prompts_per_step * args.data.group_size, args.data.batch_size * size
     rounds = samples // per_round
     sizes = [n for n in range(unit, samples + 1, unit) if samples % (n * size) == 0]
-    whole = f" and hold whole groups of --group-size ({args.data.group_size})" if unit > 1 else ""
+    group_rule = f" and hold whole groups of --group-size ({args.data.group_size})" if unit > 1 else ""
     counts = [n for n in range(1, rounds * num_trained + 1) if rounds * num_trained % n == 0]
     require(
         (sizes,
-         f"the {who} ({size}) must divide a step's samples ({samples}){whole}, prompts times --group-size"),
+         f"the {rank_kind} ({size}) must divide a step's samples ({samples}){group_rule}, prompts times --group-size"),
         (args.data.batch_size in sizes,
-         f"--batch-size times {who} ({per_round}) must divide a step's samples ({samples}){whole}, "
+         f"--batch-size times {rank_kind} ({per_round}) must divide a step's samples ({samples}){group_rule}, "
          f"got {args.data.batch_size}; nearest: {_nearest(args.data.batch_size, sizes)}"),
         (args.data.num_minibatches in counts,
          f"--num-minibatches must divide a rank's batches times the steps trained of each ({rounds} x {num_trained}), "
@@ -157,7 +157,7 @@ def num_batches(args: RunArgs, world_size: int = 0, *, num_trained: int = 1, uni
     return rounds
 
 
-def next_end(args: RunArgs, number: int) -> int:
+def next_milestone(args: RunArgs, number: int) -> int:
     """Return the number of finished steps at the first save, evaluation or end of the run after step `number`."""
     return min(
         args.run.train_steps, *((number // every + 1) * every for every in (args.run.save_every, args.eval.every))
@@ -169,19 +169,19 @@ def _nearest(number: int, others: Sequence[int]) -> int | None:
     return min(others, key=lambda other: abs(other - number), default=None)
 
 
-def offloaded(memory: Memory) -> set[str]:
+def parse_offload(memory: Memory) -> set[str]:
     """Return the parts that are offloaded to the host while they are idle.
 
     Raises:
         ValueError: a part does not exist.
     """
-    parts, known = set(filter(None, memory.offload.split(","))), memory.OFFLOAD.split()
-    unknown = ", ".join(sorted(parts.difference(known)))
-    require((not unknown, f"--memory.offload must be of {', '.join(known)}, with commas between, got {unknown}"))
+    parts, allowed = set(filter(None, memory.offload.split(","))), memory.OFFLOAD.split()
+    unknown = ", ".join(sorted(parts.difference(allowed)))
+    require((not unknown, f"--memory.offload must be of {', '.join(allowed)}, with commas between, got {unknown}"))
     return parts
 
 
-def parse_judges(text: str, parts: str) -> dict[str, str]:
+def parse_reward_media(text: str, parts: str) -> dict[str, str]:
     """Parse a text such as clap=audio,hpsv3=video into a dict from each part to the only medium that it judges.
 
     parts: the text of --reward-parts.
@@ -189,14 +189,14 @@ def parse_judges(text: str, parts: str) -> dict[str, str]:
     Raises:
         ValueError: a piece is not PART=MEDIUM, or names an unknown part or medium.
     """
-    judges = parse_pairs(text, "--streams.reward-media", "PART=MEDIUM")
-    others = min(set(judges.values()) - set(STREAMS), default="")
+    media = parse_pairs(text, "--streams.reward-media", "PART=MEDIUM")
+    other_medium = min(set(media.values()) - set(STREAMS), default="")
     require(
-        (judges.keys() <= parse_numbers(parts, "--reward-parts").keys(),
+        (media.keys() <= parse_numbers(parts, "--reward-parts").keys(),
          f"--streams.reward-media must name parts in --reward-parts, got {text}"),
-        (not others, f"--streams.reward-media must name {' or '.join(STREAMS)}, got {others}"),
+        (not other_medium, f"--streams.reward-media must name {' or '.join(STREAMS)}, got {other_medium}"),
     )  # fmt: skip
-    return judges
+    return media
 
 
 def parse_numbers(text: str, name: str) -> dict[str, float]:
@@ -212,8 +212,8 @@ def parse_numbers(text: str, name: str) -> dict[str, float]:
         numbers = {key: float(value) for key, value in pairs.items()}
     except ValueError:
         numbers = {name: math.nan}
-    fits = all(abs(number) <= 1e30 for number in numbers.values())  # False for NaN too
-    require((fits, f"{name} must hold finite numbers, of at most 1e+30, got {text!r}"))
+    are_finite = all(abs(number) <= 1e30 for number in numbers.values())  # False for NaN too
+    require((are_finite, f"{name} must hold finite numbers, of at most 1e+30, got {text!r}"))
     return numbers
 
 
@@ -234,11 +234,12 @@ def parse_pairs(text: str, name: str, form: str = "NAME=VALUE") -> dict[str, str
 
 def secret_flags(cls: type[RunArgs]) -> list[str]:
     """Return the flags of secret settings."""
-    return [flag_of(name) for name in marked(cls, SECRET)]
+    return [flag_of(name) for name in marked_settings(cls, SECRET)]
 
 
 def without_secrets(args: ArgsT) -> ArgsT:
     """Return the settings without secrets, for files that others may read."""
-    hidden: dict[str, Any] = dict.fromkeys(marked(type(args), SECRET), "")
-    sets = (replace(own, scorer_url=own.scorer_url and "...") for own in args.eval.sets)  # "..." fails check_urls
+    hidden: dict[str, Any] = dict.fromkeys(marked_settings(type(args), SECRET), "")
+    # "..." fails check_urls
+    sets = (replace(eval_set, scorer_url=eval_set.scorer_url and "...") for eval_set in args.eval.sets)
     return change(args, **hidden, eval_sets=tuple(sets))

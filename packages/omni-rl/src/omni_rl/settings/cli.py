@@ -33,20 +33,20 @@ from tyro.constructors import (
 )
 
 from omni_rl.settings.args import MediaArgs, RunArgs, num_ranks
-from omni_rl.settings.early import check_model, check_reward, check_sides, check_unchanged, knock
+from omni_rl.settings.early import check_model, check_reward, check_servers_respond, check_sides, check_unchanged
 from omni_rl.settings.fields import (
+    accepts_none,
+    build_unresolved,
     change,
-    comments_of,
+    field_comments,
     flag_of,
-    kind_of,
     leaves,
     require,
-    takes_none,
-    unsettled,
+    strip_metadata,
     values_of,
 )
-from omni_rl.settings.printing import print_mistake, until_closed
-from omni_rl.settings.toml import KINDS, from_files, recipes, suggest, to_toml
+from omni_rl.settings.printing import ignore_closed_pipe, print_error
+from omni_rl.settings.toml import KINDS, from_files, load_recipes, suggest, to_toml
 
 ConfigT = TypeVar("ConfigT")
 RULES = ConstructorRegistry()
@@ -75,29 +75,34 @@ def dataclass_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
     """Read the fields of a dataclass, with their comments as help, ten times as fast as tyro."""
     if not is_dataclass(info.type) or info.type is Command:
         return None
-    own: list[tuple[str, Any, Any]] = [
-        (each.name, each.type, getattr(info.default, each.name, each.default)) for each in fields(info.type)
+    attributes: list[tuple[str, Any, Any]] = [
+        (attribute.name, attribute.type, getattr(info.default, attribute.name, attribute.default))
+        for attribute in fields(info.type)
     ]
-    helps = {name: inspect.getdoc(kind_of(kind)) for name, kind, _ in own if is_dataclass(kind_of(kind))}
-    helps |= comments_of(info.type)
-    return StructConstructorSpec(info.type, tuple(StructFieldSpec(*each, helps.get(each[0], "")) for each in own))
+    help_texts = {
+        name: inspect.getdoc(strip_metadata(kind)) for name, kind, _ in attributes if is_dataclass(strip_metadata(kind))
+    }
+    help_texts |= field_comments(info.type)
+    return StructConstructorSpec(
+        info.type, tuple(StructFieldSpec(*attribute, help_texts.get(attribute[0], "")) for attribute in attributes)
+    )
 
 
 @RULES.primitive_rule
-def number(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[float | None] | None:
+def number_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[float | None] | None:
     """Read a number, or None from the word none if the type allows it."""
-    read, *others = get_args(info.type) or (info.type,)
-    if read not in (int, float) or {*others} - {type(None)}:
+    parse, *others = get_args(info.type) or (info.type,)
+    if parse not in (int, float) or {*others} - {type(None)}:
         return None
 
     def convert(words: list[str]) -> float | None:
         try:
-            return None if others and words[0] in ("none", "None") else read(words[0])
+            return None if others and words[0] in ("none", "None") else parse(words[0])
         except ValueError:
-            raise ValueError(f"must be {KINDS[read]}, got {words[0]!r}") from None
+            raise ValueError(f"must be {KINDS[parse]}, got {words[0]!r}") from None
 
-    form = f"{read.__name__.upper()}{'|none' * len(others)}"
-    return PrimitiveConstructorSpec(1, form, convert, lambda value: True, lambda value: [str(value).lower()])
+    metavar = f"{parse.__name__.upper()}{'|none' * len(others)}"
+    return PrimitiveConstructorSpec(1, metavar, convert, lambda value: True, lambda value: [str(value).lower()])
 
 
 def parse_cli(
@@ -116,7 +121,7 @@ def parse_cli(
     if settings do not fit together. app: name of the program and of its folder of recipes. description: the text that
     --help prints before the settings.
     """
-    presets = recipes(app)
+    presets = load_recipes(app)
     try:
         config = read_settings(cls, argv, presets, description or "")
         values = values_of(config)
@@ -125,7 +130,7 @@ def parse_cli(
         if "--check" in argv:
             print(to_toml(config), end="", flush=True)
         if not values.get("verbose"):
-            hush()
+            silence_libraries()
         check(config)
         if isinstance(config, RunArgs) and config.policy.model:
             check_model(config.policy.model, reads_texts=not config.run.dry_run)
@@ -135,25 +140,25 @@ def parse_cli(
             check_reward(config.eval.gold_scorer, "eval.gold_scorer")
             check_unchanged(config)
         if "--check" not in argv and not values.get("dry_run"):
-            knock(values)
+            check_servers_respond(values)
     except ValueError as exc:
-        fault, text = str(exc), "".join(presets.get(word, "") for word in argv)  # text: the preset's TOML
-        ways = r"write (?:data/)?|omni-rl prompts (?:edit .*--to data/)?"  # commands, before the folder's name
-        prompts = re.search(rf"^# Prompts: ((?:{ways})(\w+).*)", text, re.MULTILINE)
-        if prompts and re.search(rf"got (data/)?{prompts[2]}/", fault):
+        message, text = str(exc), "".join(presets.get(word, "") for word in argv)  # text: the preset's TOML
+        commands = r"write (?:data/)?|omni-rl prompts (?:edit .*--to data/)?"  # commands, before the folder's name
+        prompts = re.search(rf"^# Prompts: ((?:{commands})(\w+).*)", text, re.MULTILINE)
+        if prompts and re.search(rf"got (data/)?{prompts[2]}/", message):
             verb = "make" if " --images " in prompts[1] else "fetch"
-            fault += f"; {prompts[1].replace('omni-rl', f'{verb} them: omni-rl')}"
-        if text and re.search(r"(got|at) (data|checkpoints)/tiny-", fault):
-            fault += "; the clone of omni-rl has what this recipe names: start in its folder"
+            message += f"; {prompts[1].replace('omni-rl', f'{verb} them: omni-rl')}"
+        if text and re.search(r"(got|at) (data|checkpoints)/tiny-", message):
+            message += "; the clone of omni-rl has what this recipe names: start in its folder"
         scorer = re.search(r"^# Scorer: (.*)", text, re.MULTILINE)
-        if scorer and " a reward server" in fault:
-            fault += f"; start one: {scorer[1]}"
-        if "ranks" in fault and num_ranks() > 1 and "RANK" not in os.environ:
-            way = f"unset it, or start them with omni-rl train NAME --nproc-per-node {num_ranks()}"
-            fault += f"; their number is WORLD_SIZE in the environment: {way}"
-        refuse(fault)
+        if scorer and " a reward server" in message:
+            message += f"; start one: {scorer[1]}"
+        if "ranks" in message and num_ranks() > 1 and "RANK" not in os.environ:
+            remedy = f"unset it, or start them with omni-rl train NAME --nproc-per-node {num_ranks()}"
+            message += f"; their number is WORLD_SIZE in the environment: {remedy}"
+        exit_with_error(message)
     except OSError as exc:  # such as a name that is too long
-        refuse(f"{flag_before(str(exc.filename), argv)} must be a path that can be opened: {exc.strerror}")
+        exit_with_error(f"{find_flag(str(exc.filename), argv)} must be a path that can be opened: {exc.strerror}")
     if "--check" in argv:
         sys.exit(0)
     if os.environ.get("RANK", "0") == "0":
@@ -170,7 +175,7 @@ def end_imports() -> None:
         gc.enable()
 
 
-def flag_before(path: str, argv: Sequence[str]) -> str:
+def find_flag(path: str, argv: Sequence[str]) -> str:
     """Return the flag whose value is the path or one of its parents, or the start of the path if no flag has it."""
     pieces = [part for word in argv for part in word.split("=", word.startswith("--"))]
     return next((flag for flag, value in pairwise(pieces) if value and path.startswith(value)), f"{path:.80}")
@@ -184,25 +189,25 @@ def read_settings(cls: type[ConfigT], argv: Sequence[str], presets: Mapping[str,
     Raises:
         ValueError: an unknown flag, preset or key (the message suggests the nearest), or a value that does not fit.
     """
-    torn = next((word for word in argv if re.search("[\ud800-\udfff]", word)), "")
-    require((not torn, f"the command line must be UTF-8 text, got {torn!r}"))
-    given = dict(pairwise(part for word in argv for part in word.split("=", word.startswith("--"))))
-    values = from_files(cls, given.get("--preset", ""), given.get("--config", ""), presets)
+    invalid_word = next((word for word in argv if re.search("[\ud800-\udfff]", word)), "")
+    require((not invalid_word, f"the command line must be UTF-8 text, got {invalid_word!r}"))
+    flag_values = dict(pairwise(part for word in argv for part in word.split("=", word.startswith("--"))))
+    values = from_files(cls, flag_values.get("--preset", ""), flag_values.get("--config", ""), presets)
     if "--list-presets" in argv:
-        word = given.get("--list-presets", "")
+        word = flag_values.get("--list-presets", "")
         print_presets(presets, "" if word.startswith("-") else word)
         sys.exit(0)
-    shape: Any = Command
+    command_type: Any = Command
     parse: Callable[..., Any] = partial(
         tyro.cli,
-        shape[cls],
+        command_type[cls],
         prog=Path(sys.argv[0]).name,
         description=inspect.cleandoc(description),
-        default=Command(Program(), unsettled(cls, values)),
+        default=Command(Program(), build_unresolved(cls, values)),
         registry=RULES,
     )
     if not {"-h", "--help"}.isdisjoint(argv):
-        with until_closed():
+        with ignore_closed_pipe():
             with suppress(SystemExit):
                 parse(args=["--help"])
             if presets:
@@ -215,51 +220,55 @@ def read_settings(cls: type[ConfigT], argv: Sequence[str], presets: Mapping[str,
     except SystemExit as end:
         if not end.code:  # after printing a shell completion
             raise
-        raise ValueError(mistake_in(errors.getvalue())) from None
+        raise ValueError(parse_tyro_error(errors.getvalue())) from None
     for word in unknown:
-        refuse_word(cls, word, argv)
+        reject_word(cls, word, argv)
     config: ConfigT = command.settings
-    words = {name for name, value in values_of(config).items() if value == "none" and takes_none(leaves(cls)[name])}
-    return change(config, **dict.fromkeys(words, "")) if words else config
+    cleared = {name for name, value in values_of(config).items() if value == "none" and accepts_none(leaves(cls)[name])}
+    return change(config, **dict.fromkeys(cleared, "")) if cleared else config
 
 
-def mistake_in(box: str) -> str:
+def parse_tyro_error(box: str) -> str:
     """Return the error in a box printed by tyro as one line, without the title and the help below a horizontal rule."""
     lines = [re.sub(r"\x1b\[[\d;]*m", "", line).strip("\u2502 ") for line in box.splitlines()]
     parts = [" ".join(part) for is_rule, part in groupby(lines, lambda line: not line.strip("\u2500-")) if not is_rule]
     text = parts[0].partition("\u256e ")[2] or " ".join(parts[1:2])  # the title ends with a corner or a rule
-    if found := re.fullmatch(r"Error parsing (\S+): (must .*)", text):
-        return f"{found[1]} {found[2]}"
-    if found := re.match(r"Missing value for argument '(\S+)'", text):
-        return f"{found[1]} needs a value"
-    if found := re.fullmatch(r"invalid choice '(.*)' for argument '(\S+)' ?\. Expected one of \((.*?),?\) ?\.", text):
-        word, flag, known = found.groups()
-        hint = suggest(word, re.findall("'(.*?)'", known))
-        return f"{flag} must be one of {known}, got {word!r}{hint}"
+    if match := re.fullmatch(r"Error parsing (\S+): (must .*)", text):
+        return f"{match[1]} {match[2]}"
+    if match := re.match(r"Missing value for argument '(\S+)'", text):
+        return f"{match[1]} needs a value"
+    if match := re.fullmatch(r"invalid choice '(.*)' for argument '(\S+)' ?\. Expected one of \((.*?),?\) ?\.", text):
+        word, flag, choices = match.groups()
+        hint = suggest(word, re.findall("'(.*?)'", choices))
+        return f"{flag} must be one of {choices}, got {word!r}{hint}"
     return text
 
 
-def refuse_word(cls: type, word: str, argv: Sequence[str]) -> NoReturn:
+def reject_word(cls: type, word: str, argv: Sequence[str]) -> NoReturn:
     """Raise ValueError for a word that is not a flag, or that follows a flag without a value."""
-    switches = {flag_of(name): off_flag(name) for name, own in leaves(cls).items() if kind_of(own.type) is bool}
+    switches = {
+        flag_of(name): negated_flag(name)
+        for name, setting in leaves(cls).items()
+        if strip_metadata(setting.type) is bool
+    }
     name = word.partition("=")[0]
     if not name.startswith("-"):
-        pieces = pairwise(part for each in argv for part in each.split("=", each.startswith("--")))
-        before = {flag for flag, value in pieces if value == word}
+        pieces = pairwise(part for arg in argv for part in arg.split("=", arg.startswith("--")))
+        preceding = {flag for flag, value in pieces if value == word}
         for on, off in switches.items():
-            for given in before & {on, off}:
-                raise ValueError(f"{given} takes no value, got {word!r}: give {on} or {off}")
+            for switch in preceding & {on, off}:
+                raise ValueError(f"{switch} takes no value, got {word!r}: give {on} or {off}")
         raise ValueError(f"unexpected {word!r}: a flag begins with --")
-    known = sorted([*map(flag_of, [*leaves(Program), *leaves(cls)]), *switches.values()])
-    moved = re.sub(r"^--no-(.+\.)", r"--\1no-", name)
-    hint = f"; did you mean {moved!r}?" if moved in known else suggest(name, known)
+    flags = sorted([*map(flag_of, [*leaves(Program), *leaves(cls)]), *switches.values()])
+    moved_flag = re.sub(r"^--no-(.+\.)", r"--\1no-", name)
+    hint = f"; did you mean {moved_flag!r}?" if moved_flag in flags else suggest(name, flags)
     raise ValueError(f"unknown flag {name}{hint or '; --help lists all, docs/coming-from.md those of other projects'}")
 
 
-def off_flag(name: str) -> str:
+def negated_flag(name: str) -> str:
     """Return the flag that turns a setting off, such as --eval.no-first."""
-    group, dot, own = name.rpartition(".")
-    return flag_of(f"{group}{dot}no_{own}")
+    group, dot, key = name.rpartition(".")
+    return flag_of(f"{group}{dot}no_{key}")
 
 
 def print_presets(presets: Mapping[str, str], word: str) -> None:
@@ -269,15 +278,15 @@ def print_presets(presets: Mapping[str, str], word: str) -> None:
         ValueError: no recipe contains it.
     """
     titles = {name: text.partition("\n")[0].lstrip("# ") for name, text in presets.items()}
-    found = {name: title for name, title in titles.items() if word.lower() in f"{name} {title}".lower()}
+    matching = {name: title for name, title in titles.items() if word.lower() in f"{name} {title}".lower()}
     rule = f"--list-presets must be a word in the name or title of a recipe, got {word!r}"
-    require((found, f"{rule}{suggest(word, presets)}; without a word it lists all {len(presets)}"))
-    with until_closed():
-        for name, title in found.items():
-            print(f"{name:<{max(map(len, found))}}  {title}")
+    require((matching, f"{rule}{suggest(word, presets)}; without a word it lists all {len(presets)}"))
+    with ignore_closed_pipe():
+        for name, title in matching.items():
+            print(f"{name:<{max(map(len, matching))}}  {title}")
 
 
-def hush() -> None:
+def silence_libraries() -> None:
     """Hide progress bars and warnings of other libraries, and the traceback of Ctrl-C while they are imported."""
     sys.excepthook = lambda kind, *exc: (
         kind is KeyboardInterrupt or sys.stderr.write(printable("".join(format_exception(kind, *exc))))
@@ -290,8 +299,8 @@ def hush() -> None:
     warnings.filterwarnings("ignore", module=r"(torch|diffusers|transformers|peft|accelerate|huggingface_hub)\b")
 
 
-def refuse(mistake: object) -> NoReturn:
+def exit_with_error(error: object) -> NoReturn:
     """Print an error as one line, on the first rank of each machine, and exit with code 2."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        print_mistake(mistake)
+        print_error(error)
     sys.exit(2)

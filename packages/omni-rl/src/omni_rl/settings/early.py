@@ -15,17 +15,17 @@ from omni_train.hub import pinned
 from omni_train.prompts.splits import data_files
 
 from omni_rl.settings.args import RunArgs, without_secrets
-from omni_rl.settings.eval_sets import on_this_machine
-from omni_rl.settings.fields import MAY_CHANGE, SECRET, flag, flag_of, flat, marked, require
+from omni_rl.settings.eval_sets import resolve_host
+from omni_rl.settings.fields import MAY_CHANGE, SECRET, flag_of, flatten, marked_settings, prefix_errors, require
 
 MAX_CONFIG_BYTES = 2**24
 INDEXES = ("model_index.json", "modular_model_index.json")
 NO_VOCABULARY = {"tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"}
-BYTES = "ByT5Tokenizer"  # has no vocabulary file
+BYTE_TOKENIZER = "ByT5Tokenizer"  # has no vocabulary file
 GOLD_DIGEST = "eval.gold_prompts_digest"
 LOSS_SCALE = "loss_scale"
 EVALS = "evals"
-WRITTEN = ("gate", LOSS_SCALE, EVALS)  # keys that a run adds to its settings in a checkpoint
+RUN_KEYS = ("gate", LOSS_SCALE, EVALS)  # keys that a run adds to its settings in a checkpoint
 
 
 def check_model(place: str, *, reads_texts: bool = True) -> None:
@@ -35,29 +35,29 @@ def check_model(place: str, *, reads_texts: bool = True) -> None:
     """
     folder = Path(place)
     if not folder.is_dir():
-        how = "diffusers' from_single_file and save_pretrained write the folder"
-        rule = f"--model must be a folder in diffusers' layout or a hub id, got the file {place}: {how}"
+        hint = "diffusers' from_single_file and save_pretrained write the folder"
+        rule = f"--model must be a folder in diffusers' layout or a hub id, got the file {place}: {hint}"
         require((not folder.is_file(), rule))
         is_id = place.count("/") == 1 and not folder.is_absolute() and not place.startswith(".")
         require((is_id, f"--model must be a folder or a hub id such as Qwen/Qwen-Image, found nothing at {place}"))
         return
     index = next((folder / name for name in INDEXES if (folder / name).is_file()), folder / INDEXES[0])
     if not index.is_file():
-        above = Path(os.path.normpath(folder / ".."))
-        rule = f"--model must be a whole pipeline, got {place}, a part of one: give {above}"
-        require((not any((above / name).is_file() for name in INDEXES), rule))
+        parent = Path(os.path.normpath(folder / ".."))
+        rule = f"--model must be a whole pipeline, got {place}, a part of one: give {parent}"
+        require((not any((parent / name).is_file() for name in INDEXES), rule))
     require((index.is_file() or (folder / "config.json").is_file(), f"--model is incomplete: {index} is missing"))
-    for tokenizer in tokenizers_of(index) if reads_texts and index.is_file() else ():
+    for tokenizer in tokenizer_folders(index) if reads_texts and index.is_file() else ():
         files = sorted({path.name for path in tokenizer.glob("*")} - NO_VOCABULARY)
         rule = "must have the files of its vocabulary, such as tokenizer.json, or vocab.json and merges.txt"
         require((files, f"--model is incomplete: {tokenizer} {rule}"))
 
 
-def tokenizers_of(index: Path) -> Iterator[Path]:
+def tokenizer_folders(index: Path) -> Iterator[Path]:
     """Yield the folders of the tokenizers that an index names, or nothing if the index is damaged."""
     with suppress(OSError, ValueError, AttributeError, LookupError):  # reported when the model is opened
         for part, kind in parse_json(read_linked(index, MAX_CONFIG_BYTES)).items():
-            if "tokenizer" in part and isinstance(kind, list) and kind[-1] not in (None, BYTES):
+            if "tokenizer" in part and isinstance(kind, list) and kind[-1] not in (None, BYTE_TOKENIZER):
                 yield index.parent / part
 
 
@@ -69,19 +69,19 @@ def check_sides(place: str, height: int, width: int) -> None:
     package = Path(str(find_spec("omni_rollout").origin)).parent  # type: ignore[union-attr]
     sides = tomllib.loads((package / "models" / "sides.toml").read_text("utf-8"))
     for folder in (Path(place), package / "released" / place):
-        unit = sides.get(place) or sides.get(kind_of(folder), 1)
+        unit = sides.get(place) or sides.get(read_model_class(folder), 1)
         for name, side in (("height", height), ("width", width)):
             nearest = max(1, round(side / unit)) * unit
             rule = f"--{name} must be a positive multiple of {unit} pixels, such as {nearest}, got {side}"
             require((side % unit == 0, rule))
 
 
-def kind_of(folder: Path) -> str:
+def read_model_class(folder: Path) -> str:
     """Return the pipeline class or architecture of a checkpoint, or "" if its index is missing or damaged."""
     for name, key in (*((index, "_class_name") for index in INDEXES), ("config.json", "architectures")):
         with suppress(OSError, ValueError, TypeError, LookupError):  # reported when the model is opened
-            found = parse_json(read_linked(folder / name, MAX_CONFIG_BYTES))[key]
-            return str(found[0] if isinstance(found, list) else found)
+            value = parse_json(read_linked(folder / name, MAX_CONFIG_BYTES))[key]
+            return str(value[0] if isinstance(value, list) else value)
     return ""
 
 
@@ -90,7 +90,7 @@ def check_reward(name: str, setting: str = "scorer") -> None:
     if name:
         from omni_reward.scorers import check_scorer
 
-        with flag(f"{flag_of(setting)}: "):
+        with prefix_errors(f"{flag_of(setting)}: "):
             check_scorer(split_options(name)[0])
 
 
@@ -108,24 +108,27 @@ def check_unchanged(args: RunArgs) -> None:
             saved = read_index(step_folder(folder, step))
         except (OSError, ValueError):  # a damaged checkpoint: reported when it is opened
             return
-        now = flat(without_secrets(args)) | files_of(args, model if model.is_dir() else None)
-        check_same(args, saved, now, ignore=saved.config.keys() - now.keys())
+        current = flatten(without_secrets(args)) | file_digests(args, model if model.is_dir() else None)
+        check_same(args, saved, current, ignore=saved.config.keys() - current.keys())
 
 
-def check_same(args: RunArgs, saved: Saved, now: Config, *, ignore: Collection[str] = ()) -> None:
+def check_same(args: RunArgs, saved: Saved, current: Config, *, ignore: Collection[str] = ()) -> None:
     """Raise ValueError if a run resumes with different settings or files, except those that may change."""
-    then, falls = saved.config.get("train_steps", args.run.train_steps), args.optim.lr_scheduler_type != "constant"
+    planned_steps, has_schedule = (
+        saved.config.get("train_steps", args.run.train_steps),
+        args.optim.lr_scheduler_type != "constant",
+    )
     kind = f"--optim.lr-scheduler-type {args.optim.lr_scheduler_type}"
-    rule = f"--train-steps must be {then}, as {kind} ends with the last step: to train longer, give the run another "
-    rule += f"--name and its weights as --init-weights runs/{args.run.name}/weights, got {args.run.train_steps}"
-    require((not falls or then == args.run.train_steps, rule))
-    may = {*marked(type(args), MAY_CHANGE, SECRET)}
+    rule = f"--train-steps must be {planned_steps}, as {kind} ends with the last step: to train longer, give the run "
+    rule += f"another --name and its weights as --init-weights runs/{args.run.name}/weights, got {args.run.train_steps}"
+    require((not has_schedule or planned_steps == args.run.train_steps, rule))
+    changeable = {*marked_settings(type(args), MAY_CHANGE, SECRET)}
     if args.sampling.draw_ahead:  # no samples are pending at a save or an evaluation
-        may -= {"save_every", "eval.every"}
-    check_config(saved, now, ignore=(*may, *ignore, "train_steps", "scorer", *WRITTEN))
+        changeable -= {"save_every", "eval.every"}
+    check_config(saved, current, ignore=(*changeable, *ignore, "train_steps", "scorer", *RUN_KEYS))
 
 
-def files_of(args: RunArgs, model: Path | None) -> dict[str, str]:
+def file_digests(args: RunArgs, model: Path | None) -> dict[str, str]:
     """Return digests of the files of prompts and weights. model: its folder, or None if it is not downloaded yet."""
     files = data_files(args.data.prompts)
     prompts = {"prompts": pinned(args.data.prompts, files[0]), "prompts_digest": files_digest(files)}
@@ -148,7 +151,7 @@ def weights_digest(place: str, folder: Path, others: Sequence[Path] = ()) -> str
     return f"{folder.name} {probe_digest(others)}"
 
 
-def knock(settings: Mapping[str, Any]) -> None:
+def check_servers_respond(settings: Mapping[str, Any]) -> None:
     """Check, on the first rank of a machine, the reward servers and the hub model in settings returned by `values_of`.
 
     Raises:
@@ -156,22 +159,25 @@ def knock(settings: Mapping[str, Any]) -> None:
     """
     if os.environ.get("LOCAL_RANK", "0") == "0":
         for name in ("scorer.url", "scorer.watch_url", "eval.gold_scorer_url"):
-            ask_scorer(settings, name)
-        ask_hub(settings.get("model", ""))
+            check_scorer_responds(settings, name)
+        check_hub_model(settings.get("model", ""))
 
 
-def ask_scorer(settings: Mapping[str, Any], name: str) -> None:
+def check_scorer_responds(settings: Mapping[str, Any], name: str) -> None:
     """Raise ValueError unless the URLs of a setting are reward servers. A busy server is not an error."""
     from omni_reward import RewardClient, RewardError
     from omni_reward.errors import RewardTimeoutError
     from omni_reward.files import read_token
 
-    with flag("--scorer.token-file: "):
+    with prefix_errors("--scorer.token-file: "):
         token = read_token(settings.get("scorer.token_file"))
     proxy = settings.get("scorer.proxy", "none")
-    for url in filter(None, on_this_machine(settings.get(name, "")).split(",")):
+    for url in filter(None, resolve_host(settings.get(name, "")).split(",")):
         try:
-            with flag(f"{flag_of(name)}: "), RewardClient(url, token=token, timeout_s=5.0, proxy=proxy) as client:
+            with (
+                prefix_errors(f"{flag_of(name)}: "),
+                RewardClient(url, token=token, timeout_s=5.0, proxy=proxy) as client,
+            ):
                 client.info()
         except RewardTimeoutError:
             pass
@@ -179,7 +185,7 @@ def ask_scorer(settings: Mapping[str, Any], name: str) -> None:
             raise ValueError(f"{flag_of(name)} must be a reward server that answers: {exc}") from exc
 
 
-def ask_hub(model: str) -> None:
+def check_hub_model(model: str) -> None:
     """Raise ValueError for a hub id that is not in the local cache and cannot be downloaded."""
     if not model or Path(model).is_dir():
         return
@@ -193,9 +199,9 @@ def ask_hub(model: str) -> None:
         if HfApi().model_info(model, timeout=3.0).gated:
             HfApi().auth_check(model)
     except (HTTPError, OSError, ValueError) as exc:
-        fault = " ".join(str(exc).split()).rstrip(".")
-        how = f"Fetch it where there is a network, with `hf download {model}`, or give a folder"
+        reason = " ".join(str(exc).split()).rstrip(".")
+        hint = f"Fetch it where there is a network, with `hf download {model}`, or give a folder"
         if isinstance(exc, GatedRepoError):
-            how = f"Accept its license at https://huggingface.co/{model}, then `hf auth login`, or set HF_TOKEN"
+            hint = f"Accept its license at https://huggingface.co/{model}, then `hf auth login`, or set HF_TOKEN"
         rule = "--model must be a folder or a hub id that can be fetched"
-        raise ValueError(f"{rule}, got {model}: {fault}. {how}") from exc
+        raise ValueError(f"{rule}, got {model}: {reason}. {hint}") from exc

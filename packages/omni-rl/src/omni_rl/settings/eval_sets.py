@@ -16,7 +16,7 @@ from omni_rl.settings.fields import (
     at_least,
     between,
     check_bounds,
-    flag,
+    prefix_errors,
     require,
 )
 
@@ -112,65 +112,66 @@ class ThoughtEval(MediaEval):
     top_p: Annotated[float, between(1e-3, 1)] = 0.7  # Probability mass that evaluations sample from
 
 
-def check_gold(own: Eval, seen: Sequence[str]) -> None:
-    """Raise ValueError for settings of the gold set that do not fit. seen: prompts and scorer of training."""
-    scorer = own.gold_scorer or own.gold_scorer_url
+def check_gold(args: Eval, training: Sequence[str]) -> None:
+    """Raise ValueError for settings of the gold set that do not fit. training: prompts and scorer of training."""
+    scorer = args.gold_scorer or args.gold_scorer_url
     require(
-        (bool(own.gold_prompts) == bool(scorer),
+        (bool(args.gold_prompts) == bool(scorer),
          "--eval.gold-prompts must be given with --eval.gold-scorer or --eval.gold-scorer-url, and they with it"),
-        (not {own.gold_prompts, own.gold_scorer, own.gold_scorer_url}.intersection(filter(None, seen)),
+        (not {args.gold_prompts, args.gold_scorer, args.gold_scorer_url}.intersection(filter(None, training)),
          "--eval.gold-prompts and --eval.gold-scorer must differ from those of training, got "
-         f"{own.gold_prompts} and {own.gold_scorer or 'the URL'}"),
-        (re.fullmatch(r"(gold-falls:[1-9]\d{0,8})?", own.stop_on, re.ASCII),
-         f"--eval.stop-on must be gold-falls:K with K from 1, got {own.stop_on!r}"),
-        (scorer or not own.stop_on, f"--eval.stop-on {own.stop_on} needs --eval.gold-prompts"),
-        (all(each.name != GOLD for each in own.sets), "eval.sets must not be named gold, as --eval.gold-prompts is"),
+         f"{args.gold_prompts} and {args.gold_scorer or 'the URL'}"),
+        (re.fullmatch(r"(gold-falls:[1-9]\d{0,8})?", args.stop_on, re.ASCII),
+         f"--eval.stop-on must be gold-falls:K with K from 1, got {args.stop_on!r}"),
+        (scorer or not args.stop_on, f"--eval.stop-on {args.stop_on} needs --eval.gold-prompts"),
+        (all(eval_set.name != GOLD for eval_set in args.sets),
+         "eval.sets must not be named gold, as --eval.gold-prompts is"),
     )  # fmt: skip
 
 
-def setting_of(own: EvalSet, number: int, name: str) -> str:
+def setting_name(eval_set: EvalSet, number: int, name: str) -> str:
     """Return the name in messages of a set's setting: eval.sets[NUMBER].NAME, or the flag for the gold set."""
-    return f"--eval.gold-{name.replace('_', '-')}" if own.name == GOLD else f"eval.sets[{number}].{name}"
+    return f"--eval.gold-{name.replace('_', '-')}" if eval_set.name == GOLD else f"eval.sets[{number}].{name}"
 
 
 def check_sets(sets: Sequence[EvalSet], load: Callable[[str], object]) -> None:
     """Raise ValueError with the number, from 1, of a set that cannot be evaluated. load: reads its prompts."""
-    names = [own.name for own in sets]
-    for number, own in enumerate(sets, start=1):
-        at = f"eval.sets[{number}]"
-        is_plain = re.fullmatch(r"[A-Za-z][\w-]*", own.name, re.ASCII)
+    names = [eval_set.name for eval_set in sets]
+    for number, eval_set in enumerate(sets, start=1):
+        place = f"eval.sets[{number}]"
+        is_valid_name = re.fullmatch(r"[A-Za-z][\w-]*", eval_set.name, re.ASCII)
         require(
-            (is_plain, f"{at}.name must be a letter, then letters, digits, _ and -, got {own.name!r}"),
-            (names.count(own.name) == 1, f"{at}.name must be that of no other set, got {own.name!r}"),
-            (own.prompts, f"{at}.prompts must be given"),
+            (is_valid_name, f"{place}.name must be a letter, then letters, digits, _ and -, got {eval_set.name!r}"),
+            (names.count(eval_set.name) == 1, f"{place}.name must be that of no other set, got {eval_set.name!r}"),
+            (eval_set.prompts, f"{place}.prompts must be given"),
         )
-        check_bounds(own, at)
-        check_urls(own.scorer_url, setting_of(own, number, "scorer_url"))
-        with flag(f"{setting_of(own, number, 'prompts')}: "):
-            load(own.prompts)
+        check_bounds(eval_set, place)
+        check_urls(eval_set.scorer_url, setting_name(eval_set, number, "scorer_url"))
+        with prefix_errors(f"{setting_name(eval_set, number, 'prompts')}: "):
+            load(eval_set.prompts)
 
 
-def loose_limits(own: Eval, counts: Sequence[int]) -> list[str]:
+def excess_limits(args: Eval, counts: Sequence[int]) -> list[str]:
     """Return a line for each set with fewer prompts than its num_prompts.
 
     counts: numbers of prompts that are evaluated, of --eval.prompts and then of each set.
     """
-    first = "--eval.num-prompts", own.num_prompts, own.prompts
+    first = "--eval.num-prompts", args.num_prompts, args.prompts
     others = [
-        (setting_of(each, i, "num_prompts"), each.num_prompts, each.prompts)
-        for i, each in enumerate(own.all_sets, start=1)
+        (setting_name(eval_set, i, "num_prompts"), eval_set.num_prompts, eval_set.prompts)
+        for i, eval_set in enumerate(args.all_sets, start=1)
     ]
     return [
-        f"{name} {most} is more than the prompts of {place}: all {count} are evaluated"
-        for (name, most, place), count in zip([first, *others], counts, strict=True)
-        if most > count
+        f"{name} {limit} is more than the prompts of {place}: all {count} are evaluated"
+        for (name, limit, place), count in zip([first, *others], counts, strict=True)
+        if limit > count
     ]
 
 
-OF_A_MACHINE = re.compile(r"{host}|{node}|//(localhost|127\.|\[::1\])")  # in URLs of a machine's own servers
+MACHINE_URL = re.compile(r"{host}|{node}|//(localhost|127\.|\[::1\])")  # in URLs of a machine's own servers
 
 
-def on_this_machine(urls: str) -> str:
+def resolve_host(urls: str) -> str:
     """Replace {host} in URLs by the name of this machine, and {node} by its number in the run."""
     return urls.replace("{host}", socket.gethostname()).replace("{node}", os.environ.get("GROUP_RANK", "0"))
 

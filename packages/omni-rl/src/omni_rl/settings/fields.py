@@ -44,26 +44,26 @@ Flat = Annotated[GroupT, FLAT]  # a group whose settings have no prefix
 class Bound:
     """The least and the greatest value of a number; an infinite bound is the limit of its type."""
 
-    least: float
-    most: float
+    low: float
+    high: float
 
 
-def between(least: float, most: float) -> Bound:
-    """Bound a number to [least, most]."""
-    return Bound(least, most)
+def between(low: float, high: float) -> Bound:
+    """Bound a number to [low, high]."""
+    return Bound(low, high)
 
 
-def at_least(least: float) -> Bound:
-    """Bound a number to [least, inf)."""
-    return Bound(least, math.inf)
+def at_least(low: float) -> Bound:
+    """Bound a number to [low, inf)."""
+    return Bound(low, math.inf)
 
 
-def notes_of(kind: Any) -> tuple[Any, ...]:
+def type_metadata(kind: Any) -> tuple[Any, ...]:
     """Return the metadata of an `Annotated` type."""
     return get_args(kind)[1:] if get_origin(kind) is Annotated else ()
 
 
-def kind_of(kind: Any) -> Any:
+def strip_metadata(kind: Any) -> Any:
     """Return a type without its metadata."""
     return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
@@ -73,94 +73,104 @@ def cached(function: FunctionT) -> FunctionT:
     return cast("FunctionT", cache(function))
 
 
-def place_of(own: Field[Any], prefix: str) -> str:
+def group_prefix(setting: Field[Any], prefix: str) -> str:
     """Return the prefix of the settings in a field's group, such as "lora."; a flat group adds none."""
-    return prefix if FLAT in notes_of(own.type) else f"{prefix}{own.name}."
+    return prefix if FLAT in type_metadata(setting.type) else f"{prefix}{setting.name}."
 
 
 @cached
 def leaves(cls: Any, prefix: str = "") -> dict[str, Field[Any]]:
     """Return the settings of a dataclass by name, such as lr, or correction.low for one in a group."""
-    found: dict[str, Field[Any]] = {}
-    for own in fields(cls):
-        group = kind_of(own.type)
-        inner = leaves(group, place_of(own, prefix)) if is_dataclass(group) else {f"{prefix}{own.name}": own}
-        found |= inner
-    return found
+    settings: dict[str, Field[Any]] = {}
+    for setting in fields(cls):
+        group = strip_metadata(setting.type)
+        inner = (
+            leaves(group, group_prefix(setting, prefix))
+            if is_dataclass(group)
+            else {f"{prefix}{setting.name}": setting}
+        )
+        settings |= inner
+    return settings
 
 
 def values_of(config: Any, prefix: str = "") -> dict[str, Any]:
     """Return the values of a dataclass by the names of `leaves`."""
-    found: dict[str, Any] = {}
-    for own in fields(config):
-        value = getattr(config, own.name)
-        inner = values_of(value, place_of(own, prefix)) if is_dataclass(value) else {f"{prefix}{own.name}": value}
-        found |= inner
-    return found
+    values: dict[str, Any] = {}
+    for setting in fields(config):
+        value = getattr(config, setting.name)
+        inner = (
+            values_of(value, group_prefix(setting, prefix))
+            if is_dataclass(value)
+            else {f"{prefix}{setting.name}": value}
+        )
+        values |= inner
+    return values
 
 
 def build(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
     """Build the dataclass from values by the names of `leaves`, and its defaults for the rest."""
-    return cls(**vars(unsettled(cls, values)))
+    return cls(**vars(build_unresolved(cls, values)))
 
 
-def unsettled(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
+def build_unresolved(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
     """Build the dataclass as `build` does, but without `__post_init__`, which derives defaults from other values.
 
     Raises:
         TypeError: a name is not a setting.
     """
-    shape: Any = cls
+    dataclass_type: Any = cls
     if unknown := values.keys() - leaves(cls):
         raise TypeError(f"{cls.__name__} has no {', '.join(sorted(unknown))}")
-    return with_values(cls, {own.name: own.default for own in fields(shape)}, values)
+    return with_values(cls, {setting.name: setting.default for setting in fields(dataclass_type)}, values)
 
 
 def with_values(
     cls: type[ConfigT], defaults: Mapping[str, Any], values: Mapping[str, Any], prefix: str = ""
 ) -> ConfigT:
     """Build the dataclass from its defaults by field name, overridden by values by the names of `leaves`."""
-    shape: Any = cls
+    dataclass_type: Any = cls
     config = object.__new__(cls)
-    for own in fields(shape):
-        value = defaults[own.name]
+    for setting in fields(dataclass_type):
+        value = defaults[setting.name]
         if is_dataclass(value):
-            vars(config)[own.name] = with_values(type(value), vars(value), values, place_of(own, prefix))
+            vars(config)[setting.name] = with_values(type(value), vars(value), values, group_prefix(setting, prefix))
         else:
-            vars(config)[own.name] = values.get(f"{prefix}{own.name}", value)
+            vars(config)[setting.name] = values.get(f"{prefix}{setting.name}", value)
     return config
 
 
 def change(config: ConfigT, **values: Any) -> ConfigT:
     """Return a copy of the dataclass with other values, by the names of `leaves` with _ for dots: lora_rank."""
     names = {name.replace(".", "_"): name for name in leaves(type(config))}
-    return build(type(config), values_of(config) | {names.get(name, name): own for name, own in values.items()})
+    return build(type(config), values_of(config) | {names.get(name, name): value for name, value in values.items()})
 
 
-def flat(config: Any) -> dict[str, object]:
+def flatten(config: Any) -> dict[str, object]:
     """Return the values of a dataclass by the names of `leaves`, in the form that checkpoints store."""
-    return {name: [*map(asdict, own)] if isinstance(own, tuple) else own for name, own in values_of(config).items()}
+    return {
+        name: [*map(asdict, value)] if isinstance(value, tuple) else value for name, value in values_of(config).items()
+    }
 
 
 @cached
-def comments_of(cls: Any) -> dict[str, str]:
+def field_comments(cls: Any) -> dict[str, str]:
     """Return the comments beside the fields of a dataclass and its bases, by name."""
-    found, bases = dict[str, str](), list[Any](filter(is_dataclass, reversed(cls.__mro__)))
+    comments, bases = dict[str, str](), list[Any](filter(is_dataclass, reversed(cls.__mro__)))
     for base in bases:
         source = inspect.getsource(sys.modules[base.__module__])
         body = re.search(rf"^( *)class {base.__name__}\b.*\n((?:(?:\1 .*)?\n)*)", source, re.MULTILINE)
-        found |= re.findall(r"^ +(\w+): .*?  # (.*)$", body[2] if body else "", re.MULTILINE)
-    return found
+        comments |= re.findall(r"^ +(\w+): .*?  # (.*)$", body[2] if body else "", re.MULTILINE)
+    return comments
 
 
-def marked(cls: Any, *marks: Mark) -> tuple[str, ...]:
+def marked_settings(cls: Any, *marks: Mark) -> tuple[str, ...]:
     """Return the names, as in `leaves`, of the settings that have one of the marks."""
-    return tuple(name for name, own in leaves(cls).items() if set(marks).intersection(notes_of(own.type)))
+    return tuple(name for name, setting in leaves(cls).items() if set(marks).intersection(type_metadata(setting.type)))
 
 
-def takes_none(own: Field[Any]) -> bool:
+def accepts_none(setting: Field[Any]) -> bool:
     """Return True if a setting is optional and empty by default, so that the word none empties it."""
-    return own.default in ("", None) and REQUIRED not in notes_of(own.type)
+    return setting.default in ("", None) and REQUIRED not in type_metadata(setting.type)
 
 
 def flag_of(name: str) -> str:
@@ -169,10 +179,12 @@ def flag_of(name: str) -> str:
 
 
 def flags_by_name(cls: Any, group: str = "") -> dict[str, str]:
-    """Return the flags of settings by name, for `as_flags`; settings of `group` also by name without its prefix."""
-    found = {name: flag_of(name) for name in leaves(cls)}
-    own = {name.removeprefix(f"{group}."): value for name, value in found.items() if name.startswith(f"{group}.")}
-    return found | own
+    """Return the flags of settings by name, for `map_error_names`; those of `group` also without its prefix."""
+    flags = {name: flag_of(name) for name in leaves(cls)}
+    group_flags = {
+        name.removeprefix(f"{group}."): value for name, value in flags.items() if name.startswith(f"{group}.")
+    }
+    return flags | group_flags
 
 
 def check_bounds(config: Any, place: str = "") -> None:
@@ -185,27 +197,30 @@ def check_bounds(config: Any, place: str = "") -> None:
         ValueError: a number is out of bounds.
     """
     values = values_of(config)
-    for key, own in leaves(config).items():
+    for key, setting in leaves(config).items():
         value = values[key]
         if type(value) in (int, float):
-            bound = next((note for note in notes_of(own.type) if isinstance(note, Bound)), Bound(-math.inf, math.inf))
+            bound = next(
+                (metadata for metadata in type_metadata(setting.type) if isinstance(metadata, Bound)),
+                Bound(-math.inf, math.inf),
+            )
             limit = FLOAT32_MAX if type(value) is float else 2**31 - 1
-            least, most = (end if math.isfinite(end) else math.copysign(limit, end) for end in vars(bound).values())
-            if not least <= value <= most:
-                rule = f">= {least:.10g}" if value < least else f"<= {most:.10g}" if value > most else "a number"
+            low, high = (end if math.isfinite(end) else math.copysign(limit, end) for end in vars(bound).values())
+            if not low <= value <= high:
+                rule = f">= {low:.10g}" if value < low else f"<= {high:.10g}" if value > high else "a number"
                 name = f"{place}.{key}" if place else flag_of(key)
                 raise ValueError(f"{name} must be {rule}, got {value}")
 
 
 def require(*rules: tuple[object, str]) -> None:
     """Raise ValueError with the message of the first rule that does not hold."""
-    for holds, words in rules:
-        if not holds:
-            raise ValueError(words)
+    for condition, message in rules:
+        if not condition:
+            raise ValueError(message)
 
 
 @contextmanager
-def flag(words: str) -> Iterator[None]:
+def prefix_errors(prefix: str) -> Iterator[None]:
     """Prefix the message of an OSError or ValueError in the block with words such as "--prompts: ".
 
     If the message begins with that name or an extension of it, as in "prompts_per_step must be ...", the name is
@@ -217,12 +232,12 @@ def flag(words: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as exc:
-        fault = re.sub(r"^--(\S+): (\1\w*) ", lambda found: f"{flag_of(found[2])} ", f"{words}{exc}")
-        raise ValueError(fault) from exc
+        message = re.sub(r"^--(\S+): (\1\w*) ", lambda match: f"{flag_of(match[2])} ", f"{prefix}{exc}")
+        raise ValueError(message) from exc
 
 
 @contextmanager
-def as_flags(names: Mapping[str, str]) -> Iterator[None]:
+def map_error_names(names: Mapping[str, str]) -> Iterator[None]:
     """Replace argument names by flags in the message of an OSError or ValueError in the block.
 
     names: the flag of each argument, or a flag and a name in its value. All arguments at the start of the message are
@@ -233,12 +248,12 @@ def as_flags(names: Mapping[str, str]) -> Iterator[None]:
         ValueError: in place of either exception.
     """
 
-    def named(found: re.Match[str]) -> str:
-        own = names.get(found[0].replace("-", "_"), found[0])
-        return own if found.start() < begins or ("_" in found[0] and " " not in own) else found[0]
+    def replace_name(match: re.Match[str]) -> str:
+        flag = names.get(match[0].replace("-", "_"), match[0])
+        return flag if match.start() < subject_end or ("_" in match[0] and " " not in flag) else match[0]
 
     try:
         yield
     except (OSError, ValueError) as exc:
-        begins = len("".join(re.findall(r"^[\w.-]+(?:(?:, | and | x )[\w.-]+)*", str(exc))))
-        raise ValueError(re.sub(r"(?<![\w./-])[a-z][\w.-]*\w", named, str(exc))) from exc
+        subject_end = len("".join(re.findall(r"^[\w.-]+(?:(?:, | and | x )[\w.-]+)*", str(exc))))
+        raise ValueError(re.sub(r"(?<![\w./-])[a-z][\w.-]*\w", replace_name, str(exc))) from exc

@@ -298,7 +298,7 @@ class Scorer:
     on_failure: Annotated[OnFailure, MAY_CHANGE] = "raise"  # End the run, or drop the samples or their groups
 
     @property
-    def given(self) -> bool:
+    def is_set(self) -> bool:
         """True if there is a scorer."""
         return bool(self.name or self.url)
 
@@ -333,7 +333,7 @@ class Streams:
     freeze_audio: bool = False  # Freeze the weights that act only on the sound
 
     @property
-    def are_judged(self) -> bool:
+    def has_separate_losses(self) -> bool:
         """True if frames and sound have separate losses."""
         return False
 
@@ -346,7 +346,7 @@ class JudgedStreams(Streams):
     sound_weight: Annotated[float | None, between(0, 1)] = None  # Weight of the sound in the loss; none: by size
 
     @property
-    def are_judged(self) -> bool:
+    def has_separate_losses(self) -> bool:
         """True if frames and sound have separate losses."""
         return bool(self.reward_media) or self.sound_weight is not None
 
@@ -372,11 +372,11 @@ class ToolCalls:
         Raises:
             ValueError: there are not four, or the last ends with the second.
         """
-        found = self.marks.split()
-        if len(found) != 4 or found[3].endswith(found[1]):
+        marks = self.marks.split()
+        if len(marks) != 4 or marks[3].endswith(marks[1]):
             rule = "--tool.marks must be four texts, of which the last does not end as the second"
             raise ValueError(f"{rule}, got {self.marks!r}")
-        return found[0], found[1], found[2], found[3]
+        return marks[0], marks[1], marks[2], marks[3]
 
     @property
     def file(self) -> Path:

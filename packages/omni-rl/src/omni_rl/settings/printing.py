@@ -12,7 +12,7 @@ from omni_train.terminal import one_line
 
 
 @contextmanager
-def until_closed() -> Iterator[None]:
+def ignore_closed_pipe() -> Iterator[None]:
     """Discard the output of the block after the reader closes the pipe, as `| head` does."""
     try:
         yield
@@ -21,9 +21,9 @@ def until_closed() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def print_mistake(mistake: object, program: str = "") -> None:
+def print_error(error: object, program: str = "") -> None:
     """Print an error as one line on stderr. program: its name; "" for this program."""
-    print(f"{program or Path(sys.argv[0]).name}: error: {one_line(mistake)}", file=sys.stderr, flush=True)
+    print(f"{program or Path(sys.argv[0]).name}: error: {one_line(error)}", file=sys.stderr, flush=True)
 
 
 class Parser(argparse.ArgumentParser):
@@ -31,5 +31,5 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with the message on stderr."""
-        print_mistake(message, self.prog)
+        print_error(message, self.prog)
         sys.exit(2)

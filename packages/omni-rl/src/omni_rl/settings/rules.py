@@ -19,14 +19,14 @@ from omni_rl.settings.args import (
     num_batches,
     num_ranks,
     num_trainers,
-    offloaded,
-    parse_judges,
     parse_numbers,
+    parse_offload,
+    parse_reward_media,
     read_prompts,
-    sharding,
+    sharding_mode,
 )
 from omni_rl.settings.eval_sets import check_gold, check_sets, check_urls
-from omni_rl.settings.fields import REQUIRED, check_bounds, flag, flag_of, marked, require, values_of
+from omni_rl.settings.fields import REQUIRED, check_bounds, flag_of, marked_settings, prefix_errors, require, values_of
 from omni_rl.settings.groups import Sampling, Window
 
 
@@ -40,18 +40,18 @@ def check_run(args: RunArgs) -> None:
     check_tracker(args.run.tracking.to, args.run.tracking.project)
     check_notify(args.run.tracking.notify)
     if args.run.checkpoint_url:
-        with flag("--checkpoint-url: "):
+        with prefix_errors("--checkpoint-url: "):
             check_url(args.run.checkpoint_url)
     lora, memory, shards = args.lora, args.memory, args.sharding
     world_size = num_trainers(args)
-    name, mode = PurePath(args.run.name), sharding(args, world_size)
+    name, mode = PurePath(args.run.name), sharding_mode(args, world_size)
     check_urls(args.scorer.url, "--scorer.url")
     check_urls(args.scorer.watch_url, "--scorer.watch-url")
     check_gold(args.eval, [args.data.prompts, args.scorer.name, args.scorer.url])
     values = values_of(args)
-    missing = next((flag_of(name) for name in marked(type(args), REQUIRED) if not values[name]), "")
-    offload, plain = offloaded(memory), type(lora)()
-    unused = next((key for key, value in vars(lora).items() if key != "alpha" and value != vars(plain)[key]), "")
+    missing = next((flag_of(name) for name in marked_settings(type(args), REQUIRED) if not values[name]), "")
+    offload, plain = parse_offload(memory), type(lora)()
+    unused_key = next((key for key, value in vars(lora).items() if key != "alpha" and value != vars(plain)[key]), "")
     require(
         (not missing, f"{missing} must be given, or come from --preset NAME or --config FILE.toml"),
         (name.parts and not name.is_absolute() and ".." not in name.parts and args.run.name.isprintable(),
@@ -78,7 +78,7 @@ def check_run(args: RunArgs) -> None:
         (not args.eval.only or not args.run.profile, "--profile traces a training step, and --eval.only takes none"),
         (args.run.profile <= args.run.train_steps,
          f"--profile must be <= --train-steps ({args.run.train_steps}), got {args.run.profile}"),
-        (lora.rank or not unused, f"--lora.{unused.replace('_', '-')} needs --lora.rank > 0"),
+        (lora.rank or not unused_key, f"--lora.{unused_key.replace('_', '-')} needs --lora.rank > 0"),
         (lora.init != "pissa" or (mode != "fsdp2" and not args.policy.init_weights and not args.sharding.rollout_ranks),
          "--lora.init pissa needs whole weights, not fsdp2's, and does not go with --init-weights or "
          "--sharding.rollout-ranks"),
@@ -122,14 +122,14 @@ def check_media(args: MediaArgs, *, num_trained: int | None = 1, unit: int = 1) 
     check_samplers(args)
     check_run(args)
     engine = ENGINES.get(args.sampling.engine)
-    beside = f"--sharding.context-parallel {context} does not go with"
+    conflict = f"--sharding.context-parallel {context} does not go with"
     require(
         (world_size % context == 0,
          f"--sharding.context-parallel must divide the {world_size} ranks, got {context}"),
-        (context == 1 or not (engine and engine.library), f"{beside} --engine {args.sampling.engine}"),
-        (context == 1 or not args.policy.compile, f"{beside} --compile"),
+        (context == 1 or not (engine and engine.library), f"{conflict} --engine {args.sampling.engine}"),
+        (context == 1 or not args.policy.compile, f"{conflict} --compile"),
         (not args.sharding.experts or not args.policy.compile, "--sharding.experts does not go with --compile"),
-        (context == 1 or not args.scorer.sleep, f"{beside} --scorer.sleep"),
+        (context == 1 or not args.scorer.sleep, f"{conflict} --scorer.sleep"),
         (not (args.policy.compile and engine and engine.library),
          f"--compile needs --engine diffusers, got {args.sampling.engine}"),
         (engine, f"--engine must be one of {', '.join(ENGINES)}, got {args.sampling.engine!r}"),
@@ -137,12 +137,12 @@ def check_media(args: MediaArgs, *, num_trained: int | None = 1, unit: int = 1) 
          f"--dtype float16 needs --engine diffusers, got {args.sampling.engine}"),
         (engine and (not engine.library or memory.device_gb or find_spec(engine.library)),
          f"--engine {args.sampling.engine} must be installed: {engine and engine.install}"),
-        (not (engine and engine.library and ("blocks" in offloaded(memory) or memory.base_dtype != "auto")),
+        (not (engine and engine.library and ("blocks" in parse_offload(memory) or memory.base_dtype != "auto")),
          f"--memory.offload blocks and --memory.base-dtype need --engine diffusers, got {args.sampling.engine}"),
         (memory.rollout_dtype == "auto" or (engine and engine.library and args.policy.dtype == "bfloat16"),
          f"--memory.rollout-dtype {memory.rollout_dtype} needs --engine vllm-omni and --dtype bfloat16, got --engine "
          f"{args.sampling.engine} and --dtype {args.policy.dtype}"),
-        (not (args.policy.compile and "blocks" in offloaded(memory)),
+        (not (args.policy.compile and "blocks" in parse_offload(memory)),
          "--memory.offload blocks does not go with --compile"),
         (not memory.decode_tile or memory.decode_tile >= 64,
          f"--memory.decode-tile must be 0, or at least 64 pixels, got {memory.decode_tile}"),
@@ -158,21 +158,21 @@ def check_media(args: MediaArgs, *, num_trained: int | None = 1, unit: int = 1) 
 
 def check_samplers(args: MediaArgs) -> None:
     """Raise ValueError unless the settings fit ranks that only sample, if there are any."""
-    count, trainers, given = args.sharding.rollout_ranks, num_trainers(args), values_of(args)
+    count, trainers, values = args.sharding.rollout_ranks, num_trainers(args), values_of(args)
     if not count:
         return
-    beside = f"--sharding.rollout-ranks {count} does not go with"
+    conflict = f"--sharding.rollout-ranks {count} does not go with"
     samples, per_round = (
         args.data.prompts_per_step * args.data.group_size,
         max(args.data.batch_size, args.data.group_size) * count,
     )
-    shares_noise = given.get("same_start_noise", False)
-    others = {"sharding.context_parallel": 1, "sharding.size": 0, "engine": "diffusers", "memory.device_gb": 0}
-    others |= {"scorer.sleep": False, "preferences": "", "sharding.experts": False}
+    shares_noise = values.get("same_start_noise", False)
+    required = {"sharding.context_parallel": 1, "sharding.size": 0, "engine": "diffusers", "memory.device_gb": 0}
+    required |= {"scorer.sleep": False, "preferences": "", "sharding.experts": False}
     require(
         (trainers > 0, f"--sharding.rollout-ranks must be < the {num_ranks()} ranks, got {count}"),
-        *((given.get(name, plain) == plain, f"{beside} {flag_of(name)} {given.get(name)}")
-          for name, plain in others.items()),
+        *((values.get(name, wanted) == wanted, f"{conflict} {flag_of(name)} {values.get(name)}")
+          for name, wanted in required.items()),
         (samples % per_round == 0,
          f"all ranks that sample must sample whole groups and batches, {per_round} samples or a multiple: "
          f"--prompts-per-step and --group-size make {samples}"),
@@ -210,12 +210,12 @@ def check_scored(args: MediaArgs, *, num_trained: int | None = 1, unit: int = 1,
     Raises:
         ValueError: as in `check_media`, or one of these checks fails.
     """
-    parse_judges(args.streams.reward_media, values_of(args).get("reward_parts", ""))
+    parse_reward_media(args.streams.reward_media, values_of(args).get("reward_parts", ""))
     check_media(args, num_trained=num_trained, unit=unit)
     scorer, rule = args.scorer, "--scorer must name a reward, as ocr, or --scorer.url a reward server"
     require(
-        (scorer.given or args.run.dry_run or not needs_scorer, rule),
-        (scorer.given or args.run.dry_run or not scorer.sleep, f"--scorer.sleep: {rule}"),
+        (scorer.is_set or args.run.dry_run or not needs_scorer, rule),
+        (scorer.is_set or args.run.dry_run or not scorer.sleep, f"--scorer.sleep: {rule}"),
         (not (scorer.sleep and args.sampling.draw_ahead),
          "--draw-ahead must be 0 with --scorer.sleep, which scores while no rank samples, got "
          f"{args.sampling.draw_ahead}"),
@@ -249,8 +249,8 @@ def check_notify(command: str) -> None:
     """
     rule = "--tracking.notify must be a program that exists and its arguments, as in a shell"
     try:
-        words = shlex.split(command)
+        argv = shlex.split(command)
     except ValueError as exc:
         raise ValueError(f"{rule}: {exc}") from None
-    if command and not (words and shutil.which(words[0])):
-        raise ValueError(f"{rule}, got the program {words[0] if words else ''!r}")
+    if command and not (argv and shutil.which(argv[0])):
+        raise ValueError(f"{rule}, got the program {argv[0] if argv else ''!r}")

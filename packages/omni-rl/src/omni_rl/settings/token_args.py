@@ -10,7 +10,7 @@ from omni_train.prompts.files import PromptRecord
 
 from omni_rl.settings.args import MediaArgs, RunArgs, load_records, num_ranks, read_prompts
 from omni_rl.settings.eval_sets import ThoughtEval, TokenEval, check_sets
-from omni_rl.settings.fields import Flat, flag, require
+from omni_rl.settings.fields import Flat, prefix_errors, require
 from omni_rl.settings.groups import ThinkingSampling, TokenData, TokenLora, TokenSampling, ToolCalls, Window
 from omni_rl.settings.rules import check_run, check_scored, check_window
 
@@ -36,7 +36,7 @@ class TokenArgs(RunArgs):
         """The rules of --reward, or the default rules."""
         from omni_reward.rules import SCORER, open_rules
 
-        return open_rules(self.reward or (SCORER if self.scorer.given else "exact"), remote=True)
+        return open_rules(self.reward or (SCORER if self.scorer.is_set else "exact"), remote=True)
 
 
 def check_tokens(args: TokenArgs) -> None:
@@ -51,8 +51,9 @@ def check_tokens(args: TokenArgs) -> None:
     samples, unit = args.data.prompts_per_step * args.data.group_size, args.data.batch_size * num_ranks()
     rule = f"--batch-size times ranks ({unit}) must divide a step's samples ({samples}), prompts times --group-size"
     require((samples % unit == 0, f"{rule}, got {args.data.batch_size}"))
-    own = [held.temperature for held in args.eval.sets if held.temperature is not None]
-    temperatures = [args.sampling.temperature, args.eval.temperature, *own]  # vLLM raises lower ones to 0.01
+    set_temperatures = [eval_set.temperature for eval_set in args.eval.sets if eval_set.temperature is not None]
+    # vLLM raises lower ones to 0.01
+    temperatures = [args.sampling.temperature, args.eval.temperature, *set_temperatures]
     require(
         (not args.lora.target_parameters or not args.sharding.experts,
          "--lora.target-parameters does not go with --sharding.experts"),
@@ -78,15 +79,15 @@ def check_tokens(args: TokenArgs) -> None:
         from omni_reward.scorers.user import PREFIX, check_user
 
         file = args.tool.file
-        is_whole = tool.startswith(PREFIX) and file.suffix == ".py" and file.is_file()
-        require((is_whole, f"--tool.function must be python:FILE.py:FUNCTION with a file that exists, got {tool}"))
-        with flag("--tool.function: "):
+        is_valid = tool.startswith(PREFIX) and file.suffix == ".py" and file.is_file()
+        require((is_valid, f"--tool.function must be python:FILE.py:FUNCTION with a file that exists, got {tool}"))
+        with prefix_errors("--tool.function: "):
             check_user(tool, "text")
-    with flag("--reward: "):
-        asks = SCORER in args.rules.reward.specs.values()
+    with prefix_errors("--reward: "):
+        uses_scorer = SCORER in args.rules.reward.specs.values()
     require(
-        (asks or not args.scorer.given, f"--reward must name {SCORER}, as --scorer does, got {args.reward}"),
-        (args.scorer.given or not asks, f"--scorer or --scorer.url must be given for {SCORER} in --reward"),
+        (uses_scorer or not args.scorer.is_set, f"--reward must name {SCORER}, as --scorer does, got {args.reward}"),
+        (args.scorer.is_set or not uses_scorer, f"--scorer or --scorer.url must be given for {SCORER} in --reward"),
     )
     read_prompts(args)
     check_sets(args.eval.all_sets, lambda place: load_records(args.data, place))
@@ -99,7 +100,7 @@ def check_answers(args: TokenArgs, keys: Sequence[str], *, name: str = "--prompt
         for key in keys:
             answer_text(record.meta.get(key), key, record.text)
 
-    with flag(f"{name}: "):
+    with prefix_errors(f"{name}: "):
         load_records(args.data, args.data.prompts, check)
 
 
@@ -130,7 +131,7 @@ def check_thinking(args: ThinkingArgs) -> None:
     """
     check_window(args.window, args.sampling)
     check_scored(args)
-    with flag("--thought-reward: "):
+    with prefix_errors("--thought-reward: "):
         _ = args.rules
     require(
         (not args.sharding.rollout_ranks, "--sharding.rollout-ranks samples no thoughts"),

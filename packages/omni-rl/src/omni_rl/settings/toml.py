@@ -10,10 +10,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from omni_train.hub import check_named, is_from_hub, local_file
 
-from omni_rl.settings.fields import flag, flag_of, kind_of, leaves, require, values_of
+from omni_rl.settings.fields import flag_of, leaves, prefix_errors, require, strip_metadata, values_of
 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
-ELSEWHERE = {  # equivalents of other projects' names
+EQUIVALENTS = {  # equivalents of other projects' names
     "--prompt-key": "prompt-column caption-column dataset-text-field",
     "--lr": "learning-rate", "--kl-coef": "beta kl-beta", "--dpo-beta": "beta", "--nft-beta": "beta",
     "--clip-range": "clip-eps", "--noise-level": "eta", "--group-size": "num-generations num-image-per-prompt",
@@ -41,7 +41,7 @@ ELSEWHERE = {  # equivalents of other projects' names
     "omni-rl train dpo_tokens": "dpo-tokens", "omni-rl train sft_tokens": "sft sft-tokens",
     "omni-rl train distill_tokens": "gkd distill-tokens",
 }  # fmt: skip
-REFUSED = {  # flags of other programs that are missing here, with the reason
+UNSUPPORTED_FLAGS = {  # flags of other programs that are missing here, with the reason
     "device": "it is the machine's accelerator, or else its CPU; CUDA_VISIBLE_DEVICES chooses among several",
     "use-8bit-adam": "moments of 8 bits move single weights too far: --memory.offload optimizer keeps them on the host",
     "target-parameters": "diffusers opens no adapters of parameters: name linear layers by --lora.targets",
@@ -51,12 +51,12 @@ REFUSED = {  # flags of other programs that are missing here, with the reason
 }  # fmt: skip
 
 
-def recipes(app: str) -> dict[str, str]:
+def load_recipes(app: str) -> dict[str, str]:
     """Return the recipes of a program, as TOML texts by name."""
     folder = files("omni_rl") / "recipes" / app
     if not folder.is_dir():
         return {}
-    names = sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+    names = sorted(file.name.removesuffix(".toml") for file in folder.iterdir() if file.name.endswith(".toml"))
     return {name: (folder / f"{name}.toml").read_text("utf-8") for name in names}
 
 
@@ -71,27 +71,27 @@ def from_files(cls: type, preset: str, path: str, presets: Mapping[str, str]) ->
         if preset not in presets:
             hint = suggest(preset, presets)
             raise ValueError(f"--preset must name a recipe, which --list-presets lists, got {preset!r}{hint}")
-        found = from_toml(presets[preset], cls, f"--preset {preset}")
-        values |= {name: at_hand(value) for name, value in found.items()}
+        settings = from_toml(presets[preset], cls, f"--preset {preset}")
+        values |= {name: resolve_place(value) for name, value in settings.items()}
     if path:
-        with flag("--config: "):
+        with prefix_errors("--config: "):
             check_named(path, (".toml",) if is_from_hub(path) else ())
             file = local_file(path)
         try:
-            found = from_toml(file.read_text(encoding="utf-8"), cls, path)
+            settings = from_toml(file.read_text(encoding="utf-8"), cls, path)
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as exc:
             raise ValueError(f"--config must be a readable TOML file, got {path}: {exc}") from exc
         if is_from_hub(path):
-            check_foreign(found, path)
-        values |= found
+            check_hub_config(settings, path)
+        values |= settings
     return values
 
 
-def at_hand(value: object) -> object:
+def resolve_place(value: object) -> object:
     """Return a recipe's value, or the path in this package of a file that is missing in the working folder."""
     if isinstance(value, str) and value.startswith(("checkpoints/", "data/")) and not Path(value).exists():
-        own = Path(str(files("omni_rl") / "shipped" / value))
-        return str(own) if own.exists() else value
+        shipped = Path(str(files("omni_rl") / "shipped" / value))
+        return str(shipped) if shipped.exists() else value
     return value
 
 
@@ -101,24 +101,24 @@ def from_toml(text: str, cls: type, place: str) -> dict[str, Any]:
     Raises:
         ValueError: the text is not TOML, or has an unknown key or table, or a value of the wrong type.
     """
-    known, values = leaves(cls), dict[str, Any]()
-    groups = sorted({name.partition(".")[0] for name in known if "." in name})
-    for name, value in plain(tomllib.loads(text)).items():
+    settings, values = leaves(cls), dict[str, Any]()
+    groups = sorted({name.partition(".")[0] for name in settings if "." in name})
+    for name, value in flatten_tables(tomllib.loads(text)).items():
         group = name.rpartition(".")[0]
         if group and group not in groups:
             raise ValueError(f"{place}: [{group}] is a table, but only {', '.join(groups) or 'eval'} are")
-        if name not in known:
-            raise ValueError(f"{place}: unknown key {name!r}{suggest(name, known)}")
-        kind = kind_of(known[name].type)
-        values[name] = (read_tables if get_origin(kind) is tuple else fitting)(kind, value, f"{place}: {name}")
+        if name not in settings:
+            raise ValueError(f"{place}: unknown key {name!r}{suggest(name, settings)}")
+        kind = strip_metadata(settings[name].type)
+        values[name] = (read_tables if get_origin(kind) is tuple else coerce)(kind, value, f"{place}: {name}")
     return values
 
 
-def plain(tables: Mapping[str, Any]) -> dict[str, Any]:
+def flatten_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a TOML text by name, such as correction.low for low in [correction]."""
     values: dict[str, Any] = {}
     for key, value in tables.items():
-        values |= {f"{key}.{name}": own for name, own in value.items()} if isinstance(value, dict) else {key: value}
+        values |= {f"{key}.{name}": inner for name, inner in value.items()} if isinstance(value, dict) else {key: value}
     return values
 
 
@@ -135,7 +135,7 @@ def read_tables(wanted: Any, value: object, place: str) -> tuple[object, ...]:
         for key in row.keys() - kinds.keys():
             raise ValueError(f"{place}[{number}]: unknown key {key!r}{suggest(key, kinds)}")
     return tuple(
-        cls(**{key: fitting(kinds[key], own, f"{place}[{number}].{key}") for key, own in row.items()})
+        cls(**{key: coerce(kinds[key], item, f"{place}[{number}].{key}") for key, item in row.items()})
         for number, row in enumerate(value, start=1)
     )
 
@@ -153,7 +153,7 @@ def to_toml(config: Any) -> str:
     return ("".join(tables.values()) + rows).replace("\x7f", "\\u007f")  # JSON does not escape DEL, TOML does
 
 
-def check_foreign(values: Mapping[str, Any], path: str) -> None:
+def check_hub_config(values: Mapping[str, Any], path: str) -> None:
     """Check that settings of a file from the hub choose no server, secret, media root or Python code.
 
     Raises:
@@ -162,11 +162,11 @@ def check_foreign(values: Mapping[str, Any], path: str) -> None:
     for row in [*map(vars, values.get("eval.sets", ())), values]:
         for key, value in row.items():
             is_place = key.endswith(("scorer_url", "scorer.url", "watch_url", "token_file", "media_root"))
-            word = "://" if key in ("scorer.name", "eval.gold_scorer") and "://" in value else "python:"
-            what = f"a {key}" if is_place else f"{word} in {key}"
-            rule = f"must not name {what}: give the flag, or a copy of the file that you have read"
-            is_fine = not value if is_place else word not in str(value)
-            require((is_fine, f"--config {path} {rule}, got {value!r}"))
+            forbidden = "://" if key in ("scorer.name", "eval.gold_scorer") and "://" in value else "python:"
+            setting = f"a {key}" if is_place else f"{forbidden} in {key}"
+            rule = f"must not name {setting}: give the flag, or a copy of the file that you have read"
+            is_allowed = not value if is_place else forbidden not in str(value)
+            require((is_allowed, f"--config {path} {rule}, got {value!r}"))
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
@@ -176,31 +176,33 @@ def suggest(name: str, known: Iterable[str]) -> str:
     close known name, the first known name that contains this one, the closest known name.
     """
     names, word = list(known), flag_of(name.lstrip("-")).lstrip("-")
-    flags = {flag_of(each.lstrip("-")) for each in names}
-    last = word.rpartition(".")[2]
-    if last in REFUSED and not any(each.endswith(f".{last}") for each in flags):
-        return f"; {REFUSED[last]}"
-    here = [each for each, words in ELSEWHERE.items() if word in words.split()]
-    if here := [each for each in here if each[:2] != "--" or each.split()[0].strip(",") in flags]:
-        return f"; use {' or '.join(here)}"
-    held = [each for each in names if name in each and len(name) > 3]
-    nearest, farther = (get_close_matches(name, names, n=1, cutoff=cutoff) for cutoff in (0.9, 0.7))
-    near = nearest or held or farther
-    return f"; did you mean {near[0]!r}?" if near else ""
+    flags = {flag_of(candidate.lstrip("-")) for candidate in names}
+    last_part = word.rpartition(".")[2]
+    if last_part in UNSUPPORTED_FLAGS and not any(candidate.endswith(f".{last_part}") for candidate in flags):
+        return f"; {UNSUPPORTED_FLAGS[last_part]}"
+    equivalents = [candidate for candidate, words in EQUIVALENTS.items() if word in words.split()]
+    if equivalents := [
+        candidate for candidate in equivalents if candidate[:2] != "--" or candidate.split()[0].strip(",") in flags
+    ]:
+        return f"; use {' or '.join(equivalents)}"
+    containing = [candidate for candidate in names if name in candidate and len(name) > 3]
+    closest, close = (get_close_matches(name, names, n=1, cutoff=cutoff) for cutoff in (0.9, 0.7))
+    matches = closest or containing or close
+    return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
-def fitting(wanted: Any, value: object, place: str) -> object:
+def coerce(target: Any, value: object, place: str) -> object:
     """Return the value as the wanted type; an integer may stand for a float, and the word none for None.
 
     Raises:
         ValueError: the value has another type; the message begins with `place`.
     """
-    if get_origin(wanted) is Literal:
-        if value not in get_args(wanted):
-            hint = suggest(str(value), [str(choice) for choice in get_args(wanted)])
-            raise ValueError(f"{place} must be one of {', '.join(map(repr, get_args(wanted)))}, got {value!r}{hint}")
+    if get_origin(target) is Literal:
+        if value not in get_args(target):
+            hint = suggest(str(value), [str(choice) for choice in get_args(target)])
+            raise ValueError(f"{place} must be one of {', '.join(map(repr, get_args(target)))}, got {value!r}{hint}")
         return value
-    kinds = get_args(wanted) or (wanted,)  # the members of a union such as int | None
+    kinds = get_args(target) or (target,)  # the members of a union such as int | None
     if type(None) in kinds and value in ("none", "None"):
         return None
     if float in kinds and type(value) is int:

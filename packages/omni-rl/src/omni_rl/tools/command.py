@@ -34,29 +34,29 @@ COMMANDS = {  # sub-command -> description, and the arguments of Python that sta
 
 def main() -> None:
     """Start the program that the command line names. Errors end it with one line and exit code 2."""
-    words = sys.argv[1:] or ["--help"]
+    argv = sys.argv[1:] or ["--help"]
     try:
-        if words[0] in HELP:
+        if argv[0] in HELP:
             print(overview())
-        elif words[0] == "--version":
+        elif argv[0] == "--version":
             print(f"omni-rl {__version__}")
-        elif words[0] == "train" and (not words[1:] or (len(words) == 2 and words[1] in HELP)):
+        elif argv[0] == "train" and (not argv[1:] or (len(argv) == 2 and argv[1] in HELP)):
             print(trainers_overview())
         else:
-            command = python_words(words)
+            command = python_args(argv)
             sys.stdout.flush()
-            if words[0] == "train":
+            if argv[0] == "train":
                 if "omni_rl.run.ranks" in command:
                     _, _, _, ranks, *program = command
                     if check_once(ranks, *program):  # True for a dry run, which is one process
                         os.environ["WORLD_SIZE"], command = ranks, program
-                typed = os.environ.get("OMNI_RL_COMMAND") or shlex.join(["omni-rl", *words])
-                os.environ["OMNI_RL_COMMAND"] = typed  # the command that resumes the run
+                command_line = os.environ.get("OMNI_RL_COMMAND") or shlex.join(["omni-rl", *argv])
+                os.environ["OMNI_RL_COMMAND"] = command_line  # the command that resumes the run
             os.execv(sys.executable, [sys.executable, *command])
     except ValueError as exc:
-        from omni_rl.settings.printing import print_mistake
+        from omni_rl.settings.printing import print_error
 
-        print_mistake(exc, "omni-rl")
+        print_error(exc, "omni-rl")
         sys.exit(2)
     except KeyboardInterrupt:  # while the settings are checked; later the program handles it
         sys.exit(130)
@@ -68,18 +68,20 @@ def check_once(ranks: str, *program: str) -> bool:
     If the settings are invalid, or the trainer only prints, this program ends.
     """
     env = os.environ | {"WORLD_SIZE": ranks, "RANK": "0"}
-    prints = not {"-h", "--help", "--check", "--list-presets"}.isdisjoint(program)
-    command = [sys.executable, *program, *([] if prints else ["--check"])]
-    answer = subprocess.run(command, env=env, stdout=None if prints else subprocess.PIPE, encoding="utf-8", check=False)
-    if prints or answer.returncode:
-        sys.exit(answer.returncode)
-    settings = tomllib.loads(answer.stdout)
+    prints_only = not {"-h", "--help", "--check", "--list-presets"}.isdisjoint(program)
+    command = [sys.executable, *program, *([] if prints_only else ["--check"])]
+    result = subprocess.run(
+        command, env=env, stdout=None if prints_only else subprocess.PIPE, encoding="utf-8", check=False
+    )
+    if prints_only or result.returncode:
+        sys.exit(result.returncode)
+    settings = tomllib.loads(result.stdout)
     if settings["dry_run"]:
         return True
-    from omni_rl.settings.early import knock
-    from omni_rl.settings.toml import plain
+    from omni_rl.settings.early import check_servers_respond
+    from omni_rl.settings.toml import flatten_tables
 
-    knock(plain(settings))
+    check_servers_respond(flatten_tables(settings))
     print(f"omni-rl: the settings are checked; starting {ranks} ranks", flush=True)
     return False
 
@@ -100,44 +102,44 @@ def trainers_overview() -> str:
     """Return the help of `omni-rl train`."""
     lines = []
     for name, path in trainers().items():
-        about = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
-        lines.append(f"  {name:<12}{about.partition(chr(10))[0]}")
+        description = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
+        lines.append(f"  {name:<12}{description.partition(chr(10))[0]}")
     usage = f"usage: omni-rl train TRAINER [{RANKS} N] [--preset NAME] [--config FILE] [--SETTING VALUE ...]"
     ranks = f"{RANKS} starts N ranks on this machine with torchrun; without it there is one, without torchrun."
     ending = "`omni-rl train TRAINER --help` lists settings and presets."
     return "\n".join([usage, "", *lines, "", ranks, ending])
 
 
-def python_words(words: Sequence[str]) -> list[str]:
+def python_args(argv: Sequence[str]) -> list[str]:
     """Return the arguments of Python for a command line of `omni-rl`.
 
     Raises:
         ValueError: the sub-command or trainer does not exist, or the number of ranks is invalid.
     """
-    name, rest = words[0], words[1:]
+    name, rest = argv[0], argv[1:]
     if name != "train":
-        _, command = COMMANDS[known(name, COMMANDS, "the command")]
+        _, command = COMMANDS[check_known(name, COMMANDS, "the command")]
         return [*command, *rest]
-    path = trainers()[known(rest[0], trainers(), "the trainer")]
+    path = trainers()[check_known(rest[0], trainers(), "the trainer")]
     ranks, rest = split_ranks(rest[1:])
     return [*launcher(ranks), str(path), *rest]
 
 
-def split_ranks(words: Sequence[str]) -> tuple[str, list[str]]:
+def split_ranks(argv: Sequence[str]) -> tuple[str, list[str]]:
     """Return the number of --nproc-per-node, or "" without that flag, and the other words.
 
     Raises:
         ValueError: it is not a whole number >= 1.
     """
-    words = [re.sub("^--nproc_per_node(?=$|=)", RANKS, word) for word in words]  # torchrun accepts this spelling too
-    rest = [piece for word in words for piece in (word.split("=", 1) if word.startswith(f"{RANKS}=") else [word])]
+    argv = [re.sub("^--nproc_per_node(?=$|=)", RANKS, word) for word in argv]  # torchrun accepts this spelling too
+    rest = [piece for word in argv for piece in (word.split("=", 1) if word.startswith(f"{RANKS}=") else [word])]
     if RANKS not in rest:
         return "", rest
-    at = rest.index(RANKS)
-    number = "".join(rest[at + 1 : at + 2])
+    index = rest.index(RANKS)
+    number = "".join(rest[index + 1 : index + 2])
     if not number.isdecimal() or not int(number):
         raise ValueError(f"{RANKS} must be a whole number >= 1, got {number!r}")
-    return number, rest[:at] + rest[at + 2 :]
+    return number, rest[:index] + rest[index + 2 :]
 
 
 def launcher(ranks: str) -> list[str]:
@@ -145,7 +147,7 @@ def launcher(ranks: str) -> list[str]:
     return ["-m", "omni_rl.run.ranks", RANKS, ranks] if ranks else []
 
 
-def known(name: str, names: Collection[str], what: str) -> str:
+def check_known(name: str, names: Collection[str], what: str) -> str:
     """Return the name.
 
     Raises:

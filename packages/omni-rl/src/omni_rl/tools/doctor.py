@@ -15,7 +15,7 @@ from omni_rl.run.engines import ENGINES
 from omni_rl.run.sinks import TRACKERS
 from omni_rl.settings.printing import Parser
 
-NEEDED = ("torch", "diffusers", "transformers", "peft")  # required by every trainer
+REQUIRED_PACKAGES = ("torch", "diffusers", "transformers", "peft")  # required by every trainer
 EXTRAS = {  # module -> its purpose, and the extra of omni-rl that installs it
     "rapidocr": ("the scorer ocr", "scorer"),
     "pyarrow": ("prompts in .parquet", "parquet"),
@@ -39,12 +39,12 @@ def main(argv: list[str] | None = None) -> None:
     parser = Parser(prog="omni-rl doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv)
-    found = [*machine(), *packages(), *engines(), *files(), *hub()]
-    can_train = not any(finding.state == "missing" for finding in found if finding.name in NEEDED)
+    findings = [*machine(), *packages(), *engines(), *files(), *hub()]
+    can_train = not any(finding.state == "missing" for finding in findings if finding.name in REQUIRED_PACKAGES)
     if args.json:
-        print(json.dumps({"can_train": can_train, "findings": [finding._asdict() for finding in found]}, indent=1))
+        print(json.dumps({"can_train": can_train, "findings": [finding._asdict() for finding in findings]}, indent=1))
     else:
-        lines = [f"{it.state:<9}{it.name:<19} {it.text}{it.get and f': {it.get}'}" for it in found]
+        lines = [f"{row.state:<9}{row.name:<19} {row.text}{row.get and f': {row.get}'}" for row in findings]
         ending = "Trainers can run here." if can_train else 'No trainer can run here: pip install "omni-rl"'
         print("\n".join([*lines, "", ending]))
     sys.exit(0 if can_train else 1)
@@ -71,7 +71,7 @@ def machine() -> Iterator[Finding]:
 
 def packages() -> Iterator[Finding]:
     """Report the libraries required by trainers and by the extras."""
-    for name in (*NEEDED, *EXTRAS):
+    for name in (*REQUIRED_PACKAGES, *EXTRAS):
         purpose, extra = EXTRAS.get(name, ("every trainer needs it", ""))
         if is_installed(name):
             yield Finding(name, "ok", version(name))
@@ -88,7 +88,7 @@ def is_installed(name: str) -> bool:
 def engines() -> Iterator[Finding]:
     """Report the engines of --engine."""
     for name, row in ENGINES.items():
-        if all(map(is_installed, (row.library,) if row.library else NEEDED)):
+        if all(map(is_installed, (row.library,) if row.library else REQUIRED_PACKAGES)):
             yield Finding(f"--engine {name}", "ok", "works")
         else:
             yield Finding(f"--engine {name}", "missing", "samples", row.install or 'pip install "omni-rl"')
@@ -96,9 +96,9 @@ def engines() -> Iterator[Finding]:
 
 def files() -> Iterator[Finding]:
     """Report the files in the working folder for presets named tiny-..."""
-    for folder, what in (("checkpoints", "small models"), ("data", "prompts")):
+    for folder, contents in (("checkpoints", "small models"), ("data", "prompts")):
         names = sorted(path.name for path in Path(folder).glob("*/") if path.is_dir())
-        missing = Finding(folder, "missing", f"{what} other than those of tiny-signs", CLONE)
+        missing = Finding(folder, "missing", f"{contents} other than those of tiny-signs", CLONE)
         yield Finding(folder, "ok", ", ".join(names)) if names else missing
 
 

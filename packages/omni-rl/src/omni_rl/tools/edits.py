@@ -28,7 +28,7 @@ IMAGE_KEYS = (  # columns, in the order of the search
 )
 PROMPT_KEYS = ("prompt", "instruction", "edit_prompt", "edit", "input_prompt", "caption", "text")
 OWN_KEYS = ("prompt", "messages", "images", "audio", "video", "height", "width")  # keys that columns may not set
-MOST_TEST, TEST_SHARE = 64, 10  # held-out images: at most 64, one of every 10
+MAX_TEST, TEST_SHARE = 64, 10  # held-out images: at most 64, one of every 10
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,14 @@ def add_flags(parser: Parser) -> None:
     add("--images", metavar="PLACE", help="folder of images, or a table or data set with a column of images")
     add("--test-images", metavar="PLACE", help="the same for test.jsonl; by default some of --images are held out")
     add("--instructions", type=Path, metavar="FILE.txt", help="instructions, one per line, for each image of a folder")
-    add("--num-test", type=int, metavar="N", help=f"images to hold out; default: a tenth, at most {MOST_TEST}")
+    add("--num-test", type=int, metavar="N", help=f"images to hold out; default: a tenth, at most {MAX_TEST}")
     add("--image-key", default="", metavar="KEY", help=f"column of the images; default: the first of {IMAGE_KEYS}")
     add("--prompt-key", default="", metavar="KEY", help=f"column of the instructions; default: one of {PROMPT_KEYS}")
     add("--height", type=int, metavar="PIXELS", help="height to crop each image to, at its center; default: its own")
     add("--width", type=int, metavar="PIXELS", help="width, likewise")
 
 
-def write_edits(asked: Namespace, folder: Path) -> list[Path]:
+def write_edits(args: Namespace, folder: Path) -> list[Path]:
     """Write train.jsonl, test.jsonl and images/ to a folder; return both files.
 
     Raises:
@@ -62,48 +62,50 @@ def write_edits(asked: Namespace, folder: Path) -> list[Path]:
         OSError: a file cannot be written.
     """
     files = [folder / "train.jsonl", folder / "test.jsonl"]
-    sides = (asked.height, asked.width)
+    sides = (args.height, args.width)
     require(
-        (asked.images, f"--images must be a folder, a table or a data set with images to edit, got {asked.images!r}"),
+        (args.images, f"--images must be a folder, a table or a data set with images to edit, got {args.images!r}"),
         (sides == (None, None) or all(side and side > 0 for side in sides),
-         f"--height and --width must both be pixels or neither be given, got {asked.height} and {asked.width}"),
-        (not (asked.test_images and asked.num_test is not None), "--num-test must be left out beside --test-images"),
+         f"--height and --width must both be pixels or neither be given, got {args.height} and {args.width}"),
+        (not (args.test_images and args.num_test is not None), "--num-test must be left out beside --test-images"),
         *((not file.exists(), f"{file} must not exist yet: move it away, or give another --to") for file in files),
     )  # fmt: skip
-    train = read_edits(asked.images, asked)
-    test = read_edits(asked.test_images, asked) if asked.test_images else []
+    train = read_edits(args.images, args)
+    test = read_edits(args.test_images, args) if args.test_images else []
     if not test:
-        train, test = split_edits(train, asked.num_test)
-    size = None if asked.height is None else (asked.height, asked.width)
+        train, test = split_edits(train, args.num_test)
+    size = None if args.height is None else (args.height, args.width)
     for file, edits in zip(files, (train, test), strict=True):
-        lines = [line_of(edit, folder, size) for edit in edits]
+        lines = [edit_line(edit, folder, size) for edit in edits]
         write_atomically(file, "".join(f"{line}\n" for line in lines).encode())
         load_prompts(file, check=AllOrNone())
     return files
 
 
-def read_edits(place: str, asked: Namespace) -> list[Edit]:
+def read_edits(place: str, args: Namespace) -> list[Edit]:
     """Return the edits from a folder of images, or from the rows of tables. Raises ValueError as in `write_edits`."""
     folder = Path(place)
     names = sorted(folder.iterdir()) if folder.is_dir() else []
     images = [path for path in names if path.suffix.lower() in SUFFIXES]
     if images and not any(path.suffix in TABLES for path in names):
-        return [*folder_edits(images, asked.instructions)]
-    require((asked.instructions is None, f"--instructions must be left out for tables, as {place} has its own"))
+        return [*folder_edits(images, args.instructions)]
+    require((args.instructions is None, f"--instructions must be left out for tables, as {place} has its own"))
     files = data_files(place)
     require((files[0].suffix in TABLES, f"--images must be a folder of images or a table with columns, got {place}"))
-    return [edit for path in files for edit in table_edits(path, asked.image_key, asked.prompt_key)]
+    return [edit for path in files for edit in table_edits(path, args.image_key, args.prompt_key)]
 
 
 def folder_edits(images: Sequence[Path], instructions: Path | None) -> Iterator[Edit]:
     """Yield the edits of images with the lines of a common file, or with each image's own text file."""
-    common = text_lines(instructions) if instructions else []
+    shared_lines = text_lines(instructions) if instructions else []
     for image in images:
         check_image(image, str(image))
-        own = image.with_suffix(".txt")
-        if not common and not own.is_file():
-            raise ValueError(f"{image} must have its instruction in {own.name}, or --instructions must name a file")
-        yield from (Edit(line, (image,)) for line in common or text_lines(own))
+        text_file = image.with_suffix(".txt")
+        if not shared_lines and not text_file.is_file():
+            raise ValueError(
+                f"{image} must have its instruction in {text_file.name}, or --instructions must name a file"
+            )
+        yield from (Edit(line, (image,)) for line in shared_lines or text_lines(text_file))
 
 
 def table_edits(path: Path, image_key: str, prompt_key: str) -> Iterator[Edit]:
@@ -112,17 +114,20 @@ def table_edits(path: Path, image_key: str, prompt_key: str) -> Iterator[Edit]:
         found_image = pick_key(row, image_key, IMAGE_KEYS, place, "--image-key")
         found_prompt = pick_key(row, prompt_key, PROMPT_KEYS, place, "--prompt-key")
         prompt, value = row.pop(found_prompt), row.pop(found_image)
-        given = value if isinstance(value, list) else [value]
-        names = [name for name in given if isinstance(name, str)]
+        paths = value if isinstance(value, list) else [value]
+        names = [name for name in paths if isinstance(name, str)]
         if not isinstance(prompt, str) or not prompt.strip():
             raise ValueError(f'{place}: "{found_prompt}" must be a text, got {prompt!r:.80}')
-        if not names or names != given:
+        if not names or names != paths:
             raise ValueError(f'{place}: "{found_image}" must be a path, a list of paths or bytes, got {value!r:.80}')
-        homes = (path.parent, path.parent / "images")
-        images = tuple(next((h / name for h in homes if (h / name).is_file()), homes[0] / name) for name in names)
+        folders = (path.parent, path.parent / "images")
+        images = tuple(
+            next((folder / name for folder in folders if (folder / name).is_file()), folders[0] / name)
+            for name in names
+        )
         for image in images:
             check_image(image, place)
-        yield Edit(prompt, images, {key: own for key, own in row.items() if key not in OWN_KEYS})
+        yield Edit(prompt, images, {key: column_value for key, column_value in row.items() if key not in OWN_KEYS})
 
 
 def pick_key(row: dict[str, object], wanted: str, names: Collection[str], place: str, flag: str) -> str:
@@ -156,19 +161,21 @@ def split_edits(edits: Sequence[Edit], num_test: int | None) -> tuple[list[Edit]
         ValueError: there are too few images.
     """
     order = [*dict.fromkeys(image for edit in edits for image in edit.images)]
-    num = min(MOST_TEST, max(1, len(order) // TEST_SHARE)) if num_test is None else num_test
-    if not 1 <= num < len(order):
-        raise ValueError(f"--num-test must be 1 to {len(order) - 1}, fewer than the {len(order)} images, got {num}")
-    held = {order[i * len(order) // num] for i in range(num)}
-    test = [edit for edit in edits if not held.isdisjoint(edit.images)]
-    seen = {image for edit in test for image in edit.images}
-    train = [edit for edit in edits if seen.isdisjoint(edit.images)]
+    num_held_out = min(MAX_TEST, max(1, len(order) // TEST_SHARE)) if num_test is None else num_test
+    if not 1 <= num_held_out < len(order):
+        raise ValueError(
+            f"--num-test must be 1 to {len(order) - 1}, fewer than the {len(order)} images, got {num_held_out}"
+        )
+    held_out = {order[i * len(order) // num_held_out] for i in range(num_held_out)}
+    test = [edit for edit in edits if not held_out.isdisjoint(edit.images)]
+    test_images = {image for edit in test for image in edit.images}
+    train = [edit for edit in edits if test_images.isdisjoint(edit.images)]
     if not train:
         raise ValueError("--images must have images that no other line shares, so that some can be held out")
     return train, test
 
 
-def line_of(edit: Edit, folder: Path, size: tuple[int, int] | None) -> str:
+def edit_line(edit: Edit, folder: Path, size: tuple[int, int] | None) -> str:
     """Return the line of an edit after copying its images to the folder, cropped and resized to (height, width)."""
     names = [copy_image(image, folder / "images", size).relative_to(folder).as_posix() for image in edit.images]
     return json.dumps({"prompt": edit.prompt, "images": names} | edit.meta, ensure_ascii=False)

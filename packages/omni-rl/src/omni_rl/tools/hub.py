@@ -23,8 +23,8 @@ def files_to_push(run: Path) -> dict[str, Path]:
         ValueError: the run has no weights, or a file is a symbolic link, which may lead elsewhere.
     """
     weights, settings = run / "weights", run / "config.toml"
-    found = {path.relative_to(weights): path for path in sorted(weights.rglob("*"))}
-    shown = {name: path for name, path in found.items() if not any(part.startswith(".") for part in name.parts)}
+    paths = {path.relative_to(weights): path for path in sorted(weights.rglob("*"))}
+    shown = {name: path for name, path in paths.items() if not any(part.startswith(".") for part in name.parts)}
     if links := [path for path in (weights, *shown.values(), settings) if path.is_symlink()]:
         raise ValueError(f"run must have files of its own to push, but {links[0]} is a link")
     exported = {name: path for name, path in shown.items() if name.suffix in EXPORTED or name.name == CARD_FILE}

@@ -8,7 +8,7 @@ import argparse
 import re
 from pathlib import Path
 
-from omni_rl.settings.cli import hush
+from omni_rl.settings.cli import silence_libraries
 from omni_rl.settings.early import check_model
 from omni_rl.settings.fields import require
 from omni_rl.settings.printing import Parser
@@ -24,14 +24,14 @@ def check_source(source: Path) -> None:
     if source.is_dir() and not next(source.glob("*.safetensors"), None):
         inner = sorted(source.glob("*/*.safetensors"))
         adapters = [str(file.parent) for file in inner if re.search("lora|adapter", file.name)]
-        found = f"adapters in {' and '.join(adapters)}: name one" if adapters else FULL if inner else "none"
-        raise ValueError(f"{rule}, {source} holds {found}")
+        contents = f"adapters in {' and '.join(adapters)}: name one" if adapters else FULL if inner else "none"
+        raise ValueError(f"{rule}, {source} holds {contents}")
 
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command line. Errors end it with one line and exit code 2."""
-    how = argparse.RawDescriptionHelpFormatter
-    parser = Parser(prog="omni-rl lora", description=__doc__, formatter_class=how)
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="omni-rl lora", description=__doc__, formatter_class=formatter)
     parser.add_argument("source", type=Path, help="file or folder of another trainer, or a run's weights folder")
     parser.add_argument("target", type=Path, help="folder to write")
     parser.add_argument("--model", required=True, help="folder or hub id of the adapter's model")
@@ -55,5 +55,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    hush()
+    silence_libraries()
     main()

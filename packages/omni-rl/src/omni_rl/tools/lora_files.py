@@ -41,7 +41,7 @@ from omni_rl.settings.fields import require
 
 PART = "transformer"
 FACTORS = re.compile(r"lora|alpha|dora_scale|\.diff|lokr|hada")  # in names of adapters' tensors
-UNREAD = ("dora_scale", "lora_magnitude_vector", ".diff", ".lokr_", ".hada_")  # in names of unsupported adapters
+UNSUPPORTED = ("dora_scale", "lora_magnitude_vector", ".diff", ".lokr_", ".hada_")  # in names of unsupported adapters
 Factors = dict[str, tuple[Tensor, Tensor]]  # by layer: A [rank, in] and B [out, rank], B with the scale
 
 
@@ -57,12 +57,12 @@ def read_factors(place: Path, model: str) -> Factors:
     file = place if place.is_file() else find_adapter(place)
     if file is None:
         raise ValueError(f"source must be a .safetensors file or an adapter's folder, got {place}")
-    names, opened = read_shapes(file), open_model(model)
-    found = f"got {min(names, default='none')} in {file}, as full weights have it"
-    require((any(map(FACTORS.search, names)), f"source must hold LoRA factors, {found}"))
-    unread = next((name for name in names if any(part in name for part in UNREAD)), "")
-    require((not unread, f"{file} must hold LoRA factors only, got {unread}"))
-    factors = read_plain(file, opened) if all(map(is_plain, names)) else read_foreign(file, model, opened)
+    names, opened_model = read_shapes(file), open_model(model)
+    got = f"got {min(names, default='none')} in {file}, as full weights have it"
+    require((any(map(FACTORS.search, names)), f"source must hold LoRA factors, {got}"))
+    unsupported = next((name for name in names if any(part in name for part in UNSUPPORTED)), "")
+    require((not unsupported, f"{file} must hold LoRA factors only, got {unsupported}"))
+    factors = read_plain(file, opened_model) if all(map(is_plain, names)) else read_foreign(file, model, opened_model)
     for layer, pair in factors.items():
         for factor in pair:
             check_numbers(file, layer, factor)
@@ -71,9 +71,9 @@ def read_factors(place: Path, model: str) -> Factors:
 
 def check_rank(file: Path, ranks: Iterable[int]) -> int:
     """Return the common rank of all layers, or raise ValueError if there are several."""
-    several = sorted({*ranks})
-    require((len(several) == 1, f"{file} must have one rank for all layers, got {several}"))
-    return several[0]
+    distinct = sorted({*ranks})
+    require((len(distinct) == 1, f"{file} must have one rank for all layers, got {distinct}"))
+    return distinct[0]
 
 
 def is_plain(name: str) -> bool:
@@ -89,8 +89,8 @@ def read_plain(file: Path, model: Model) -> Factors:
     for layer, (down, up, *_) in saved.names.items():
         a, b = saved.shapes[down], saved.shapes[up]
         if (len(a), len(b), b[1:]) != (2, 2, a[:1]) or sizes.get(layer) != (b[0], a[1]):
-            found = f"{sizes.get(layer)}, got factors {b} and {a}"
-            raise ValueError(f"{file} must fit the net of {model.folder}: {layer} is {found}")
+            mismatch = f"{sizes.get(layer)}, got factors {b} and {a}"
+            raise ValueError(f"{file} must fit the net of {model.folder}: {layer} is {mismatch}")
     check_rank(file, (saved.shapes[names[0]][0] for names in saved.names.values()))
     state = scaled_state(saved)
     pairs = {layer: [state[f"{layer}.lora_{side}"].float() for side in SIDES[:2]] for layer in saved.names}
@@ -103,15 +103,15 @@ def read_foreign(file: Path, model: str, opened: Model) -> Factors:
     require(
         (hasattr(pipeline, "lora_state_dict"), f"--model must be one whose LoRA files diffusers reads, got {model}")
     )
-    alphas = alphas_of(file)  # before diffusers, which never returns for a negative alpha
+    alphas = read_alphas(file)  # before diffusers, which never returns for a negative alpha
     config = config_of(file, PART)
     require((not (config and config.use_dora), f"{file} must have magnitudes if use_dora is set, got none"))
     try:
-        state, layers = load(file, pipeline, opened)
+        state, layers = load_layers(file, pipeline, opened)
     except Exception as exc:  # errors of diffusers and peft do not name the file
         raise ValueError(f"{file} must fit the net of {model}: {type(exc).__name__}: {exc}") from exc
     other = next((name for name in state if not name.startswith(f"{PART}.")), "")
-    factors = scaled(layers, state)
+    factors = scale_factors(layers, state)
     require(
         (not other, f"{file} must hold LoRA factors of the net only, got {other}"),
         (2 * len(factors) == len(state), f"{file} must fit the net: {len(state)} tensors, for {len(factors)} layers"),
@@ -126,19 +126,19 @@ def read_foreign(file: Path, model: str, opened: Model) -> Factors:
     return factors
 
 
-def alphas_of(file: Path) -> set[float]:
+def read_alphas(file: Path) -> set[float]:
     """Return the alphas in the file's tensors, or raise ValueError unless they are finite and above 0."""
     names = [name for name in read_shapes(file) if name.endswith(".alpha")]
     with safe_open(file, framework="pt") as opened:
         return {alpha_in(opened.get_tensor(name), file, name) for name in names}
 
 
-def load(file: Path, pipeline: Any, model: Model) -> tuple[dict[str, Tensor], dict[str, LoraLayer]]:
+def load_layers(file: Path, pipeline: Any, model: Model) -> tuple[dict[str, Tensor], dict[str, LoraLayer]]:
     """Return the tensors of a file by peft's names, and the layers that it adapts in a net on the meta device."""
     read = pipeline.lora_state_dict
-    more = {"return_alphas": True} if "return_alphas" in inspect.signature(read).parameters else {}
-    found = read(str(file.parent), weight_name=file.name, **more)
-    state, alphas = found if more else (found, None)
+    options = {"return_alphas": True} if "return_alphas" in inspect.signature(read).parameters else {}
+    loaded = read(str(file.parent), weight_name=file.name, **options)
+    state, alphas = loaded if options else (loaded, None)
     if not any(".lora_A." in name for name in state):
         state = convert_unet_state_dict_to_peft(state)
     net: Any = model.empty_net()
@@ -148,18 +148,18 @@ def load(file: Path, pipeline: Any, model: Model) -> tuple[dict[str, Tensor], di
     return state, layers
 
 
-def scaled(layers: Mapping[str, LoraLayer], state: Mapping[str, Tensor]) -> Factors:
+def scale_factors(layers: Mapping[str, LoraLayer], state: Mapping[str, Tensor]) -> Factors:
     """Return the layers' factors, with the scale multiplied into B."""
-    found = {}
+    factors = {}
     for name, layer in layers.items():
         down, up = (state.get(f"{PART}.{name}.lora_{side}.weight") for side in "AB")
         if down is not None and up is not None:
             (scale,) = layer.scaling.values()
-            found[name] = down.float(), up.float() * scale
-    return found
+            factors[name] = down.float(), up.float() * scale
+    return factors
 
 
-def named(factors: Factors) -> dict[str, Tensor]:
+def to_state_dict(factors: Factors) -> dict[str, Tensor]:
     """Return the tensors of a run's file, without a scale, which is part of B."""
     return {
         f"{PART}.{layer}.lora_{side}.weight": factor.contiguous()
@@ -172,7 +172,7 @@ def write_peft(factors: Factors, target: Path, model: str) -> str:
     """Write a folder in peft's layout, for PeftModel.from_pretrained and trainers that use it; return what to print."""
     rank = len(next(iter(factors.values()))[0])
     config = config_text(rank, target_modules=sorted(factors), base_model_name_or_path=model)
-    state = {name.replace(PART, PEFT_PART, 1): tensor for name, tensor in named(factors).items()}
+    state = {name.replace(PART, PEFT_PART, 1): tensor for name, tensor in to_state_dict(factors).items()}
     with new_folder(target) as folder:
         save_file(state, folder / PEFT_FILE, metadata={"format": "pt"})
         (folder / CONFIG_NAME).write_text(config, "utf-8")
@@ -182,18 +182,19 @@ def write_peft(factors: Factors, target: Path, model: str) -> str:
 def write_start(factors: Factors, target: Path, model: str) -> str:
     """Write a folder for --init-weights; return what to print, with the settings to use it."""
     with new_folder(target) as folder:
-        save_file(named(factors), folder / LORA_FILE)
+        save_file(to_state_dict(factors), folder / LORA_FILE)
     rank, modules = len(next(iter(factors.values()))[0]), open_model(model).empty_net().named_modules()
-    targets = endings(list(factors), [name for name, layer in modules if isinstance(layer, nn.Linear)])
-    words = ["--init-weights", str(target), "--lora.rank", str(rank), "--lora.targets", targets]
-    return f"{target}: {len(factors)} layers of rank {rank}; train from it with\n{shlex.join(words)}"
+    targets = target_suffixes(list(factors), [name for name, layer in modules if isinstance(layer, nn.Linear)])
+    flags = ["--init-weights", str(target), "--lora.rank", str(rank), "--lora.targets", targets]
+    return f"{target}: {len(factors)} layers of rank {rank}; train from it with\n{shlex.join(flags)}"
 
 
-def endings(layers: Sequence[str], names: Sequence[str]) -> str:
+def target_suffixes(layers: Sequence[str], names: Sequence[str]) -> str:
     """Return the value of --lora.targets that selects exactly these layers out of all names."""
-    after = [name.split(".") for name in layers]
-    short = {
-        ".".join(words[max((i + 1 for i, w in enumerate(words[:-1]) if w.isdigit()), default=0) :]) for words in after
+    split_names = [name.split(".") for name in layers]
+    suffixes = {
+        ".".join(parts[max((i + 1 for i, part in enumerate(parts[:-1]) if part.isdigit()), default=0) :])
+        for parts in split_names
     }
-    meant = [name for name in names if any(f".{name}".endswith(f".{end}") for end in short)]
-    return ",".join(sorted(short if sorted(meant) == sorted(layers) else layers))
+    selected = [name for name in names if any(f".{name}".endswith(f".{end}") for end in suffixes)]
+    return ",".join(sorted(suffixes if sorted(selected) == sorted(layers) else layers))

@@ -39,12 +39,12 @@ class PlannedVllmOmni(DiffusersEngine):
 
     def adopt(self, params: Iterable[tuple[str, nn.Parameter]]) -> int:
         """Use the storage of the trainer's parameters; return 0."""
-        own = dict(self.net.named_parameters())
+        unshared = dict(self.net.named_parameters())
         for name, param in params:
             if name not in self._quantized:
-                own.pop(name).data = param.data
+                unshared.pop(name).data = param.data
         self._device.add(self._shared)
-        self._own = list(own.values())
+        self._own = list(unshared.values())
         return 0
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:

@@ -37,11 +37,11 @@ def count_forward(model: Model, net: nn.Module, dtype: torch.dtype, params: Para
     counter = FlopCounterMode(display=False)
     try:
         inputs = first_inputs(model, net, dtype, params, record)
-        with on_meta(net), counter, OneType():
+        with on_meta(net), counter, SingleDtypeMode():
             model.predict_velocity(net, *inputs)
     except Exception as exc:  # models may raise anything
-        fault = " ".join(str(exc).split())
-        raise ValueError(f"a forward of the net fails: {type(exc).__name__}: {fault}") from exc
+        message = " ".join(str(exc).split())
+        raise ValueError(f"a forward of the net fails: {type(exc).__name__}: {message}") from exc
     return int(counter.get_total_flops())
 
 
@@ -49,13 +49,13 @@ def count_forward(model: Model, net: nn.Module, dtype: torch.dtype, params: Para
 def on_meta(net: nn.Module) -> Iterator[None]:
     """In the `with` block, move inputs of the net to the meta device, and its outputs back to the host as zeros."""
 
-    def there(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+    def move_inputs(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         return tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
 
-    def back(module: nn.Module, args: tuple[object, ...], out: object) -> Any:
+    def move_outputs(module: nn.Module, args: tuple[object, ...], out: object) -> Any:
         return tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype), out)
 
-    with net.register_forward_pre_hook(there, with_kwargs=True), net.register_forward_hook(back):
+    with net.register_forward_pre_hook(move_inputs, with_kwargs=True), net.register_forward_hook(move_outputs):
         yield
 
 
@@ -68,7 +68,7 @@ def first_inputs(
     calls: list[tuple[Tensor, Tensor, Cond, Params]] = []
 
     def predict(net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
-        calls.append((of_host(x), of_host(sigma), tree_map_only(Tensor, of_host, dict(cond)), params))
+        calls.append((copy_to_host(x), copy_to_host(sigma), tree_map_only(Tensor, copy_to_host, dict(cond)), params))
         return torch.zeros_like(x)
 
     model.host_encoders = False
@@ -79,12 +79,12 @@ def first_inputs(
         return calls[0]
 
 
-def of_host(tensor: Tensor) -> Tensor:
+def copy_to_host(tensor: Tensor) -> Tensor:
     """Copy a tensor of the planned device to the host, with its data type."""
     return values_of(tensor).to(tensor.dtype)
 
 
-class OneType(TorchDispatchMode):
+class SingleDtypeMode(TorchDispatchMode):
     """Dispatch mode that refuses products of two data types, as all devices except the meta device do."""
 
     def __torch_dispatch__(
@@ -93,7 +93,7 @@ class OneType(TorchDispatchMode):
         """Run an operator."""
         if func._overloadpacket in flop_registry:
             tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-            found = {str(tensor.dtype).removeprefix("torch."): None for tensor in tensors}
-            if len(found) > 1:
-                raise TypeError(f"{func._overloadpacket.__name__} must have one data type, got {' and '.join(found)}")
+            dtypes = {str(tensor.dtype).removeprefix("torch."): None for tensor in tensors}
+            if len(dtypes) > 1:
+                raise TypeError(f"{func._overloadpacket.__name__} must have one data type, got {' and '.join(dtypes)}")
         return func(*args, **(kwargs or {}))

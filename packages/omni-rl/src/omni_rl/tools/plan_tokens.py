@@ -21,7 +21,7 @@ SAMPLED = 2  # tokens that are sampled at the beginning and at the end of an ans
 UNCOUNTED = "answers"  # a phase that no plan includes
 
 
-def differing(scorer: TextScorer) -> TextScorer:
+def with_distinct_scores(scorer: TextScorer) -> TextScorer:
     """Return a scorer with distinct scores, so that advantages are nonzero."""
 
     def submit(answers: Sequence[str], prompts: Sequence[Prompt]) -> list[Pending]:
@@ -39,40 +39,46 @@ def sample_ends(
 
     The cost grows linearly from token to token, so the first few and the last few determine the total.
     """
-    few = replace(params, max_new_tokens=min(SAMPLED, params.max_new_tokens))
-    drawn, peaks, flops = measured(engine, device, prompts, few)
-    model, left, operations = engine.model, params.max_new_tokens - few.max_new_tokens, sum(flops)
+    short_params = replace(params, max_new_tokens=min(SAMPLED, params.max_new_tokens))
+    answers, peaks, flops = measure_tokens(engine, device, prompts, short_params)
+    model, num_skipped, operations = engine.model, params.max_new_tokens - short_params.max_new_tokens, sum(flops)
 
-    def begun(encoded: Sequence[Cond], tokens: Tensor, mask: Tensor) -> Cond:
-        rows = encoded[0]["input_ids"][-1:].repeat(len(encoded), left).to(tokens.device)  # any text token
+    def inputs_with_answer(encoded: Sequence[Cond], tokens: Tensor, mask: Tensor) -> Cond:
+        rows = encoded[0]["input_ids"][-1:].repeat(len(encoded), num_skipped).to(tokens.device)  # any text token
         return model.inputs(encoded, rows, torch.ones_like(rows, dtype=torch.bool))
 
-    if left:
-        later = TransformersEngine(wrap(model, inputs=begun), engine.net, synced=engine.synced)
-        _, last_peaks, last_flops = measured(later, device, prompts, few)
+    if num_skipped:
+        last_engine = TransformersEngine(wrap(model, inputs=inputs_with_answer), engine.net, synced=engine.synced)
+        _, last_peaks, last_flops = measure_tokens(last_engine, device, prompts, short_params)
         peaks += last_peaks[1:]  # the first one reads all earlier tokens at once
-        operations += left * flops[-1] + (last_flops[-1] - flops[-1]) * (left + 1) // 2
+        operations += num_skipped * flops[-1] + (last_flops[-1] - flops[-1]) * (num_skipped + 1) // 2
     device.burst(max(peaks), operations)
-    whole = torch.ones(len(prompts), params.max_new_tokens, dtype=torch.bool)
-    log_prob, ended = torch.zeros(whole.shape), ~whole[:, 0]
+    answer_mask = torch.ones(len(prompts), params.max_new_tokens, dtype=torch.bool)
+    log_prob, ended = torch.zeros(answer_mask.shape), ~answer_mask[:, 0]
     return replace(
-        drawn, tokens=whole.long(), mask=whole, forced=~whole, rollout_log_prob=log_prob, ended=ended, params=params
+        answers,
+        tokens=answer_mask.long(),
+        mask=answer_mask,
+        forced=~answer_mask,
+        rollout_log_prob=log_prob,
+        ended=ended,
+        params=params,
     )
 
 
-def measured(
+def measure_tokens(
     engine: TransformersEngine, device: PlannedDevice, prompts: Sequence[Prompt], params: TokenParams
 ) -> tuple[TokenTrajectory, list[int], list[int]]:
     """Return answers, and for each of their tokens the peak bytes beyond those allocated before, and the operations."""
-    base, cuts = device.start_window(), list[tuple[int, int]]()
+    base, marks = device.start_window(), list[tuple[int, int]]()
 
-    def cut(*_: object) -> None:
-        cuts.append((device.window - base, device.flops.total()))
+    def mark(*_: object) -> None:
+        marks.append((device.window - base, device.flops.total()))
         device.start_window()
 
-    with engine.net.register_forward_pre_hook(cut), device.phase(UNCOUNTED):
-        drawn = engine.generate(prompts, params)
-    cut()
+    with engine.net.register_forward_pre_hook(mark), device.phase(UNCOUNTED):
+        answers = engine.generate(prompts, params)
+    mark()
     del device.peaks[UNCOUNTED], device.flops[UNCOUNTED]
-    peaks, flops = zip(*cuts, strict=True)
-    return drawn, list(peaks[1:]), [after - before for before, after in pairwise(flops)]
+    peaks, flops = zip(*marks, strict=True)
+    return answers, list(peaks[1:]), [after - before for before, after in pairwise(flops)]

@@ -17,9 +17,9 @@ from omni_reward.transport import open_url, within
 from omni_train.files import read_regular, write_atomically
 from omni_train.prompts.files import load_prompts
 
-from omni_rl.settings.printing import Parser, until_closed
+from omni_rl.settings.printing import Parser, ignore_closed_pipe
 from omni_rl.tools import edits
-from omni_rl.tools.command import known
+from omni_rl.tools.command import check_known
 
 TABLE = Path(__file__).with_name("prompts.toml")
 WAIT_S, LIMIT_S = 30.0, 600.0  # for a server's next packet, and for a whole file
@@ -48,7 +48,7 @@ def prompt_sets() -> dict[str, PromptSet]:
     return cast(dict[str, PromptSet], tomllib.loads(TABLE.read_text("utf-8")))
 
 
-def fetch_set(wanted: PromptSet, folder: Path) -> None:
+def fetch_set(prompt_set: PromptSet, folder: Path) -> None:
     """Download the files of a set that are missing in the folder.
 
     Raises:
@@ -56,20 +56,20 @@ def fetch_set(wanted: PromptSet, folder: Path) -> None:
             table.
         OSError: a file cannot be written.
     """
-    missing = {name: file for name, file in wanted["files"].items() if not (folder / name).exists()}
-    for name in wanted["files"].keys() - missing.keys():
-        own = read_regular(folder / name, MAX_BYTES)
-        check_hash(folder / name, own, wanted["files"][name]["hash"], "move it away, or give another --to")
+    missing = {name: file for name, file in prompt_set["files"].items() if not (folder / name).exists()}
+    for name in prompt_set["files"].keys() - missing.keys():
+        existing = read_regular(folder / name, MAX_BYTES)
+        check_hash(folder / name, existing, prompt_set["files"][name]["hash"], "move it away, or give another --to")
     folder.mkdir(parents=True, exist_ok=True)
     for name, file in missing.items():
         path, url = folder / name, file["url"]
         try:
             data = within(LIMIT_S, partial(download, url))
         except (TimeoutError, requests.RequestException, urllib3.exceptions.HTTPError) as exc:
-            late = isinstance(exc, TimeoutError) and f"it takes more than {LIMIT_S} s"
-            fault = late or str(exc) or type(exc).__name__
+            timeout_message = isinstance(exc, TimeoutError) and f"it takes more than {LIMIT_S} s"
+            reason = timeout_message or str(exc) or type(exc).__name__
             remedy = "The same command tries again; without a network, bring the file yourself"
-            raise ValueError(f"{path} must be a file that can be fetched, got {url}: {fault}. {remedy}") from exc
+            raise ValueError(f"{path} must be a file that can be fetched, got {url}: {reason}. {remedy}") from exc
         check_hash(url, data, file["hash"], "the same command tries again")
         write_atomically(path, data)
 
@@ -90,12 +90,12 @@ def download(url: str) -> bytes:
     return bytes(data)
 
 
-def check_hash(place: Path | str, data: bytes, wanted: str, remedy: str) -> None:
-    """Raise ValueError unless the data have the SHA-256 `wanted`, or git's blob id if it has 40 digits."""
+def check_hash(place: Path | str, data: bytes, expected: str, remedy: str) -> None:
+    """Raise ValueError unless the data have the SHA-256 `expected`, or git's blob id if it has 40 digits."""
     blob = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False)
-    found = (blob if len(wanted) == 40 else hashlib.sha256(data)).hexdigest()
-    if found != wanted:
-        raise ValueError(f"{place} must have the hash {wanted}, got {found}: {remedy}")
+    digest = (blob if len(expected) == 40 else hashlib.sha256(data)).hexdigest()
+    if digest != expected:
+        raise ValueError(f"{place} must have the hash {expected}, got {digest}: {remedy}")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -106,7 +106,7 @@ def main(argv: list[str] | None = None) -> None:
     edits.add_flags(parser)
     args = parser.parse_args(argv)
     if args.name is None:
-        with until_closed():
+        with ignore_closed_pipe():
             for name, row in prompt_sets().items():
                 files = ", ".join(f"{key} {file.get('prompts', '')}".rstrip() for key, file in row["files"].items())
                 print(f"{name:<15}{row['about']}\n{'':<15}{files}; license: {row['license']}")
@@ -118,11 +118,11 @@ def main(argv: list[str] | None = None) -> None:
             for path in edits.write_edits(args, folder):
                 print(f"{path}  {len(load_prompts(path)):,} prompts with images of {args.images}")
             return
-        wanted = prompt_sets()[known(args.name, [*prompt_sets(), EDIT], "NAME")]
-        fetch_set(wanted, folder)
-        for name, file in wanted["files"].items():
+        prompt_set = prompt_sets()[check_known(args.name, [*prompt_sets(), EDIT], "NAME")]
+        fetch_set(prompt_set, folder)
+        for name, file in prompt_set["files"].items():
             print(f"{folder / name}  {len(load_prompts(folder / name)):,} prompts of {file['url']}")
-        print(f"license: {wanted['license']}")
+        print(f"license: {prompt_set['license']}")
     except (OSError, ValueError) as exc:
         parser.error(str(exc))
 

@@ -25,7 +25,7 @@ from omni_train.files import parse_json
 from omni_rl.media.images import read_pixels
 from omni_rl.media.prompts import read_sound, read_video
 from omni_rl.settings.early import split_options
-from omni_rl.settings.fields import flag, require
+from omni_rl.settings.fields import prefix_errors, require
 from omni_rl.settings.printing import Parser
 
 
@@ -39,21 +39,26 @@ def open_scorer(args: argparse.Namespace) -> Scorer:
         name, options = split_options(args.scorer)
         scorer = load_scorer(name, options=read_options([*options, *args.option]))
     else:
-        with flag("--scorer.token-file: "):
+        with prefix_errors("--scorer.token-file: "):
             token = read_token(args.token_file)
-        with flag("--scorer.url: "):
+        with prefix_errors("--scorer.url: "):
             client = RewardClient(args.url, token=token, timeout_s=600.0)
-        kinds, wants, whole = client.kinds, client.takes_references, client.takes_groups
+        kinds, takes_references, takes_groups = client.kinds, client.takes_references, client.takes_groups
 
-        def ask(media: Arrays, prompts: list[str], meta: Meta, references: Any = None) -> list[Score]:
-            return client.submit(media, prompts, meta, references, [0] * len(prompts) if whole else None).result()
+        def request(media: Arrays, prompts: list[str], meta: Meta, references: Any = None) -> list[Score]:
+            return client.submit(
+                media, prompts, meta, references, [0] * len(prompts) if takes_groups else None
+            ).result()
 
-        scorer = Scorer(ask, media=kinds, references=wants, groups=whole)
-    rule, what = ("given", "it") if scorer.references else ("left out", "none")
-    is_read = READERS.keys() >= set(scorer.media)
+        scorer = Scorer(request, media=kinds, references=takes_references, groups=takes_groups)
+    rule, subject = ("given", "it") if scorer.references else ("left out", "none")
+    is_readable = READERS.keys() >= set(scorer.media)
     require(
-        (is_read, f"the scorer must grade images, videos or sounds, takes {' and '.join(scorer.media)}"),
-        (bool(args.reference) == scorer.references, f"--reference must be {rule}, as the scorer compares with {what}"),
+        (is_readable, f"the scorer must grade images, videos or sounds, takes {' and '.join(scorer.media)}"),
+        (
+            bool(args.reference) == scorer.references,
+            f"--reference must be {rule}, as the scorer compares with {subject}",
+        ),
     )
     return scorer
 
@@ -71,10 +76,10 @@ def read_media(path: Path, kinds: Sequence[str], meta: Mapping[str, object]) -> 
     Raises:
         ValueError: the file is missing, damaged or of another kind.
     """
-    with flag("FILE: "):
-        found = {kind: READERS[kind](path) for kind in kinds}
-    rates = {str(MEDIA_KINDS[kind].rate): rate for kind, (_, rate) in found.items() if rate}
-    return {kind: np.asarray(medium) for kind, (medium, _) in found.items()}, {**rates, **meta}
+    with prefix_errors("FILE: "):
+        media = {kind: READERS[kind](path) for kind in kinds}
+    rates = {str(MEDIA_KINDS[kind].rate): rate for kind, (_, rate) in media.items() if rate}
+    return {kind: np.asarray(medium) for kind, (medium, _) in media.items()}, {**rates, **meta}
 
 
 def score_files(
@@ -85,30 +90,28 @@ def score_files(
     Raises:
         ValueError: an argument is invalid, or the scorer raised an exception, whose line the message names.
     """
-    shapes = {str([array.shape for array in each.values()]) for each in media}
+    shapes = {str([array.shape for array in sample.values()]) for sample in media}
     require((len(shapes) == 1, "files must have one size, where a scorer compares them"))
-    count, joined = len(media), {kind: np.stack([each[kind] for each in media]) for kind in scorer.media}
-    request = ScoreRequest(
-        joined, [prompt] * count, meta, "", references=[tuple(references)] * count * bool(references)
-    )
+    count, batch = len(media), {kind: np.stack([sample[kind] for sample in media]) for kind in scorer.media}
+    request = ScoreRequest(batch, [prompt] * count, meta, "", references=[tuple(references)] * count * bool(references))
     try:
         return scorer(request.media, request.prompts, request.meta, request.references)
     except RewardError:
         raise
     except (Exception, SystemExit) as exc:  # a scorer may raise anything
-        at = own_line(exc) or traceback.extract_tb(exc.__traceback__)[-1]
-        fault = f"{type(exc).__name__}: {exc} ({at.filename}, line {at.lineno})"
-        raise ValueError(f"the scorer raised {fault}") from exc
+        location = own_line(exc) or traceback.extract_tb(exc.__traceback__)[-1]
+        message = f"{type(exc).__name__}: {exc} ({location.filename}, line {location.lineno})"
+        raise ValueError(f"the scorer raised {message}") from exc
 
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command line. Errors end it with one line and exit code 2."""
-    how = argparse.RawDescriptionHelpFormatter
-    parser = Parser(prog="omni-rl score", description=__doc__, formatter_class=how)
-    add, one = parser.add_argument, parser.add_mutually_exclusive_group(required=True)
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="omni-rl score", description=__doc__, formatter_class=formatter)
+    add, group = parser.add_argument, parser.add_mutually_exclusive_group(required=True)
     add("files", nargs="+", type=Path, metavar="FILE", help="image, video or sound, of the kind that the scorer takes")
-    one.add_argument("--scorer", help="scorer, reward or function, as in a trainer's --scorer")
-    one.add_argument("--scorer.url", dest="url", metavar="URL", help="URL of a running reward server")
+    group.add_argument("--scorer", help="scorer, reward or function, as in a trainer's --scorer")
+    group.add_argument("--scorer.url", dest="url", metavar="URL", help="URL of a running reward server")
     add("--option", action="append", default=[], metavar="NAME=VALUE", help="option of --scorer; may be repeated")
     add("--scorer.token-file", "--token-file", dest="token_file", type=Path, help="file with the server's token")
     add("--prompt", default="", help="prompt of the files")
@@ -116,10 +119,10 @@ def main(argv: list[str] | None = None) -> None:
     add("--reference", action="append", default=[], type=Path, metavar="FILE", help="image that was edited")
     args = parser.parse_args(argv)
     try:
-        with flag("--meta: "):
+        with prefix_errors("--meta: "):
             meta = parse_json(args.meta)
             require((isinstance(meta, dict), f"must be an object, got {args.meta}"))
-        with flag("--reference: "):
+        with prefix_errors("--reference: "):
             references = [read_pixels(path) for path in args.reference]
         scorer = open_scorer(args)
         media, metas = zip(*(read_media(path, scorer.media, meta) for path in args.files), strict=True)
