@@ -232,13 +232,13 @@ def overrated(rewards: Tensor, others: Tensor, share: float) -> Tensor:
     if rewards.ndim != 1 or others.ndim != 2 or len(others) != len(rewards) or not 0 < share <= 1:
         shapes = f"{tuple(rewards.shape)} and {tuple(others.shape)}, {share}"
         raise ValueError(f"rewards and others must be [N] and [N, R], and share in (0, 1], got {shapes}")
-    doubt = torch.full_like(rewards, -torch.inf, dtype=torch.float32)
+    excess = torch.full_like(rewards, -torch.inf, dtype=torch.float32)
     (scored,) = torch.where(~(rewards.isnan() | others.isnan().any(dim=1)))
-    doubt[scored] = others.shape[1] * ranks(rewards[scored])  # R times u, which is exact
+    excess[scored] = others.shape[1] * ranks(rewards[scored])  # R times u, which is exact
     for column in others.unbind(dim=1):
-        doubt[scored] -= ranks(column[scored])
-    most = doubt.argsort(descending=True, stable=True)[: math.ceil(share * len(doubt))]
-    return torch.isin(torch.arange(len(doubt), device=doubt.device), most) & (doubt > 0)
+        excess[scored] -= ranks(column[scored])
+    top = excess.argsort(descending=True, stable=True)[: math.ceil(share * len(excess))]
+    return torch.isin(torch.arange(len(excess), device=excess.device), top) & (excess > 0)
 
 
 def _varied(rewards: Tensor, scored: Tensor, index: Tensor, num_groups: int) -> Tensor:

@@ -296,13 +296,13 @@ def dgpo_loss(
     require_positive(dgpo_beta=dgpo_beta, adv_clip_max=adv_clip_max)
     require_batch("error", error, ref_error=ref_error, old_error=old_error, advantages=advantages)
     require_shape_of("error", error, groups=groups)
-    now, advantage = error.detach().float(), advantages.detach().float().clamp(-adv_clip_max, adv_clip_max)
+    current, advantage = error.detach().float(), advantages.detach().float().clamp(-adv_clip_max, adv_clip_max)
     places, sizes = groups.unique(return_inverse=True, return_counts=True)[1:]
-    gains = advantage * (now - ref_error.detach().float())
+    gains = advantage * (current - ref_error.detach().float())
     weight = torch.sigmoid(dgpo_beta * (gains.new_zeros(len(sizes)).index_add(0, places, gains) / sizes))
-    log_ratio = old_error.detach().float() - now
+    log_ratio = old_error.detach().float() - current
     clipped = torch.where(advantage > 0, log_ratio.exp() > 1 + high, log_ratio.exp() < 1 - low)
-    losses = weight[places] * advantage * torch.where(clipped, now, error.float())
+    losses = weight[places] * advantage * torch.where(clipped, current, error.float())
     metrics = ratio_metrics(log_ratio) | clip_metrics(log_ratio, low, high) | {"group_weight": weight[places].mean()}
     return LossOutput(losses.mean(), metrics)
 

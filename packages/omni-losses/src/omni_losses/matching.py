@@ -54,9 +54,9 @@ def distribution_matching_loss(
     require_latents("x0", x0, fake_x0=fake_x0, teacher_x0=teacher_x0)
     require_per_sample(x0, weights=weights)
     require_positive(min_scale=min_scale)
-    now, fake, teacher = (tensor.detach().float() for tensor in (x0, fake_x0, teacher_x0))
-    scale = element_mean((now - teacher).abs()).clamp(min=min_scale)
-    target = now - (fake - teacher) / over(scale, now)
+    student, fake, teacher = (tensor.detach().float() for tensor in (x0, fake_x0, teacher_x0))
+    scale = element_mean((student - teacher).abs()).clamp(min=min_scale)
+    target = student - (fake - teacher) / over(scale, student)
     losses = element_mean((x0.float() - target).square()) / 2
     return LossOutput(weighted_mean(losses, weights), {"matching_error": (fake - teacher).abs().mean()})
 

@@ -66,8 +66,8 @@ class Batcher:
         self._queue += pieces
         if self._feeding is None or self._feeding.done():
             self._feeding = asyncio.create_task(self._feed())
-        found = await asyncio.gather(*(piece.scores for piece in pieces))  # raises as soon as a piece fails
-        return [score for scores in found for score in scores]
+        results = await asyncio.gather(*(piece.scores for piece in pieces))  # raises as soon as a piece fails
+        return [score for scores in results for score in scores]
 
     async def sleep(self, asleep: bool) -> None:
         """Move the scorer's weights to the host after the running call, or back; a later call moves them back too.
@@ -142,7 +142,7 @@ class Batcher:
         media = {kind: _join([req.media[kind][samples] for req, samples in parts]) for kind in self._scorer.media}
         prompts = [prompt for req, samples in parts for prompt in req.prompts[samples]]
         meta = [sample for req, samples in parts for sample in req.meta[samples]]
-        references = [own for req, samples in parts for own in req.references[samples]]
+        references = [image for req, samples in parts for image in req.references[samples]]
         return self._scorer(media, prompts, meta, references, since=min(piece.since for piece in pieces))
 
 

@@ -214,7 +214,7 @@ class RewardClient:
                     raise RewardFormatError(f"{key} must be the same on all servers, got {values}", fatal=True)
         if media is None:
             media, rates = canary(infos[0]["media"], len(prompts))
-            meta = [{**rates, **own} for own in meta or [{}] * len(prompts)]
+            meta = [{**rates, **entry} for entry in meta or [{}] * len(prompts)]
         if references is None and infos[0]["references"]:
             references = [(GREY,)] * len(prompts)
         groups = [0] * len(prompts) if infos[0]["groups"] else None
@@ -301,9 +301,9 @@ def _build_request(
 ) -> ScoreRequest:
     if isinstance(prompts, str):  # a str is a sequence of str too
         raise ValueError(f"prompts must be a list of str, got {prompts!r:.80}")
-    given = [{}] * len(prompts) if meta is None else meta
-    objects = [dict(item) if isinstance(item, Mapping) else item for item in given]
-    images = [tuple(own) for own in references or ()]
+    entries = [{}] * len(prompts) if meta is None else meta
+    objects = [dict(item) if isinstance(item, Mapping) else item for item in entries]
+    images = [tuple(row) for row in references or ()]
     arrays: Any = {kind: as_texts(samples) if kind == TEXT else samples for kind, samples in media.items()}
     whole = () if groups is None else list(groups)
     return ScoreRequest(arrays, list(prompts), objects, uuid.uuid4().hex, references=images, groups=whole)

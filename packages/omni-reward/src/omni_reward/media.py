@@ -122,9 +122,9 @@ def check_media(kind: str, array: object, meta: Meta) -> None:
     if not isinstance(array, np.ndarray) or str(array.dtype) not in rule.dtypes:
         dtype = getattr(array, "dtype", type(array).__name__)
         raise ValueError(f"{kind} must be a {' or '.join(rule.dtypes)} array, got {dtype}")
-    wanted = (len(meta), *rule.axes[1:])
-    if not _fits(array.shape, wanted):
-        raise ValueError(f"{kind} must have the shape {wanted}, got {array.shape}")
+    expected = (len(meta), *rule.axes[1:])
+    if not _fits(array.shape, expected):
+        raise ValueError(f"{kind} must have the shape {expected}, got {array.shape}")
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         raise ValueError(f"{kind} must be finite, got NaN or an infinity")
     for i, value in enumerate(sample.get(rule.rate) for sample in meta if rule.rate):
@@ -151,10 +151,10 @@ def check_references(references: References, count: int) -> None:
     """Raise ValueError unless each of `count` samples has a tuple of images, uint8 [H, W, 3]."""
     if len(references) != count:
         raise ValueError(f"references must hold the images of each prompt ({count}), got {len(references)}")
-    for own in references:
-        if len(own) > MAX_REFERENCES:
-            raise ValueError(f"references must hold at most {MAX_REFERENCES} of a sample, got {len(own)}")
-        for image in own:
+    for images in references:
+        if len(images) > MAX_REFERENCES:
+            raise ValueError(f"references must hold at most {MAX_REFERENCES} of a sample, got {len(images)}")
+        for image in images:
             if not isinstance(image, np.ndarray) or image.dtype != np.uint8:
                 raise ValueError(f"references must be uint8 arrays, got {shown(getattr(image, 'dtype', image))}")
             if not _fits(image.shape, ("H", "W", 3)):
@@ -199,9 +199,9 @@ def media_kind(kind: object) -> MediaKind:
     return MEDIA_KINDS[kind]
 
 
-def _fits(shape: tuple[int, ...], wanted: tuple[str | int, ...]) -> bool:
-    if wanted[-1] == "...":
-        wanted = (*wanted[:-1], *"x" * max(1, min(len(shape), MAX_AXES) - len(wanted) + 1))
-    return len(shape) == len(wanted) and all(
-        size == axis if isinstance(axis, int) else size > 0 for size, axis in zip(shape, wanted, strict=True)
+def _fits(shape: tuple[int, ...], expected: tuple[str | int, ...]) -> bool:
+    if expected[-1] == "...":
+        expected = (*expected[:-1], *"x" * max(1, min(len(shape), MAX_AXES) - len(expected) + 1))
+    return len(shape) == len(expected) and all(
+        size == axis if isinstance(axis, int) else size > 0 for size, axis in zip(shape, expected, strict=True)
     )

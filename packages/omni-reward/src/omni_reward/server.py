@@ -85,8 +85,8 @@ class Limits:
     receive_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
-        least = {"max_body_bytes": 1, "max_batch": 1, "max_waiting": 0, "max_waiting_bytes": self.max_body_bytes}
-        for name, bound in least.items():
+        minimums = {"max_body_bytes": 1, "max_batch": 1, "max_waiting": 0, "max_waiting_bytes": self.max_body_bytes}
+        for name, bound in minimums.items():
             if getattr(self, name) < bound:
                 raise ValueError(f"{name} must be >= {bound}, got {getattr(self, name)}")
         if not self.receive_timeout_s > 0:
@@ -206,32 +206,32 @@ class _Service:
         try:
             scores = await self._batcher.score(request)
         except ScorerFailedError as exc:
-            text, at = _told(exc.__cause__)
-            place = traceback.format_list([at])[0].splitlines()[:2] if at else []
-            asked = f"scorer {self._name!r} failed on request {request.request_id!r}"
-            is_clear = at or isinstance(exc.__cause__, wire.WrongScoresError)
-            logger.error("\n".join([f"{asked}: {text}", *place]), exc_info=None if is_clear else exc.__cause__)
+            text, frame = _told(exc.__cause__)
+            place = traceback.format_list([frame])[0].splitlines()[:2] if frame else []
+            summary = f"scorer {self._name!r} failed on request {request.request_id!r}"
+            is_clear = frame or isinstance(exc.__cause__, wire.WrongScoresError)
+            logger.error("\n".join([f"{summary}: {text}", *place]), exc_info=None if is_clear else exc.__cause__)
             raise
         return wire.encode_reply(request.request_id, request.ids, self._name, scores, version=self._scorer.version)
 
     def _failure(self, error: ScorerFailedError) -> str:
         if not self._show_errors:
             return "the scorer failed; the server's log has the error"
-        text, at = _told(error.__cause__)
+        text, frame = _told(error.__cause__)
         if isinstance(error.__cause__, wire.WrongScoresError):
             return wire.clean(str(error.__cause__), 300)
-        place = f" ({at.filename}, line {at.lineno})" if at else "; the server's log has the traceback"
+        place = f" ({frame.filename}, line {frame.lineno})" if frame else "; the server's log has the traceback"
         return f"the scorer raised {wire.clean(text, 300)}{place}"
 
     def _check_access(self, request: Request) -> None:
         if self._credentials is None:
             address, _ = request.scope.get("server") or ("", None)
-            if is_loopback(address) and not names_loopback(asked := request.headers.get("host", ""), self._host):
+            if is_loopback(address) and not names_loopback(host_header := request.headers.get("host", ""), self._host):
                 rule = "Host must be a name of loopback, such as localhost, as the server has no token"
-                raise HTTPException(403, f"{rule}, got {wire.clean(asked, 80)!r}")
+                raise HTTPException(403, f"{rule}, got {wire.clean(host_header, 80)!r}")
             return
-        given = request.headers.get("authorization", "").encode("latin-1")
-        if not hmac.compare_digest(given, self._credentials):
+        authorization = request.headers.get("authorization", "").encode("latin-1")
+        if not hmac.compare_digest(authorization, self._credentials):
             raise HTTPException(401, "a valid bearer token is needed", headers={"WWW-Authenticate": "Bearer"})
 
     @asynccontextmanager
@@ -272,9 +272,9 @@ class _Service:
 
 def _told(error: BaseException | None) -> tuple[str, traceback.FrameSummary | None]:
     """Return an error's type and message, and the line of a user's file that raised it, if any."""
-    if error is None or (at := own_line(error)) is None:
+    if error is None or (frame := own_line(error)) is None:
         return "".join(traceback.format_exception_only(error)).strip(), None
-    return "".join(traceback.format_exception_only(error)).strip() + hint_of(error), at
+    return "".join(traceback.format_exception_only(error)).strip() + hint_of(error), frame
 
 
 async def _unless_gone(request: Request, work: Coroutine[None, None, bytes]) -> bytes:

@@ -190,13 +190,13 @@ def is_loopback(host: str) -> bool:
     return host == "localhost"
 
 
-def names_loopback(host_header: str, own: str) -> bool:
+def names_loopback(host_header: str, server_name: str) -> bool:
     """True if a Host header names loopback or the server's own name; a page that rebinds DNS sends another name."""
     try:
         host = urlsplit(f"//{host_header}").hostname or ""
     except ValueError:
         return False
-    return is_loopback(host) or host == own.lower()
+    return is_loopback(host) or host == server_name.lower()
 
 
 def check_url(url: str) -> None:

@@ -179,8 +179,8 @@ class Scorer:
         Raises:
             WrongScoresError: the function returned something other than N scores or numbers.
         """
-        more = self._more(references, time.monotonic() if since is None else since)
-        results = self.score_fn(media, prompts, meta, *more)
+        extra = self._more(references, time.monotonic() if since is None else since)
+        results = self.score_fn(media, prompts, meta, *extra)
         rule = f"{getattr(self.score_fn, '__name__', 'the scorer')} must return {len(prompts)} numbers"
         if isinstance(results, str | Mapping | Awaitable) or not (hasattr(results, "__len__") and np.iterable(results)):
             if isinstance(results, Coroutine):
@@ -190,8 +190,8 @@ class Scorer:
             raise WrongScoresError(f"{rule}, got {len(results)}: {shown(results)}")
         for number, result in enumerate(results, start=1):
             if not (isinstance(result, Score) or is_number(result)):
-                way = "return Score(None, abstained=REASON) to abstain"
-                raise WrongScoresError(f"{rule}, got {shown(result)} for sample {number}; {way}")
+                hint = "return Score(None, abstained=REASON) to abstain"
+                raise WrongScoresError(f"{rule}, got {shown(result)} for sample {number}; {hint}")
         return [result if isinstance(result, Score) else Score.of(result) for result in results]
 
 
@@ -217,9 +217,9 @@ def encode_request(request: ScoreRequest) -> list[bytes | memoryview]:
     places: dict[tuple[int, ...], int] = {}  # memory location of an image -> its number
     images: Arrays = {}
     if request.references:
-        for image in (image for own in request.references for image in own):
+        for image in (image for sample in request.references for image in sample):
             images.setdefault(f"{REFERENCE}{places.setdefault(_place(image), len(places))}", image)
-        fields["references"] = [[places[_place(image)] for image in own] for own in request.references]
+        fields["references"] = [[places[_place(image)] for image in sample] for sample in request.references]
     try:
         header = to_json(fields)
     except (TypeError, ValueError, RecursionError) as exc:
@@ -256,8 +256,8 @@ def decode_request(body: bytes | bytearray, *, max_batch: int) -> ScoreRequest:
     count = len(prompts) if isinstance(prompts, list) else 0
     if count > max_batch:
         raise ValueError(f"prompts must hold at most {max_batch} samples, got {count}")
-    if len(header) > (most := len(MEDIA_KINDS) + count * MAX_REFERENCES):
-        raise ValueError(f"the tensors of {count} samples must be at most {most}, got {len(header)}")
+    if len(header) > (limit := len(MEDIA_KINDS) + count * MAX_REFERENCES):
+        raise ValueError(f"the tensors of {count} samples must be at most {limit}, got {len(header)}")
     media = _arrays_in(body, header, start)
     if TEXT in media:
         raise ValueError(f"{TEXT} must be a list of strings in __metadata__.request, got a tensor")
@@ -305,10 +305,10 @@ def decode_reply(
     if reply.get("request_id") != request_id:
         raise MismatchError(f"request_id must be {request_id!r}, got {shown(reply.get('request_id'))}")
     for name, value in (scorer or {}).items():
-        if (found := reply.get(name, value)) != value:
+        if (actual := reply.get(name, value)) != value:
             remedy = "start it as it was, or begin a new run"
             rule = f"{name} must be {shown(value)}, as the server said before"
-            raise MismatchError(f"{rule}, got {shown(found)}: {remedy}")
+            raise MismatchError(f"{rule}, got {shown(actual)}: {remedy}")
     results = reply.get("results")
     if not isinstance(results, list):
         raise ValueError(f"results must be a list, got {shown(results)}")
@@ -378,7 +378,7 @@ def _read_header(body: bytes | bytearray) -> tuple[dict[str, Any], int]:
 
 def _arrays_in(body: bytes | bytearray, entries: Mapping[str, object], start: int) -> Arrays:
     """Return the tensors of a safetensors blob, which begin at `start`, as arrays that share its memory."""
-    found: list[tuple[int, int, str, np.dtype[Any], list[int]]] = []
+    layouts: list[tuple[int, int, str, np.dtype[Any], list[int]]] = []
     for name, entry in entries.items():
         match entry:
             case {"dtype": str(code), "shape": [*shape], "data_offsets": [int(begin), int(end)]} if (
@@ -386,13 +386,13 @@ def _arrays_in(body: bytes | bytearray, entries: Mapping[str, object], start: in
                 and len(shape) <= MAX_AXES
                 and all(type(side) is int and 0 <= side <= len(body) for side in shape)
             ):
-                found.append((begin, end, name, np.dtype(NUMPY[code]), shape))
+                layouts.append((begin, end, name, np.dtype(NUMPY[code]), shape))
             case _:
                 raise ValueError(
                     f"{shown(name)} must have a dtype of {sorted(NUMPY)}, shape and offsets, got {shown(entry)}"
                 )
     arrays, place = {}, 0
-    for begin, end, name, dtype, shape in sorted(found, key=lambda tensor: tensor[:3]):
+    for begin, end, name, dtype, shape in sorted(layouts, key=lambda tensor: tensor[:3]):
         count = math.prod(shape)
         if begin != place or end - begin != count * dtype.itemsize or end > len(body) - start:
             raise ValueError(f"{shown(name)} must begin where the tensor before it ends, got bytes {begin} to {end}")
@@ -447,19 +447,19 @@ def _take_references(arrays: Arrays, numbers: object) -> References:
     images: list[np.ndarray] = []
     while (image := arrays.pop(f"{REFERENCE}{len(images)}", None)) is not None:
         images.append(image)
-    if not isinstance(numbers, list) or not all(isinstance(own, list) for own in numbers):
+    if not isinstance(numbers, list) or not all(isinstance(row, list) for row in numbers):
         raise ValueError(f"references must be a list of lists, got {shown(numbers)}")
-    if not all(type(i) is int and 0 <= i < len(images) for own in numbers for i in own):
+    if not all(type(i) is int and 0 <= i < len(images) for row in numbers for i in row):
         raise ValueError(f"references must hold numbers of the {len(images)} images, got {shown(numbers)}")
-    if len({i for own in numbers for i in own}) < len(images):
+    if len({i for row in numbers for i in row}) < len(images):
         raise ValueError(f"references must use each of the {len(images)} images, got {shown(numbers)}")
-    return [tuple(images[i] for i in own) for own in numbers]
+    return [tuple(images[i] for i in row) for row in numbers]
 
 
 def _check_ids(request_id: object, ids: object, count: int) -> None:
     if not isinstance(ids, list) or len(ids) != count:
         raise ValueError(f"ids must be a list of one id per prompt ({count}), got {shown(ids)}")
-    for name, value in (("request_id", request_id), *(("ids", each) for each in ids)):
+    for name, value in (("request_id", request_id), *(("ids", item) for item in ids)):
         if not isinstance(value, str) or not 1 <= len(value) <= MAX_ID_CHARS:
             raise ValueError(f"{name} must be 1 to {MAX_ID_CHARS} characters, got {shown(value)}")
         check_text(name, value)

@@ -113,9 +113,9 @@ class TextFiles:
         entries += [("image", image) for image in prompt.images]
         entries += [(name, repr(float(value)).encode()) for name, value in sorted(options.items())]
         file = self.folder / f"{_digest(entries)}.safetensors"
-        found = _read(file)
-        if found is not None:
-            return {n: tensor if n.endswith("_mask") else tensor.to(self.device) for n, tensor in found.items()}
+        stored = _read(file)
+        if stored is not None:
+            return {n: tensor if n.endswith("_mask") else tensor.to(self.device) for n, tensor in stored.items()}
         cond = self._encode(prompt, text, negative, options)
         tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in cond.items()}
         temporary = file.with_suffix(f".{uuid4().hex}")

@@ -54,18 +54,18 @@ def in_tiles(decode: Decode, most: int, run: Run = map) -> Decode:
         places = [*product(*(cut(length, most // unit, overlap) for length in x0.shape[-2:]))]
         if len(places) == 1:
             return decode(parts, x0, cond, params)
-        found = list[tuple[Media, Rates]]()
+        decoded = list[tuple[Media, Rates]]()
 
         def decode_tile(place: Place) -> Tensor:
             rows, columns = place
             tile = x0[..., rows, columns]
             size = tile.shape[-2] * unit, tile.shape[-1] * unit
-            found.append(decode(parts, tile, cond, params.of_size(size)))
-            (pixels,) = found[-1][0].values()
+            decoded.append(decode(parts, tile, cond, params.of_size(size)))
+            (pixels,) = decoded[-1][0].values()
             return pixels
 
         whole = blend([*run(decode_tile, places)], places, unit, overlap)
-        media, rates = found[0]
+        media, rates = decoded[0]
         return dict.fromkeys(media, whole), rates
 
     return decode_tiles
@@ -87,11 +87,11 @@ def blend(tiles: Sequence[Tensor], places: Sequence[Place], unit: int, overlap: 
     height, width = tiles[0].shape[-3:-1]
     weight = ramp(height, overlap * unit)[:, None] * ramp(width, overlap * unit)
     weight = weight[..., None].to(tiles[0].device)
-    rows, columns = (each.stop * unit for each in places[-1])
+    rows, columns = (span.stop * unit for span in places[-1])
     whole = tiles[0].new_zeros(*tiles[0].shape[:-3], rows, columns, tiles[0].shape[-1])
     total = weight.new_zeros(rows, columns, 1)
     for tile, place in zip(tiles, places, strict=True):
-        down, right = (slice(each.start * unit, each.stop * unit) for each in place)
+        down, right = (slice(span.start * unit, span.stop * unit) for span in place)
         whole[..., down, right, :] += tile * weight
         total[down, right] += weight
     return whole / total

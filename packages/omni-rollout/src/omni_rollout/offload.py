@@ -17,7 +17,7 @@ class Rest:
     """Offloading of frozen modules' tensors from the device to copies on the host, from `begin` to `end`."""
 
     def __init__(self, modules: Iterable[nn.Module], device: torch.device) -> None:
-        places = places_of(each for module in modules for each in module.modules())
+        places = places_of(submodule for module in modules for submodule in module.modules())
         self._host = [(table, name, on_host(tensor)) for table, name, tensor in places if tensor.device == device]
         self._device = device
 
@@ -32,15 +32,15 @@ class Rest:
 
 def places_of(modules: Iterable[nn.Module]) -> list[Place]:
     """Return the places of the tensors that belong directly to the modules."""
-    tables = [table for each in modules for table in (each._parameters, each._buffers)]
+    tables = [table for module in modules for table in (module._parameters, module._buffers)]
     return [(table, name, tensor) for table in tables for name, tensor in table.items() if tensor is not None]
 
 
 def arrive(places: list[Place], device: torch.device) -> None:
     """Replace host tensors by copies on the device."""
     for table, name, tensor in places:
-        there = tensor.detach().to(device, non_blocking=True)
-        table[name] = nn.Parameter(there, requires_grad=False) if isinstance(tensor, nn.Parameter) else there
+        copy = tensor.detach().to(device, non_blocking=True)
+        table[name] = nn.Parameter(copy, requires_grad=False) if isinstance(tensor, nn.Parameter) else copy
 
 
 def leave(places: list[Place]) -> None:
@@ -100,11 +100,13 @@ def bring_blocks(net: nn.Module, block_names: Collection[str], device: torch.dev
     block_names: class names of the blocks.
     """
     blocks = [block for block in net.modules() if type(block).__name__ in block_names]
-    own = [places_of(each for name, each in block.named_modules() if ".lora_" not in name) for block in blocks]
-    for table, name, _ in chain(*own):
+    block_places = [
+        places_of(module for name, module in block.named_modules() if ".lora_" not in name) for block in blocks
+    ]
+    for table, name, _ in chain(*block_places):
         table[name] = None
     net.to(device)
-    for block, places in zip(blocks, own, strict=True):
+    for block, places in zip(blocks, block_places, strict=True):
         leave(places)
         bring(block, places, device)
 

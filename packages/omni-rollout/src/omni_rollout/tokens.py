@@ -176,8 +176,8 @@ def score_tokens(model: Writer, net: nn.Module, batch: TokenTrajectory) -> Token
     The same batch gives bit-identical results before and in an update: the ratio is exactly 1 until the weights change.
     """
     score = partial(_score, suppressed=model.suppressed, params=batch.params)
-    found = score_logits(model, net, batch, batch.tokens, score)
-    return TokenScores(found[..., 0], found[..., 1])
+    scores = score_logits(model, net, batch, batch.tokens, score)
+    return TokenScores(scores[..., 0], scores[..., 1])
 
 
 def score_logits(
@@ -235,8 +235,10 @@ class ScoringHead(nn.Module):
         if len(pieces) == 1:
             whole = self._piece(*pieces[0])
         elif torch.is_grad_enabled():
-            found = [checkpoint(self._piece, *each, use_reentrant=False, preserve_rng_state=False) for each in pieces]
-            whole = torch.cat(found)
+            scores = [
+                checkpoint(self._piece, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces
+            ]
+            whole = torch.cat(scores)
         else:
             whole = self._filled(pieces, len(rows))
         return whole.unflatten(0, self.targets.shape[:2])
@@ -245,10 +247,10 @@ class ScoringHead(nn.Module):
         """Return the scores [count, S] of all pieces without holding them twice in memory."""
         whole, end = torch.empty(0), 0
         for hidden, targets in pieces:
-            found = self._piece(hidden, targets)
-            whole = whole if end else found.new_empty(count, found.shape[1])
-            whole[end : end + len(found)] = found
-            end += len(found)
+            scores = self._piece(hidden, targets)
+            whole = whole if end else scores.new_empty(count, scores.shape[1])
+            whole[end : end + len(scores)] = scores
+            end += len(scores)
         return whole
 
     def _piece(self, hidden: Tensor, targets: Tensor) -> Tensor:

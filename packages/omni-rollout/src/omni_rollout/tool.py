@@ -55,8 +55,8 @@ class Calls:
 
     def next(self, answers: Tensor) -> Tensor:
         """Return the next token of a result, -1 where the policy samples, int64 [B]. answers: tokens so far [B, t]."""
-        mark, own = self._tool.marks[1], answers.cpu()
-        for tokens, waiting in zip(own, self._waiting, strict=True):
+        mark, on_host = self._tool.marks[1], answers.cpu()
+        for tokens, waiting in zip(on_host, self._waiting, strict=True):
             if waiting or not len(tokens) or int(tokens[-1]) in self._model.ends:
                 continue
             if self._model.decode(tokens[-len(mark.encode()) :]).endswith(mark):  # a token has at least one byte

@@ -219,16 +219,16 @@ class Trajectory(Samples):
     def take_steps(self, steps: slice | Tensor) -> "Trajectory":
         """Return the same samples with only some of their kept steps: a slice, or indices per sample, [B, k]."""
         rows = slice(None) if isinstance(steps, slice) else torch.arange(len(self), device=steps.device)[:, None]
-        found = {name: getattr(self, name) for name in OF_STEPS}
-        return replace(self, **{name: value[rows, steps] for name, value in found.items() if value is not None})
+        fields = {name: getattr(self, name) for name in OF_STEPS}
+        return replace(self, **{name: value[rows, steps] for name, value in fields.items() if value is not None})
 
     def trim(self) -> "Trajectory":
         """Return the same samples without the last text positions if no mask has them: padding for longer texts."""
         cond = dict(self.cond)
         for name in _growing(cond):
-            used = cond[f"{name}_mask"].any(dim=0).nonzero()
-            length = int(used[-1]) + 1 if len(used) else 0
-            cond |= {each: cond[each][:, :length] for each in (name, f"{name}_mask")}
+            columns = cond[f"{name}_mask"].any(dim=0).nonzero()
+            length = int(columns[-1]) + 1 if len(columns) else 0
+            cond |= {key: cond[key][:, :length] for key in (name, f"{name}_mask")}
         return replace(self, cond=cond)
 
 
@@ -300,15 +300,15 @@ def join(batches: Sequence[Mapping[str, Tensor]], *, dim: int, what: str) -> dic
     for batch in batches:
         if batch.keys() != names:
             raise ValueError(f"{what} must have the same entries in every part, got {sorted(names ^ batch.keys())}")
-    padded = {each for name in _growing(batches[0]) for each in (name, f"{name}_mask")}
-    together = {}
+    padded = {key for name in _growing(batches[0]) for key in (name, f"{name}_mask")}
+    joined = {}
     for name in names:
         tensors = [batch[name] for batch in batches]
         if name in padded:
             length = max(tensor.shape[dim] for tensor in tensors)
             tensors = [pad(t, [0, 0] * (t.dim() - dim - 1) + [0, length - t.shape[dim]]) for t in tensors]
-        together[name] = _joined(tensors if dim else [t[None] for t in tensors], f"{what}[{name!r}]")
-    return together
+        joined[name] = _joined(tensors if dim else [t[None] for t in tensors], f"{what}[{name!r}]")
+    return joined
 
 
 def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

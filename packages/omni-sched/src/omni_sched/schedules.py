@@ -232,7 +232,7 @@ def _slide(
 
 def _require(*rules: tuple[bool, str]) -> None:
     """Raise ValueError with the message of the first rule that does not hold."""
-    if broken := [words for holds, words in rules if not holds]:
+    if broken := [message for holds, message in rules if not holds]:
         raise ValueError(broken[0])
 
 
@@ -249,8 +249,8 @@ def _stay(strategy: str, start: int, low: int, high: int, num_steps: int, iters_
     if strategy == "decay":
         return (iters_per_window * (high - start) + start - low) // (high - low)
     if strategy == "exp_decay":
-        past = max(0.0, start / num_steps - EXP_DECAY_START)
-        return math.ceil(iters_per_window * math.exp(-EXP_DECAY_RATE * past))
+        excess = max(0.0, start / num_steps - EXP_DECAY_START)
+        return math.ceil(iters_per_window * math.exp(-EXP_DECAY_RATE * excess))
     return iters_per_window
 
 

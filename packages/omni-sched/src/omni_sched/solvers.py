@@ -93,12 +93,12 @@ def dpmpp_2m_step(
     """
     check_shapes(x, velocity=velocity, last_data=last_data)
     if (last_data is None) != (last_sigma is None):
-        given = "last_data" if last_sigma is None else "last_sigma"
-        raise ValueError(f"last_data and last_sigma must be given together, got only {given}")
-    now, after = levels(x, sigma, sigma_next)
+        name = "last_data" if last_sigma is None else "last_sigma"
+        raise ValueError(f"last_data and last_sigma must be given together, got only {name}")
+    current, following = levels(x, sigma, sigma_next)
     velocity, x = velocity.float(), x.float()
-    data = x - over(now, x) * velocity
-    x_next = x + over(after - now, x) * velocity
+    data = x - over(current, x) * velocity
+    x_next = x + over(following - current, x) * velocity
     if last_data is None or last_sigma is None:
         return x_next, data
     if on_host(sigma) and on_host(last_sigma):
@@ -106,10 +106,12 @@ def dpmpp_2m_step(
         if not ((level < last_level) & (last_level <= 1)).all():
             rule = "last_sigma must satisfy sigma < last_sigma <= 1"
             raise ValueError(f"{rule}, got sigma={level.tolist()}, last_sigma={last_level.tolist()}")
-    before = per_sample(x, "last_sigma", last_sigma)
-    steps_ratio = (_half_log_snr(after) - _half_log_snr(now)) / (_half_log_snr(now) - _half_log_snr(before))
-    trend = torch.where(after > 0, (1 - after / now) / 2 * steps_ratio, 0.0)
-    return x_next + over(trend, x) * (data - last_data.float()), data
+    previous = per_sample(x, "last_sigma", last_sigma)
+    steps_ratio = (_half_log_snr(following) - _half_log_snr(current)) / (
+        _half_log_snr(current) - _half_log_snr(previous)
+    )
+    coefficient = torch.where(following > 0, (1 - following / current) / 2 * steps_ratio, 0.0)
+    return x_next + over(coefficient, x) * (data - last_data.float()), data
 
 
 def _half_log_snr(sigma: Tensor) -> Tensor:

@@ -267,12 +267,12 @@ class StreamStep:
 
         end: noise or x_next, [B, n], as accepted by `rule`.
         """
-        streams = zip(*(each.split(self.sizes, dim=1) for each in (velocity, x, *end.values())), strict=True)
+        streams = zip(*(tensor.split(self.sizes, dim=1) for tensor in (velocity, x, *end.values())), strict=True)
         steps = [
-            self.rule(*own[:2], sigma, sigma_next, noise_level=noise_level, **dict(zip(end, own[2:], strict=True)))
-            for own in streams
+            self.rule(*args[:2], sigma, sigma_next, noise_level=noise_level, **dict(zip(end, args[2:], strict=True)))
+            for args in streams
         ]
-        x_next, mean = (torch.cat(each, dim=1) for each in zip(*((s.x_next, s.mean) for s in steps), strict=True))
+        x_next, mean = (torch.cat(parts, dim=1) for parts in zip(*((s.x_next, s.mean) for s in steps), strict=True))
         return Transition(x_next, mean, steps[0].std, torch.stack([step.log_prob for step in steps], dim=1))
 
 
@@ -382,10 +382,10 @@ def renoise(x: Tensor, noise: Tensor, sigma: Level, sigma_to: Level) -> tuple[Te
     """
     check_shapes(x, noise=noise)
     if on_host(sigma) and on_host(sigma_to):
-        now, to = on_cpu(sigma), on_cpu(sigma_to)
-        if not ((now >= 0) & (now < to) & (to <= 1)).all():
+        current, target = on_cpu(sigma), on_cpu(sigma_to)
+        if not ((current >= 0) & (current < target) & (target <= 1)).all():
             rule = "sigma and sigma_to must satisfy 0 <= sigma < sigma_to <= 1"
-            raise ValueError(f"{rule}, got sigma={now.tolist()}, sigma_to={to.tolist()}")
+            raise ValueError(f"{rule}, got sigma={current.tolist()}, sigma_to={target.tolist()}")
     lower, upper = per_sample(x, "sigma", sigma), per_sample(x, "sigma_to", sigma_to)
     share = (1 - upper) / (1 - lower)
     std = ((upper - lower) / (1 - lower) * (upper + share * lower)).sqrt()  # the same, without cancellation
@@ -436,10 +436,10 @@ def levels(x: Tensor, sigma: Level, sigma_next: Level) -> tuple[Tensor, Tensor]:
     """Return sigma and sigma_next as [B] float32 on x's device, so scalars and vectors take the same operations."""
     both = per_sample(x, "sigma", sigma), per_sample(x, "sigma_next", sigma_next)
     if on_host(sigma) and on_host(sigma_next):
-        now, after = on_cpu(sigma), on_cpu(sigma_next)
-        if not ((after >= 0) & (after < now) & (now <= 1)).all():
+        current, following = on_cpu(sigma), on_cpu(sigma_next)
+        if not ((following >= 0) & (following < current) & (current <= 1)).all():
             rule = "sigma and sigma_next must satisfy 0 <= sigma_next < sigma <= 1"
-            raise ValueError(f"{rule}, got sigma={now.tolist()}, sigma_next={after.tolist()}")
+            raise ValueError(f"{rule}, got sigma={current.tolist()}, sigma_next={following.tolist()}")
     return both
 
 

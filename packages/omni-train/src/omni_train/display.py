@@ -140,8 +140,8 @@ class _Bar:
         self._values |= values
         self._lines.append(values)
         eta = [] if left_s is None else [f"eta {_clock(left_s)}"]
-        shown = (f"{name}={value:.4g}{self._past(name)}" for name, value in self._values.items())
-        text = " ".join([f"{step}/{self._total_steps}", *eta, *shown])
+        values_text = (f"{name}={value:.4g}{self._past(name)}" for name, value in self._values.items())
+        text = " ".join([f"{step}/{self._total_steps}", *eta, *values_text])
         self._bars.update(self._steps, completed=step, description=text)
         self._live.refresh()
 
@@ -153,19 +153,19 @@ class _Bar:
             self._live.stop()
 
     def _past(self, name: str) -> str:
-        past = [line[name] for line in self._lines if math.isfinite(line.get(name, math.nan))]
-        if len(past) > 1 and name.startswith("reward/"):
-            return f" ({past[-1] - past[0]:+.2g})"
-        has_line = len(past) > 1 and name.startswith("eval/") and not self._console.options.ascii_only
-        return f" {_sparkline(past)}" if has_line else ""
+        history = [line[name] for line in self._lines if math.isfinite(line.get(name, math.nan))]
+        if len(history) > 1 and name.startswith("reward/"):
+            return f" ({history[-1] - history[0]:+.2g})"
+        has_line = len(history) > 1 and name.startswith("eval/") and not self._console.options.ascii_only
+        return f" {_sparkline(history)}" if has_line else ""
 
 
 def _sparkline(values: Sequence[float]) -> str:
     """Return at most ten values as block characters: the first, the last and others evenly spaced between them."""
     count = min(len(values), 10)
-    some = [values[round(i * (len(values) - 1) / (count - 1))] for i in range(count)]
-    low, span = min(some), max(some) - min(some)
-    return "".join("▁▂▃▄▅▆▇█"[round(7 * (value - low) / span) if span else 0] for value in some)
+    samples = [values[round(i * (len(values) - 1) / (count - 1))] for i in range(count)]
+    low, span = min(samples), max(samples) - min(samples)
+    return "".join("▁▂▃▄▅▆▇█"[round(7 * (value - low) / span) if span else 0] for value in samples)
 
 
 def _clock(seconds: float) -> str:

@@ -156,10 +156,10 @@ def by_machine(dist: Dist, timeout: timedelta) -> tuple[torch_dist.ProcessGroup,
     if dist.world_size <= _RING_RANKS:
         return None
     size = int(os.environ.get("LOCAL_WORLD_SIZE", dist.world_size))
-    own = [size, dist.rank - dist.local_rank]
-    if gather_json(dist, own) != [[size, rank - rank % size] for rank in range(dist.world_size)]:
+    layout = [size, dist.rank - dist.local_rank]
+    if gather_json(dist, layout) != [[size, rank - rank % size] for rank in range(dist.world_size)]:
         return None
-    column, machine = range(dist.local_rank, dist.world_size, size), range(own[1], own[1] + size)
+    column, machine = range(dist.local_rank, dist.world_size, size), range(layout[1], layout[1] + size)
     between, within = (  # only members call it
         torch_dist.new_group(
             [dist.first + rank for rank in ranks], timeout=timeout, backend="gloo", use_local_synchronization=True
@@ -206,13 +206,13 @@ def divide(mesh: DeviceMesh, work: Callable[[T], Tensor], items: Sequence[T]) ->
     """
     if torch.is_grad_enabled():
         return [work(item) for item in items]
-    first, count, found = mesh.get_local_rank(), mesh.size(), list[Tensor]()
+    first, count, results = mesh.get_local_rank(), mesh.size(), list[Tensor]()
     for start in range(0, len(items), count):  # a rank without items left repeats one
-        own = work(items[(start + first) % len(items)]).contiguous()
-        every = [torch.empty_like(own) for _ in range(count)]
-        torch_dist.all_gather(every, own, group=mesh.get_group())
-        found += every
-    return found[: len(items)]
+        result = work(items[(start + first) % len(items)]).contiguous()
+        gathered = [torch.empty_like(result) for _ in range(count)]
+        torch_dist.all_gather(gathered, result, group=mesh.get_group())
+        results += gathered
+    return results[: len(items)]
 
 
 def set_allocator(*, expandable_segments: bool) -> None:
@@ -226,11 +226,13 @@ def set_allocator(*, expandable_segments: bool) -> None:
     Raises:
         ValueError: `expandable_segments` is False, but the environment enables them.
     """
-    given = [value for name, value in os.environ.items() if name.startswith("PYTORCH_") and name.endswith("ALLOC_CONF")]
-    if not expandable_segments and "expandable_segments:true" in ",".join(given).lower():
+    configs = [
+        value for name, value in os.environ.items() if name.startswith("PYTORCH_") and name.endswith("ALLOC_CONF")
+    ]
+    if not expandable_segments and "expandable_segments:true" in ",".join(configs).lower():
         raise ValueError("PYTORCH_ALLOC_CONF must not have expandable_segments:True, which vLLM's sleep mode refuses")
     device = torch.accelerator.current_accelerator()
-    if not given and device is not None and torch_dist.get_default_backend_for_device(device) == "nccl":
+    if not configs and device is not None and torch_dist.get_default_backend_for_device(device) == "nccl":
         settings = ["expandable_segments:True"] * expandable_segments
         settings += ["pinned_max_round_threshold_mb:64"] * (torch.__version__ >= "2.13")
         os.environ["PYTORCH_ALLOC_CONF"] = ",".join(settings)
@@ -369,8 +371,8 @@ def deal(items: Sequence[T], dist: Dist, batch_size: int, *, in_a_row: int = 1) 
     """
     per_turn = max(batch_size, in_a_row)
     starts = range(dist.dp_rank * per_turn, len(items), dist.dp_size * per_turn)
-    firsts = [first for start in starts for first in range(start, start + per_turn, batch_size)]
-    return [items[first : first + batch_size] for first in firsts]
+    offsets = [first for start in starts for first in range(start, start + per_turn, batch_size)]
+    return [items[first : first + batch_size] for first in offsets]
 
 
 def gather_by_index(dist: Dist, indices: Tensor, values: Tensor, total: int) -> Tensor:
@@ -386,8 +388,8 @@ def gather_by_index(dist: Dist, indices: Tensor, values: Tensor, total: int) -> 
     """
     if dist.is_planned:
         return torch.linspace(0, 1, total, dtype=values.dtype)  # all different
-    places, found = zip(*gather_json(dist, [indices.tolist(), values.tolist()]), strict=True)
-    num_places, num_found = ([len(row) for row in rows] for rows in (places, found))
+    places, gathered = zip(*gather_json(dist, [indices.tolist(), values.tolist()]), strict=True)
+    num_places, num_found = ([len(row) for row in rows] for rows in (places, gathered))
     if num_places != num_found:
         raise ValueError(f"indices and values must have one length, got {num_places} and {num_found} in rank order")
     place = torch.tensor([i for row in places for i in row], dtype=torch.int64)
@@ -395,10 +397,10 @@ def gather_by_index(dist: Dist, indices: Tensor, values: Tensor, total: int) -> 
         raise ValueError(f"indices must be from 0 to {total - 1}, got {outside[0]}")
     counts = torch.bincount(place, minlength=total)
     if (counts != 1).any():
-        index, most = int(counts.argmax()), int(counts.max())
-        fault = f"got {index} {most} times" if most > 1 else f"no rank has {int(counts.argmin())}"
+        index, count = int(counts.argmax()), int(counts.max())
+        fault = f"got {index} {count} times" if count > 1 else f"no rank has {int(counts.argmin())}"
         raise ValueError(f"every index must come once, {fault}")
-    joined = torch.tensor([value for row in found for value in row], dtype=values.dtype)
+    joined = torch.tensor([value for row in gathered for value in row], dtype=values.dtype)
     return joined[place.argsort()].to(values.device)
 
 
@@ -408,13 +410,13 @@ def gather_json(dist: Dist, value: object) -> list[Any]:
     text = json.dumps(value).encode()
     rows = _gather(dist, len(text).to_bytes(8, "little") + text[:_FIRST_BYTES].ljust(_FIRST_BYTES))
     rest = max(int.from_bytes(row[:8], "little") for row in rows) - _FIRST_BYTES
-    more = _gather(dist, text[_FIRST_BYTES:].ljust(rest)) if rest > 0 else [b""] * len(rows)
-    return [json.loads(row[8:] + other) for row, other in zip(rows, more, strict=True)]  # JSON may end in spaces
+    remainders = _gather(dist, text[_FIRST_BYTES:].ljust(rest)) if rest > 0 else [b""] * len(rows)
+    return [json.loads(row[8:] + other) for row, other in zip(rows, remainders, strict=True)]  # JSON may end in spaces
 
 
-def merge_metric(values: Tensor, how: Merge = "mean") -> Tensor:
+def merge_metric(values: Tensor, merge: Merge = "mean") -> Tensor:
     """Return the mean, maximum or minimum of a metric's values [n]."""
-    return values.amax() if how == "max" else values.amin() if how == "min" else values.mean()
+    return values.amax() if merge == "max" else values.amin() if merge == "min" else values.mean()
 
 
 def mean_metrics(
@@ -507,17 +509,17 @@ def _meet(rank: int, world_size: int, timeout: timedelta) -> torch_dist.Store:
     """
     deadline = time.monotonic() + timeout.total_seconds()
     store = torch_dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False, timeout)
-    mine = uuid4().hex[:16]
-    store.set(f"name/{rank}", mine)
+    token = uuid4().hex[:16]
+    store.set(f"name/{rank}", token)
     while True:
         if rank == 0:
             names = b",".join(store.multi_get([f"name/{i}" for i in range(world_size)])).decode()
             store.set("names", names)
         names = store.get("names").decode()
-        if mine in names:
+        if token in names:
             store.set(f"heard/{rank}", names)
-            heard = [f"heard/{i}" for i in range(world_size)]
-            if rank == 0 and store.check(heard) and set(store.multi_get(heard)) == {names.encode()}:
+            acks = [f"heard/{i}" for i in range(world_size)]
+            if rank == 0 and store.check(acks) and set(store.multi_get(acks)) == {names.encode()}:
                 store.set("agreed", names)
             if store.check(["agreed"]) and store.get("agreed").decode() == names:
                 os.environ["OMNI_START"] = sha256(names.encode()).hexdigest()  # for `tell_failure`

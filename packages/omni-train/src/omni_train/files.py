@@ -32,8 +32,8 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
     """
     if not os.path.islink(path):  # O_NOFOLLOW rejects a link created after this line
         number = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-        found = os.fstat(number)
-        if stat.S_ISREG(found.st_mode) and (found.st_nlink < 2 or not flags & os.O_RDWR):
+        status = os.fstat(number)
+        if stat.S_ISREG(status.st_mode) and (status.st_nlink < 2 or not flags & os.O_RDWR):
             return number
         os.close(number)
     raise ValueError(f"{path} must be a regular file and no link, hard or symbolic: move it away")
@@ -208,7 +208,7 @@ def check_depth(value: object, text: str) -> None:
     inner = [value]
     for _ in range(MAX_DEPTH):
         parts = (part.values() if isinstance(part, dict) else part for part in inner if isinstance(part, dict | list))
-        inner = [each for part in parts for each in part]
+        inner = [item for part in parts for item in part]
     if any(isinstance(part, dict | list) for part in inner):
         raise ValueError(f"must be nested at most {MAX_DEPTH} deep")
 

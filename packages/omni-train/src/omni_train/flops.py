@@ -55,8 +55,8 @@ class FlopTable:
         return self.breaker(self._total, calls) or {}
 
     def _total(self, calls: Calls) -> dict[str, float]:
-        seen, self._seen = self._seen, {}
-        for args, kwargs in seen.values():
+        recorded, self._seen = self._seen, {}
+        for args, kwargs in recorded.values():
             self._count(args, kwargs)
         self._hook.remove()
         if not calls or any(shape not in self.known for _, _, shape in calls):

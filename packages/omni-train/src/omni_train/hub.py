@@ -71,11 +71,11 @@ def real_roots(folder: str | Path) -> list[Path]:
 
 
 def _fetch(address: str) -> Path:
-    found = ADDRESS.fullmatch(address)
-    if found is None:
+    match = ADDRESS.fullmatch(address)
+    if match is None:
         rule = "path must be hf://datasets/OWNER/NAME/FILE, maybe with @REVISION after NAME"
         raise ValueError(f"{rule}, or without datasets/ for a model, got {address}")
-    is_data, repo, revision, file = found.groups()
+    is_data, repo, revision, file = match.groups()
     kind = "dataset" if is_data else "model"
     with _fetching(address, f"{repo} {file} --repo-type {kind}", revision):
         from huggingface_hub import hf_hub_download
@@ -84,18 +84,18 @@ def _fetch(address: str) -> Path:
 
 
 def fetch_chosen(
-    address: str, found: re.Match[str], choose: Callable[[Sequence[str], Mapping[str, Any]], Sequence[str]]
+    address: str, match: re.Match[str], choose: Callable[[Sequence[str], Mapping[str, Any]], Sequence[str]]
 ) -> list[Path]:
     """Return files of a data set, downloaded if missing from the hub's cache; offline, those in the cache.
 
-    found: the match of the address with `DATA_SET`. choose: returns the names of the files to use, given all names and
+    match: the match of the address with `DATA_SET`. choose: returns the names of the files to use, given all names and
     the fields of the data set's card.
 
     Raises:
         ValueError: they cannot be downloaded and are not in the cache, or as raised by `choose`.
     """
     if address not in FETCHED:
-        repo, revision = found["repo"], REVISIONS.get(found["revision"], found["revision"])
+        repo, revision = match["repo"], REVISIONS.get(match["revision"], match["revision"])
         fetching = partial(_fetching, address, f"{repo} --repo-type dataset", revision)
         with fetching():
             from huggingface_hub import hf_hub_download
@@ -108,8 +108,10 @@ def fetch_chosen(
         with fetching():
             FETCHED[address] = [fetch(name) for name in chosen]
         if fault and os.environ.get("LOCAL_RANK", "0") == "0":
-            shown = f"{', '.join(chosen[:8])}{f' and {len(chosen) - 8} more' if len(chosen) > 8 else ''}"
-            print(f"{address}: the hub did not answer, {fault}; taken from its cache at {commit}: {shown}", flush=True)
+            listing = f"{', '.join(chosen[:8])}{f' and {len(chosen) - 8} more' if len(chosen) > 8 else ''}"
+            print(
+                f"{address}: the hub did not answer, {fault}; taken from its cache at {commit}: {listing}", flush=True
+            )
     return FETCHED[address]
 
 
@@ -127,8 +129,8 @@ def _listed(repo: str, revision: str | None) -> tuple[list[str], str | None, str
     from huggingface_hub import HfApi, snapshot_download
 
     try:
-        about = HfApi().dataset_info(repo, revision=revision, timeout=WAIT_S)
-        return [file.rfilename for file in about.siblings or ()], about.sha, ""
+        info = HfApi().dataset_info(repo, revision=revision, timeout=WAIT_S)
+        return [file.rfilename for file in info.siblings or ()], info.sha, ""
     except Exception as exc:  # from any HTTP client of the library
         try:
             folder = Path(snapshot_download(repo, repo_type="dataset", revision=revision, local_files_only=True))
@@ -152,8 +154,8 @@ def read_card(path: Path) -> dict[str, Any]:
             raise ValueError(f"has more than {MAX_CARD_BYTES} bytes")
         if head := REGEX_YAML_BLOCK.search(path.read_text("utf-8")):
             anchors, aliases = ({*re.findall(rf"{sign}([\w-]+)", head[2])} for sign in ("&", r"\*"))
-            if found := sorted(anchors & aliases):
-                raise ValueError(f"has the alias *{found[0]:.80}, which must be written out")
+            if shared := sorted(anchors & aliases):
+                raise ValueError(f"has the alias *{shared[0]:.80}, which must be written out")
         return dict(metadata_load(path) or {})
     except Exception as exc:  # including those of the library's YAML parser
         raise ValueError(f"{path} must have YAML at its head that can be read: {' '.join(str(exc).split())}") from exc
@@ -175,8 +177,8 @@ def _fetching(address: str, what: str, revision: str | None) -> Iterator[None]:
 
 def pinned(place: str, file: Path) -> str:
     """Return the place itself, or an address with the commit of its revision. file: one of the downloaded files."""
-    found = ADDRESS.fullmatch(place) or DATA_SET.fullmatch(place)
+    match = ADDRESS.fullmatch(place) or DATA_SET.fullmatch(place)
     commit = next((up.name for up in file.parents if up.parent.name == "snapshots"), "")
-    if found is None or not commit:
+    if match is None or not commit:
         return place
     return re.sub(r"^(hf://(?:datasets/)?[\w.-]+/[\w.-]+)(@[^/\s]+)?", rf"\1@{commit}", place)

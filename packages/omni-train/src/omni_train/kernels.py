@@ -53,9 +53,9 @@ def check_attention(name: str, device: torch.device, dtype: torch.dtype) -> None
     q = x.clone().requires_grad_()
     try:
         with sdpa_kernel(BACKENDS[name]):
-            for seen in [None, mask] if name == "auto" else [None]:  # the others need not take masks
-                scaled_dot_product_attention(x, x, x, attn_mask=seen)
-                torch.autograd.grad(scaled_dot_product_attention(q, q, q, attn_mask=seen).sum(), q)
+            for attn_mask in [None, mask] if name == "auto" else [None]:  # the others need not take masks
+                scaled_dot_product_attention(x, x, x, attn_mask=attn_mask)
+                torch.autograd.grad(scaled_dot_product_attention(q, q, q, attn_mask=attn_mask).sum(), q)
     except RuntimeError as exc:
         where, words = f"{str(dtype).removeprefix('torch.')} on {device.type}", str(exc).strip().partition("\n")[0]
         raise ValueError(f"attention must have kernels that run in {where}, got {name}: {words:.200}") from exc

@@ -131,10 +131,10 @@ class _Lease:
     def check(self) -> None:
         """Raise OSError if the object names another holder; wait for a missing object, as a renewal restores it."""
         deadline = time.monotonic() + 2 * BEAT_S
-        while not (found := self._other()) and time.monotonic() < deadline:
+        while not (text := self._other()) and time.monotonic() < deadline:
             time.sleep(BEAT_S / 10)
-        if self.token not in found:
-            holder = _entry(found, "holder") or "another process"
+        if self.token not in text:
+            holder = _entry(text, "holder") or "another process"
             raise OSError(f"{self._remote.url} was taken by {holder}, as this run could not renew its lock")
 
     def release(self) -> None:
@@ -150,10 +150,10 @@ class _Lease:
         deadline, beats = time.monotonic() + LEASE_S, self._read(_beats_of(_entry(other, "token")))
         while time.monotonic() < deadline:
             time.sleep(min(1.0, LEASE_S / 10))
-            if not (now := self._other()):
+            if not (current := self._other()):
                 return
-            if now != other or self._read(_beats_of(_entry(other, "token"))) != beats:
-                raise self._is_in_use(now)
+            if current != other or self._read(_beats_of(_entry(other, "token"))) != beats:
+                raise self._is_in_use(current)
 
     def _take_from(self, other: str) -> None:
         """Overwrite the name of a holder whose lease has ended with this one's.
@@ -162,8 +162,8 @@ class _Lease:
             ValueError: another process has written its name first, or may have while this one was suspended.
         """
         looked = time.monotonic()
-        if (now := self._other()) not in (other, ""):
-            raise self._is_in_use(now)
+        if (current := self._other()) not in (other, ""):
+            raise self._is_in_use(current)
         self._remote.write(LOCK_FILE, self._text())
         if time.monotonic() - looked > LEASE_S:
             self.release()  # a holder whose name is missing writes it again
@@ -172,20 +172,20 @@ class _Lease:
             self._remote.delete(_beats_of(_entry(other, "token")))
 
     def _is_in_use(self, text: str) -> ValueError:
-        way = "end that run, or give this one another --checkpoint-url"
-        return ValueError(f"{self._remote.url} is in use by {_entry(text, 'holder') or 'another process'}: {way}")
+        hint = "end that run, or give this one another --checkpoint-url"
+        return ValueError(f"{self._remote.url} is in use by {_entry(text, 'holder') or 'another process'}: {hint}")
 
     def _renew(self) -> None:
         renewed = time.monotonic()
         while not self._ends.wait(BEAT_S):
             with suppress(OSError, ValueError):  # the next beat tries again, and `check` reports a loss
-                looked, found = time.monotonic(), self._other(limit_s=0)
-                if self.token in found or (not found and self._restore(renewed)):
+                checked_at, text = time.monotonic(), self._other(limit_s=0)
+                if self.token in text or (not text and self._restore(renewed)):
                     self._beats += 1
                     self._remote.write(_beats_of(self.token), str(self._beats).encode(), limit_s=0)
-                    renewed = looked
-                elif _entry(found, "token"):
-                    taken = f"{self._remote.url} was taken by {_entry(found, 'holder') or 'another process'}"
+                    renewed = checked_at
+                elif _entry(text, "token"):
+                    taken = f"{self._remote.url} was taken by {_entry(text, 'holder') or 'another process'}"
                     warnings.warn(f"{taken}: this run ends with its next save", stacklevel=2)
                     return
 

@@ -144,8 +144,8 @@ class RunLog:
         self._write(step, values)
         for sink, guard in self._sinks:
             guard(sink, step, values)
-        shown = {name: values[name] for name in self._columns or tuple(metrics)[:6] if name in values}
-        self._display.update(step, shown, times["time/step_s"], left_s)
+        displayed = {name: values[name] for name in self._columns or tuple(metrics)[:6] if name in values}
+        self._display.update(step, displayed, times["time/step_s"], left_s)
 
     def close(self) -> None:
         """Close the display and the sinks."""
@@ -176,8 +176,8 @@ class RunLog:
             self._train_s.append(step_s - (eval_s or 0.0))
         if not self._train_s:
             return None
-        total, every = self._total_steps, self._eval_every
-        num_evals = math.ceil(total / every) - step // every if every and step < total else 0
+        total, eval_every = self._total_steps, self._eval_every
+        num_evals = math.ceil(total / eval_every) - step // eval_every if eval_every and step < total else 0
         return (total - step) * median(self._train_s) + num_evals * self._eval_s
 
     def _write(self, step: int, values: Mapping[str, float]) -> None:

@@ -142,8 +142,8 @@ def _(out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
 def merged(layer: AdaptedLayer, name: str, weight: Tensor, down: Tensor, up: Tensor, *magnitudes: Tensor) -> Tensor:
     """Return a layer's whole weight merged with an adapter, in its dtype. The tensors are those of `own_tensors`."""
     changed = add_product(weight.float(), down, up, layer.scaling[name])
-    for each in magnitudes:  # one tensor, with DoRA
-        changed *= (each / changed.norm(dim=1))[:, None]
+    for magnitude in magnitudes:  # one tensor, with DoRA
+        changed *= (magnitude / changed.norm(dim=1))[:, None]
     return changed.to(weight.dtype)
 
 

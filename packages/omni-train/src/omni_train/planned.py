@@ -180,7 +180,7 @@ class PlannedDevice(Meter):
         if func is _ATEN.isin.Tensor_Tensor and known is None:  # made-up values are none of them
             known = torch.zeros(args[0].shape, dtype=torch.bool)
         if func is _ATEN.index.Tensor:
-            args = args[0], [each for index in args[1] for each in _places(index)]
+            args = args[0], [item for index in args[1] for item in _places(index)]
         if func is _ATEN.equal.default:
             return args[0].shape == args[1].shape if known is None else known
         if from_device and device is not None and device != PLANNED and not args[0].is_floating_point():
@@ -205,8 +205,8 @@ class PlannedDevice(Meter):
         if known is None and func._schema.is_mutable and hasattr(args[0], "known"):
             del args[0].known
         if known is not None:
-            outs, own = ((each,) if isinstance(each, Tensor) else each for each in (out, known))
-            for tensor, values in zip(outs, own, strict=True):
+            outs, expected = ((output,) if isinstance(output, Tensor) else output for output in (out, known))
+            for tensor, values in zip(outs, expected, strict=True):
                 if isinstance(tensor, FakeTensor):
                     tensor.known = values  # type: ignore[attr-defined]
         return out
@@ -271,7 +271,7 @@ def planned_ranks(num_ranks: int) -> Iterator[Dist]:
 def _tensors_of(values: Iterable[Any]) -> list[Tensor]:
     """Return the tensors among an operator's arguments or results, including those in lists."""
     lists = [value if isinstance(value, tuple | list) else (value,) for value in values]
-    return [value for each in lists for value in each if isinstance(value, Tensor)]
+    return [value for items in lists for value in items if isinstance(value, Tensor)]
 
 
 def _known(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[Tensor]) -> Any:

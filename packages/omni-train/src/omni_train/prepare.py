@@ -104,11 +104,11 @@ def adapt_like(net: nn.Module, how: Preparation, real: nn.Module) -> nn.Module:
     their values.
     """
     adapt(net, how)
-    own = dict(chain(real.named_parameters(), real.named_buffers()))
+    real_tensors = dict(chain(real.named_parameters(), real.named_buffers()))
     for name, tensor in chain(net.named_parameters(), net.named_buffers()):
         if tensor.is_floating_point():
-            is_whole = name in own and not isinstance(own[name], DTensor)
-            tensor.data = tensor.data.to(own[name].dtype if is_whole else how.dtype)
+            is_whole = name in real_tensors and not isinstance(real_tensors[name], DTensor)
+            tensor.data = tensor.data.to(real_tensors[name].dtype if is_whole else how.dtype)
     return net
 
 
@@ -152,8 +152,8 @@ def prepare(
     if how.mesh is None:
         net = net.to(how.device)
     elif not is_empty:
-        own = {"block_names": how.block_names, "expert_names": how.expert_names}
-        net = shard(net, how.mesh, mode="fsdp2", compute_dtype=how.dtype, **own)
+        shard_options = {"block_names": how.block_names, "expert_names": how.expert_names}
+        net = shard(net, how.mesh, mode="fsdp2", compute_dtype=how.dtype, **shard_options)
     if how.lora:
         init: lora.Init = how.lora.init if files or not is_empty else "default"  # undefined values have no largest part
         for name in how.lora.names:

@@ -104,7 +104,7 @@ def describe() -> str:
         return ""
     work, past_s = works[-1], time.monotonic() - works[-1].begun
     count = amount(work.done, work.total, work.unit)
-    text = ": ".join(each.label for each in works if each.label) + (f" {count}" if count else "")
+    text = ": ".join(phase.label for phase in works if phase.label) + (f" {count}" if count else "")
     if 0 < work.done < work.total:
         return f"{text}, {clock(past_s / work.done * (work.total - work.done))} left"
     forward = f", forward {work.forwards}" if work.forwards else ""

@@ -66,18 +66,18 @@ class Roles:
 
     def send(self, messages: Iterable[tuple[int, Tensor]]) -> None:
         """Send results, each to a training rank, and wait until all ranks have received theirs, in any order."""
-        parts = [(to, part) for to, message in messages for part in with_length(message)]
-        for work in [torch_dist.isend(part, to, group=self.results) for to, part in parts]:
+        parts = [(rank, part) for rank, message in messages for part in with_length(message)]
+        for work in [torch_dist.isend(part, rank, group=self.results) for rank, part in parts]:
             if work is not None:
                 work.wait(_NO_LIMIT)
 
     def receive(self, sampler: int) -> tuple[Any, dict[str, Tensor]]:
         """Return the next result from a sampling rank. sampler: index of that rank among the sampling ranks."""
-        found = unpack(lambda part: torch_dist.recv(part, self.num_trainers + sampler, group=self.results))
+        message = unpack(lambda part: torch_dist.recv(part, self.num_trainers + sampler, group=self.results))
         live()
-        if found is None:
+        if message is None:
             raise RuntimeError(f"rank {self.num_trainers + sampler} has sent no result")
-        return found
+        return message
 
 
 def split(whole: Dist, num_samplers: int, *, timeout_s: float) -> Roles:
@@ -89,7 +89,7 @@ def split(whole: Dist, num_samplers: int, *, timeout_s: float) -> Roles:
     count, timeout = whole.world_size - num_samplers, timedelta(seconds=timeout_s)
     samples = whole.rank >= count
     ranks = [*range(count)], [*range(count, whole.world_size)]
-    group = [torch_dist.new_group(own, timeout=timeout) for own in ranks][samples]
+    group = [torch_dist.new_group(members, timeout=timeout) for members in ranks][samples]
     mesh = DeviceMesh.from_group(group, whole.device.type, mesh_dim_names=("dp",))
     first, size = (count if samples else 0), len(ranks[samples])
     ring = replace(whole, rank=whole.rank - first, world_size=size, mesh=mesh, machines=None, first=first)

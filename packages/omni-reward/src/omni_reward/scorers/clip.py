@@ -74,8 +74,8 @@ class Embedder:
 
     def texts(self, prompts: list[str]) -> Tensor:
         """Return normalized embeddings [N, E] of N prompts."""
-        most = self.model.config.text_config.max_position_embeddings
-        tokens = self.tokenizer(prompts, padding=True, truncation=True, max_length=most, return_tensors="pt")
+        max_length = self.model.config.text_config.max_position_embeddings
+        tokens = self.tokenizer(prompts, padding=True, truncation=True, max_length=max_length, return_tensors="pt")
         tokens = tokens.to(self.model.device)
         features = self.model.get_text_features(input_ids=tokens.input_ids, attention_mask=tokens.attention_mask)
         return normalize(features.pooler_output, dim=-1)

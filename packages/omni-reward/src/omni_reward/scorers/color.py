@@ -83,12 +83,12 @@ def _belonging() -> np.ndarray:
 
 
 def _score_image(image: np.ndarray, prompt: str, table: np.ndarray) -> Score:
-    named = sorted(named_colors(prompt))
-    if len(named) != 1:
-        return Score(None, abstained=f"the prompt must name one color of {list(COLORS)}, got {named}")
+    colors = sorted(named_colors(prompt))
+    if len(colors) != 1:
+        return Score(None, abstained=f"the prompt must name one color of {list(COLORS)}, got {colors}")
     levels = (image.reshape(-1, 3).astype(np.int64) * (LEVELS - 1) + 127) // 255
     counts = np.bincount(levels @ (LEVELS**2, LEVELS, 1), minlength=LEVELS**3)
     shares = counts @ table / counts.sum()
-    place = COLORS.index(named[0])
-    lead = shares[place] / max(np.delete(shares, place).max(), 1e-9)
-    return Score(min(1.0, float(lead) / 2), details={"named": named[0], "most": COLORS[int(shares.argmax())]})
+    index = COLORS.index(colors[0])
+    lead = shares[index] / max(np.delete(shares, index).max(), 1e-9)
+    return Score(min(1.0, float(lead) / 2), details={"named": colors[0], "most": COLORS[int(shares.argmax())]})

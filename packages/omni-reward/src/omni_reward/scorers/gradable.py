@@ -21,14 +21,14 @@ def find_fault(name: str, options: Mapping[str, str]) -> Fault:
         with suppress(ValueError, ImportError):  # such as a library that only the server has
             return _of_rules(name.removeprefix(RULES))
         return lambda text, line: ""
-    found: list[tuple[str, Fault]] = []
+    faults: list[tuple[str, Fault]] = []
     reward = parse(name)
     for key, spec in reward.specs.items():
         prefix = "" if reward.is_plain else f"{key}."
         with suppress(ImportError):
             if fault := _of_scorer(spec.removeprefix(FRAMES), options.get(f"{prefix}task", "")):
-                found.append((spec, fault))
-    return lambda text, line: next((f"{spec}: {why}" for spec, fault in found if (why := fault(text, line))), "")
+                faults.append((spec, fault))
+    return lambda text, line: next((f"{spec}: {why}" for spec, fault in faults if (why := fault(text, line))), "")
 
 
 def _of_scorer(spec: str, task: str) -> Fault | None:
@@ -71,8 +71,8 @@ def _of_rules(reward: str) -> Fault:
     return lambda text, line: _raised(lambda: check_keys(rules, line, flag="--scorer"))
 
 
-def _reason(found: object) -> str:
-    return found.abstained or "" if isinstance(found, Score) else ""
+def _reason(result: object) -> str:
+    return result.abstained or "" if isinstance(result, Score) else ""
 
 
 def _raised(check: Callable[[], object]) -> str:

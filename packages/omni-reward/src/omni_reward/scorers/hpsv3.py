@@ -55,11 +55,11 @@ def load_hpsv3(
         ValueError: an argument is invalid, or the model cannot be read.
         OSError: the instruction cannot be read.
     """
-    to = neural.pick_device(device, threads=threads), neural.pick_dtype(dtype)
+    placement = neural.pick_device(device, threads=threads), neural.pick_dtype(dtype)
     weights = neural.read_weights(neural.find_file(model, "HPSv3.safetensors"))
-    judge = load_judge(instruction, weights, base, [REWARD_TOKEN], "<|image_pad|>", to)
+    judge = load_judge(instruction, weights, base, [REWARD_TOKEN], "<|image_pad|>", placement)
     width = judge.network.config.text_config.hidden_size
-    head = build_head(neural.below("rm_head.", weights), width, 2, has_relu=True).to(to[0])
+    head = build_head(neural.below("rm_head.", weights), width, 2, has_relu=True).to(placement[0])
 
     def rate(images: np.ndarray, prompts: list[str]) -> Tensor:
         size = fit_size(*images.shape[1:3], least=NUM_PIXELS, most=NUM_PIXELS)

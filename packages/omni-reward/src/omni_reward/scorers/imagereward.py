@@ -73,8 +73,8 @@ def empty_imagereward(device: str, *, dtype: str = "float32") -> neural.Empty:
     def call() -> None:
         pixels = torch.zeros(neural.BATCH_SIZE, 3, side, side).to(device, vision.dtype)
         tokens = torch.ones(neural.BATCH_SIZE, MAX_TOKENS, dtype=torch.int64).to(device)
-        seen = vision(pixel_values=pixels).last_hidden_state
-        text(input_ids=tokens, attention_mask=tokens, encoder_hidden_states=seen)
+        image_states = vision(pixel_values=pixels).last_hidden_state
+        text(input_ids=tokens, attention_mask=tokens, encoder_hidden_states=image_states)
 
     return neural.Empty(nn.ModuleList([vision, text]), call)
 
@@ -118,8 +118,8 @@ def load_imagereward(
         pixels = torch.from_numpy(square_pixels(images, vision.config.image_size)).to(where, kind)
         tokens = words(prompts, padding="max_length", truncation=True, max_length=MAX_TOKENS, return_tensors="pt")
         ids, mask = tokens.input_ids.to(where), tokens.attention_mask.to(where)
-        seen = vision(pixel_values=pixels).last_hidden_state
-        states = text(input_ids=ids, attention_mask=mask, encoder_hidden_states=seen).last_hidden_state
+        image_states = vision(pixel_values=pixels).last_hidden_state
+        states = text(input_ids=ids, attention_mask=mask, encoder_hidden_states=image_states).last_hidden_state
         return (head(states[:, 0].float())[:, 0] - MEAN) / STD
 
     return neural.image_scorer(rate, f"{neural.short_name(model)} {dtype}", networks=[vision, text])

@@ -43,8 +43,8 @@ def image_scorer(
     rate: Rate, version: str, decline: Decline = lambda prompt: None, networks: Sequence[nn.Module] = ()
 ) -> Scorer:
     """Return a scorer of `image` from `rate(images, prompts)`, which returns scores [N]; see `network_scorer`."""
-    given: RateAny = lambda images, prompts, meta: rate(images, prompts)  # noqa: E731
-    return network_scorer("image", given, version, decline, networks=networks)
+    rate_any: RateAny = lambda images, prompts, meta: rate(images, prompts)  # noqa: E731
+    return network_scorer("image", rate_any, version, decline, networks=networks)
 
 
 def network_scorer(
@@ -140,11 +140,11 @@ def load_model(
     Raises:
         ValueError: the model does not exist, has no safetensors, or its weights are not of this class.
     """
-    given = {"config": config, "state_dict": weights, "dtype": dtype, "use_safetensors": True}
+    kwargs = {"config": config, "state_dict": weights, "dtype": dtype, "use_safetensors": True}
     try:
         with _readable(name) as place:
             source = place if weights is None else None
-            model, info = kind.from_pretrained(source, **given, output_loading_info=True, trust_remote_code=False)
+            model, info = kind.from_pretrained(source, **kwargs, output_loading_info=True, trust_remote_code=False)
     except RuntimeError as exc:
         raise ValueError(f"{name} must hold the weights of a {kind.__name__}: {exc}") from exc
     if missing := sorted(info["missing_keys"]):  # transformers would initialize them randomly
@@ -208,13 +208,13 @@ def read_config(name: str, file: str, entries: Sequence[str]) -> dict[str, Any]:
     Raises:
         ValueError: the file does not exist or is not JSON, or an entry is missing.
     """
-    content, found = parse_json(read_file(find_file(name, file), MAX_CONFIG_BYTES), f"{file} of {name}"), {}
+    content, values = parse_json(read_file(find_file(name, file), MAX_CONFIG_BYTES), f"{file} of {name}"), {}
     for entry in entries:
         try:
-            found[entry] = reduce(getitem, entry.split("."), content)
+            values[entry] = reduce(getitem, entry.split("."), content)
         except (LookupError, TypeError) as exc:
             raise ValueError(f"{file} of {name} must have the entry {entry}") from exc
-    return found
+    return values
 
 
 def find_weights(name: str) -> dict[str, Tensor]:

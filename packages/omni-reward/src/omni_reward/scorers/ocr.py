@@ -76,10 +76,10 @@ def _score_image(engine: Any, reading: str, formula: str, image: np.ndarray, pro
         )
     if reading == "line" and min(height, width) >= 4 * LEAST_SIDE:
         warnings.warn(f"ocr reads images of {width} x {height} as one line; reading=boxes finds text", stacklevel=1)
-    found = engine(np.ascontiguousarray(image[..., ::-1]))  # BGR
-    texts = found.txts or ()
+    result = engine(np.ascontiguousarray(image[..., ::-1]))  # BGR
+    texts = result.txts or ()
     if reading == "boxes" and texts:
-        texts = [texts[i] for i in reading_order(found.boxes)]
+        texts = [texts[i] for i in reading_order(result.boxes)]
     return agreement(target, " ".join(texts), formula)
 
 

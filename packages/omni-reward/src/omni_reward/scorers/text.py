@@ -44,11 +44,11 @@ def wanted_text(prompt: str) -> str | Score:
 
 def agreement(target: str, read: str, formula: str = "strict") -> Score:
     """Return the score of a read text, with both texts in `details`; the target must be normalized."""
-    seen = normalize(read)
+    text = normalize(read)
     if formula == "strict":
-        value = Levenshtein.normalized_similarity(target, seen)
-    elif formula == "contained" and target in seen:
+        value = Levenshtein.normalized_similarity(target, text)
+    elif formula == "contained" and target in text:
         value = 1.0
     else:
-        value = 1 - min(Levenshtein.distance(target, seen), len(target)) / len(target)
+        value = 1 - min(Levenshtein.distance(target, text), len(target)) / len(target)
     return Score(value, details={"read": read, "target": target})

@@ -65,17 +65,17 @@ def load_videoalign(
         ValueError: an argument is invalid, or the model cannot be read.
         OSError: the instruction cannot be read.
     """
-    to = neural.pick_device(device, threads=threads), neural.pick_dtype(dtype)
-    alpha, rank, most, wanted, *scales = neural.read_config(model, "model_config.json", SETTINGS).values()
+    placement = neural.pick_device(device, threads=threads), neural.pick_dtype(dtype)
+    alpha, rank, max_pixels, sample_fps, *scales = neural.read_config(model, "model_config.json", SETTINGS).values()
     weights = merge_lora(neural.read_weights(neural.find_file(model, CHECKPOINT)), alpha / rank)
-    judge = load_judge(instruction, weights, base, [f"<|{part}_reward|>" for part in PARTS], "<|video_pad|>", to)
-    head = weights["rm_head.weight"].float().to(to[0]).expand(3, -1)  # one row for all parts, or one per part
-    mean, std = torch.tensor(scales).to(to[0]).chunk(2)
+    judge = load_judge(instruction, weights, base, [f"<|{part}_reward|>" for part in PARTS], "<|video_pad|>", placement)
+    head = weights["rm_head.weight"].float().to(placement[0]).expand(3, -1)  # one row for all parts, or one per part
+    mean, std = torch.tensor(scales).to(placement[0]).chunk(2)
 
     def rate(clips: np.ndarray, prompts: list[str], meta: Meta) -> Tensor:
-        size = fit_size(*clips.shape[2:4], least=LEAST_PIXELS, most=most)
+        size = fit_size(*clips.shape[2:4], least=LEAST_PIXELS, most=max_pixels)
         rates: list[Any] = [sample["fps"] for sample in meta]
-        frames = [[(pick_frames(clip, fps, wanted), size)] for clip, fps in zip(clips, rates, strict=True)]
+        frames = [[(pick_frames(clip, fps, sample_fps), size)] for clip, fps in zip(clips, rates, strict=True)]
         return ((judge.read(frames, prompts) * head).sum(dim=-1) - mean) / std
 
     return neural.network_scorer(
@@ -95,7 +95,7 @@ def merge_lora(weights: neural.Weights, scale: float) -> dict[str, Tensor]:
     return merged
 
 
-def pick_frames(clip: np.ndarray, fps: float, wanted: float) -> np.ndarray:
-    """Return an even number of evenly spaced frames of a clip [T, H, W, 3], about `wanted` per second."""
-    count = min(max(len(clip) / fps * wanted, LEAST_FRAMES), max(2, len(clip) // 2 * 2))
+def pick_frames(clip: np.ndarray, fps: float, sample_fps: float) -> np.ndarray:
+    """Return an even number of evenly spaced frames of a clip [T, H, W, 3], about `sample_fps` per second."""
+    count = min(max(len(clip) / fps * sample_fps, LEAST_FRAMES), max(2, len(clip) // 2 * 2))
     return clip[np.linspace(0, len(clip) - 1, round(count / 2) * 2).round().astype(int)]

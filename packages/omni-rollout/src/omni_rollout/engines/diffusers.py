@@ -58,14 +58,14 @@ class DiffusersEngine:
         Raises:
             ValueError: the net has no parameter of that name and shape.
         """
-        own, self.moved_bytes = dict(self.net.named_parameters()), 0
+        params, self.moved_bytes = dict(self.net.named_parameters()), 0
         for name, tensor in tensors:
-            if name not in own or own[name].shape != tensor.shape:
-                have = tuple(own[name].shape) if name in own else "no such parameter"
-                raise ValueError(f"tensors must fit the net, got {name} {tuple(tensor.shape)}, have {have}")
-            if own[name].data_ptr() != tensor.data_ptr():
-                own[name].copy_(tensor)
-                self.moved_bytes += own[name].nbytes
+            if name not in params or params[name].shape != tensor.shape:
+                actual = tuple(params[name].shape) if name in params else "no such parameter"
+                raise ValueError(f"tensors must fit the net, got {name} {tuple(tensor.shape)}, have {actual}")
+            if params[name].data_ptr() != tensor.data_ptr():
+                params[name].copy_(tensor)
+                self.moved_bytes += params[name].nbytes
         self.weight_version = version
 
     def sleep(self) -> None:

@@ -150,17 +150,19 @@ class BagelLayers(Twofold):
         marks: Tensor,
         image: Tensor,
         references: Sequence[Tensor],
-        seen: Sequence[Tensor],
+        vision: Sequence[Tensor],
     ) -> Tensor:
         """Return the image's tokens [B, N, D] after all layers.
 
         references: tokens [B, N_i, D] of the references' latents. The other arguments are as in BagelTransformer.
         """
         N, around = image.shape[1], self.embed_tokens(marks)
-        before = [tokens for each in seen for tokens in (around, around, each)]
+        before = [tokens for image_tokens in vision for tokens in (around, around, image_tokens)]
         text = torch.cat([*before, self.embed_tokens(input_ids), around], dim=1)
         image = torch.cat([*references, image], dim=1)
-        counts = [(clean.shape[1], each.shape[1]) for clean, each in zip(references, seen, strict=True)]
+        counts = [
+            (latents.shape[1], image_tokens.shape[1]) for latents, image_tokens in zip(references, vision, strict=True)
+        ]
         segments, positions = lay_out(attention_mask, counts, N)
         _, image = self._run(text, image, positions, segments)
         normalised: Tensor = self.get_submodule("norm_moe_gen")(image[:, -N:])
@@ -242,18 +244,19 @@ class BagelTransformer(ModelMixin, ConfigMixin, PeftAdapterMixin):
         attention_mask: Tensor,
         marks: Tensor,
         references: Sequence[Tensor] = (),
-        seen: Sequence[Tensor] = (),
+        vision: Sequence[Tensor] = (),
     ) -> Tensor:
         """Return the velocity [B, C, h, w] at latents hidden_states [B, C, h, w] and noise levels timestep [B].
 
         input_ids, attention_mask: the text [B, T], padded at the end, and its mask. marks: ids [B, 2] of the tokens
-        around an image. references: clean latents [B, C, h', w'] of each. seen: BagelVision's tokens [B, n, D] of each.
+        around an image. references: clean latents [B, C, h', w'] and vision: tokens of
+        BagelVision [B, n, D], of each.
         """
         image = self._embed(hidden_states, timestep)
-        clean = [self._embed(latents, torch.zeros_like(timestep)) for latents in references]
+        reference_tokens = [self._embed(latents, torch.zeros_like(timestep)) for latents in references]
         dtype = image.dtype
         image = self.language_model["model"](
-            input_ids, attention_mask, marks, image, clean, [tokens.to(dtype) for tokens in seen]
+            input_ids, attention_mask, marks, image, reference_tokens, [tokens.to(dtype) for tokens in vision]
         )
         grid = [side // PATCH for side in hidden_states.shape[-2:]]
         patches = self.llm2vae(image).unflatten(1, grid).unflatten(-1, (PATCH, PATCH, -1))
@@ -287,9 +290,9 @@ class BagelThinker(BagelTransformer):
         """Replace the head."""
         self.language_model["lm_head"] = head
 
-    def forward(self, hidden_states: Tensor | None = None, **given: Any) -> Any:  # type: ignore[override]
+    def forward(self, hidden_states: Tensor | None = None, **kwargs: Any) -> Any:  # type: ignore[override]
         """Run BagelTransformer's forward, or `write` without latents."""
-        return self.write(**given) if hidden_states is None else super().forward(hidden_states, **given)
+        return self.write(**kwargs) if hidden_states is None else super().forward(hidden_states, **kwargs)
 
     def write(
         self,

@@ -41,7 +41,11 @@ def lay_out(words: Tensor, references: Sequence[tuple[int, int]], image: int) ->
     words: mask of the text [B, T], False for padding. references: (N_i, n_i) of each. image: N.
     """
     B, T = words.shape
-    segments = [segment for clean, seen in references for segment in (Segment(2, clean), Segment(2 + seen, 0))]
+    segments = [
+        segment
+        for num_latents, num_vision in references
+        for segment in (Segment(2, num_latents), Segment(2 + num_vision, 0))
+    ]
     sizes, first = [segment.text + segment.image for segment in segments], len(segments)
     places = [torch.full((B, size), i, device=words.device) for i, size in enumerate(sizes)]
     places.append(first + torch.arange(T, device=words.device).expand(B, T))

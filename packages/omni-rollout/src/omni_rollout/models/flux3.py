@@ -61,9 +61,9 @@ class Flux3Klein(Flux2Klein):
             from transformers import Qwen2Tokenizer  # the text half of the processor, which needs no torchvision
 
             return Qwen2Tokenizer
-        found = super()._class(part)  # raises if diffusers is too old
+        cls = super()._class(part)  # raises if diffusers is too old
         if part != "transformer":
-            return found
+            return cls
         from omni_rollout.models.flux3_net import Flux3Transformer2DModel
 
         return Flux3Transformer2DModel
@@ -81,11 +81,11 @@ class Flux3Klein(Flux2Klein):
         text = parts.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         tokens = parts.tokenizer([text], max_length=MOST_TEXT_TOKENS, truncation=True, return_tensors="pt")
         ids = tokens.input_ids.to(parts.text_encoder.device)
-        room = [0, min(-ids.shape[1] % WINDOW, MOST_TEXT_TOKENS - ids.shape[1])]
-        seen, ids = pad(torch.ones_like(ids), room), pad(ids, room, value=parts.tokenizer.pad_token_id)
-        places = torch.arange(ids.shape[1], device=ids.device)[None].masked_fill(seen == 0, 1)  # as in training
+        padding = [0, min(-ids.shape[1] % WINDOW, MOST_TEXT_TOKENS - ids.shape[1])]
+        mask, ids = pad(torch.ones_like(ids), padding), pad(ids, padding, value=parts.tokenizer.pad_token_id)
+        places = torch.arange(ids.shape[1], device=ids.device)[None].masked_fill(mask == 0, 1)  # as in training
         states = parts.text_encoder(
-            input_ids=ids, attention_mask=seen, position_ids=places, output_hidden_states=True, use_cache=False
+            input_ids=ids, attention_mask=mask, position_ids=places, output_hidden_states=True, use_cache=False
         ).hidden_states
         embeds = torch.cat([states[layer][0] for layer in self.LAYERS], dim=-1)
         return {"embeds": embeds, "embeds_mask": torch.ones(len(embeds), dtype=torch.bool)}
@@ -111,7 +111,7 @@ class Flux3Klein(Flux2Klein):
 
         def predict(embeds: Tensor, mask: Tensor) -> Tensor:
             tokens = [latents.flatten(2).mT.to(embeds.dtype) for latents in (x, *references)]
-            given = {"image_cond_hidden_states": torch.cat(tokens[1:], dim=1)} if references else {}
+            extra = {"image_cond_hidden_states": torch.cat(tokens[1:], dim=1)} if references else {}
             return net(
                 hidden_states=tokens[0],
                 timestep=(sigma.float() * 1000 / 1000).to(embeds.dtype),  # rounded as in diffusers
@@ -119,7 +119,7 @@ class Flux3Klein(Flux2Klein):
                 encoder_hidden_states_mask=where_needed(mask, x.device),
                 txt_ids=pad(torch.arange(embeds.shape[1], device=x.device).float()[:, None], [3, 0]),
                 **inputs,
-                **given,
+                **extra,
             ).float()
 
         velocity = predict(cond["embeds"], cond["embeds_mask"])

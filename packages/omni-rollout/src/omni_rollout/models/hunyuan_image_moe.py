@@ -118,7 +118,7 @@ class HunyuanImageExperts(nn.ModuleList):
         ends = torch.searchsorted(chosen, torch.arange(len(self), device=states.device), right=True)
         ends = ends if ends.is_meta else ends.cpu()  # the only synchronization besides that of the backward pass
         rows = states[order // experts.shape[1]]
-        up, down = ([getattr(each, name)["weight"] for each in self] for name in ("gate_and_up_proj", "down_proj"))
+        up, down = ([getattr(expert, name)["weight"] for expert in self] for name in ("gate_and_up_proj", "down_proj"))
         rows = mm_experts(gated(mm_experts(rows, ends, up)), ends, down)
         by_token = torch.empty_like(rows).index_copy(0, order, rows).unflatten(0, experts.shape)
         return (by_token * shares[..., None]).sum(dim=1).to(states.dtype)

@@ -61,8 +61,8 @@ class Attention(nn.Module):
         """Return the output for x, both [B, channels, F, h, w]."""
         states = self.norm(x)
         query, key, value = (layer(states).flatten(2).transpose(1, 2)[:, None] for layer in (self.q, self.k, self.v))
-        seen = scaled_dot_product_attention(query, key, value)[:, 0].transpose(1, 2)
-        out: Tensor = x + self.proj_out(seen.unflatten(2, x.shape[2:]))
+        attended = scaled_dot_product_attention(query, key, value)[:, 0].transpose(1, 2)
+        out: Tensor = x + self.proj_out(attended.unflatten(2, x.shape[2:]))
         return out
 
 

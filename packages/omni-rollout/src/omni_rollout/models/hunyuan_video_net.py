@@ -53,16 +53,16 @@ class HunyuanVideo15Transformer3DModel(diffusers.HunyuanVideo15Transformer3DMode
         words = torch.cat([x + kind for x, kind in zip(context, self.cond_type_embed.weight, strict=False)], dim=1)
         x, mask = self.x_embedder(hidden_states), None
         ranks = self._parallel_config.context_parallel_config.ulysses_degree if self._parallel_config else 1
-        length, more = words.shape[1], -words.shape[1] % ranks  # each rank takes equally many words
+        length, padding = words.shape[1], -words.shape[1] % ranks  # each rank takes equally many words
         if encoder_attention_mask is not None and encoder_attention_mask_2 is not None:
-            given = torch.cat([encoder_attention_mask, encoder_attention_mask_2], dim=1)
-            mask = pad(given, [0, length - given.shape[1]], value=True)
-        elif more:
+            text_mask = torch.cat([encoder_attention_mask, encoder_attention_mask_2], dim=1)
+            mask = pad(text_mask, [0, length - text_mask.shape[1]], value=True)
+        elif padding:
             mask = x.new_ones(B, length, dtype=torch.bool)
         if mask is not None:  # first the tokens and words of the first rank
-            words, mask = pad(words, [0, 0, 0, more]), pad(mask, [0, more])
+            words, mask = pad(words, [0, 0, 0, padding]), pad(mask, [0, padding])
             pairs = zip(mask.new_ones(B, x.shape[1]).chunk(ranks, dim=1), mask.chunk(ranks, dim=1), strict=True)
-            mask = torch.cat([each for pair in pairs for each in pair], dim=1)[:, None, None]
+            mask = torch.cat([part for pair in pairs for part in pair], dim=1)[:, None, None]
         for block in self.transformer_blocks:
             if torch.is_grad_enabled() and self.gradient_checkpointing:
                 x, words = self._gradient_checkpointing_func(block, x, words, temb, mask, rope)

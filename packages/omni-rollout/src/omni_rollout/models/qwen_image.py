@@ -144,8 +144,8 @@ class QwenImage(QwenVaeModel):
         shapes = [[(1, latents.shape[-2] // 2, latents.shape[-1] // 2) for latents in images]] * len(tokens)
 
         def predict(embeds: Tensor, mask: Tensor) -> Tensor:
-            if more := -mask.shape[1] % self.context:  # so that every rank has equally many positions
-                embeds, mask = nn.functional.pad(embeds, [0, 0, 0, more]), nn.functional.pad(mask, [0, more])
+            if padding := -mask.shape[1] % self.context:  # so that every rank has equally many positions
+                embeds, mask = nn.functional.pad(embeds, [0, 0, 0, padding]), nn.functional.pad(mask, [0, padding])
             return net(
                 hidden_states=tokens.to(embeds.dtype),
                 timestep=sigma.float() * 1000 / 1000,  # rounded as in diffusers: its timesteps are float32 sigma * 1000

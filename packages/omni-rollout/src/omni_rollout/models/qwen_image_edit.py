@@ -63,15 +63,15 @@ class QwenImageEditPlus(QwenImage):
         """
         text = (prompt.negative or " ") if negative else prompt.text
         images = [fit(image, self.SEEN_AREA) for image in prompt.images]
-        seen = parts.processor(images=images, return_tensors="pt")
-        lengths = (seen.image_grid_thw.prod(-1) // parts.processor.merge_size**2).tolist()
+        vision = parts.processor(images=images, return_tensors="pt")
+        lengths = (vision.image_grid_thw.prod(-1) // parts.processor.merge_size**2).tolist()
         places = [
             f"{self.CAPTION.format(i)}<|vision_start|>{PLACE * length}<|vision_end|>"
             for i, length in enumerate(lengths, start=1)
         ]
         tokens = parts.tokenizer([TEMPLATE.format("".join(places) + text)], return_tensors="pt")
         is_picture = tokens.input_ids == parts.tokenizer.convert_tokens_to_ids(PLACE)
-        inputs: dict[str, Tensor] = {**tokens, **seen, "mm_token_type_ids": is_picture.int()}
+        inputs: dict[str, Tensor] = {**tokens, **vision, "mm_token_type_ids": is_picture.int()}
         inputs = {name: tensor.to(parts.text_encoder.device) for name, tensor in inputs.items()}
         return features(parts.text_encoder(**inputs, output_hidden_states=True).hidden_states[-1], TEMPLATE_TOKENS)
 
@@ -108,8 +108,8 @@ def check_image_area(model: DiffusersModel, params: Params) -> None:
 
 def reference_latents(model: Model, parts: Parts, images: Sequence[Tensor], params: Params) -> Cond:
     """Return the latents of references, `reference_0` [C, h', w'] and so on."""
-    found = [model.encode_media(parts, {"image": image[None]}, params)[0] for image in images]
-    return {f"reference_{i}": latents for i, latents in enumerate(found)}
+    encoded = [model.encode_media(parts, {"image": image[None]}, params)[0] for image in images]
+    return {f"reference_{i}": latents for i, latents in enumerate(encoded)}
 
 
 def fit(image: Tensor, area: float) -> Tensor:

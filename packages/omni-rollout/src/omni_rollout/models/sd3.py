@@ -59,10 +59,10 @@ class StableDiffusion3(ImageModel):
             int(self.option(params, "max_sequence_length")),
             self.value("tokenizer", "model_max_length", int, 77),
         )
-        if more := (length + clip) % self.context:
-            near = length - more if length > more else length - more + self.context
+        if remainder := (length + clip) % self.context:
+            nearest = length - remainder if length > remainder else length - remainder + self.context
             rule = f"max_sequence_length and CLIP's {clip} tokens must make a multiple of {self.context} ranks"
-            raise ValueError(f"{rule}, such as {near}, got {length}")
+            raise ValueError(f"{rule}, such as {nearest}, got {length}")
 
     def share(self, net: nn.Module, mesh: "torch.distributed.DeviceMesh") -> None:
         """Split the tokens of each forward pass of the net over the ranks in a row of `mesh`.

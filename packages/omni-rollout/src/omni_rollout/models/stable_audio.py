@@ -117,7 +117,7 @@ class StableAudio3(DiffusersModel):
         guided, inputs = self.is_guided(params), x
         if guided:
             embeds, is_text = both(cond, "embeds"), both(cond, "is_text")
-            inputs, sigma, duration = (torch.cat([each, each]) for each in (x, sigma, duration))
+            inputs, sigma, duration = (torch.cat([tensor, tensor]) for tensor in (x, sigma, duration))
         velocity = net(
             hidden_states=inputs.to(embeds.dtype),
             timestep=sigma.float() * self.value("scheduler", "num_train_timesteps", int, 1000),

@@ -92,12 +92,12 @@ class Wan(DiffusersModel):
     def check(self, params: Params) -> None:
         """Raise ValueError for an unsupported size, number of frames or option."""
         super().check(params)
-        most = self.value("transformer", "rope_max_seq_len", int, 1024)
-        check_size(params, PATCH * self.value("vae", "scale_factor_spatial", int, 8), most=most)
+        max_positions = self.value("transformer", "rope_max_seq_len", int, 1024)
+        check_size(params, PATCH * self.value("vae", "scale_factor_spatial", int, 8), most=max_positions)
         stride, frames = self.value("vae", "scale_factor_temporal", int, 4), params.num_frames
-        nearest = min(max(0, round((frames - 1) / stride)), most - 1) * stride + 1
+        nearest = min(max(0, round((frames - 1) / stride)), max_positions - 1) * stride + 1
         if frames != nearest:
-            rule = f"num_frames must be {stride}k + 1, up to {(most - 1) * stride + 1}, such as {nearest}"
+            rule = f"num_frames must be {stride}k + 1, up to {(max_positions - 1) * stride + 1}, such as {nearest}"
             raise ValueError(f"{rule}, got {frames}")
         second, shift = self.option(params, "guidance_scale_2"), self.option(params, "flow_shift")
         if second and not self.boundary:
@@ -160,8 +160,10 @@ class Wan(DiffusersModel):
         if "image_encoder" not in self.parts:
             return {}
         encoder = parts.image_encoder
-        seen = parts.image_processor([image.cpu().numpy() for image in prompt.images], return_tensors="pt").pixel_values
-        hidden = encoder(seen.to(encoder.device, encoder.dtype), output_hidden_states=True).hidden_states[-2]
+        inputs = parts.image_processor(
+            [image.cpu().numpy() for image in prompt.images], return_tensors="pt"
+        ).pixel_values
+        hidden = encoder(inputs.to(encoder.device, encoder.dtype), output_hidden_states=True).hidden_states[-2]
         return {"image_embeds": hidden.flatten(0, 1)}
 
     def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:

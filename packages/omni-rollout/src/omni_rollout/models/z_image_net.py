@@ -58,6 +58,6 @@ class Attention(ZSingleStreamAttnProcessor):
             rotate(norm(x) if norm else x, freqs_cis) for norm, x in ((attn.norm_q, query), (attn.norm_k, key))
         )
         mask = None if attention_mask is None else attention_mask[:, None, None]
-        how = {"backend": self._attention_backend, "parallel_config": self._parallel_config}
-        out = dispatch_attention_fn(query, key, value, attn_mask=mask, **how)
+        options = {"backend": self._attention_backend, "parallel_config": self._parallel_config}
+        out = dispatch_attention_fn(query, key, value, attn_mask=mask, **options)
         return attn.to_out[0](out.flatten(2))

@@ -172,14 +172,14 @@ def read_tensors(
     pieces: dict[str, list[tuple[str, int]]] = {}
     for name, target in targets.items():
         local, first = local_rows(target)
-        found = sorted(index[name]["pieces"], key=lambda piece: piece[1])
-        for (file, start), (_, end) in pairwise([*found, ("", first + len(local))]):
+        ordered = sorted(index[name]["pieces"], key=lambda piece: piece[1])
+        for (file, start), (_, end) in pairwise([*ordered, ("", first + len(local))]):
             if max(first, start) < min(first + len(local), end):
                 pieces.setdefault(file, []).append((name, start))
     copied: Counter[str] = Counter()
-    for file, own in pieces.items():
+    for file, starts in pieces.items():
         with open_file(file) as path, safe_open(path, framework="pt") as opened:
-            for name, start in own:
+            for name, start in starts:
                 rows, (local, first) = opened.get_slice(name), local_rows(targets[name])
                 low, high = max(first, start), min(first + len(local), start + rows.get_shape()[0])
                 if low < high:
@@ -198,10 +198,10 @@ def check_fits(index: Mapping[str, Mapping[str, Any]], state: Mapping[str, Tenso
         if names:
             raise ValueError(f"checkpoint does not fit: it {what} {len(names)} tensors, such as {min(names)}")
     for name, tensor in state.items():
-        then = index[name]["dtype"], index[name]["shape"]
-        if then != (now := (str(tensor.dtype), list(tensor.shape))):
+        saved = index[name]["dtype"], index[name]["shape"]
+        if saved != (actual := (str(tensor.dtype), list(tensor.shape))):
             raise ValueError(
-                f"checkpoint does not fit: {name} is {then[0]} {then[1]}, the module has {now[0]} {now[1]}"
+                f"checkpoint does not fit: {name} is {saved[0]} {saved[1]}, the module has {actual[0]} {actual[1]}"
             )
 
 
@@ -214,8 +214,8 @@ def check_part(path: Path, index: Mapping[str, Mapping[str, Any]]) -> None:
                 raise ValueError(f"{path.name} holds other tensors than the index says")
             for name, first in pieces.items():
                 local, shape = file.get_tensor(name), index[name]["shape"] or [1]
-                found = [str(local.dtype), *local.shape[1:]]
-                if found != [index[name]["dtype"], *shape[1:]] or first + len(local) > shape[0]:
+                actual = [str(local.dtype), *local.shape[1:]]
+                if actual != [index[name]["dtype"], *shape[1:]] or first + len(local) > shape[0]:
                     raise ValueError(f"{path.name} does not hold {name} as the index says")
                 check_finite(name, local)
     except SafetensorError as exc:

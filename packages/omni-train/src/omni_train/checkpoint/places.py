@@ -47,11 +47,11 @@ def part_name(rank: int) -> str:
 
 def drafts(folder: Path) -> list[Path]:
     """Return the folders of unfinished checkpoints; raise ValueError for a file or link, which no save leaves."""
-    found = list(folder.glob("step-*.tmp"))
-    for path in found:
+    folders = list(folder.glob("step-*.tmp"))
+    for path in folders:
         if path.is_symlink() or path.is_file():
             raise ValueError(f"{path} must be a folder, which an unfinished checkpoint is: move it away")
-    return found
+    return folders
 
 
 class SharedFolder:
@@ -152,8 +152,8 @@ class RemoteFolder:
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, in ascending order."""
-        found = (PurePosixPath(name) for name in self.remote.sizes())
-        steps = (step_of(str(path.parent)) for path in found if path.name == INDEX_FILE)
+        paths = (PurePosixPath(name) for name in self.remote.sizes())
+        steps = (step_of(str(path.parent)) for path in paths if path.name == INDEX_FILE)
         return sorted(step for step in steps if step is not None)
 
     def open(self, step: int) -> Saved:
@@ -173,14 +173,14 @@ class RemoteFolder:
     def beside(self, draft: Path) -> dict[str, Path]:
         """Return the files of `beside` by their names in a checkpoint; single files, which may grow, are copied."""
         self._wait_for()
-        found: dict[str, Path] = {}
+        files: dict[str, Path] = {}
         for path in self._beside:
             if path.is_dir():
-                own = sorted(each for each in path.rglob("*") if each.is_file())
-                found |= {each.relative_to(path.parent).as_posix(): each for each in own}
+                below = sorted(file for file in path.rglob("*") if file.is_file())
+                files |= {file.relative_to(path.parent).as_posix(): file for file in below}
             elif path.is_file():
-                found[path.name] = Path(shutil.copy(path, draft))
-        return found
+                files[path.name] = Path(shutil.copy(path, draft))
+        return files
 
     def hand_over(self, draft: Path, files: Mapping[str, Path]) -> None:
         """Upload files under their names in the checkpoint, in any order except the last one. Raises OSError."""
@@ -233,20 +233,20 @@ class RemoteFolder:
             ValueError: an object differs from the one that was uploaded; the message names it.
             OSError: it could not be read or written.
         """
-        kept = {own: about for own, about in self.open(step).files.items() if own.startswith(f"{name}/")}
+        kept = {file: digest for file, digest in self.open(step).files.items() if file.startswith(f"{name}/")}
         if not kept:
             return
         with new_folder(path) as folder:
-            for own, expected in kept.items():
-                target = folder / own.removeprefix(f"{name}/")
+            for file, expected in kept.items():
+                target = folder / file.removeprefix(f"{name}/")
                 target.parent.mkdir(parents=True, exist_ok=True)
-                self.remote.fetch(f"{step_name(step)}/{own}", target)
-                check_digest(f"{self.at(step)}/{own}", file_digest(target), expected)
+                self.remote.fetch(f"{step_name(step)}/{file}", target)
+                check_digest(f"{self.at(step)}/{file}", file_digest(target), expected)
 
     def _check_sizes(self, folder: str, files: Files) -> None:
-        found = self.remote.sizes(folder)
+        sizes = self.remote.sizes(folder)
         for name, expected in files.items():
-            check_bytes(name, found.get(name), expected)
+            check_bytes(name, sizes.get(name), expected)
 
 
 Place = SharedFolder | RemoteFolder

@@ -116,8 +116,8 @@ class Saving:
             return file, file.write(self._draft)
 
         with ThreadPoolExecutor(self._num_threads) as pool:
-            for file, about in (pool.map if self._num_threads > 1 else map)(write, self._files):
-                index["files"][file.name] = about
+            for file, entry in (pool.map if self._num_threads > 1 else map)(write, self._files):
+                index["files"][file.name] = entry
                 index["tensors"] |= file.index()
         files = {name: self._draft / name for name in index["files"]}
         if self._dist.is_main:
@@ -126,9 +126,9 @@ class Saving:
                 name: {"bytes": path.stat().st_size, "sha256": file_digest(path)} for name, path in beside.items()
             }
             files |= beside
-        own = part_name(self._dist.rank)
-        write_atomically(self._draft / own, json.dumps({**index, **self._about}))
-        return files | {own: self._draft / own}
+        index_name = part_name(self._dist.rank)
+        write_atomically(self._draft / index_name, json.dumps({**index, **self._about}))
+        return files | {index_name: self._draft / index_name}
 
     def _take_part(self, rank: int) -> Index:
         """Wait for the index of a rank and return it; ignore those of other saves, from ranks that end late."""

@@ -256,7 +256,7 @@ class Checkpoint:
             shapes = {name: entry["shape"] for name, entry in saved.tensors.items()}
             if optimizer is not None:
                 allocate_optimizer(module, optimizer, shapes)
-            kept = allocate_kept(shapes, sum(int(about["bytes"]) for about in saved.files.values()))
+            kept = allocate_kept(shapes, sum(int(info["bytes"]) for info in saved.files.values()))
             state = train_state(module, optimizer, ema) | kept_state(kept)
             parts.check_fits(saved.tensors, state)
             parts.read_tensors(partial(self._place.file, saved.step), saved.tensors, state)
@@ -317,17 +317,20 @@ class Checkpoint:
             elif len(self._memory[i]) < size:
                 self._memory[i] = parts.host_memory(size, self.dist.device)
         with ThreadPoolExecutor(NUM_THREADS) as pool:
-            each = pool.map if self.dist.device.type == "cpu" else map  # an accelerator copies asynchronously
-            copies = list(each(parts.PartFile, files, files.values(), self._memory))
+            map_files = pool.map if self.dist.device.type == "cpu" else map  # an accelerator copies asynchronously
+            copies = list(map_files(parts.PartFile, files, files.values(), self._memory))
         synchronize()  # before training changes the tensors being copied
         return copies
 
     def _start(
         self, step: int, files: Iterable[parts.PartFile], config: Config, attempt: str, *, num_threads: int
     ) -> None:
-        about = {"step": step, "config": dict(config), "versions": _versions(), "world_size": self.dist.world_size}
-        draft, own = self._path(step, ".tmp"), {"attempt": attempt} | ({"about": about} if self.dist.is_main else {})
-        saving = Saving(draft, self._place, self.dist, files, own, self._finish, num_threads=num_threads)
+        metadata = {"step": step, "config": dict(config), "versions": _versions(), "world_size": self.dist.world_size}
+        draft, entries = (
+            self._path(step, ".tmp"),
+            {"attempt": attempt} | ({"about": metadata} if self.dist.is_main else {}),
+        )
+        saving = Saving(draft, self._place, self.dist, files, entries, self._finish, num_threads=num_threads)
         self._saving = step, saving
 
     @property
@@ -345,18 +348,18 @@ class Checkpoint:
         if self.dist.is_main and not self.remote:
             shutil.rmtree(self._path(step, ".tmp"), ignore_errors=True)
 
-    def _finish(self, found: Sequence[parts.Index]) -> None:
+    def _finish(self, indices: Sequence[parts.Index]) -> None:
         """Complete the checkpoint from the parts; then delete checkpoints that are too old."""
-        about: dict[str, Any] = found[0]["about"]
-        index = parts.merge_parts(found)
-        content = asdict(Saved(**(about | index)))
+        metadata: dict[str, Any] = indices[0]["about"]
+        index = parts.merge_parts(indices)
+        content = asdict(Saved(**(metadata | index)))
         text = json.dumps({"sha256": index_digest(content)} | content, indent=1)
         self._wait_for()
-        self._place.seal(self._path(about["step"], ".tmp"), index["files"], text.encode())
+        self._place.seal(self._path(metadata["step"], ".tmp"), index["files"], text.encode())
         for step in set(self._place.steps()[: -self.keep]) - {self.pinned}:
             self._place.delete(step)
 
 
 def _versions() -> dict[str, str]:
-    ours = {"python": platform.python_version(), "omni-train": __version__}
-    return ours | {"torch": str(torch.__version__), "safetensors": safetensors.__version__}
+    versions = {"python": platform.python_version(), "omni-train": __version__}
+    return versions | {"torch": str(torch.__version__), "safetensors": safetensors.__version__}

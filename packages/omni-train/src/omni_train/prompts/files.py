@@ -115,8 +115,8 @@ def read_rows(path: Path, media_keys: Collection[str]) -> Iterator[tuple[str, di
 def _lines_of(path: Path, media_keys: Collection[str] = ()) -> Iterator[str]:
     """Yield the lines of a file, or the rows of a table as JSON lines; a line without a prompt is empty."""
     if path.suffix == ".parquet":
-        own = media_keys or (*FILES.values(), "messages")
-        return table_lines(path, own, leaves_out=bool(media_keys))
+        keys = media_keys or (*FILES.values(), "messages")
+        return table_lines(path, keys, leaves_out=bool(media_keys))
     text = _text_of(path)
     if path.suffix in TEXTS:
         return map(str.strip, text.replace("\r\n", "\n").replace("\r", "\n").split("\n"))
@@ -179,25 +179,25 @@ def _take_object(line: str) -> dict[str, object]:
 
 def _take_prompt(entry: dict[str, object], key: str) -> str:
     """Remove the prompt from a line and return its text; a chat stays in the line, as "messages"."""
-    own = key or ("messages" if "messages" in entry else "prompt")
-    if own not in entry:
-        asked = f"{json.dumps(key)}, as --prompt-key says" if key else '"prompt" or "messages"'
+    name = key or ("messages" if "messages" in entry else "prompt")
+    if name not in entry:
+        expected = f"{json.dumps(key)}, as --prompt-key says" if key else '"prompt" or "messages"'
         others = "" if key else ": --prompt-key names another one"
-        raise ValueError(f"must have the key {asked}, got the keys {sorted(entry)}{others}")
-    value = entry.pop(own)
+        raise ValueError(f"must have the key {expected}, got the keys {sorted(entry)}{others}")
+    value = entry.pop(name)
     if key:
         entry.pop("messages", None)  # not the prompt
-    if own == "messages" or type(value) is list:
+    if name == "messages" or type(value) is list:
         for other in ("system",) if key else ("prompt", "system"):
             if other in entry:
                 raise ValueError(f'"{other}" must be left out beside messages, got {entry[other]!r:.80}')
         return take_chat(value, entry)
     if type(value) is not str:
-        raise ValueError(f'"{own}" must be a string, got {type(value).__name__}')
+        raise ValueError(f'"{name}" must be a string, got {type(value).__name__}')
     if not value.strip():
-        raise ValueError(f'"{own}" must not be empty')
+        raise ValueError(f'"{name}" must not be empty')
     if CHAT_TEXT.match(value):
-        raise ValueError(f'"{own}" must be a chat or a text, got a chat that was written as text, {value!r:.80}')
+        raise ValueError(f'"{name}" must be a chat or a text, got a chat that was written as text, {value!r:.80}')
     return value
 
 

@@ -33,9 +33,9 @@ def data_files(place: str | Path) -> list[Path]:
         ValueError: there is no such file, folder or split, or there are several splits, which the message lists.
     """
     text, path = str(place), Path(place)
-    if text.startswith("hf:") and path.suffix not in (".txt", *TABLES) and (found := DATA_SET.fullmatch(text)):
-        if "." not in (wanted := found["rest"] or ""):
-            return fetch_chosen(text, found, lambda names, card: _of_hub(names, card, wanted, found["set"]))
+    if text.startswith("hf:") and path.suffix not in (".txt", *TABLES) and (match := DATA_SET.fullmatch(text)):
+        if "." not in (wanted := match["rest"] or ""):
+            return fetch_chosen(text, match, lambda names, card: _of_hub(names, card, wanted, match["set"]))
     elif not text.startswith("hf:"):
         for folder in (path, *path.parents[:2]):
             is_split = folder != path and not path.suffix and not path.exists() and folder != Path()
@@ -87,8 +87,10 @@ def split_files(names: Sequence[str], card: Mapping[str, Any], wanted: str, plac
 def _of_hub(names: Sequence[str], card: Mapping[str, Any], wanted: str, place: str) -> list[str]:
     script = f"{place.split('@')[0].rpartition('/')[2]}.py"
     if script in names:
-        way = "give one of its files by name, or the hub's own conversion, NAME@~parquet"
-        raise ValueError(f"path must be a data set of files, got {place}, whose {script} is a script, never run: {way}")
+        hint = "give one of its files by name, or the hub's own conversion, NAME@~parquet"
+        raise ValueError(
+            f"path must be a data set of files, got {place}, whose {script} is a script, never run: {hint}"
+        )
     return split_files(names, card, wanted, place)
 
 
@@ -99,20 +101,20 @@ def _has_splits(folder: Path, path: Path) -> bool:
 
 def _names(folder: Path) -> list[str]:
     """Return the names of a folder's tables, relative to it. Raises ValueError if there are more than MAX_NAMES."""
-    if len(found := [*islice(_tables(folder), MAX_NAMES + 1)]) > MAX_NAMES:
+    if len(names := [*islice(_tables(folder), MAX_NAMES + 1)]) > MAX_NAMES:
         raise ValueError(f"path must be a folder with at most {MAX_NAMES} files of prompts, got {folder}")
-    return found
+    return names
 
 
 def _tables(folder: Path) -> Iterator[str]:
     """Yield the names of a folder's tables and .arrow files, relative to it, down to MAX_DEPTH levels."""
     for home, folders, files in os.walk(folder):
-        here = Path(home).relative_to(folder)
-        deeper = len(here.parts) < MAX_DEPTH - 1
+        relative = Path(home).relative_to(folder)
+        deeper = len(relative.parts) < MAX_DEPTH - 1
         folders[:] = [name for name in folders if deeper and not name.startswith((".", "_"))]
         for name in files:
             if name.endswith((*TABLES, ".arrow")) and (Path(home) / name).is_file():
-                yield (here / name).as_posix()
+                yield (relative / name).as_posix()
 
 
 def _configured(names: Sequence[str], configs: object) -> Iterator[tuple[str, str, str]]:
@@ -126,12 +128,12 @@ def _configured(names: Sequence[str], configs: object) -> Iterator[tuple[str, st
             raise ValueError(f"{CARD}: configs must be a list of objects, got {reprlib.repr(config):.80}")
         subset, folder = (_text_in(config, key) for key in ("config_name", "data_dir"))
         home = f"{folder.strip('/')}/" if folder.strip("/") else ""
-        if not (given := config.get("data_files")):
+        if not (data_files := config.get("data_files")):
             yield from ((subset, _named(name)[1], name) for name in names if name.startswith(home))
-        for split, patterns in _patterns(given or []):
-            for pattern in (f"{home}{own.removeprefix('./')}" for own in patterns):
-                found = [name for name in names if _fits(name, pattern)] if re.search(r"[*?[]", pattern) else [pattern]
-                yield from ((subset, split, name) for name in found)
+        for split, patterns in _patterns(data_files or []):
+            for pattern in (f"{home}{path.removeprefix('./')}" for path in patterns):
+                files = [name for name in names if _fits(name, pattern)] if re.search(r"[*?[]", pattern) else [pattern]
+                yield from ((subset, split, name) for name in files)
 
 
 def _text_in(config: Mapping[str, object], key: str) -> str:
@@ -141,16 +143,16 @@ def _text_in(config: Mapping[str, object], key: str) -> str:
     return value or ""
 
 
-def _patterns(given: object) -> Iterator[tuple[str, list[str]]]:
+def _patterns(value: object) -> Iterator[tuple[str, list[str]]]:
     """Yield the splits in a card's data_files, and the patterns of their files."""
-    for part in given if isinstance(given, list) else [given]:
+    for part in value if isinstance(value, list) else [value]:
         if not isinstance(part, dict):
             pairs = [("train", part)]
         else:
             pairs = [(part["split"], part.get("path"))] if "split" in part else [*part.items()]
         for split, paths in pairs:
             patterns = paths if isinstance(paths, list) else [paths]
-            if not (isinstance(split, str) and all(isinstance(each, str) for each in patterns)):
+            if not (isinstance(split, str) and all(isinstance(item, str) for item in patterns)):
                 rule = "data_files must be a path, a list, or a list of splits with paths"
                 raise ValueError(f"{CARD}: {rule}, got {reprlib.repr(part):.80}")
             yield split, [*map(str, patterns)]
@@ -162,8 +164,8 @@ def _named(name: str) -> tuple[str, str, str]:
     if shard := SHARD.fullmatch(file):
         return "/".join(folders), shard[1], name
     for place, text in reversed([*enumerate([*folders, file])]):
-        if found := [word for word in re.split("[^a-z]+", text.lower()) if word in SPLITS]:
-            return "/".join(folders[:place]), found[0], name
+        if splits := [word for word in re.split("[^a-z]+", text.lower()) if word in SPLITS]:
+            return "/".join(folders[:place]), splits[0], name
     return "/".join(folders), "", name
 
 
@@ -182,9 +184,9 @@ def _fits(name: str, pattern: str) -> bool:
 def _check_split(files: Sequence[str], place: str) -> None:
     """Raise ValueError unless the files of a split are of one kind, in one folder, and complete."""
     paths = [*map(PurePosixPath, files)]
-    for rule, found in (("of one kind", {p.suffix for p in paths}), ("in one folder", {str(p.parent) for p in paths})):
-        if len(found) > 1:
-            raise ValueError(f"the files of a split must be {rule}, got {', '.join(sorted(found))} in {place}")
+    for rule, kinds in (("of one kind", {p.suffix for p in paths}), ("in one folder", {str(p.parent) for p in paths})):
+        if len(kinds) > 1:
+            raise ValueError(f"the files of a split must be {rule}, got {', '.join(sorted(kinds))} in {place}")
     counts = {shard[2] for path in paths if (shard := SHARD.fullmatch(path.name))}
     if counts not in (set(), {f"{len(files):05}"}):
         raise ValueError(f"a split must have all of its files, got {len(files)} in {place}, as {files[0]}")

@@ -37,18 +37,18 @@ def table_lines(path: Path, media_keys: Collection[str], *, leaves_out: bool = F
         raise ValueError(f"{path} needs pyarrow, which is not installed: pip install 'pyarrow>=14.0.1'") from exc
     count = total = 0
     try:
-        most = max(MIN_BYTES, MOST_UNPACKED * path.stat().st_size)
-        texts = _check_table(parquet.ParquetFile(path).metadata, path, most)
+        limit = max(MIN_BYTES, MOST_UNPACKED * path.stat().st_size)
+        texts = _check_table(parquet.ParquetFile(path).metadata, path, limit)
         # Texts stay dictionary indices, so they are measured before a small file takes much memory.
         file, columns = parquet.ParquetFile(path, read_dictionary=texts), None
         if leaves_out:
             schema = file.schema_arrow
-            columns = [each.name for each in schema if each.name in media_keys or "binary" not in str(each.type)]
+            columns = [field.name for field in schema if field.name in media_keys or "binary" not in str(field.type)]
         for batch in file.iter_batches(batch_size=16, columns=columns):
-            if (size := sum(map(_num_bytes, batch.columns))) > most:
-                rule = f"must have at most {most} bytes with the 15 rows after it"
+            if (size := sum(map(_num_bytes, batch.columns))) > limit:
+                rule = f"must have at most {limit} bytes with the 15 rows after it"
                 raise ValueError(f"{path}, row {count + 1}: {rule}, got {size}")
-            if (total := total + size) > (most_in_all := max(MIN_TOTAL_BYTES, most)):
+            if (total := total + size) > (most_in_all := max(MIN_TOTAL_BYTES, limit)):
                 rule = f"must have at most {most_in_all} bytes with the rows before it"
                 raise ValueError(f"{path}, row {count + 1}: {rule}, got {total}")
             for row in batch.to_pylist():
@@ -69,8 +69,8 @@ def csv_lines(text: str, path: Path) -> Iterator[str]:
         for number, row in enumerate(rows, start=1):
             if not header:
                 header = [name.strip() for name in row]
-                if twice := sorted(name for name, count in Counter(filter(None, header)).items() if count > 1):
-                    raise ValueError(f"{path}, row {number}: must name each column once, got {twice}")
+                if duplicates := sorted(name for name, count in Counter(filter(None, header)).items() if count > 1):
+                    raise ValueError(f"{path}, row {number}: must name each column once, got {duplicates}")
             elif row and len(row) != len(header):
                 rule = f"must have {len(header)} cells, as the header {header} has"
                 raise ValueError(f"{path}, row {number}: {rule}, got {len(row)}: {row!r:.80}")
@@ -94,13 +94,13 @@ def _check_table(facts: Any, path: Path, most_bytes: int) -> list[str]:
     columns = [group.column(i) for group in groups for i in range(group.num_columns)]
     file_bytes = path.stat().st_size
     rows = max(MIN_ROWS, file_bytes)
-    for name, found, most in (
+    for name, actual, limit in (
         ("rows", facts.num_rows, rows),
         ("values", sum(column.num_values for column in columns), MOST_UNPACKED * rows),
         ("bytes", sum(column.total_uncompressed_size for column in columns), most_bytes),
     ):
-        if found > most:
-            raise ValueError(f"{path} must have at most {most} {name} in a file of {file_bytes} bytes, got {found}")
+        if actual > limit:
+            raise ValueError(f"{path} must have at most {limit} {name} in a file of {file_bytes} bytes, got {actual}")
     return sorted({column.path_in_schema for column in columns if column.physical_type == "BYTE_ARRAY"})
 
 
@@ -139,8 +139,8 @@ def _with_paths(value: object) -> object:
     if isinstance(value, bytes):
         return str(_kept_file(value))
     if isinstance(value, dict):
-        return {key: _with_paths(own) for key, own in value.items()}
-    return [_with_paths(own) for own in value] if isinstance(value, list) else value
+        return {key: _with_paths(item) for key, item in value.items()}
+    return [_with_paths(item) for item in value] if isinstance(value, list) else value
 
 
 def _kept_file(data: bytes) -> Path:
@@ -163,5 +163,5 @@ def media_folder() -> Path:
 
 def _without_null(value: object) -> object:
     if isinstance(value, dict):
-        return {key: _without_null(own) for key, own in value.items() if own is not None}
-    return [_without_null(own) for own in value] if isinstance(value, list) else value
+        return {key: _without_null(item) for key, item in value.items() if item is not None}
+    return [_without_null(item) for item in value] if isinstance(value, list) else value

@@ -88,26 +88,27 @@ def read_adapter(place: str | Path, *, part: str = "transformer") -> SavedAdapte
     file = Path(place) if Path(place).is_file() else find_adapter(place)
     if file is None:
         raise ValueError(f"folder must hold {LORA_FILE}, or {PEFT_FILE} with {CONFIG_NAME}, got {place}")
-    shapes, found, alphas = read_shapes(file), dict[str, dict[str, str]](), dict[str, str]()
+    shapes, layers, alphas = read_shapes(file), dict[str, dict[str, str]](), dict[str, str]()
     for name in shapes:
         if name.endswith(".alpha"):
             alphas[layer_name(name.removesuffix(".alpha"), part)] = name
         elif match := NAME.fullmatch(name):
-            found.setdefault(layer_name(match[1], part), {})[match[2]] = name
+            layers.setdefault(layer_name(match[1], part), {})[match[2]] = name
         else:
             raise ValueError(f"{file} must hold LoRA by peft's names, got {name}: convert it by omni-rl lora")
-    for layer, own in found.items():
-        if not {"A", "B"} <= own.keys():
+    for layer, by_side in layers.items():
+        if not {"A", "B"} <= by_side.keys():
             raise ValueError(f"{file} must hold lora_A and lora_B of each layer, lacks one of {layer}")
-    if not found or alphas.keys() - found.keys():
+    if not layers or alphas.keys() - layers.keys():
         raise ValueError(f"{file} must hold LoRA factors, got {min(alphas.values(), default='none')}")
     names = {
-        layer: [own[side] for side in ("A", "B", "magnitude_vector") if side in own] for layer, own in found.items()
+        layer: [by_side[side] for side in ("A", "B", "magnitude_vector") if side in by_side]
+        for layer, by_side in layers.items()
     }
-    for name in (name for own in names.values() for name in own):
+    for name in (name for layer_names in names.values() for name in layer_names):
         if not shapes[name] or min(shapes[name]) < 1:
             raise ValueError(f"{file} must hold factors of rank 1 or more, got the shape {shapes[name]} of {name}")
-    ranks = {layer: shapes[own[0]][0] for layer, own in names.items()}
+    ranks = {layer: shapes[layer_names[0]][0] for layer, layer_names in names.items()}
     with safe_open(file, framework="pt") as opened:
         from_tensors = {
             layer: alpha_in(opened.get_tensor(name), file, name) / ranks[layer] for layer, name in alphas.items()
@@ -141,20 +142,20 @@ def scaling_of(
         ValueError: a scale is not a finite number > 0, two places have different scales, or an unknown key of the
             header may be a scale.
     """
-    found, header = {"its tensors of alpha": dict(from_tensors)}, header_of(file)
+    scalings, header = {"its tensors of alpha": dict(from_tensors)}, header_of(file)
     if config := config_of(file, part):
         place = CONFIG_NAME if (file.parent / CONFIG_NAME).exists() else f"{SCALES} of its header"
-        found[place] = {layer: scale_in(config, layer, rank, file) for layer, rank in ranks.items()}
+        scalings[place] = {layer: scale_in(config, layer, rank, file) for layer, rank in ranks.items()}
     for key, text in header.items():
         end = key.rpartition(".")[2]
         if end in ALPHAS:
             root = any(k.rpartition(".")[2] == "use_rslora" and v.lower() == "true" for k, v in header.items())
             alpha = number_of(file, key, text)
-            found[f"{key} of its header"] = {layer: alpha / (r**0.5 if root else r) for layer, r in ranks.items()}
+            scalings[f"{key} of its header"] = {layer: alpha / (r**0.5 if root else r) for layer, r in ranks.items()}
         elif SCALED.search(end) and not key.startswith("ss_"):
             raise ValueError(f"{file} has {key!r:.80} in its header, which may be a scale and is not known: convert it")
     agreed: dict[str, float] = {}
-    for place, scales in found.items():
+    for place, scales in scalings.items():
         for layer, scale in scales.items():
             if not (math.isfinite(scale) and scale > 0):
                 raise ValueError(f"{file} must have scales that are finite and > 0, got {scale} by {place} for {layer}")
@@ -168,8 +169,8 @@ def scaling_of(
 
 def alpha_in(tensor: Tensor, file: Path, name: str) -> float:
     """Return the alpha in a tensor of a file; raise ValueError unless it is one finite number > 0."""
-    found = tensor.flatten().tolist()
-    alpha = found[0] if len(found) == 1 else f"{len(found)} numbers"
+    values = tensor.flatten().tolist()
+    alpha = values[0] if len(values) == 1 else f"{len(values)} numbers"
     if not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
         raise ValueError(f"{file} must have finite alphas > 0, got {alpha} as {name}")
     return float(alpha)
@@ -215,9 +216,9 @@ def checked_config(values: Mapping[str, Any], place: str) -> LoraConfig:
         raise ValueError(f"peft_type of {place} must be LORA, got {kind!r:.80}")
     if unknown := [key for key, value in values.items() if key not in known and value]:
         raise ValueError(f"{place} has {unknown[0]!r:.80}, which the installed peft does not know")
-    for key, none in UNREAD.items():
-        if (value := values.get(key, none[0])) not in none:
-            raise ValueError(f"{key} of {place} must be {none[0]!r}, got {value!r:.80}")
+    for key, accepted in UNREAD.items():
+        if (value := values.get(key, accepted[0])) not in accepted:
+            raise ValueError(f"{key} of {place} must be {accepted[0]!r}, got {value!r:.80}")
     init = values.get("init_lora_weights", True)
     if isinstance(init, str) and init.lower().startswith(RESIDUAL):
         rule = "must not change the weights below the adapter: save it with path_initial_model_for_weight_conversion"
@@ -227,7 +228,9 @@ def checked_config(values: Mapping[str, Any], place: str) -> LoraConfig:
         if not isinstance(pattern, dict) or any(not PATTERN.fullmatch(name) for name in pattern):
             raise ValueError(f"{key} of {place} must have numbers by names of layers, got {pattern!r:.80}")
     numbers = [(key, values.get(key)) for key in ("r", "lora_alpha")]
-    numbers += [(key, each) for key in ("rank_pattern", "alpha_pattern") for each in (values.get(key) or {}).values()]
+    numbers += [
+        (key, number) for key in ("rank_pattern", "alpha_pattern") for number in (values.get(key) or {}).values()
+    ]
     for key, value in numbers:
         kinds = (int,) if key in ("r", "rank_pattern") else (int, float)
         if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < MAX_NUMBER:
@@ -248,11 +251,11 @@ def config_text(rank: int, **facts: Any) -> str:
 def scale_in(config: LoraConfig, layer: str, rank: int, file: Path) -> float:
     """Return a layer's scale from peft's configuration. rank: rows of its A: rank times number of experts."""
     ranks, alphas = config.rank_pattern or {}, config.alpha_pattern or {}
-    own = ranks.get(get_pattern_key(list(ranks), layer), config.r)
+    layer_rank = ranks.get(get_pattern_key(list(ranks), layer), config.r)
     alpha = alphas.get(get_pattern_key(list(alphas), layer), config.lora_alpha)
-    if rank % own:
-        raise ValueError(f"{file} must have the rank of its configuration, {own}, got {rank} for {layer}")
-    return float(alpha / (own**0.5 if config.use_rslora else own))
+    if rank % layer_rank:
+        raise ValueError(f"{file} must have the rank of its configuration, {layer_rank}, got {rank} for {layer}")
+    return float(alpha / (layer_rank**0.5 if config.use_rslora else layer_rank))
 
 
 @torch.no_grad()
@@ -309,12 +312,12 @@ def scaled_state(saved: SavedAdapter) -> dict[str, Tensor]:
     with safe_open(saved.file, framework="pt") as opened:
         for layer, names in saved.names.items():
             down, up, *magnitudes = (opened.get_tensor(name) for name in names)
-            more = rank - len(down)
+            padding = rank - len(down)
             scale = saved.scaling[layer]
-            state[f"{layer}.lora_{SIDES[0]}"] = torch.nn.functional.pad(down, (0, 0, 0, more))
+            state[f"{layer}.lora_{SIDES[0]}"] = torch.nn.functional.pad(down, (0, 0, 0, padding))
             up = up if scale == 1 else up.float() * scale  # 16 bits would round the product
-            state[f"{layer}.lora_{SIDES[1]}"] = torch.nn.functional.pad(up, (0, more))
-            state |= {f"{layer}.lora_{SIDES[2]}": each for each in magnitudes}
+            state[f"{layer}.lora_{SIDES[1]}"] = torch.nn.functional.pad(up, (0, padding))
+            state |= {f"{layer}.lora_{SIDES[2]}": magnitude for magnitude in magnitudes}
     for name, tensor in state.items():
         check_numbers(saved.file, name, tensor)
     return state

@@ -79,14 +79,14 @@ def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in weights.items()
     }
     owners = owners_of(module)
-    for group in in_batches(sources.items(), GROUP_BYTES, num_bytes=lambda item: sum(each.nbytes for each in item[1])):
+    for group in in_batches(sources.items(), GROUP_BYTES, num_bytes=lambda item: sum(part.nbytes for part in item[1])):
         whole = iter(gather([tensor for _, tensors in group for tensor in tensors], owners))
         for name, tensors in group:
-            weight, *own = islice(whole, len(tensors))
-            if own:
-                weight = merged(adapted[name], adapted[name].active, weight, *own)
+            weight, *lora_factors = islice(whole, len(tensors))
+            if lora_factors:
+                weight = merged(adapted[name], adapted[name].active, weight, *lora_factors)
             yield name, weight
-            del weight, own
+            del weight, lora_factors
         del whole  # before the next group is gathered
 
 
@@ -106,10 +106,10 @@ def gather(tensors: Sequence[Tensor], owners: Mapping[Tensor, int] = MappingProx
     if shards:
         mesh = shards[0].device_mesh
         rows = [_padded(shard, mesh.size()).view(-1).view(torch.uint8) for shard in shards]
-        mine = torch.cat(rows)
-        every = mine.new_empty(mesh.size(), len(mine))
-        torch.distributed.all_gather(list(every.unbind()), mine, group=mesh.get_group())
-        parts = iter(every.split([len(each) for each in rows], dim=1))
+        local = torch.cat(rows)
+        gathered = local.new_empty(mesh.size(), len(local))
+        torch.distributed.all_gather(list(gathered.unbind()), local, group=mesh.get_group())
+        parts = iter(gathered.split([len(row) for row in rows], dim=1))
     return [
         _joined(tensor, next(parts)) if isinstance(tensor, DTensor) and tensor not in owners else _full(tensor, owners)
         for tensor in tensors
@@ -250,12 +250,12 @@ def _save(
             writers, place = ([0], place) if number == 1 else _find_writers(dist, Path(folder), place)
             files = _file_names(file, min(number, len(writers)))
             chosen = {name: files[share] for name, share in deal_by_size(sizes, len(files)).items()}
-            mine = dict(zip(writers, files, strict=False)).get(dist.rank)
+            own_file = dict(zip(writers, files, strict=False)).get(dist.rank)
             with same_error(dist):
                 try:
-                    if place and mine:
-                        own = {name: tensor for name, tensor in state.items() if chosen[name] == mine}
-                        _write(place / mine, own, zip(state, weights, strict=True))
+                    if place and own_file:
+                        file_tensors = {name: tensor for name, tensor in state.items() if chosen[name] == own_file}
+                        _write(place / own_file, file_tensors, zip(state, weights, strict=True))
                 finally:
                     for _ in weights:  # all ranks take part in every gather, even after an error
                         pass
@@ -280,12 +280,12 @@ def _find_writers(dist: Dist, folder: Path, place: Path | None) -> tuple[list[in
     with same_error(dist):
         if mark:
             mark.touch()
-    seen = folder.parent / gather_json(dist, mark and f"{mark.parent.name}/{mark.name}")[0]
-    writers = [rank for rank, sees in enumerate(gather_json(dist, seen.is_file())) if sees]
+    folder_path = folder.parent / gather_json(dist, mark and f"{mark.parent.name}/{mark.name}")[0]
+    writers = [rank for rank, is_visible in enumerate(gather_json(dist, folder_path.is_file())) if is_visible]
     with same_error(dist):
         if mark:
             mark.unlink()
-    return writers, seen.parent
+    return writers, folder_path.parent
 
 
 def _file_names(file: str, number: int) -> list[str]:
@@ -294,17 +294,17 @@ def _file_names(file: str, number: int) -> list[str]:
     return [f"{stem}-{i:05}-{ending}" for i in range(1, number + 1)] if number > 1 else [file]
 
 
-def _write(path: Path, own: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Write a file of the `own` weights, which arrive in its order, while the next ones are gathered."""
+def _write(path: Path, tensors: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Write a file of the `tensors`, which arrive in its order, while the next ones are gathered."""
 
     def write(tensor: Tensor) -> None:
         out.write(tensor.view(-1).view(torch.uint8).numpy().data)
 
     with path.open("wb") as out, ThreadPoolExecutor(1) as pool:
-        out.write(file_header(own, format="pt"))
+        out.write(file_header(tensors, format="pt"))
         written: Future[None] | None = None
         for name, tensor in weights:
-            if name in own:
+            if name in tensors:
                 if written:
                     written.result()
                 written = pool.submit(write, tensor.cpu().contiguous())
@@ -323,10 +323,10 @@ def homes(folder: str | Path, names: Iterable[str]) -> dict[str, Path]:
     Raises:
         ValueError: none exists.
     """
-    found = {name: Path(folder) / name for name in names if (Path(folder) / name).is_dir()}
-    if not found:
+    folders = {name: Path(folder) / name for name in names if (Path(folder) / name).is_dir()}
+    if not folders:
         raise ValueError(f"folder must have a folder of {' or '.join(name or '.' for name in names)}, got {folder}")
-    return found
+    return folders
 
 
 def saved_files(folder: str | Path, *, part: str = "transformer") -> list[Path]:
@@ -352,9 +352,9 @@ def check_weights(module: nn.Module, folder: str | Path, *, part: str = "transfo
         return
     saved, state = read_adapter(folder, part=part), module.state_dict()
     weights = {base_name(name): tuple(value.shape) for name, value in state.items()}
-    wrong = [layer for layer in saved.names if not _fits_layer(saved, layer, weights.get(f"{layer}.weight", ()))]
-    if wrong:
-        count = f"{len(wrong)} of {len(saved.names)} layers, such as {min(wrong)}"
+    unfit = [layer for layer in saved.names if not _fits_layer(saved, layer, weights.get(f"{layer}.weight", ()))]
+    if unfit:
+        count = f"{len(unfit)} of {len(saved.names)} layers, such as {min(unfit)}"
         raise ValueError(f"{saved.file} does not fit {type(module).__name__}: {count}")
 
 
@@ -377,13 +377,17 @@ def load_weights(module: nn.Module, folder: str | Path, *, part: str = "transfor
 
 def _saved_shapes(layer: AdaptedLayer, adapter: str) -> Sequence[Tensor]:
     """Return tensors shaped like those in a file; with PiSSA they have no values."""
-    found = _factors_with_initial(layer, adapter)
-    return own_tensors(layer, adapter) if len(found) == 2 else _change(*(each.detach().to("meta") for each in found))
+    trained = _factors_with_initial(layer, adapter)
+    return (
+        own_tensors(layer, adapter)
+        if len(trained) == 2
+        else _change(*(factor.detach().to("meta") for factor in trained))
+    )
 
 
 def _factors_with_initial(layer: AdaptedLayer, name: str) -> list[nn.Parameter]:
     """Return A and B of one layer's adapter, followed by the initial A and B of PiSSA, if used."""
-    return [factor for each in (name, INITIAL) if each in layer.lora_A for factor in factors(layer, each)]
+    return [factor for adapter in (name, INITIAL) if adapter in layer.lora_A for factor in factors(layer, adapter)]
 
 
 def _change(down: Tensor, up: Tensor, *initial: Tensor) -> tuple[Tensor, Tensor]:

@@ -63,9 +63,9 @@ class RolloutPipeline:
 
     def forward(self, req: DiffusionRequestBatch) -> list[DiffusionOutput]:
         """Return one DiffusionOutput per request, whose `output` is a Trajectory of one sample."""
-        asked = [params.extra_args for params in req.sampling_params_list]
+        extras = [params.extra_args for params in req.sampling_params_list]
         trajectory = self.sampler.sample(
-            [extra["prompt"] for extra in asked], asked[0]["params"], weight_version=asked[0]["weight_version"]
+            [extra["prompt"] for extra in extras], extras[0]["params"], weight_version=extras[0]["weight_version"]
         )
         return [DiffusionOutput(output=sample) for sample in trajectory.split(1)]
 
