@@ -306,9 +306,9 @@ def decode_reply(
         raise MismatchError(f"request_id must be {request_id!r}, got {shown(reply.get('request_id'))}")
     for name, value in (scorer or {}).items():
         if (actual := reply.get(name, value)) != value:
-            remedy = "start it as it was, or begin a new run"
+            hint = "start it as it was, or begin a new run"
             rule = f"{name} must be {shown(value)}, as the server said before"
-            raise MismatchError(f"{rule}, got {shown(actual)}: {remedy}")
+            raise MismatchError(f"{rule}, got {shown(actual)}: {hint}")
     results = reply.get("results")
     if not isinstance(results, list):
         raise ValueError(f"results must be a list, got {shown(results)}")

@@ -40,8 +40,8 @@ def in_slices(decode: Decode, size: int) -> Decode:
     return decode_slices
 
 
-def in_tiles(decode: Decode, most: int, run: Run = map) -> Decode:
-    """Wrap `Model.decode` to decode images or videos in overlapping tiles of at most `most` pixels a side.
+def in_tiles(decode: Decode, max_side: int, run: Run = map) -> Decode:
+    """Wrap `Model.decode` to decode images or videos in overlapping tiles of at most `max_side` pixels a side.
 
     The VAE sees one tile at a time, so the result differs slightly from decoding whole samples.
 
@@ -50,8 +50,8 @@ def in_tiles(decode: Decode, most: int, run: Run = map) -> Decode:
 
     def decode_tiles(parts: Parts, x0: Tensor, cond: Cond, params: Params) -> tuple[Media, Rates]:
         unit = params.height // x0.shape[-2]
-        overlap = max(1, min(OVERLAP, most // 4) // unit)
-        places = [*product(*(cut(length, most // unit, overlap) for length in x0.shape[-2:]))]
+        overlap = max(1, min(OVERLAP, max_side // 4) // unit)
+        places = [*product(*(cut(length, max_side // unit, overlap) for length in x0.shape[-2:]))]
         if len(places) == 1:
             return decode(parts, x0, cond, params)
         decoded = list[tuple[Media, Rates]]()
@@ -71,9 +71,9 @@ def in_tiles(decode: Decode, most: int, run: Run = map) -> Decode:
     return decode_tiles
 
 
-def cut(length: int, most: int, overlap: int) -> list[slice]:
-    """Return the fewest equal parts of at most `most` that cover a length; neighbors overlap by at least `overlap`."""
-    count = max(1, ceil((length - overlap) / (most - overlap)))
+def cut(length: int, max_length: int, overlap: int) -> list[slice]:
+    """Return the fewest equal parts of at most `max_length` that cover a length; neighbors overlap by at least `overlap`."""
+    count = max(1, ceil((length - overlap) / (max_length - overlap)))
     size = ceil((length + (count - 1) * overlap) / count)
     starts = [(length - size) * i // max(1, count - 1) for i in range(count)]
     return [slice(start, start + size) for start in starts]

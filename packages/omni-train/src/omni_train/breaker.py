@@ -27,9 +27,8 @@ class Breaker:
     ranks would wait for this one.
 
     name: named in the line. goes_on: True to keep calling after a failure. Each message is then printed once, and so
-        are
-    messages that differ only in numbers, such as step numbers. remedy: end of the line, for example how to get the
-    result later.
+    are messages that differ only in numbers, such as step numbers. remedy: end of the line, for example how to get
+    the result later.
     """
 
     def __init__(self, name: str, *, goes_on: bool = False, remedy: str = "") -> None:

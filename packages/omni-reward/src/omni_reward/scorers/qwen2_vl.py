@@ -129,7 +129,7 @@ def load_judge(
     base: str,
     marks: Sequence[str],
     pad: str,
-    to: tuple[torch.device, Any],
+    placement: tuple[torch.device, Any],
     kind: Kind = "Qwen2-VL",
 ) -> Judge:
     """Load the reward model with these weights.
@@ -140,7 +140,7 @@ def load_judge(
         base: name of the base model, for its configuration and tokenizer.
         marks: the added tokens, in their order.
         pad: the placeholder token of the sample.
-        to: device and dtype.
+        placement: device and dtype.
         kind: kind of the base model.
 
     Raises:
@@ -157,7 +157,7 @@ def load_judge(
     if words is None or len(words) <= max(ids):
         raise ValueError(f"the model must hold an embedding of each token of {base} and of {' '.join(marks)}")
     config.text_config.vocab_size = len(words)
-    network = neural.load_model(KINDS[kind][1], base, to[1], to[0], config=config, weights=renamed)
+    network = neural.load_model(KINDS[kind][1], base, placement[1], placement[0], config=config, weights=renamed)
     return Judge(network, tokenizer, text, ids[:-1], pad)
 
 

@@ -543,12 +543,12 @@ def _without(cls: type[nn.Module], unused: Collection[str]) -> type[nn.Module]:
     return Part
 
 
-def check_size(params: Params, unit: int, *, most: int | None = None) -> None:
-    """Raise ValueError unless height and width are 1 to `most` times `unit` pixels; name the nearest valid size."""
-    bound = "" if most is None else f" up to {most * unit}"
+def check_size(params: Params, unit: int, *, max_units: int | None = None) -> None:
+    """Raise ValueError unless height and width are 1 to `max_units` times `unit` pixels; name the nearest valid size."""
+    bound = "" if max_units is None else f" up to {max_units * unit}"
     for name, value in (("height", params.height), ("width", params.width)):
-        if value < unit or value % unit or (most is not None and value > most * unit):
-            nearest = min(max(1, round(value / unit)), most or math.inf) * unit
+        if value < unit or value % unit or (max_units is not None and value > max_units * unit):
+            nearest = min(max(1, round(value / unit)), max_units or math.inf) * unit
             rule = f"{name} must be a positive multiple of {unit} pixels{bound}, such as {nearest}"
             raise ValueError(f"{rule}, got {value}")
 
