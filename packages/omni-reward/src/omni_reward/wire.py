@@ -388,9 +388,8 @@ def _arrays_in(body: bytes | bytearray, entries: Mapping[str, object], start: in
             ):
                 layouts.append((begin, end, name, np.dtype(NUMPY[code]), shape))
             case _:
-                raise ValueError(
-                    f"{shown(name)} must have a dtype of {sorted(NUMPY)}, shape and offsets, got {shown(entry)}"
-                )
+                rule = f"must have a dtype of {sorted(NUMPY)}, shape and offsets"
+                raise ValueError(f"{shown(name)} {rule}, got {shown(entry)}")
     arrays, place = {}, 0
     for begin, end, name, dtype, shape in sorted(layouts, key=lambda tensor: tensor[:3]):
         count = math.prod(shape)

@@ -72,7 +72,7 @@ def in_tiles(decode: Decode, max_side: int, run: Run = map) -> Decode:
 
 
 def cut(length: int, max_length: int, overlap: int) -> list[slice]:
-    """Return the fewest equal parts of at most `max_length` that cover a length; neighbors overlap by at least `overlap`."""
+    """Return the fewest equal parts of at most `max_length` that cover a length, with an overlap of `overlap` or more."""
     count = max(1, ceil((length - overlap) / (max_length - overlap)))
     size = ceil((length + (count - 1) * overlap) / count)
     starts = [(length - size) * i // max(1, count - 1) for i in range(count)]

@@ -26,8 +26,8 @@ class Breaker:
     Do not use it for anything that samples, weights, checkpoints or log lines depend on, nor around a collective: other
     ranks would wait for this one.
 
-    name: named in the line. goes_on: True to keep calling after a failure. Each message is then printed once, and so
-    are messages that differ only in numbers, such as step numbers. remedy: end of the line, for example how to get
+    name: named in the line. goes_on: True to keep calling after a failure. Each message is then printed once, and
+    so are messages that differ only in numbers, such as step numbers. remedy: end of the line, for example how to get
     the result later.
     """
 

@@ -363,7 +363,7 @@ def shutdown() -> None:
 
 
 def deal(items: Sequence[T], dist: Dist, batch_size: int, *, in_a_row: int = 1) -> list[Sequence[T]]:
-    """Return this rank's batches: ranks take `batch_size` consecutive items in turn, or `in_a_row` if that is larger.
+    """Return this rank's batches: ranks take `batch_size` consecutive items in turn, or `in_a_row` if that is more.
 
     Ranks that compute each forward pass together have the same batches.
 

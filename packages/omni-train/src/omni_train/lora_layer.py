@@ -140,7 +140,7 @@ def _(out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
 
 
 def merged(layer: AdaptedLayer, name: str, weight: Tensor, down: Tensor, up: Tensor, *magnitudes: Tensor) -> Tensor:
-    """Return a layer's whole weight merged with an adapter, in its dtype. The tensors are those of `own_tensors`."""
+    """Return a layer's whole weight merged with an adapter, in its dtype. The tensors are `own_tensors`."""
     changed = add_product(weight.float(), down, up, layer.scaling[name])
     for magnitude in magnitudes:  # one tensor, with DoRA
         changed *= (magnitude / changed.norm(dim=1))[:, None]

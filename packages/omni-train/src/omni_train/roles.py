@@ -93,7 +93,8 @@ def split(whole: Dist, num_samplers: int, *, timeout_s: float) -> Roles:
     mesh = DeviceMesh.from_group(group, whole.device.type, mesh_dim_names=("dp",))
     first, size = (count if samples else 0), len(ranks[samples])
     ring = replace(whole, rank=whole.rank - first, world_size=size, mesh=mesh, machines=None, first=first)
-    dist = replace(ring, machines=by_machine(ring, timeout))  # its group names count the earlier groups of each rank
+    # The names of its groups count the earlier groups of each rank.
+    dist = replace(ring, machines=by_machine(ring, timeout))
     orders = torch_dist.new_group([0, *ranks[1]], timeout=timeout, backend="gloo")
     results = torch_dist.new_group(timeout=timeout, backend="gloo")
     return Roles(whole, dist, count, orders if samples or whole.rank == 0 else None, results, timeout_s)

@@ -13,7 +13,7 @@ from omni_train.dist import Dist, gather_json
 
 TYPED = "OMNI_RL_COMMAND"  # the command that the user typed, set by a program that starts the trainer
 STOP_SIGNALS = signal.SIGTERM, signal.SIGINT
-HEARS_ALL = "OMNI_RL_HEARS_EVERY_CTRL_C"  # set by `omni_rl.run.ranks`; plain torchrun passes on only the first Ctrl-C
+HEARS_ALL = "OMNI_RL_HEARS_EVERY_CTRL_C"  # set by `omni_rl.run.ranks`; plain torchrun passes only the first Ctrl-C
 
 
 @dataclass

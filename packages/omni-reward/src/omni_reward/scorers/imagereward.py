@@ -101,16 +101,19 @@ def load_imagereward(
     kept = neural.read_config(model, "med_config.json", _TEXT_SETTINGS)
     safe = Path(model) / "ImageReward.safetensors"
     weights = neural.read_weights(safe if safe.is_file() else neural.find_file(model, "ImageReward.pt"))
-    see, read = neural.below("blip.visual_encoder.", weights), neural.below("blip.text_encoder.", weights)
-    read.pop("embeddings.position_ids", None)  # 0, 1, 2, ...: new versions do not store it
-    if not see or not read:
+    visual_weights, text_weights = (
+        neural.below("blip.visual_encoder.", weights),
+        neural.below("blip.text_encoder.", weights),
+    )
+    text_weights.pop("embeddings.position_ids", None)  # 0, 1, 2, ...: new versions do not store it
+    if not visual_weights or not text_weights:
         raise ValueError(f"the weights must be ImageReward's, got the names {sorted(weights)[:3]}")
-    vision: Any = BlipVisionModel(_vision_config(see))
+    vision: Any = BlipVisionModel(_vision_config(visual_weights))
     # is_decoder adds cross-attention to the text encoder
     config = BlipTextConfig(**kept, encoder_hidden_size=vision.config.hidden_size, is_decoder=True)
     text = BlipTextModel(config, add_pooling_layer=False)
-    _fill(vision, {_rename(name): weight for name, weight in see.items()}, where, kind)
-    _fill(text, read, where, kind)
+    _fill(vision, {_rename(name): weight for name, weight in visual_weights.items()}, where, kind)
+    _fill(text, text_weights, where, kind)
     head = build_head(neural.below("mlp.layers.", weights), text.config.hidden_size, 1, has_relu=False).to(where)
     words = neural.load_part(AutoTokenizer, tokenizer)
 

@@ -109,9 +109,8 @@ def order(name: str, scorer: Scorer, known: Mapping[str, Any], local: Path | Non
         summary = ", ".join(f"{other} {value:.4f}" for other, value in zip(labels, scores, strict=True))
         if shares := known.get("shares", {}).get(name):
             weights = np.exp(shares["scale"] * np.array(scores))
-            summary += (
-                f"; shares {line_of(weights / weights.sum())}, published of one crop {line_of(shares['published'][i])}"
-            )
+            summary += f"; shares {line_of(weights / weights.sum())}"
+            summary += f", published of one crop {line_of(shares['published'][i])}"
         if name in NO_PROMPT:
             low, high = NO_PROMPT[name]
             yield Check(low <= scores[i] <= high, f"the {label} scores {scores[i]:.4f}, possible {low:g} to {high:g}")

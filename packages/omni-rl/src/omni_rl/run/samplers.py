@@ -51,8 +51,8 @@ class Samplers:
     ) -> tuple[list[Trajectory], list[Pending]]:
         """Return this rank's batches of the oldest requested step, and their scores, which must be read in order.
 
-        prompts: the prompts of each batch. in_a_row: number of consecutive samples per sampling rank. counts: updated
-        with the counts of the sampling ranks when scores are read.
+        prompts: the prompts of each batch. in_a_row: number of consecutive samples per sampling rank. counts:
+        updated with the counts of the sampling ranks when scores are read.
         """
         sources = [own[0].index // in_a_row % self._roles.num_samplers for own in prompts]
         parts = zip(over(prompts, "samples"), sources, strict=True)

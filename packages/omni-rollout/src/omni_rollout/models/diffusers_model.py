@@ -544,7 +544,7 @@ def _without(cls: type[nn.Module], unused: Collection[str]) -> type[nn.Module]:
 
 
 def check_size(params: Params, unit: int, *, max_units: int | None = None) -> None:
-    """Raise ValueError unless height and width are 1 to `max_units` times `unit` pixels; name the nearest valid size."""
+    """Raise ValueError unless height and width are 1 to `max_units` times `unit` pixels; name the nearest size."""
     bound = "" if max_units is None else f" up to {max_units * unit}"
     for name, value in (("height", params.height), ("width", params.width)):
         if value < unit or value % unit or (max_units is not None and value > max_units * unit):

@@ -101,7 +101,8 @@ class HunyuanImage(ImageModel):
         return safetensors_files(self.folder, "model")
 
     def _num_bytes(self, part: str) -> int:
-        return size_of(self.folder, "model") if part in self.nets.values() else 0  # they hold the other parts too
+        # The files of the net hold the other parts too.
+        return size_of(self.folder, "model") if part in self.nets.values() else 0
 
     def check(self, params: Params) -> None:
         """Raise ValueError for an unsupported size or option; sizes are those of the released tokenizer."""

@@ -53,17 +53,17 @@ class QwenImage21Transformer2DModel(diffusers.QwenImage21Transformer2DModel):
         pieces = [piece for pair in zip(texts, images, strict=True) for piece in pair]
         ends = list(accumulate(piece.shape[1] for piece in pieces))
         segments = [(start, end, i % 2 == 0) for i, (start, end) in enumerate(zip([0, *ends], ends, strict=False))]
-        x, device, given, size = (
+        x, device, text_mask, size = (
             torch.cat(pieces, dim=1),
             hidden_states.device,
             encoder_hidden_states_mask,
             ends[-1] - ends[-2],
         )
-        angles = self._angles(places([text.shape[1] for text in texts], img_shapes, given, device))
+        angles = self._angles(places([text.shape[1] for text in texts], img_shapes, text_mask, device))
         keys, is_image = None, torch.arange(ends[-1], device=device) >= ends[-2]
-        if given is not None:
-            before, after = given.new_ones(len(x), ends[-2] - given.shape[1]), given.new_ones(len(x), size)
-            keys = torch.cat([before, given, after], dim=1)[:, None, None]
+        if text_mask is not None:
+            before, after = text_mask.new_ones(len(x), ends[-2] - text_mask.shape[1]), text_mask.new_ones(len(x), size)
+            keys = torch.cat([before, text_mask, after], dim=1)[:, None, None]
         timestep = timestep.to(x.dtype)
         temb = self.time_text_embed(torch.cat([timestep, timestep.new_zeros(1)]), x)  # texts and references have 0
         modulation = self.modulation(temb)

@@ -218,7 +218,7 @@ class RemoteFolder:
         self.remote.delete_folder(step_name(step))
 
     def read_beside(self, step: int, name: str) -> bytes | None:
-        """Return a file that the run stored with a checkpoint; None if there was none. Raises as in `fetch_beside`."""
+        """Return a file that the run stored with a checkpoint; None if there was none. Raises like `fetch_beside`."""
         expected = self.open(step).files.get(name)
         if expected is None:  # the checkpoint was copied from a folder
             return None

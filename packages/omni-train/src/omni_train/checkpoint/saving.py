@@ -32,7 +32,7 @@ class Saving:
         place: Place,
         dist: Dist,
         files: Iterable[PartFile],
-        about: Mapping[str, Any],
+        metadata: Mapping[str, Any],
         finish: Callable[[Sequence[Index]], None],
         *,
         num_threads: int,
@@ -44,12 +44,12 @@ class Saving:
             place: place of the checkpoints.
             dist: the ranks.
             files: the files of this rank; an iterator advances only when the previous file is written.
-            about: entries of the part's index other than the files and their tensors, including the id of the save.
+            metadata: entries of the part's index other than the files and their tensors, including the id of the save.
             finish: called on the first rank with the indices of all parts.
             num_threads: number of files written at the same time; if more than one, `files` must be in memory.
         """
         self._draft, self._place, self._dist, self._files = draft, place, dist, files
-        self._about, self._finish = about, finish
+        self._about, self._finish = metadata, finish
         self._num_threads = num_threads
         self._written: Future[None] = Future()  # this rank's part
         self._ended: Future[None] = Future()  # on the first rank, the checkpoint
