@@ -170,7 +170,7 @@ from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
 from omni_rollout.sampler import check_images
 from omni_train.dist import Dist, init_distributed
-from omni_train.weights.full import check_weights, homes, load_weights, saved_files
+from omni_train.weights.full import check_weights, load_weights, saved_files, weight_folders
 from torch import Tensor
 
 
@@ -239,10 +239,10 @@ def find_weights(args: Args, model: Model) -> list[tuple[str, Path]]:
     """Return the folders of --weights in the order of loading, each with the name of its net."""
     folders = listed(args.weights)
     with flag("--weights: "):
-        found = [(name, home) for folder in folders for name, home in homes(folder, model.nets).items()]
+        found = [(name, home) for folder in folders for name, home in weight_folders(folder, model.nets).items()]
         for name, home in found:
             check_weights(model.empty_net().get_submodule(name), home)
-        are_full = [any(map(saved_files, homes(folder, model.nets).values())) for folder in folders]
+        are_full = [any(map(saved_files, weight_folders(folder, model.nets).values())) for folder in folders]
         rule = f"must be full weights, an adapter, or full weights and then an adapter, got {args.weights}"
         require((len(folders) < 2 or are_full == [True, False], rule))
     return found

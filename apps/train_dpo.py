@@ -116,7 +116,7 @@ from omni_rl.run.sources import sampled
 from omni_rl.run.start import open_net, open_policy, open_run, open_session, print_plan, start_servers
 from omni_rl.run.world import World
 from omni_rollout import Trajectory
-from omni_rollout.types import pick, to_device
+from omni_rollout.types import take_rows, to_device
 from omni_sched import add_noise, shift_sigmas, step_noise
 from omni_train.dist import gather_json
 from torch import Tensor, nn
@@ -168,7 +168,7 @@ def roll_out(run: MediaRun[Args], step: Step) -> Rollout[Trajectory] | None:
     if run.args.preferences:
         return None
     with run.phase("rollout"):
-        return sample(run, prompts_of(run, step), run.base_params, in_a_row=run.args.data.group_size)
+        return sample(run, prompts_of(run, step), run.base_params, consecutive=run.args.data.group_size)
 
 
 def pairs_of(run: MediaRun[Args], step: Step, rollout: Rollout[Trajectory]) -> list[Pairs]:
@@ -236,8 +236,8 @@ def noise_afresh(run: MediaRun[Args], step: Step, pairs: Pairs, own: Sequence[in
     count = args.levels_per_pair
     rows = [*own, *[0] * (args.data.batch_size // 2 - len(own))]
     seeds, onto = [pairs.seeds[i] for i in rows], partial(to_device, device=pairs.win.device)
-    x0 = torch.cat([pick(pairs.win, rows), pick(pairs.lose, rows)])
-    cond = {name: torch.cat([pick(tensor, rows)] * 2) for name, tensor in pairs.cond.items()}
+    x0 = torch.cat([take_rows(pairs.win, rows), take_rows(pairs.lose, rows)])
+    cond = {name: torch.cat([take_rows(tensor, rows)] * 2) for name, tensor in pairs.cond.items()}
     sigmas = shift_sigmas(step_noise(seeds, first + count, (count,)).sigmoid(), args.level_shift)
     if run.model.boundary:
         sigmas = torch.stack([of_one_expert(run, step, sigma, k) for k, sigma in enumerate(sigmas.T)], dim=1)

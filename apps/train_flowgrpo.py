@@ -282,10 +282,10 @@ def roll_out(run: MediaRun[Args], step: Step) -> MediaRollout:
     """Return this rank's samples of a step, with pending scores."""
     prompts = prompts_of(run, step, same_start_noise=run.args.same_start_noise)
     with run.phase("rollout"):
-        return sample(run, prompts, params_at(run, step), in_a_row=num_in_a_row(run))
+        return sample(run, prompts, params_at(run, step), consecutive=num_consecutive(run))
 
 
-def num_in_a_row(run: MediaRun[Args]) -> int:
+def num_consecutive(run: MediaRun[Args]) -> int:
     """Return the number of consecutive samples of a rank: a group, if it shares the steps before its window."""
     data = run.args.data
     has_groups = not data.group_size % data.batch_size and not data.prompts_per_step % run.dist.dp_size

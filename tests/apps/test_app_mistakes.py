@@ -23,7 +23,7 @@ from apps import app_lives as lives
 from helpers import CHECKPOINT, sampled
 from model_rows import ROWS
 from omni_reward.scorers import load_scorer
-from omni_reward.serving import serving_here
+from omni_reward.serving import serving_in_thread
 from omni_rl.settings.early import files_of
 from omni_rl.settings.fields import change, flat
 from omni_train.checkpoint.index import index_digest
@@ -378,7 +378,7 @@ GRADES = {  # what a reward function does -> what is said of it
 def test_a_reward_function_that_gives_no_scores_is_one_line(folder, body):
     (folder / "own.py").write_text(f"import torch\ndef own(media, prompts, meta):\n    {body}\n")
     message = f"--scorer.url must score the first prompt: .*{GRADES[body]}"
-    with serving_here(load_scorer("python:own.py:own"), show_errors=True) as url:
+    with serving_in_thread(load_scorer("python:own.py:own"), show_errors=True) as url:
         lives.assert_refused(folder, ["--scorer.url", url], message)
 
 
@@ -386,6 +386,6 @@ def test_a_reward_function_may_return_a_tensor(folder):
     (folder / "own.py").write_text(
         "import torch\ndef own(media, prompts, meta):\n    return torch.ones(len(prompts))\n"
     )
-    with serving_here(load_scorer("python:own.py:own")) as url:
+    with serving_in_thread(load_scorer("python:own.py:own")) as url:
         life = lives.command(folder, ["--config", "tiny.toml", "--scorer.url", url], before=lives.no_loading)
         assert life.wait() == [99], life.text()  # which comes to the weights

@@ -14,14 +14,14 @@ import torch
 from helpers import REPO, sampled
 from model_rows import ROWS
 from omni_reward import Scorer
-from omni_reward.serving import serving_here
+from omni_reward.serving import serving_in_thread
 from omni_rl.media.images import read_image
 from omni_rl.settings.fields import change
 from omni_rollout import Prompt
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
 from omni_sched import INITIAL_NOISE, step_noise
-from omni_train.weights.full import homes, load_weights
+from omni_train.weights.full import load_weights, weight_folders
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from trainer_runs import exported, lose_step, recipe, tiny, train, train_on_ranks
@@ -139,7 +139,7 @@ def test_a_scorer_of_edits_sees_the_references_of_each_sample(here):
         seen.append([sample["images"] for sample in meta])
         return [float(image.mean()) for image in media["image"]]
 
-    with serving_here(Scorer(score, references=True)) as url:
+    with serving_in_thread(Scorer(score, references=True)) as url:
         args = settings(train_flowgrpo, "qwen-image-edit-plus", url, train_steps=1, scorer_watch_url=url)
         train(train_flowgrpo, args)
     assert seen[0] == seen[1] == [["0-0.png", "0-1.png"]] * 2  # of the scorer and of the one that watches
@@ -179,7 +179,7 @@ def test_the_stock_pipeline_opens_the_export_and_draws_our_image(here, bright_ur
 
     untrained = stock()
     parts = model.load(device="cpu", dtype=torch.float32)
-    for expert, home in homes(weights, model.nets).items():
+    for expert, home in weight_folders(weights, model.nets).items():
         part = model.nets[expert]
         if kind == "lora":
             pipe.load_lora_weights(str(home), **({} if part == "transformer" else {f"load_into_{part}": True}))

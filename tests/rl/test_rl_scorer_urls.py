@@ -4,7 +4,7 @@ import socket
 
 import pytest
 import torch
-from omni_reward.serving import serving_here
+from omni_reward.serving import serving_in_thread
 from omni_rl.flow.scorers import connect
 from omni_rl.settings.eval_sets import check_urls, on_this_machine
 from omni_rl.settings.groups import ScoredScorer, Scorer
@@ -31,7 +31,7 @@ def servers():
             seen.extend(prompts)
             return [0.5] * len(prompts)
 
-        return serving_here(score, name="half")
+        return serving_in_thread(score, name="half")
 
     with server(texts[0]) as first, server(texts[1]) as second:
         yield texts, (first, second)
@@ -63,7 +63,7 @@ def test_a_number_for_all_samples_is_told_at_the_start_by_the_flag_that_was_give
     """Of two samples, so that a list of one number does not pass."""
     asks = ScoredScorer(name=name)
     said = rf"^{flag} must score the first prompt: .* scorer_failed"
-    with serving_here(lambda media, prompts, meta: [0.5]) as url, pytest.raises(ValueError, match=said):
+    with serving_in_thread(lambda media, prompts, meta: [0.5]) as url, pytest.raises(ValueError, match=said):
         connect(url, asks, rank(0, 1, 1, monkeypatch), PromptRecord(0, "a"), ["image"])
 
 

@@ -19,7 +19,7 @@ from omni_losses.output import (
     LossOutput,
     clip_metrics,
     element_mean,
-    over,
+    expand_like,
     ratio_metrics,
     require_batch,
     require_latents,
@@ -164,7 +164,7 @@ def diffusion_nft_loss(  # noqa: PLR0913 - all but six are keyword-only, and eac
         raise ValueError(f"ref_velocity must be given with kl_coef > 0, got None and {kl_coef}")
     old, x0, x_t = (tensor.detach().float() for tensor in (old_velocity, x0, x_t))
     shift = nft_beta * (velocity.float() - old)
-    level = over(sigma.detach().float(), velocity)
+    level = expand_like(sigma.detach().float(), velocity)
     positive = _normalized_error(x_t - level * (old + shift), x0, min_weight)
     negative = _normalized_error(x_t - level * (old - shift), x0, min_weight)
     prob = reward_prob.detach().float()

@@ -92,7 +92,7 @@ class RewardClient:
         self._workers = ThreadPoolExecutor(max_in_flight, thread_name_prefix="omni-reward")
         self.scorer: dict[str, str] | None = None  # `scorer` and `scorer_version` of the first `info`
         self._lock = threading.Lock()  # guards the counts below
-        self._num_under_way, self._busy_since, self._busy_s = 0, 0.0, 0.0
+        self._num_running, self._busy_since, self._busy_s = 0, 0.0, 0.0
         self._num_failed_in_row = 0
 
     def submit(
@@ -172,7 +172,7 @@ class RewardClient:
         Subtract the time that callers waited to get the scoring time that other work has hidden.
         """
         with self._lock:
-            return self._busy_s + (time.perf_counter() - self._busy_since if self._num_under_way else 0.0)
+            return self._busy_s + (time.perf_counter() - self._busy_since if self._num_running else 0.0)
 
     def info(self) -> dict[str, Any]:
         """Return the first server's reply to GET /info: scorer, scorer_version, media, references, limits and more.
@@ -206,7 +206,7 @@ class RewardClient:
             RewardError: a check of a server failed; the class and the message say which.
             ValueError: an argument is invalid, or a kind of media has no default canary.
         """
-        infos = [(self._ask(url, "/healthz"), self._info(url))[1] for url in self.urls]
+        infos = [(self._get(url, "/healthz"), self._info(url))[1] for url in self.urls]
         for url, info in zip(self.urls, infos, strict=True):
             for key in ("scorer", "scorer_version", "media", "references", "groups"):
                 if info.get(key) != infos[0].get(key):
@@ -237,10 +237,10 @@ class RewardClient:
         """Update the number of running requests and the time that at least one was running."""
         with self._lock:
             now = time.perf_counter()
-            if self._num_under_way:
+            if self._num_running:
                 self._busy_s += now - self._busy_since
             self._busy_since = now
-            self._num_under_way += change
+            self._num_running += change
 
     def _score(self, request: ScoreRequest) -> list[Score]:
         """Return the scores of a request, or abstentions if it fails and may be masked; runs in a worker thread."""
@@ -274,7 +274,7 @@ class RewardClient:
 
     def _info(self, url: str) -> dict[str, Any]:
         try:
-            info = wire.parse_message(self._ask(url, "/info"), "the reply")
+            info = wire.parse_message(self._get(url, "/info"), "the reply")
         except MismatchError as exc:
             raise RewardFormatError(f"GET {url}/info: {exc}", fatal=True) from exc
         except ValueError as exc:
@@ -292,7 +292,7 @@ class RewardClient:
         self.scorer = self.scorer or {name: info[name] for name in ("scorer", "scorer_version")}
         return info
 
-    def _ask(self, url: str, path: str) -> bytes:
+    def _get(self, url: str, path: str) -> bytes:
         return self._transport.exchange("GET", url + path, time.monotonic() + self._timeout_s)
 
 

@@ -88,7 +88,7 @@ def math(answer: str, meta: Mapping[str, object]) -> float:
     """Return 1 if math-verify finds the answer equal to the line's "answer", a number or LaTeX, else 0."""
     from math_verify import parse, verify
 
-    return float(verify(_right(str(meta["answer"])), parse(answer)))
+    return float(verify(_parse_math(str(meta["answer"])), parse(answer)))
 
 
 def json_entries(answer: str, meta: Mapping[str, object]) -> float:
@@ -103,7 +103,7 @@ def json_entries(answer: str, meta: Mapping[str, object]) -> float:
         return 0.0
     if not isinstance(parsed, dict) or not all(key in parsed for key in expected):
         return 0.0
-    return float(isinstance(expected, list) or all(_same(parsed[key], value) for key, value in expected.items()))
+    return float(isinstance(expected, list) or all(_is_equal(parsed[key], value) for key, value in expected.items()))
 
 
 def has_format(pattern: re.Pattern[str], answer: str, meta: Mapping[str, object]) -> float:
@@ -198,7 +198,7 @@ def check_keys(rules: Rules, meta: Mapping[str, object], *, flag: str = "--rewar
             raise ValueError(f'must have the key "{term.key}", which {flag} {term.name} requires')
 
 
-def version_of(rules: Rules) -> str:
+def rules_version(rules: Rules) -> str:
     """Return the versions of users' files, as they are now, and of math-verify, where the rules use them."""
     parts = []
     for term in rules.terms:
@@ -248,7 +248,7 @@ def _compile(name: str, pattern: str) -> re.Pattern[str]:
 
 
 @lru_cache(maxsize=4096)
-def _right(answer: str) -> list[object]:
+def _parse_math(answer: str) -> list[object]:
     """Parse a line's answer, with or without dollar signs around it, with math-verify."""
     from math_verify import parse
 
@@ -258,5 +258,5 @@ def _right(answer: str) -> list[object]:
     return parsed
 
 
-def _same(value: object, expected: object) -> bool:
+def _is_equal(value: object, expected: object) -> bool:
     return value == expected and isinstance(value, bool) == isinstance(expected, bool)  # True == 1

@@ -66,16 +66,16 @@ class Conditioner:
             negative = join([self._encode(prompt, params, negative=True) for prompt in prompts], dim=0, what="encode")
             cond |= {f"negative_{name}": tensor for name, tensor in negative.items()}
         fixed = repr(replace(params, sde_steps=(), decode=True))  # these have no effect here
-        others = [self._once(partial(self.model.condition, self.parts, p, params), p, fixed) for p in prompts]
+        others = [self._encode_once(partial(self.model.condition, self.parts, p, params), p, fixed) for p in prompts]
         return cond | join(others, dim=0, what="condition")
 
     def _encode(self, prompt: Prompt, params: Params, *, negative: bool = False) -> Cond:
         text = (prompt.negative or self.model.NEGATES_TEXT * prompt.text) if negative else prompt.text
         options = {name: params.guidance.get(name, self.model.OPTIONS[name]) for name in self.model.TEXT_OPTIONS}
         make = partial(self.encode, prompt, text, negative, options)
-        return self._once(make, prompt, negative, text, *options.items())
+        return self._encode_once(make, prompt, negative, text, *options.items())
 
-    def _once(self, make: Callable[[], Cond], prompt: Prompt, *facts: object) -> Cond:
+    def _encode_once(self, make: Callable[[], Cond], prompt: Prompt, *facts: object) -> Cond:
         """Return the cached result of `make` for these facts and the prompt's images.
 
         The newest entry is kept, and as many earlier ones as `max_bytes` allows.

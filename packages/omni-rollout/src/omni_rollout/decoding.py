@@ -26,7 +26,7 @@ def num_decoded(size: int, height: int, width: int, tile: int = 0) -> int:
     return size or max(1, DECODED_PIXELS // (min(height, side) * min(width, side)))
 
 
-def in_slices(decode: Decode, size: int) -> Decode:
+def sliced_decode(decode: Decode, size: int) -> Decode:
     """Wrap `Model.decode` to decode any number of samples, `size` of them at a time."""
 
     def decode_slices(parts: Parts, x0: Tensor, cond: Cond, params: Params) -> tuple[Media, Rates]:
@@ -40,7 +40,7 @@ def in_slices(decode: Decode, size: int) -> Decode:
     return decode_slices
 
 
-def in_tiles(decode: Decode, max_side: int, run: Run = map) -> Decode:
+def tiled_decode(decode: Decode, max_side: int, run: Run = map) -> Decode:
     """Wrap `Model.decode` to decode images or videos in overlapping tiles of at most `max_side` pixels a side.
 
     The VAE sees one tile at a time, so the result differs slightly from decoding whole samples.
@@ -51,7 +51,7 @@ def in_tiles(decode: Decode, max_side: int, run: Run = map) -> Decode:
     def decode_tiles(parts: Parts, x0: Tensor, cond: Cond, params: Params) -> tuple[Media, Rates]:
         unit = params.height // x0.shape[-2]
         overlap = max(1, min(OVERLAP, max_side // 4) // unit)
-        places = [*product(*(cut(length, max_side // unit, overlap) for length in x0.shape[-2:]))]
+        places = [*product(*(tile_slices(length, max_side // unit, overlap) for length in x0.shape[-2:]))]
         if len(places) == 1:
             return decode(parts, x0, cond, params)
         decoded = list[tuple[Media, Rates]]()
@@ -71,8 +71,8 @@ def in_tiles(decode: Decode, max_side: int, run: Run = map) -> Decode:
     return decode_tiles
 
 
-def cut(length: int, max_length: int, overlap: int) -> list[slice]:
-    """Return the fewest equal parts of at most `max_length` that cover a length, with an overlap of `overlap` or more."""
+def tile_slices(length: int, max_length: int, overlap: int) -> list[slice]:
+    """Return the fewest equal parts, of at most `max_length`, that cover a length and overlap by `overlap` or more."""
     count = max(1, ceil((length - overlap) / (max_length - overlap)))
     size = ceil((length + (count - 1) * overlap) / count)
     starts = [(length - size) * i // max(1, count - 1) for i in range(count)]

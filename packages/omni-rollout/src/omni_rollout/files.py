@@ -87,7 +87,7 @@ def safetensors_files(folder: Path, name: str = "diffusion_pytorch_model") -> li
     return [file]
 
 
-def size_of(folder: Path, name: str) -> int:
+def safetensors_bytes(folder: Path, name: str) -> int:
     """Return the bytes of the safetensors files in the folder of a part, or 0 without them."""
     with suppress(ValueError, OSError):
         return sum(file.stat().st_size for file in safetensors_files(folder, name))

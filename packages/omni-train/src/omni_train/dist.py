@@ -36,7 +36,7 @@ import torch.distributed as torch_dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from omni_train.progress import live
+from omni_train.progress import mark_alive
 
 T = TypeVar("T")
 Merge = Literal["mean", "max", "min"]  # how values of a metric are merged
@@ -127,7 +127,7 @@ def init_distributed(
     if "RANK" not in os.environ:
         return Dist(rank=0, world_size=1, local_rank=0, device=local_device(0), mesh=None)
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        threading.Thread(target=_end_without, args=(os.getppid(),), daemon=True).start()
+        threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = local_device(local_rank)
@@ -138,17 +138,17 @@ def init_distributed(
     torch_dist.init_process_group(  # without `device_id`: torch would split it for each mesh, as few backends can
         backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}",
         init_method=None if has_old_store else init_method,
-        store=_meet(rank, world_size, timeout) if has_old_store else None,
+        store=_rendezvous(rank, world_size, timeout) if has_old_store else None,
         rank=rank,
         world_size=world_size,
         timeout=timeout,
     )
     mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp",))
     dist = Dist(rank=rank, world_size=world_size, local_rank=local_rank, device=device, mesh=mesh)
-    return replace(dist, machines=by_machine(dist, timeout))
+    return replace(dist, machines=machine_groups(dist, timeout))
 
 
-def by_machine(dist: Dist, timeout: timedelta) -> tuple[torch_dist.ProcessGroup, torch_dist.ProcessGroup] | None:
+def machine_groups(dist: Dist, timeout: timedelta) -> tuple[torch_dist.ProcessGroup, torch_dist.ProcessGroup] | None:
     """Return the process groups for messages by machine; None for few ranks or machines of different sizes.
 
     Every rank creates its own two groups, as the names of later groups count the earlier ones.
@@ -198,7 +198,7 @@ def context_mesh(dist: Dist) -> DeviceMesh:
     return mesh
 
 
-def divide(mesh: DeviceMesh, work: Callable[[T], Tensor], items: Sequence[T]) -> list[Tensor]:
+def divide_work(mesh: DeviceMesh, work: Callable[[T], Tensor], items: Sequence[T]) -> list[Tensor]:
     """Return `work(item)` for all items, each computed by one rank of a 1-D mesh.
 
     All ranks of the mesh call it with the same items. All tensors must have the same shape and data type. With
@@ -252,12 +252,12 @@ def local_device(local_rank: int = 0) -> torch.device:
         raise ValueError(
             f"local_rank must be below the number of {accelerator.type} devices ({count}), got {local_rank}"
         )
-    _settle(accelerator.type)
+    _configure_npu(accelerator.type)
     torch.accelerator.set_device_index(local_rank)
     return torch.device(accelerator.type, local_rank)
 
 
-def _settle(kind: str) -> None:
+def _configure_npu(kind: str) -> None:
     """Configure an Ascend NPU, detected by its API: plain formats, full float32 and deterministic sums.
 
     Its plugin applies these settings at the first operator, for the whole process.
@@ -322,8 +322,8 @@ def memory(device: torch.device) -> Memory:
         pages = int(statm.read_text().split()[1]) if statm.exists() else math.nan
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         return Memory(current_mb=pages * resource.getpagesize() / _MB, peak_mb=peak / _MB)
-    free, total = _ask(device, "get_memory_info", "mem_get_info", default=(0, math.nan))
-    current, peak, reserved = (_ask(device, name, default=math.nan) / _MB for name in _ALLOCATOR)
+    free, total = _call_device(device, "get_memory_info", "mem_get_info", default=(0, math.nan))
+    current, peak, reserved = (_call_device(device, name, default=math.nan) / _MB for name in _ALLOCATOR)
     return Memory(current, peak, reserved_mb=reserved, used_mb=(total - free) / _MB)
 
 
@@ -331,17 +331,17 @@ def free_memory(device: torch.device) -> float:
     """Return the free memory on `device` in bytes; infinite on a CPU, and 0 if unknown."""
     if device.type == "cpu":
         return math.inf
-    return float(_ask(device, "get_memory_info", "mem_get_info", default=(0, 0))[0])
+    return float(_call_device(device, "get_memory_info", "mem_get_info", default=(0, 0))[0])
 
 
 def reset_peak_memory(device: torch.device) -> None:
     """Reset the peak to the current use; do nothing if the device does not support it, as on a CPU."""
     if device.type == "cpu":
         return
-    _ask(device, "reset_peak_memory_stats")
+    _call_device(device, "reset_peak_memory_stats")
 
 
-def _ask(device: torch.device, *names: str, default: object = None) -> Any:
+def _call_device(device: torch.device, *names: str, default: object = None) -> Any:
     """Call the first of these functions that the device has; return the default if it has none."""
     for api in (torch.accelerator, torch.get_device_module(device)):  # some backends have only the second
         for name in names:
@@ -362,14 +362,14 @@ def shutdown() -> None:
         torch_dist.destroy_process_group()
 
 
-def deal(items: Sequence[T], dist: Dist, batch_size: int, *, in_a_row: int = 1) -> list[Sequence[T]]:
-    """Return this rank's batches: ranks take `batch_size` consecutive items in turn, or `in_a_row` if that is more.
+def deal(items: Sequence[T], dist: Dist, batch_size: int, *, consecutive: int = 1) -> list[Sequence[T]]:
+    """Return this rank's batches: ranks take `batch_size` consecutive items in turn, or `consecutive` if that is more.
 
     Ranks that compute each forward pass together have the same batches.
 
-    in_a_row: number of consecutive items that one rank takes, such as a group.
+    consecutive: number of consecutive items that one rank takes, such as a group.
     """
-    per_turn = max(batch_size, in_a_row)
+    per_turn = max(batch_size, consecutive)
     starts = range(dist.dp_rank * per_turn, len(items), dist.dp_size * per_turn)
     offsets = [first for start in starts for first in range(start, start + per_turn, batch_size)]
     return [items[first : first + batch_size] for first in offsets]
@@ -406,7 +406,7 @@ def gather_by_index(dist: Dist, indices: Tensor, values: Tensor, total: int) -> 
 
 def gather_json(dist: Dist, value: object) -> list[Any]:
     """Return every rank's value, in rank order, sent as JSON: strings, numbers, None, and lists and dicts of these."""
-    live()
+    mark_alive()
     text = json.dumps(value).encode()
     rows = _gather(dist, len(text).to_bytes(8, "little") + text[:_FIRST_BYTES].ljust(_FIRST_BYTES))
     rest = max(int.from_bytes(row[:8], "little") for row in rows) - _FIRST_BYTES
@@ -500,7 +500,7 @@ def tell_failure(message: str, *, wait_s: float = 3.0) -> dict[int, str]:
     return messages
 
 
-def _meet(rank: int, world_size: int, timeout: timedelta) -> torch_dist.Store:
+def _rendezvous(rank: int, world_size: int, timeout: timedelta) -> torch_dist.Store:
     """Return torchrun's store with a new prefix, on which all ranks agree.
 
     The store still has the addresses of an earlier start's ranks, and this start has no number shared by all machines.
@@ -548,7 +548,7 @@ def _gather(dist: Dist, message: bytes) -> list[bytes]:
     return [row.numpy().tobytes() for row in rows]
 
 
-def _end_without(parent: int) -> None:
+def _exit_with_parent(parent: int) -> None:
     """End this process, from any of its threads, when its parent has ended."""
     while os.getppid() == parent:
         time.sleep(1.0)

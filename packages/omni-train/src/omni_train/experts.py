@@ -39,12 +39,12 @@ class ShardedExperts(nn.Module):
         rows = slice(mesh.get_local_rank() * self.share, (mesh.get_local_rank() + 1) * self.share)
         if isinstance(experts, nn.ModuleList):
             for i, expert in enumerate(experts):
-                _keep(expert, mesh, slice(None) if rows.start <= i < rows.stop else slice(0))
+                _shard_params(expert, mesh, slice(None) if rows.start <= i < rows.stop else slice(0))
                 self.owners |= dict.fromkeys(expert.parameters(), i // self.share)
                 self.add_module(str(i), expert)
             local: nn.Module = experts[rows]
         else:
-            _keep(experts, mesh, rows)
+            _shard_params(experts, mesh, rows)
             for name, param in experts.named_parameters():
                 self.register_parameter(name, param)
             local, local.num_experts = experts, self.share  # type: ignore[assignment]  # a number
@@ -120,7 +120,7 @@ def find_experts(module: nn.Module, names: Collection[str], num_ranks: int) -> l
     return matches
 
 
-def owners_of(module: nn.Module) -> dict[Tensor, int]:
+def expert_owners(module: nn.Module) -> dict[Tensor, int]:
     """Return the owner rank in the mesh of each parameter of experts in lists."""
     layers = [layer for layer in module.modules() if isinstance(layer, ShardedExperts)]
     return {param: owner for layer in layers for param, owner in layer.owners.items()}
@@ -144,7 +144,7 @@ def _sharded(module: nn.Module) -> Iterator[tuple[str, DTensor]]:
         yield name, param
 
 
-def _keep(module: nn.Module, mesh: DeviceMesh, rows: slice) -> None:
+def _shard_params(module: nn.Module, mesh: DeviceMesh, rows: slice) -> None:
     """Replace each parameter with a DTensor of which this rank holds these rows, on its device."""
     for owner in module.modules():
         for name, whole in list(owner.named_parameters(recurse=False)):

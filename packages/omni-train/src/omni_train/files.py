@@ -161,9 +161,9 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
         try:
             entry = parse_json(line)
         except ValueError as exc:
-            raise damaged_line(path, number, f"not valid JSON ({exc})") from exc
+            raise damaged_line_error(path, number, f"not valid JSON ({exc})") from exc
         if not isinstance(entry, dict):
-            raise damaged_line(path, number, f"must be a JSON object, got {type(entry).__name__}")
+            raise damaged_line_error(path, number, f"must be a JSON object, got {type(entry).__name__}")
         entries.append(entry)
     return entries
 
@@ -213,7 +213,7 @@ def check_depth(value: object, text: str) -> None:
         raise ValueError(f"must be nested at most {MAX_DEPTH} deep")
 
 
-def damaged_line(path: str | Path, number: int, fault: str) -> ValueError:
+def damaged_line_error(path: str | Path, number: int, fault: str) -> ValueError:
     """Return the error for a damaged line, with its place, fault and remedy."""
     return ValueError(f"{path}, line {number}: {fault}. Delete the line, or move the file away")
 
@@ -235,7 +235,7 @@ def read_steps(path: str | Path) -> list[dict[str, float]]:
     entries = read_jsonl(path)
     for number, entry in enumerate(entries, start=1):
         if type(entry.get("step")) is not int or not all(isinstance(v, int | float | None) for v in entry.values()):
-            raise damaged_line(path, number, "must be numbers, one of them the step")
+            raise damaged_line_error(path, number, "must be numbers, one of them the step")
     return [{name: math.nan if value is None else value for name, value in entry.items()} for entry in entries]
 
 

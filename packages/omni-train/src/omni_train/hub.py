@@ -77,7 +77,7 @@ def _fetch(address: str) -> Path:
         raise ValueError(f"{rule}, or without datasets/ for a model, got {address}")
     is_data, repo, revision, file = match.groups()
     kind = "dataset" if is_data else "model"
-    with _fetching(address, f"{repo} {file} --repo-type {kind}", revision):
+    with _report_fetch_errors(address, f"{repo} {file} --repo-type {kind}", revision):
         from huggingface_hub import hf_hub_download
 
         return Path(hf_hub_download(repo, file, repo_type=kind, revision=REVISIONS.get(revision, revision)))
@@ -96,13 +96,13 @@ def fetch_chosen(
     """
     if address not in FETCHED:
         repo, revision = match["repo"], REVISIONS.get(match["revision"], match["revision"])
-        fetching = partial(_fetching, address, f"{repo} --repo-type dataset", revision)
+        fetching = partial(_report_fetch_errors, address, f"{repo} --repo-type dataset", revision)
         with fetching():
             from huggingface_hub import hf_hub_download
 
-            names, commit, fault = _listed(repo, revision)
+            names, commit, fault = _list_files(repo, revision)
             download = partial(hf_hub_download, repo, repo_type="dataset", local_files_only=bool(fault))
-            fetch = partial(_at_commit, download, revision, commit)
+            fetch = partial(_download_at_commit, download, revision, commit)
             card = fetch("README.md") if "README.md" in names else None
         chosen = choose(names, read_card(card) if card else {})
         with fetching():
@@ -115,7 +115,7 @@ def fetch_chosen(
     return FETCHED[address]
 
 
-def _at_commit(download: Callable[..., str], revision: str | None, commit: str | None, name: str) -> Path:
+def _download_at_commit(download: Callable[..., str], revision: str | None, commit: str | None, name: str) -> Path:
     """Return a file as of the commit: by the revision, or by the commit if the revision has moved on.
 
     The revision is tried first, since the cache then records its commit, by which it is found without a network.
@@ -124,7 +124,7 @@ def _at_commit(download: Callable[..., str], revision: str | None, commit: str |
     return path if commit in (None, *path.parts) else Path(download(filename=name, revision=commit))
 
 
-def _listed(repo: str, revision: str | None) -> tuple[list[str], str | None, str]:
+def _list_files(repo: str, revision: str | None) -> tuple[list[str], str | None, str]:
     """Return the names of a data set's files, their commit, and why they come from the cache ("" if from the hub)."""
     from huggingface_hub import HfApi, snapshot_download
 
@@ -162,7 +162,7 @@ def read_card(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _fetching(address: str, what: str, revision: str | None) -> Iterator[None]:
+def _report_fetch_errors(address: str, what: str, revision: str | None) -> Iterator[None]:
     """Raise ValueError for errors in the block, with the command that downloads `what`, at a revision."""
     try:
         yield
@@ -175,7 +175,7 @@ def _fetching(address: str, what: str, revision: str | None) -> Iterator[None]:
         ) from exc
 
 
-def pinned(place: str, file: Path) -> str:
+def pin_revision(place: str, file: Path) -> str:
     """Return the place itself, or an address with the commit of its revision. file: one of the downloaded files."""
     match = ADDRESS.fullmatch(place) or DATA_SET.fullmatch(place)
     commit = next((up.name for up in file.parents if up.parent.name == "snapshots"), "")

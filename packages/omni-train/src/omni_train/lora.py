@@ -22,10 +22,10 @@ from omni_train.lora_layer import (
     AdaptedLayer,
     LoraLinear,
     ParamWrapper,
+    adapter_tensors,
     add_product,
     factors,
     has_dora,
-    own_tensors,
 )
 from omni_train.weights.snapshot import ema_update_params
 
@@ -118,11 +118,11 @@ def add_lora(  # noqa: PLR0913 - all but two are keyword-only, and each is one o
         layer.in_float32 = in_float32 or use_dora or init == "pissa"
         for name in names:
             parts = [part[name] for part in (layer.lora_A, layer.lora_B, layer.lora_magnitude_vector) if name in part]
-            for part, param in zip(parts, own_tensors(layer, name), strict=True):
+            for part, param in zip(parts, adapter_tensors(layer, name), strict=True):
                 values = torch.empty(param.shape, dtype=torch.float32, device=layer.frozen.device)
                 part.weight = nn.Parameter(values, requires_grad=name == active)
     if INITIAL in names:
-        take_out_largest(module, seed=seed)
+        extract_principal(module, seed=seed)
     init_adapter(module, adapter, seed=seed, init=init)
     return len(added)
 
@@ -143,8 +143,8 @@ def find_layers(
     Raises:
         ValueError: a name matches no layer or one of the wrong kind, or the layers are too small for PiSSA.
     """
-    layers = _without(_named(module, targets), exclude)
-    of_experts = _named_parameters(module, parameters)
+    layers = _exclude_layers(_match_layers(module, targets), exclude)
+    of_experts = _match_parameters(module, parameters)
     if init == "pissa":
         _check_pissa({name: module.get_submodule(name).weight.shape for name in layers}, rank, of_experts)  # type: ignore[misc]
     return layers, of_experts
@@ -181,14 +181,14 @@ def init_adapter(module: nn.Module, adapter: str = "default", *, seed: int, init
         down.copy_(values)
         up.zero_()
         if has_dora(layer, adapter):
-            tensors = (own_tensors(layer, adapter)[-1], layer.frozen)  # sharded by the same rows
+            tensors = (adapter_tensors(layer, adapter)[-1], layer.frozen)  # sharded by the same rows
             magnitudes, weight = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
             if not magnitudes.copy_(weight.float().norm(dim=1)).all():
                 raise ValueError(f"use_dora must divide by the norms of rows, got a row of zeros in {name}: exclude it")
 
 
 @torch.no_grad()
-def take_out_largest(module: nn.Module, *, seed: int) -> None:
+def extract_principal(module: nn.Module, *, seed: int) -> None:
     """Move the largest part of each weight into the adapter "initial" with peft; do nothing on the meta device."""
     for layer in adapter_layers(module, INITIAL).values():
         device = layer.frozen.device
@@ -251,7 +251,7 @@ def unadapted_params(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def adapter(module: nn.Module, name: str) -> Iterator[None]:
     """Run the module with adapter `name` instead of the active one in the `with` block."""
     adapter_layers(module, name)  # raises for an unknown name
-    with _restored(module) as layers:
+    with _restore_active(module) as layers:
         for layer in layers:
             layer.set_adapter(name)
         yield
@@ -266,7 +266,7 @@ def reference(module: nn.Module) -> Iterator[None]:
     """
     if not lora_layers(module):
         raise ValueError("module must have adapters to be its own reference, got none")
-    with _restored(module) as layers:
+    with _restore_active(module) as layers:
         for layer in layers:
             layer.set_adapter(INITIAL)  # exists only with PiSSA
             layer.enable_adapters(INITIAL in layer.lora_A)
@@ -284,7 +284,7 @@ def adapter_params(module: nn.Module, name: str) -> list[nn.Parameter]:
     Raises:
         ValueError: no layer has an adapter of that name.
     """
-    return [p for layer in adapter_layers(module, name).values() for p in own_tensors(layer, name)]
+    return [p for layer in adapter_layers(module, name).values() for p in adapter_tensors(layer, name)]
 
 
 def adapter_layers(module: nn.Module, name: str) -> dict[str, AdaptedLayer]:
@@ -303,11 +303,11 @@ def adapter_layers(module: nn.Module, name: str) -> dict[str, AdaptedLayer]:
 
 def all_factors(module: nn.Module) -> set[nn.Parameter]:
     """Return A, B and any magnitudes of all layers and adapters."""
-    return {p for layer in lora_layers(module).values() for name in layer.lora_A for p in own_tensors(layer, name)}
+    return {p for layer in lora_layers(module).values() for name in layer.lora_A for p in adapter_tensors(layer, name)}
 
 
 @contextmanager
-def _restored(module: nn.Module) -> Iterator[list[AdaptedLayer]]:
+def _restore_active(module: nn.Module) -> Iterator[list[AdaptedLayer]]:
     """Yield the layers with adapters, and restore their active adapters afterwards."""
     layers = list(lora_layers(module).values())
     before = [(layer, layer.active_adapters, layer.disable_adapters) for layer in layers]
@@ -319,7 +319,7 @@ def _restored(module: nn.Module) -> Iterator[list[AdaptedLayer]]:
             layer.enable_adapters(not is_disabled)
 
 
-def _named(module: nn.Module, targets: Sequence[str] | str) -> list[str]:
+def _match_layers(module: nn.Module, targets: Sequence[str] | str) -> list[str]:
     """Return the names of the linear layers that match `targets`; raise ValueError unless each target matches one."""
     patterns = {targets: targets} if isinstance(targets, str) else {t: rf"(.*\.)?{re.escape(t)}" for t in targets}
     whole = re.compile("|".join(patterns.values()))
@@ -338,7 +338,7 @@ def _named(module: nn.Module, targets: Sequence[str] | str) -> list[str]:
     return list(matches)
 
 
-def _named_parameters(module: nn.Module, endings: Sequence[str]) -> list[str]:
+def _match_parameters(module: nn.Module, endings: Sequence[str]) -> list[str]:
     """Return the names of the parameters with these endings; raise ValueError unless each matches expert parameters."""
     adapters = all_factors(module)
     params = {base_name(name): param for name, param in module.named_parameters() if param not in adapters}
@@ -365,7 +365,7 @@ def _check_pissa(shapes: Mapping[str, tuple[int, ...]], rank: int, parameters: S
             )
 
 
-def _without(layers: Sequence[str], exclude: Sequence[str]) -> list[str]:
+def _exclude_layers(layers: Sequence[str], exclude: Sequence[str]) -> list[str]:
     """Return the names without any of the endings; raise ValueError unless each ending matches and some remain."""
     endings = {name: re.compile(rf"(.*\.)?{re.escape(name)}") for name in exclude}
     missing = [name for name, ending in endings.items() if not any(map(ending.fullmatch, layers))]

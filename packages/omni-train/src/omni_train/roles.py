@@ -18,8 +18,8 @@ from safetensors.torch import load, save
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from omni_train.dist import Dist, by_machine
-from omni_train.progress import live
+from omni_train.dist import Dist, machine_groups
+from omni_train.progress import mark_alive
 
 _HEAD = "head"  # the entry of a message that holds its JSON
 _NO_LIMIT = timedelta(days=365)  # for receiving results; waiting for orders detects a rank that hangs
@@ -74,7 +74,7 @@ class Roles:
     def receive(self, sampler: int) -> tuple[Any, dict[str, Tensor]]:
         """Return the next result from a sampling rank. sampler: index of that rank among the sampling ranks."""
         message = unpack(lambda part: torch_dist.recv(part, self.num_trainers + sampler, group=self.results))
-        live()
+        mark_alive()
         if message is None:
             raise RuntimeError(f"rank {self.num_trainers + sampler} has sent no result")
         return message
@@ -94,7 +94,7 @@ def split(whole: Dist, num_samplers: int, *, timeout_s: float) -> Roles:
     first, size = (count if samples else 0), len(ranks[samples])
     ring = replace(whole, rank=whole.rank - first, world_size=size, mesh=mesh, machines=None, first=first)
     # The names of its groups count the earlier groups of each rank.
-    dist = replace(ring, machines=by_machine(ring, timeout))
+    dist = replace(ring, machines=machine_groups(ring, timeout))
     orders = torch_dist.new_group([0, *ranks[1]], timeout=timeout, backend="gloo")
     results = torch_dist.new_group(timeout=timeout, backend="gloo")
     return Roles(whole, dist, count, orders if samples or whole.rank == 0 else None, results, timeout_s)

@@ -107,7 +107,7 @@ def load_scorer(name: str, *, threads: int = 1, options: Mapping[str, str] | Non
     if name.startswith(RULES):  # patterns may contain any character
         return Scorer.of(_call(name, partial(load_rules, name.removeprefix(RULES)), options or {}))
     reward = parse(name)
-    by_scorer = _own_options(reward, options or {})
+    by_scorer = _options_by_scorer(reward, options or {})
     loaded = {name: _load(spec, threads, by_scorer[name]) for name, spec in reward.specs.items()}
     return next(iter(loaded.values())) if reward.is_plain else combine(reward, loaded)
 
@@ -160,7 +160,7 @@ def empty_networks(name: str, device: str, options: Mapping[str, str], num_devic
     if name.startswith(RULES):
         return {}
     reward = parse(name)
-    by_scorer = _own_options(reward, options)
+    by_scorer = _options_by_scorer(reward, options)
     networks: dict[str, Empty] = {}
     for key, spec in reward.specs.items():
         where = re.fullmatch(r"(?!cpu)\w*?(?::(\d+))?", by_scorer[key].get("device", ""))
@@ -187,7 +187,7 @@ def device_options(name: str, options: Mapping[str, str]) -> list[str]:
     if name.startswith(RULES):
         return []
     reward = parse(name)
-    by_scorer = _own_options(reward, options)
+    by_scorer = _options_by_scorer(reward, options)
     loaders = {key: spec.removeprefix(FRAMES) for key, spec in reward.specs.items()}
     keys = [
         key
@@ -199,7 +199,7 @@ def device_options(name: str, options: Mapping[str, str]) -> list[str]:
     return ["device" if reward.is_plain else f"{key}.device" for key in keys if "device" not in by_scorer[key]]
 
 
-def _own_options(reward: Reward, options: Mapping[str, str]) -> dict[str, dict[str, str]]:
+def _options_by_scorer(reward: Reward, options: Mapping[str, str]) -> dict[str, dict[str, str]]:
     """Return the options of each scorer of a reward."""
     by_scorer: dict[str, dict[str, str]] = {name: {} for name in reward.specs}
     if reward.is_plain:

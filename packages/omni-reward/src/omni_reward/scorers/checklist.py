@@ -20,7 +20,7 @@ from omni_reward.scorers.tasks import QUESTIONS, Message, Range, Task, Words
 from omni_reward.wire import Score
 
 TASK = "questions"
-MOST_QUESTIONS = 64
+MAX_QUESTIONS = 64
 YES_NO: Words = ("yes", "no")
 COUNTS: Range = (0, 1_000_000)
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
@@ -43,8 +43,8 @@ def read_questions(meta: Mapping[str, object]) -> list[Question]:
     """
     key = "vqa_list" if "vqa_list" in meta and "questions" not in meta else "questions"
     value = meta.get(key)
-    if not isinstance(value, Sequence) or isinstance(value, str) or not 1 <= len(value) <= MOST_QUESTIONS:
-        raise ValueError(f"{key} must be a list of 1 to {MOST_QUESTIONS} questions, got {value!r:.80}")
+    if not isinstance(value, Sequence) or isinstance(value, str) or not 1 <= len(value) <= MAX_QUESTIONS:
+        raise ValueError(f"{key} must be a list of 1 to {MAX_QUESTIONS} questions, got {value!r:.80}")
     return [_read_question(f"{key}[{i}]", item, i) for i, item in enumerate(value)]
 
 

@@ -76,5 +76,5 @@ def load_clap(*, model: str = CLAP, device: str | None = None, dtype: str = "flo
             text = network.get_text_features(tokens.input_ids, tokens.attention_mask).pooler_output.float()
         return [Score.of(value) for value in (sound * text).sum(dim=-1).tolist()]
 
-    version, move = f"{neural.short_name(model)} {dtype}", neural.mover(network)
+    version, move = f"{neural.short_name(model)} {dtype}", neural.make_mover(network)
     return Scorer(score, media=("audio",), batch_size=neural.BATCH_SIZE, version=version, move=move)

@@ -45,7 +45,7 @@ _OKLAB = np.array([[0.2104542553, 0.7936177850, -0.0040720468],
 
 def load_color() -> ScoreFn:
     """Load the scorer of `image` [N, H, W, 3], uint8, RGB, with the most frequent color in `details`."""
-    table = _belonging()
+    table = _color_probabilities()
 
     def score(media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]) -> list[Score]:
         return [_score_image(image, prompt, table) for image, prompt in zip(media["image"], prompts, strict=True)]
@@ -65,17 +65,17 @@ def oklab(rgb: np.ndarray) -> np.ndarray:
     return np.cbrt(linear @ _LMS.T) @ _OKLAB.T
 
 
-def _place(rgb: np.ndarray) -> np.ndarray:
+def _scaled_oklab(rgb: np.ndarray) -> np.ndarray:
     return oklab(rgb) * (LIGHTNESS, 1, 1)
 
 
-def _belonging() -> np.ndarray:
+def _color_probabilities() -> np.ndarray:
     """Return p(c | pixel), [L^3, C], for each distinct pixel."""
     levels = np.linspace(0, 1, LEVELS)
-    pixels = _place(np.stack(np.meshgrid(levels, levels, levels, indexing="ij"), axis=-1).reshape(-1, 3))
+    pixels = _scaled_oklab(np.stack(np.meshgrid(levels, levels, levels, indexing="ij"), axis=-1).reshape(-1, 3))
     weights = []
     for shades in SHADES.values():
-        places = _place(np.array([tuple(bytes.fromhex(shade)) for shade in shades]) / 255)
+        places = _scaled_oklab(np.array([tuple(bytes.fromhex(shade)) for shade in shades]) / 255)
         squares = ((pixels[:, None] - places) ** 2).sum(axis=-1)  # [L^3, S]
         weights.append(np.exp(-squares.min(axis=1) / (2 * WIDTH**2)))
     table = np.stack(weights, axis=1)

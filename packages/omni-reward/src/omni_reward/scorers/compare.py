@@ -84,7 +84,7 @@ GROUP_TASKS: dict[str, Callable[[int], Task]] = {
 }
 
 
-def orders_of(task: str, count: int, orders: str, draw: random.Random) -> list[Order]:
+def question_orders(task: str, count: int, orders: str, draw: random.Random) -> list[Order]:
     """Return the indices of the images in each question about a group of `count` images."""
     questions = [tuple(range(count))] if task == "ranking" else list(combinations(range(count), 2))
     if orders == "both":
@@ -134,19 +134,19 @@ def group_scorer(task: str, orders: str, seed: int, ask: Ask, pool: ThreadPoolEx
         if len(set(prompts)) > 1:
             raise ValueError(f"a group must have one prompt, got {prompt!r:.80} and {set(prompts) - {prompt}!r:.80}")
         image_orders = (
-            orders_of(task, len(images), orders, random.Random(f"{seed} {prompt}")) if len(images) > 1 else []
+            question_orders(task, len(images), orders, random.Random(f"{seed} {prompt}")) if len(images) > 1 else []
         )
         question = GROUP_TASKS[task](len(images))
         answers = list(pool.map(lambda order: ask(question, [images[i] for i in order], prompt), image_orders))
         failures = [answer for answer in answers if isinstance(answer, RewardError)]
         if failures and len(failures) == len(answers):
             raise failures[0]
-        return win_rates(len(images), list(zip(image_orders, map(_places, answers), strict=True)))
+        return win_rates(len(images), list(zip(image_orders, map(_read_places, answers), strict=True)))
 
     return score
 
 
-def _places(answer: Score | RewardError) -> list[float] | None:
+def _read_places(answer: Score | RewardError) -> list[float] | None:
     """Return the places of the images in an answer, in the order of the question, or None without an answer."""
     if isinstance(answer, RewardError) or answer.value is None:
         return None

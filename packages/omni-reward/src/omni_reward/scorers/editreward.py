@@ -70,7 +70,7 @@ def load_editreward(
     judge = load_judge(following, weights, base, [REWARD_TOKEN], "<|image_pad|>", placement, "Qwen2.5-VL")
     judges = [replace(judge, instruction=text) for text in texts]
     width = judge.network.config.text_config.hidden_size
-    head_weights = [neural.below(f"rm_heads.head_{i}.", weights) for i in range(len(PARTS))]
+    head_weights = [neural.strip_prefix(f"rm_heads.head_{i}.", weights) for i in range(len(PARTS))]
     heads = [build_head(weights, width, 2, has_relu=True).to(placement[0]) for weights in head_weights]
 
     def decline(prompt: str, image: np.ndarray, references: tuple[np.ndarray, ...]) -> str | None:
@@ -89,7 +89,7 @@ def load_editreward(
         reasons = [decline(*args) for args in zip(prompts, images, references, strict=True)]
         read = [i for i, reason in enumerate(reasons) if reason is None]
         with torch.inference_mode():
-            pairs = [[still(references[i][0]), still(images[i])] for i in read]
+            pairs = [[repeat_image(references[i][0]), repeat_image(images[i])] for i in read]
             rows = iter(rate(pairs, [prompts[i] for i in read]).tolist() if read else ())
         return [join(next(rows)) if reason is None else Score(None, abstained=reason) for reason in reasons]
 
@@ -97,10 +97,10 @@ def load_editreward(
         return Score.of(sum(row) / len(row), parts=dict(zip(PARTS, row, strict=True)))
 
     version = f"{neural.short_name(model)} {dtype}"
-    move = neural.mover(judge.network)
+    move = neural.make_mover(judge.network)
     return Scorer(score, batch_size=neural.BATCH_SIZE, version=version, references=True, move=move)
 
 
-def still(image: np.ndarray) -> tuple[np.ndarray, tuple[int, int]]:
+def repeat_image(image: np.ndarray) -> tuple[np.ndarray, tuple[int, int]]:
     """Return an image [H, W, 3] as a clip of equal frames, and the height and width that the model sees."""
-    return np.stack([image] * FRAMES), fit_size(*image.shape[:2], least=NUM_PIXELS, most=NUM_PIXELS)
+    return np.stack([image] * FRAMES), fit_size(*image.shape[:2], min_pixels=NUM_PIXELS, max_pixels=NUM_PIXELS)

@@ -26,7 +26,7 @@ from omni_reward.wire import Score, Scorer
 
 MEASURES = ("speed", "direction")
 DIRECTIONS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}  # down and right
-LEAST_SIDE = 16  # of the smallest frames of the pyramid
+MIN_SIDE = 16  # of the smallest frames of the pyramid
 REACH = 3  # pixels from the center of the window to its edge
 ROUNDS = 4  # iterations at each size
 STIFFNESS = 50.0  # added to the window's mean squared gradient, in levels per pixel, to suppress motion from noise
@@ -48,8 +48,8 @@ def load_flow(*, measure: str = "speed", top: float = 1.0) -> Scorer:
         raise ValueError(f"top must be above 0 and at most 1, got {top}")
 
     def score_clip(clip: np.ndarray, prompt: str, fps: float) -> Score:
-        if len(clip) < 2 or min(clip.shape[1:3]) < LEAST_SIDE:
-            return Score(None, abstained=f"the video has fewer than 2 frames or {LEAST_SIDE} pixels a side")
+        if len(clip) < 2 or min(clip.shape[1:3]) < MIN_SIDE:
+            return Score(None, abstained=f"the video has fewer than 2 frames or {MIN_SIDE} pixels a side")
         directions = set(re.findall(r"\b(left|right|up|down)(?:wards?)?\b", re.sub(r'"[^"]*"', " ", prompt.lower())))
         if measure == "direction" and len(directions) != 1:
             return Score(None, abstained=f"the prompt must name one of {list(DIRECTIONS)}, got {sorted(directions)}")
@@ -74,7 +74,7 @@ def load_flow(*, measure: str = "speed", top: float = 1.0) -> Scorer:
 def optical_flow(before: np.ndarray, after: np.ndarray) -> np.ndarray:
     """Return the displacement (down, right) [2, h, w], in pixels, of each pixel of a frame [h, w] to the next frame."""
     pyramid = [np.stack([before, after])]
-    while min(pyramid[-1].shape[1:]) >= 2 * LEAST_SIDE:
+    while min(pyramid[-1].shape[1:]) >= 2 * MIN_SIDE:
         pyramid.append(shrink(pyramid[-1], 2))
     flow = np.zeros((2, 1, 1))
     for first, second in reversed(pyramid):

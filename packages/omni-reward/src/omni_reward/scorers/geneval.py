@@ -29,7 +29,15 @@ from transformers.models.mask2former.image_processing_pil_mask2former import Mas
 from omni_reward.media import Arrays, Meta
 from omni_reward.scorers import neural
 from omni_reward.scorers.clip import CLIP, Embedder, empty_clip, load_embedder
-from omni_reward.scorers.geneval_rules import COLORS, LEAST_CONFIDENCE, OBJECTS, Detection, grade, keep, read_wish
+from omni_reward.scorers.geneval_rules import (
+    COLORS,
+    MIN_CONFIDENCE,
+    OBJECTS,
+    Detection,
+    grade,
+    read_requirements,
+    select_detections,
+)
 from omni_reward.scorers.pixels import MAX_ASPECT, square_pixels
 from omni_reward.wire import Score, Scorer
 
@@ -41,7 +49,7 @@ COCO_NAMES = {  # names in checkpoints -> GenEval's
     "sofa": "couch", "tvmonitor": "tv",
 }  # fmt: skip
 SIDE, LONGEST = 800, 1333 / 800  # shorter side of the detector's input, and the largest ratio of the longer side to it
-MOST_DETECTIONS, BATCH_SIZE = 100, 4  # per image; images per batch
+MAX_DETECTIONS, BATCH_SIZE = 100, 4  # per image; images per batch
 GRAY = 0x99
 TEXTS = ("a photo of a {color} {name}", "a photo of a {color}-colored {name}", "a photo of a {color} object")
 GRADES = ("partial", "strict", "correct")  # the fields of `geneval_rules.Grades`
@@ -82,7 +90,7 @@ class Detector:
 def find_objects(
     chances: Tensor, masks: Tensor, between: tuple[int, int], size: tuple[int, int], names: tuple[str, ...]
 ) -> list[Detection]:
-    """Return the objects of an image above LEAST_CONFIDENCE.
+    """Return the objects of an image above MIN_CONFIDENCE.
 
     Args:
         chances: probability of each class [Q, C].
@@ -96,9 +104,9 @@ def find_objects(
     """
     if not (chances.isfinite().all() and masks.isfinite().all()):
         raise FloatingPointError("the detector returned numbers that are not finite")
-    best, places = chances.flatten().topk(min(MOST_DETECTIONS, chances.numel()))
+    best, places = chances.flatten().topk(min(MAX_DETECTIONS, chances.numel()))
     best, places = (
-        best[is_confident := best > LEAST_CONFIDENCE],
+        best[is_confident := best > MIN_CONFIDENCE],
         places[is_confident],
     )  # a confidence is at most its class probability
     logits = masks[None, places // len(names)].float()
@@ -109,13 +117,13 @@ def find_objects(
     labels, confidences = (places % len(names)).tolist(), (best * means).tolist()
     detections = zip(labels, confidences, inside.cpu().numpy(), strict=True)
     return [
-        Detection(names[i], box_of(mask), confidence, mask)
+        Detection(names[i], bounding_box(mask), confidence, mask)
         for i, confidence, mask in detections
-        if confidence > LEAST_CONFIDENCE
+        if confidence > MIN_CONFIDENCE
     ]
 
 
-def box_of(mask: np.ndarray) -> tuple[float, float, float, float]:
+def bounding_box(mask: np.ndarray) -> tuple[float, float, float, float]:
     """Return left, top, right and bottom of the pixels of a mask [H, W] that is not empty."""
     columns, rows = np.flatnonzero(mask.any(axis=0)), np.flatnonzero(mask.any(axis=1))
     return float(columns[0]), float(rows[0]), float(columns[-1] + 1), float(rows[-1] + 1)
@@ -127,7 +135,7 @@ def color_texts(clip: Embedder, name: str) -> Tensor:
     return normalize(clip.texts(texts).view(len(COLORS), len(TEXTS), -1).mean(dim=1), dim=-1)
 
 
-def see(images: Iterable[np.ndarray], side: int) -> Tensor:
+def preprocess_images(images: Iterable[np.ndarray], side: int) -> Tensor:
     """Return CLIP's input [N, 3, side, side] as in open_clip, whose center crop is rounded as in torchvision."""
     return torch.from_numpy(square_pixels(images, side, halve=lambda rest: round(rest / 2)))
 
@@ -159,7 +167,7 @@ def judge(
         value: the grade that is the score, one of GRADES; all three are parts.
     """
     try:
-        requirements = read_wish(meta)
+        requirements = read_requirements(meta)
     except ValueError as exc:
         return Score(None, abstained=f"the prompt's metadata must be GenEval's: {exc}")
     colors: dict[Detection, str] = {}
@@ -170,7 +178,7 @@ def judge(
         return colors[detection]
 
     try:
-        kept = keep(objects := find(), counting=requirements.counting)
+        kept = select_detections(objects := find(), counting=requirements.counting)
         grades = asdict(grade(objects, requirements, cached_color))
     except FloatingPointError as exc:
         return Score(None, abstained=str(exc))
@@ -191,7 +199,7 @@ def load_detector(name: str, side: int, device: torch.device, dtype: torch.dtype
     if side < 32:
         raise ValueError(f"side must be >= 32, got {side}")
     model = neural.load_model(Mask2FormerModel, name, dtype, device)
-    weights = neural.below("class_predictor.", neural.read_weights(neural.find_file(name, "model.safetensors")))
+    weights = neural.strip_prefix("class_predictor.", neural.read_weights(neural.find_file(name, "model.safetensors")))
     labels = [model.config.id2label[i] for i in range(model.config.num_labels)]
     names = tuple(COCO_NAMES.get(label, label) for label in labels)
     if missing := [required for required in OBJECTS if required not in names]:
@@ -251,12 +259,17 @@ def load_geneval(
         raise ValueError(f"grade must be one of {list(GRADES)}, got {grade!r}")
     where = neural.pick_device(device, threads=threads)
     finder = load_detector(detector, side, where, neural.pick_dtype(dtype))
-    clip = replace(load_embedder(model, tokenizer or model, device=device, dtype=dtype, threads=threads), see=see)
+    clip = replace(
+        load_embedder(model, tokenizer or model, device=device, dtype=dtype, threads=threads),
+        preprocess=preprocess_images,
+    )
     version = f"{neural.short_name(detector)} {side} {neural.short_name(model)} {grade} {dtype}"
-    return replace(grader(finder, clip, grade, version), move=neural.mover(finder.model, finder.head, clip.model))
+    return replace(
+        build_scorer(finder, clip, grade, version), move=neural.make_mover(finder.model, finder.head, clip.model)
+    )
 
 
-def grader(detector: Detector, clip: Embedder, grade: str, version: str) -> Scorer:
+def build_scorer(detector: Detector, clip: Embedder, grade: str, version: str) -> Scorer:
     """Return the scorer of `load_geneval` from two loaded models."""
     color = partial(color_of, clip, cache(partial(color_texts, clip)))
 

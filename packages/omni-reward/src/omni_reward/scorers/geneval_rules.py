@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-LEAST_CONFIDENCE = 0.3
-LEAST_CONFIDENCE_COUNTING = 0.9
-MOST_OBJECTS = 16  # of a class
+MIN_CONFIDENCE = 0.3
+MIN_CONFIDENCE_COUNTING = 0.9
+MAX_OBJECTS = 16  # of a class
 OVERLAP = 0.1  # share of both objects' sizes by which their centers must differ
 COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 OBJECTS = (  # GenEval's names of COCO's classes, in COCO's order
@@ -56,7 +56,7 @@ class Detection:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ObjectSpec:
     """Object that a prompt asks for or excludes.
 
     Args:
@@ -75,11 +75,11 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Wish:
+class Requirements:
     """A prompt's objects: all of `include`, none of `exclude`; `counting` requires the higher confidence."""
 
-    include: tuple[Wanted, ...]
-    exclude: tuple[Wanted, ...] = ()
+    include: tuple[ObjectSpec, ...]
+    exclude: tuple[ObjectSpec, ...] = ()
     counting: bool = False
 
 
@@ -92,7 +92,7 @@ class Grades:
     partial: float
 
 
-def read_wish(meta: Mapping[str, object]) -> Wish:
+def read_requirements(meta: Mapping[str, object]) -> Requirements:
     """Return the wish in a prompt's metadata, which has GenEval's keys: tag, include, exclude.
 
     Raises:
@@ -104,16 +104,16 @@ def read_wish(meta: Mapping[str, object]) -> Wish:
     exclude = _read_list("exclude", meta.get("exclude", []))
     if not isinstance(tag := meta.get("tag"), str):
         raise ValueError(f"tag must be a text, got {tag!r:.80}")
-    return Wish(include, exclude, counting=tag == "counting")
+    return Requirements(include, exclude, counting=tag == "counting")
 
 
-def _read_list(key: str, value: object) -> tuple[Wanted, ...]:
+def _read_list(key: str, value: object) -> tuple[ObjectSpec, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise ValueError(f"{key} must be a list of objects, got {value!r:.80}")
-    return tuple(_read_wanted(f"{key}[{i}]", item, i) for i, item in enumerate(value))
+    return tuple(_read_spec(f"{key}[{i}]", item, i) for i, item in enumerate(value))
 
 
-def _read_wanted(where: str, value: object, index: int) -> Wanted:
+def _read_spec(where: str, value: object, index: int) -> ObjectSpec:
     if not isinstance(value, Mapping):
         raise ValueError(f"{where} must be an object, got {value!r:.80}")
     name, count, color = value.get("class"), value.get("count"), value.get("color")
@@ -124,15 +124,15 @@ def _read_wanted(where: str, value: object, index: int) -> Wanted:
     if color is not None and color not in COLORS:
         raise ValueError(f"{where}.color must be one of {list(COLORS)}, got {color!r:.80}")
     if (position := value.get("position")) is None:
-        return Wanted(name, count, color)
+        return ObjectSpec(name, count, color)
     match position:
         case [str(relation), int(target)] if relation in RELATIONS and 0 <= target < index:
-            return Wanted(name, count, color, relation, target)
+            return ObjectSpec(name, count, color, relation, target)
     rule = f"one of {list(RELATIONS)} and the index of an earlier object"
     raise ValueError(f"{where}.position must be {rule}, got {position!r:.80}")
 
 
-def grade(detections: Sequence[Detection], requirements: Wish, color_of: Callable[[Detection], str]) -> Grades:
+def grade(detections: Sequence[Detection], requirements: Requirements, color_of: Callable[[Detection], str]) -> Grades:
     """Return the grades of an image.
 
     Args:
@@ -140,27 +140,27 @@ def grade(detections: Sequence[Detection], requirements: Wish, color_of: Callabl
         requirements: what its prompt asks for.
         color_of: returns the color of an object; called only for objects that should have one.
     """
-    kept = keep(detections, counting=requirements.counting)
+    kept = select_detections(detections, counting=requirements.counting)
     excluded = any(len(kept.get(other.name, ())) >= other.count for other in requirements.exclude)
     enough = _parts(kept, requirements, color_of, exact=False)
     exact = _parts(kept, requirements, color_of, exact=True)
     return Grades(correct=min(enough) == 1 and not excluded, strict=min(exact) == 1, partial=sum(exact) / len(exact))
 
 
-def keep(detections: Sequence[Detection], *, counting: bool) -> dict[str, list[Detection]]:
+def select_detections(detections: Sequence[Detection], *, counting: bool) -> dict[str, list[Detection]]:
     """Return the detections that count, by class, the most confident first."""
-    threshold = LEAST_CONFIDENCE_COUNTING if counting else LEAST_CONFIDENCE
+    threshold = MIN_CONFIDENCE_COUNTING if counting else MIN_CONFIDENCE
     kept: dict[str, list[Detection]] = {}
     for detection in sorted(detections, key=lambda detection: -detection.confidence):
         same = kept.setdefault(detection.name, [])
-        if detection.confidence > threshold and len(same) < MOST_OBJECTS:
+        if detection.confidence > threshold and len(same) < MAX_OBJECTS:
             same.append(detection)
     return kept
 
 
 def _parts(
     detections: Mapping[str, Sequence[Detection]],
-    requirements: Wish,
+    requirements: Requirements,
     color_of: Callable[[Detection], str],
     *,
     exact: bool,

@@ -77,10 +77,10 @@ def load_hpsv2(
         ValueError: an argument is invalid, or the model cannot be read.
     """
     placement = neural.pick_dtype(dtype), neural.pick_device(device, threads=threads)
-    state = rename_weights(neural.read_weights(neural.find_file(model, weights), within="state_dict"))
+    state = rename_weights(neural.read_weights(neural.find_file(model, weights), key="state_dict"))
     config = neural.load_config(CLIPConfig, base, PUBLISHED)
     network = neural.load_model(CLIPModel, model, *placement, config=config, weights=state)
-    clip = Embedder(network, neural.load_part(AutoTokenizer, base), whole_pixels)
+    clip = Embedder(network, neural.load_part(AutoTokenizer, base), padded_pixels)
 
     def rate(images: np.ndarray, prompts: list[str]) -> Tensor:
         texts = clip.texts([clean_text(prompt) for prompt in prompts])
@@ -114,12 +114,12 @@ def rename_weights(weights: neural.Weights) -> dict[str, Tensor]:
     return renamed
 
 
-def whole_pixels(images: Iterable[np.ndarray], side: int) -> Tensor:
+def padded_pixels(images: Iterable[np.ndarray], side: int) -> Tensor:
     """Return the input [N, 3, S, S], float32, normalized, of N images [H, W, 3], uint8, RGB."""
-    return torch.stack([_whole(torch.from_numpy(image).movedim(-1, 0).float() / 255, side) for image in images])
+    return torch.stack([_pad_image(torch.from_numpy(image).movedim(-1, 0).float() / 255, side) for image in images])
 
 
-def _whole(pixels: Tensor, side: int) -> Tensor:
+def _pad_image(pixels: Tensor, side: int) -> Tensor:
     longer = max(pixels.shape[1:])
     size = [max(1, round(length * (side / longer))) for length in pixels.shape[1:]]
     if longer != side:

@@ -102,8 +102,8 @@ def load_imagereward(
     safe = Path(model) / "ImageReward.safetensors"
     weights = neural.read_weights(safe if safe.is_file() else neural.find_file(model, "ImageReward.pt"))
     visual_weights, text_weights = (
-        neural.below("blip.visual_encoder.", weights),
-        neural.below("blip.text_encoder.", weights),
+        neural.strip_prefix("blip.visual_encoder.", weights),
+        neural.strip_prefix("blip.text_encoder.", weights),
     )
     text_weights.pop("embeddings.position_ids", None)  # 0, 1, 2, ...: new versions do not store it
     if not visual_weights or not text_weights:
@@ -114,7 +114,7 @@ def load_imagereward(
     text = BlipTextModel(config, add_pooling_layer=False)
     _fill(vision, {_rename(name): weight for name, weight in visual_weights.items()}, where, kind)
     _fill(text, text_weights, where, kind)
-    head = build_head(neural.below("mlp.layers.", weights), text.config.hidden_size, 1, has_relu=False).to(where)
+    head = build_head(neural.strip_prefix("mlp.layers.", weights), text.config.hidden_size, 1, has_relu=False).to(where)
     words = neural.load_part(AutoTokenizer, tokenizer)
 
     def rate(images: np.ndarray, prompts: list[str]) -> Tensor:

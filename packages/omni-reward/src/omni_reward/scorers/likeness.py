@@ -41,7 +41,7 @@ def load_likeness(*, measure: str = "pixels", leave_out: str = "", only: str = "
 
     def score(media: Arrays, prompts: list[str], meta: Meta, references: References) -> list[Score]:
         images = media["image"]
-        compared = _inside(box, *images.shape[1:3]) ^ bool(leave_out)
+        compared = _box_mask(box, *images.shape[1:3]) ^ bool(leave_out)
         if not compared.any():
             return [Score(None, abstained=f"the box leaves no pixel of {images.shape[1:3]}")] * len(images)
         return [
@@ -52,7 +52,10 @@ def load_likeness(*, measure: str = "pixels", leave_out: str = "", only: str = "
     def _score_image(image: np.ndarray, references: tuple[np.ndarray, ...], compared: np.ndarray) -> Score:
         if not references:
             return Score(None, abstained="the sample has no reference")
-        image_pixels, reference_pixels = image[compared], fit(references[0], *image.shape[:2])[compared]  # [pixels, 3]
+        image_pixels, reference_pixels = (
+            image[compared],
+            resize(references[0], *image.shape[:2])[compared],
+        )  # [pixels, 3]
         if measure == "ground":
             image_pixels, reference_pixels = np.median(image_pixels, axis=0), np.median(reference_pixels, axis=0)
         difference = float(np.abs(image_pixels - reference_pixels).mean()) / 255
@@ -61,7 +64,7 @@ def load_likeness(*, measure: str = "pixels", leave_out: str = "", only: str = "
     return Scorer(score, references=True)
 
 
-def fit(image: np.ndarray, height: int, width: int) -> np.ndarray:
+def resize(image: np.ndarray, height: int, width: int) -> np.ndarray:
     """Resize an image [H, W, 3] to [height, width, 3], float64, by area averaging."""
     if image.shape[:2] == (height, width):
         return image.astype(np.float64)
@@ -69,7 +72,7 @@ def fit(image: np.ndarray, height: int, width: int) -> np.ndarray:
     return np.einsum("hy,yxc,wx->hwc", down, image, across, optimize=True)
 
 
-def _inside(box: list[float], height: int, width: int) -> np.ndarray:
+def _box_mask(box: list[float], height: int, width: int) -> np.ndarray:
     """Return a mask [height, width] of the pixels whose center is in the box."""
     rows, columns = ((np.arange(side) + 0.5) / side for side in (height, width))
     return ((rows >= box[0]) & (rows < box[2]))[:, None] & ((columns >= box[1]) & (columns < box[3]))

@@ -39,10 +39,10 @@ def square_pixels(
 
     halve: returns how many of the cropped pixels come before the center; by default as in transformers.
     """
-    return np.stack([_normalize(_middle(image, side, halve)) for image in images])
+    return np.stack([_normalize(_center_crop(image, side, halve)) for image in images])
 
 
-def _middle(image: np.ndarray, side: int, halve: Callable[[int], int]) -> np.ndarray:
+def _center_crop(image: np.ndarray, side: int, halve: Callable[[int], int]) -> np.ndarray:
     height, width = image.shape[:2]
     shorter = min(height, width)
     height, width = side * height // shorter, side * width // shorter

@@ -26,7 +26,7 @@ from omni_reward.cli import Parser, read_options
 from omni_reward.media import Arrays
 from omni_reward.scorers import SCORERS, find_empty, load_scorer
 from omni_reward.scorers.pixels import read_pixels
-from omni_reward.transport import open_url, within
+from omni_reward.transport import open_url, run_with_timeout
 from omni_reward.wire import Scorer
 
 TABLE = resources.files("omni_reward.scorers") / "published.toml"
@@ -55,7 +55,7 @@ def read_file(folder: str, name: str, sha256: str, local: Path | None) -> bytes:
         content = files.read_file(local / name, MAX_BYTES)
     else:
         try:
-            content = within(TIMEOUT_S, partial(download, f"{folder}/{name}"))
+            content = run_with_timeout(TIMEOUT_S, partial(download, f"{folder}/{name}"))
         except TimeoutError as exc:
             raise OSError(f"{folder}/{name} must arrive within {TIMEOUT_S:g} s") from exc
     if (digest := hashlib.sha256(content).hexdigest()) != sha256:
@@ -73,44 +73,44 @@ def download(url: str) -> bytes:
             raise OSError(f"{url} must arrive whole: {exc}") from exc
 
 
-def image_of(content: bytes) -> np.ndarray:
+def decode_image(content: bytes) -> np.ndarray:
     """Return the image [H, W, 3], uint8, RGB, of a file."""
     return read_pixels(Image.open(BytesIO(content)))
 
 
-def sound_of(content: bytes) -> tuple[np.ndarray, int]:
+def decode_sound(content: bytes) -> tuple[np.ndarray, int]:
     """Return the sound [S, C], float32, of a 16-bit .wav file, and its rate."""
     with wave.open(BytesIO(content)) as file:
         points = np.frombuffer(file.readframes(file.getnframes()), "<i2").reshape(-1, file.getnchannels())
         return points.astype(np.float32) / 2**15, file.getframerate()
 
 
-def compare(scorer: Scorer, known: Mapping[str, Any], local: Path | None) -> Iterator[Check]:
+def check_scores(scorer: Scorer, known: Mapping[str, Any], local: Path | None) -> Iterator[Check]:
     """Compare a scorer of images with published scores."""
     for name, published in known["files"].items():
-        image = image_of(read_file(known["folder"], name, published["sha256"], local))
+        image = decode_image(read_file(known["folder"], name, published["sha256"], local))
         [score] = scorer({"image": image[None]}, [known["prompt"]], [{}])
         passed = score.value is not None and abs(score.value - published["score"]) <= known["within"]
         result = score.abstained if score.value is None else f"{score.value:.4f}"
         yield Check(passed, f"{name} scores {result}, published {published['score']:.4f}")
 
 
-def order(name: str, scorer: Scorer, known: Mapping[str, Any], local: Path | None) -> Iterator[Check]:
+def check_order(name: str, scorer: Scorer, known: Mapping[str, Any], local: Path | None) -> Iterator[Check]:
     """Check that each thing scores highest with its own name or sound."""
     labels = known["things"]
     contents = {file: read_file(known["folder"], file, sha256, local) for file, sha256 in known["files"].items()}
-    images = [image_of(contents[f"{label}_image.jpg"]) for label in labels]
-    sounds = [sound_of(contents[f"{label}_audio.wav"]) for label in labels]
+    images = [decode_image(contents[f"{label}_image.jpg"]) for label in labels]
+    sounds = [decode_sound(contents[f"{label}_audio.wav"]) for label in labels]
     for i, label in enumerate(labels):
         scores = [
-            scored(scorer, images[i], *(sounds[j] if "video" in scorer.media else sounds[i]), labels[j])
+            score_label(scorer, images[i], *(sounds[j] if "video" in scorer.media else sounds[i]), labels[j])
             for j in range(len(labels))
         ]
         summary = ", ".join(f"{other} {value:.4f}" for other, value in zip(labels, scores, strict=True))
         if shares := known.get("shares", {}).get(name):
             weights = np.exp(shares["scale"] * np.array(scores))
-            summary += f"; shares {line_of(weights / weights.sum())}"
-            summary += f", published of one crop {line_of(shares['published'][i])}"
+            summary += f"; shares {format_shares(weights / weights.sum())}"
+            summary += f", published of one crop {format_shares(shares['published'][i])}"
         if name in NO_PROMPT:
             low, high = NO_PROMPT[name]
             yield Check(low <= scores[i] <= high, f"the {label} scores {scores[i]:.4f}, possible {low:g} to {high:g}")
@@ -119,12 +119,12 @@ def order(name: str, scorer: Scorer, known: Mapping[str, Any], local: Path | Non
             yield Check(is_best, f"the {label} scores highest with its own: {summary}")
 
 
-def line_of(shares: Iterable[float]) -> str:
+def format_shares(shares: Iterable[float]) -> str:
     """Return shares as a line."""
     return " ".join(f"{share:.4f}" for share in shares)
 
 
-def scored(scorer: Scorer, image: np.ndarray, sound: np.ndarray, rate: int, label: str) -> float:
+def score_label(scorer: Scorer, image: np.ndarray, sound: np.ndarray, rate: int, label: str) -> float:
     """Return the score of an image, sound or still video with its label; NaN if the scorer abstains."""
     kinds: Arrays = {"image": image[None], "audio": sound[None], "video": image[None, None].repeat(FRAMES, axis=1)}
     meta = {"fps": FPS, "sample_rate": rate, "tag": "single_object", "include": [{"class": label, "count": 1}]}
@@ -150,7 +150,9 @@ def main(argv: list[str] | None = None) -> None:
             known = None
         print(f"published scores: {known['source'] if known else 'none are known here, so an order is checked'}")
         checks = (
-            compare(scorer, known, args.files) if known else order(args.scorer, scorer, PUBLISHED["order"], args.files)
+            check_scores(scorer, known, args.files)
+            if known
+            else check_order(args.scorer, scorer, PUBLISHED["order"], args.files)
         )
         passed = [print(f"{'ok  ' if check.passed else 'NOT '} {check.text}") or check.passed for check in checks]
     except (ImportError, OSError, ValueError) as exc:

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
 from omni_reward.media import TEXT, Arrays, Meta
-from omni_reward.rules import check_keys, grade, open_rules, version_of
+from omni_reward.rules import check_keys, grade, open_rules, rules_version
 from omni_reward.wire import Score, Scorer
 
 PREFIX = "rules:"
@@ -38,7 +38,7 @@ def load_rules(reward: str, timeout_s: float = 20.0, request_timeout_s: float = 
         if not 0 < value < math.inf:
             raise ValueError(f"{name} must be > 0 and finite, got {value}")
     try:
-        version = version_of(open_rules(reward))
+        version = rules_version(open_rules(reward))
     except ValueError as exc:
         raise ValueError(f"scorer {PREFIX} {exc}") from exc
     return Scorer(_Grader(reward, version, timeout_s, request_timeout_s), media=(TEXT,), version=version, timed=True)
@@ -93,7 +93,7 @@ def _serve(reward: str, version: str, pipe: Connection) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the server, which finishes its requests
     rules = open_rules(reward)
-    current = version_of(rules)
+    current = rules_version(rules)
     while True:
         try:
             text, line, limit_s = json.loads(pipe.recv_bytes())

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-from omni_reward.scorers.text import agreement, wanted_text
+from omni_reward.scorers.text import agreement, require_target_text
 from omni_reward.wire import Score, parse_json
 
 MAX_TEXT = 4000  # characters of a field
@@ -83,14 +83,14 @@ class Message:
         Raises:
             ValueError: the answer does not have the requested format.
         """
-        fields = self._matched(answer) if self.pattern else parse_json(answer, "the answer")
+        fields = self._match_fields(answer) if self.pattern else parse_json(answer, "the answer")
         if not isinstance(fields, dict) or fields.keys() != self.fields.keys():
             raise ValueError(f"the answer must be an object of {list(self.fields)}, got {fields!r:.200}")
         for name, span in self.fields.items():
             _check_field(name, fields[name], span)
         return {name: fields[name] for name in self.fields}
 
-    def _matched(self, answer: str) -> dict[str, Any]:
+    def _match_fields(self, answer: str) -> dict[str, Any]:
         match = re.search(self.pattern, answer, re.DOTALL | re.IGNORECASE)
         if not match:
             raise ValueError(f"the answer must give {list(self.fields)} as in its format, got {answer!r:.200}")
@@ -145,12 +145,12 @@ def _check_field(name: str, value: object, span: Kind) -> None:
 
 
 def _decline_without_text(prompt: str) -> Score | None:
-    target = wanted_text(prompt)
+    target = require_target_text(prompt)
     return target if isinstance(target, Score) else None
 
 
 def _score_ocr(fields: dict[str, Any], prompt: str) -> Score:
-    return agreement(str(wanted_text(prompt)), fields["text"], "contained")
+    return agreement(str(require_target_text(prompt)), fields["text"], "contained")
 
 
 def _score_alignment(fields: dict[str, Any], prompt: str) -> Score:

@@ -36,7 +36,7 @@ def normalize(text: str) -> str:
     return "".join(unicodedata.normalize("NFKC", text).upper().split())
 
 
-def wanted_text(prompt: str) -> str | Score:
+def require_target_text(prompt: str) -> str | Score:
     """Return the normalized quoted text of the prompt, or the abstention for a prompt without one."""
     target = normalize(target_text(prompt) or "")
     return target or Score(None, abstained="the prompt has no text between double quotes")

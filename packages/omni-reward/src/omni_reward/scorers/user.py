@@ -39,7 +39,7 @@ def load_user(spec: str, arguments: str = "media, prompts, meta") -> ScoreFn:
     except ImportError as exc:
         raise ImportError(f"{path}: {exc}", name=exc.name) from exc
     except (Exception, SystemExit) as exc:  # a user's file may raise anything
-        frame = own_line(exc)
+        frame = user_frame(exc)
         raise ValueError(
             f"{path} must run, line {frame.lineno if frame else 0} raised {type(exc).__name__}: {exc}"
         ) from exc
@@ -49,14 +49,14 @@ def load_user(spec: str, arguments: str = "media, prompts, meta") -> ScoreFn:
     return function
 
 
-def own_line(error: BaseException) -> traceback.FrameSummary | None:
+def user_frame(error: BaseException) -> traceback.FrameSummary | None:
     """Return the last line of a user's file in the traceback of an error, or None if it has no such file."""
     frames, lines = traceback.walk_tb(error.__traceback__), traceback.extract_tb(error.__traceback__)
     names = [str(frame.f_globals.get("__name__")) for frame, _ in frames]
     return next((line for name, line in reversed([*zip(names, lines, strict=True)]) if name.startswith(MODULE)), None)
 
 
-def hint_of(error: BaseException) -> str:
+def media_hint(error: BaseException) -> str:
     """Return what media are if a user's function took them for a list of images, as in other trainers; else nothing."""
     is_key = isinstance(error, KeyError) and isinstance(error.args[0], int)
     is_attribute = isinstance(error, AttributeError) and isinstance(error.obj, str | dict | np.ndarray)

@@ -15,7 +15,7 @@ from omni_rollout.thoughts import ThoughtTrajectory
 from omni_sched import StreamStep, Transition, sde_step, sde_window
 from omni_sched.schedules import Strategy
 from omni_train.dist import deal, gather_json
-from omni_train.progress import expect, over
+from omni_train.progress import add_phase, track
 from omni_train.prompts.files import PromptRecord
 from omni_train.prompts.sampler import sample_seed
 from omni_train.shard import gathered
@@ -66,8 +66,8 @@ def by_shapes(prompts: Sequence[Prompt]) -> list[list[Prompt]]:
 
 def counted(batches: Sequence[Sequence[Prompt]]) -> Iterator[Sequence[Prompt]]:
     """Yield the batches, with progress of the samples and of the texts to encode."""
-    expect("encoding", len({prompt.text for batch in batches for prompt in batch}), "prompts")
-    return over(batches, "samples")
+    add_phase("encoding", len({prompt.text for batch in batches for prompt in batch}), "prompts")
+    return track(batches, "samples")
 
 
 def prompts_of(run: MediaRun[MediaArgs], step: Step, *, same_start_noise: bool = False) -> list[Prompt]:
@@ -111,16 +111,16 @@ def sample(
     prompts: Sequence[Prompt],
     params: Params,
     *,
-    in_a_row: int = 1,
+    consecutive: int = 1,
     scorer: Scorer | None = None,
 ) -> Rollout[Trajectory]:
     """Return this rank's batches of `prompts`, from `sample_here` or from the ranks that only sample."""
     if run.samplers is None:
-        return sample_here(run, prompts, params, in_a_row=in_a_row, scorer=scorer)
-    in_a_row = max(run.args.data.batch_size, in_a_row, group_of(prompts, scorer or run.scorer))
-    own = deal(prompts, run.dist, run.args.data.batch_size, in_a_row=in_a_row)
+        return sample_here(run, prompts, params, consecutive=consecutive, scorer=scorer)
+    consecutive = max(run.args.data.batch_size, consecutive, group_of(prompts, scorer or run.scorer))
+    own = deal(prompts, run.dist, run.args.data.batch_size, consecutive=consecutive)
     run.counts["sampled"] += sum(map(len, own))
-    return Rollout(prompts, *run.samplers.take(own, params, in_a_row, run.counts), in_a_row)
+    return Rollout(prompts, *run.samplers.take(own, params, consecutive, run.counts), consecutive)
 
 
 def group_of(prompts: Sequence[Prompt], scorer: Scorer) -> int:
@@ -133,7 +133,7 @@ def sample_here(
     prompts: Sequence[Prompt],
     params: Params,
     *,
-    in_a_row: int = 1,
+    consecutive: int = 1,
     scorer: Scorer | None = None,
 ) -> Rollout[Trajectory]:
     """Return this rank's batches of `prompts`. Each batch is scored while the next one is sampled.
@@ -142,7 +142,7 @@ def sample_here(
     context-parallel group return the same batches, without media; they alternate in decoding and scoring batches, or
     decode tiles together.
 
-    in_a_row: see `deal`. scorer: replaces the run's.
+    consecutive: see `deal`. scorer: replaces the run's.
 
     Raises:
         RuntimeError: the engine's weights are not those of the last sync.
@@ -150,11 +150,11 @@ def sample_here(
     batches, scored, pending, scorer = [], list[Trajectory](), list[Pending](), scorer or run.scorer
     dist, batch_size = run.dist, run.args.data.batch_size
     group = group_of(prompts, scorer)
-    in_a_row = max(batch_size, in_a_row, group)
-    dealt = deal(prompts, dist, batch_size, in_a_row=in_a_row)
+    consecutive = max(batch_size, consecutive, group)
+    dealt = deal(prompts, dist, batch_size, consecutive=consecutive)
     for number, own in enumerate(counted(dealt)):
         following = dealt[number + 1] if number + 1 < len(dealt) else ()
-        is_scored = number // (in_a_row // batch_size) % dist.context == dist.rank % dist.context
+        is_scored = number // (consecutive // batch_size) % dist.context == dist.rank % dist.context
         sized = params.of_size(own[0].size)
         in_tiles = 0 < run.args.memory.decode_tile < max(sized.height, sized.width)
         batch = run.engine.generate(own, replace(sized, decode=is_scored or in_tiles))
@@ -177,7 +177,7 @@ def sample_here(
             continue
         size = run.args.scorer.batch_size or len(batch)
         pending += [submit(scorer, scored[-1], slice(i, i + size)) for i in range(0, len(batch), size)]
-    return Rollout(prompts, batches, pending, in_a_row, scored)
+    return Rollout(prompts, batches, pending, consecutive, scored)
 
 
 def show(run: MediaRun[MediaArgs], step: Step, rollout: Rollout[Trajectory]) -> None:
@@ -198,7 +198,7 @@ def evaluate_set(run: MediaRun[MediaArgs], held: HeldOut[Params, Scorer]) -> tup
     group = held.samples if any(scorer.takes_groups for scorer in asked) else 1
     filled = fill_batches(prompts, run.args.data.batch_size, run.dist.dp_size, group=group)
     with gathered(run.policy.net) if "rollout" in run.policy.unshard else nullcontext():
-        rollout = sample_here(run, filled, held.params, in_a_row=group, scorer=held.scorer)
+        rollout = sample_here(run, filled, held.params, consecutive=group, scorer=held.scorer)
     batches = rollout.scored
     parts = [batches[: end + 1] for end in range(len(batches))] if second else []
     watched = [future for own in parts for future in submit_groups(asked[-1], own, group, run.args.scorer.batch_size)]

@@ -18,7 +18,7 @@ from omni_reward import RewardClient, Score
 from omni_reward.media import TEXT
 from omni_reward.rules import SCORER, Rules, grade, judge
 from omni_rollout import Prompt
-from omni_rollout.engines.transformers import given_answers
+from omni_rollout.engines.transformers import trajectory_from_texts
 from omni_rollout.tokens import TokenEngine, TokenParams, TokenTrajectory
 from omni_train.dist import Dist, deal, gather_by_index, gather_json
 from omni_train.prompts.chats import answer_text
@@ -139,7 +139,7 @@ def sample_round(
     if before is None:
         return more
     return Rollout(
-        [*before.prompts, *own], [*before.batches, *more.batches], [*before.pending, *more.pending], more.in_a_row
+        [*before.prompts, *own], [*before.batches, *more.batches], [*before.pending, *more.pending], more.consecutive
     )
 
 
@@ -148,7 +148,7 @@ def read_answers(run: TokenRun[TokenArgs], step: Step, key: str) -> list[TokenTr
     prompts = prompts_of(run.prompts.at(step.number), 1, seed=run.args.run.seed, step=step.number)
     with run.phase("read"):
         return [
-            given_answers(run.model, own, [answer_text(p.meta[key], key, p.text) for p in own], run.base_params)
+            trajectory_from_texts(run.model, own, [answer_text(p.meta[key], key, p.text) for p in own], run.base_params)
             for own in deal(prompts, run.dist, run.args.data.batch_size)
         ]
 

@@ -163,7 +163,7 @@ class ReportProcess:
             self._change.notify()
 
     def _send_all(self) -> None:
-        kind, pictures = "", Breaker("the samples of the report", goes_on=True)
+        kind, pictures = "", Breaker("the samples of the report", keeps_going=True)
         while kind != "end":
             with self._change:
                 self._change.wait_for(lambda: self._waiting)
@@ -201,12 +201,14 @@ def main(folder: str, track: str, project: str, fd: str) -> None:
     connection, sinks, errors = Connection(int(fd)), list[tuple[Sink, Breaker]](), list[str]()
     for name in track.split(","):
         try:
-            sinks += [(sink, Breaker(f"the tracker {name}", goes_on=True)) for sink in tracker(name, folder, project)]
+            sinks += [
+                (sink, Breaker(f"the tracker {name}", keeps_going=True)) for sink in tracker(name, folder, project)
+            ]
         except Exception as exc:  # any library may fail
             errors.append(" ".join(f"{type(exc).__name__}: {exc}".split()))
     if track != "none":
         connection.send_bytes("; ".join(errors).encode())
-    page = Breaker("the page of the report", goes_on=True, remedy=f"to write it again: omni-rl report {folder}")
+    page = Breaker("the page of the report", keeps_going=True, hint=f"to write it again: omni-rl report {folder}")
     try:
         _follow(connection, Path(folder), sinks, page)
     except (EOFError, OSError):  # the run died; its trackers notice that it did not finish
@@ -220,8 +222,8 @@ def _follow(connection: Connection, folder: Path, sinks: Sequence[tuple[Sink, Br
     """Handle messages until the last one, and write the page in between."""
     due, next_s, later_s = math.inf, 0.0, 0.0  # when the page is due, and the earliest time after a line or without one
     pictures, present = (
-        Breaker("the samples of the report", goes_on=True),
-        Breaker("the progress in the report", goes_on=True),
+        Breaker("the samples of the report", keeps_going=True),
+        Breaker("the progress in the report", keeps_going=True),
     )
     while True:
         now = time.monotonic()

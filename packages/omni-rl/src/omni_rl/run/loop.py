@@ -21,8 +21,8 @@ from omni_reward import RewardError
 from omni_train.breaker import Breaker
 from omni_train.dist import gather_json, same_error
 from omni_train.files import load_metrics
-from omni_train.log import is_added
-from omni_train.progress import begin
+from omni_train.log import is_log_field
+from omni_train.progress import start_phase
 from omni_train.signals import resume_command
 
 from omni_rl.run.alarms import Line, Watch
@@ -75,7 +75,7 @@ class Loop:
     def _opened(self) -> Iterator[Self]:
         """Read the log of the run before it resumed. If the block fails, save the finished steps."""
         self._read_lines()
-        begin("")
+        start_phase("")
         run, checkpoints = self.run, self.run.session.checkpoints
         checkpoints.pinned = best = best_of(self._evals)
         with same_error(run.dist):
@@ -116,19 +116,19 @@ class Loop:
         stops = run.session.num_done < 0 and self._finish(Step(-1))  # line 0: the initial model
         if self._unjudged:  # its scorer failed
             step = Step(self._done - 1)
-            step.metrics = {name: value for name, value in self._unjudged.items() if not is_added(name)}
+            step.metrics = {name: value for name, value in self._unjudged.items() if not is_log_field(name)}
             stops = self._finish(step)
         for number in range(max(self._done, 0), args.run.train_steps):
             if stops:
                 return
             step = Step(number)
-            begin(f"step {number + 1}")
+            start_phase(f"step {number + 1}")
             with measured(run, step):
                 self._in_step = True
                 yield step
                 step.finish_grading()  # if no optimizer step was attempted
                 self._in_step = False
-            begin("")
+            start_phase("")
             if not step.has_signal and run.dist.is_main:
                 say(f"step {number + 1}: no sample has a signal, so no optimizer step was taken")
             stops = self._finish(step)

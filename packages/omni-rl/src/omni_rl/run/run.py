@@ -14,7 +14,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args
 
 import torch
 from omni_rollout import Engine, Model, Params
-from omni_rollout.models.routing import ExpertLoad, routing_of
+from omni_rollout.models.routing import ExpertLoad, find_routing
 from omni_rollout.thoughts import ThinkingModel, ThinkingParams
 from omni_rollout.tokens import TokenEngine, TokenModel, TokenParams
 from omni_rollout.types import WeightedEngine
@@ -22,7 +22,7 @@ from omni_train.breaker import Breaker
 from omni_train.dist import Dist, Memory, gather_json, mean_metrics, memory, merge_metric
 from omni_train.flops import Calls, FlopTable
 from omni_train.optim import StepResult, optimizer_step, scheduled_lr
-from omni_train.progress import advance, beat, doing
+from omni_train.progress import advance, count_forward, phase
 from omni_train.prompts.sampler import PromptSampler, sample_seed
 from omni_train.shard import gathered
 from omni_train.weights.full import named_weights
@@ -125,7 +125,7 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
         """
         is_gathered = name in self.policy.unshard and not (name == "rollout" and self.samplers)
         gathering = gathered(self.policy.net) if is_gathered else nullcontext()
-        with doing(SHOWN.get(name, name)), self.session.log.phase(name), gathering:
+        with phase(SHOWN.get(name, name)), self.session.log.phase(name), gathering:
             yield
 
     def optimizer_step(self, step: "Step", *, has_signal: bool = True) -> StepResult:
@@ -288,7 +288,7 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
         """Count, from here on, the samples that pass through the nets, and those that reach each expert."""
 
         def note(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-            beat()
+            count_forward()
             if found := count_samples(kwargs, args):
                 samples, shape = found
                 self.calls[self.session.log.last_phase, torch.is_grad_enabled(), shape] += samples
@@ -299,12 +299,12 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
         policy = self.policy
         for net in {self.engine.net, policy.net, policy.reference_net, *policy.teachers.values()}:
             if net is not None:  # the embedded engine's net is the trainer's
-                net.register_forward_pre_hook(self.breakers.calls.around(note), with_kwargs=True)
+                net.register_forward_pre_hook(self.breakers.calls.wrap(note), with_kwargs=True)
         if self.model.boundary:
-            policy.net.register_forward_pre_hook(self.breakers.calls.around(note_expert), with_kwargs=True)
-        if routing := routing_of(self.engine.net):
+            policy.net.register_forward_pre_hook(self.breakers.calls.wrap(note_expert), with_kwargs=True)
+        if routing := find_routing(self.engine.net):
             self.load = ExpertLoad(routing.num_experts, counts=lambda: self.session.log.last_phase == "rollout")
-            routing.register_forward_hook(self.breakers.load.around(self.load.count))
+            routing.register_forward_hook(self.breakers.load.wrap(self.load.count))
 
     def count_backwards(self) -> None:
         """Report the backward passes of updates as progress, from here on."""

@@ -17,7 +17,7 @@ from typing import Any
 from omni_reward import RewardError, Score
 from omni_rollout import Params, Prompt, Trajectory
 from omni_train import progress
-from omni_train.progress import over
+from omni_train.progress import track
 from omni_train.roles import BEATS, Roles, pack
 from omni_train.weights.full import gather_in_groups
 from torch import Tensor
@@ -47,15 +47,15 @@ class Samplers:
         self._send([number, version])
 
     def take(
-        self, prompts: Sequence[Sequence[Prompt]], params: Params, in_a_row: int, counts: Counter[str]
+        self, prompts: Sequence[Sequence[Prompt]], params: Params, consecutive: int, counts: Counter[str]
     ) -> tuple[list[Trajectory], list[Pending]]:
         """Return this rank's batches of the oldest requested step, and their scores, which must be read in order.
 
-        prompts: the prompts of each batch. in_a_row: number of consecutive samples per sampling rank. counts:
+        prompts: the prompts of each batch. consecutive: number of consecutive samples per sampling rank. counts:
         updated with the counts of the sampling ranks when scores are read.
         """
-        sources = [own[0].index // in_a_row % self._roles.num_samplers for own in prompts]
-        parts = zip(over(prompts, "samples"), sources, strict=True)
+        sources = [own[0].index // consecutive % self._roles.num_samplers for own in prompts]
+        parts = zip(track(prompts, "samples"), sources, strict=True)
         batches = [self._batch(own, params, source) for own, source in parts]
         return batches, [self._scores(source, counts) for source in sources]
 
@@ -69,7 +69,7 @@ class Samplers:
         """Send heartbeats between requests, while the program makes progress or waits for other ranks."""
         sent: Future[None] | None = None
         while not self._ends.wait(self._roles.timeout_s / BEATS):
-            if progress.silent_s() < self._roles.timeout_s and not (sent and not sent.done()):
+            if progress.seconds_silent() < self._roles.timeout_s and not (sent and not sent.done()):
                 with suppress(RuntimeError):  # it has just been closed
                     sent = self._sender.submit(self._roles.beat)
 

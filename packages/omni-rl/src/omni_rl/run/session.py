@@ -14,7 +14,7 @@ from omni_train.checkpoint.store import Checkpoint
 from omni_train.dist import Dist, same_error
 from omni_train.files import check_replaceable, read_regular, write_atomically
 from omni_train.flops import device_name
-from omni_train.hub import FETCHED, pinned
+from omni_train.hub import FETCHED, pin_revision
 from omni_train.kernels import BACKENDS
 from omni_train.lock import RunLock
 from omni_train.log import RunLog, claim_folder
@@ -55,7 +55,7 @@ class Session:
             keep=args.run.keep_checkpoints,
             wait_for=self._await_samples,
             url=args.run.checkpoint_url,
-            beside=[self.folder / name for name in BESIDE],
+            run_files=[self.folder / name for name in BESIDE],
         )
         if args.run.checkpoint_url and not (args.run.dry_run or args.eval.only or dist.first):
             self.lock = RunLock(self.folder, dist, url=args.run.checkpoint_url)
@@ -108,7 +108,7 @@ class Session:
                     check_replaceable(self.folder / name)
                 self.fetch(dist)
         claim_folder(
-            dist, self.folder, has_checkpoint=self.saved is not None, way=self.resume_hint(args.run.checkpoint_url)
+            dist, self.folder, has_checkpoint=self.saved is not None, hint=self.resume_hint(args.run.checkpoint_url)
         )
         if dist.is_main:
             self.open_report(args, world)
@@ -143,7 +143,7 @@ class Session:
         if not (remote and self.saved and dist.is_main):
             return
         name, step = "metrics.jsonl", self.saved.step
-        theirs, path = remote.read_beside(step, name), self.folder / name
+        theirs, path = remote.read_run_file(step, name), self.folder / name
         ours = read_regular(path) if path.exists() else b""
         if theirs is None:  # the checkpoint was copied from a folder
             return
@@ -151,8 +151,8 @@ class Session:
             raise ValueError(f"{self.folder} holds another run than {remote.remote.url}: give another --name")
         if ours.splitlines()[: step + 1] == theirs.splitlines()[: step + 1]:
             return
-        remote.fetch_beside(step, "weights", self.folder / "weights")
-        if starts := remote.read_beside(step, "versions.jsonl"):
+        remote.fetch_run_folder(step, "weights", self.folder / "weights")
+        if starts := remote.read_run_file(step, "versions.jsonl"):
             write_atomically(self.folder / "versions.jsonl", starts)
         write_atomically(path, theirs)
         self._is_fetched = True
@@ -161,7 +161,7 @@ class Session:
         """Download, on the first rank, the weights of the best checkpoint at a URL, unless the folder has them."""
         remote, best = self.checkpoints.remote, self.folder / "best"
         if remote and (self._is_fetched or not best.exists()) and step in remote.steps():
-            remote.fetch_beside(step, "weights", best)
+            remote.fetch_run_folder(step, "weights", best)
 
     def open_report(self, args: RunArgs, world: World) -> None:
         """Write the settings and a report with the current activity; start the process that updates it.
@@ -213,7 +213,9 @@ class Session:
         facts["attention"] = ", ".join(backend.name for backend in BACKENDS[args.policy.attention])
         facts |= {"device_name": name} if (name := device_name(world.dist.device)) else {}
         facts |= {"gathered": "once in " + " and ".join(unshard)} if unshard else {}
-        facts |= {"hub": ", ".join(pinned(place, files[0]) for place, files in FETCHED.items())} if FETCHED else {}
+        facts |= (
+            {"hub": ", ".join(pin_revision(place, files[0]) for place, files in FETCHED.items())} if FETCHED else {}
+        )
         plain = flat(build(type(args), {}))
         changed = [name for name, value in flat(args).items() if value != plain[name]]
         write_versions(self.folder, hide=secret_flags(type(args)), changed=changed, facts=facts)

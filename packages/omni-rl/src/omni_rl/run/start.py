@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 from omni_rollout import Model
-from omni_rollout.offload import bring_blocks
+from omni_rollout.offload import offload_blocks
 from omni_rollout.tokens import TokenModel
 from omni_rollout.types import WeightedEngine
 from omni_train import lora, progress
@@ -67,7 +67,7 @@ OwnScorerT = TypeVar("OwnScorerT", bound=AnyScorer)
 @contextmanager
 def reading(part: str, size: int) -> Iterator[None]:
     """Report the progress of reading a part of `size` bytes in the `with` block."""
-    with progress.doing(part):
+    with progress.phase(part):
         yield
     progress.advance(size)
 
@@ -125,7 +125,7 @@ def start_servers(args: OwnArgsT, world: World, session: Session) -> OwnArgsT:
     Raises:
         ValueError: a server could not be started.
     """
-    progress.begin("opening the scorer")
+    progress.start_phase("opening the scorer")
     return with_server(args, world.whole, session.servers)
 
 
@@ -135,7 +135,7 @@ def open_net(args: RunArgs, world: World, inputs: Inputs[Any, Any], session: Ses
     Raises:
         ValueError, OSError: another run uses the folder, or the weights could not be read.
     """
-    progress.begin("loading", inputs.model.weight_bytes(), "bytes")
+    progress.start_phase("loading", inputs.model.weight_bytes(), "bytes")
     session.claim(args, world, sharding(args, world.dist.world_size))
     inputs.model.reading = reading
     with same_error(world.whole):
@@ -170,7 +170,7 @@ def load_net(args: RunArgs, world: World, inputs: Inputs[Any, Any]) -> nn.Module
         net = model.load_net(device=device, dtype=preparation.dtype)
         net = prepare(net, replace(preparation, device=device), begin=begin)
     if streams:
-        bring_blocks(net, preparation.block_names, inputs.preparation.device)
+        offload_blocks(net, preparation.block_names, inputs.preparation.device)
     return net
 
 
@@ -283,7 +283,7 @@ def load_policy(args: RunArgs, inputs: Inputs[Any, Any], net: nn.Module, session
         with lora.same_initial_weights(net):
             session.checkpoints.load(session.saved, net, optimizer, policy.averages)
         if isinstance(optimizer, HostAdamW):
-            optimizer.rest()
+            optimizer.offload()
     return policy
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from omni_reward.media import TEXT as TEXT_KIND
-from omni_reward.rules import SCORER, check_meta, open_rules, version_of
+from omni_reward.rules import SCORER, check_meta, open_rules, rules_version
 from omni_reward.scorers.user import load_user
 from omni_rollout.engines.transformers import TransformersEngine
 from omni_rollout.models.tokens import open_token_model
@@ -60,7 +60,7 @@ def read_texts(
         ValueError: a file is missing, incomplete or malformed. The message begins with the flag and is the same on
             every rank.
     """
-    progress.begin("reading the model and the prompts")
+    progress.start_phase("reading the model and the prompts")
     with same_error(world.whole):
         inputs = with_policies(read_all(args, world, scored=scored, answers=answers), policies)
     return with_meshes(args, world.dist, inputs)
@@ -116,7 +116,7 @@ def read_all(
         canary_of([*records, *training]),
         how,
         model.nets,
-        digests | {"rules": version_of(args.rules)},
+        digests | {"rules": rules_version(args.rules)},
         adapters=adapters,
         adapter_prefix=prefix,
         count_samples=count_samples,
@@ -130,9 +130,9 @@ def check_record(args: TokenArgs, model: TokenModel, record: PromptRecord) -> No
         (prompt,) = prompts_of([record], 1, seed=0, step=0)
         encoded = model.encode(prompt)
         if args.sampling.engine == "vllm":
-            from omni_rollout.engines.vllm import media_of
+            from omni_rollout.engines.vllm import media_inputs
 
-            media_of(encoded, model.config)  # raises if vLLM would not answer
+            media_inputs(encoded, model.config)  # raises if vLLM would not answer
         length = len(encoded["input_ids"])
         require((not most or length <= most, f"must have at most --max-prompt-tokens {most} tokens, got {length}"))
 

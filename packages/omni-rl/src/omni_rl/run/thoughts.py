@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from omni_reward.rules import check_meta, version_of
+from omni_reward.rules import check_meta, rules_version
 from omni_rollout import Engine
 from omni_rollout.conditioning import TextCache
 from omni_rollout.engines.thinking import ThinkingEngine
@@ -39,7 +39,7 @@ def read_thoughts(
     Raises:
         ValueError: as in `omni_rl.run.media.read_media`.
     """
-    progress.begin("reading the model and the prompts")
+    progress.start_phase("reading the model and the prompts")
     with same_error(world.whole):
         inputs = with_policies(read_thinking(args, world), policies)
     return with_meshes(args, world.dist, inputs)
@@ -66,7 +66,7 @@ def read_thinking(args: ThinkingArgs, world: World) -> Inputs[ThinkingModel, Thi
     inputs = read_all(args, world, model, params, eval_params, check, check_graded)
     return replace(
         inputs,
-        digests={**inputs.digests, "rules": version_of(rules) if rules else ""},
+        digests={**inputs.digests, "rules": rules_version(rules) if rules else ""},
         count_samples=count_samples,
         score_parts=("image", "thought") if rules else (),
     )

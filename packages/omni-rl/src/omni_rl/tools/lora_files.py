@@ -22,13 +22,13 @@ from omni_train.weights.adapters import (
     PEFT_FILE,
     PEFT_PART,
     SIDES,
-    alpha_in,
-    config_of,
     config_text,
     find_adapter,
     read_adapter,
+    read_alpha,
+    read_config,
+    read_scaling,
     scaled_state,
-    scaling_of,
 )
 from omni_train.weights.load import check_numbers, read_shapes
 from peft.tuners.lora import LoraLayer
@@ -104,7 +104,7 @@ def read_foreign(file: Path, model: str, opened: Model) -> Factors:
         (hasattr(pipeline, "lora_state_dict"), f"--model must be one whose LoRA files diffusers reads, got {model}")
     )
     alphas = alphas_of(file)  # before diffusers, which never returns for a negative alpha
-    config = config_of(file, PART)
+    config = read_config(file, PART)
     require((not (config and config.use_dora), f"{file} must have magnitudes if use_dora is set, got none"))
     try:
         state, layers = load(file, pipeline, opened)
@@ -119,9 +119,9 @@ def read_foreign(file: Path, model: str, opened: Model) -> Factors:
     ranks = {layer: len(down) for layer, (down, _) in factors.items()}
     rank = check_rank(file, ranks.values())
     for alpha in alphas:  # must equal that of the header, if there is one
-        scaling_of(file, ranks, dict.fromkeys(ranks, alpha / rank), part=PART)
+        read_scaling(file, ranks, dict.fromkeys(ranks, alpha / rank), part=PART)
     if not alphas:  # diffusers does not read others
-        scaling = scaling_of(file, ranks, {}, part=PART)
+        scaling = read_scaling(file, ranks, {}, part=PART)
         factors = {layer: (down, up * scaling[layer]) for layer, (down, up) in factors.items()}
     return factors
 
@@ -130,7 +130,7 @@ def alphas_of(file: Path) -> set[float]:
     """Return the alphas in the file's tensors, or raise ValueError unless they are finite and above 0."""
     names = [name for name in read_shapes(file) if name.endswith(".alpha")]
     with safe_open(file, framework="pt") as opened:
-        return {alpha_in(opened.get_tensor(name), file, name) for name in names}
+        return {read_alpha(opened.get_tensor(name), file, name) for name in names}
 
 
 def load(file: Path, pipeline: Any, model: Model) -> tuple[dict[str, Tensor], dict[str, LoraLayer]]:

@@ -528,7 +528,7 @@ class PlannedWorld(World):
                 return function(*args, **kwargs)
             if (seen := key(*args, **kwargs)) in done:
                 shapes, peak, flops = done[seen]
-                device.burst(peak, flops)
+                device.add_transient(peak, flops)
                 return tree_map_only(Tensor, lambda t: torch.empty_like(t, device=PLANNED) if t.is_meta else t, shapes)
             base, before = device.start_window(), device.flops.total()
             out = function(*args, **kwargs)
@@ -568,7 +568,7 @@ class _Seen:
 
         kept: see `PlannedWorld._first`.
         """
-        self.device.burst(self.forward_peak, self.forward_flops)
+        self.device.add_transient(self.forward_peak, self.forward_flops)
         out = torch.empty(self.shape, dtype=self.dtype, device=self.device.device)
         return _Repeat.apply(out.requires_grad_(), self, kept) if self.is_graph else out
 
@@ -583,7 +583,7 @@ class _Seen:
             if p not in have:
                 have.add(p)
                 self.trained.append(p)
-                device.aside += (p.to_local() if isinstance(p, DTensor) else p).nbytes  # only this rank's rows
+                device.excluded += (p.to_local() if isinstance(p, DTensor) else p).nbytes  # only this rank's rows
 
         def end() -> None:
             self.backward_peak, self.backward_flops = device.window - base, device.flops.total() - flops
@@ -603,7 +603,7 @@ class _Seen:
     def repeat_backward(self, graph: "_Graph") -> None:
         """Count the memory of the backward pass, create the gradients, and free the forward's tensors."""
         self.end_measured()
-        self.device.burst(self.backward_peak, self.backward_flops)
+        self.device.add_transient(self.backward_peak, self.backward_flops)
         graph.free()
         for p in self.trained:
             if p.grad is None:
@@ -687,7 +687,7 @@ def _repeat_steps(optimizer: torch.optim.Optimizer, device: PlannedDevice) -> No
         if inner == 1 and len(taken) < 2:
             taken.append(-device.start_window())
         elif inner == 1:
-            device.burst(taken[1], 0)
+            device.add_transient(taken[1], 0)
             optimizer.zero_grad()  # without gradients, step does nothing
 
     def after(*_: object) -> None:
@@ -739,7 +739,7 @@ class _Log(RunLog):
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count the `with` block as this phase, and its memory as that of the outer phase, if any."""
-        with self._device.phase(self._within or name), super().phase(name):
+        with self._device.phase(self._current_phase or name), super().phase(name):
             yield
 
 

@@ -52,7 +52,7 @@ def sample_ends(
         _, last_peaks, last_flops = measured(later, device, prompts, few)
         peaks += last_peaks[1:]  # the first one reads all earlier tokens at once
         operations += left * flops[-1] + (last_flops[-1] - flops[-1]) * (left + 1) // 2
-    device.burst(max(peaks), operations)
+    device.add_transient(max(peaks), operations)
     whole = torch.ones(len(prompts), params.max_new_tokens, dtype=torch.bool)
     log_prob, ended = torch.zeros(whole.shape), ~whole[:, 0]
     return replace(

@@ -22,7 +22,7 @@ except ModuleNotFoundError:  # then the guest cannot rename the process either
 
 
 @contextmanager
-def kept_process_group() -> Iterator[None]:
+def keep_process_group() -> Iterator[None]:
     """Prevent a guest from destroying the default process group in the `with` block."""
     destroy = torch.distributed.destroy_process_group
 
@@ -35,7 +35,7 @@ def kept_process_group() -> Iterator[None]:
 
 
 @contextmanager
-def some_process_group(backend: str) -> Iterator[None]:
+def ensure_process_group(backend: str) -> Iterator[None]:
     """Provide a process group in the `with` block: the trainer's, or one with only this process."""
     group = torch.distributed
     if group.is_initialized():
@@ -49,7 +49,7 @@ def some_process_group(backend: str) -> Iterator[None]:
 
 
 @contextmanager
-def undisturbed_process() -> Iterator[None]:
+def preserve_process_state() -> Iterator[None]:
     """Keep the output's format, and restore the process title, generators, and environment variables except vLLM's."""
     environment, python_state, numpy_state = dict(os.environ), random.getstate(), np.random.get_state()
     device = torch.accelerator.current_accelerator()

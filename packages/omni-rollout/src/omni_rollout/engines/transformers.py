@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from transformers import GenerationConfig
 
 from omni_rollout.tokens import TokenModel, TokenParams, TokenTrajectory, token_log_probs
-from omni_rollout.tool import Calls, Tool
+from omni_rollout.tool import Tool, ToolCalls
 from omni_rollout.types import Cond, Prompt
 
 
@@ -45,7 +45,7 @@ class TransformersEngine:
         device, empty = next(self.net.parameters()).device, torch.empty(len(prompts), 0, dtype=torch.long)
         inputs = self.model.inputs(encoded, empty.to(device), empty.bool().to(device))
         inputs.pop("position_ids", None)  # generation computes them from the mask
-        calls = Calls(self.tool, self.model, len(prompts)) if self.tool else None
+        calls = ToolCalls(self.tool, self.model, len(prompts)) if self.tool else None
         sampler = TokenSampler([prompt.seed for prompt in prompts], self.model.suppressed, params, calls=calls)
         ends, max_new_tokens = [*self.model.ends], params.max_new_tokens
         config = GenerationConfig(
@@ -61,7 +61,7 @@ class TransformersEngine:
         finally:
             last.remove()
         tokens = whole[:, inputs["input_ids"].shape[1] :]
-        trajectory = answers_of(
+        trajectory = build_trajectory(
             tokens, sampler.log_probs, self.model.ends, self.model.decode, prompts, encoded, params, self.weight_version
         )
         return (
@@ -102,7 +102,7 @@ def encode_prompts(model: TokenModel, prompts: Sequence[Prompt]) -> tuple[Cond, 
     return tuple(known[key] for key in keys)
 
 
-def answers_of(
+def build_trajectory(
     tokens: Tensor,
     log_probs: Sequence[Tensor],
     ends: Sequence[int],
@@ -137,7 +137,7 @@ def answers_of(
     )
 
 
-def given_answers(
+def trajectory_from_texts(
     model: TokenModel, prompts: Sequence[Prompt], texts: Sequence[str], params: TokenParams, *, weight_version: int = 0
 ) -> TokenTrajectory:
     """Return given answers to prompts as if sampled: each text with the end token, and a rollout_log_prob of 0.
@@ -151,7 +151,7 @@ def given_answers(
     tokens = torch.stack([pad(row, [0, longest - len(row)], value=model.ends[0]) for row in rows])
     log_probs = [torch.zeros(len(rows))] * longest
     encoded = encode_prompts(model, prompts)
-    return answers_of(tokens, log_probs, model.ends, model.decode, prompts, encoded, params, weight_version)
+    return build_trajectory(tokens, log_probs, model.ends, model.decode, prompts, encoded, params, weight_version)
 
 
 UNITS = 2**31  # per unit of probability; its square fits int64
@@ -172,7 +172,7 @@ class TokenSampler:
         suppressed: Sequence[int],
         params: TokenParams,
         *,
-        calls: Calls | None = None,
+        calls: ToolCalls | None = None,
         stream: int = INITIAL_NOISE,
     ) -> None:
         normal = step_noise(seeds, stream, (params.max_new_tokens,))

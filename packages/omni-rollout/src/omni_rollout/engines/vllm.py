@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from omni_rollout.engines.guest import kept_process_group, some_process_group, undisturbed_process
-from omni_rollout.engines.transformers import answers_of, encode_prompts
+from omni_rollout.engines.guest import ensure_process_group, keep_process_group, preserve_process_state
+from omni_rollout.engines.transformers import build_trajectory, encode_prompts
 from omni_rollout.engines.versions import check_vllm
 from omni_rollout.models.tokens.qwen3_omni import Qwen3Omni
 from omni_rollout.tokens import TokenModel, TokenParams, TokenTrajectory
@@ -58,11 +58,11 @@ class VllmEngine:
             os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")  # vLLM reads it when it is imported
         ranks = {name: os.environ.get(name, "0") for name in ("RANK", "LOCAL_RANK")}  # torchrun's, or a single rank's
         threads = patch.object(torch, "set_num_threads", torch.set_num_threads)  # vLLM disables it on a CPU
-        with undisturbed_process(), patch.dict(os.environ, ranks), threads:
+        with preserve_process_state(), patch.dict(os.environ, ranks), threads:
             from vllm import LLM
             from vllm.platforms import current_platform
 
-            with some_process_group(current_platform.dist_backend), kept_process_group():
+            with ensure_process_group(current_platform.dist_backend), keep_process_group():
                 self.llm: Any = LLM(
                     model=str(model.folder),
                     load_format="safetensors",
@@ -94,7 +94,7 @@ class VllmEngine:
         longest, limit = max(len(item["input_ids"]) for item in encoded), self.llm.model_config.max_model_len
         if longest + params.max_new_tokens > limit:
             raise ValueError(f"prompt and answer must have at most {limit} tokens, got a prompt of {longest}")
-        requests = {key: self._prepared(item) for key, item in {id(item): item for item in encoded}.items()}
+        requests = {key: self._prepare_request(item) for key, item in {id(item): item for item in encoded}.items()}
         engine, done = self.llm.llm_engine, dict[int, Any]()
         try:
             for i, (item, prompt) in enumerate(zip(encoded, prompts, strict=True)):
@@ -124,7 +124,7 @@ class VllmEngine:
         ]
         padded, texts = pad_sequence(tokens, True, self.model.ends[0]), (self.model.ends, self.model.decode)
         log_probs = pad_sequence(chosen).unbind()
-        return answers_of(padded, log_probs, *texts, prompts, encoded, params, self.weight_version)
+        return build_trajectory(padded, log_probs, *texts, prompts, encoded, params, self.weight_version)
 
     def adopt(self, params: Iterable[tuple[str, nn.Parameter]]) -> int:
         """Return 0: vLLM stores weights in other layouts."""
@@ -140,10 +140,12 @@ class VllmEngine:
             RuntimeError: a weight did not arrive or has other values; the engine must not be used any more.
         """
         self.moved_bytes, sent = 0, Sent()
-        missing: list[list[str]] = self.llm.collective_rpc(_reload, args=(self._of_files(tensors, sent, version),))
+        missing: list[list[str]] = self.llm.collective_rpc(
+            _reload, args=(self._checkpoint_weights(tensors, sent, version),)
+        )
         if any(missing):
             raise RuntimeError(f"vLLM must receive all of its weights, missing {len(missing[0])}: {missing[0][:4]}")
-        differing: list[list[str]] = self.llm.collective_rpc(_differing, args=(sent,))
+        differing: list[list[str]] = self.llm.collective_rpc(_find_differences, args=(sent,))
         if any(differing):
             raise RuntimeError(f"vLLM has other weights than it received, or NaN: {differing[0][:4]}")
         self.llm.reset_prefix_cache()
@@ -165,18 +167,18 @@ class VllmEngine:
         """Free the engine; keep the trainer's process group."""
         from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
-        with kept_process_group():
+        with keep_process_group():
             self.llm.llm_engine.engine_core.shutdown()
             destroy_model_parallel()
             destroy_distributed_environment()
         self.llm = None
 
-    def _prepared(self, encoded: Cond) -> Any:
+    def _prepare_request(self, encoded: Cond) -> Any:
         """Return a prompt as vLLM's processor would, with the trainer's tokens and media tensors."""
         from vllm.inputs.engine import mm_input, tokens_input
         from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 
-        ids, media = encoded["input_ids"].tolist(), media_of(encoded, self.model.config)
+        ids, media = encoded["input_ids"].tolist(), media_inputs(encoded, self.model.config)
         if not media:
             return tokens_input(ids)
         fields = self.llm.llm_engine.renderer.mm_processor._get_mm_fields_config(media, {})
@@ -197,7 +199,7 @@ class VllmEngine:
         names = {kind: [f"{digest} {kind} {i}" for i in range(len(items[kind]))] for kind in items}
         return mm_input(ids, items, names, places)
 
-    def _of_files(
+    def _checkpoint_weights(
         self, tensors: Iterable[tuple[str, Tensor]], sent: Sent, version: int
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield weights under their names in files, one per expert, and put a column of each into `sent`."""
@@ -217,7 +219,7 @@ class VllmEngine:
                     yield f"{layer}.{i}.{projection}.weight", part
 
 
-def media_of(encoded: Cond, config: Mapping[str, Any]) -> Cond:
+def media_inputs(encoded: Cond, config: Mapping[str, Any]) -> Cond:
     """Return the tensors of a prompt's media under vLLM's names.
 
     Raises:
@@ -247,17 +249,17 @@ def _reload(worker: Any, tensors: Iterator[tuple[str, Tensor]]) -> list[str]:
         if worker.device.type == "cpu" and method is not None and hasattr(method, "moe_kernel"):
             method.moe_kernel = None
 
-    def note(weights: Iterator[tuple[str, Tensor]]) -> set[str]:
+    def record(weights: Iterator[tuple[str, Tensor]]) -> set[str]:
         arrived.update(load(weights))
         return arrived
 
     expected = {name.replace(".routed_experts.", ".") for name, _ in net.named_parameters()}  # as loaded
-    with patch.object(net, "load_weights", note):
+    with patch.object(net, "load_weights", record):
         worker.reload_weights(weights_iterator=tensors)
     return sorted(expected - {name.replace(".routed_experts.", ".") for name in arrived})
 
 
-def _differing(worker: Any, sent: Sent) -> list[str]:
+def _find_differences(worker: Any, sent: Sent) -> list[str]:
     """Return the names of weights that differ from the sent column; each version sends another column.
 
     On a CPU, layers pack their weights, so a column is the product with a one-hot row. Experts, and towers whose layers

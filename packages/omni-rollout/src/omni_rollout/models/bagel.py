@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from omni_rollout.files import read_json, safetensors_shapes
 from omni_rollout.models.bagel_guidance import CHANNEL, GLOBAL, TEXT_CHANNEL, guide
 from omni_rollout.models.bagel_sequence import MAX_TOKENS_PER_SIDE
-from omni_rollout.models.diffusers_model import PIXELS_PER_TOKEN, ImageModel, both, check_size, pixels
+from omni_rollout.models.diffusers_model import PIXELS_PER_TOKEN, ImageModel, cfg_batch, check_size, pixels
 from omni_rollout.models.hub import local_folder
 from omni_rollout.models.parts import open_tokenizer
 from omni_rollout.types import Cond, Params, Parts, Prompt, to_device
@@ -39,7 +39,7 @@ KNOWN = (  # the only supported values
     ("transformer", "rope_scaling", None),
     ("vit", "hidden_act", "gelu_pytorch_tanh"),
 )
-VAE_LEAST, VIT_LEAST = 512, 224  # pixels of a reference's shorter side, if the longer side permits it
+VAE_MIN_SIDE, VIT_MIN_SIDE = 512, 224  # pixels of a reference's shorter side, if the longer side permits it
 RANGES = {
     "cfg_img_scale": (1.0, math.inf),  # 1 is no guidance
     "cfg_renorm_min": (0.0, 1.0),
@@ -119,8 +119,8 @@ class Bagel(ImageModel):
     def check(self, params: Params) -> None:
         """Raise ValueError for an unsupported size or option."""
         super().check(params)
-        check_size(params, PIXELS_PER_TOKEN, most=MAX_TOKENS_PER_SIDE)
-        options = self._knobs(params, edits=False)
+        check_size(params, PIXELS_PER_TOKEN, max_units=MAX_TOKENS_PER_SIDE)
+        options = self._all_options(params, edits=False)
         low, high = options["cfg_interval_low"], options["cfg_interval_high"]
         if not low < high:
             raise ValueError(f"cfg_interval_low must be < cfg_interval_high, got {low} and {high}")
@@ -157,13 +157,18 @@ class Bagel(ImageModel):
 
         The latents are the mean of the VAE's code; the released code samples from it.
         """
-        from omni_rollout.models.bagel_vision import fit
+        from omni_rollout.models.bagel_vision import fit_reference
 
         cond: Cond = {}
         for i, image in enumerate(prompt.images):
-            vae_image = fit(image, unit=PIXELS_PER_TOKEN, least=VAE_LEAST, most=self.option(params, "vae_max_size"))
-            vit_image = fit(
-                vae_image, unit=parts.vit.patch_size, least=VIT_LEAST, most=self.option(params, "vit_max_size")
+            vae_image = fit_reference(
+                image, unit=PIXELS_PER_TOKEN, min_side=VAE_MIN_SIDE, max_side=self.option(params, "vae_max_size")
+            )
+            vit_image = fit_reference(
+                vae_image,
+                unit=parts.vit.patch_size,
+                min_side=VIT_MIN_SIDE,
+                max_side=self.option(params, "vit_max_size"),
             )
             cond[f"reference_{i}"] = self.encode_media(parts, {"image": vae_image[None]}, params)[0]
             cond[f"seen_{i}"] = parts.vit(pixels(vit_image).to(parts.vae.device))
@@ -179,8 +184,8 @@ class Bagel(ImageModel):
         references = [[t for name, t in cond.items() if name.startswith(kind)] for kind in ("reference_", "seen_")]
         if not self.is_guided(params):
             return _velocity(net, x, sigma, text, references)
-        options = self._knobs(params, edits=bool(references[0]))
-        texts = [both(cond, name) for name in TEXT]
+        options = self._all_options(params, edits=bool(references[0]))
+        texts = [cfg_batch(cond, name) for name in TEXT]
         doubled = [[torch.cat([t, t]) for t in tensors] for tensors in references]
         positive, negative = _velocity(net, torch.cat([x, x]), torch.cat([sigma, sigma]), texts, doubled).chunk(2)
         no_references = positive
@@ -190,7 +195,7 @@ class Bagel(ImageModel):
         inside = (sigma > options["cfg_interval_low"]) & (sigma <= options["cfg_interval_high"])
         return torch.where(inside[:, None, None, None], guided, positive)
 
-    def _knobs(self, params: Params, *, edits: bool) -> dict[str, float]:
+    def _all_options(self, params: Params, *, edits: bool) -> dict[str, float]:
         """Return all options. edits: True for prompts with references."""
         return {**self.OPTIONS, **(EDITING if edits else {}), **params.guidance}
 

@@ -27,14 +27,21 @@ from transformers.models.qwen2.modeling_qwen2 import (
     repeat_kv,
 )
 
-from omni_rollout.models.bagel_sequence import MAX_TOKENS_PER_SIDE, Segment, attend, join, lay_out, part
+from omni_rollout.models.bagel_sequence import (
+    MAX_TOKENS_PER_SIDE,
+    Segment,
+    attend,
+    join_streams,
+    lay_out,
+    split_streams,
+)
 
 PATCH = 2  # latent pixels per token along each side
 LATENT_CHANNELS = 16
 TIME_FREQUENCIES = 256
 
 
-class Twofold(nn.Module):
+class PairedModule(nn.Module):
     """Module whose children come in pairs: NAME for text and marks, NAME_moe_gen for latents."""
 
     def add_pair(self, name: str, make: Callable[[], nn.Module]) -> None:
@@ -51,17 +58,17 @@ class KeyValues:
     """KV cache: keys and values [B, heads, L, width] of earlier tokens, by attention layer."""
 
     def __init__(self) -> None:
-        self.of: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        self.by_layer: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
     def extend(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append the keys and values of new tokens; return the layer's keys and values of all tokens."""
-        if layer in self.of:
-            key, value = (torch.cat(pair, dim=2) for pair in zip(self.of[layer], (key, value), strict=True))
-        self.of[layer] = key, value
+        if layer in self.by_layer:
+            key, value = (torch.cat(pair, dim=2) for pair in zip(self.by_layer[layer], (key, value), strict=True))
+        self.by_layer[layer] = key, value
         return key, value
 
 
-class BagelAttention(Twofold):
+class BagelAttention(PairedModule):
     """Attention of both streams, with normalized queries and keys."""
 
     def __init__(self, config: Qwen2Config) -> None:
@@ -90,22 +97,22 @@ class BagelAttention(Twofold):
         """
         query, key, value = (self._heads(name, text, image) for name in ("q_proj", "k_proj", "v_proj"))
         exact = torch.promote_types(text.dtype, torch.float32)  # for norms and rotations, as released
-        q = join(*self.pair("q_norm", *(heads.to(exact) for heads in query)), segments)
-        k = join(*self.pair("k_norm", *(heads.to(exact) for heads in key)), segments)
+        q = join_streams(*self.pair("q_norm", *(heads.to(exact) for heads in query)), segments)
+        k = join_streams(*self.pair("k_norm", *(heads.to(exact) for heads in key)), segments)
         q, k = (heads.to(text.dtype) for heads in apply_rotary_pos_emb(q, k, *rope))
-        v = join(value[0], value[1], segments)
+        v = join_streams(value[0], value[1], segments)
         if kept is not None:
             k, v = kept.extend(self, k, v)
         k, v = repeat_kv(k, self.num_groups), repeat_kv(v, self.num_groups)
         out = attend(q, k, v, segments).transpose(1, 2).flatten(2)
-        return self.pair("o_proj", *part(out, segments))
+        return self.pair("o_proj", *split_streams(out, segments))
 
     def _heads(self, name: str, text: Tensor, image: Tensor) -> list[Tensor]:
         """Return a projection of both streams, [B, heads, tokens, head_dim]."""
         return [t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in self.pair(name, text, image)]
 
 
-class BagelBlock(Twofold):
+class BagelBlock(PairedModule):
     """One layer."""
 
     def __init__(self, config: Qwen2Config) -> None:
@@ -130,7 +137,7 @@ class BagelBlock(Twofold):
         return text + words, image + patches
 
 
-class BagelLayers(Twofold):
+class BagelLayers(PairedModule):
     """The language model: text embedding, layers, last norm."""
 
     _gradient_checkpointing_func: Callable[..., tuple[Tensor, Tensor]]

@@ -57,14 +57,14 @@ def lay_out(words: Tensor, references: Sequence[tuple[int, int]], image: int) ->
     return segments, torch.cat(places, dim=1)
 
 
-def join(text: Tensor, image: Tensor, segments: Sequence[Segment]) -> Tensor:
+def join_streams(text: Tensor, image: Tensor, segments: Sequence[Segment]) -> Tensor:
     """Return the sequence [B, heads, L, width] of two streams, [B, heads, U, width] and [B, heads, G, width]."""
     texts = text.split([segment.text for segment in segments], dim=2)
     images = image.split([segment.image for segment in segments], dim=2)
     return torch.cat([piece for pair in zip(texts, images, strict=True) for piece in pair], dim=2)
 
 
-def part(states: Tensor, segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
+def split_streams(states: Tensor, segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
     """Return the streams [B, U, D] and [B, G, D] of a sequence [B, L, D]."""
     pieces = states.split([count for segment in segments for count in segment[:2]], dim=1)
     return torch.cat(pieces[::2], dim=1), torch.cat(pieces[1::2], dim=1)

@@ -26,7 +26,7 @@ REQUEST = (  # as released
 )
 
 
-class BagelWriting:
+class BagelThoughts:
     """Unfinished thoughts with a KV cache. ids, words: from `ThinkingBagel.batch`."""
 
     def __init__(self, ids: Tensor, words: Tensor) -> None:
@@ -65,7 +65,7 @@ class ThinkingBagel(Bagel):
         encoded = super().encode(parts, prompt, negative=negative)
         return request | {name: torch.cat([request[name], encoded[name]]) for name in ("ids", "ids_mask")}
 
-    def ask(self, ids: Tensor) -> Cond:
+    def thought_inputs(self, ids: Tensor) -> Cond:
         """Return the tokens before a thought, `input_ids` [P], for the tokens of one prompt from `encode`."""
         return {"input_ids": pad(ids, [0, 1], value=self.begin)}
 
@@ -87,10 +87,10 @@ class ThinkingBagel(Bagel):
         logits: Tensor = net(**inputs, use_cache=False).logits
         return logits
 
-    def start(self, encoded: Sequence[Cond], device: torch.device) -> "BagelWriting":
+    def start(self, encoded: Sequence[Cond], device: torch.device) -> "BagelThoughts":
         """Return thoughts without any tokens yet."""
         empty = torch.empty(len(encoded), 0, dtype=torch.long, device=device)
-        return BagelWriting(*self.batch(encoded, empty, empty.bool()))
+        return BagelThoughts(*self.batch(encoded, empty, empty.bool()))
 
     def decode_text(self, tokens: Tensor) -> str:
         """Return the text of one thought, without marks."""

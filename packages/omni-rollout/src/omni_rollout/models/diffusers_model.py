@@ -16,17 +16,17 @@ import torch
 from omni_sched import exponential_shift_sigmas, linear_sigmas, resolution_mu, shift_sigmas, stretch_sigmas
 from torch import Tensor, nn
 
-from omni_rollout.files import check_counts, read_json, safetensors_files, safetensors_shapes, size_of
+from omni_rollout.files import check_counts, read_json, safetensors_bytes, safetensors_files, safetensors_shapes
 from omni_rollout.models.hub import local_folder
-from omni_rollout.models.parts import RELEASED, made_of, open_processor, open_tokenizer
-from omni_rollout.offload import visit
+from omni_rollout.models.parts import RELEASED, checked_build, open_processor, open_tokenizer
+from omni_rollout.offload import run_offloaded
 from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates, to_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Value = TypeVar("Value", int, float, bool, str, list)
-MOST_TEXT_TOKENS = 512  # largest max_sequence_length of the stock pipelines
+MAX_TEXT_TOKENS = 512  # largest max_sequence_length of the stock pipelines
 PIXELS_PER_TOKEN = 16  # for images: 8 from the VAE, 2 from the patches
 JOINT_ATTENTION = (  # diffusers' names of the layers of joint attention to images and texts
     "attn.to_q",
@@ -253,7 +253,7 @@ class DiffusersModel:
         """Return diffusers' plan of the module inputs and outputs that ranks split and gather."""
         return dict(net._cp_plan)  # type: ignore[arg-type]
 
-    def check_text_length(self, params: Params, maximum: int = MOST_TEXT_TOKENS) -> None:
+    def check_text_length(self, params: Params, maximum: int = MAX_TEXT_TOKENS) -> None:
         """Raise ValueError unless the option max_sequence_length is a supported number of text tokens."""
         if (length := self.option(params, "max_sequence_length")) not in range(1, maximum + 1):
             raise ValueError(f"max_sequence_length must be a whole number from 1 to {maximum}, got {length:g}")
@@ -263,9 +263,9 @@ class DiffusersModel:
 
     def sigmas(self, params: Params) -> Tensor:
         """Return the noise levels [S + 1] from 1 to 0: even steps, shifted by the scheduler's configuration."""
-        return self._shifted(linear_sigmas(params.num_inference_steps), params)
+        return self._shift_levels(linear_sigmas(params.num_inference_steps), params)
 
-    def _shifted(self, levels: Tensor, params: Params) -> Tensor:
+    def _shift_levels(self, levels: Tensor, params: Params) -> Tensor:
         """Return levels [S + 1], shifted by the scheduler's configuration."""
         if not self.value("scheduler", "use_dynamic_shifting", bool, False):
             levels = shift_sigmas(levels, self.value("scheduler", "shift", float, 1.0))
@@ -350,17 +350,17 @@ class DiffusersModel:
             {"vae": torch.float32} if dtype == torch.float16 else {}
         )  # its overflows would not be visible in pixels
         places = {part: "cpu" if part in hosted else device for part in others}
-        parts = Parts(**{part: self._loaded(part, place, dtypes.get(part, dtype)) for part, place in places.items()})
+        parts = Parts(**{part: self._load_part(part, place, dtypes.get(part, dtype)) for part, place in places.items()})
         for part in hosted:
-            visit(getattr(parts, part), torch.device(device))
+            run_offloaded(getattr(parts, part), torch.device(device))
         parts.net = self.load_net(device=device, dtype=dtype) if net is None else net
         return parts
 
     def load_net(self, *, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
         """Return only the net, as `load` does."""
-        return joined({name: self._loaded(part, device, dtype) for name, part in self.nets.items()})
+        return join_nets({name: self._load_part(part, device, dtype) for name, part in self.nets.items()})
 
-    def _loaded(self, part: str, device: torch.device | str, dtype: torch.dtype) -> Any:
+    def _load_part(self, part: str, device: torch.device | str, dtype: torch.dtype) -> Any:
         with self.reading(part, self._num_bytes(part)):
             return self._load(part, device, dtype)
 
@@ -371,11 +371,11 @@ class DiffusersModel:
     def _num_bytes(self, part: str) -> int:
         """Return the size of a part's files."""
         name = "model" if self.PARTS[part][0] == "transformers" else "diffusion_pytorch_model"
-        return size_of(self.folder / part, name)
+        return safetensors_bytes(self.folder / part, name)
 
     def empty_net(self, *, buffers: bool = False) -> nn.Module:
         """Return the net on the meta device, for names and shapes. buffers: True to materialize the buffers."""
-        return joined({name: self._empty(part, buffers=buffers) for name, part in self.nets.items()})
+        return join_nets({name: self._empty(part, buffers=buffers) for name, part in self.nets.items()})
 
     def weight_files(self, part: str = "transformer") -> list[Path]:
         """Return the safetensors files of a part, after fetching them for a hub id."""
@@ -396,7 +396,7 @@ class DiffusersModel:
         cls = getattr(module, name, None)
         if cls is None:
             raise ValueError(f"{library} must have a {name} for a {self.PIPELINE}, {module.__version__} has none")
-        return _without(cls, self.UNUSED[part]) if part in self.UNUSED else cls
+        return _remove_modules(cls, self.UNUSED[part]) if part in self.UNUSED else cls
 
     def _load(self, part: str, device: torch.device | str, dtype: torch.dtype) -> Any:
         cls = self._class(part)
@@ -405,7 +405,7 @@ class DiffusersModel:
         if not self.reads_weights:
             from transformers.initialization import no_init_weights
 
-            with made_of(self.config_file(part), cls.__name__), _default_dtype(dtype), torch.device(device):
+            with checked_build(self.config_file(part), cls.__name__), _default_dtype(dtype), torch.device(device):
                 with no_init_weights():
                     module = self._make(part)
                 kept = getattr(cls, "_keep_in_fp32_modules", None) or () if dtype == torch.float16 else ()
@@ -443,7 +443,7 @@ class DiffusersModel:
         cls, file = self._class(part), self.config_file(part)
         _check_types(inspect.signature(cls.__init__), self.config[part], file)
         check_counts(self.config[part], file)
-        with made_of(file, cls.__name__), init_empty_weights(False) if buffers else torch.device("meta"):
+        with checked_build(file, cls.__name__), init_empty_weights(False) if buffers else torch.device("meta"):
             module = self._make(part)
         return module.requires_grad_(False)
 
@@ -512,12 +512,12 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def joined(nets: Mapping[str, nn.Module]) -> nn.Module:
+def join_nets(nets: Mapping[str, nn.Module]) -> nn.Module:
     """Return the nets as one module, or a single net unchanged."""
     return Experts(nets) if len(nets) > 1 else next(iter(nets.values()))
 
 
-def _without(cls: type[nn.Module], unused: Collection[str]) -> type[nn.Module]:
+def _remove_modules(cls: type[nn.Module], unused: Collection[str]) -> type[nn.Module]:
     """Return a transformers class without modules that never run: names, or name.N: for a list's entries from N.
 
     The weights of these modules in files are not read: 3 to 27 % of a text encoder, 1 to 11 GB in bfloat16.
@@ -553,7 +553,7 @@ def check_size(params: Params, unit: int, *, max_units: int | None = None) -> No
             raise ValueError(f"{rule}, got {value}")
 
 
-def both(cond: Cond, name: str) -> Tensor:
+def cfg_batch(cond: Cond, name: str) -> Tensor:
     """Return an entry and its negative as one batch [2B, ...], padded to the longer text if it has a mask."""
     pair = [cond[name], cond[f"negative_{name}"]]
     if pair[0].dim() > 1:
@@ -562,7 +562,7 @@ def both(cond: Cond, name: str) -> Tensor:
     return torch.cat(pair)
 
 
-def where_needed(mask: Tensor, device: torch.device) -> Tensor | None:
+def needed_mask(mask: Tensor, device: torch.device) -> Tensor | None:
     """Return a mask on the device, or None if it hides nothing: attention without a mask is faster.
 
     It hides nothing in a batch of samples of a single prompt: their texts run in one call, and their negatives, which
@@ -578,7 +578,7 @@ def pixels(media: Tensor) -> Tensor:
     return (values - 1).movedim(-1, -3)
 
 
-def resized(image: Tensor, height: int, width: int, *, resample: str = "LANCZOS") -> Tensor:
+def resize_image(image: Tensor, height: int, width: int, *, resample: str = "LANCZOS") -> Tensor:
     """Return an image, uint8 [H, W, 3], resized with the named PIL filter."""
     from transformers.image_transforms import PILImageResampling, resize
 

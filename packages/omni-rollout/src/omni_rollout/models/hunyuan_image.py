@@ -18,8 +18,8 @@ import torch
 from omni_sched import shift_sigmas
 from torch import Tensor, nn
 
-from omni_rollout.files import read_json, safetensors_files, size_of
-from omni_rollout.models.diffusers_model import PIXELS_PER_TOKEN, ImageModel, both, where_needed
+from omni_rollout.files import read_json, safetensors_bytes, safetensors_files
+from omni_rollout.models.diffusers_model import PIXELS_PER_TOKEN, ImageModel, cfg_batch, needed_mask
 from omni_rollout.models.hub import local_folder
 from omni_rollout.models.parts import open_tokenizer
 from omni_rollout.types import Cond, Params, Parts, Prompt, to_device
@@ -73,7 +73,7 @@ class HunyuanImage(ImageModel):
             for name, value in known.items():
                 if (actual := values.get(name, value)) != value:
                     raise ValueError(f"{name} of {self.folder / 'config.json'} must be {value!r}, got {actual!r:.80}")
-        transformer = {name: _one(value) for name, value in config.items() if value is not None}
+        transformer = {name: _uniform_value(value) for name, value in config.items() if value is not None}
         transformer["latent_channels"] = vae.get("latent_channels", 32)
         tokenizer = read_json(self.folder / "tokenizer_config.json")
         self.config: dict[str, Any] = {"_class_name": self.PIPELINE, "transformer": transformer, "vae": vae}
@@ -102,7 +102,7 @@ class HunyuanImage(ImageModel):
 
     def _num_bytes(self, part: str) -> int:
         # The files of the net hold the other parts too.
-        return size_of(self.folder, "model") if part in self.nets.values() else 0
+        return safetensors_bytes(self.folder, "model") if part in self.nets.values() else 0
 
     def check(self, params: Params) -> None:
         """Raise ValueError for an unsupported size or option; sizes are those of the released tokenizer."""
@@ -164,7 +164,7 @@ class HunyuanImage(ImageModel):
         text = {name: cond[name] for name in ("ids", "ids_mask", "text_routes", "routes") if name in cond}
         marks, guided = cond["marks"], self.is_guided(params)
         if guided:
-            text = {name: both(cond, name) for name in text}
+            text = {name: cfg_batch(cond, name) for name in text}
             x, sigma, marks = (torch.cat([t, t]) for t in (x, sigma, marks))
         velocity: Tensor = net(
             hidden_states=x,
@@ -172,7 +172,7 @@ class HunyuanImage(ImageModel):
             input_ids=text["ids"],
             lengths=to_device(text["ids_mask"].sum(dim=1), x.device),
             marks=marks,
-            attention_mask=where_needed(text["ids_mask"], x.device),
+            attention_mask=needed_mask(text["ids_mask"], x.device),
             text_routes=text.get("text_routes"),
             routes=text.get("routes"),
         ).float()
@@ -220,7 +220,7 @@ class HunyuanImage(ImageModel):
         return cls(**{name: config[name] for name in known if name in config})  # the file has more entries
 
 
-def _one(value: object) -> object:
+def _uniform_value(value: object) -> object:
     """Return a configuration value, or the common value of a list with one entry per layer."""
     is_uniform = isinstance(value, list) and value and all(item == value[0] for item in value)
     return value[0] if is_uniform and isinstance(value, list) else value

@@ -66,7 +66,7 @@ class Attention(nn.Module):
         return out
 
 
-class Shrink(nn.Module):
+class Downsample(nn.Module):
     """Layer that halves height and width and merges `times` frames, by moving them into channels."""
 
     def __init__(self, channels: int, out: int, times: int) -> None:
@@ -84,7 +84,7 @@ class Shrink(nn.Module):
         return x.permute(0, 3, 5, 7, 1, 2, 4, 6).flatten(1, 4)
 
 
-class Grow(nn.Module):
+class Upsample(nn.Module):
     """Layer that doubles height and width and expands each frame to `times` frames, from channels."""
 
     def __init__(self, channels: int, out: int, times: int) -> None:
@@ -113,7 +113,7 @@ class Encoder(Frames):
             level = nn.ModuleDict({"block": nn.ModuleList(blocks)})
             channels = width
             if i < halvings:
-                level["downsample"] = Shrink(width, widths[i + 1], 1 + (i >= halvings - doublings))
+                level["downsample"] = Downsample(width, widths[i + 1], 1 + (i >= halvings - doublings))
                 channels = widths[i + 1]
             self.down.append(level)
         self.add_middle(channels)
@@ -145,7 +145,7 @@ class Decoder(Frames):
             level = nn.ModuleDict({"block": nn.ModuleList(blocks)})
             channels = width
             if i < halvings:
-                level["upsample"] = Grow(width, widths[i + 1], 1 + (i < doublings))
+                level["upsample"] = Upsample(width, widths[i + 1], 1 + (i < doublings))
                 channels = widths[i + 1]
             self.up.append(level)
         self.norm_out = nn.GroupNorm(GROUPS, channels, eps=1e-6)

@@ -18,9 +18,9 @@ from omni_rollout.models.diffusers_model import (
     JOINT_ATTENTION,
     DiffusersModel,
     check_size,
+    needed_mask,
     pixels,
-    resized,
-    where_needed,
+    resize_image,
 )
 from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates, to_device
 
@@ -151,7 +151,7 @@ class HunyuanVideo15(DiffusersModel):
 
         def predict(kind: str) -> Tensor:
             embeds, glyphs = cond[f"{kind}embeds"], cond[f"{kind}glyphs"]
-            mask = where_needed(torch.cat([cond[f"{kind}embeds_mask"], cond[f"{kind}glyphs_mask"]], dim=1), x.device)
+            mask = needed_mask(torch.cat([cond[f"{kind}embeds_mask"], cond[f"{kind}glyphs_mask"]], dim=1), x.device)
             words, letters = (None, None) if mask is None else mask.split([embeds.shape[1], glyphs.shape[1]], dim=1)
             velocity: Tensor = net(
                 hidden_states=inputs,
@@ -221,7 +221,7 @@ class HunyuanVideo15ImageToVideo(HunyuanVideo15):
 
     def condition(self, parts: Parts, prompt: Prompt, params: Params) -> Cond:
         """Return the given frame, cropped to the video: latents `first` [C, 1, h, w], and `image_embeds` [I, D'']."""
-        frame, encoder = covering(prompt.images[0], params.height, params.width), parts.image_encoder
+        frame, encoder = resize_to_cover(prompt.images[0], params.height, params.width), parts.image_encoder
         first = self.encode_media(parts, {"video": frame[None, None]}, params)[0]
         inputs = to_device(parts.feature_extractor([frame.numpy()], return_tensors="pt").pixel_values, encoder.device)
         return {"first": first, "image_embeds": encoder(inputs.to(encoder.dtype)).last_hidden_state[0]}
@@ -234,10 +234,10 @@ class HunyuanVideo15ImageToVideo(HunyuanVideo15):
         return SiglipImageProcessorPil  # needs no torchvision
 
 
-def covering(image: Tensor, height: int, width: int) -> Tensor:
+def resize_to_cover(image: Tensor, height: int, width: int) -> Tensor:
     """Return an image, uint8 [H, W, 3], resized to cover another size and center-cropped to it."""
     H, W, _ = image.shape
     wide = W * height > H * width
     h, w = (height, W * height // H) if wide else (H * width // W, width)
     top, left = h // 2 - height // 2, w // 2 - width // 2
-    return resized(image, h, w)[top : top + height, left : left + width]
+    return resize_image(image, h, w)[top : top + height, left : left + width]

@@ -47,7 +47,7 @@ class HunyuanVideo15Transformer3DModel(diffusers.HunyuanVideo15Transformer3DMode
         """
         B, _, f, h, w = hidden_states.shape
         temb, rope = self.time_embed(timestep), self.rope(hidden_states)
-        context = [self._refined(encoder_hidden_states, timestep, encoder_attention_mask)]
+        context = [self._refine_tokens(encoder_hidden_states, timestep, encoder_attention_mask)]
         context += [self.context_embedder_2(encoder_hidden_states_2)]
         context += [] if image_embeds is None else [self.image_embedder(image_embeds)]
         words = torch.cat([x + kind for x, kind in zip(context, self.cond_type_embed.weight, strict=False)], dim=1)
@@ -73,7 +73,7 @@ class HunyuanVideo15Transformer3DModel(diffusers.HunyuanVideo15Transformer3DMode
         tokens = velocity.view(B, f // time, h // size, w // size, -1, time, size, size)
         return tokens.permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(B, -1, f, h, w)
 
-    def _refined(self, words: Tensor, timestep: Tensor, mask: Tensor | None) -> Tensor:
+    def _refine_tokens(self, words: Tensor, timestep: Tensor, mask: Tensor | None) -> Tensor:
         """Return the words [B, T, D] for the blocks; values in padding are arbitrary."""
         embedder = self.context_embedder
         weights = words.new_ones(words.shape[:2]) if mask is None else mask.float()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from omni_rollout.models.diffusers_model import PIXELS_PER_TOKEN, check_size, pack, unpack, where_needed
+from omni_rollout.models.diffusers_model import PIXELS_PER_TOKEN, check_size, needed_mask, pack, unpack
 from omni_rollout.models.qwen_image import MAX_PROMPT_TOKENS, TEMPLATE, TEMPLATE_TOKENS, QwenVaeModel
 from omni_rollout.types import Cond, Params, Parts, Prompt, to_device
 
@@ -105,7 +105,7 @@ class Krea2(QwenVaeModel):
                 hidden_states=tokens.to(embeds.dtype),
                 timestep=(sigma.float() * 1000 / 1000).to(embeds.dtype),  # rounded as in diffusers
                 encoder_hidden_states=embeds,
-                encoder_attention_mask=where_needed(mask, x.device),
+                encoder_attention_mask=needed_mask(mask, x.device),
                 position_ids=pad(places, [0, 0, embeds.shape[1], 0]),
                 return_dict=False,
             )[0].float()

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from omni_rollout.models.diffusers_model import DiffusersModel, both, check_size, pixels, resized
+from omni_rollout.models.diffusers_model import DiffusersModel, cfg_batch, check_size, pixels, resize_image
 from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates, to_device
 
 CPU = torch.device("cpu")
@@ -215,8 +215,8 @@ class LTX2(DiffusersModel):
         from diffusers.pipelines.ltx2 import utils
 
         vae, crf = parts.vae, utils.resolve_default_image_crf(parts.text_encoder)
-        image = compressed(prompt.images[0], crf)
-        frame = pixels(resized(image, params.height, params.width, resample="BILINEAR"))
+        image = compress_image(prompt.images[0], crf)
+        frame = pixels(resize_image(image, params.height, params.width, resample="BILINEAR"))
         code = vae.encode(frame[None, :, None].to(vae.device, vae.dtype)).latent_dist.mode().float()
         mean, std = (tensor.float().view(1, -1, 1, 1, 1) for tensor in (vae.latents_mean, vae.latents_std))
         return {"first": ((code - mean) * self.value("vae", "scaling_factor", float, 1.0) / std)[0]}
@@ -242,7 +242,7 @@ class LTX2(DiffusersModel):
         tokens, sound = frames.flatten(2).transpose(1, 2).contiguous(), sound.contiguous()
         level = sigma.float() * 1000
         if guided:
-            texts = [both(cond, "embeds"), both(cond, "sound_embeds")]
+            texts = [cfg_batch(cond, "embeds"), cfg_batch(cond, "sound_embeds")]
             tokens, sound, level = (torch.cat([tensor, tensor]) for tensor in (tokens, sound, level))
         levels = level
         if first is not None:
@@ -302,7 +302,7 @@ class LTX2(DiffusersModel):
         raise ValueError(f"samples of a {self.PIPELINE} must be given as latents, got {' and '.join(media)}")
 
 
-def compressed(image: Tensor, crf: int) -> Tensor:
+def compress_image(image: Tensor, crf: int) -> Tensor:
     """Return an image, uint8 [H, W, 3], after H.264 compression at this CRF, with even height and width.
 
     It is encoded as one slice: as many slices as cores, as in the stock pipeline, would make the pixels depend on the

@@ -13,7 +13,7 @@ UNUSABLE = (TypeError, ValueError, LookupError, NameError, AttributeError, Arith
 
 
 @contextmanager
-def made_of(place: Path, name: str) -> Iterator[None]:
+def checked_build(place: Path, name: str) -> Iterator[None]:
     """Report an error of the `with` block, which builds the class `name` from a file or folder.
 
     Raises:

@@ -13,10 +13,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from omni_rollout.models.diffusers_model import DiffusersModel, check_size, pixels, where_needed
+from omni_rollout.models.diffusers_model import DiffusersModel, check_size, needed_mask, pixels
 from omni_rollout.models.parts import open_processor, open_tokenizer
 from omni_rollout.models.qwen_image import channel_statistics
-from omni_rollout.models.qwen_image_edit import PLACE, check_image_area, fit, image_processor_class, reference_latents
+from omni_rollout.models.qwen_image_edit import (
+    PLACE,
+    check_image_area,
+    fit_reference,
+    image_processor_class,
+    reference_latents,
+)
 from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates, to_device
 
 STRIDE = 16  # pixels of a latent pixel
@@ -113,7 +119,7 @@ class QwenImage21(DiffusersModel):
         """
         text = (prompt.negative if negative else prompt.text) or " "  # an empty text could not be encoded
         tokenizer, encoder = parts.processor.tokenizer, parts.text_encoder
-        images, vision = [fit(image, self.SEEN_AREA) for image in prompt.images], {}
+        images, vision = [fit_reference(image, self.SEEN_AREA) for image in prompt.images], {}
         if images:
             vision = dict(parts.processor.images(images=images, return_tensors="pt"))
         lengths = [
@@ -135,7 +141,7 @@ class QwenImage21(DiffusersModel):
 
     def condition(self, parts: Parts, prompt: Prompt, params: Params) -> Cond:
         """Return the latents of the references, `reference_0` [C, h', w'] and so on."""
-        images = [fit(image, self.option(params, "image_area")) for image in prompt.images]
+        images = [fit_reference(image, self.option(params, "image_area")) for image in prompt.images]
         return reference_latents(self, parts, images, params)
 
     def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
@@ -155,7 +161,7 @@ class QwenImage21(DiffusersModel):
                 hidden_states=tokens.to(dtype),
                 timestep=(sigma.float() * 1000).to(dtype) / 1000,  # rounded as in diffusers
                 encoder_hidden_states=texts,
-                encoder_hidden_states_mask=where_needed(cond[f"{sign}embeds_mask"], x.device),
+                encoder_hidden_states_mask=needed_mask(cond[f"{sign}embeds_mask"], x.device),
                 img_shapes=[(latents.shape[-2], latents.shape[-1]) for latents in images],
             ).float()
 

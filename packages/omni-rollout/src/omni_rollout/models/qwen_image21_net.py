@@ -59,7 +59,7 @@ class QwenImage21Transformer2DModel(diffusers.QwenImage21Transformer2DModel):
             encoder_hidden_states_mask,
             ends[-1] - ends[-2],
         )
-        angles = self._angles(places([text.shape[1] for text in texts], img_shapes, text_mask, device))
+        angles = self._angles(token_positions([text.shape[1] for text in texts], img_shapes, text_mask, device))
         keys, is_image = None, torch.arange(ends[-1], device=device) >= ends[-2]
         if text_mask is not None:
             before, after = text_mask.new_ones(len(x), ends[-2] - text_mask.shape[1]), text_mask.new_ones(len(x), size)
@@ -123,7 +123,7 @@ class Attention(QwenImage21AttnProcessor):
         return attn.to_out[0](torch.cat(out, dim=1).flatten(2))
 
 
-def places(
+def token_positions(
     lengths: Sequence[int], shapes: Sequence[tuple[int, int]], mask: Tensor | None, device: torch.device
 ) -> Tensor:
     """Return the frame, row and column of each token: [N, 3], or [B, N, 3] with a mask of the last text.

@@ -9,7 +9,7 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0, QwenEmbedRope
 from torch import Tensor
 
-from omni_rollout.models.rotary import is_real, rotate
+from omni_rollout.models.rotary import rotate, uses_real_rotation
 from omni_rollout.types import to_device
 
 
@@ -29,7 +29,7 @@ class Positions(QwenEmbedRope):
 
     @cache  # noqa: B019  # as in diffusers
     def _get_device_freqs(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        if not is_real(device):
+        if not uses_real_rotation(device):
             return super()._get_device_freqs(device)
         return to_device(self.pos_freqs.angle(), device), to_device(self.neg_freqs.angle(), device)
 

@@ -33,7 +33,7 @@ class Routing(nn.Module):
         return text, others
 
 
-def routing_of(net: nn.Module) -> Routing | None:
+def find_routing(net: nn.Module) -> Routing | None:
     """Return the routing of a net with a mixture of experts, else None."""
     return next((module for module in net.modules() if isinstance(module, Routing)), None)
 
@@ -92,7 +92,7 @@ def replay_routes(model: Model, engine: Engine, routing: Routing) -> tuple[Model
         if not params.sde_steps:
             return trajectory
         last = len(trajectory.sigmas) - 1  # one forward pass per step; a shared start may have skipped the first ones
-        routes = _by_sample(model, trajectory, [recorded[step - last] for step in params.sde_steps])
+        routes = _routes_by_sample(model, trajectory, [recorded[step - last] for step in params.sde_steps])
         return replace(trajectory, cond=trajectory.cond | routes)
 
     def predict_by_routes(net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
@@ -107,7 +107,7 @@ def replay_routes(model: Model, engine: Engine, routing: Routing) -> tuple[Model
     return wrap(model, predict_velocity=predict_by_routes), wrap(engine, generate=generate_with_routes)
 
 
-def _by_sample(model: Model, trajectory: Trajectory, kept: Sequence[Chosen]) -> dict[str, Tensor]:
+def _routes_by_sample(model: Model, trajectory: Trajectory, kept: Sequence[Chosen]) -> dict[str, Tensor]:
     """Return the entries of `cond` for the routers' choices in the kept steps."""
     cond: Mapping[str, Tensor] = trajectory.cond
     sides = ("", "negative_") if model.is_guided(trajectory.params) else ("",)

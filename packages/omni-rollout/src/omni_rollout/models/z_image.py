@@ -61,7 +61,7 @@ class ZImage(ImageModel):
         """Raise ValueError for an unsupported size or option."""
         super().check(params)
         places, rows, columns = self.value("transformer", "axes_lens", list, [1024, 512, 512])
-        check_size(params, PIXELS_PER_TOKEN, most=min(rows, columns))
+        check_size(params, PIXELS_PER_TOKEN, max_units=min(rows, columns))
         self.check_text_length(params, (places - 2) // TEXT_UNIT * TEXT_UNIT)  # one for padding, one for the image
         for name, maximum in (("cfg_truncation", 1), ("cfg_normalization", float("inf"))):
             if not 0 <= (value := self.option(params, name)) <= maximum:

@@ -13,7 +13,7 @@ from omni_train.files import parse_object, read_regular
 INDEX_FILE = "checkpoint.json"
 _KINDS = {"step": int, "config": dict, "versions": dict, "world_size": int, "files": dict, "tensors": dict}
 _PART_KINDS = {"files": dict, "tensors": dict, "attempt": str}
-_LEAST = {"step": 0, "world_size": 1}
+_MINIMUMS = {"step": 0, "world_size": 1}
 Config = Mapping[str, Any]
 
 
@@ -31,7 +31,7 @@ class Saved:
 
 def saved_steps(folder: Path) -> list[int]:
     """Return the steps of the complete checkpoints in a folder, in ascending order."""
-    return sorted(step for path in folder.glob("step-*") if (step := step_of(path.name)) is not None)
+    return sorted(step for path in folder.glob("step-*") if (step := parse_step(path.name)) is not None)
 
 
 def step_name(step: int) -> str:
@@ -39,7 +39,7 @@ def step_name(step: int) -> str:
     return f"step-{step:08}"
 
 
-def step_of(name: str) -> int | None:
+def parse_step(name: str) -> int | None:
     """Return the step of a checkpoint's name; None for any other name."""
     match = re.fullmatch("step-([0-9]{8,19})", name)
     return int(match[1]) if match else None
@@ -112,7 +112,7 @@ def parse_part(data: bytes, what: str, *, is_first: bool) -> dict[str, Any]:
 def _check_kinds(content: Mapping[str, Any], kinds: Mapping[str, type], what: str) -> None:
     """Raise ValueError unless the values have the types that a save writes."""
     fits = all(type(content.get(name)) is kind for name, kind in kinds.items())
-    fits = fits and all(content[name] >= minimum for name, minimum in _LEAST.items() if name in kinds)
+    fits = fits and all(content[name] >= minimum for name, minimum in _MINIMUMS.items() if name in kinds)
     fits = fits and all(map(_is_file, content.get("files", {}).values()))
     if not (fits and all(map(_is_tensor, content.get("tensors", {}).values()))):
         raise ValueError(f"{what} must have values of the kinds that a save writes")

@@ -101,7 +101,7 @@ def part_files(dist: Dist, state: Mapping[str, Tensor]) -> dict[str, list[Row]]:
     Raises:
         ValueError: safetensors does not support a tensor's dtype.
     """
-    rows, copies = [], deal_copies(state, dist.world_size)
+    rows, copies = [], assign_copies(state, dist.world_size)
     for name, tensor in state.items():
         local, first = local_rows(tensor)
         if local.dtype not in DTYPES:
@@ -112,17 +112,17 @@ def part_files(dist: Dist, state: Mapping[str, Tensor]) -> dict[str, list[Row]]:
     return {f"rank-{dist.rank:05}-{number:03}.safetensors": batch for number, batch in enumerate(batches)}
 
 
-def deal_copies(state: Mapping[str, Tensor], num_ranks: int) -> dict[str, int]:
+def assign_copies(state: Mapping[str, Tensor], num_ranks: int) -> dict[str, int]:
     """Return which copy of each tensor to write: if n ranks hold one copy, copy c is that of the ranks from n c on."""
     chosen: dict[str, int] = {}
     for holders in {_num_holders(tensor) for tensor in state.values()}:
         sizes = {name: t.numel() * t.itemsize for name, t in state.items() if _num_holders(t) == holders}
         num_copies = min(num_ranks // holders, max(1, sum(sizes.values()) // (holders * SHARE_BYTES)))
-        chosen |= deal_by_size(sizes, num_copies)
+        chosen |= assign_by_size(sizes, num_copies)
     return chosen
 
 
-def deal_by_size(sizes: Mapping[str, int], number: int) -> dict[str, int]:
+def assign_by_size(sizes: Mapping[str, int], number: int) -> dict[str, int]:
     """Assign each name to one of `number` shares: largest first, each to the share with the least total so far."""
     chosen: dict[str, int] = {}
     loads = [(0, share) for share in range(number)]

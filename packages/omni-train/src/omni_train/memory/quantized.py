@@ -28,7 +28,7 @@ NF4 = (
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-_MOST = {"int8": 127.0, "fp8": 448.0}
+_MAX_VALUES = {"int8": 127.0, "fp8": 448.0}
 
 
 class QuantizedLinear(nn.Linear):
@@ -123,7 +123,7 @@ def quantize(weight: Tensor, quantized: QuantizedDtype) -> tuple[Tensor, Tensor]
         middles = torch.tensor([(low + high) / 2 for low, high in pairwise(NF4)]).to(rows.device)
         places = torch.bucketize(rows / max_abs, middles).view(-1, 2)
         return (places[:, 0] * 16 + places[:, 1]).to(torch.uint8).view(len(weight), -1), max_abs
-    scales = max_abs / _MOST[quantized]
+    scales = max_abs / _MAX_VALUES[quantized]
     scaled = rows / scales
     codes = scaled.round().to(torch.int8) if quantized == "int8" else scaled.to(torch.float8_e4m3fn)
     return codes.view(torch.uint8), scales

@@ -26,14 +26,14 @@ def check_media(entry: Mapping[str, object]) -> None:
                 raise ValueError(f'"{key}" must be called "{medium}", as nothing reads it, got {value!r:.80}')
 
 
-def check_places(text: str, entry: Mapping[str, object]) -> None:
+def check_placeholders(text: str, entry: Mapping[str, object]) -> None:
     """Raise ValueError if a text has a placeholder for a medium and its line has media."""
     if (match := PLACE.search(text)) and any(entry.get(key) for key in FILES.values()):
         hint = 'a part {"type": "image"} of messages has its place, and without parts media come before the text'
         raise ValueError(f"the text must not hold {match[0]}, which no model here reads: {hint}")
 
 
-def take_chat(messages: object, entry: dict[str, object]) -> str:
+def extract_chat(messages: object, entry: dict[str, object]) -> str:
     """Return the text of the user's last message; move its files to the line's keys, and the chat to "messages".
 
     If the last message is the assistant's, it is the completion of the prompt before it: its text goes to "completion".
@@ -46,7 +46,7 @@ def take_chat(messages: object, entry: dict[str, object]) -> str:
     files: dict[str, list[object]] = {kind: [] for kind in FILES}
     chat: list[dict[str, object]] = []
     text = ""
-    for number, message in enumerate(map(_given, messages), start=1):
+    for number, message in enumerate(map(_drop_null, messages), start=1):
         if message.keys() != {"role", "content"} or message["role"] not in ROLES:
             rule = f'message {number} must have "content" and a "role" of {", ".join(ROLES)}, and no more'
             raise ValueError(f"{rule}, got {messages[number - 1]!r:.80}")
@@ -71,9 +71,11 @@ def take_chat(messages: object, entry: dict[str, object]) -> str:
         last = repr(chat[-1]["role"]) if chat else "none"
         raise ValueError(f"the prompt must end with a message of the user, got {last}")
     text = "".join(_texts(chat[-1]["content"]))
-    check_places(" ".join(text_part for message in chat for text_part in _texts(message["content"])), entry | files)
+    check_placeholders(
+        " ".join(text_part for message in chat for text_part in _texts(message["content"])), entry | files
+    )
     for kind, key in FILES.items():
-        _place_files(entry, key, files[kind])
+        _assign_files(entry, key, files[kind])
     entry["messages"] = chat
     return text
 
@@ -85,12 +87,12 @@ def answer_text(value: object, key: str, prompt: str) -> str:
     """
     text = value
     if isinstance(value, list):
-        messages = [_given(message) for message in value]
+        messages = [_drop_null(message) for message in value]
         if len(messages) == 2 and messages[0] == {"role": "user", "content": prompt}:
             del messages[0]
         is_one = len(messages) == 1 and messages[0].get("role") == "assistant"
         text = messages[0].get("content") if is_one else None
-        if isinstance(text, list) and all(_given(part).get("type") == "text" for part in text):
+        if isinstance(text, list) and all(_drop_null(part).get("type") == "text" for part in text):
             text = "".join(_texts(text))
     if not isinstance(text, str) or not text.strip():
         rule = (
@@ -100,12 +102,12 @@ def answer_text(value: object, key: str, prompt: str) -> str:
     return text
 
 
-def only_text(value: object, key: str) -> str:
+def single_text(value: object, key: str) -> str:
     """Return a text, "" for None, or the text of a chat of one user message. key: key of the value, for messages."""
     if value is None:
         return ""
     if type(value) is list:
-        message = _given(value[0]) if len(value) == 1 else {}
+        message = _drop_null(value[0]) if len(value) == 1 else {}
         if message.get("role") != "user" or type(message.get("content")) is not str:
             raise ValueError(f'"{key}" must be a string, or a chat of one message, the user\'s, got {value!r:.80}')
         value = message["content"]
@@ -120,14 +122,14 @@ def _texts(content: object) -> list[str]:
     return [str(part["text"]) for part in parts if "text" in part]
 
 
-def _given(value: object) -> dict[str, object]:
+def _drop_null(value: object) -> dict[str, object]:
     """Return an object's entries that are not null; in a table, an entry is null if only other rows have it."""
     return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else {}
 
 
 def _part(part: object, files: Mapping[str, list[object]], number: int) -> dict[str, str]:
     """Return a message part as templates read it; append its file to `files`, or None if the line names the file."""
-    entry = _given(part)
+    entry = _drop_null(part)
     kind = entry.get("type")
     if kind == "text" and entry.keys() == {"type", "text"} and type(entry["text"]) is str:
         return {"type": "text", "text": entry["text"]}
@@ -139,7 +141,7 @@ def _part(part: object, files: Mapping[str, list[object]], number: int) -> dict[
     raise ValueError(f"message {number}: a part {rule}, got {part!r:.80}")
 
 
-def _place_files(entry: dict[str, object], key: str, files: list[object]) -> None:
+def _assign_files(entry: dict[str, object], key: str, files: list[object]) -> None:
     """Put the files named by a chat's parts under a key of the line, or check the files that the line itself names."""
     value = entry.get(key)
     listed = value if isinstance(value, list) else [value] * (value is not None)

@@ -35,7 +35,7 @@ def data_files(place: str | Path) -> list[Path]:
     text, path = str(place), Path(place)
     if text.startswith("hf:") and path.suffix not in (".txt", *TABLES) and (match := DATA_SET.fullmatch(text)):
         if "." not in (wanted := match["rest"] or ""):
-            return fetch_chosen(text, match, lambda names, card: _of_hub(names, card, wanted, match["set"]))
+            return fetch_chosen(text, match, lambda names, card: _hub_files(names, card, wanted, match["set"]))
     elif not text.startswith("hf:"):
         for folder in (path, *path.parents[:2]):
             is_split = folder != path and not path.suffix and not path.exists() and folder != Path()
@@ -66,7 +66,9 @@ def split_files(names: Sequence[str], card: Mapping[str, Any], wanted: str, plac
         kinds = f"{', '.join(TABLES[:-1])} or {TABLES[-1]}"
         raise ValueError(f"path must be a folder or a data set with files of {kinds}, found none in {place}{hint}")
     splits: dict[tuple[str, str], list[str]] = {}
-    for subset, split, name in _configured(data, card["configs"]) if card.get("configs") else map(_named, data):
+    for subset, split, name in (
+        _files_from_card(data, card["configs"]) if card.get("configs") else map(_split_from_name, data)
+    ):
         splits.setdefault((subset, split), []).append(name)
     if any(split for _, split in splits):
         splits = {key: files for key, files in splits.items() if key[1]}
@@ -84,7 +86,7 @@ def split_files(names: Sequence[str], card: Mapping[str, Any], wanted: str, plac
     return files
 
 
-def _of_hub(names: Sequence[str], card: Mapping[str, Any], wanted: str, place: str) -> list[str]:
+def _hub_files(names: Sequence[str], card: Mapping[str, Any], wanted: str, place: str) -> list[str]:
     script = f"{place.split('@')[0].rpartition('/')[2]}.py"
     if script in names:
         hint = "give one of its files by name, or the hub's own conversion, NAME@~parquet"
@@ -117,7 +119,7 @@ def _tables(folder: Path) -> Iterator[str]:
                 yield (relative / name).as_posix()
 
 
-def _configured(names: Sequence[str], configs: object) -> Iterator[tuple[str, str, str]]:
+def _files_from_card(names: Sequence[str], configs: object) -> Iterator[tuple[str, str, str]]:
     """Yield the subset, split and name of each file that a card configures; a file that it names may be missing.
 
     Raises:
@@ -126,17 +128,19 @@ def _configured(names: Sequence[str], configs: object) -> Iterator[tuple[str, st
     for config in configs if isinstance(configs, list) else [configs]:
         if not isinstance(config, dict):
             raise ValueError(f"{CARD}: configs must be a list of objects, got {reprlib.repr(config):.80}")
-        subset, folder = (_text_in(config, key) for key in ("config_name", "data_dir"))
+        subset, folder = (_read_text_field(config, key) for key in ("config_name", "data_dir"))
         home = f"{folder.strip('/')}/" if folder.strip("/") else ""
         if not (data_files := config.get("data_files")):
-            yield from ((subset, _named(name)[1], name) for name in names if name.startswith(home))
+            yield from ((subset, _split_from_name(name)[1], name) for name in names if name.startswith(home))
         for split, patterns in _patterns(data_files or []):
             for pattern in (f"{home}{path.removeprefix('./')}" for path in patterns):
-                files = [name for name in names if _fits(name, pattern)] if re.search(r"[*?[]", pattern) else [pattern]
+                files = (
+                    [name for name in names if _matches(name, pattern)] if re.search(r"[*?[]", pattern) else [pattern]
+                )
                 yield from ((subset, split, name) for name in files)
 
 
-def _text_in(config: Mapping[str, object], key: str) -> str:
+def _read_text_field(config: Mapping[str, object], key: str) -> str:
     """Return the text under a key of a config, "" if it has none."""
     if (value := config.get(key)) is not None and not isinstance(value, str):
         raise ValueError(f"{CARD}: {key} must be a text, got {reprlib.repr(value):.80}")
@@ -158,7 +162,7 @@ def _patterns(value: object) -> Iterator[tuple[str, list[str]]]:
             yield split, [*map(str, patterns)]
 
 
-def _named(name: str) -> tuple[str, str, str]:
+def _split_from_name(name: str) -> tuple[str, str, str]:
     """Return the subset and split that a file's name and folders indicate, and the name."""
     *folders, file = name.split("/")
     if shard := SHARD.fullmatch(file):
@@ -169,7 +173,7 @@ def _named(name: str) -> tuple[str, str, str]:
     return "/".join(folders), "", name
 
 
-def _fits(name: str, pattern: str) -> bool:
+def _matches(name: str, pattern: str) -> bool:
     """Return True if a name matches a pattern, in which ** matches any folders."""
     parts = name.split("/")
     places = {0}  # positions in the name up to which the pattern matches

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from omni_train.files import parse_object, read_linked
 from omni_train.lora import adapter_layers, lora_layers
-from omni_train.lora_layer import INITIAL, AdaptedLayer, factors, own_tensors
+from omni_train.lora_layer import INITIAL, AdaptedLayer, adapter_tensors, factors
 from omni_train.weights.load import check_numbers, read_shapes, read_tensors
 
 LORA_FILE = "pytorch_lora_weights.safetensors"  # diffusers' name
@@ -111,10 +111,10 @@ def read_adapter(place: str | Path, *, part: str = "transformer") -> SavedAdapte
     ranks = {layer: shapes[layer_names[0]][0] for layer, layer_names in names.items()}
     with safe_open(file, framework="pt") as opened:
         from_tensors = {
-            layer: alpha_in(opened.get_tensor(name), file, name) / ranks[layer] for layer, name in alphas.items()
+            layer: read_alpha(opened.get_tensor(name), file, name) / ranks[layer] for layer, name in alphas.items()
         }
-    saved = SavedAdapter(file, names, shapes, scaling_of(file, ranks, from_tensors, part=part))
-    config = config_of(file, part)
+    saved = SavedAdapter(file, names, shapes, read_scaling(file, ranks, from_tensors, part=part))
+    config = read_config(file, part)
     if config and config.use_dora != saved.use_dora:
         raise ValueError(f"{file} must have magnitudes if and only if use_dora is set, got use_dora {config.use_dora}")
     return saved
@@ -127,7 +127,7 @@ def layer_name(name: str, part: str) -> str:
     return name
 
 
-def scaling_of(
+def read_scaling(
     file: Path, ranks: Mapping[str, int], from_tensors: Mapping[str, float], *, part: str = "transformer"
 ) -> dict[str, float]:
     """Return the factor of the product of each layer's factors, from wherever it is stored.
@@ -142,15 +142,15 @@ def scaling_of(
         ValueError: a scale is not a finite number > 0, two places have different scales, or an unknown key of the
             header may be a scale.
     """
-    scalings, header = {"its tensors of alpha": dict(from_tensors)}, header_of(file)
-    if config := config_of(file, part):
+    scalings, header = {"its tensors of alpha": dict(from_tensors)}, read_header(file)
+    if config := read_config(file, part):
         place = CONFIG_NAME if (file.parent / CONFIG_NAME).exists() else f"{SCALES} of its header"
-        scalings[place] = {layer: scale_in(config, layer, rank, file) for layer, rank in ranks.items()}
+        scalings[place] = {layer: layer_scale(config, layer, rank, file) for layer, rank in ranks.items()}
     for key, text in header.items():
         end = key.rpartition(".")[2]
         if end in ALPHAS:
             root = any(k.rpartition(".")[2] == "use_rslora" and v.lower() == "true" for k, v in header.items())
-            alpha = number_of(file, key, text)
+            alpha = parse_number(file, key, text)
             scalings[f"{key} of its header"] = {layer: alpha / (r**0.5 if root else r) for layer, r in ranks.items()}
         elif SCALED.search(end) and not key.startswith("ss_"):
             raise ValueError(f"{file} has {key!r:.80} in its header, which may be a scale and is not known: convert it")
@@ -167,7 +167,7 @@ def scaling_of(
     return agreed or dict.fromkeys(ranks, 1.0)
 
 
-def alpha_in(tensor: Tensor, file: Path, name: str) -> float:
+def read_alpha(tensor: Tensor, file: Path, name: str) -> float:
     """Return the alpha in a tensor of a file; raise ValueError unless it is one finite number > 0."""
     values = tensor.flatten().tolist()
     alpha = values[0] if len(values) == 1 else f"{len(values)} numbers"
@@ -176,13 +176,13 @@ def alpha_in(tensor: Tensor, file: Path, name: str) -> float:
     return float(alpha)
 
 
-def header_of(file: Path) -> dict[str, str]:
+def read_header(file: Path) -> dict[str, str]:
     """Return the metadata in the header of a safetensors file."""
     with safe_open(file, framework="pt") as opened:
         return dict(opened.metadata() or {})
 
 
-def number_of(file: Path, key: str, text: str) -> float:
+def parse_number(file: Path, key: str, text: str) -> float:
     """Parse a number in a file's header."""
     try:
         return float(text)
@@ -190,13 +190,13 @@ def number_of(file: Path, key: str, text: str) -> float:
         raise ValueError(f"{file} must have a number as {key!r:.80} in its header, got {text!r:.80}") from exc
 
 
-def config_of(file: Path, part: str) -> LoraConfig | None:
+def read_config(file: Path, part: str) -> LoraConfig | None:
     """Return peft's configuration, stored next to a file or in its header; None if there is none.
 
     Raises:
         ValueError: it is damaged, or of another kind of adapter.
     """
-    beside, inside = file.parent / CONFIG_NAME, header_of(file).get(SCALES)
+    beside, inside = file.parent / CONFIG_NAME, read_header(file).get(SCALES)
     if beside.exists():
         place, text = str(beside), read_linked(beside, MAX_CONFIG_BYTES).decode("utf-8", "replace")
     elif inside is not None:
@@ -248,7 +248,7 @@ def config_text(rank: int, **facts: Any) -> str:
     return json.dumps(config.to_dict(), indent=2, default=sorted) + "\n"  # sets become lists
 
 
-def scale_in(config: LoraConfig, layer: str, rank: int, file: Path) -> float:
+def layer_scale(config: LoraConfig, layer: str, rank: int, file: Path) -> float:
     """Return a layer's scale from peft's configuration. rank: rows of its A: rank times number of experts."""
     ranks, alphas = config.rank_pattern or {}, config.alpha_pattern or {}
     layer_rank = ranks.get(get_pattern_key(list(ranks), layer), config.r)
@@ -271,7 +271,7 @@ def load_adapter(module: nn.Module, place: str | Path, *, adapter: str = "defaul
     """
     saved = check_adapter(module, place, adapter=adapter, part=part)
     layers = adapter_layers(module, adapter)
-    pairs = [zip(saved.names[name], own_tensors(layer, adapter), strict=True) for name, layer in layers.items()]
+    pairs = [zip(saved.names[name], adapter_tensors(layer, adapter), strict=True) for name, layer in layers.items()]
     read_tensors(dict(chain.from_iterable(pairs)), [saved.file])
     for name, layer in layers.items():
         if (scale := saved.scaling[name]) != layer.scaling[adapter]:
@@ -291,7 +291,7 @@ def check_adapter(
     if any(INITIAL in layer.lora_A for layer in lora_layers(module).values()):
         raise ValueError("module must have adapters that begin at 0 to load another's values, got PiSSA's")
     saved, layers = read_adapter(place, part=part), adapter_layers(module, adapter)
-    is_dora = any(len(own_tensors(layer, adapter)) > 2 for layer in layers.values())
+    is_dora = any(len(adapter_tensors(layer, adapter)) > 2 for layer in layers.values())
     if is_dora != saved.use_dora:
         rule = "with" if is_dora else "without"
         raise ValueError(f"{saved.file} must be an adapter {rule} use_dora, as the module's is")
@@ -299,7 +299,7 @@ def check_adapter(
         rule = f"must be an adapter on the same layers, differs in {len(other)} such as {min(other)}"
         raise ValueError(f"{saved.file} {rule}")
     for name, layer in layers.items():
-        for tensor, target in zip(saved.names[name], own_tensors(layer, adapter), strict=True):
+        for tensor, target in zip(saved.names[name], adapter_tensors(layer, adapter), strict=True):
             if saved.shapes[tensor] != tuple(target.shape):
                 shapes = f"{saved.shapes[tensor]}, not {tuple(target.shape)}"
                 raise ValueError(f"{saved.file} must be an adapter of the same rank, but {tensor} is {shapes}")
@@ -324,7 +324,10 @@ def scaled_state(saved: SavedAdapter) -> dict[str, Tensor]:
 
 
 def factors_by_name(
-    module: nn.Module, adapter: str, part: str, tensors: Callable[[AdaptedLayer, str], Sequence[Tensor]] = own_tensors
+    module: nn.Module,
+    adapter: str,
+    part: str,
+    tensors: Callable[[AdaptedLayer, str], Sequence[Tensor]] = adapter_tensors,
 ) -> dict[str, Tensor]:
     """Return the adapter's tensors by their names in a file, in the order of `named_adapter`.
 

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from omni_train.checkpoint.parts import deal_by_size, file_header
+from omni_train.checkpoint.parts import assign_by_size, file_header
 from omni_train.checkpoint.state import in_batches
 from omni_train.dist import Dist, gather_json, same_error
-from omni_train.experts import owners_of
+from omni_train.experts import expert_owners
 from omni_train.files import new_folder
 from omni_train.lora import adapted_params, adapter_layers, all_factors, base_name, lora_layers
 from omni_train.lora_layer import (
@@ -32,10 +32,10 @@ from omni_train.lora_layer import (
     AdaptedLayer,
     LoraLinear,
     ParamWrapper,
+    adapter_tensors,
     factors,
     has_dora,
-    merged,
-    own_tensors,
+    merge_weight,
 )
 from omni_train.weights.adapters import (
     LORA_FILE,
@@ -75,16 +75,16 @@ def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     adapted = {name: layer for name, layer in adapted_params(module).items() if layer.active}
     weights = {base_name(name): t for name, t in module.state_dict(keep_vars=True).items() if t not in adapters}
     sources = {  # each weight and the tensors merged into it
-        name: [tensor, *(own_tensors(adapted[name], adapted[name].active) if name in adapted else ())]
+        name: [tensor, *(adapter_tensors(adapted[name], adapted[name].active) if name in adapted else ())]
         for name, tensor in weights.items()
     }
-    owners = owners_of(module)
+    owners = expert_owners(module)
     for group in in_batches(sources.items(), GROUP_BYTES, num_bytes=lambda item: sum(part.nbytes for part in item[1])):
         whole = iter(gather([tensor for _, tensors in group for tensor in tensors], owners))
         for name, tensors in group:
             weight, *lora_factors = islice(whole, len(tensors))
             if lora_factors:
-                weight = merged(adapted[name], adapted[name].active, weight, *lora_factors)
+                weight = merge_weight(adapted[name], adapted[name].active, weight, *lora_factors)
             yield name, weight
             del weight, lora_factors
         del whole  # before the next group is gathered
@@ -105,23 +105,25 @@ def gather(tensors: Sequence[Tensor], owners: Mapping[Tensor, int] = MappingProx
     parts: Iterator[Tensor] = iter(())
     if shards:
         mesh = shards[0].device_mesh
-        rows = [_padded(shard, mesh.size()).view(-1).view(torch.uint8) for shard in shards]
+        rows = [_pad_rows(shard, mesh.size()).view(-1).view(torch.uint8) for shard in shards]
         local = torch.cat(rows)
         gathered = local.new_empty(mesh.size(), len(local))
         torch.distributed.all_gather(list(gathered.unbind()), local, group=mesh.get_group())
         parts = iter(gathered.split([len(row) for row in rows], dim=1))
     return [
-        _joined(tensor, next(parts)) if isinstance(tensor, DTensor) and tensor not in owners else _full(tensor, owners)
+        _join_rows(tensor, next(parts))
+        if isinstance(tensor, DTensor) and tensor not in owners
+        else _gather_full(tensor, owners)
         for tensor in tensors
     ]
 
 
-def _joined(shard: DTensor, parts: Tensor) -> Tensor:
+def _join_rows(shard: DTensor, parts: Tensor) -> Tensor:
     """Return a full tensor from the bytes of all ranks' rows [ranks, bytes]."""
     return parts.reshape(-1).view(shard.dtype).view(-1, *shard.shape[1:])[: len(shard)]
 
 
-def _padded(shard: DTensor, ranks: int) -> Tensor:
+def _pad_rows(shard: DTensor, ranks: int) -> Tensor:
     """Return this rank's rows, padded to the number of rows on the first rank."""
     rows, length = shard.to_local(), -(-len(shard) // ranks)
     if len(rows) == length:
@@ -141,11 +143,11 @@ def named_adapter(module: nn.Module, adapter: str = "default") -> Iterator[tuple
     from before PiSSA. Every rank must exhaust the iterator.
     """
     for name, layer in adapter_layers(module, adapter).items():  # an unknown name raises before any rank gathers
-        down, up = _change(*map(_full, _factors_with_initial(layer, adapter)))
+        down, up = _trained_factors(*map(_gather_full, _factors_with_initial(layer, adapter)))
         yield f"{name}.lora_A.weight", down
         yield f"{name}.lora_B.weight", up * layer.scaling[adapter]
         if has_dora(layer, adapter):
-            yield f"{name}.lora_magnitude_vector.weight", _full(own_tensors(layer, adapter)[-1])
+            yield f"{name}.lora_magnitude_vector.weight", _gather_full(adapter_tensors(layer, adapter)[-1])
 
 
 @torch.no_grad()
@@ -190,8 +192,8 @@ def save_weights(
     else:
         file = f"{part}/{FULL_FILE}"
         state = dict(sorted(module.state_dict(keep_vars=True).items(), key=lambda item: -item[1].itemsize))
-        owners = owners_of(module)
-        weights = (_full(tensor, owners) for tensor in state.values())
+        owners = expert_owners(module)
+        weights = (_gather_full(tensor, owners) for tensor in state.values())
     _save(folder, dist, file, state, weights, texts)
 
 
@@ -249,7 +251,7 @@ def _save(
                     (place / file).parent.mkdir(exist_ok=True)
             writers, place = ([0], place) if number == 1 else _find_writers(dist, Path(folder), place)
             files = _file_names(file, min(number, len(writers)))
-            chosen = {name: files[share] for name, share in deal_by_size(sizes, len(files)).items()}
+            chosen = {name: files[share] for name, share in assign_by_size(sizes, len(files)).items()}
             own_file = dict(zip(writers, files, strict=False)).get(dist.rank)
             with same_error(dist):
                 try:
@@ -315,7 +317,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor], weights: Iterable[tuple[st
         os.fsync(out.fileno())
 
 
-def homes(folder: str | Path, names: Iterable[str]) -> dict[str, Path]:
+def weight_folders(folder: str | Path, names: Iterable[str]) -> dict[str, Path]:
     """Return the existing folders of a run's weights by expert; {"": folder} for a net without experts.
 
     names: names of the net's submodules, or "" for the net itself.
@@ -379,9 +381,9 @@ def _saved_shapes(layer: AdaptedLayer, adapter: str) -> Sequence[Tensor]:
     """Return tensors shaped like those in a file; with PiSSA they have no values."""
     trained = _factors_with_initial(layer, adapter)
     return (
-        own_tensors(layer, adapter)
+        adapter_tensors(layer, adapter)
         if len(trained) == 2
-        else _change(*(factor.detach().to("meta") for factor in trained))
+        else _trained_factors(*(factor.detach().to("meta") for factor in trained))
     )
 
 
@@ -390,7 +392,7 @@ def _factors_with_initial(layer: AdaptedLayer, name: str) -> list[nn.Parameter]:
     return [factor for adapter in (name, INITIAL) if adapter in layer.lora_A for factor in factors(layer, adapter)]
 
 
-def _change(down: Tensor, up: Tensor, *initial: Tensor) -> tuple[Tensor, Tensor]:
+def _trained_factors(down: Tensor, up: Tensor, *initial: Tensor) -> tuple[Tensor, Tensor]:
     """Return A and B; with initial factors, those of the trained change, in a form robust to rounding by readers."""
     if not initial:
         return down, up
@@ -404,7 +406,7 @@ def _fits_layer(saved: SavedAdapter, layer: str, weight: tuple[int, ...]) -> boo
     return fits and all(shape == weight[:1] for shape in magnitudes)
 
 
-def _full(value: Tensor, owners: Mapping[Tensor, int] = MappingProxyType({})) -> Tensor:
+def _gather_full(value: Tensor, owners: Mapping[Tensor, int] = MappingProxyType({})) -> Tensor:
     if not isinstance(value, DTensor):
         return value.detach()
     if value not in owners:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from omni_rollout.conditioning import TEXT_CACHE, TextCache
 from omni_rollout.engines.vllm_omni.worker import start_worker, stop_worker
 from omni_rollout.model import Model
-from omni_rollout.offload import on_host, visit
+from omni_rollout.offload import run_offloaded, to_host
 from omni_rollout.sampler import Sampler
 from omni_rollout.types import Cond, Params, Parts, Prompt, Trajectory
 
@@ -76,7 +76,7 @@ class VllmOmniEngine:
         self.pipeline.sampler = Sampler(model, self.pipeline.parts(model, dtype), texts)
         hosted: list[nn.Module] = [getattr(self.parts, name) for name in model.encoders] if model.host_encoders else []
         for encoder in hosted:
-            visit(encoder.to("cpu"), device)
+            run_offloaded(encoder.to("cpu"), device)
         self._hosted = {id(t) for encoder in hosted for t in [*encoder.parameters(), *encoder.buffers()]}
         self._layers = {name: QuantizedLayer(part) for name, part in self.net.named_modules() if is_quantized(part)}
         if quantization and not self._layers:
@@ -165,7 +165,7 @@ class VllmOmniEngine:
         for name, param in params:
             if name in self._quantized:
                 continue
-            view = _fitting(weights, name, param)
+            view = _find_weight(weights, name, param)
             if param.dtype != view.dtype or not torch.equal(param.to(view.device), view):
                 raise ValueError(
                     f"params must equal the engine's weights, but {name} ({param.dtype}) has other values, or "
@@ -193,7 +193,7 @@ class VllmOmniEngine:
         for layer in self._layers.values():
             layer.begin()
         for name, tensor in tensors:
-            view = _fitting(targets, name, tensor)
+            view = _find_weight(targets, name, tensor)
             if name in self._quantized:
                 self._quantized[name][0].put(view, tensor)
                 arrived.add(name)
@@ -247,7 +247,7 @@ class VllmOmniEngine:
             if id(tensor) in self._hosted or tensor.untyped_storage().data_ptr() in adopted:
                 continue
             if id(tensor) not in self._kept:
-                self._kept[id(tensor)] = tensor.data.to("meta") if id(tensor) in synced else on_host(tensor.data)
+                self._kept[id(tensor)] = tensor.data.to("meta") if id(tensor) in synced else to_host(tensor.data)
             self._asleep.append(tensor)
             tensor.data = tensor.data.new_empty(0)
 
@@ -325,7 +325,7 @@ def _schedule(call: int, requests: list[OmniDiffusionRequest]) -> DiffusionSched
     )
 
 
-def _fitting(weights: dict[str, Tensor], name: str, tensor: Tensor) -> Tensor:
+def _find_weight(weights: dict[str, Tensor], name: str, tensor: Tensor) -> Tensor:
     """Return the weight of that name; raise ValueError unless it has the tensor's shape."""
     if name not in weights or weights[name].shape != tensor.shape:
         actual = tuple(weights[name].shape) if name in weights else "no such weight"

@@ -62,7 +62,7 @@ class Qwen3Omni(TransformersModel):
 
         return Qwen3OmniMoeThinkerForConditionalGeneration
 
-    def config_of(self, content: dict[str, Any]) -> Any:
+    def parse_config(self, content: dict[str, Any]) -> Any:
         """Return the thinker's configuration, including from a whole model's file."""
         from transformers import Qwen3OmniMoeThinkerConfig
 

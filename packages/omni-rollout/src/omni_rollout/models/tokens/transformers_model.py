@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from omni_rollout.files import check_counts, read_json, safetensors_files, safetensors_slices, size_of
+from omni_rollout.files import check_counts, read_json, safetensors_bytes, safetensors_files, safetensors_slices
 from omni_rollout.models.hub import local_folder
-from omni_rollout.models.parts import RELEASED, UNUSABLE, made_of, one_line, open_tokenizer
+from omni_rollout.models.parts import RELEASED, UNUSABLE, checked_build, one_line, open_tokenizer
 from omni_rollout.types import Cond, Prompt
 
 # Field of a prompt's media -> name in chat templates.
@@ -88,14 +88,14 @@ class TransformersModel:
 
         The weights of a hub id are checked by `load_net`.
         """
-        with _quiet():
+        with _silence_transformers():
             is_whole = Path(self.path).is_dir() and self.reads_weights and RELEASED not in self.folder.parents
             net: Any = self._read(torch.float32, values=False) if is_whole else self.empty_net()
         size, highest = net.get_input_embeddings().num_embeddings, max(self.tokenizer.get_vocab().values())
         if (token := max(highest, *self.suppressed, *self.ends)) >= size:
             raise ValueError(f"model is damaged: {self.folder} has tokens up to {token}, its vocab_size is {size}")
         if self.tokenizer.chat_template is not None:
-            chat = self.chat_of(Prompt("Hi.", group=0, index=0, seed=0), ())
+            chat = self.build_chat(Prompt("Hi.", group=0, index=0, seed=0), ())
             special = json.dumps(self.tokenizer.special_tokens_map)
             check_template(self.folder, self.tokenizer.get_chat_template(), json.dumps(chat), special)
 
@@ -123,7 +123,7 @@ class TransformersModel:
 
     def weight_bytes(self) -> int:
         """Return the size of the weight files, except those of a hub id that are not yet fetched."""
-        return size_of(self.folder, "model") if self.reads_weights else 0
+        return safetensors_bytes(self.folder, "model") if self.reads_weights else 0
 
     def _read(self, dtype: torch.dtype, *, values: bool) -> nn.Module:
         """Return the net with all weights of the files, or if not `values`, on the meta device with only their shapes.
@@ -131,7 +131,10 @@ class TransformersModel:
         transformers opens no files itself: it might choose others, even pickles.
         """
         cls = self.net_class()
-        with safetensors_slices(safetensors_files(self.folder, "model")) as slices, made_of(self.file, cls.__name__):
+        with (
+            safetensors_slices(safetensors_files(self.folder, "model")) as slices,
+            checked_build(self.file, cls.__name__),
+        ):
             selected = {name: part for name, part in slices.items() if name.startswith(self.prefix)}
             net, info = cls.from_pretrained(
                 None,
@@ -168,7 +171,7 @@ class TransformersModel:
         from transformers.initialization import no_init_weights
 
         cls = self.net_class()
-        with made_of(self.file, cls.__name__), place, no_init_weights():
+        with checked_build(self.file, cls.__name__), place, no_init_weights():
             net: Any = cls._from_config(self.net_config(), attn_implementation="sdpa", dtype=dtype)
         net.tie_weights()
         frozen: nn.Module = net.requires_grad_(False).eval()
@@ -180,10 +183,10 @@ class TransformersModel:
         check_counts(content, self.file)
         if "quantization_config" in content:
             raise ValueError(f"model must not be quantized, {self.file} has a quantization_config")
-        with made_of(self.file, cls.__name__):
-            return self.config_of(content)
+        with checked_build(self.file, cls.__name__):
+            return self.parse_config(content)
 
-    def config_of(self, content: dict[str, Any]) -> Any:
+    def parse_config(self, content: dict[str, Any]) -> Any:
         """Return the configuration for a file's object."""
         return self.net_class().config_class.from_dict(content)
 
@@ -201,7 +204,7 @@ class TransformersModel:
         media, places = self.encode_media(prompt)
         text = prompt.text
         if self.tokenizer.chat_template is not None:
-            chat = prompt.meta.get("messages") or self.chat_of(prompt, kinds)
+            chat = prompt.meta.get("messages") or self.build_chat(prompt, kinds)
             text = self._render(chat)
         elif "messages" in prompt.meta:
             raise ValueError(f"messages need a chat template, and {self.folder} has none")
@@ -224,7 +227,7 @@ class TransformersModel:
             raise ValueError(f"the chat template of {self.folder} must write at most {limit} letters, got {len(text)}")
         return text
 
-    def chat_of(self, prompt: Prompt, kinds: Sequence[str]) -> list[dict[str, object]]:
+    def build_chat(self, prompt: Prompt, kinds: Sequence[str]) -> list[dict[str, object]]:
         """Return messages for a prompt without them: the system's, if any, and the user's with media first."""
         content: list[dict[str, str]] = [{"type": kind} for kind in kinds if kind != "image"]
         content = [{"type": "image"}] * len(prompt.images) + content + [{"type": "text", "text": prompt.text}]
@@ -317,7 +320,7 @@ def check_template(folder: Path, template: str, chat: str, special: str) -> None
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_transformers() -> Iterator[None]:
     """Silence transformers in the `with` block; errors are raised instead."""
     from transformers.utils import logging
 
