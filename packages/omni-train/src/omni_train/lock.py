@@ -147,12 +147,12 @@ class _Lease:
 
     def _wait_for_end(self, other: str) -> None:
         """Wait until the lease of another holder has ended; raise ValueError if it is renewed."""
-        deadline, beats = time.monotonic() + LEASE_S, self._read(_counter_name(_read_entry(other, "token")))
+        deadline, counter = time.monotonic() + LEASE_S, self._read(_counter_name(_read_entry(other, "token")))
         while time.monotonic() < deadline:
             time.sleep(min(1.0, LEASE_S / 10))
             if not (current := self._read_holder()):
                 return
-            if current != other or self._read(_counter_name(_read_entry(other, "token"))) != beats:
+            if current != other or self._read(_counter_name(_read_entry(other, "token"))) != counter:
                 raise self._in_use_error(current)
 
     def _take_over(self, other: str) -> None:

@@ -23,7 +23,7 @@ from omni_train.progress import mark_alive
 
 _HEAD = "head"  # the entry of a message that holds its JSON
 _NO_LIMIT = timedelta(days=365)  # for receiving results; waiting for orders detects a rank that hangs
-BEATS = 4  # number of heartbeats within the longest wait for a rank
+HEARTBEATS = 4  # number of heartbeats within the longest wait for a rank
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Roles:
         for part in with_length(message):
             torch_dist.broadcast(part, 0, group=self.orders)
 
-    def beat(self) -> None:
+    def send_heartbeat(self) -> None:
         """Send a heartbeat from the first rank, from the thread that sends orders."""
         torch_dist.broadcast(torch.zeros(1, dtype=torch.int64), 0, group=self.orders)
 

@@ -63,7 +63,7 @@ def load_hpsv3(
 
     def rate(images: np.ndarray, prompts: list[str]) -> Tensor:
         size = fit_size(*images.shape[1:3], min_pixels=NUM_PIXELS, max_pixels=NUM_PIXELS)
-        stills = [[(still, size)] for still in images[:, None].repeat(FRAMES, axis=1)]
-        return head(judge.read(stills, prompts)[:, 0])[:, 0]
+        clips = [[(clip, size)] for clip in images[:, None].repeat(FRAMES, axis=1)]
+        return head(judge.read(clips, prompts)[:, 0])[:, 0]
 
     return neural.image_scorer(rate, f"{neural.short_name(model)} {dtype}", judge.decline, [judge.network])

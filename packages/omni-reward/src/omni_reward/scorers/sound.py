@@ -77,9 +77,9 @@ def loudest_frequency(sound: np.ndarray, rate: float) -> float:
     return float((peak + 0.5 * (left - right) / min(left - 2 * top + right, -1e-12)) * rate / len(sound))
 
 
-def resample(sound: np.ndarray, rate: float, wanted: float) -> np.ndarray:
+def resample(sound: np.ndarray, rate: float, target_rate: float) -> np.ndarray:
     """Resample a sound [S]; exact for tones below half of both rates that are periodic over its length."""
-    count = max(1, round(len(sound) * wanted / rate))
+    count = max(1, round(len(sound) * target_rate / rate))
     if count == len(sound):
         return sound
     return np.fft.irfft(np.fft.rfft(sound), count) * (count / len(sound))

@@ -18,7 +18,7 @@ from omni_reward import RewardError, Score
 from omni_rollout import Params, Prompt, Trajectory
 from omni_train import progress
 from omni_train.progress import track
-from omni_train.roles import BEATS, Roles, pack
+from omni_train.roles import HEARTBEATS, Roles, pack
 from omni_train.weights.full import gather_in_groups
 from torch import Tensor
 
@@ -68,10 +68,10 @@ class Samplers:
     def _beat(self) -> None:
         """Send heartbeats between requests, while the program makes progress or waits for other ranks."""
         sent: Future[None] | None = None
-        while not self._ends.wait(self._roles.timeout_s / BEATS):
+        while not self._ends.wait(self._roles.timeout_s / HEARTBEATS):
             if progress.seconds_silent() < self._roles.timeout_s and not (sent and not sent.done()):
                 with suppress(RuntimeError):  # it has just been closed
-                    sent = self._sender.submit(self._roles.beat)
+                    sent = self._sender.submit(self._roles.send_heartbeat)
 
     def _send(self, head: object, tensors: Sequence[Tensor] = ()) -> None:
         if not self._roles.dist.is_main:

@@ -131,15 +131,15 @@ def token_positions(
     The n-th position in a text is (n, n, n). The next image is at frame n, with rows and columns counted from its
     middle, and takes as many positions as its longer side.
     """
-    found, n = [], 0
+    positions, n = [], 0
     for length, (h, w) in zip(lengths, shapes, strict=True):
-        found.append(torch.arange(n, n + length, device=device)[:, None].expand(-1, 3))
+        positions.append(torch.arange(n, n + length, device=device)[:, None].expand(-1, 3))
         n += length
         rows, columns = (torch.arange(side, device=device) - (side - side // 2) for side in (h, w))
         frame = torch.full([1], n, device=device)
-        found.append(torch.stack(torch.meshgrid(frame, rows, columns, indexing="ij"), dim=-1).flatten(0, 2))
+        positions.append(torch.stack(torch.meshgrid(frame, rows, columns, indexing="ij"), dim=-1).flatten(0, 2))
         n += max(h, w)
-    places = torch.cat(found)
+    places = torch.cat(positions)
     if mask is None:
         return places
     places = places.repeat(len(mask), 1, 1)

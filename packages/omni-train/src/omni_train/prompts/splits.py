@@ -34,15 +34,15 @@ def data_files(place: str | Path) -> list[Path]:
     """
     text, path = str(place), Path(place)
     if text.startswith("hf:") and path.suffix not in (".txt", *TABLES) and (match := DATA_SET.fullmatch(text)):
-        if "." not in (wanted := match["rest"] or ""):
-            return fetch_chosen(text, match, lambda names, card: _hub_files(names, card, wanted, match["set"]))
+        if "." not in (requested := match["rest"] or ""):
+            return fetch_chosen(text, match, lambda names, card: _hub_files(names, card, requested, match["set"]))
     elif not text.startswith("hf:"):
         for folder in (path, *path.parents[:2]):
             is_split = folder != path and not path.suffix and not path.exists() and folder != Path()
             if folder.is_dir() and (folder == path or (is_split and _has_splits(folder, path))):
                 card = read_card(folder / CARD) if (folder / CARD).is_file() else {}
-                wanted = path.relative_to(folder).as_posix() if is_split else ""
-                return [folder / name for name in split_files(_names(folder), card, wanted, str(folder))]
+                requested = path.relative_to(folder).as_posix() if is_split else ""
+                return [folder / name for name in split_files(_names(folder), card, requested, str(folder))]
     kinds = f"{', '.join(('.txt', *TABLES[:-1]))} or {TABLES[-1]}, or be a folder or a data set of such files"
     if path.suffix not in (".txt", *TABLES):
         raise ValueError(f"path must end in {kinds}, got {place}")
@@ -50,11 +50,11 @@ def data_files(place: str | Path) -> list[Path]:
     return [local_file(place)]
 
 
-def split_files(names: Sequence[str], card: Mapping[str, Any], wanted: str, place: str) -> list[str]:
+def split_files(names: Sequence[str], card: Mapping[str, Any], requested: str, place: str) -> list[str]:
     """Return the names of a split's files, sorted.
 
-    names: all files of a folder or a data set, relative to it. card: fields of its card. wanted: a split, a subset, or
-    SUBSET/SPLIT; "" means the only split. place: the folder or the data set.
+    names: all files of a folder or a data set, relative to it. card: fields of its card. requested: a split, a subset,
+    or SUBSET/SPLIT; "" means the only split. place: the folder or the data set.
 
     Raises:
         ValueError: as in `data_files`; or files of the split are missing, or of several kinds or in several folders.
@@ -72,13 +72,13 @@ def split_files(names: Sequence[str], card: Mapping[str, Any], wanted: str, plac
         splits.setdefault((subset, split), []).append(name)
     if any(split for _, split in splits):
         splits = {key: files for key, files in splits.items() if key[1]}
-    fits = [key for key in splits if wanted in ("", *key, "/".join(key))]
-    if len(fits) != 1:
+    matching = [key for key in splits if requested in ("", *key, "/".join(key))]
+    if len(matching) != 1:
         first = len({subset for subset, _ in splits}) == 1  # first part of a name that differs from all others
         listed = sorted("/".join((place, *filter(None, key[first:]))) for key in splits)
-        got = f"{place}/{wanted}" if wanted else place
+        got = f"{place}/{requested}" if requested else place
         raise ValueError(f"path must name one of the splits {', '.join(listed[:20])}, got {got}")
-    files = sorted({*splits[fits[0]]})
+    files = sorted({*splits[matching[0]]})
     if missing := sorted({*files}.difference(data)):
         rule = f"a split must have all of its files, of {', '.join(TABLES)}"
         raise ValueError(f"{rule}, {place} has no {missing[0]}, which {CARD} names")
@@ -86,14 +86,14 @@ def split_files(names: Sequence[str], card: Mapping[str, Any], wanted: str, plac
     return files
 
 
-def _hub_files(names: Sequence[str], card: Mapping[str, Any], wanted: str, place: str) -> list[str]:
+def _hub_files(names: Sequence[str], card: Mapping[str, Any], requested: str, place: str) -> list[str]:
     script = f"{place.split('@')[0].rpartition('/')[2]}.py"
     if script in names:
         hint = "give one of its files by name, or the hub's own conversion, NAME@~parquet"
         raise ValueError(
             f"path must be a data set of files, got {place}, whose {script} is a script, never run: {hint}"
         )
-    return split_files(names, card, wanted, place)
+    return split_files(names, card, requested, place)
 
 
 def _has_splits(folder: Path, path: Path) -> bool:
