@@ -172,7 +172,7 @@ from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
 from omni_rollout.sampler import check_images
 from omni_train.dist import Dist, init_distributed
-from omni_train.weights.full import check_weights, homes, load_weights, saved_files
+from omni_train.weights.full import check_weights, load_weights, saved_files, weight_folders
 from torch import Tensor
 
 

@@ -116,7 +116,7 @@ from omni_rl.run.sources import sample_steps
 from omni_rl.run.start import open_net, open_policy, open_run, open_session, print_plan, start_servers
 from omni_rl.run.world import World
 from omni_rollout import Trajectory
-from omni_rollout.types import pick, to_device
+from omni_rollout.types import take_rows, to_device
 from omni_sched import add_noise, shift_sigmas, step_noise
 from omni_train.dist import gather_json
 from torch import Tensor, nn

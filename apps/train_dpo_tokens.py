@@ -100,7 +100,7 @@ from omni_rl.run.sources import sample_steps
 from omni_rl.run.start import open_net, open_policy, open_run, open_session, print_plan, start_servers
 from omni_rl.run.texts import export, open_engine, open_scorers, read_texts
 from omni_rl.run.world import World
-from omni_rollout.engines.transformers import given_answers
+from omni_rollout.engines.transformers import trajectory_from_texts
 from omni_rollout.tokens import TokenTrajectory, score_tokens
 from omni_train.dist import gather_json
 from omni_train.prompts.chats import answer_text
@@ -170,7 +170,7 @@ def read_pairs(run: TokenRun[Args], step: Step) -> Pairs:
         rank_records = [records[i] for i in places] or records[:1]
         prompts = expand_prompts(rank_records, 1, seed=run.args.run.seed, step=step.number)
         win, lose = (
-            given_answers(
+            trajectory_from_texts(
                 run.model, prompts, [answer_text(p.meta[side], side, p.text) for p in prompts], run.base_params
             )
             for side in SIDES

@@ -285,7 +285,7 @@ def roll_out(run: MediaRun[Args], step: Step) -> MediaRollout:
         return sample(run, prompts, step_params(run, step), in_a_row=num_in_a_row(run))
 
 
-def num_in_a_row(run: MediaRun[Args]) -> int:
+def num_consecutive(run: MediaRun[Args]) -> int:
     """Return the number of consecutive samples of a rank: a group, if it shares the steps before its window."""
     data = run.args.data
     has_groups = not data.group_size % data.batch_size and not data.prompts_per_step % run.dist.dp_size

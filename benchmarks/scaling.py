@@ -34,7 +34,7 @@ import torch
 import torch.multiprocessing
 import trainer
 from omni_reward import RewardClient
-from omni_reward.serving import serving_here
+from omni_reward.serving import serving_in_thread
 from omni_rl.flow.scorers import LocalScorer
 from omni_rl.run.loop import Loop
 from omni_rl.run.run import Step
@@ -481,7 +481,7 @@ def waits(args: Waits) -> None:
     )
     rows = []
     with ExitStack() as stack:
-        urls = [stack.enter_context(serving_here(slow(args), name="slow")) for _ in range(args.servers)]
+        urls = [stack.enter_context(serving_in_thread(slow(args), name="slow")) for _ in range(args.servers)]
         for number in map(int, args.batches.split(",")):
             found, later = (waited_s(args, urls, number, ahead=ahead) for ahead in (False, True))
             rows.append((number, *(f"{s:.2f}" for s in (max(found), sum(found) / len(found), max(later)))))

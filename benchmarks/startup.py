@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import runner
-from omni_reward.serving import serving_here
+from omni_reward.serving import serving_in_thread
 
 REPO = Path(__file__).parents[1]
 FLAGS = [
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     checkouts = [REPO, *([args.against.resolve()] if args.against else [])]
     found: dict[tuple[Path, str], list[float]] = {}
-    with serving_here(lambda media, prompts, meta: [0.0] * len(prompts)) as url:
+    with serving_in_thread(lambda media, prompts, meta: [0.0] * len(prompts)) as url:
         for _ in range(args.rounds + 1):
             for checkout in checkouts:
                 for case, flags in CASES.items():

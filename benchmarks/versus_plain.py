@@ -26,7 +26,7 @@ from omni_rl.flow.sampling import step_prompts
 from omni_rl.run.run import MediaRun, Step
 from omni_rl.settings.fields import at_least
 from omni_rollout import Params, Prompt
-from omni_rollout.models.diffusers_model import both, pack, unpack
+from omni_rollout.models.diffusers_model import cfg_batch, pack, unpack
 from omni_rollout.sampler import to_wire
 from omni_rollout.types import Cond, join
 from omni_sched import INITIAL_NOISE, euler_step, sde_step, step_noise
@@ -83,7 +83,11 @@ class Plain:
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond, scale: float) -> Tensor:
         """Return both halves of guidance as one padded batch."""
-        embeds, mask, tokens = both(cond, "embeds"), both(cond, "embeds_mask").to(x.device), pack(torch.cat([x, x]))
+        embeds, mask, tokens = (
+            cfg_batch(cond, "embeds"),
+            cfg_batch(cond, "embeds_mask").to(x.device),
+            pack(torch.cat([x, x])),
+        )
         out = self.net(
             hidden_states=tokens.to(embeds.dtype),
             timestep=torch.cat([sigma, sigma]),

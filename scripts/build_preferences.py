@@ -27,7 +27,7 @@ from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
 from omni_train.dist import local_device
 from omni_train.prompts.files import PromptRecord, load_prompts
-from omni_train.weights.full import homes, load_weights
+from omni_train.weights.full import load_weights, weight_folders
 from PIL import Image
 from safetensors.torch import save_file
 
@@ -88,7 +88,7 @@ def build(args: Any) -> tuple[int, int]:
             raise ValueError(f"--save must be latents for a model of {model.MEDIA[0]}, got images")
         parts = model.load(device=local_device(), dtype=getattr(torch, args.dtype))
         if args.weights:
-            for name, home in homes(args.weights, model.nets).items():
+            for name, home in weight_folders(args.weights, model.nets).items():
                 load_weights(parts.net.get_submodule(name), home)
         temporary = args.out / "pairs.tmp"
         with temporary.open("w", encoding="utf-8") as file:

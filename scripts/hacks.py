@@ -27,7 +27,7 @@ from leaderboard_page import fill
 from omni_reward import Score
 from omni_reward.scorers.color import load_color
 from omni_reward.scorers.jpeg import num_kilobytes
-from omni_reward.serving import serving, serving_here
+from omni_reward.serving import serving, serving_in_thread
 from omni_rl.flow.direct_rewards import load_sign_reader
 from omni_rl.run.alarms import Watch
 from omni_rl.run.metrics import stderr_name
@@ -119,7 +119,7 @@ def measure(name: str, seed: int, steps: int, **others: Any) -> Row:
     with (ROOT / "data" / "tiny-signs" / "test.txt").open() as file:
         prompts.write_text("".join(islice(file, GOLD_PROMPTS)))
     with ExitStack() as servers:
-        gold = servers.enter_context(serving_here(gold_score(), name="gold"))
+        gold = servers.enter_context(serving_in_thread(gold_score(), name="gold"))
         if name == SOUND:
             url = servers.enter_context(serving("ocr", "--option=reading=line")).url
         else:

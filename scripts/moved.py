@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from omni_reward import Scorer
-from omni_reward.scorers.likeness import fit
+from omni_reward.scorers.likeness import resize
 
 HOLD, HOP = 4, 8  # frames per hop, and pixels per hop
 
@@ -26,7 +26,7 @@ def score(
     scores = []
     for video, prompt, (given, *_) in zip(media["video"], prompts, references, strict=True):  # [T, H, W, 3]
         way, pairs = HOP if prompt.endswith("right") else -HOP, []
-        first = fit(given, *video.shape[1:3]).mean(axis=-1)
+        first = resize(given, *video.shape[1:3]).mean(axis=-1)
         for hops, frame in enumerate(video[::HOLD][1:].mean(axis=-1), start=1):
             wanted, seen = np.roll(first, hops * way, axis=1), frame - frame.mean()
             wanted = wanted - wanted.mean()

@@ -21,7 +21,7 @@ from omni_rl.run.failures import launch
 from omni_rl.settings.fields import change
 from omni_rollout.models import open_model
 from omni_train.files import load_metrics
-from omni_train.weights.full import LORA_FILE, homes, saved_files
+from omni_train.weights.full import LORA_FILE, saved_files, weight_folders
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from trainer_runs import recipe, tiny
@@ -149,7 +149,7 @@ def run_alone(
 def exported(weights: Path, nets: Mapping[str, str]) -> dict[str, torch.Tensor]:
     """Return the exported tensors, full weights or LoRA factors, by their names in the net with these experts."""
     found = {}
-    for expert, home in homes(weights, nets).items():
+    for expert, home in weight_folders(weights, nets).items():
         [file] = saved_files(home) or [home / LORA_FILE]
         own = load_file(file)
         found |= {f"{expert}.{weight.removeprefix('transformer.')}".lstrip("."): own[weight] for weight in own}

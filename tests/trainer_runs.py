@@ -90,7 +90,7 @@ def spared(*, report, flops):
         if not report:
             patches.enter_context(patch.object(omni_rl.run.session, "ReportProcess", lambda *folder_and_tracker: None))
         if not flops:
-            patches.enter_context(patch.object(FlopTable, "_learn", lambda *call: None))
+            patches.enter_context(patch.object(FlopTable, "_record_call", lambda *call: None))
         yield
 
 
@@ -230,7 +230,7 @@ def scored(prompts, batches, scores):
     return Rollout(prompts, batches, [future])
 
 
-def rollout(run, params, *, number=0, in_a_row=1, **options):
+def rollout(run, params, *, number=0, consecutive=1, **options):
     """Return this rank's batches of a training step, and the prompts of all ranks."""
     prompts = step_prompts(run, Step(number), **options)
     return sample(run, prompts, params, in_a_row=in_a_row).batches, prompts

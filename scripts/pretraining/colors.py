@@ -82,7 +82,7 @@ def train_net(
         drawn = [rng.choice(pairs) for _ in range(batch)]
         thoughts = [by_chance(rng, hue) for _, hue in drawn]
         tokens = torch.stack([said[hue] for hue in thoughts])
-        asked = [model.ask(conds[text]["ids"]) for text, _ in drawn]
+        asked = [model.thought_inputs(conds[text]["ids"]) for text, _ in drawn]
         everything = torch.ones_like(tokens, dtype=torch.bool)
         logits = net(**model.inputs(asked, tokens, everything)).logits[:, -3:-1]
         written = cross_entropy(logits.flatten(0, 1), tokens.flatten())

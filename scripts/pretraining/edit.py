@@ -90,7 +90,7 @@ def draw_words(rng: random.Random, count: int) -> list[str]:
 
 def see(pipe: QwenImageEditPipeline, picture: Tensor) -> Tensor:
     """Return the patches of a reference, uint8 [H, W, 3], that the text encoder sees."""
-    fitted = qwen_image_edit.fit(picture, qwen_image_edit.QwenImageEdit.SEEN_AREA)
+    fitted = qwen_image_edit.fit_reference(picture, qwen_image_edit.QwenImageEdit.SEEN_AREA)
     seen = pipe.processor.image_processor(images=[fitted], return_tensors="pt")
     assert seen.image_grid_thw.tolist() == [GRID], seen.image_grid_thw
     return seen.pixel_values

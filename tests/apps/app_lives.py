@@ -108,7 +108,7 @@ def start(
         if pid == 0:
             numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
             if not counts_flops:
-                FlopTable._learn = lambda *call: None
+                FlopTable._record_call = lambda *call: None
             if not reports:
                 omni_rl.run.session.ReportProcess = lambda *folder_and_tracker: None
             _live(life.outputs[rank], place | {name: str(n) for name, n in numbers.items()}, work, before)

@@ -3,7 +3,7 @@
 import pytest
 from apps import app_lives as lives
 from omni_reward import Scorer
-from omni_reward.serving import serving, serving_here
+from omni_reward.serving import serving, serving_in_thread
 from omni_rl.settings.fields import change
 from omni_rl.settings.toml import to_toml
 from trainer_runs import write_eval_prompts
@@ -22,7 +22,7 @@ def loudness(media, prompts, meta):
 @pytest.fixture(scope="session")
 def bright_url():
     """URL of a server in this process that scores brightness."""
-    with serving_here(brightness, name="brightness") as url:
+    with serving_in_thread(brightness, name="brightness") as url:
         yield url
 
 
@@ -30,8 +30,8 @@ def bright_url():
 def bright_urls(bright_url):
     """URLs, by kind of media, of servers in this process that score brightness or loudness."""
     with (
-        serving_here(Scorer(brightness, media=("video",)), name="brightness") as video,
-        serving_here(Scorer(loudness, media=("audio",)), name="loudness") as audio,
+        serving_in_thread(Scorer(brightness, media=("video",)), name="brightness") as video,
+        serving_in_thread(Scorer(loudness, media=("audio",)), name="loudness") as audio,
     ):
         yield {"image": bright_url, "video": video, "audio": audio}
 

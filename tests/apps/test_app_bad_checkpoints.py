@@ -10,7 +10,7 @@ import torch
 from apps import app_lives as lives
 from apps.conftest import brightness
 from helpers import CHECKPOINT
-from omni_reward.serving import serving_here
+from omni_reward.serving import serving_in_thread
 from omni_rl.settings.fields import change
 from omni_rl.settings.toml import to_toml
 from omni_rollout.models import open_model
@@ -123,7 +123,7 @@ def test_a_dry_run_finds_what_a_run_would(tmp_path, monkeypatch, trained):
 def test_another_scorer(tmp_path, monkeypatch, trained):
     home = shutil.copytree(trained, tmp_path / "home", symlinks=True)
     monkeypatch.chdir(home)
-    with serving_here(brightness, name="brightness-2") as url:
+    with serving_in_thread(brightness, name="brightness-2") as url:
         message = "--scorer.url must be the scorer that the run began with, brightness, got brightness-2$"
         lives.assert_refused(home, ["--scorer.url", url], message)
 

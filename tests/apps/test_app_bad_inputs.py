@@ -18,7 +18,7 @@ from apps import app_lives as lives
 from apps.conftest import brightness
 from omni_reward import Scorer
 from omni_reward.scorers.likeness import load_likeness
-from omni_reward.serving import serving_here
+from omni_reward.serving import serving_in_thread
 from omni_rl.run.failures import launch
 from omni_rl.settings.fields import change, values_of
 from PIL import Image
@@ -140,10 +140,12 @@ def urls(tmp_path_factory):
     video = Scorer(lambda media, prompts, meta: [0.0] * len(prompts), media=("video",))
     with ExitStack() as stack:
         yield {
-            "guarded": stack.enter_context(serving_here(brightness, token="the-right-token-for-this")),
-            "likeness": stack.enter_context(serving_here(load_likeness())),
-            "video": stack.enter_context(serving_here(video)),
-            "raising": stack.enter_context(serving_here(lambda media, prompts, meta: [own["tone"] for own in meta])),
+            "guarded": stack.enter_context(serving_in_thread(brightness, token="the-right-token-for-this")),
+            "likeness": stack.enter_context(serving_in_thread(load_likeness())),
+            "video": stack.enter_context(serving_in_thread(video)),
+            "raising": stack.enter_context(
+                serving_in_thread(lambda media, prompts, meta: [own["tone"] for own in meta])
+            ),
             "other": stack.enter_context(no_scorer(tmp_path_factory.mktemp("empty"))),
             "dead": "http://127.0.0.1:9",
             "odd": "scorer:8100",

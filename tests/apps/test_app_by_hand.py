@@ -16,7 +16,7 @@ import torch
 from helpers import REPO, in_turn, sampled
 from model_rows import ROWS
 from omni_reward import Score
-from omni_reward.serving import serving_here
+from omni_reward.serving import serving_in_thread
 from omni_rl.settings.fields import change
 from omni_train.files import load_metrics
 from torch.multiprocessing import ProcessRaisedException
@@ -139,7 +139,7 @@ def darkest(media, prompts, meta):
 def test_the_gate_of_gardo_adds_a_kl_of_the_samples_that_the_score_overrates(ranks, url):
     own = {"lora_rank": 4, "lr": 1e-2, "prompts_per_step": 4, "num_inference_steps": 3, "window_size": 1}
     own |= {"window_high": 2}
-    with serving_here(darkest, name="corner") as url:
+    with serving_in_thread(darkest, name="corner") as url:
         run_script(PAGE, flags(url, own | {"name": "page"}), ranks=ranks)
         for name, kl_coef in {"neutral": 0.0, "gated": 0.5}.items():
             gate = {"gate_parts": "mean", "gate_share": 0.25, "kl_coef": kl_coef, "name": name}
@@ -166,7 +166,7 @@ def test_scouts_choose_the_seeds_that_are_sampled_in_full(ranks, url, tmp_path):
 
     own = {"lr": 1e-2, "num_inference_steps": 3, "window_size": 1, "window_high": 2}
     scouting = own | {"num_scouts": 8, "scout_steps": 2}
-    with serving_here(graded, name="mean") as url:
+    with serving_in_thread(graded, name="mean") as url:
         run_script(PAGE, flags(url, own | {"name": "page"}), ranks=ranks)
         run_script(SCOUTING, flags(url, scouting | {"num_scouts": 4, "name": "all"}), ranks=ranks)  # each is chosen
         seen.clear()
@@ -195,7 +195,7 @@ def test_the_best_and_the_worst_scouts_are_chosen(url, monkeypatch):
 
     own = {"num_inference_steps": 2, "window_size": 1, "window_high": 1, "window_low": 0, "train_steps": 1}
     own |= {"num_scouts": 8, "scout_steps": 2, "noise_level": 1e-6, "prompts_per_step": 1, "batch_size": 4}
-    with serving_here(graded, name="later is better") as url:
+    with serving_in_thread(graded, name="later is better") as url:
         run_script(SCOUTING, flags(url, own))
     levels = [level for batch in asked[1:] for level in batch]  # the first one is of the connection's check
     scouts, samples = levels[4:12], levels[12:16]

@@ -11,7 +11,7 @@ import torch
 from helpers import REPO, sampled
 from model_rows import ROWS
 from omni_reward import Scorer
-from omni_reward.serving import serving_here
+from omni_reward.serving import serving_in_thread
 from omni_rl.settings.fields import change
 from omni_rl.tools import plan
 from PIL import Image
@@ -52,7 +52,7 @@ def scoring(seen, kind):
         seen.extend(prompts)
         return [float(sample.mean()) / 255 for sample in media[kind]]
 
-    with serving_here(Scorer(score, media=(kind,)), name="brightness") as url:
+    with serving_in_thread(Scorer(score, media=(kind,)), name="brightness") as url:
         yield url
 
 

@@ -15,7 +15,7 @@ import torch
 from apps import app_lives as lives
 from helpers import TEST_SEED, sampled
 from omni_reward import RewardError
-from omni_reward.serving import serving_here
+from omni_reward.serving import serving_in_thread
 from omni_rl.flow.batches import TrainBatch
 from omni_rl.run.alarms import Watch
 from omni_rl.run.run import Run, Step
@@ -205,7 +205,7 @@ def test_scores_that_take_long_come_while_the_next_step_is_sampled(here, monkeyp
         return rollout
 
     monkeypatch.setattr(train_flowgrpo, "roll_out", told)
-    with serving_here(scorer) as url:
+    with serving_in_thread(scorer) as url:
         app, args = small("flowgrpo", url, batch_size=4)
         lines = train(app, args)
     assert [line["reward/abstained_ratio"] for line in lines if line["step"]] == [0, 0, 0]

@@ -8,7 +8,7 @@ import build_tiny_models
 import pytest
 from helpers import REPO
 from omni_reward import Score, Scorer
-from omni_reward.serving import serving_here
+from omni_reward.serving import serving_in_thread
 from omni_rl.report.data import charts, run_data
 from omni_rl.run.metrics import NUM_EVALS
 from omni_rl.run.world import World
@@ -60,7 +60,7 @@ def test_a_held_out_score_that_does_not_rise_is_told_in_the_terminal_and_in_the_
             return [level + 0.05 * i for i in range(len(prompts))]
         return [float(image.mean()) for image in media["image"]]
 
-    with serving_here(score) as url:
+    with serving_in_thread(score) as url:
         lines = train(app, change(TINY, scorer_url=url, name="run", train_steps=NUM_EVALS, eval_every=1), report=True)
     assert [round(line["eval/reward_stderr"], 4) for line in lines] == [0.0289] * (NUM_EVALS + 1)  # 0.05 / 3 ** 0.5
     told = [alarm["title"] for alarm in run_data(Path("runs/run"))["alarms"] if "held-out" in alarm["title"]]
@@ -74,7 +74,7 @@ def test_a_reward_in_a_small_unit_is_told_and_its_scores_keep_their_digits(here,
     def score(media, prompts, meta):
         return [unit * float(image.mean()) / 255 for image in media["image"]]
 
-    with serving_here(score) as url:
+    with serving_in_thread(score) as url:
         lines = train(app, change(TINY, scorer_url=url, name="run", train_steps=2), report=True)
     titles = [
         "The rewards differ by less than the epsilon of advantages",
@@ -92,7 +92,7 @@ def test_a_reward_in_a_small_unit_is_told_and_its_scores_keep_their_digits(here,
 
 
 def test_each_set_has_its_settings_its_scorer_and_its_score(here, bright_url, capfd):
-    with serving_here(lambda media, prompts, meta: [-1.0 for _ in prompts], name="minus") as minus:
+    with serving_in_thread(lambda media, prompts, meta: [-1.0 for _ in prompts], name="minus") as minus:
         sets = (
             MediaEvalSet("same", "eval.txt"),
             MediaEvalSet("few", "eval.txt", num_prompts=2, samples_per_prompt=3, pass_threshold=0.5, seed=7),
@@ -142,7 +142,7 @@ def test_prompts_with_tags_get_the_mean_of_each_part_by_tag_and_over_tags(here, 
         ]
         return [Score(0.5 * value, parts={"correct": value}) for value in right]
 
-    with serving_here(score, name="tagged") as url:
+    with serving_in_thread(score, name="tagged") as url:
         settings = {"eval_prompts": "tagged.jsonl", "eval_samples_per_prompt": 4, "eval_pass_threshold": 0.5}
         line = evaluate(app, change(TINY, scorer_url=url, name="run", **settings))
     wanted = {"counting": 1.0, "colors": 0.5, "tags": 0.75}
@@ -159,7 +159,7 @@ def test_token_policies_are_evaluated_on_sets_too(tmp_path, monkeypatch):
         return [own["unit"] * len(text) for own, text in zip(meta, media["text"], strict=True)]
 
     length = Scorer(score, media=("text",))
-    with serving_here(length, name="length") as url:
+    with serving_in_thread(length, name="length") as url:
         sets = (
             TokenEvalSet("more", "a.jsonl", samples_per_prompt=4, temperature=1.5, top_p=1.0),
             TokenEvalSet("length", "own.jsonl", scorer_url=url),

@@ -22,7 +22,7 @@ from omni_rollout.models import open_model
 from omni_sched import INITIAL_NOISE, step_noise
 from omni_train.dist import init_distributed
 from omni_train.lora import adapter_params, add_lora
-from omni_train.weights.full import homes, load_weights, save_weights
+from omni_train.weights.full import load_weights, save_weights, weight_folders
 from trainer_runs import lose_step, recipe, tiny, train, train_on_ranks
 
 import train_distill
@@ -59,7 +59,7 @@ def moved(folder, model):
     """How far each expert's weights are from the checkpoint's, for those that the folder has: the largest."""
     net = model.load_net(device="cpu", dtype=torch.float32)
     before = {name: p.clone() for name, p in net.named_parameters()}
-    for expert, home in homes(folder, model.nets).items():
+    for expert, home in weight_folders(folder, model.nets).items():
         load_weights(net.get_submodule(expert), home)
     change = {name: (p - before[name]).abs().max().item() for name, p in net.named_parameters()}
     return {
@@ -158,7 +158,7 @@ def check_stock(folder):
     noise = step_noise([prompt.seed], INITIAL_NOISE, model.latent_shape(ROW.guided))
     pipe, parts = ROW.stock_pipeline(model.folder, torch.float32), model.load(device="cpu", dtype=torch.float32)
     drawn = [ROW.draw_stock(pipe, [prompt], ROW.guided, noise)[0]]
-    for expert, home in homes(folder, model.nets).items():
+    for expert, home in weight_folders(folder, model.nets).items():
         option = {"high": {}, "low": {"load_into_transformer_2": True}}[expert]
         pipe.load_lora_weights(str(home), **option)
         load_weights(parts.net.get_submodule(expert), home)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers import REPO, in_turn, sampled
 from omni_reward import Score
-from omni_reward.serving import serving_here
+from omni_reward.serving import serving_in_thread
 from omni_train.files import load_metrics
 from trainer_runs import PROMPTS, exported, run_script, shallow, start_script
 
@@ -133,7 +133,7 @@ def test_the_reward_moves_the_student_of_tdm_r1_to_better_samples(url):
     """From the same start, following the learned reward scores higher than fleeing it."""
     own = {"prompts_per_step": 4, "group_size": 4, "batch_size": 4, "train_steps": 8, "eval_every": 8, "lora_rank": 8}
     own |= {"surrogate_lr": 1e-2, "lr": 3e-3, "surrogate_beta": 1.0}
-    with serving_here(corner, name="corner") as scored:
+    with serving_in_thread(corner, name="corner") as scored:
         for name, weight in {"follow": 5.0, "without": 0.0}.items():
             run_script(PAGES["tdm_r1"], flags("tdm_r1", scored, name=name, reward_weight=weight, **own))
     follow, without = (lines_of(name)[-1]["eval/reward"] for name in ("follow", "without"))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from helpers import names
-from omni_reward.serving import serving_here
+from omni_reward.serving import serving_in_thread
 from omni_rl.report.data import run_data
 from omni_rl.settings.fields import change
 from omni_train import lock
@@ -36,7 +36,7 @@ def gold_prompts(here):
 def scripted(scores):
     """URL of a gold scorer whose evaluations have these means, whatever it sees: two samples of two prompts each."""
     count = iter(scores)
-    with serving_here(lambda media, prompts, meta: [next(count) + 0.01 * ("IJ" in p) for p in prompts]) as url:
+    with serving_in_thread(lambda media, prompts, meta: [next(count) + 0.01 * ("IJ" in p) for p in prompts]) as url:
         yield url
 
 
@@ -121,7 +121,7 @@ def test_a_run_that_lost_its_folder_goes_on_from_a_url_with_the_metrics_of_one_t
     here, gold_prompts, bright_url, monkeypatch
 ):
     monkeypatch.setattr(lock, "LEASE_S", 5.0)  # until the URL of a run that was killed is free
-    monkeypatch.setattr(lock, "BEAT_S", 1.0)
+    monkeypatch.setattr(lock, "RENEWAL_S", 1.0)
     with scripted(per_sample(SCORES)) as gold:
         lines = train(app, settings("whole", bright_url, gold, train_steps=4))
     assert lines[-1]["eval/gold/drift"] > 0
@@ -136,7 +136,7 @@ def test_a_run_that_lost_its_folder_goes_on_from_a_url_with_the_metrics_of_one_t
     child = os.fork()
     if child == 0:
         count = iter(per_sample(SCORES))
-        with serving_here(dies_after_three_steps) as gold:
+        with serving_in_thread(dies_after_three_steps) as gold:
             train(app, settings("torn", bright_url, gold, train_steps=4, **url))
         os._exit(0)
     _, status = os.waitpid(child, 0)
@@ -180,7 +180,7 @@ def test_the_reward_is_compared_with_the_gold_score_on_any_number_of_ranks(here,
     def dark(media, prompts, meta):
         return [-float(image.mean()) for image in media["image"]]
 
-    with serving_here(dark, name="dark") as gold:
+    with serving_in_thread(dark, name="dark") as gold:
         one = train(app, settings("one", bright_url, gold))
         two = train_on_ranks(app, settings("two", bright_url, gold, batch_size=2))
     for line in (one[0], one[-1]):

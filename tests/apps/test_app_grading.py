@@ -131,7 +131,7 @@ def test_advantages_of_whole_groups_are_the_bits_of_those_over_all(std):
     scores[9] = Score(None, abstained="lost", mask_group=True)
     batches = [Samples(tuple(prompts[i : i + 3]), {}, {}, 0) for i in range(0, 24, 3)]
     pending, step = [Held() for _ in range(12)], Step(0)
-    rollout = Rollout(prompts, batches, pending, in_a_row=4)
+    rollout = Rollout(prompts, batches, pending, consecutive=4)
     rewards = gather_rewards(place(), batches, scores, rollout.groups)
     expected = group_advantages(rewards, rollout.groups, std=std)
     args = change(FLOW, adv_std=std, group_size=4, prompts_per_step=6)
@@ -155,13 +155,13 @@ def test_advantages_of_whole_groups_are_the_bits_of_those_over_all(std):
 def test_only_whole_groups_that_depend_on_no_other_come_early():
     args = change(FLOW, group_size=4, batch_size=2)
 
-    def comes_early(args, num_ranks, in_a_row=1):
+    def comes_early(args, num_ranks, consecutive=1):
         dist = SimpleNamespace(world_size=num_ranks, context=1)
-        return groups_are_local(args, args.advantages, dist, max(in_a_row, args.data.batch_size))
+        return groups_are_local(args, args.advantages, dist, max(consecutive, args.data.batch_size))
 
     assert comes_early(args, 1)
     assert not comes_early(args, 2)  # half a group each
-    assert comes_early(args, 2, in_a_row=4)
+    assert comes_early(args, 2, consecutive=4)
     assert comes_early(change(args, batch_size=8), 2)
     assert not comes_early(change(args, batch_size=6), 2)
     assert not comes_early(change(args, adv_std="batch"), 1)

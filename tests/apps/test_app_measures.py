@@ -55,7 +55,7 @@ def broken(*args, **kwargs):
 
 SINK = "a sink of the log"  # which is called again
 HERE = {  # what is replaced, the name of what fails, and the metrics that the run then lacks
-    "operations of a call": (FlopTable, "_learn", "the count of operations", ".*_tflops"),
+    "operations of a call": (FlopTable, "_record_call", "the count of operations", ".*_tflops"),
     "operations of a step": (FlopTable, "_total", "the count of operations", ".*_tflops"),
     "memory": (run, "memory", "the memory in use", ".*memory.*"),
     "costs": (costs, "rank_costs", "the count of forwards", "perf/(forwards|backwards|cpu_s|.*_tflops)"),

@@ -380,7 +380,7 @@ GRADES = {  # what a reward function does -> what is said of it
 def test_a_reward_function_that_gives_no_scores_is_one_line(folder, body):
     (folder / "own.py").write_text(f"import torch\ndef own(media, prompts, meta):\n    {body}\n")
     message = f"--scorer.url must score the first prompt: .*{GRADES[body]}"
-    with serving_here(load_scorer("python:own.py:own"), show_errors=True) as url:
+    with serving_in_thread(load_scorer("python:own.py:own"), show_errors=True) as url:
         lives.assert_refused(folder, ["--scorer.url", url], message)
 
 
@@ -388,6 +388,6 @@ def test_a_reward_function_may_return_a_tensor(folder):
     (folder / "own.py").write_text(
         "import torch\ndef own(media, prompts, meta):\n    return torch.ones(len(prompts))\n"
     )
-    with serving_here(load_scorer("python:own.py:own")) as url:
+    with serving_in_thread(load_scorer("python:own.py:own")) as url:
         life = lives.command(folder, ["--config", "tiny.toml", "--scorer.url", url], before=lives.no_loading)
         assert life.wait() == [99], life.text()  # which comes to the weights

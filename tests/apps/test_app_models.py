@@ -12,7 +12,7 @@ import torch
 from helpers import sampled
 from model_rows import ROWS
 from omni_reward import Scorer
-from omni_reward.serving import serving_here
+from omni_reward.serving import serving_in_thread
 from omni_rl.media.images import read_image
 from omni_rl.settings.fields import change
 from omni_rollout import Prompt
@@ -135,7 +135,7 @@ def test_the_stock_pipeline_opens_the_export_and_draws_our_image(here, bright_ur
 
     untrained = stock()
     parts = model.load(device="cpu", dtype=torch.float32)
-    for expert, home in homes(weights, model.nets).items():
+    for expert, home in weight_folders(weights, model.nets).items():
         part = model.nets[expert]
         if kind == "lora":
             pipe.load_lora_weights(str(home), **({} if part == "transformer" else {f"load_into_{part}": True}))

@@ -2,7 +2,7 @@
 
 import threading
 
-from omni_reward.serving import serving_here
+from omni_reward.serving import serving_in_thread
 from omni_rl.settings.fields import change
 from trainer_runs import recipe, tiny, train, unclocked
 
@@ -29,7 +29,11 @@ class Server:
 def test_requests_of_parts_of_a_batch_go_to_all_servers_and_change_no_number(here):
     """Two batches of 4, a request each, or two of 3 and 1 samples; before and after them an evaluation of 3."""
     servers = [Server() for _ in range(3)]
-    with serving_here(servers[0]) as alone, serving_here(servers[1]) as first, serving_here(servers[2]) as second:
+    with (
+        serving_in_thread(servers[0]) as alone,
+        serving_in_thread(servers[1]) as first,
+        serving_in_thread(servers[2]) as second,
+    ):
         whole = train(app, change(TINY, name="whole", scorer_url=alone, train_steps=1, eval_every=1))
         args = change(TINY, name="parts", scorer_url=f"{first},{second}", scorer_batch_size=3)
         parts = train(app, change(args, train_steps=1, eval_every=1))

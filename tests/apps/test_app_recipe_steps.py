@@ -13,7 +13,7 @@ import pytest
 import released_folder
 from apps.recipe_steps import CASES, KINDS, families, folder_of, scorer_of, take_step
 from helpers import TEST_SEED, TEXT_TRAINERS, sampled
-from omni_reward.serving import serving_here
+from omni_reward.serving import serving_in_thread
 from omni_rollout.models.hub import released_models
 from omni_train.files import load_metrics
 from safetensors import safe_open
@@ -36,7 +36,7 @@ CUT_FIELDS = {
 def urls():
     """By the kind of media, URLs of servers in this process whose scores name the parts of any recipe."""
     with ExitStack() as open_servers:
-        yield {kind: open_servers.enter_context(serving_here(scorer_of(kind), name="any")) for kind in KINDS}
+        yield {kind: open_servers.enter_context(serving_in_thread(scorer_of(kind), name="any")) for kind in KINDS}
 
 
 @pytest.mark.timeout(600)

@@ -7,7 +7,7 @@ import torch
 from helpers import sampled
 from model_rows import ROWS
 from omni_reward import Score, Scorer
-from omni_reward.serving import serving_here
+from omni_reward.serving import serving_in_thread
 from omni_rollout import Prompt
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
@@ -40,7 +40,7 @@ def url():
         parts = [{"bright": float(video.mean()), "loud": float((sound**2).mean())} for video, sound in pairs]
         return [Score(sum(own.values()), parts=own) for own in parts]
 
-    with serving_here(Scorer(score, media=("audio", "video"))) as address:
+    with serving_in_thread(Scorer(score, media=("audio", "video"))) as address:
         yield address
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from model_rows import ROWS
 from omni_reward import Scorer
-from omni_reward.serving import serving_here
+from omni_reward.serving import serving_in_thread
 from omni_rl.media.preferences import read_latent
 from omni_rollout.models import open_model
 from omni_rollout.types import Parts
@@ -32,7 +32,7 @@ def test_a_scorer_gets_the_sound_and_its_rate_and_the_report_plays_it(here):
         seen.append((*media["audio"].shape[1:], str(media["audio"].dtype), *{each.get("sample_rate") for each in meta}))
         return [float(sound.std()) for sound in media["audio"]]
 
-    with serving_here(Scorer(score, media=("audio",))) as url:
+    with serving_in_thread(Scorer(score, media=("audio",))) as url:
         args = settings(url, window_low=0, window_high=None)
         lines = train(train_flowgrpo, args, report=True)
     assert set(seen[1:]) == {(800, 2, "float32", 800.0)}  # the first is the server's own, silence

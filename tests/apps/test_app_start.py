@@ -13,7 +13,7 @@ import pytest
 from apps import app_lives as lives
 from helpers import REPO, sampled
 from omni_reward import RewardClient, RewardConnectError
-from omni_reward.serving import serving_here
+from omni_reward.serving import serving_in_thread
 from omni_rl.settings.fields import change
 from omni_rl.settings.toml import to_toml
 from omni_train.files import load_metrics
@@ -126,7 +126,7 @@ def test_a_scorer_may_read_the_meta_of_its_prompts(here):
     for name in ("train", "eval"):
         lines = [json.dumps({"prompt": f"{name} {word}", "target": word}) for word in ("AB", "CD", "EF")]
         (here / f"{name}.jsonl").write_text("\n".join(lines))
-    with serving_here(score) as url:
+    with serving_in_thread(score) as url:
         train(lives.app, settings(url, prompts="train.jsonl", eval_prompts="eval.jsonl"))
     assert seen[0] == ((2, 32, 32, 3), ["eval AB"] * 2, ["AB"] * 2)
     assert all(prompt.split()[1] == target for _, *rows in seen for prompt, target in zip(*rows, strict=True))

@@ -12,7 +12,7 @@ from helpers import REPO, sampled
 from omni_rl.settings.fields import change, values_of
 from omni_rl.tools import plan
 from omni_rollout import Prompt
-from omni_rollout.engines.transformers import given_answers
+from omni_rollout.engines.transformers import trajectory_from_texts
 from omni_rollout.models.tokens import open_token_model
 from omni_rollout.tokens import TokenParams, score_tokens
 from torch.distributions import Categorical, kl_divergence
@@ -67,7 +67,7 @@ def test_given_answers_are_what_transformers_trains_on(model):
     """Tokens of its chat template, and the loss of its model by labels."""
     net = model.load_net(device="cpu", dtype=torch.float32)
     prompts = [Prompt(f"say {i}", i, i, i) for i in range(len(SAID))]
-    batch = given_answers(model, prompts, SAID, TokenParams(6))
+    batch = trajectory_from_texts(model, prompts, SAID, TokenParams(6))
     scores = score_tokens(model, net, batch).log_prob
     assert batch.ended.all()
     assert not batch.forced.any()
@@ -81,7 +81,7 @@ def test_given_answers_are_what_transformers_trains_on(model):
 
 def test_an_answer_that_is_too_long_is_named(model):
     with pytest.raises(ValueError, match="an answer must have at most 3 tokens with its end, got 4"):
-        given_answers(model, [Prompt("a", 0, 0, 0)], ["abc"], TokenParams(3))
+        trajectory_from_texts(model, [Prompt("a", 0, 0, 0)], ["abc"], TokenParams(3))
 
 
 def test_sft_takes_the_step_of_transformers(here, model, monkeypatch):

@@ -78,7 +78,7 @@ def test_each_rank_draws_whole_groups(batch_size, group_size, world_size):
     prompts = [Prompt("a sign", group=i // group_size, index=i, seed=i) for i in range(16)]
     by_rank = []
     for rank in range(world_size):
-        batches = list(deal(prompts, place(rank, world_size), batch_size, in_a_row=group_size))
+        batches = list(deal(prompts, place(rank, world_size), batch_size, consecutive=group_size))
         assert {len(batch) for batch in batches} == {batch_size}
         by_rank.append([prompt for batch in batches for prompt in batch])
         assert [p.group for p in by_rank[-1]] == sorted(p.group for p in by_rank[-1])
@@ -91,7 +91,7 @@ def choose(args, values):
     """The pairs of one rollout whose samples score these values, None being no score."""
     run, step = lone_run(args), Step(0)
     run.policy.reference_net = copy.deepcopy(run.policy.net).requires_grad_(False)
-    batches, prompts = rollout(run, run.base_params, in_a_row=args.data.group_size)
+    batches, prompts = rollout(run, run.base_params, consecutive=args.data.group_size)
     scores = [ABSTAINED if v is None else Score(v) for v in values]
     future = Future()
     future.set_result(scores)

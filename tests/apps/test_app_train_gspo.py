@@ -14,7 +14,7 @@ import torch
 from helpers import REPO, sampled, ulps
 from omni_losses import group_advantages, token_weights
 from omni_reward import Score, Scorer
-from omni_reward.serving import serving_here
+from omni_reward.serving import serving_in_thread
 from omni_rl.flow.tokens import TokenBatch, pack
 from omni_rl.run import start, texts
 from omni_rl.run.failures import launch
@@ -427,7 +427,7 @@ def test_a_server_grades_as_a_rule_does_alone_and_beside_rules(here):
         return has_letter(media, prompts, meta)
 
     args = tiny(train_steps=1, eval_every=1, scorer_batch_size=3)
-    with serving_here(Scorer(score, media=("text",)), name="letters") as url:
+    with serving_in_thread(Scorer(score, media=("text",)), name="letters") as url:
         local = train(app, change(args, name="local"))
         served = train(app, change(args, name="served", reward="", scorer_url=url))
         both = train(app, change(args, name="both", reward="0.5*scorer + 0.5*regex", scorer_url=url), report=True)
@@ -448,7 +448,7 @@ def test_a_server_sees_the_images_of_a_prompt(here):
     args = tiny("qwen2.5-vl", prompts="pictures.jsonl", eval_prompts="pictures.jsonl", train_steps=0, reward="")
     line = {"prompt": "x", "pattern": "a"}
     Path("pictures.jsonl").write_text(f"{json.dumps(line)}\n{json.dumps(line | {'images': 'picture.png'})}\n")
-    with serving_here(Scorer(score, media=("text",), references=True)) as url:
+    with serving_in_thread(Scorer(score, media=("text",), references=True)) as url:
         train(app, change(args, scorer_url=url))
     assert seen == [("a", 1), ("a", 1), ("a", 0), ("a", 1)]  # canaries; a batch of two prompts, though four would fit
 
@@ -463,7 +463,7 @@ def test_a_server_that_fails_ends_the_run_or_leaves_samples_out(on_failure, here
             raise KeyError("answer")
         return has_letter(media, prompts, meta)
 
-    with serving_here(Scorer(score, media=("text",))) as url:
+    with serving_in_thread(Scorer(score, media=("text",))) as url:
         args = tiny(reward="", scorer_url=url, scorer_on_failure=on_failure, save_every=10)
         if on_failure == "mask":
             assert train(app, args)[2]["reward/abstained_ratio"] == 1

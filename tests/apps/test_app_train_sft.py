@@ -12,7 +12,7 @@ from helpers import CHECKPOINT, REPO, sampled, ulps
 from model_rows import ROWS
 from omni_losses import velocity_error
 from omni_reward import Scorer
-from omni_reward.serving import serving_here
+from omni_reward.serving import serving_in_thread
 from omni_rl.run.run import Step
 from omni_rl.settings.fields import change
 from omni_rollout import Params
@@ -222,7 +222,7 @@ def test_a_scorer_may_compare_samples_of_evaluations_where_training_samples_none
     def first_is_best(media, prompts, meta):
         return [float(i == 0) for i in range(len(prompts))]
 
-    with serving_here(Scorer(first_is_best, groups=True)) as url:
+    with serving_in_thread(Scorer(first_is_best, groups=True)) as url:
         alone = change(TINY, group_size=1, batch_size=1, train_steps=1, eval_every=1, scorer_url=url)
         (before, _) = train(app, change(alone, name="pairs", eval_samples_per_prompt=2))
         with pytest.raises(ValueError, match=r"^--eval\.samples-per-prompt must be at least 2 where a scorer compares"):

@@ -10,7 +10,7 @@ import torch
 from helpers import REPO
 from omni_reward import RewardError, Score
 from omni_reward.rules import open_rules
-from omni_reward.serving import serving_here
+from omni_reward.serving import serving_in_thread
 from omni_rl.flow.scorers import LocalScorer
 from omni_rl.flow.scoring import collect
 from omni_rl.flow.thinking import with_thoughts
@@ -55,7 +55,7 @@ def test_in_bfloat16_both_ratios_are_one_and_the_scorer_reads_thoughts_from_its_
         lambda self, parts, x0, *given: decoded.append(len(x0)) or decode(self, parts, x0, *given),
     )
     score = lambda media, texts, meta: [zlib.crc32(each["thought"].encode()) / 2**32 for each in meta]  # noqa: E731
-    with serving_here(score, name="thoughts") as url:
+    with serving_in_thread(score, name="thoughts") as url:
         lines = train(app, tiny(dtype="bfloat16", lora_rank=2, memory_decode_batch_size=1, scorer_url=url, kl_coef=0.1))
     assert [line["policy/first_ratio_max_dev"] for line in lines[1:]] == [0.0, 0.0]
     assert all(line["policy/grad_norm"] > 0 < line["reward/image"] for line in lines[1:])
@@ -98,7 +98,7 @@ def test_the_shipped_model_learns_to_think_of_a_color_and_to_draw_it(tmp_path, m
     monkeypatch.chdir(tmp_path)
     args = recipe(app, "tiny-colors")
     places = {name: str(REPO / values_of(args)[name]) for name in ("model", "prompts", "eval.prompts")}
-    with serving_here(tiny_colors.color, name="color") as url:
+    with serving_in_thread(tiny_colors.color, name="color") as url:
         lines = train(app, change(args, scorer_url=url, **places))
     for part in ("eval/image", "eval/thought"):
         assert lines[-1][part] >= lines[0][part] + 0.15

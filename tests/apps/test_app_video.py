@@ -3,7 +3,7 @@
 import numpy as np
 from model_rows import ROWS
 from omni_reward import Scorer
-from omni_reward.serving import serving_here
+from omni_reward.serving import serving_in_thread
 from omni_rl.media.videos import video_facts
 from PIL import Image
 from trainer_runs import recipe, tiny, train
@@ -28,7 +28,7 @@ def test_a_scorer_gets_the_frames_and_their_rate_and_the_report_shows_them(here)
         seen.append((media["video"].shape, media["video"].dtype, {sample["fps"] for sample in meta}))
         return [float(video.mean()) for video in media["video"]]
 
-    with serving_here(Scorer(score, media=("video",))) as url:
+    with serving_in_thread(Scorer(score, media=("video",))) as url:
         args = settings(url)
         train(train_flowgrpo, args, report=True)
     assert {(shape[1:], str(dtype), *rates) for shape, dtype, rates in seen} == {((9, 32, 96, 3), "uint8", 12.0)}

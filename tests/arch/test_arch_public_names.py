@@ -144,7 +144,7 @@ SIGNATURES = {
     "omni_train.weights.full.check_weights": "module, folder, *, part='transformer'",
     "omni_train.weights.full.load_weights": "module, folder, *, part='transformer'",
     "omni_train.weights.adapters.load_adapter": "module, place, *, adapter='default', part='transformer'",
-    "omni_train.checkpoint.store.Checkpoint": "folder, dist, *, keep=2, wait_for=..., url='', beside=()",
+    "omni_train.checkpoint.store.Checkpoint": "folder, dist, *, keep=2, wait_for=..., url='', run_files=()",
     "omni_train.checkpoint.store.Checkpoint.save": "self, step, module, optimizer=None, ema=None, *, config",
     "omni_train.checkpoint.store.Checkpoint.async_save": "self, step, module, optimizer=None, ema=None, *, config",
     "omni_train.checkpoint.store.Checkpoint.poll": "self",

@@ -65,7 +65,7 @@ def test_blocks_come_on_every_rank_and_in_fewer_bits(ran, case):
 def test_a_net_whose_blocks_come_holds_two_of_them_at_most_and_its_adapters():
     """Beside activations, in forward and recomputation; with the bits of a net that is there."""
     text = on_npu("""
-from omni_rollout.offload import bring_blocks
+from omni_rollout.offload import offload_blocks
 from omni_train.lora import add_lora
 from omni_train.memory.recompute import Recompute
 
@@ -84,7 +84,7 @@ def trained(streams, num_blocks):
     for name, p in net.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(p)
-    bring_blocks(net, ["Block"], torch.device("npu")) if streams else net.to("npu")
+    offload_blocks(net, ["Block"], torch.device("npu")) if streams else net.to("npu")
     held = torch.accelerator.memory_allocated()
     library.emulated_reset_peak()
     run, y = Recompute(0.0), torch.randn(2, 256).to("npu")

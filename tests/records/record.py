@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from omni_reward.serving import serving_here
+from omni_reward.serving import serving_in_thread
 from omni_rl.settings.fields import change
 from omni_rl.settings.toml import to_toml
 from PIL import Image
@@ -151,7 +151,7 @@ def brightness(media: Mapping[str, Any], prompts: object, meta: object) -> list[
 
 def scoring() -> AbstractContextManager[str]:
     """URL of a server in this process that scores brightness."""
-    return serving_here(brightness, name="brightness")
+    return serving_in_thread(brightness, name="brightness")
 
 
 def write_data(folder: Path) -> None:

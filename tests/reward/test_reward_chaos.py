@@ -186,8 +186,8 @@ def check(outcome: Outcome, steps: list[str]) -> None:
 
 
 def test_a_thousand_faults(misbehave: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoints, "FIRST_REST_S", 0.01)
-    monkeypatch.setattr(endpoints, "MAX_REST_S", 0.2)
+    monkeypatch.setattr(endpoints, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(endpoints, "MAX_PAUSE_S", 0.2)
     chaos = Chaos()
     with (
         RewardClient([misbehave(chaos) for _ in range(3)], timeout_s=TIMEOUT_S, max_in_flight=16) as client,

@@ -9,12 +9,21 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from omni_reward.scorers.geneval_rules import COLORS, RELATIONS, Detection, Grades, grade, keep, read_wish, relations
+from omni_reward.scorers.geneval_rules import (
+    COLORS,
+    RELATIONS,
+    Detection,
+    Grades,
+    grade,
+    read_requirements,
+    relations,
+    select_detections,
+)
 from reward.reward_geneval_scenes import NAMES, SIDE, STEPS, Meta, Painted, scene, thing
 
 
 def graded(painted: Painted, meta: Meta) -> Grades:
-    return grade(list(painted), read_wish(meta), painted.__getitem__)
+    return grade(list(painted), read_requirements(meta), painted.__getitem__)
 
 
 @pytest.mark.parametrize("tag", ["single_object", "two_object", "counting", "colors", "position", "color_attr"])
@@ -128,9 +137,9 @@ def test_more_objects_are_correct_but_not_strict_unless_they_are_excluded() -> N
 
 def test_counting_needs_the_higher_confidence_and_sixteen_count() -> None:
     crowd = [thing("cow", confidence=x) for x in (0.3, 0.31, 0.9, 0.91)]
-    assert [each.confidence for each in keep(crowd, counting=False)["cow"]] == [0.91, 0.9, 0.31]
-    assert [each.confidence for each in keep(crowd, counting=True)["cow"]] == [0.91]
-    assert len(keep([thing("cow")] * 20, counting=True)["cow"]) == 16
+    assert [each.confidence for each in select_detections(crowd, counting=False)["cow"]] == [0.91, 0.9, 0.31]
+    assert [each.confidence for each in select_detections(crowd, counting=True)["cow"]] == [0.91]
+    assert len(select_detections([thing("cow")] * 20, counting=True)["cow"]) == 16
 
 
 @pytest.mark.parametrize("degrees", range(0, 360, 15))
@@ -171,4 +180,4 @@ COW = {"class": "cow", "count": 1}
 )
 def test_metadata_that_break_a_rule_are_refused(meta: Meta, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        read_wish(meta)
+        read_requirements(meta)

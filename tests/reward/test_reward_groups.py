@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omni_reward import RewardClient, RewardError, RewardHTTPError, Score, Scorer
 from omni_reward.combine import combine
-from omni_reward.media import slices_of
+from omni_reward.media import group_slices
 from omni_reward.scorers import load_scorer
 from omni_reward.scorers.frames import over_frames
 from omni_reward.terms import parse
@@ -47,7 +47,7 @@ def body(groups: object) -> bytes:
 def test_slices_are_those_that_the_sizes_of_groups_add_up_to(sizes: list[int]) -> None:
     groups = [7 - number for number, size in enumerate(sizes) for _ in range(size)]
     starts = np.cumsum([0, *sizes])
-    assert slices_of(groups) == [slice(a, b) for a, b in pairwise(starts)]
+    assert group_slices(groups) == [slice(a, b) for a, b in pairwise(starts)]
 
 
 def test_each_call_holds_one_group_whatever_the_request_and_the_scores_come_in_order(serve: Callable[..., str]) -> None:

@@ -24,14 +24,14 @@ from omni_reward import (
 )
 from omni_reward.endpoints import (
     LAST_TRY_S,
-    MAX_REST_S,
+    MAX_PAUSE_S,
     MAX_RETRY_AFTER_S,
     NUM_FAILURES_TO_TRIAL,
     Endpoint,
     Endpoints,
     is_worth_a_retry,
 )
-from omni_reward.transport import _seconds_in
+from omni_reward.transport import _parse_retry_after
 from reward.reward_helpers import Misbehaving, halves, http, reply_to
 
 IMAGES = {"image": np.zeros((2, 4, 4, 3), np.uint8)}
@@ -118,7 +118,7 @@ def test_a_server_that_asks_for_an_hour_is_asked_again_right_before_the_deadline
 def test_an_hour_that_a_server_asks_for_is_cut_to_a_bound_of_ours() -> None:
     endpoint = Endpoint("http://h")
     endpoint.fail(RewardHTTPError("x", status=503, retry_after_s=3600), started=100, now=100)
-    assert MAX_RETRY_AFTER_S <= endpoint.rests_until - 100 <= 1.25 * MAX_RETRY_AFTER_S
+    assert MAX_RETRY_AFTER_S <= endpoint.paused_until - 100 <= 1.25 * MAX_RETRY_AFTER_S
 
 
 def test_the_last_attempt_is_right_before_the_deadline_and_is_the_last() -> None:
@@ -146,11 +146,17 @@ def test_a_scorer_that_is_back_just_before_the_deadline_is_found() -> None:
 
 
 def test_retry_after_is_a_number_or_a_date() -> None:
-    assert _seconds_in("7") == 7.0
-    assert _seconds_in(" 0 ") == 0.0
-    assert _seconds_in("") == _seconds_in("soon") == _seconds_in("-5") == _seconds_in("1.5") == 0.0
-    assert 50 < _seconds_in(formatdate(time.time() + 60, usegmt=True)) <= 60
-    assert _seconds_in(formatdate(time.time() - 60, usegmt=True)) == 0.0
+    assert _parse_retry_after("7") == 7.0
+    assert _parse_retry_after(" 0 ") == 0.0
+    assert (
+        _parse_retry_after("")
+        == _parse_retry_after("soon")
+        == _parse_retry_after("-5")
+        == _parse_retry_after("1.5")
+        == 0.0
+    )
+    assert 50 < _parse_retry_after(formatdate(time.time() + 60, usegmt=True)) <= 60
+    assert _parse_retry_after(formatdate(time.time() - 60, usegmt=True)) == 0.0
 
 
 def test_rests_grow_to_a_bound_and_failures_side_by_side_count_once() -> None:
@@ -158,19 +164,19 @@ def test_rests_grow_to_a_bound_and_failures_side_by_side_count_once() -> None:
     for number in range(1, 30):
         for later in (0.0, 0.01):  # of attempts that began together
             endpoint.fail(RewardConnectError("x"), started=now, now=now + 0.1 + later)
-        whole = min(MAX_REST_S, 0.1 * 2 ** (number - 1))
+        whole = min(MAX_PAUSE_S, 0.1 * 2 ** (number - 1))
         assert endpoint.num_failures == number
-        assert 0.5 * whole <= endpoint.rests_until - now - 0.1 <= whole + 0.02
-        now = endpoint.rests_until
+        assert 0.5 * whole <= endpoint.paused_until - now - 0.1 <= whole + 0.02
+        now = endpoint.paused_until
 
 
 def test_a_server_on_trial_gets_one_attempt_at_a_time_and_a_request_that_waits_says_why() -> None:
     endpoints, deadline = Endpoints(["http://h"]), time.monotonic() + 30
     for _ in range(NUM_FAILURES_TO_TRIAL):
-        endpoint = endpoints.take(deadline)
+        endpoint = endpoints.acquire(deadline)
         assert endpoint
-        endpoints.give_back(endpoint, RewardConnectError("refused"), started=time.monotonic())
-    trial = endpoints.take(deadline)
+        endpoints.release(endpoint, RewardConnectError("refused"), started=time.monotonic())
+    trial = endpoints.acquire(deadline)
     assert trial
     with pytest.raises(RewardConnectError, match="no server was free in time; last failure: refused"):
         endpoints.call(lambda url: None, time.monotonic() + 0.05)
@@ -178,7 +184,7 @@ def test_a_server_on_trial_gets_one_attempt_at_a_time_and_a_request_that_waits_s
         others = [pool.submit(endpoints.take, deadline) for _ in range(3)]
         time.sleep(0.1)
         assert not any(other.done() for other in others)
-        endpoints.give_back(trial, None, started=time.monotonic())  # it has recovered: all may come
+        endpoints.release(trial, None, started=time.monotonic())  # it has recovered: all may come
         assert [other.result(10) for other in others] == [trial] * 3
 
 
@@ -195,10 +201,10 @@ def test_a_server_on_trial_gets_one_attempt_at_a_time_and_a_request_that_waits_s
 )
 def test_only_servers_that_are_not_well_rest(error: RewardError, rests: bool) -> None:
     endpoints = Endpoints(["http://h"])
-    endpoint = endpoints.take(math.inf)
+    endpoint = endpoints.acquire(math.inf)
     assert endpoint
-    endpoints.give_back(endpoint, error, started=time.monotonic())
-    assert (endpoint.rests_until > time.monotonic()) == rests
+    endpoints.release(endpoint, error, started=time.monotonic())
+    assert (endpoint.paused_until > time.monotonic()) == rests
     assert is_worth_a_retry(error) == (rests and not isinstance(error, RewardTimeoutError))
 
 

@@ -6,7 +6,7 @@ import sys
 from types import ModuleType
 
 import pytest
-from omni_reward.rules import check_meta, grade, numbers, open_rules, version_of
+from omni_reward.rules import check_meta, grade, numbers, open_rules, rules_version
 
 
 def value(reward, said, /, **meta):
@@ -207,8 +207,8 @@ def test_the_version_of_rules_is_that_of_their_files(tmp_path):
     file = tmp_path / "own.py"
     reward = f"exact + python:{file}:one"
     file.write_text("def one(answer, line):\n    return 1\n")
-    first = version_of(open_rules(reward))
+    first = rules_version(open_rules(reward))
     file.write_text("def one(answer, line):\n    return 2\n")
     assert first.startswith("own.py ")
-    assert version_of(open_rules(reward)) != first
-    assert version_of(open_rules("exact")) == ""
+    assert rules_version(open_rules(reward)) != first
+    assert rules_version(open_rules("exact")) == ""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from omni_reward import Score
-from omni_reward.scorers.checklist import MOST_QUESTIONS, Question, checklist, read_questions
+from omni_reward.scorers.checklist import MAX_QUESTIONS, Question, checklist, read_questions
 from omni_reward.scorers.vlm import load_vlm
 from reward.test_reward_scorer_vlm import IMAGES, FakeEndpoint
 from reward.test_reward_scorer_vlm import endpoint as endpoint
@@ -113,7 +113,7 @@ def test_prompts_without_questions_abstain_and_are_not_asked(endpoint: Callable[
     ("questions", "message"),
     [
         ("Is it?", "questions must be a list of 1 to 64 questions, got 'Is it?'"),
-        (["a?"] * (MOST_QUESTIONS + 1), "questions must be a list of 1 to 64 questions"),
+        (["a?"] * (MAX_QUESTIONS + 1), "questions must be a list of 1 to 64 questions"),
         ([3], "questions[0] must be a question, got 3"),
         ([" "], "questions[0].question must be a text, got ' '"),
         ([{"answer": "yes"}], "questions[0].question must be a text, got None"),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from omni_reward import RewardHTTPError, Score, Scorer
 from omni_reward.scorers import load_scorer
-from omni_reward.scorers.compare import GROUP_TASKS, orders_of, win_rates
+from omni_reward.scorers.compare import GROUP_TASKS, question_orders, win_rates
 from omni_reward.scorers.vlm import load_vlm
 from PIL import Image
 from reward.test_reward_scorer_vlm import FakeEndpoint
@@ -122,7 +122,7 @@ def test_equal_places_are_half_a_win(judged) -> None:
 
 def test_a_drawn_order_repeats_and_differs_between_seeds_and_prompts() -> None:
     def drawn(key: str) -> list[tuple[int, ...]]:
-        return orders_of("preference", 6, "one", random.Random(key))
+        return question_orders("preference", 6, "one", random.Random(key))
 
     assert drawn("0 a") == drawn("0 a")
     assert drawn("0 a") != drawn("1 a")

@@ -132,19 +132,21 @@ def test_a_crop_is_open_clip_s(rest: int, before: int) -> None:
     for own, middle in ((image, image[:, before : before + 32]), (image.transpose(1, 0, 2), None)):
         cut = own[before : before + 32] if middle is None else middle
         wanted = processor([Image.fromarray(np.ascontiguousarray(cut))], return_tensors="pt").pixel_values
-        torch.testing.assert_close(geneval.see([np.ascontiguousarray(own)], 32), wanted, atol=1e-6, rtol=0)
+        torch.testing.assert_close(
+            geneval.preprocess_images([np.ascontiguousarray(own)], 32), wanted, atol=1e-6, rtol=0
+        )
 
 
 def test_the_model_of_colors_sees_open_clip_s_crops_and_all_networks_sleep(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[Any] = []
-    grader, mover = geneval.grader, neural.mover
-    monkeypatch.setattr(geneval, "grader", lambda *given: loaded.extend(given[:2]) or grader(*given))
-    monkeypatch.setattr(neural, "mover", lambda *networks: loaded.append(networks) or mover(*networks))
+    grader, mover = geneval.build_scorer, neural.make_mover
+    monkeypatch.setattr(geneval, "build_scorer", lambda *given: loaded.extend(given[:2]) or grader(*given))
+    monkeypatch.setattr(neural, "make_mover", lambda *networks: loaded.append(networks) or mover(*networks))
     assert load_scorer("geneval", options=options(tiny)).move is not None
     detector, clip, networks = loaded
-    assert clip.see is geneval.see
+    assert clip.preprocess is geneval.preprocess_images
     assert networks == (detector.model, detector.head, clip.model)
 
 
@@ -162,7 +164,7 @@ def test_a_color_is_the_nearest_text_to_the_object_on_gray(tiny: Path) -> None:
         mask = np.zeros((40, 56), bool)
         top, left = rng.integers(0, 20, 2)
         mask[top : top + 18, left : left + 25] = rng.random((18, 25)) < 0.8
-        own = Detection("tv remote", geneval.box_of(mask), 0.9, mask)
+        own = Detection("tv remote", geneval.bounding_box(mask), 0.9, mask)
         blank = Image.new("RGB", (56, 40), "#999")
         cut = Image.composite(Image.fromarray(image), blank, Image.fromarray(mask)).crop(own.box)
         pixels = processor([cut], return_tensors="pt").pixel_values
@@ -231,7 +233,7 @@ def test_a_planted_detector_gives_drawn_scenes_their_known_grades(tag: str) -> N
             image[0, top:bottom, left:right] = RGB[painted[own]]
         net, head = PlantedNet(list(painted)), torch.nn.Identity()
         detector = geneval.Detector(net, head, OBJECTS, processor)  # type: ignore[arg-type]
-        scorer = geneval.grader(detector, PlantedClip(), "partial", "planted")  # type: ignore[arg-type]
+        scorer = geneval.build_scorer(detector, PlantedClip(), "partial", "planted")  # type: ignore[arg-type]
         [score] = scorer({"image": image}, ["a photo"], [meta])
         wanted = {"correct": known.correct, "strict": known.strict, "partial": pytest.approx(known.partial)}
         assert score.parts == wanted, (seed, meta, score)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from omni_reward.scorers import load_scorer
-from omni_reward.scorers.hpsv2 import clean_text, rename_weights, whole_pixels
+from omni_reward.scorers.hpsv2 import clean_text, padded_pixels, rename_weights
 from omni_reward.scorers.neural import read_weights
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, multi_head_attention_forward, normalize
@@ -39,7 +39,7 @@ def blocks(weights: dict[str, Tensor], prefix: str, x: Tensor, mask: Tensor | No
 def reference(tiny: Path) -> list[float]:
     """The diagonal of the table of cosines that open_clip's network gives."""
     w = torch.load(tiny / "hpsv2" / FILE, weights_only=True)["state_dict"]
-    x = nn.functional.conv2d(whole_pixels(IMAGES, 32), w["visual.conv1.weight"], stride=8).flatten(2).transpose(1, 2)
+    x = nn.functional.conv2d(padded_pixels(IMAGES, 32), w["visual.conv1.weight"], stride=8).flatten(2).transpose(1, 2)
     x = torch.cat([w["visual.class_embedding"].expand(3, 1, 24), x], dim=1) + w["visual.positional_embedding"]
     x = layer_norm(x, (24,), w["visual.ln_pre.weight"], w["visual.ln_pre.bias"]).transpose(0, 1)
     x = blocks(w, "visual.transformer.resblocks.", x, None)[0]
@@ -65,7 +65,7 @@ def test_it_is_the_cosine_of_open_clip_s_network(tiny: Path) -> None:
 
 
 def test_every_weight_has_one_name_of_transformers(tiny: Path) -> None:
-    weights = read_weights(tiny / "hpsv2" / FILE, within="state_dict")
+    weights = read_weights(tiny / "hpsv2" / FILE, key="state_dict")
     renamed = rename_weights(weights)
     network = CLIPModel(CLIPConfig.from_pretrained(tiny / "clip"))
     assert {name: weight.shape for name, weight in renamed.items()} == {
@@ -77,8 +77,8 @@ def test_every_weight_has_one_name_of_transformers(tiny: Path) -> None:
 @pytest.mark.parametrize(("height", "width", "seen"), [(64, 48, (32, 24)), (48, 64, (24, 32)), (20, 20, (32, 32))])
 def test_an_image_is_seen_whole_with_black_around(height: int, width: int, seen: tuple[int, int]) -> None:
     white = np.full((1, height, width, 3), 255, np.uint8)
-    black = whole_pixels(np.zeros_like(white), 32)[0, :, 0, 0]
-    pixels = whole_pixels(white, 32)[0]
+    black = padded_pixels(np.zeros_like(white), 32)[0, :, 0, 0]
+    pixels = padded_pixels(white, 32)[0]
     is_black = (pixels == black[:, None, None]).all(dim=0)
     top, left = (32 - seen[0]) // 2, (32 - seen[1]) // 2
     inside = torch.zeros(32, 32, dtype=torch.bool)
@@ -91,8 +91,8 @@ def test_an_image_is_seen_whole_with_black_around(height: int, width: int, seen:
 def test_resizing_keeps_fractions_and_overshoots_as_floats_do() -> None:
     edge = np.zeros((1, 64, 64, 3), np.uint8)
     edge[:, :, 31:] = 255
-    black, white = (whole_pixels(np.full((1, 32, 32, 3), value, np.uint8), 32)[0, 0, 0, 0] for value in (0, 255))
-    row = whole_pixels(edge, 32)[0, 0, 16]
+    black, white = (padded_pixels(np.full((1, 32, 32, 3), value, np.uint8), 32)[0, 0, 0, 0] for value in (0, 255))
+    row = padded_pixels(edge, 32)[0, 0, 16]
     shares = ((row - black) / (white - black)).tolist()
     # Keys' kernel of a = -0.5 stretched by 2, on pixel centers at -1.75 to 1.75 in steps of 0.5
     taps = np.array([keys(own) for own in np.arange(-1.75, 2, 0.5)])

@@ -10,7 +10,7 @@ import torch
 from helpers import ulps
 from omni_reward import Scorer
 from omni_reward.scorers import load_scorer
-from omni_reward.scorers.imagebind import ends_of, starts_of
+from omni_reward.scorers.imagebind import clip_bounds, clip_starts
 from torch import Tensor, nn
 
 CLIPS = np.random.default_rng(0).integers(0, 256, (2, 40, 30, 50, 3), np.uint8)
@@ -84,10 +84,10 @@ def test_the_network_sees_the_first_and_the_last_frame_of_each_piece_in_three_sq
 @pytest.mark.parametrize(("length", "rate"), [(40, 16.0), (41, 16.0), (30, 16.0), (96, 24.0), (1, 16.0), (301, 29.97)])
 def test_clips_are_those_of_the_library_s_sampler(length: int, rate: float) -> None:
     """The frames that begin within 2 s from each of five starts, spread over what a clip leaves."""
-    for i, start in enumerate(starts_of(length, rate, 5)):
+    for i, start in enumerate(clip_starts(length, rate, 5)):
         begin = i * max(length / rate - 2, 0) / 4
         within = [frame for frame in range(length) if begin - 1e-9 <= frame / rate < begin + 2 - 1e-9]
-        assert ends_of(start, rate, length) == [within[0], within[-1]]
+        assert clip_bounds(start, rate, length) == [within[0], within[-1]]
 
 
 def test_a_sound_is_heard_in_bands_at_16_khz(network: Network, tmp_path: Path) -> None:

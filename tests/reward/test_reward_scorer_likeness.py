@@ -8,7 +8,7 @@ import pytest
 import tiny_signs
 from omni_reward import Score
 from omni_reward.scorers import load_scorer
-from omni_reward.scorers.likeness import fit, load_likeness
+from omni_reward.scorers.likeness import load_likeness, resize
 
 RNG = np.random.default_rng(0)
 PICTURE = RNG.integers(0, 200, (6, 8, 3), dtype=np.uint8)
@@ -77,11 +77,11 @@ def test_a_word_alone_costs_pixels_but_not_ground() -> None:
 def test_a_reference_of_another_size_is_averaged_to_the_sample_s() -> None:
     assert grade(PICTURE, PICTURE.repeat(3, axis=0).repeat(2, axis=1)).value == pytest.approx(1)
     fine = RNG.integers(0, 256, (12, 24, 3), dtype=np.uint8)
-    np.testing.assert_allclose(fit(fine, 6, 8), fine.reshape(6, 2, 8, 3, 3).mean(axis=(1, 3)))
+    np.testing.assert_allclose(resize(fine, 6, 8), fine.reshape(6, 2, 8, 3, 3).mean(axis=(1, 3)))
     flat = np.full((5, 7, 3), 100, np.uint8)
-    np.testing.assert_allclose(fit(flat, 3, 11), 100)
+    np.testing.assert_allclose(resize(flat, 3, 11), 100)
     ramp = np.arange(3, dtype=np.uint8)[:, None, None].repeat(3, axis=2)
-    np.testing.assert_allclose(fit(ramp, 2, 1)[:, 0, 0], [1 / 3, 5 / 3])
+    np.testing.assert_allclose(resize(ramp, 2, 1)[:, 0, 0], [1 / 3, 5 / 3])
 
 
 def test_the_first_reference_counts_and_none_is_an_abstention() -> None:

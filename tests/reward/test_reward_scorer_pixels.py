@@ -43,21 +43,21 @@ LONG = [(1, 200), (1000, 5), (1024, 1024), (720, 1280), (448, 448)]
 def test_the_size_is_that_of_qwens_rule(height: int, width: int, num_tokens: int) -> None:
     pixels = num_tokens * 28 * 28
     for least, most in ((pixels, pixels), (pixels // 2, pixels), (pixels, 4 * pixels)):
-        found = fit_size(height, width, least=least, most=most)
+        found = fit_size(height, width, min_pixels=least, max_pixels=most)
         assert found == smart_resize(height, width, factor=28, min_pixels=least, max_pixels=most)
     assert found[0] % 28 == found[1] % 28 == 0
 
 
 def test_a_ribbon_has_no_size() -> None:
     with pytest.raises(ValueError, match="not be more than 200 times as long as wide, got 1 x 201"):
-        fit_size(1, 201, least=28 * 28, most=28 * 28 * 256)
+        fit_size(1, 201, min_pixels=28 * 28, max_pixels=28 * 28 * 256)
 
 
 @pytest.mark.parametrize(("height", "width"), [(64, 48), (33, 57), (300, 100), (56, 56)])
 def test_patches_are_those_of_qwens_processor(height: int, width: int) -> None:
     first, second, pixels = image(height, width), image(height, width)[::-1], 16 * 28**2
     processor = Qwen2VLImageProcessorPil(min_pixels=pixels, max_pixels=pixels)
-    size = fit_size(height, width, least=pixels, most=pixels)
+    size = fit_size(height, width, min_pixels=pixels, max_pixels=pixels)
     still = processor(first, input_data_format="channels_last", return_tensors="np")
     assert still["image_grid_thw"].tolist() == [[1, size[0] // 14, size[1] // 14]]
     np.testing.assert_allclose(to_patches(np.stack([first, first]), *size), still["pixel_values"], atol=1e-5)

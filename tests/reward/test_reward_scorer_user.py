@@ -10,7 +10,7 @@ from helpers import sampled
 from omni_reward import Scorer
 from omni_reward.rules import check_meta, open_rules
 from omni_reward.scorers import check_scorer, load_scorer
-from omni_reward.scorers.user import hint_of
+from omni_reward.scorers.user import media_hint
 from omni_reward.wire import WrongScoresError
 
 OWN = """
@@ -180,7 +180,7 @@ def test_a_function_of_a_list_of_images_is_told_what_media_are(tmp_path: Path, b
     scorer = load_scorer(f"python:{tmp_path / 'mine.py'}:f")
     with pytest.raises(Exception) as found:
         scorer({"image": np.zeros((1, 4, 4, 3), np.uint8)}, [""], [{}])
-    assert hint_of(found.value) == '; media is a dict of arrays: media["image"] is uint8 [N, H, W, 3]' * is_hinted
+    assert media_hint(found.value) == '; media is a dict of arrays: media["image"] is uint8 [N, H, W, 3]' * is_hinted
 
 
 @pytest.mark.parametrize(

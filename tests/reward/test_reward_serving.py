@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 from omni_reward import RewardClient, RewardConnectError, RewardHTTPError, Score
-from omni_reward.serving import serving, serving_here
+from omni_reward.serving import serving, serving_in_thread
 from reward.reward_helpers import halves
 
 IMAGES = {"image": np.zeros((2, 4, 4, 3), np.uint8)}
@@ -35,7 +35,7 @@ def test_a_server_that_does_not_start_is_an_error(capfd: pytest.CaptureFixture[s
 
 
 def test_a_server_in_this_process_scores() -> None:
-    with serving_here(halves, name="h", token="s3cret") as url, RewardClient(url, token="s3cret") as client:
+    with serving_in_thread(halves, name="h", token="s3cret") as url, RewardClient(url, token="s3cret") as client:
         assert client.info()["scorer"] == "h"
         assert client.submit(IMAGES, ["a", "b"]).result(10) == [Score(0.5)] * 2
 

@@ -134,7 +134,7 @@ def test_a_combination_moves_all_that_have_weights_and_frames_their_scorer_s() -
 def test_networks_come_back_to_their_devices_with_all_bits() -> None:
     first, second = torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)
     before = [tensor.clone() for net in (first, second) for tensor in net.state_dict().values()]
-    move = neural.mover(first, second)
+    move = neural.make_mover(first, second)
     move(True)
     move(False)
     after = [tensor for net in (first, second) for tensor in net.state_dict().values()]

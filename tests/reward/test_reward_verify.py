@@ -13,7 +13,7 @@ import pytest
 import torch
 from omni_reward import Score, Scorer
 from omni_reward.scorers import published
-from omni_reward.scorers.published import Check, compare, main, order, read_file
+from omni_reward.scorers.published import Check, check_order, check_scores, main, read_file
 from PIL import Image
 from reward.reward_helpers import trickle
 
@@ -62,7 +62,7 @@ def test_each_published_score_is_compared_within_its_tolerance(known: dict[str, 
         value = next(values)
         return [Score(value) if value is not None else Score(None, abstained="dark")]
 
-    checks = list(compare(Scorer(score), known["scores"]["pickscore"], tmp_path))
+    checks = list(check_scores(Scorer(score), known["scores"]["pickscore"], tmp_path))
     assert [check.passed for check in checks] == [True, False, False]
     assert checks[1] == Check(False, "car_image.jpg scores 1.2000, published 1.0000")
     assert "dark" in checks[2].text
@@ -74,7 +74,7 @@ def test_each_thing_must_score_highest_with_its_own(
 ) -> None:
     """A scorer that knows the files by their bytes."""
     images = [np.asarray(Image.open(io.BytesIO(png(i)))) for i in range(3)]
-    sounds = [published.sound_of(wav(i))[0] for i in range(3)]
+    sounds = [published.decode_sound(wav(i))[0] for i in range(3)]
 
     def score(given: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]) -> list[Score]:
         assert given.keys() == set(media)
@@ -87,10 +87,10 @@ def test_each_thing_must_score_highest_with_its_own(
         every = sounds if kind == "audio" else images
         return next(i for i, own in enumerate(every) if np.array_equal(sample[0] if kind == "video" else sample, own))
 
-    checks = list(order("any", Scorer(score, media=media), known["order"], tmp_path))
+    checks = list(check_order("any", Scorer(score, media=media), known["order"], tmp_path))
     assert [check.passed for check in checks] == [True] * 3
     swapped = list(
-        order(
+        check_order(
             "any",
             Scorer(lambda *given: [Score(-own.value) for own in score(*given)], media=media),
             known["order"],
@@ -99,13 +99,13 @@ def test_each_thing_must_score_highest_with_its_own(
     )
     assert [check.passed for check in swapped] == [False] * 3
     shares = {"any": {"scale": 2.0, "published": [[0.7, 0.2, 0.1]] * 3}}
-    first, *_ = order("any", Scorer(score, media=media), known["order"] | {"shares": shares}, tmp_path)
+    first, *_ = check_order("any", Scorer(score, media=media), known["order"] | {"shares": shares}, tmp_path)
     own = " ".join(f"{share:.4f}" for share in torch.tensor([2.0, 0.0, 0.0]).softmax(0).tolist())
     assert first.text.endswith(f"; shares {own}, published of one crop 0.7000 0.2000 0.1000")
 
 
 def test_a_sound_is_read_as_floats(known: dict[str, Any]) -> None:
-    sound, rate = published.sound_of(wav(0))
+    sound, rate = published.decode_sound(wav(0))
     assert (sound.shape, sound.dtype, rate) == ((800, 2), np.float32, 8000)
     assert sound[0, 0] * 2**15 == np.random.default_rng(0).integers(-9000, 9000, (800, 2))[0, 0]
 
@@ -139,7 +139,7 @@ def test_a_command_says_what_was_compared_and_ends_with_the_verdict(
 def test_another_file_is_refused(known: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "dog_image.jpg").write_bytes(b"x")
     with pytest.raises(ValueError, match=r"dog_image\.jpg must have the SHA-256 .*, got 2d711642"):
-        list(compare(Scorer(lambda *_: [Score(1.0)]), known["scores"]["pickscore"], tmp_path))
+        list(check_scores(Scorer(lambda *_: [Score(1.0)]), known["scores"]["pickscore"], tmp_path))
 
 
 def test_a_file_is_downloaded_whole_and_checked(misbehave: Callable[..., str]) -> None:

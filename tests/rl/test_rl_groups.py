@@ -9,7 +9,7 @@ from helpers import sampled
 from hypothesis import given
 from hypothesis import strategies as st
 from omni_reward import RewardClient, Score, Scorer
-from omni_reward.serving import serving_here
+from omni_reward.serving import serving_in_thread
 from omni_rl.flow.evals import HeldOut
 from omni_rl.flow.sampling import evaluate_set, expand_groups, fill_batches, sample, step_prompts
 from omni_rl.flow.scorers import abstaining_scorer, connect
@@ -36,7 +36,7 @@ def above(media, prompts, meta):
 
 @pytest.fixture
 def url():
-    with serving_here(Scorer(above, groups=True)) as url:
+    with serving_in_thread(Scorer(above, groups=True)) as url:
         yield url
 
 
@@ -154,7 +154,7 @@ def test_an_evaluation_fills_up_with_whole_groups(batch_size, samples, num_ranks
     assert [p for p in filled if p.index < len(prompts)] == prompts
     assert sorted(p.index for p in filled) == list(range(len(filled)))
     for rank in range(num_ranks):
-        own = [p for batch in deal(filled, place(rank, num_ranks), batch_size, in_a_row=samples) for p in batch]
+        own = [p for batch in deal(filled, place(rank, num_ranks), batch_size, consecutive=samples) for p in batch]
         groups = [own[i : i + samples] for i in range(0, len(own), samples)]
         assert len(own) * num_ranks == len(filled)
         assert all(len({(p.group, p.text) for p in group}) == 1 for group in groups)
@@ -167,7 +167,7 @@ def test_an_evaluation_of_few_prompts_cuts_no_group(num_prompts, samples, num_ra
     size = HeldOut("", records, None, samples=samples).batch_size(8, num_ranks)
     filled = fill_batches(expand_groups(records, samples, seed=0, step=-1), size, num_ranks, group=samples)
     for rank in range(num_ranks):
-        own = [p.group for batch in deal(filled, place(rank, num_ranks), size, in_a_row=samples) for p in batch]
+        own = [p.group for batch in deal(filled, place(rank, num_ranks), size, consecutive=samples) for p in batch]
         assert len(own) * num_ranks == len(filled)
         assert own == [group for group in own[::samples] for _ in range(samples)]
 
@@ -190,7 +190,7 @@ def test_two_canaries_are_compared_before_the_start(tmp_path, monkeypatch, url):
     client.close()
     message = "--scorer.url must be a scorer of single answers, this one compares those of a group"
     lone = Scorer(lambda media, prompts, meta: [0.0] * len(prompts), media=("text",), groups=True)
-    with serving_here(lone) as texts, pytest.raises(ValueError, match=message):
+    with serving_in_thread(lone) as texts, pytest.raises(ValueError, match=message):
         connect(texts, args.scorer, place(), PromptRecord(text="a", index=0), ("text",))
 
 

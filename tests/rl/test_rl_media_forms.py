@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers.utils import load_image
-from omni_reward.scorers.published import image_of
+from omni_reward.scorers.published import decode_image
 from omni_rl.media import prompts
 from omni_rl.media.images import image_size, read_image, read_pixels
 from omni_rl.media.prompts import read_sound
@@ -89,7 +89,7 @@ def test_every_form_of_an_image_is_read_as_its_pixels(form: str, after: bytes, t
     for found in (read_image(path).numpy(), read_pixels(path), read_media(path, ["image"], {})[0]["image"]):
         assert (found.dtype, found.shape) == (np.uint8, (6, 8, 3))
         assert np.abs(found.astype(int) - pixels).max() <= most
-    assert np.array_equal(image_of(path.read_bytes()), found)
+    assert np.array_equal(decode_image(path.read_bytes()), found)
     if not form.startswith("png L 16"):  # which diffusers reads as white
         assert np.array_equal(np.array(load_image(str(path))), found)
 

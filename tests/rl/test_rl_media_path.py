@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from omni_reward import RewardClient, Score
 from omni_reward.media import ScoreRequest
-from omni_reward.serving import serving_here
+from omni_reward.serving import serving_in_thread
 from omni_reward.wire import Scorer, decode_request, encode_request
 from omni_rl.flow.sampling import _report_samples
 from omni_rl.flow.scoring import submit
@@ -88,7 +88,7 @@ def test_frames_sound_and_rates_arrive_over_the_wire_to_the_bit():
         seen.update(media=media, meta=meta)
         return [0.5] * len(prompts)
 
-    with serving_here(Scorer(look, media=("video", "audio"))) as url, RewardClient(url) as client:
+    with serving_in_thread(Scorer(look, media=("video", "audio"))) as url, RewardClient(url) as client:
         assert set(client.kinds) == {"video", "audio"}
         scores = submit(client, samples).result()
     assert [score.value for score in scores] == [0.5, 0.5]

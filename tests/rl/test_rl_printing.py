@@ -65,7 +65,7 @@ LINES = {  # what prints a mistake -> the lines that it takes
     "a tool": (lambda error: Parser(prog="omni-rl push").error(str(error)), 1),
     "a warning": (of_warning, 1),
     "what only shows": (lambda error: Breaker("the report").fail(str(error)), 1),
-    "what shows again": (lambda error: Breaker("a tracker", goes_on=True).fail(str(error)), 1),
+    "what shows again": (lambda error: Breaker("a tracker", keeps_going=True).fail(str(error)), 1),
     "a failure": (of_failure, 7),
     "an alarm": (lambda error: announce(str(error), ARGS, sys.stderr), 2),
     "an uncaught error": (of_uncaught, 2),

@@ -12,7 +12,7 @@ from threading import Thread
 
 import pytest
 import requests
-from omni_reward.transport import MAX_REDIRECTS, redirect_of
+from omni_reward.transport import MAX_REDIRECTS, redirect_target
 from omni_rl.tools import prompts
 
 TRAIN = "".join(f'a sign that says "{i}"\n' for i in range(1000)).encode()
@@ -165,7 +165,7 @@ def test_a_redirect_goes_to_another_server_with_tls_alone(source, target, is_ref
     response = requests.Response()
     response.url, response.headers["Location"] = source, target
     with pytest.raises(requests.RequestException, match="must be to https, got http:") if is_refused else nullcontext():
-        redirect_of(response)
+        redirect_target(response)
 
 
 def test_what_cannot_be_fetched_is_named_with_its_address(server, capsys, monkeypatch):

@@ -13,7 +13,7 @@ def test_signs_of_life_are_sent_while_the_program_goes_on_and_no_longer():
     roles = SimpleNamespace(
         dist=place(), timeout_s=0.2, beat=lambda: sent.append(time.monotonic()), announce=lambda message: None
     )
-    progress.live()
+    progress.mark_alive()
     samplers, begun = Samplers(roles, SimpleNamespace()), time.monotonic()
     while time.monotonic() < begun + 0.6:  # works
         progress.advance()

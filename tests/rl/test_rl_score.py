@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from omni_reward.scorers import load_scorer
 from omni_reward.scorers.likeness import load_likeness
-from omni_reward.serving import serving_here
+from omni_reward.serving import serving_in_thread
 from omni_rl.media.write import encode_flac, encode_video
 from omni_rl.tools import score
 from PIL import Image
@@ -106,7 +106,7 @@ def test_a_server_gives_the_scores_that_it_gives_a_trainer(capfd, tmp_path):
     def level(media, prompts, meta):
         return [float(media["image"].mean())]
 
-    with serving_here(level, token="s3cret") as url:
+    with serving_in_thread(level, token="s3cret") as url:
         asked = ["--scorer.url", url, "--scorer.token-file", "token", "a.png", "b.webp"]
         assert [row["score"] for row in rows(capfd, *asked)] == [10 / 3, 10.0]
 
@@ -182,7 +182,7 @@ def test_a_scorer_of_groups_compares_the_images_in_this_process_or_at_a_server(c
     files = ["x.png", "y.png", "z.png"]
     here = rows(capfd, "--scorer", "python:mine.py:brightest", *files)
     assert [(row["file"], row["score"]) for row in here] == [("x.png", 0), ("y.png", 1), ("z.png", 0.5)]
-    with serving_here(load_scorer("python:mine.py:brightest")) as url:
+    with serving_in_thread(load_scorer("python:mine.py:brightest")) as url:
         assert rows(capfd, "--scorer.url", url, *files) == here
     with pytest.raises(SystemExit):
         score.main(["--scorer", "python:mine.py:brightest", "a.png", "b.webp"])

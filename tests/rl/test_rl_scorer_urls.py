@@ -4,7 +4,7 @@ import socket
 
 import pytest
 import torch
-from omni_reward.serving import serving_here
+from omni_reward.serving import serving_in_thread
 from omni_rl.flow.scorers import connect
 from omni_rl.settings.eval_sets import check_urls, resolve_host
 from omni_rl.settings.groups import ScoredScorer, Scorer
@@ -31,7 +31,7 @@ def servers():
             seen.extend(prompts)
             return [0.5] * len(prompts)
 
-        return serving_here(score, name="half")
+        return serving_in_thread(score, name="half")
 
     with server(texts[0]) as first, server(texts[1]) as second:
         yield texts, (first, second)

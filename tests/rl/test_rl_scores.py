@@ -28,7 +28,7 @@ def test_what_a_server_says_of_texts_is_a_term_beside_rules_and_may_be_a_gate():
 
     prompts = [Prompt("p", group=0, index=i, seed=0, meta={"answer": "7"}) for i in range(3)]
     rules = open_rules("0.5*scorer + 2*exact if scorer as long >= 3 else -1", remote=True)
-    with serving_here(Scorer(lengths, media=("text",))) as url, RewardClient(url) as client:
+    with serving_in_thread(Scorer(lengths, media=("text",))) as url, RewardClient(url) as client:
         [pending] = RuleScorer(rules, client).submit(["7", "is 7", " 7 "], prompts)
         scores = pending.result(10)
     assert [score.value for score in scores] == [-1.0, 2.0, 3.5]

@@ -5,7 +5,7 @@ import multiprocessing
 import pytest
 import torch
 from omni_reward import RewardError, Scorer
-from omni_reward.serving import serving_here
+from omni_reward.serving import serving_in_thread
 from omni_rl.flow.scorers import SleepingScorer, connect
 from omni_rl.flow.scoring import collect
 from omni_rl.run.run import Run
@@ -44,7 +44,7 @@ def napping(tmp_path):
     """A scorer, its URL and the file with its token."""
     scorer, token = Napping(), tmp_path / "token"
     token.write_text("s3cret")
-    with serving_here(Scorer(scorer.score, move=scorer.move), token="s3cret") as url:
+    with serving_in_thread(Scorer(scorer.score, move=scorer.move), token="s3cret") as url:
         yield scorer, {"scorer_url": url, "scorer_token_file": str(token), "scorer_sleep": True}
 
 
@@ -81,7 +81,7 @@ def test_a_run_with_a_sleeping_scorer_trains_as_without_and_shares_no_moment(tmp
     assert scorer.is_asleep.value
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
-    with serving_here(brightness) as url:
+    with serving_in_thread(brightness) as url:
         plain = unclocked(train(train_flowgrpo, settings(tmp_path, monkeypatch, name="awake", scorer_url=url)))
     assert asleep == plain
     ours, theirs = exported("asleep"), exported("awake")
@@ -130,7 +130,7 @@ def test_scores_are_asked_for_when_one_is_read_and_failures_are_no_scores(tmp_pa
 def test_a_scorer_that_cannot_sleep_and_settings_that_do_not_fit_are_refused_by_name(tmp_path, monkeypatch, napping):
     _, flags = napping
     args = settings(tmp_path, monkeypatch, **flags)
-    with serving_here(brightness, token="s3cret") as url:
+    with serving_in_thread(brightness, token="s3cret") as url:
         with pytest.raises(
             ValueError, match=r"--scorer\.sleep needs a scorer whose weights can move to the host, test"
         ):

@@ -12,8 +12,8 @@ from model_rows import ROWS
 from omni_rollout import Params, Prompt
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
-from omni_rollout.models.bagel_sequence import join
-from omni_rollout.models.bagel_vision import BagelVision, fit
+from omni_rollout.models.bagel_sequence import join_streams
+from omni_rollout.models.bagel_vision import BagelVision, fit_reference
 from omni_train.lora import add_lora
 from omni_train.weights.load import load_sharded
 from safetensors import safe_open
@@ -152,9 +152,9 @@ def cached_velocity(net, model, parts, x, sigma, text):
     ],
 )
 def test_references_have_the_sizes_of_released_code(size, clean, seen):
-    image = fit(torch.zeros(*size, 3, dtype=torch.uint8), unit=16, least=512, most=1024)
+    image = fit_reference(torch.zeros(*size, 3, dtype=torch.uint8), unit=16, min_side=512, max_side=1024)
     assert image.shape == (*clean, 3)
-    assert fit(image, unit=14, least=224, most=980).shape == (*seen, 3)
+    assert fit_reference(image, unit=14, min_side=224, max_side=980).shape == (*seen, 3)
 
 
 @torch.no_grad()
@@ -186,7 +186,7 @@ def test_references_see_what_is_before_them_and_are_seen_by_all_after_them(engin
 
     def keep(module, inputs):
         text, image, _, segments, _ = inputs
-        before.append(join(text[:, None], image[:, None], segments)[0, 0])
+        before.append(join_streams(text[:, None], image[:, None], segments)[0, 0])
 
     hook = layer.register_forward_pre_hook(keep)
     starts = {"": None, "reference_0": 0, "seen_0": 10, "reference_1": 20, "seen_1": 34, "ids": 48}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from model_rows import ROWS
 from omni_rollout import Params
-from omni_rollout.decoding import cut, in_tiles
+from omni_rollout.decoding import tile_slices, tiled_decode
 from omni_rollout.models import open_model
 
 
@@ -20,7 +20,7 @@ def enlarge(parts, x0, cond, params):
 @pytest.mark.parametrize("shape", [(2, 3, 40, 100), (1, 3, 2, 33, 17), (1, 3, 16, 16), (1, 3, 15, 160)])
 def test_tiles_of_pixels_that_have_their_own_latents_make_the_whole(shape):
     x0, params = torch.rand(shape), Params(10, height=4 * shape[-2], width=4 * shape[-1])
-    (media, rates), (wanted, _) = (each(None, x0, {}, params) for each in (in_tiles(enlarge, 64), enlarge))
+    (media, rates), (wanted, _) = (each(None, x0, {}, params) for each in (tiled_decode(enlarge, 64), enlarge))
     assert media.keys() == wanted.keys()
     assert rates == {"fps": 8.0}
     for kind, pixels in wanted.items():
@@ -30,7 +30,7 @@ def test_tiles_of_pixels_that_have_their_own_latents_make_the_whole(shape):
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 27, 33, 40, 199])
 @pytest.mark.parametrize(("most", "overlap"), [(16, 4), (8, 2), (26, 4), (2, 1)])
 def test_parts_of_a_length_are_equal_and_overlap(length, most, overlap):
-    parts = cut(length, most, overlap)
+    parts = tile_slices(length, most, overlap)
     assert (parts[0].start, parts[-1].stop) == (0, length)
     assert len({part.stop - part.start for part in parts}) == 1
     assert parts[0].stop <= most
@@ -45,7 +45,7 @@ def test_tiles_come_as_near_to_a_whole_decode_as_those_of_diffusers():
     x0 = torch.randn(1, *model.latent_shape(params), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         (whole,) = model.decode(parts, x0, {}, params)[0].values()
-        (ours,) = in_tiles(model.decode, 128)(parts, x0, {}, params)[0].values()
+        (ours,) = tiled_decode(model.decode, 128)(parts, x0, {}, params)[0].values()
         enlarged = {"tile_sample_min_height": 128, "tile_sample_min_width": 128}
         parts.vae.enable_tiling(**enlarged, tile_sample_stride_height=96, tile_sample_stride_width=96)
         (theirs,) = model.decode(parts, x0, {}, params)[0].values()
@@ -55,7 +55,7 @@ def test_tiles_come_as_near_to_a_whole_decode_as_those_of_diffusers():
 def test_gradients_through_tiles_are_those_of_the_whole():
     params = Params(10, height=132, width=160)
     grads = []
-    for decode in (enlarge, in_tiles(enlarge, 64)):
+    for decode in (enlarge, tiled_decode(enlarge, 64)):
         x0 = torch.randn(1, 3, 33, 40, generator=torch.Generator().manual_seed(0)).requires_grad_()
         decode(None, x0, {}, params)[0]["image"].square().sum().backward()
         grads.append(x0.grad)

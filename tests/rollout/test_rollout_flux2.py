@@ -7,7 +7,7 @@ from model_rows import ROWS
 from omni_rollout import Params, Prompt
 from omni_rollout.models import open_model
 from omni_rollout.models.diffusers_model import pixels
-from omni_rollout.models.flux2 import AREA, fit
+from omni_rollout.models.flux2 import AREA, fit_reference
 from omni_rollout.sampler import check_images
 from PIL import Image
 
@@ -43,7 +43,7 @@ def test_references_are_reduced_and_cut_as_in_the_stock_pipeline(size, area):
     picture = stock._resize_if_exceeds_area(picture, area)
     width, height = (side // 16 * 16 for side in picture.size)
     theirs = stock.preprocess(picture, height=height, width=width, resize_mode="crop")
-    torch.testing.assert_close(pixels(fit(image, area)[None]), theirs, rtol=0, atol=1e-6)
+    torch.testing.assert_close(pixels(fit_reference(image, area)[None]), theirs, rtol=0, atol=1e-6)
 
 
 def test_a_reference_has_about_the_area_that_is_asked_for(model):

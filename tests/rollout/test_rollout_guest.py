@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 import torch
-from omni_rollout.engines.guest import undisturbed_process
+from omni_rollout.engines.guest import preserve_process_state
 
 
 def test_what_a_guest_seeds_is_put_back():
@@ -16,7 +16,7 @@ def test_what_a_guest_seeds_is_put_back():
     random.setstate(states[0])
     np.random.set_state(states[1])
     torch.set_rng_state(states[2])
-    with undisturbed_process():
+    with preserve_process_state():
         random.seed(0)
         np.random.seed(0)
         torch.manual_seed(0)

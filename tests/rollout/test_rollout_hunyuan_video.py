@@ -12,7 +12,7 @@ from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import Hunyu
 from model_rows import ROWS
 from omni_rollout import Prompt
 from omni_rollout.models import open_model
-from omni_rollout.models.hunyuan_video import covering
+from omni_rollout.models.hunyuan_video import resize_to_cover
 from PIL import Image
 
 torch.set_num_threads(1)
@@ -56,7 +56,7 @@ def test_a_given_frame_is_cut_to_the_shape_of_the_video_as_the_stock_pipeline_do
     for height, width in ((40, 90), (90, 41), (33, 64), (32, 64), (31, 77), (7, 5)):
         image = torch.randint(0, 256, (height, width, 3), generator=torch.Generator().manual_seed(0)).byte()
         theirs = processor.resize(Image.fromarray(image.numpy()), height=32, width=64, resize_mode="crop")
-        assert torch.equal(covering(image, 32, 64), torch.from_numpy(np.array(theirs)))
+        assert torch.equal(resize_to_cover(image, 32, 64), torch.from_numpy(np.array(theirs)))
 
 
 @pytest.mark.parametrize(

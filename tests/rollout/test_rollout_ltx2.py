@@ -13,8 +13,8 @@ from model_rows import ROWS, built
 from omni_rollout import Params, Prompt
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
-from omni_rollout.models.diffusers_model import pixels, resized
-from omni_rollout.models.ltx2 import compressed
+from omni_rollout.models.diffusers_model import pixels, resize_image
+from omni_rollout.models.ltx2 import compress_image
 from omni_sched import INITIAL_NOISE, step_noise
 
 torch.set_num_threads(1)
@@ -117,7 +117,7 @@ def test_a_first_frame_is_compressed_as_the_stock_pipeline_does_on_one_core_what
     coarse = torch.rand(1, 3, 32, 48, generator=torch.Generator().manual_seed(0))
     smooth = torch.nn.functional.interpolate(coarse, size=(513, 769), mode="bicubic")[0].movedim(0, -1)
     frame = (smooth.clamp(0, 1) * 255).byte().contiguous()
-    found, cores = compressed(frame, 33), os.sched_getaffinity(0)
+    found, cores = compress_image(frame, 33), os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     try:
         stock = torch.from_numpy(apply_image_conditioning_crf(frame.numpy(), 33))
@@ -132,7 +132,7 @@ def test_a_first_frame_is_the_code_of_its_compressed_pixels():
     model = open_model(ROWS["ltx23-first"].checkpoint())
     parts = model.load(device="cpu", dtype=torch.float32)
     frame = torch.randint(0, 256, (41, 91, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    given = pixels(resized(compressed(frame, 33), 32, 64, resample="BILINEAR"))
+    given = pixels(resize_image(compress_image(frame, 33), 32, 64, resample="BILINEAR"))
     code = parts.vae.encode(given[None, :, None]).latent_dist.mode()
     mean, std = (each.view(1, -1, 1, 1, 1) for each in (parts.vae.latents_mean, parts.vae.latents_std))
     found = model.condition(parts, Prompt("a horn", 0, 0, seed=0, images=(frame,)), ROW.unguided)["first"]

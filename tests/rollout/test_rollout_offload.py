@@ -9,11 +9,11 @@ import torch
 from helpers import sampled
 from model_rows import NEGATIVE, ROWS
 from omni_rollout import Prompt
-from omni_rollout.decoding import in_slices, num_decoded
+from omni_rollout.decoding import num_decoded, sliced_decode
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.engines.vllm import VllmEngine
 from omni_rollout.models import open_model
-from omni_rollout.offload import visit
+from omni_rollout.offload import run_offloaded
 from omni_rollout.tokens import TokenParams
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -88,7 +88,7 @@ def test_a_block_is_on_the_device_while_it_runs():
             lambda layer, args, out: seen.append([m.weight.device.type for m in (first, block)])
         )
     before = [(name, p) for name, p in net.named_parameters()]
-    visit(net.requires_grad_(False), meta)
+    run_offloaded(net.requires_grad_(False), meta)
     assert net(torch.ones(1, 2)).device == meta
     assert seen == [["meta", "cpu"], ["cpu", "meta"]]
     assert all(a is b for (_, a), (_, b) in zip(net.named_parameters(), before, strict=True))
@@ -97,7 +97,7 @@ def test_a_block_is_on_the_device_while_it_runs():
 @pytest.mark.usefixtures("unpinned")
 def test_weights_return_when_a_block_breaks():
     net = nn.Sequential(nn.Linear(2, 3))
-    visit(net.requires_grad_(False), torch.device("meta"))
+    run_offloaded(net.requires_grad_(False), torch.device("meta"))
     with pytest.raises(RuntimeError):
         net(torch.ones(1, 5))
     assert net[0].weight.device.type == "cpu"
@@ -147,7 +147,7 @@ def test_slices_decode_to_the_same_pictures_but_for_rounding(name):
     cond = {"texts": torch.zeros(5, 3)}
     with torch.no_grad():
         whole, rates = decode(parts, x0, cond, row.unguided)
-        sliced, same_rates = in_slices(noted, 2)(parts, x0, cond, row.unguided)
+        sliced, same_rates = sliced_decode(noted, 2)(parts, x0, cond, row.unguided)
     assert seen == [(2, 2), (2, 2), (1, 1)]
     assert rates == same_rates
     torch.testing.assert_close(sliced["image"], whole["image"], rtol=0, atol=1e-5)

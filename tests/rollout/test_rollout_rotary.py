@@ -12,7 +12,7 @@ from diffusers.pipelines.ltx2 import connectors
 from model_rows import ROWS
 from omni_rollout import Prompt
 from omni_rollout.models import ltx2_net, open_model, qwen_image_net, z_image_net
-from omni_rollout.models.rotary import has_float64, is_real, rotate
+from omni_rollout.models.rotary import has_float64, rotate, uses_real_rotation
 from omni_rollout.sampler import Sampler
 
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 def rotate_in_real_numbers(monkeypatch):
     """Have the CPU rotate as an accelerator without complex numbers does."""
     for net in (qwen_image_net, z_image_net):
-        monkeypatch.setattr(net, "is_real", lambda device: True)
+        monkeypatch.setattr(net, "uses_real_rotation", lambda device: True)
 
 
 @pytest.fixture
@@ -30,7 +30,12 @@ def real_cpu(monkeypatch):
 
 
 def test_devices_without_float64_rotate_in_real_numbers():
-    assert [is_real(torch.device(kind)) for kind in ("cpu", "meta", "cuda", "mps")] == [False, False, False, True]
+    assert [uses_real_rotation(torch.device(kind)) for kind in ("cpu", "meta", "cuda", "mps")] == [
+        False,
+        False,
+        False,
+        True,
+    ]
     assert [has_float64(torch.device(kind)) for kind in ("cpu", "cuda", "mps")] == [True, True, False]
 
 

@@ -8,7 +8,7 @@ from model_rows import ROWS
 from omni_rollout import Params, Prompt, Trajectory, replay
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
-from omni_rollout.models.routing import ExpertLoad, Routing, replay_routes, routing_of
+from omni_rollout.models.routing import ExpertLoad, Routing, find_routing, replay_routes
 
 torch.set_num_threads(1)
 PARAMS = Params(4, 32, 96, guidance_scale=5.0, noise_level=0.7, sde_steps=(1, 2))
@@ -24,7 +24,7 @@ def drawn():
     """A model and an engine that keep routes, samples, and all that routers choose from then on."""
     model = open_model(ROWS["hunyuan-image"].checkpoint())
     engine = DiffusersEngine(model, model.load(device="cpu", dtype=torch.float32))
-    routing, chosen = routing_of(engine.net), []
+    routing, chosen = find_routing(engine.net), []
     model, engine = replay_routes(model, engine, routing)
     trajectory = engine.generate(prompts(*TEXTS), PARAMS)
     routing.register_forward_hook(lambda module, args, out: chosen.append(out))

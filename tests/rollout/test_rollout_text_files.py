@@ -8,7 +8,7 @@ import torch
 from model_rows import ROWS
 from omni_rollout import Prompt
 from omni_rollout.conditioning import TextCache
-from omni_rollout.decoding import in_slices
+from omni_rollout.decoding import sliced_decode
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.model import wrap
 from omni_rollout.models import open_model
@@ -97,7 +97,7 @@ def test_a_wrapped_model_finds_the_texts_of_its_own_class(tmp_path, monkeypatch)
     model, parts = load(name)
     draw(name, model, parts, tmp_path)
     asked = encodings(model, monkeypatch)
-    wrapped = wrap(model, decode=in_slices(model.decode, 1))
+    wrapped = wrap(model, decode=sliced_decode(model.decode, 1))
     assert isinstance(wrapped, QwenImage)
     draw(name, wrapped, parts, tmp_path)
     assert asked == []

@@ -10,7 +10,7 @@ from omni_rollout import Prompt
 from omni_rollout.engines.transformers import TransformersEngine
 from omni_rollout.models.tokens import open_token_model
 from omni_rollout.tokens import TokenParams, TokenTrajectory, score_tokens
-from omni_rollout.tool import MOST_CHARACTERS, Tool
+from omni_rollout.tool import MAX_CHARACTERS, Tool
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +78,10 @@ def test_an_exception_is_a_result_and_a_long_one_is_cut():
     def fail(text):
         raise KeyError(text)
 
-    assert Tool(lambda text: sys.exit(3)).follow("<tool>x</tool>") == "<result>SystemExit: 3</result>"
-    assert Tool(fail).follow("so <tool>x</tool>") == "<result>KeyError: 'x'</result>"
-    long = Tool(lambda text: text * 10_000).follow("<tool>x</tool>")
-    assert long == f"<result>{'x' * MOST_CHARACTERS}</result>"
+    assert Tool(lambda text: sys.exit(3)).run_call("<tool>x</tool>") == "<result>SystemExit: 3</result>"
+    assert Tool(fail).run_call("so <tool>x</tool>") == "<result>KeyError: 'x'</result>"
+    long = Tool(lambda text: text * 10_000).run_call("<tool>x</tool>")
+    assert long == f"<result>{'x' * MAX_CHARACTERS}</result>"
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_an_exception_is_a_result_and_a_long_one_is_cut():
     ],
 )
 def test_a_call_is_the_text_before_the_mark_at_an_answers_end(answer, result):
-    assert Tool(lambda text: f"[{text}]").follow(answer) == result
+    assert Tool(lambda text: f"[{text}]").run_call(answer) == result
 
 
 @pytest.mark.parametrize("marks", [("a", "b", "c"), ("a", "", "c", "d"), ("a", "b", "c", "db")])

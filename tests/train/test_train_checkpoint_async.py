@@ -179,7 +179,7 @@ def test_a_save_is_completed_although_the_ranks_have_lost_each_other(run_ranks, 
 
 
 def test_a_part_that_never_comes_is_waited_for_no_longer_than_said(run_ranks, tmp_path, monkeypatch):
-    monkeypatch.setattr("omni_train.checkpoint.saving.LONELY_S", 0.2)
+    monkeypatch.setattr("omni_train.checkpoint.saving.LOST_RANKS_S", 0.2)
 
     def work(dist):
         checkpoints = Checkpoint(tmp_path, dist)

@@ -110,7 +110,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_of_all(run_ranks, tmp_path):
 
 
 def test_folders_that_ranks_do_not_share_are_found_out(run_ranks, tmp_path, monkeypatch):
-    monkeypatch.setattr("omni_train.checkpoint.saving.SHARED_S", 0.2)
+    monkeypatch.setattr("omni_train.checkpoint.saving.SHARED_DISK_S", 0.2)
 
     def work(dist):
         folder = tmp_path / str(dist.rank)

@@ -101,7 +101,7 @@ def test_a_folder_with_training_steps_is_claimed_by_the_run_that_resumes_only(ru
 
     run_ranks(work)
     with pytest.raises(ValueError, match=f"{folder} holds a run already: it goes on with --checkpoint-url s3://a$"):
-        claim_folder(alone, folder, has_checkpoint=False, way="it goes on with --checkpoint-url s3://a")
+        claim_folder(alone, folder, has_checkpoint=False, hint="it goes on with --checkpoint-url s3://a")
 
 
 @pytest.mark.parametrize("is_there", [True, False])

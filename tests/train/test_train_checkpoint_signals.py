@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from omni_train.signals import HEARS_ALL, catch_stop, resume_command
+from omni_train.signals import INTERRUPTS_ENV, catch_stop, resume_command
 
 
 def test_sigterm_is_remembered_and_nothing_else_happens(alone):
@@ -41,7 +41,7 @@ def test_ctrl_c_asks_once_and_ends_the_second_time(alone, capfd):
 @pytest.mark.parametrize(("launcher", "heard"), [("", True), ("torchrun", False), ("omni_rl.run.ranks", True)])
 def test_a_second_ctrl_c_is_promised_where_it_is_heard(monkeypatch, capfd, launcher, heard):
     """torchrun, which names its run to the ranks, passes on the first alone."""
-    for name, holds in (("TORCHELASTIC_RUN_ID", launcher), (HEARS_ALL, launcher == "omni_rl.run.ranks")):
+    for name, holds in (("TORCHELASTIC_RUN_ID", launcher), (INTERRUPTS_ENV, launcher == "omni_rl.run.ranks")):
         monkeypatch.setenv(name, "1") if holds else monkeypatch.delenv(name, raising=False)
     with catch_stop():
         os.kill(os.getpid(), signal.SIGINT)
@@ -54,7 +54,7 @@ def test_the_old_handlers_return_after_an_error():
     def train():
         with catch_stop(list(before)) as stop:
             os.kill(os.getpid(), signal.SIGUSR1)
-            raise KeyError(stop.asked)
+            raise KeyError(stop.received)
 
     with pytest.raises(KeyError, match="True"):
         train()

@@ -10,10 +10,10 @@ import torch
 from helpers import CHECKPOINT, REPO, sampled
 from model_rows import ROWS
 from omni_rollout import Params, Prompt
-from omni_rollout.decoding import in_tiles
+from omni_rollout.decoding import tiled_decode
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
-from omni_train.dist import context_mesh, divide, shard_mesh
+from omni_train.dist import context_mesh, divide_work, shard_mesh
 from omni_train.memory.recompute import Recompute
 from omni_train.optim import SummedBackward
 from omni_train.prepare import Lora, Preparation, prepare
@@ -211,9 +211,9 @@ def test_ranks_decode_some_tiles_each_and_all_have_the_bits_of_one(run_ranks, gr
             return {"image": pixels.sin().movedim(1, -1)}, {}
 
         with torch.set_grad_enabled(gradients):
-            found = in_tiles(decode, 96, partial(divide, dist.mesh))(None, x0, {}, params)[0]["image"]
+            found = tiled_decode(decode, 96, partial(divide_work, dist.mesh))(None, x0, {}, params)[0]["image"]
         num_own = len(sizes)
-        alone = in_tiles(decode, 96)(None, x0, {}, params)[0]["image"]
+        alone = tiled_decode(decode, 96)(None, x0, {}, params)[0]["image"]
         return num_own, len(sizes) - num_own, torch.equal(found, alone), list(found.shape)
 
     assert run_ranks(work, 3) == [[5 if gradients else 2, 5, True, [2, 64, 376, 3]]] * 3

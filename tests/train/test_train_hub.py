@@ -36,8 +36,8 @@ def test_prompts_are_fetched_once_at_their_revision(download):
     assert [record.text for record in load_prompts(ADDRESS)] == ["a cat", "a dog"]
     load_prompts(ADDRESS)
     download.assert_called_once_with("owner/name", "some/prompts.txt", repo_type="dataset", revision="v1")
-    assert hub.pinned(ADDRESS, hub.local_file(ADDRESS)) == "hf://datasets/owner/name@abc123/some/prompts.txt"
-    assert hub.pinned("data/prompts.txt", Path("data/prompts.txt")) == "data/prompts.txt"
+    assert hub.pin_revision(ADDRESS, hub.local_file(ADDRESS)) == "hf://datasets/owner/name@abc123/some/prompts.txt"
+    assert hub.pin_revision("data/prompts.txt", Path("data/prompts.txt")) == "data/prompts.txt"
 
 
 def test_settings_come_from_a_model_on_the_hub(download):

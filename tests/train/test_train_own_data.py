@@ -309,8 +309,8 @@ def test_a_split_of_the_hub_is_fetched_once_at_its_revision_and_pinned(on_hub, p
     load_prompts(place)
     load_prompts(place)
     assert on_hub.fetched == [(name, "v1", False) for name in ("README.md", "data/x.csv", "data/y.csv")]
-    assert hub.pinned(place, data_files(place)[0]) == "hf://datasets/owner/name@abc123/train"
-    assert hub.pinned("hf://datasets/owner/name", data_files(place)[0]) == "hf://datasets/owner/name@abc123"
+    assert hub.pin_revision(place, data_files(place)[0]) == "hf://datasets/owner/name@abc123/train"
+    assert hub.pin_revision("hf://datasets/owner/name", data_files(place)[0]) == "hf://datasets/owner/name@abc123"
     load_prompts("hf://datasets/owner/name@~parquet/test")
     assert on_hub.fetched[-1] == ("held/a.csv", "refs/convert/parquet", False)
 
@@ -433,7 +433,7 @@ def test_a_pattern_of_a_card_names_no_file_outside(tmp_path, parquet):
 
 def test_many_small_files_that_unpack_to_large_ones_are_bounded(tmp_path, monkeypatch, parquet):
     monkeypatch.setattr(files, "MIN_TOTAL_BYTES", 100)
-    monkeypatch.setattr(files, "MOST_UNPACKED", 0)
+    monkeypatch.setattr(files, "MAX_UNPACKED", 0)
     for i in range(2):
         write_all(tmp_path / "mine" / f"{i}.parquet", [{"prompt": "a" * 40}], parquet)
     with pytest.raises(ValueError, match=r"1\.parquet, row 1: must have at most 100 characters with all before it"):

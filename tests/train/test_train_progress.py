@@ -22,9 +22,9 @@ def clock(monkeypatch):
     time = SimpleNamespace(monotonic=lambda: now[0])
     monkeypatch.setattr(progress, "time", time)
     monkeypatch.setattr(display_module, "time", time)
-    progress.begin("")
+    progress.start_phase("")
     yield now
-    progress.begin("")
+    progress.start_phase("")
 
 
 @pytest.fixture
@@ -44,22 +44,22 @@ def shown(clock, monkeypatch):
 
 def test_a_phase_says_what_is_done_of_what_and_what_is_left_by_that(clock):
     assert progress.describe() == ""
-    progress.begin("step 1")
-    with progress.doing("rollout"):
+    progress.start_phase("step 1")
+    with progress.phase("rollout"):
         said = []
-        for number, _ in enumerate(progress.over(["abcd"] * 16, "samples")):
+        for number, _ in enumerate(progress.track(["abcd"] * 16, "samples")):
             said += [progress.describe()] if number in (0, 3) else []
             clock[0] += 41 / 13
     assert said == ["step 1: rollout 0 of 64 samples, for 0:00", "step 1: rollout 12 of 64 samples, 0:41 left"]
     assert progress.describe() == "step 1, for 0:50"
-    progress.begin("")
+    progress.start_phase("")
     assert progress.describe() == ""
 
 
 def test_a_phase_without_known_work_counts_forwards_and_time(clock):
-    with progress.doing("update"):
-        progress.beat()
-        progress.beat()
+    with progress.phase("update"):
+        progress.count_forward()
+        progress.count_forward()
         clock[0] += 3700
         assert progress.describe() == "update, forward 2, for 1:01:40"
         progress.advance(total=16, unit="batches")
@@ -67,20 +67,20 @@ def test_a_phase_without_known_work_counts_forwards_and_time(clock):
 
 
 def test_a_phase_that_comes_again_goes_on_where_it_was(clock):
-    with progress.doing("rollout"):
-        progress.expect("encoding", 3, "prompts")
+    with progress.phase("rollout"):
+        progress.add_phase("encoding", 3, "prompts")
         for done in range(3):
-            with progress.doing("encoding"):
+            with progress.phase("encoding"):
                 clock[0] += 1
                 assert progress.describe().startswith(f"rollout: encoding {done} of 3 prompts")
                 progress.advance()
 
 
 def test_phases_end_where_their_block_fails_and_with_the_outermost(clock):
-    with pytest.raises(KeyError), progress.doing("save"):
+    with pytest.raises(KeyError), progress.phase("save"):
         raise KeyError
-    with progress.doing("rollout"):
-        progress.begin("step 2")
+    with progress.phase("rollout"):
+        progress.start_phase("step 2")
         assert progress.describe().startswith("step 2, ")
     assert progress.describe().startswith("step 2, ")
 
@@ -99,17 +99,17 @@ def test_work_is_counted_in_its_unit(done, total, unit, text):
 
 def test_reading_weights_counts_the_bytes_of_their_files(clock, tmp_path):
     save_file({"a": torch.ones(1000, 2, dtype=torch.bfloat16), "b": torch.ones(())}, tmp_path / "some.safetensors")
-    progress.begin("loading", 4004, "bytes")
+    progress.start_phase("loading", 4004, "bytes")
     read_tensors({"a": torch.empty(1000, 2), "b": torch.empty(())}, [tmp_path / "some.safetensors"])
-    assert progress.current().done == 4004
+    assert progress.current_phase().done == 4004
 
 
 def test_lines_come_only_after_thirty_seconds_without_one(shown, clock, capsys):
     display = shown(tty=False)
-    progress.begin("loading", 4.5e9, "bytes")
+    progress.start_phase("loading", 4.5e9, "bytes")
     progress.advance(2.1e9)
     for clock[0] in range(0, 75, 5):
-        display.look()
+        display.refresh()
         if clock[0] == 40:
             display.update(1, {"loss": 0.5}, 10.0, None)
     assert capsys.readouterr().out.splitlines() == [
@@ -120,7 +120,7 @@ def test_lines_come_only_after_thirty_seconds_without_one(shown, clock, capsys):
 def test_a_run_between_two_phases_is_silent(shown, clock, capsys):
     display = shown(tty=False)
     clock[0] = 100
-    display.look()
+    display.refresh()
     assert capsys.readouterr().out == ""
 
 
@@ -132,14 +132,14 @@ def test_a_terminal_shows_the_phase_below_the_steps(shown, clock, monkeypatch, t
     monkeypatch.setenv("COLUMNS", "100")
     (tmp_path / "metrics.jsonl").touch()
     display = shown()
-    progress.begin("step 2")
-    with progress.doing("rollout", 64, "samples"):
-        display.look()
+    progress.start_phase("step 2")
+    with progress.phase("rollout", 64, "samples"):
+        display.refresh()
         display.begin(4, tmp_path / "metrics.jsonl")
         progress.advance(12)
         clock[0] = 12
         display.update(1, {"loss": 0.5}, 1.0, None)
-        display.look()
+        display.refresh()
     display.close()
     lines = [re.sub(r"\x1b\[[0-9;?]*\w|━|╸|╺", "", line).strip() for line in terminal.getvalue().splitlines()]
     assert "step 2: rollout 0 of 64 samples, for 0:00" in lines[0]
@@ -150,9 +150,9 @@ def test_listeners_hear_what_the_run_does(shown, clock):
     heard = []
     display = shown(tty=False)
     display.listeners.append(heard.append)
-    display.look()
-    progress.begin("loading")
-    display.look()
+    display.refresh()
+    progress.start_phase("loading")
+    display.refresh()
     assert heard == ["loading, for 0:00"]
 
 
@@ -169,10 +169,10 @@ def test_a_terminal_that_is_gone_is_said_once_and_nothing_fails(shown, clock, mo
     display = shown(tty=False) if not tty else None
     monkeypatch.setattr(sys, "stdout", gone := Gone())
     display = display or shown()
-    progress.begin("loading")
+    progress.start_phase("loading")
     clock[0] = 31
     for _ in range(3):
-        display.look()
+        display.refresh()
         display.update(1, {"loss": 0.5}, 1.0, None)
     display.close()
     assert sys.stdout is gone

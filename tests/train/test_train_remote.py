@@ -107,7 +107,7 @@ def test_a_rank_that_is_killed_in_the_middle_of_an_upload_leaves_the_older_check
     run_ranks, tmp_path, url, monkeypatch, victim
 ):
     """From which any machines go on, also with the step that was lost."""
-    monkeypatch.setattr(omni_train.checkpoint.saving, "LONELY_S", 0.5)
+    monkeypatch.setattr(omni_train.checkpoint.saving, "LOST_RANKS_S", 0.5)
     send = Remote.send
 
     def work(dist):
@@ -172,7 +172,7 @@ def test_a_checkpoint_that_is_copied_from_a_folder_to_a_url_is_one(tmp_path, url
     checkpoints = Checkpoint(tmp_path / "elsewhere", init_distributed(), url=url)
     assert load_newest(checkpoints, net := filled(0.0)).step == 1
     assert net.weight.eq(1.0).all()
-    assert checkpoints.remote.read_beside(1, "metrics.jsonl") is None
+    assert checkpoints.remote.read_run_file(1, "metrics.jsonl") is None
 
 
 @pytest.mark.parametrize("name", ["rank-00000-000.safetensors", "checkpoint.json"])
@@ -288,23 +288,23 @@ def test_what_a_run_keeps_beside_comes_back_in_an_empty_folder(tmp_path, url):
     (run / "weights" / "README.md").write_text("a card")
     (run / "weights" / "transformer" / "a.safetensors").write_bytes(bytes(range(256)))
     beside = [run / name for name in ("config.toml", "metrics.jsonl", "weights")]
-    checkpoints = Checkpoint(run / "checkpoints", init_distributed(), url=url, beside=beside)
+    checkpoints = Checkpoint(run / "checkpoints", init_distributed(), url=url, run_files=beside)
     checkpoints.save(1, filled(1.0), config={})
     remote = checkpoints.remote
-    assert remote.read_beside(1, "config.toml") is None
-    assert remote.read_beside(1, "metrics.jsonl") == b'{"step": 0}\n'
-    remote.fetch_beside(1, "weights", tmp_path / "fetched")
+    assert remote.read_run_file(1, "config.toml") is None
+    assert remote.read_run_file(1, "metrics.jsonl") == b'{"step": 0}\n'
+    remote.fetch_run_folder(1, "weights", tmp_path / "fetched")
     found = {path.relative_to(tmp_path / "fetched") for path in (tmp_path / "fetched").rglob("*") if path.is_file()}
     assert found == {Path("README.md"), Path("transformer/a.safetensors")}
     assert (tmp_path / "fetched/transformer/a.safetensors").read_bytes() == bytes(range(256))
     Remote(url).write("step-00000001/weights/README.md", b"a cart")
     with pytest.raises(ValueError, match=rf"^{url}/step-00000001/weights/README.md has the SHA-256"):
-        remote.fetch_beside(1, "weights", tmp_path / "again")
+        remote.fetch_run_folder(1, "weights", tmp_path / "again")
     assert not (tmp_path / "again").exists()
     (run / "metrics.jsonl").unlink()
     shutil.rmtree(run / "weights")
     checkpoints.save(2, filled(1.0), config={})
-    assert remote.read_beside(2, "metrics.jsonl") is None
+    assert remote.read_run_file(2, "metrics.jsonl") is None
 
 
 class Holder:
@@ -330,7 +330,7 @@ class Holder:
 
 
 def test_two_runs_at_one_url_are_refused_and_one_that_ended_is_not_in_the_way(tmp_path, url, monkeypatch):
-    monkeypatch.setattr(omni_train.lock, "BEAT_S", 0.1)
+    monkeypatch.setattr(omni_train.lock, "RENEWAL_S", 0.1)
     monkeypatch.setattr(omni_train.lock, "LEASE_S", 5.0)
     first = Holder(tmp_path / "a", url)
     try:
@@ -342,7 +342,7 @@ def test_two_runs_at_one_url_are_refused_and_one_that_ended_is_not_in_the_way(tm
     monkeypatch.setattr(omni_train.lock, "LEASE_S", 1e6)
     again = RunLock(tmp_path / "a", init_distributed(), url=url)  # at once, as the folder's own lock was free
     again.check()
-    again._lease._ends.set()  # as if it could renew it no longer
+    again._lease._released.set()  # as if it could renew it no longer
     for thread in threading.enumerate():
         if thread.name.endswith("(_renew)"):
             thread.join(30)  # its last renewal has arrived
@@ -358,7 +358,7 @@ def test_two_runs_at_one_url_are_refused_and_one_that_ended_is_not_in_the_way(tm
 
 @pytest.mark.parametrize("how", ["a copy of its folder", "a store that creates over what there is"])
 def test_the_url_of_a_run_that_goes_on_is_not_taken(tmp_path, url, monkeypatch, how):
-    monkeypatch.setattr(omni_train.lock, "BEAT_S", 0.1)
+    monkeypatch.setattr(omni_train.lock, "RENEWAL_S", 0.1)
     monkeypatch.setattr(omni_train.lock, "LEASE_S", 5.0)
     first = RunLock(tmp_path / "a", init_distributed(), url=url)
     if how == "a copy of its folder":
@@ -372,7 +372,7 @@ def test_the_url_of_a_run_that_goes_on_is_not_taken(tmp_path, url, monkeypatch, 
 
 
 def test_a_renewal_is_tried_once_so_that_it_never_comes_over_a_later_holder(tmp_path, url, monkeypatch):
-    monkeypatch.setattr(omni_train.lock, "BEAT_S", 0.3)
+    monkeypatch.setattr(omni_train.lock, "RENEWAL_S", 0.3)
     monkeypatch.setattr(omni_train.lock, "LEASE_S", 2.0)
     first = RunLock(tmp_path / "a", init_distributed(), url=url)
     tries, put = [], first._lease._remote._put
@@ -394,9 +394,9 @@ def test_a_renewal_is_tried_once_so_that_it_never_comes_over_a_later_holder(tmp_
 
 
 def test_a_renewal_of_a_process_that_was_stopped_does_not_come_over_the_next_holder(tmp_path, url, monkeypatch):
-    monkeypatch.setattr(omni_train.lock, "BEAT_S", 0.05)
+    monkeypatch.setattr(omni_train.lock, "RENEWAL_S", 0.05)
     monkeypatch.setattr(omni_train.lock, "LEASE_S", 2.0)
-    stopped, goes_on, read = threading.Event(), threading.Event(), omni_train.lock._Lease._other
+    stopped, goes_on, read = threading.Event(), threading.Event(), omni_train.lock._Lease._read_holder
 
     def stop_after(lease, **how):
         found = read(lease, **how)
@@ -406,7 +406,7 @@ def test_a_renewal_of_a_process_that_was_stopped_does_not_come_over_the_next_hol
         return found
 
     first = RunLock(tmp_path / "a", init_distributed(), url=url)
-    monkeypatch.setattr(omni_train.lock._Lease, "_other", stop_after)
+    monkeypatch.setattr(omni_train.lock._Lease, "_read_holder", stop_after)
     assert stopped.wait(5)
     second = RunLock(tmp_path / "b", init_distributed(), url=url)
     goes_on.set()
@@ -421,10 +421,10 @@ def test_a_renewal_of_a_process_that_was_stopped_does_not_come_over_the_next_hol
 
 
 def test_a_process_that_was_stopped_as_it_took_a_url_gives_it_back(tmp_path, url, monkeypatch):
-    monkeypatch.setattr(omni_train.lock, "BEAT_S", 0.2)
+    monkeypatch.setattr(omni_train.lock, "RENEWAL_S", 0.2)
     monkeypatch.setattr(omni_train.lock, "LEASE_S", 2.0)
     dead = RunLock(tmp_path / "a", init_distributed(), url=url)
-    dead._lease._ends.set()
+    dead._lease._released.set()
     write, found = Remote.write, []
 
     def stop_before(remote, name, data, **how):
@@ -442,7 +442,7 @@ def test_a_process_that_was_stopped_as_it_took_a_url_gives_it_back(tmp_path, url
 
 
 def test_one_missing_answer_does_not_end_a_lease(tmp_path, url, monkeypatch):
-    monkeypatch.setattr(omni_train.lock, "BEAT_S", 0.05)
+    monkeypatch.setattr(omni_train.lock, "RENEWAL_S", 0.05)
     lock, answers, read = RunLock(tmp_path / "a", init_distributed(), url=url), iter([None]), Remote.read
 
     def miss(remote, name, **how):
@@ -453,7 +453,7 @@ def test_one_missing_answer_does_not_end_a_lease(tmp_path, url, monkeypatch):
     monkeypatch.setattr(Remote, "read", miss)
     for least in (1, 4):  # renewals, before and after the answer that is missing
         deadline = time.monotonic() + 30
-        while lock._lease._beats < least:
+        while lock._lease._num_renewals < least:
             assert time.monotonic() < deadline, "it is renewed no longer"
             time.sleep(0.01)
     Remote(url).delete("lock")
@@ -514,7 +514,7 @@ def test_an_object_that_is_read_whole_has_a_limit(tmp_path):
 def test_a_run_that_has_lost_the_url_deletes_nothing_of_its_next_holder(tmp_path, url, monkeypatch):
     monkeypatch.setattr(omni_train.lock, "LEASE_S", 2.0)
     first = RunLock(tmp_path / "a", init_distributed(), url=url)
-    first._lease._ends.set()  # as if it could renew it no longer
+    first._lease._released.set()  # as if it could renew it no longer
     second = RunLock(tmp_path / "b", init_distributed(), url=url)
     Remote(url).write("step-00000130/rank-00000-000.safetensors", b"under way")
     lost = Checkpoint(tmp_path / "a", init_distributed(), url=url, wait_for=first.check)

@@ -36,7 +36,7 @@ def test_a_trainer_that_gives_signs_of_life_may_take_its_time(run_ranks):
             return roles.next_order()[0]
         for _ in range(6):
             time.sleep(0.2)
-            roles.beat()
+            roles.send_heartbeat()
         roles.announce(pack([3, 2], {}))
         return None
 

@@ -59,7 +59,7 @@ def group_advantages(
 
     count = group_sum(scored.double())
     mean = group_sum(values) / count.clamp(min=1)
-    varied = scored & _varied(rewards, scored, index, len(ids))
+    varied = scored & _has_variation(rewards, scored, index, len(ids))
     centered = torch.where(varied, values - mean[index], 0.0)
     if std == "none":
         return centered.float()
@@ -138,7 +138,7 @@ def filter_groups(rewards: Tensor, groups: Tensor) -> Tensor:
     check_rewards(rewards, groups)
     ids, index = torch.unique(groups, return_inverse=True)
     scored = ~rewards.isnan()
-    return scored & _varied(rewards.double(), scored, index, len(ids))
+    return scored & _has_variation(rewards.double(), scored, index, len(ids))
 
 
 def best_worst_n(rewards: Tensor, groups: Tensor, n: int) -> Tensor:
@@ -232,16 +232,16 @@ def overrated(rewards: Tensor, others: Tensor, share: float) -> Tensor:
     if rewards.ndim != 1 or others.ndim != 2 or len(others) != len(rewards) or not 0 < share <= 1:
         shapes = f"{tuple(rewards.shape)} and {tuple(others.shape)}, {share}"
         raise ValueError(f"rewards and others must be [N] and [N, R], and share in (0, 1], got {shapes}")
-    doubt = torch.full_like(rewards, -torch.inf, dtype=torch.float32)
+    excess = torch.full_like(rewards, -torch.inf, dtype=torch.float32)
     (scored,) = torch.where(~(rewards.isnan() | others.isnan().any(dim=1)))
-    doubt[scored] = others.shape[1] * ranks(rewards[scored])  # R times u, which is exact
+    excess[scored] = others.shape[1] * ranks(rewards[scored])  # R times u, which is exact
     for column in others.unbind(dim=1):
-        doubt[scored] -= ranks(column[scored])
-    most = doubt.argsort(descending=True, stable=True)[: math.ceil(share * len(doubt))]
-    return torch.isin(torch.arange(len(doubt), device=doubt.device), most) & (doubt > 0)
+        excess[scored] -= ranks(column[scored])
+    top = excess.argsort(descending=True, stable=True)[: math.ceil(share * len(excess))]
+    return torch.isin(torch.arange(len(excess), device=excess.device), top) & (excess > 0)
 
 
-def _varied(rewards: Tensor, scored: Tensor, index: Tensor, num_groups: int) -> Tensor:
+def _has_variation(rewards: Tensor, scored: Tensor, index: Tensor, num_groups: int) -> Tensor:
     """Return a mask [N] of the samples whose group has at least two different rewards. rewards: [N], float64.
 
     It compares rewards, not their variance: the rounded mean of equal floats may differ from them, and dividing the

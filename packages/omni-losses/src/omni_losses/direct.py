@@ -6,7 +6,14 @@ Notation: B samples. sigma is the noise level, 1 = noise, 0 = data; velocity = d
 import torch
 from torch import Tensor
 
-from omni_losses.output import LossOutput, over, require_batch, require_latents, require_per_sample, require_shape_of
+from omni_losses.output import (
+    LossOutput,
+    expand_like,
+    require_batch,
+    require_latents,
+    require_per_sample,
+    require_shape_of,
+)
 
 
 def direct_align(velocity: Tensor, x: Tensor, noise: Tensor, sigma: Tensor, sigma_next: Tensor) -> Tensor:
@@ -38,7 +45,7 @@ def direct_align(velocity: Tensor, x: Tensor, noise: Tensor, sigma: Tensor, sigm
     require_per_sample(velocity, sigma=sigma, sigma_next=sigma_next)
     if sigma_next.device.type == "cpu" and not ((sigma_next >= 0) & (sigma_next < 1)).all():
         raise ValueError(f"sigma_next must be in [0, 1), got {sigma_next.tolist()}")
-    level, level_next = (over(s.detach().float(), velocity) for s in (sigma, sigma_next))
+    level, level_next = (expand_like(s.detach().float(), velocity) for s in (sigma, sigma_next))
     x_next = x.detach().float() + (level_next - level) * velocity.float()
     return (x_next - level_next * noise.detach().float()) / (1 - level_next)
 

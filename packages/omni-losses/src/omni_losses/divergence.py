@@ -184,17 +184,17 @@ def token_divergence(log_probs: Tensor, teacher_log_probs: Tensor, *, divergence
 
 
 def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    p, log_ratio = _compare(log_p, log_q)
+    p, log_ratio = _prob_and_log_ratio(log_p, log_q)
     return (p * log_ratio).sum(dim=-1)
 
 
 def _kl_to_mean(log_p: Tensor, log_q: Tensor) -> Tensor:
     """Return KL(p || (p + q) / 2), [...]: log p - log((p + q) / 2) is log 2 + log sigmoid(log p - log q)."""
-    p, log_ratio = _compare(log_p, log_q)
+    p, log_ratio = _prob_and_log_ratio(log_p, log_q)
     return (p * (math.log(2) + logsigmoid(log_ratio))).sum(dim=-1)
 
 
-def _compare(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+def _prob_and_log_ratio(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
     """Return p and log p - log q, [..., V]; the latter is 0 where p is 0, as inf - inf and 0 * inf are NaN."""
     p = log_p.exp()
     return p, torch.where(p == 0, 0.0, log_p - log_q)

@@ -19,7 +19,7 @@ from omni_losses.output import (
     LossOutput,
     clip_metrics,
     element_mean,
-    over,
+    expand_like,
     ratio_metrics,
     require_batch,
     require_latents,
@@ -164,7 +164,7 @@ def diffusion_nft_loss(  # noqa: PLR0913 - all but six are keyword-only, and eac
         raise ValueError(f"ref_velocity must be given with kl_coef > 0, got None and {kl_coef}")
     old, x0, x_t = (tensor.detach().float() for tensor in (old_velocity, x0, x_t))
     shift = nft_beta * (velocity.float() - old)
-    level = over(sigma.detach().float(), velocity)
+    level = expand_like(sigma.detach().float(), velocity)
     positive = _normalized_error(x_t - level * (old + shift), x0, min_weight)
     negative = _normalized_error(x_t - level * (old - shift), x0, min_weight)
     prob = reward_prob.detach().float()
@@ -296,14 +296,14 @@ def dgpo_loss(
     require_positive(dgpo_beta=dgpo_beta, adv_clip_max=adv_clip_max)
     require_batch("error", error, ref_error=ref_error, old_error=old_error, advantages=advantages)
     require_shape_of("error", error, groups=groups)
-    now, advantage = error.detach().float(), advantages.detach().float().clamp(-adv_clip_max, adv_clip_max)
+    current, advantage = error.detach().float(), advantages.detach().float().clamp(-adv_clip_max, adv_clip_max)
     is_same = groups[:, None] == groups
-    gains = torch.where(is_same, advantage * (now - ref_error.detach().float()), 0.0)
+    gains = torch.where(is_same, advantage * (current - ref_error.detach().float()), 0.0)
     # CUDA adds by index in any order, and to find the indices would wait for the device; sums of rows do neither.
     weight = torch.sigmoid(dgpo_beta * (gains.sum(dim=1) / is_same.sum(dim=1)))
-    log_ratio = old_error.detach().float() - now
+    log_ratio = old_error.detach().float() - current
     clipped = torch.where(advantage > 0, log_ratio.exp() > 1 + high, log_ratio.exp() < 1 - low)
-    losses = weight * advantage * torch.where(clipped, now, error.float())
+    losses = weight * advantage * torch.where(clipped, current, error.float())
     metrics = ratio_metrics(log_ratio) | clip_metrics(log_ratio, low, high) | {"group_weight": weight.mean()}
     return LossOutput(losses.mean(), metrics)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from omni_losses.output import (
     LossOutput,
     element_mean,
-    over,
+    expand_like,
     require_latents,
     require_per_sample,
     require_positive,
@@ -54,9 +54,9 @@ def distribution_matching_loss(
     require_latents("x0", x0, fake_x0=fake_x0, teacher_x0=teacher_x0)
     require_per_sample(x0, weights=weights)
     require_positive(min_scale=min_scale)
-    now, fake, teacher = (tensor.detach().float() for tensor in (x0, fake_x0, teacher_x0))
-    scale = element_mean((now - teacher).abs()).clamp(min=min_scale)
-    target = now - (fake - teacher) / over(scale, now)
+    student, fake, teacher = (tensor.detach().float() for tensor in (x0, fake_x0, teacher_x0))
+    scale = element_mean((student - teacher).abs()).clamp(min=min_scale)
+    target = student - (fake - teacher) / expand_like(scale, student)
     losses = element_mean((x0.float() - target).square()) / 2
     return LossOutput(weighted_mean(losses, weights), {"matching_error": (fake - teacher).abs().mean()})
 
@@ -86,5 +86,5 @@ def added_noise_error(velocity: Tensor, x: Tensor, noise: Tensor, sigma: Tensor,
     require_latents("velocity", velocity, x=x, noise=noise)
     require_per_sample(velocity, sigma=sigma, std=std)
     level, amplitude, latent = sigma.detach().float(), std.detach().float(), x.detach().float()
-    predicted = over(amplitude / level, latent) * (latent + over(1 - level, latent) * velocity.float())
+    predicted = expand_like(amplitude / level, latent) * (latent + expand_like(1 - level, latent) * velocity.float())
     return element_mean((noise.detach().float() - predicted).square())

@@ -30,7 +30,7 @@ def element_mean(x: Tensor) -> Tensor:
     return x.flatten(1).mean(dim=1)
 
 
-def over(value: Tensor, x: Tensor) -> Tensor:
+def expand_like(value: Tensor, x: Tensor) -> Tensor:
     """Return value [B] reshaped to broadcast with x [B, ...]."""
     return value.view(-1, *[1] * (x.ndim - 1))
 

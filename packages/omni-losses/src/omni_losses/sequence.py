@@ -160,7 +160,7 @@ def token_nll_loss(log_prob: Tensor, mask: Tensor, *, weights: Tensor) -> LossOu
     Source: supervised fine-tuning as in InstructGPT (arXiv 2203.02155), section 3.5.
     """
     _check(log_prob, mask, weights=weights)
-    chosen = _chosen(mask)
+    chosen = _bool_mask(mask)
     losses = torch.where(chosen, -log_prob.float(), 0.0)
     counts = chosen.sum(dim=1).float()
     metrics = {"nll": losses.detach().sum() / counts.sum(), "tokens_mean": counts.mean()}
@@ -220,7 +220,7 @@ def _check(log_prob: Tensor, mask: Tensor, old_log_prob: Tensor | None = None, *
             raise ValueError(f"{name} must be [N] = {tuple(log_prob.shape[:1])}, got shape {tuple(value.shape)}")
 
 
-def _chosen(mask: Tensor) -> Tensor:
+def _bool_mask(mask: Tensor) -> Tensor:
     """Return the mask as booleans; raise ValueError if it is empty."""
     chosen = mask.bool()
     if not chosen.any():
@@ -237,7 +237,7 @@ def _token_ratios(
     if weights is not None and weights.ndim == 1:
         weights = weights[:, None].expand_as(log_prob)
     require_shape_of("log_prob", log_prob, weights=weights)
-    chosen = _chosen(mask)
+    chosen = _bool_mask(mask)
     if weights is None:
         weights = token_weights(chosen.sum(dim=1), mean="sequence")[:, None]
     log_ratio = torch.where(chosen, log_prob.float() - old_log_prob.detach().float(), 0.0)

@@ -16,7 +16,7 @@ from itertools import islice
 
 import numpy as np
 
-from omni_reward.media import ScoreRequest, slices_of
+from omni_reward.media import ScoreRequest, group_slices
 from omni_reward.wire import Score, Scorer
 
 
@@ -61,13 +61,13 @@ class Batcher:
         """
         loop, now, count = asyncio.get_running_loop(), time.monotonic(), len(request.prompts)
         size = self._scorer.batch_size or count
-        cuts = slices_of(request.groups) or [slice(start, start + size) for start in range(0, count, size)]
+        cuts = group_slices(request.groups) or [slice(start, start + size) for start in range(0, count, size)]
         pieces = [_Piece(request, cut, now, loop.create_future()) for cut in cuts]
         self._queue += pieces
         if self._feeding is None or self._feeding.done():
             self._feeding = asyncio.create_task(self._feed())
-        found = await asyncio.gather(*(piece.scores for piece in pieces))  # raises as soon as a piece fails
-        return [score for scores in found for score in scores]
+        results = await asyncio.gather(*(piece.scores for piece in pieces))  # raises as soon as a piece fails
+        return [score for scores in results for score in scores]
 
     async def sleep(self, asleep: bool) -> None:
         """Move the scorer's weights to the host after the running call, or back; a later call moves them back too.
@@ -84,25 +84,25 @@ class Batcher:
         """Remove a request from the queue unless its scoring has begun; return True if it was removed."""
         is_whole = sum(piece.size for piece in self._queue if piece.request is request) == len(request.prompts)
         if is_whole:
-            self._forget(request)
+            self._drop_pieces(request)
         return is_whole
 
     async def _feed(self) -> None:
         """Call the scorer until the queue is empty."""
         loop = asyncio.get_running_loop()
         while self._queue:
-            pieces = self._take()
+            pieces = self._take_pieces()
             outcomes = await loop.run_in_executor(self._worker, self._score_pieces, pieces)
             for piece, outcome in zip(pieces, outcomes, strict=True):
                 if piece.scores.cancelled():
                     continue
                 if isinstance(outcome, ScorerFailedError):
-                    self._forget(piece.request)
+                    self._drop_pieces(piece.request)
                     piece.scores.set_exception(outcome)
                 else:
                     piece.scores.set_result(outcome)
 
-    def _take(self) -> list[_Piece]:
+    def _take_pieces(self) -> list[_Piece]:
         """Take the pieces of the next call off the queue: the first one, and later ones of its form that fit."""
         first = self._queue[0]
         pieces, room = [first], (self._scorer.batch_size or 0) - first.size
@@ -113,7 +113,7 @@ class Batcher:
         self._queue = [piece for piece in self._queue if piece not in pieces]
         return pieces
 
-    def _forget(self, request: ScoreRequest) -> None:
+    def _drop_pieces(self, request: ScoreRequest) -> None:
         """Remove the remaining pieces of a request from the queue."""
         self._queue = [piece for piece in self._queue if piece.request is not request]
 
@@ -142,7 +142,7 @@ class Batcher:
         media = {kind: _join([req.media[kind][samples] for req, samples in parts]) for kind in self._scorer.media}
         prompts = [prompt for req, samples in parts for prompt in req.prompts[samples]]
         meta = [sample for req, samples in parts for sample in req.meta[samples]]
-        references = [own for req, samples in parts for own in req.references[samples]]
+        references = [image for req, samples in parts for image in req.references[samples]]
         return self._scorer(media, prompts, meta, references, since=min(piece.since for piece in pieces))
 
 

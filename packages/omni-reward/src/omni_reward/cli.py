@@ -61,7 +61,7 @@ def build_parser() -> Parser:
     return parser
 
 
-def refuse_without(exc: ImportError) -> NoReturn:
+def exit_missing_library(exc: ImportError) -> NoReturn:
     """Handle --help and wrong flags, or exit with the name of the missing library."""
     parser = build_parser()
     parser.parse_args()
@@ -110,7 +110,7 @@ def bind(host: str, port: int, *, has_token: bool) -> socket.socket:
     return sock
 
 
-def forget_url(path: Path | None) -> None:
+def remove_url_file(path: Path | None) -> None:
     """Remove an old URL file, which names a server that has ended.
 
     Raises:

@@ -92,7 +92,7 @@ class RewardClient:
         self._workers = ThreadPoolExecutor(max_in_flight, thread_name_prefix="omni-reward")
         self.scorer: dict[str, str] | None = None  # `scorer` and `scorer_version` of the first `info`
         self._lock = threading.Lock()  # guards the counts below
-        self._num_under_way, self._busy_since, self._busy_s = 0, 0.0, 0.0
+        self._num_running, self._busy_since, self._busy_s = 0, 0.0, 0.0
         self._num_failed_in_row = 0
 
     def submit(
@@ -172,7 +172,7 @@ class RewardClient:
         Subtract the time that callers waited to get the scoring time that other work has hidden.
         """
         with self._lock:
-            return self._busy_s + (time.perf_counter() - self._busy_since if self._num_under_way else 0.0)
+            return self._busy_s + (time.perf_counter() - self._busy_since if self._num_running else 0.0)
 
     def info(self) -> dict[str, Any]:
         """Return the first server's reply to GET /info: scorer, scorer_version, media, references, limits and more.
@@ -206,7 +206,7 @@ class RewardClient:
             RewardError: a check of a server failed; the class and the message say which.
             ValueError: an argument is invalid, or a kind of media has no default canary.
         """
-        infos = [(self._ask(url, "/healthz"), self._info(url))[1] for url in self.urls]
+        infos = [(self._get(url, "/healthz"), self._info(url))[1] for url in self.urls]
         for url, info in zip(self.urls, infos, strict=True):
             for key in ("scorer", "scorer_version", "media", "references", "groups"):
                 if info.get(key) != infos[0].get(key):
@@ -214,7 +214,7 @@ class RewardClient:
                     raise RewardFormatError(f"{key} must be the same on all servers, got {values}", fatal=True)
         if media is None:
             media, rates = canary(infos[0]["media"], len(prompts))
-            meta = [{**rates, **own} for own in meta or [{}] * len(prompts)]
+            meta = [{**rates, **entry} for entry in meta or [{}] * len(prompts)]
         if references is None and infos[0]["references"]:
             references = [(GREY,)] * len(prompts)
         groups = [0] * len(prompts) if infos[0]["groups"] else None
@@ -237,10 +237,10 @@ class RewardClient:
         """Update the number of running requests and the time that at least one was running."""
         with self._lock:
             now = time.perf_counter()
-            if self._num_under_way:
+            if self._num_running:
                 self._busy_s += now - self._busy_since
             self._busy_since = now
-            self._num_under_way += change
+            self._num_running += change
 
     def _score(self, request: ScoreRequest) -> list[Score]:
         """Return the scores of a request, or abstentions if it fails and may be masked; runs in a worker thread."""
@@ -274,7 +274,7 @@ class RewardClient:
 
     def _info(self, url: str) -> dict[str, Any]:
         try:
-            info = wire.parse_message(self._ask(url, "/info"), "the reply")
+            info = wire.parse_message(self._get(url, "/info"), "the reply")
         except MismatchError as exc:
             raise RewardFormatError(f"GET {url}/info: {exc}", fatal=True) from exc
         except ValueError as exc:
@@ -292,7 +292,7 @@ class RewardClient:
         self.scorer = self.scorer or {name: info[name] for name in ("scorer", "scorer_version")}
         return info
 
-    def _ask(self, url: str, path: str) -> bytes:
+    def _get(self, url: str, path: str) -> bytes:
         return self._transport.exchange("GET", url + path, time.monotonic() + self._timeout_s)
 
 
@@ -301,9 +301,9 @@ def _build_request(
 ) -> ScoreRequest:
     if isinstance(prompts, str):  # a str is a sequence of str too
         raise ValueError(f"prompts must be a list of str, got {prompts!r:.80}")
-    given = [{}] * len(prompts) if meta is None else meta
-    objects = [dict(item) if isinstance(item, Mapping) else item for item in given]
-    images = [tuple(own) for own in references or ()]
+    entries = [{}] * len(prompts) if meta is None else meta
+    objects = [dict(item) if isinstance(item, Mapping) else item for item in entries]
+    images = [tuple(row) for row in references or ()]
     arrays: Any = {kind: as_texts(samples) if kind == TEXT else samples for kind, samples in media.items()}
     whole = () if groups is None else list(groups)
     return ScoreRequest(arrays, list(prompts), objects, uuid.uuid4().hex, references=images, groups=whole)

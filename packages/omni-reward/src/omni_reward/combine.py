@@ -30,22 +30,22 @@ def combine(reward: Reward, scorers: Mapping[str, Scorer]) -> Scorer:
     media = sorted({kind for scorer in scorers.values() for kind in scorer.media})
     versions = [f"{name}: {scorer.version}" for name, scorer in scorers.items() if scorer.version]
 
-    def score(media: Arrays, prompts: list[str], meta: Meta, *more: Any) -> list[Score]:
-        given = (media, prompts, meta, *(more if wants else ((), *more)))
-        columns = {name: score_in_batches(scorer, *given) for name, scorer in scorers.items()}
+    def score(media: Arrays, prompts: list[str], meta: Meta, *rest: Any) -> list[Score]:
+        args = (media, prompts, meta, *(rest if takes_references else ((), *rest)))
+        columns = {name: score_in_batches(scorer, *args) for name, scorer in scorers.items()}
         return [_join(reward, dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 
-    wants = any(scorer.references for scorer in scorers.values())
+    takes_references = any(scorer.references for scorer in scorers.values())
     groups = any(scorer.groups for scorer in scorers.values())
     batch_size = None if groups or None in sizes else min(filter(None, sizes))
     movers = [scorer.move for scorer in scorers.values() if scorer.move]
 
     def move(asleep: bool) -> None:
-        for each in movers:
-            each(asleep)
+        for mover in movers:
+            mover(asleep)
 
-    how: Any = {"references": wants, "timed": True, "groups": groups, "move": move if movers else None}
-    return Scorer(score, tuple(media), batch_size=batch_size, version="; ".join(versions), **how)
+    options: Any = {"references": takes_references, "timed": True, "groups": groups, "move": move if movers else None}
+    return Scorer(score, tuple(media), batch_size=batch_size, version="; ".join(versions), **options)
 
 
 def stack_parts(scores: Sequence[Score], names: Sequence[str]) -> np.ndarray:
@@ -65,8 +65,8 @@ def score_in_batches(
     size = scorer.batch_size or len(prompts)
     for start in range(0, len(prompts), size):
         piece = slice(start, start + size)
-        own = {kind: media[kind][piece] for kind in scorer.media}
-        scores += scorer(own, prompts[piece], meta[piece], references[piece], since=since)
+        batch = {kind: media[kind][piece] for kind in scorer.media}
+        scores += scorer(batch, prompts[piece], meta[piece], references[piece], since=since)
     return scores
 
 

@@ -57,7 +57,7 @@ class Connection(h11.Connection):
 class Protocol(H11Protocol):
     """uvicorn's connection protocol with the limits of this module."""
 
-    heard_at = 0.0  # when the client last sent or received something, or began to wait, on the loop's clock
+    active_at = 0.0  # when the client last sent or received something, or began to wait, on the loop's clock
 
     @property
     def is_idle(self) -> bool:
@@ -65,14 +65,14 @@ class Protocol(H11Protocol):
         has_reply = self.cycle is None or self.cycle.response_complete
         is_taken = not self.transport.get_write_buffer_size()
         waits = has_reply or self.cycle.more_body or not is_taken
-        return (has_reply and is_taken) or (waits and self.loop.time() - self.heard_at > STALL_S)
+        return (has_reply and is_taken) or (waits and self.loop.time() - self.active_at > STALL_S)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept the connection; at the limit, close an idle one, or refuse the next request if none is idle."""
         others = cast("set[Protocol]", self.connections.copy())
         super().connection_made(transport)
         limit = self.config.h11_max_incomplete_event_size or HEAD_BYTES
-        self.conn, self.heard_at = Connection(h11.SERVER, limit), self.loop.time()
+        self.conn, self.active_at = Connection(h11.SERVER, limit), self.loop.time()
         self.loop.call_later(HEAD_S, self._check_head)
         self.limit_concurrency = None  # 0 refuses the next request
         if self.config.limit_concurrency and len(others) >= self.config.limit_concurrency:
@@ -80,29 +80,29 @@ class Protocol(H11Protocol):
             if not idle:
                 self.limit_concurrency = 0
                 return
-            oldest = min(idle, key=lambda other: other.heard_at)
+            oldest = min(idle, key=lambda other: other.active_at)
             self.limit_concurrency = oldest.limit_concurrency  # a refused connection frees no place
             self.connections.discard(oldest)
             oldest.transport.abort()  # not `close`, which waits until the client has taken all of a reply
 
     def data_received(self, data: bytes) -> None:
         """Receive bytes from the client."""
-        self.heard_at = self.loop.time()
+        self.active_at = self.loop.time()
         super().data_received(data)
 
     def pause_writing(self) -> None:
         """Pause until the client has received some of the reply."""
-        self.heard_at = self.loop.time()
+        self.active_at = self.loop.time()
         super().pause_writing()
 
     def resume_writing(self) -> None:
         """Continue the reply after the client has received some of it."""
-        self.heard_at = self.loop.time()
+        self.active_at = self.loop.time()
         super().resume_writing()
 
     def on_response_complete(self) -> None:
         """Wait for the next request."""
-        self.heard_at = self.loop.time()
+        self.active_at = self.loop.time()
         super().on_response_complete()
 
     def _check_head(self) -> None:

@@ -14,8 +14,8 @@ from typing import TypeVar
 
 from omni_reward.errors import RewardConnectError, RewardError, RewardHTTPError, RewardTimeoutError
 
-FIRST_REST_S = 0.1
-MAX_REST_S = 10.0
+FIRST_PAUSE_S = 0.1
+MAX_PAUSE_S = 10.0
 MAX_RETRY_AFTER_S = 30.0  # longest pause that a server can ask for
 LAST_TRY_S = 0.5
 NUM_FAILURES_TO_TRIAL = 3
@@ -38,22 +38,22 @@ class Endpoint:
     num_requests: int = 0  # running now
     num_failures: int = 0  # consecutive; failures of concurrent attempts count once
     failed_at: float = 0.0
-    rests_until: float = 0.0
+    paused_until: float = 0.0
 
     def is_free(self, now: float, last: float) -> bool:
         """True if it can take a request whose last attempt is due at `last`; on trial it takes one at a time."""
         is_on_trial = self.num_failures >= NUM_FAILURES_TO_TRIAL
-        return now >= min(self.rests_until, last) and not (is_on_trial and self.num_requests)
+        return now >= min(self.paused_until, last) and not (is_on_trial and self.num_requests)
 
     def fail(self, error: RewardError, *, started: float, now: float) -> None:
         """Pause the server after a failed attempt that began at `started`."""
         if started >= self.failed_at:
             self.num_failures += 1
             self.failed_at = now
-        rest_s = min(MAX_REST_S, FIRST_REST_S * 2.0 ** min(self.num_failures - 1, 20)) * random.uniform(0.5, 1.0)
+        pause_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(self.num_failures - 1, 20)) * random.uniform(0.5, 1.0)
         if isinstance(error, RewardHTTPError):
-            rest_s = max(rest_s, min(error.retry_after_s, MAX_RETRY_AFTER_S) * random.uniform(1.0, 1.25))
-        self.rests_until = max(self.rests_until, now + rest_s)
+            pause_s = max(pause_s, min(error.retry_after_s, MAX_RETRY_AFTER_S) * random.uniform(1.0, 1.25))
+        self.paused_until = max(self.paused_until, now + pause_s)
 
 
 class Endpoints:
@@ -72,7 +72,7 @@ class Endpoints:
         """
         error: RewardError | None = None
         num_attempts = 0
-        while endpoint := self.take(deadline):
+        while endpoint := self.acquire(deadline):
             started, failure = time.monotonic(), None
             num_attempts += 1
             try:
@@ -81,12 +81,12 @@ class Endpoints:
                 error = failure = exc
                 exc.num_attempts = num_attempts
             finally:
-                self.give_back(endpoint, failure, started=started)
+                self.release(endpoint, failure, started=started)
             if not is_worth_a_retry(error) or started >= deadline - LAST_TRY_S:
                 break
         raise error or RewardConnectError(f"no server was free in time; last failure: {self._last_failure}")
 
-    def take(self, deadline: float) -> Endpoint | None:
+    def acquire(self, deadline: float) -> Endpoint | None:
         """Return a server for one attempt, to be given back, or None if none is free before the deadline."""
         last = deadline - LAST_TRY_S
         with self._changed:
@@ -96,11 +96,11 @@ class Endpoints:
                     endpoint = min(free, key=lambda endpoint: (endpoint.num_requests, random.random()))
                     endpoint.num_requests += 1
                     return endpoint
-                times = [last, deadline, *(endpoint.rests_until for endpoint in self._endpoints)]
+                times = [last, deadline, *(endpoint.paused_until for endpoint in self._endpoints)]
                 self._changed.wait(min(moment for moment in times if moment > now) - now)
         return None
 
-    def give_back(self, endpoint: Endpoint, error: RewardError | None, *, started: float) -> None:
+    def release(self, endpoint: Endpoint, error: RewardError | None, *, started: float) -> None:
         """Record the end of an attempt that began at `started`; errors of the request itself are not failures."""
         with self._changed:
             endpoint.num_requests -= 1
@@ -108,5 +108,5 @@ class Endpoints:
                 endpoint.fail(error, started=started, now=time.monotonic())
                 self._last_failure = str(error)
             else:
-                endpoint.num_failures, endpoint.rests_until = 0, 0.0
+                endpoint.num_failures, endpoint.paused_until = 0, 0.0
             self._changed.notify_all()

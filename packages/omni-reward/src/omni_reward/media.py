@@ -34,7 +34,7 @@ _SHORT = reprlib.Repr()
 _SHORT.maxlist, _SHORT.maxstring, _SHORT.maxlong, _SHORT.maxother = 30, 100, 100, 100
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """Return the start of a value's repr without building the rest, since a client may have sent megabytes."""
     return _SHORT.repr(value)[:80]
 
@@ -89,7 +89,7 @@ class ScoreRequest:
     def __post_init__(self) -> None:
         for name, values, item in (("prompts", self.prompts, str), ("meta", self.meta, dict)):
             if not isinstance(values, list) or not all(isinstance(value, item) for value in values):
-                raise ValueError(f"{name} must be a list of {item.__name__}, got {shown(values)}")
+                raise ValueError(f"{name} must be a list of {item.__name__}, got {short_repr(values)}")
         if not self.prompts:
             raise ValueError("prompts must hold at least 1 prompt, got 0")
         if len(self.meta) != len(self.prompts):
@@ -113,7 +113,7 @@ def check_text(name: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as exc:  # JSON can hold a lone surrogate, which no tokenizer can read
-        raise ValueError(f"{name} must be Unicode text, got {shown(text)}") from exc
+        raise ValueError(f"{name} must be Unicode text, got {short_repr(text)}") from exc
 
 
 def check_media(kind: str, array: object, meta: Meta) -> None:
@@ -122,14 +122,16 @@ def check_media(kind: str, array: object, meta: Meta) -> None:
     if not isinstance(array, np.ndarray) or str(array.dtype) not in rule.dtypes:
         dtype = getattr(array, "dtype", type(array).__name__)
         raise ValueError(f"{kind} must be a {' or '.join(rule.dtypes)} array, got {dtype}")
-    wanted = (len(meta), *rule.axes[1:])
-    if not _fits(array.shape, wanted):
-        raise ValueError(f"{kind} must have the shape {wanted}, got {array.shape}")
+    expected = (len(meta), *rule.axes[1:])
+    if not _fits(array.shape, expected):
+        raise ValueError(f"{kind} must have the shape {expected}, got {array.shape}")
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         raise ValueError(f"{kind} must be finite, got NaN or an infinity")
     for i, value in enumerate(sample.get(rule.rate) for sample in meta if rule.rate):
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
-            raise ValueError(f"meta[{i}][{rule.rate!r}] must be a finite number > 0 for {kind}, got {shown(value)}")
+            raise ValueError(
+                f"meta[{i}][{rule.rate!r}] must be a finite number > 0 for {kind}, got {short_repr(value)}"
+            )
 
 
 def as_texts(texts: object) -> np.ndarray:
@@ -139,10 +141,10 @@ def as_texts(texts: object) -> np.ndarray:
         ValueError: it is not a list, or an item is not a string, too long or not Unicode.
     """
     if not isinstance(texts, list | tuple | np.ndarray):
-        raise ValueError(f"{TEXT} must be a list of strings, got {shown(texts)}")
+        raise ValueError(f"{TEXT} must be a list of strings, got {short_repr(texts)}")
     for text in texts:
         if not isinstance(text, str) or len(text) > MAX_TEXT_CHARS:
-            raise ValueError(f"{TEXT} must hold strings of at most {MAX_TEXT_CHARS} characters, got {shown(text)}")
+            raise ValueError(f"{TEXT} must hold strings of at most {MAX_TEXT_CHARS} characters, got {short_repr(text)}")
         check_text(TEXT, text)
     return np.fromiter(texts, object, len(texts))
 
@@ -151,12 +153,12 @@ def check_references(references: References, count: int) -> None:
     """Raise ValueError unless each of `count` samples has a tuple of images, uint8 [H, W, 3]."""
     if len(references) != count:
         raise ValueError(f"references must hold the images of each prompt ({count}), got {len(references)}")
-    for own in references:
-        if len(own) > MAX_REFERENCES:
-            raise ValueError(f"references must hold at most {MAX_REFERENCES} of a sample, got {len(own)}")
-        for image in own:
+    for images in references:
+        if len(images) > MAX_REFERENCES:
+            raise ValueError(f"references must hold at most {MAX_REFERENCES} of a sample, got {len(images)}")
+        for image in images:
             if not isinstance(image, np.ndarray) or image.dtype != np.uint8:
-                raise ValueError(f"references must be uint8 arrays, got {shown(getattr(image, 'dtype', image))}")
+                raise ValueError(f"references must be uint8 arrays, got {short_repr(getattr(image, 'dtype', image))}")
             if not _fits(image.shape, ("H", "W", 3)):
                 raise ValueError(f"references must have the shape [H, W, 3], got {image.shape}")
 
@@ -164,12 +166,12 @@ def check_references(references: References, count: int) -> None:
 def check_groups(groups: object, count: int) -> None:
     """Raise ValueError unless groups is a list of `count` integers in which equal ones are contiguous."""
     if not isinstance(groups, list) or len(groups) != count or not all(type(group) is int for group in groups):
-        raise ValueError(f"groups must be a list of one integer per prompt ({count}), got {shown(groups)}")
-    if len(slices_of(groups)) != len(set(groups)):
-        raise ValueError(f"groups must have the samples of a group one after another, got {shown(groups)}")
+        raise ValueError(f"groups must be a list of one integer per prompt ({count}), got {short_repr(groups)}")
+    if len(group_slices(groups)) != len(set(groups)):
+        raise ValueError(f"groups must have the samples of a group one after another, got {short_repr(groups)}")
 
 
-def slices_of(groups: Sequence[int]) -> list[slice]:
+def group_slices(groups: Sequence[int]) -> list[slice]:
     """Return the slice of each group's samples, which are contiguous."""
     runs = [[place for place, _ in run] for _, run in groupby(enumerate(groups), key=lambda pair: pair[1])]
     return [slice(run[0], run[-1] + 1) for run in runs]
@@ -195,13 +197,13 @@ def media_kind(kind: object) -> MediaKind:
         ValueError: it does not exist.
     """
     if not isinstance(kind, str) or kind not in MEDIA_KINDS:
-        raise ValueError(f"media must be of the kinds {sorted(MEDIA_KINDS)}, got {shown(kind)}")
+        raise ValueError(f"media must be of the kinds {sorted(MEDIA_KINDS)}, got {short_repr(kind)}")
     return MEDIA_KINDS[kind]
 
 
-def _fits(shape: tuple[int, ...], wanted: tuple[str | int, ...]) -> bool:
-    if wanted[-1] == "...":
-        wanted = (*wanted[:-1], *"x" * max(1, min(len(shape), MAX_AXES) - len(wanted) + 1))
-    return len(shape) == len(wanted) and all(
-        size == axis if isinstance(axis, int) else size > 0 for size, axis in zip(shape, wanted, strict=True)
+def _fits(shape: tuple[int, ...], expected: tuple[str | int, ...]) -> bool:
+    if expected[-1] == "...":
+        expected = (*expected[:-1], *"x" * max(1, min(len(shape), MAX_AXES) - len(expected) + 1))
+    return len(shape) == len(expected) and all(
+        size == axis if isinstance(axis, int) else size > 0 for size, axis in zip(shape, expected, strict=True)
     )

@@ -44,13 +44,13 @@ def contains(answer: str, meta: Mapping[str, object]) -> float:
 
     A number does not match within a longer one: 7 is not in 7.5, 1.7, 3/7, 7,000 or -7.
     """
-    wanted = str(meta["answer"]).strip()
+    expected = str(meta["answer"]).strip()
     before, after = r"(?<!\w)", r"(?!\w)"
-    if wanted[:1].isdigit():
-        before += r"(?<!\d[./])(?<!(?<![\w)])[-\u2212])" + r"(?<!\d,)" * bool(re.match(r"\d{3}(?!\d)", wanted))
-    if wanted[-1:].isdigit():
+    if expected[:1].isdigit():
+        before += r"(?<!\d[./])(?<!(?<![\w)])[-\u2212])" + r"(?<!\d,)" * bool(re.match(r"\d{3}(?!\d)", expected))
+    if expected[-1:].isdigit():
         after += r"(?![./]\d|,\d{3}(?!\d))"
-    return float(re.search(before + re.escape(wanted) + after, answer) is not None)
+    return float(re.search(before + re.escape(expected) + after, answer) is not None)
 
 
 def regex(answer: str, meta: Mapping[str, object]) -> float:
@@ -73,37 +73,37 @@ def choice(answer: str, meta: Mapping[str, object]) -> float:
 
 def number(answer: str, meta: Mapping[str, object]) -> float:
     """Return 1 if the answer and the line's "answer" have the same last number, else 0; "####" may mark it."""
-    right, given = (numbers(text.rpartition("####")[2]) for text in (str(meta["answer"]), answer))
-    if not right:
+    expected, answered = (numbers(text.rpartition("####")[2]) for text in (str(meta["answer"]), answer))
+    if not expected:
         raise ValueError(f'"answer" must hold a number, got {meta["answer"]!r:.80}')
-    return float(bool(given) and float(given[-1].replace(",", "")) == float(right[-1].replace(",", "")))
+    return float(bool(answered) and float(answered[-1].replace(",", "")) == float(expected[-1].replace(",", "")))
 
 
 def numbers(text: str) -> list[str]:
     """Return the numbers in a text, with their signs, decimals and commas between thousands."""
-    return [found for found in _NUMBER.findall(text) if found]
+    return [number for number in _NUMBER.findall(text) if number]
 
 
 def math(answer: str, meta: Mapping[str, object]) -> float:
     """Return 1 if math-verify finds the answer equal to the line's "answer", a number or LaTeX, else 0."""
     from math_verify import parse, verify
 
-    return float(verify(_right(str(meta["answer"])), parse(answer)))
+    return float(verify(_parse_math(str(meta["answer"])), parse(answer)))
 
 
 def json_entries(answer: str, meta: Mapping[str, object]) -> float:
     """Return 1 if the answer is a JSON object, possibly in a code fence, with the entries or keys of "json", else 0."""
-    wanted = meta["json"]
-    if not isinstance(wanted, dict | list):
-        raise ValueError(f'"json" must be an object or a list of keys, got {wanted!r:.80}')
+    expected = meta["json"]
+    if not isinstance(expected, dict | list):
+        raise ValueError(f'"json" must be an object or a list of keys, got {expected!r:.80}')
     fenced = _FENCE.fullmatch(answer.strip())
     try:
-        given = json.loads(fenced[1] if fenced else answer)
+        parsed = json.loads(fenced[1] if fenced else answer)
     except (ValueError, RecursionError):
         return 0.0
-    if not isinstance(given, dict) or not all(key in given for key in wanted):
+    if not isinstance(parsed, dict) or not all(key in parsed for key in expected):
         return 0.0
-    return float(isinstance(wanted, list) or all(_same(given[key], value) for key, value in wanted.items()))
+    return float(isinstance(expected, list) or all(_is_equal(parsed[key], value) for key, value in expected.items()))
 
 
 def has_format(pattern: re.Pattern[str], answer: str, meta: Mapping[str, object]) -> float:
@@ -164,10 +164,10 @@ def _term(name: str, spec: str, known: Sequence[str]) -> Term:
         from omni_reward.scorers.user import load_user
 
         try:
-            own: Callable[..., float] = load_user(spec, "answer, line")  # type: ignore[assignment]  # a Rule, as docs/tokens.md says
+            rule: Callable[..., float] = load_user(spec, "answer, line")  # type: ignore[assignment]  # a Rule, as docs/tokens.md says
         except ImportError as exc:
             raise ValueError(f"{spec} needs a package that is not installed: {exc}") from exc
-        return Term(name, own, file=Path(spec.removeprefix("python:").rpartition(":")[0]))
+        return Term(name, rule, file=Path(spec.removeprefix("python:").rpartition(":")[0]))
     if spec not in RULES:
         raise ValueError(f"must be one of {', '.join(known)}, format=PATTERN or python:FILE.py:FUNCTION, got {spec!r}")
     if spec == "math" and find_spec("math_verify") is None:
@@ -198,18 +198,18 @@ def check_keys(rules: Rules, meta: Mapping[str, object], *, flag: str = "--rewar
             raise ValueError(f'must have the key "{term.key}", which {flag} {term.name} requires')
 
 
-def version_of(rules: Rules) -> str:
+def rules_version(rules: Rules) -> str:
     """Return the versions of users' files, as they are now, and of math-verify, where the rules use them."""
-    found = []
+    parts = []
     for term in rules.terms:
         if term.file:
-            found.append(f"{term.file.name} {hashlib.sha256(term.file.read_bytes()).hexdigest()[:12]}")
+            parts.append(f"{term.file.name} {hashlib.sha256(term.file.read_bytes()).hexdigest()[:12]}")
         if term.rule is math:
             try:
-                found.append(f"math-verify {version('math-verify')}")
+                parts.append(f"math-verify {version('math-verify')}")
             except PackageNotFoundError:  # a copy without metadata
-                found.append("math-verify")
-    return "; ".join(found)
+                parts.append("math-verify")
+    return "; ".join(parts)
 
 
 def judge(rules: Rules, answers: Sequence[str], metas: Sequence[Mapping[str, object]]) -> list[dict[str, float]]:
@@ -248,15 +248,15 @@ def _compile(name: str, pattern: str) -> re.Pattern[str]:
 
 
 @lru_cache(maxsize=4096)
-def _right(answer: str) -> list[object]:
+def _parse_math(answer: str) -> list[object]:
     """Parse a line's answer, with or without dollar signs around it, with math-verify."""
     from math_verify import parse
 
-    found: list[object] = parse(answer if "$" in answer or "\\boxed" in answer else f"${answer}$")
-    if not found:
+    parsed: list[object] = parse(answer if "$" in answer or "\\boxed" in answer else f"${answer}$")
+    if not parsed:
         raise ValueError(f'"answer" must be one that math-verify can parse, got {answer!r:.80}')
-    return found
+    return parsed
 
 
-def _same(given: object, wanted: object) -> bool:
-    return given == wanted and isinstance(given, bool) == isinstance(wanted, bool)  # True == 1
+def _is_equal(value: object, expected: object) -> bool:
+    return value == expected and isinstance(value, bool) == isinstance(expected, bool)  # True == 1

@@ -32,7 +32,7 @@ from omni_reward.files import read_token
 from omni_reward.media import ScoreRequest
 from omni_reward.replies import IdReusedError, Replies
 from omni_reward.scorers import load_scorer
-from omni_reward.scorers.user import hint_of, own_line
+from omni_reward.scorers.user import media_hint, user_frame
 from omni_reward.transport import is_loopback, names_loopback
 from omni_reward.wire import ScoreFn, Scorer
 
@@ -48,7 +48,7 @@ try:
     from omni_reward.connections import Protocol, configure
 except ImportError as missing:
     if __name__ == "__main__":
-        cli.refuse_without(missing)
+        cli.exit_missing_library(missing)
     raise
 
 MB = 2**20
@@ -85,8 +85,8 @@ class Limits:
     receive_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
-        least = {"max_body_bytes": 1, "max_batch": 1, "max_waiting": 0, "max_waiting_bytes": self.max_body_bytes}
-        for name, bound in least.items():
+        minimums = {"max_body_bytes": 1, "max_batch": 1, "max_waiting": 0, "max_waiting_bytes": self.max_body_bytes}
+        for name, bound in minimums.items():
             if getattr(self, name) < bound:
                 raise ValueError(f"{name} must be >= {bound}, got {getattr(self, name)}")
         if not self.receive_timeout_s > 0:
@@ -181,7 +181,7 @@ class _Service:
             parsed = await self._parse(body)
             answer, drop = partial(self._answer, parsed), partial(self._batcher.drop, parsed)
             try:
-                reply = await _unless_gone(request, self._replies.get(parsed.request_id, body, answer, drop))
+                reply = await _cancel_on_disconnect(request, self._replies.get(parsed.request_id, body, answer, drop))
             except IdReusedError as exc:
                 raise HTTPException(409, "request_id is that of an earlier request with another body") from exc
             except ScorerFailedError as exc:
@@ -206,32 +206,32 @@ class _Service:
         try:
             scores = await self._batcher.score(request)
         except ScorerFailedError as exc:
-            text, at = _told(exc.__cause__)
-            place = traceback.format_list([at])[0].splitlines()[:2] if at else []
-            asked = f"scorer {self._name!r} failed on request {request.request_id!r}"
-            is_clear = at or isinstance(exc.__cause__, wire.WrongScoresError)
-            logger.error("\n".join([f"{asked}: {text}", *place]), exc_info=None if is_clear else exc.__cause__)
+            text, frame = _describe_error(exc.__cause__)
+            place = traceback.format_list([frame])[0].splitlines()[:2] if frame else []
+            summary = f"scorer {self._name!r} failed on request {request.request_id!r}"
+            is_clear = frame or isinstance(exc.__cause__, wire.WrongScoresError)
+            logger.error("\n".join([f"{summary}: {text}", *place]), exc_info=None if is_clear else exc.__cause__)
             raise
         return wire.encode_reply(request.request_id, request.ids, self._name, scores, version=self._scorer.version)
 
     def _failure(self, error: ScorerFailedError) -> str:
         if not self._show_errors:
             return "the scorer failed; the server's log has the error"
-        text, at = _told(error.__cause__)
+        text, frame = _describe_error(error.__cause__)
         if isinstance(error.__cause__, wire.WrongScoresError):
             return wire.clean(str(error.__cause__), 300)
-        place = f" ({at.filename}, line {at.lineno})" if at else "; the server's log has the traceback"
+        place = f" ({frame.filename}, line {frame.lineno})" if frame else "; the server's log has the traceback"
         return f"the scorer raised {wire.clean(text, 300)}{place}"
 
     def _check_access(self, request: Request) -> None:
         if self._credentials is None:
             address, _ = request.scope.get("server") or ("", None)
-            if is_loopback(address) and not names_loopback(asked := request.headers.get("host", ""), self._host):
+            if is_loopback(address) and not names_loopback(host_header := request.headers.get("host", ""), self._host):
                 rule = "Host must be a name of loopback, such as localhost, as the server has no token"
-                raise HTTPException(403, f"{rule}, got {wire.clean(asked, 80)!r}")
+                raise HTTPException(403, f"{rule}, got {wire.clean(host_header, 80)!r}")
             return
-        given = request.headers.get("authorization", "").encode("latin-1")
-        if not hmac.compare_digest(given, self._credentials):
+        authorization = request.headers.get("authorization", "").encode("latin-1")
+        if not hmac.compare_digest(authorization, self._credentials):
             raise HTTPException(401, "a valid bearer token is needed", headers={"WWW-Authenticate": "Bearer"})
 
     @asynccontextmanager
@@ -270,16 +270,16 @@ class _Service:
             raise HTTPException(503, "too many requests or bytes are waiting", headers={"Retry-After": "1"})
 
 
-def _told(error: BaseException | None) -> tuple[str, traceback.FrameSummary | None]:
+def _describe_error(error: BaseException | None) -> tuple[str, traceback.FrameSummary | None]:
     """Return an error's type and message, and the line of a user's file that raised it, if any."""
-    if error is None or (at := own_line(error)) is None:
+    if error is None or (frame := user_frame(error)) is None:
         return "".join(traceback.format_exception_only(error)).strip(), None
-    return "".join(traceback.format_exception_only(error)).strip() + hint_of(error), at
+    return "".join(traceback.format_exception_only(error)).strip() + media_hint(error), frame
 
 
-async def _unless_gone(request: Request, work: Coroutine[None, None, bytes]) -> bytes:
+async def _cancel_on_disconnect(request: Request, work: Coroutine[None, None, bytes]) -> bytes:
     """Return the result of the work, which is cancelled if the client disconnects."""
-    reply, gone = asyncio.ensure_future(work), asyncio.ensure_future(_hang_up(request))
+    reply, gone = asyncio.ensure_future(work), asyncio.ensure_future(_wait_for_disconnect(request))
     try:
         await asyncio.wait({reply, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not reply.done():
@@ -290,7 +290,7 @@ async def _unless_gone(request: Request, work: Coroutine[None, None, bytes]) -> 
         reply.cancel()
 
 
-async def _hang_up(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     """Wait until the client disconnects; the body of its request is complete."""
     if (await request.receive())["type"] != "http.disconnect":
         await asyncio.Event().wait()  # for a server that does not report disconnects
@@ -327,7 +327,7 @@ def main(argv: list[str] | None = None) -> None:
         except (ValueError, OSError) as exc:
             raise ValueError(f"--token-file: {exc}") from exc
         sock = cli.bind(args.host, args.port, has_token=token is not None)
-        cli.forget_url(args.url_file)
+        cli.remove_url_file(args.url_file)
         scorer = load_scorer(args.scorer, threads=args.threads, options=cli.read_options(args.option))
         if args.batch_size is not None:
             scorer = replace(scorer, batch_size=args.batch_size)

@@ -80,7 +80,7 @@ def serving(
 
 
 @contextmanager
-def serving_here(
+def serving_in_thread(
     score_fn: ScoreFn, *, name: str = "test", token: str | None = None, show_errors: bool = False
 ) -> Iterator[str]:
     """Start a server of a score function or Scorer in a thread of this process, and yield its URL.

@@ -56,7 +56,7 @@ class Reward:
         total = math.fsum(weight * values[name] for name, weight in self.weights.items())
         if self.veto is None:
             return total, {}
-        passed = all(values[name] >= least for name, least in self.gates.items())
+        passed = all(values[name] >= threshold for name, threshold in self.gates.items())
         return (total if passed else min(total, self.veto)), {GATE: float(passed)}
 
 
@@ -97,11 +97,11 @@ def parse(text: str, names: Collection[str] = ()) -> Reward:
     return Reward(specs, weights, gates, _finite(whole["veto"]) if whole["veto"] else None)
 
 
-def _add(specs: dict[str, str], found: re.Match[str]) -> str:
+def _add(specs: dict[str, str], match: re.Match[str]) -> str:
     """Add a term to specs and return its name."""
-    own = found.groupdict()
-    spec = own.get("spec") or own["pattern"]
-    name = own.get("name") or (spec.rpartition(":")[2] if own.get("spec") else FORMAT.rstrip("="))
+    groups = match.groupdict()
+    spec = groups.get("spec") or groups["pattern"]
+    name = groups.get("name") or (spec.rpartition(":")[2] if groups.get("spec") else FORMAT.rstrip("="))
     if name == GATE:
         raise ValueError(f"a reward must not have a term {GATE!r}; 'as' gives it another name")
     if specs.setdefault(name, spec) != spec:

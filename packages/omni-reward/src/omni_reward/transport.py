@@ -89,16 +89,16 @@ class Transport:
         """
         where, timeout_s = f"{method} {url}", max(0.001, deadline - time.monotonic())
         try:
-            response, reply = within(timeout_s, partial(self._fetch, method, url, deadline, body))
+            response, reply = run_with_timeout(timeout_s, partial(self._fetch, method, url, deadline, body))
         except (TimeoutError, requests.RequestException, urllib3.exceptions.HTTPError) as exc:
             if isinstance(exc, TimeoutError) or time.monotonic() >= deadline:
                 raise RewardTimeoutError(f"{where}: no complete reply after {timeout_s:.1f} s") from exc
-            raise RewardConnectError(f"{where}: {_root(exc)}") from exc
+            raise RewardConnectError(f"{where}: {_root_cause(exc)}") from exc
         if len(reply) > MAX_REPLY_BYTES:
             raise RewardFormatError(f"{where}: the reply must have at most {MAX_REPLY_BYTES} bytes")
         if response.status_code != 200:
-            code, message = _error_in(reply)
-            wait_s = _seconds_in(response.headers.get("Retry-After", ""))
+            code, message = _parse_error(reply)
+            wait_s = _parse_retry_after(response.headers.get("Retry-After", ""))
             text = " ".join(filter(None, (f"{where}: {response.status_code}", code, message)))
             raise RewardHTTPError(text, status=response.status_code, code=code, retry_after_s=wait_s)
         return reply
@@ -138,7 +138,7 @@ class Transport:
         return request
 
 
-def within(timeout_s: float, work: Callable[[], T]) -> T:
+def run_with_timeout(timeout_s: float, work: Callable[[], T]) -> T:
     """Return the result of work in a thread, which is abandoned after `timeout_s`.
 
     Raises:
@@ -171,11 +171,11 @@ def open_url(url: str, headers: Mapping[str, str], wait_s: float) -> requests.Re
         if not response.is_redirect:
             return response
         response.close()
-        url = redirect_of(response)
+        url = redirect_target(response)
     raise requests.TooManyRedirects(f"more than {MAX_REDIRECTS} redirects")
 
 
-def redirect_of(response: requests.Response) -> str:
+def redirect_target(response: requests.Response) -> str:
     """Return the target of a redirect; raise requests.RequestException if it is another server without TLS."""
     target = urljoin(response.url, response.headers["Location"])
     if urlsplit(target).scheme != "https" and urlsplit(target)[:2] != urlsplit(response.url)[:2]:
@@ -190,13 +190,13 @@ def is_loopback(host: str) -> bool:
     return host == "localhost"
 
 
-def names_loopback(host_header: str, own: str) -> bool:
+def names_loopback(host_header: str, server_name: str) -> bool:
     """True if a Host header names loopback or the server's own name; a page that rebinds DNS sends another name."""
     try:
         host = urlsplit(f"//{host_header}").hostname or ""
     except ValueError:
         return False
-    return is_loopback(host) or host == own.lower()
+    return is_loopback(host) or host == server_name.lower()
 
 
 def check_url(url: str) -> None:
@@ -212,14 +212,14 @@ def check_url(url: str) -> None:
         raise ValueError(f"url must be http(s)://host[:port][/path], got {url!r:.200}")
 
 
-def _root(error: BaseException) -> BaseException:
+def _root_cause(error: BaseException) -> BaseException:
     """Return the original error of a chain; requests and urllib3 wrap errors several times."""
     while inner := error.__cause__ or error.__context__:
         error = inner
     return error
 
 
-def _seconds_in(retry_after: str) -> float:
+def _parse_retry_after(retry_after: str) -> float:
     """Return the seconds to wait from a Retry-After header, given as a number or a date; else 0."""
     try:
         return urllib3.Retry().parse_retry_after(retry_after)
@@ -227,7 +227,7 @@ def _seconds_in(retry_after: str) -> float:
         return 0.0
 
 
-def _error_in(reply: bytes) -> tuple[str, str]:
+def _parse_error(reply: bytes) -> tuple[str, str]:
     """Return the code and message of an error reply; for a reply from another server, "" and its first words."""
     try:
         error = parse_json(reply, "the reply")["error"]

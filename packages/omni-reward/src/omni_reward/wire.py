@@ -32,7 +32,7 @@ from omni_reward.media import (
     as_texts,
     check_text,
     media_kind,
-    shown,
+    short_repr,
 )
 
 PROTOCOL = 1
@@ -85,16 +85,18 @@ class Score:
 
     def __post_init__(self) -> None:
         if self.value is None and not (isinstance(self.abstained, str) and self.abstained):
-            raise ValueError(f"abstained must be a reason if value is None, got {shown(self.abstained)}")
+            raise ValueError(f"abstained must be a reason if value is None, got {short_repr(self.abstained)}")
         if self.value is not None and self.abstained is not None:
-            raise ValueError(f"abstained must be None if there is a value, got {shown(self.abstained)}")
+            raise ValueError(f"abstained must be None if there is a value, got {short_repr(self.abstained)}")
         if not isinstance(self.parts, Mapping) or not isinstance(self.details, Mapping):
-            raise ValueError(f"parts and details must be mappings, got {shown(self.parts)} and {shown(self.details)}")
+            raise ValueError(
+                f"parts and details must be mappings, got {short_repr(self.parts)} and {short_repr(self.details)}"
+            )
         if self.value is not None:
             object.__setattr__(self, "value", _finite("value", self.value))
         else:
             object.__setattr__(self, "abstained", clean(str(self.abstained), MAX_REASON_CHARS))
-        parts = {name: _finite(f"parts[{shown(name)}]", x) for name, x in self.parts.items()}
+        parts = {name: _finite(f"parts[{short_repr(name)}]", x) for name, x in self.parts.items()}
         object.__setattr__(self, "parts", _copy_json("parts", parts))
         object.__setattr__(self, "details", _copy_json("details", dict(self.details)))
 
@@ -155,7 +157,7 @@ class Scorer:
         if self.groups and self.batch_size is not None:
             raise ValueError(f"batch_size must be None for a scorer of whole groups, got {self.batch_size}")
         try:
-            inspect.signature(self.score_fn).bind({}, [], [], *self._more([], 0.0))
+            inspect.signature(self.score_fn).bind({}, [], [], *self._extra_args([], 0.0))
         except TypeError as exc:
             arguments = "media, prompts, meta" + ", references" * self.references + ", since" * self.timed
             raise ValueError(f"a scorer must be a function of ({arguments}): {exc}") from exc
@@ -167,7 +169,7 @@ class Scorer:
         """Return a Scorer unchanged, or wrap a plain function as a Scorer of images."""
         return score_fn if isinstance(score_fn, Scorer) else cls(score_fn)
 
-    def _more(self, references: References, since: float) -> list[object]:
+    def _extra_args(self, references: References, since: float) -> list[object]:
         """Return the arguments after meta."""
         return [references] * self.references + [since] * self.timed
 
@@ -179,19 +181,19 @@ class Scorer:
         Raises:
             WrongScoresError: the function returned something other than N scores or numbers.
         """
-        more = self._more(references, time.monotonic() if since is None else since)
-        results = self.score_fn(media, prompts, meta, *more)
+        extra = self._extra_args(references, time.monotonic() if since is None else since)
+        results = self.score_fn(media, prompts, meta, *extra)
         rule = f"{getattr(self.score_fn, '__name__', 'the scorer')} must return {len(prompts)} numbers"
         if isinstance(results, str | Mapping | Awaitable) or not (hasattr(results, "__len__") and np.iterable(results)):
             if isinstance(results, Coroutine):
                 results.close()  # otherwise it warns that it was never awaited
-            raise WrongScoresError(f"{rule} in a list, got {type(results).__name__}: {shown(results)}")
+            raise WrongScoresError(f"{rule} in a list, got {type(results).__name__}: {short_repr(results)}")
         if len(results) != len(prompts):
-            raise WrongScoresError(f"{rule}, got {len(results)}: {shown(results)}")
+            raise WrongScoresError(f"{rule}, got {len(results)}: {short_repr(results)}")
         for number, result in enumerate(results, start=1):
             if not (isinstance(result, Score) or is_number(result)):
-                way = "return Score(None, abstained=REASON) to abstain"
-                raise WrongScoresError(f"{rule}, got {shown(result)} for sample {number}; {way}")
+                hint = "return Score(None, abstained=REASON) to abstain"
+                raise WrongScoresError(f"{rule}, got {short_repr(result)} for sample {number}; {hint}")
         return [result if isinstance(result, Score) else Score.of(result) for result in results]
 
 
@@ -217,9 +219,9 @@ def encode_request(request: ScoreRequest) -> list[bytes | memoryview]:
     places: dict[tuple[int, ...], int] = {}  # memory location of an image -> its number
     images: Arrays = {}
     if request.references:
-        for image in (image for own in request.references for image in own):
-            images.setdefault(f"{REFERENCE}{places.setdefault(_place(image), len(places))}", image)
-        fields["references"] = [[places[_place(image)] for image in own] for own in request.references]
+        for image in (image for sample in request.references for image in sample):
+            images.setdefault(f"{REFERENCE}{places.setdefault(_memory_key(image), len(places))}", image)
+        fields["references"] = [[places[_memory_key(image)] for image in sample] for sample in request.references]
     try:
         header = to_json(fields)
     except (TypeError, ValueError, RecursionError) as exc:
@@ -256,8 +258,8 @@ def decode_request(body: bytes | bytearray, *, max_batch: int) -> ScoreRequest:
     count = len(prompts) if isinstance(prompts, list) else 0
     if count > max_batch:
         raise ValueError(f"prompts must hold at most {max_batch} samples, got {count}")
-    if len(header) > (most := len(MEDIA_KINDS) + count * MAX_REFERENCES):
-        raise ValueError(f"the tensors of {count} samples must be at most {most}, got {len(header)}")
+    if len(header) > (limit := len(MEDIA_KINDS) + count * MAX_REFERENCES):
+        raise ValueError(f"the tensors of {count} samples must be at most {limit}, got {len(header)}")
     media = _arrays_in(body, header, start)
     if TEXT in media:
         raise ValueError(f"{TEXT} must be a list of strings in __metadata__.request, got a tensor")
@@ -266,7 +268,7 @@ def decode_request(body: bytes | bytearray, *, max_batch: int) -> ScoreRequest:
     groups: Any = fields.get("groups", ())
     meta: Any = fields.get("meta")
     request_id: Any = fields.get("request_id")
-    references = _take_references(media, fields.get("references", []))
+    references = _pop_references(media, fields.get("references", []))
     decoded = ScoreRequest(media, prompts, meta, request_id, fields.get("ids", []), references, groups)
     _check_ids(request_id, decoded.ids, count)
     return decoded
@@ -303,22 +305,24 @@ def decode_reply(
     """
     reply = parse_message(body, "the reply")
     if reply.get("request_id") != request_id:
-        raise MismatchError(f"request_id must be {request_id!r}, got {shown(reply.get('request_id'))}")
+        raise MismatchError(f"request_id must be {request_id!r}, got {short_repr(reply.get('request_id'))}")
     for name, value in (scorer or {}).items():
-        if (found := reply.get(name, value)) != value:
-            remedy = "start it as it was, or begin a new run"
-            rule = f"{name} must be {shown(value)}, as the server said before"
-            raise MismatchError(f"{rule}, got {shown(found)}: {remedy}")
+        if (actual := reply.get(name, value)) != value:
+            hint = "start it as it was, or begin a new run"
+            rule = f"{name} must be {short_repr(value)}, as the server said before"
+            raise MismatchError(f"{rule}, got {short_repr(actual)}: {hint}")
     results = reply.get("results")
     if not isinstance(results, list):
-        raise ValueError(f"results must be a list, got {shown(results)}")
+        raise ValueError(f"results must be a list, got {short_repr(results)}")
     if len(results) != len(ids):
         raise MismatchError(f"results must hold one result per sample ({len(ids)}), got {len(results)}")
     for i, (name, result) in enumerate(zip(ids, results, strict=True)):
         if not isinstance(result, dict) or "score" not in result:
-            raise ValueError(f"results[{i}] must be an object with a score, got {shown(result)}")
+            raise ValueError(f"results[{i}] must be an object with a score, got {short_repr(result)}")
         if result.get("id") != name:
-            raise MismatchError(f"results[{i}].id must be {name!r}, as in the request, got {shown(result.get('id'))}")
+            raise MismatchError(
+                f"results[{i}].id must be {name!r}, as in the request, got {short_repr(result.get('id'))}"
+            )
     return [_decode_result(i, result) for i, result in enumerate(results)]
 
 
@@ -347,10 +351,10 @@ def parse_message(text: bytes | str, what: str) -> dict[str, Any]:
     """
     fields = parse_json(text, what)
     if not isinstance(fields, dict):
-        raise ValueError(f"{what} must be a JSON object, got {shown(fields)}")
+        raise ValueError(f"{what} must be a JSON object, got {short_repr(fields)}")
     protocol = fields.get("protocol")
     if type(protocol) is not int or protocol != PROTOCOL:
-        raise MismatchError(f"protocol must be {PROTOCOL}, got {shown(protocol)}")
+        raise MismatchError(f"protocol must be {PROTOCOL}, got {short_repr(protocol)}")
     return fields
 
 
@@ -378,7 +382,7 @@ def _read_header(body: bytes | bytearray) -> tuple[dict[str, Any], int]:
 
 def _arrays_in(body: bytes | bytearray, entries: Mapping[str, object], start: int) -> Arrays:
     """Return the tensors of a safetensors blob, which begin at `start`, as arrays that share its memory."""
-    found: list[tuple[int, int, str, np.dtype[Any], list[int]]] = []
+    layouts: list[tuple[int, int, str, np.dtype[Any], list[int]]] = []
     for name, entry in entries.items():
         match entry:
             case {"dtype": str(code), "shape": [*shape], "data_offsets": [int(begin), int(end)]} if (
@@ -386,16 +390,17 @@ def _arrays_in(body: bytes | bytearray, entries: Mapping[str, object], start: in
                 and len(shape) <= MAX_AXES
                 and all(type(side) is int and 0 <= side <= len(body) for side in shape)
             ):
-                found.append((begin, end, name, np.dtype(NUMPY[code]), shape))
+                layouts.append((begin, end, name, np.dtype(NUMPY[code]), shape))
             case _:
-                raise ValueError(
-                    f"{shown(name)} must have a dtype of {sorted(NUMPY)}, shape and offsets, got {shown(entry)}"
-                )
+                rule = f"must have a dtype of {sorted(NUMPY)}, shape and offsets"
+                raise ValueError(f"{short_repr(name)} {rule}, got {short_repr(entry)}")
     arrays, place = {}, 0
-    for begin, end, name, dtype, shape in sorted(found, key=lambda tensor: tensor[:3]):
+    for begin, end, name, dtype, shape in sorted(layouts, key=lambda tensor: tensor[:3]):
         count = math.prod(shape)
         if begin != place or end - begin != count * dtype.itemsize or end > len(body) - start:
-            raise ValueError(f"{shown(name)} must begin where the tensor before it ends, got bytes {begin} to {end}")
+            raise ValueError(
+                f"{short_repr(name)} must begin where the tensor before it ends, got bytes {begin} to {end}"
+            )
         arrays[name] = np.frombuffer(body, dtype, count, start + begin).reshape(shape)
         place = end
     if start + place != len(body):
@@ -419,7 +424,7 @@ def parse_json(text: bytes | str, what: str) -> Any:
     """
     try:
         text = text.decode() if isinstance(text, bytes) else text
-        value = json.loads(text, parse_constant=_refuse_constant, parse_int=_read_int)
+        value = json.loads(text, parse_constant=_reject_constant, parse_int=_read_int)
         if text.count("[") + text.count("{") > MAX_DEPTH and not _is_shallow(value, MAX_DEPTH):
             raise ValueError(f"it must be nested at most {MAX_DEPTH} deep")
     except (ValueError, RecursionError) as exc:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
@@ -433,38 +438,38 @@ def _read_int(digits: str) -> int:
     return int(digits)
 
 
-def _refuse_constant(name: str) -> NoReturn:
+def _reject_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-def _place(array: np.ndarray) -> tuple[int, ...]:
+def _memory_key(array: np.ndarray) -> tuple[int, ...]:
     """Return an array's memory location, which identifies it among all live arrays."""
     return array.ctypes.data, *array.shape, *array.strides
 
 
-def _take_references(arrays: Arrays, numbers: object) -> References:
+def _pop_references(arrays: Arrays, numbers: object) -> References:
     """Remove the reference images from the arrays, and return each sample's references by their numbers."""
     images: list[np.ndarray] = []
     while (image := arrays.pop(f"{REFERENCE}{len(images)}", None)) is not None:
         images.append(image)
-    if not isinstance(numbers, list) or not all(isinstance(own, list) for own in numbers):
-        raise ValueError(f"references must be a list of lists, got {shown(numbers)}")
-    if not all(type(i) is int and 0 <= i < len(images) for own in numbers for i in own):
-        raise ValueError(f"references must hold numbers of the {len(images)} images, got {shown(numbers)}")
-    if len({i for own in numbers for i in own}) < len(images):
-        raise ValueError(f"references must use each of the {len(images)} images, got {shown(numbers)}")
-    return [tuple(images[i] for i in own) for own in numbers]
+    if not isinstance(numbers, list) or not all(isinstance(row, list) for row in numbers):
+        raise ValueError(f"references must be a list of lists, got {short_repr(numbers)}")
+    if not all(type(i) is int and 0 <= i < len(images) for row in numbers for i in row):
+        raise ValueError(f"references must hold numbers of the {len(images)} images, got {short_repr(numbers)}")
+    if len({i for row in numbers for i in row}) < len(images):
+        raise ValueError(f"references must use each of the {len(images)} images, got {short_repr(numbers)}")
+    return [tuple(images[i] for i in row) for row in numbers]
 
 
 def _check_ids(request_id: object, ids: object, count: int) -> None:
     if not isinstance(ids, list) or len(ids) != count:
-        raise ValueError(f"ids must be a list of one id per prompt ({count}), got {shown(ids)}")
-    for name, value in (("request_id", request_id), *(("ids", each) for each in ids)):
+        raise ValueError(f"ids must be a list of one id per prompt ({count}), got {short_repr(ids)}")
+    for name, value in (("request_id", request_id), *(("ids", item) for item in ids)):
         if not isinstance(value, str) or not 1 <= len(value) <= MAX_ID_CHARS:
-            raise ValueError(f"{name} must be 1 to {MAX_ID_CHARS} characters, got {shown(value)}")
+            raise ValueError(f"{name} must be 1 to {MAX_ID_CHARS} characters, got {short_repr(value)}")
         check_text(name, value)
     if len(set(ids)) != count:
-        raise ValueError(f"ids must differ from one another, got {shown(ids)}")
+        raise ValueError(f"ids must differ from one another, got {short_repr(ids)}")
 
 
 def _copy_json(name: str, values: dict[str, Any]) -> dict[str, Any]:
@@ -494,4 +499,4 @@ def _finite(name: str, value: object) -> float:
             number = math.inf
         if abs(number) <= MAX_VALUE:
             return number
-    raise ValueError(f"{name} must be a finite number of at most {MAX_VALUE:g} in size, got {shown(value)}")
+    raise ValueError(f"{name} must be a finite number of at most {MAX_VALUE:g} in size, got {short_repr(value)}")

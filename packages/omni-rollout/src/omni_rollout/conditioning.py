@@ -66,16 +66,16 @@ class Conditioner:
             negative = join([self._encode(prompt, params, negative=True) for prompt in prompts], dim=0, what="encode")
             cond |= {f"negative_{name}": tensor for name, tensor in negative.items()}
         fixed = repr(replace(params, sde_steps=(), decode=True))  # these have no effect here
-        others = [self._once(partial(self.model.condition, self.parts, p, params), p, fixed) for p in prompts]
+        others = [self._encode_once(partial(self.model.condition, self.parts, p, params), p, fixed) for p in prompts]
         return cond | join(others, dim=0, what="condition")
 
     def _encode(self, prompt: Prompt, params: Params, *, negative: bool = False) -> Cond:
         text = (prompt.negative or self.model.NEGATES_TEXT * prompt.text) if negative else prompt.text
         options = {name: params.guidance.get(name, self.model.OPTIONS[name]) for name in self.model.TEXT_OPTIONS}
         make = partial(self.encode, prompt, text, negative, options)
-        return self._once(make, prompt, negative, text, *options.items())
+        return self._encode_once(make, prompt, negative, text, *options.items())
 
-    def _once(self, make: Callable[[], Cond], prompt: Prompt, *facts: object) -> Cond:
+    def _encode_once(self, make: Callable[[], Cond], prompt: Prompt, *facts: object) -> Cond:
         """Return the cached result of `make` for these facts and the prompt's images.
 
         The newest entry is kept, and as many earlier ones as `max_bytes` allows.
@@ -113,9 +113,9 @@ class TextFiles:
         entries += [("image", image) for image in prompt.images]
         entries += [(name, repr(float(value)).encode()) for name, value in sorted(options.items())]
         file = self.folder / f"{_digest(entries)}.safetensors"
-        found = _read(file)
-        if found is not None:
-            return {n: tensor if n.endswith("_mask") else tensor.to(self.device) for n, tensor in found.items()}
+        stored = _read(file)
+        if stored is not None:
+            return {n: tensor if n.endswith("_mask") else tensor.to(self.device) for n, tensor in stored.items()}
         cond = self._encode(prompt, text, negative, options)
         tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in cond.items()}
         temporary = file.with_suffix(f".{uuid4().hex}")

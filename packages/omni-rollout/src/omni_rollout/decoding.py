@@ -26,7 +26,7 @@ def num_decoded(size: int, height: int, width: int, tile: int = 0) -> int:
     return size or max(1, DECODED_PIXELS // (min(height, side) * min(width, side)))
 
 
-def in_slices(decode: Decode, size: int) -> Decode:
+def sliced_decode(decode: Decode, size: int) -> Decode:
     """Wrap `Model.decode` to decode any number of samples, `size` of them at a time."""
 
     def decode_slices(parts: Parts, x0: Tensor, cond: Cond, params: Params) -> tuple[Media, Rates]:
@@ -40,8 +40,8 @@ def in_slices(decode: Decode, size: int) -> Decode:
     return decode_slices
 
 
-def in_tiles(decode: Decode, most: int, run: Run = map) -> Decode:
-    """Wrap `Model.decode` to decode images or videos in overlapping tiles of at most `most` pixels a side.
+def tiled_decode(decode: Decode, max_side: int, run: Run = map) -> Decode:
+    """Wrap `Model.decode` to decode images or videos in overlapping tiles of at most `max_side` pixels a side.
 
     The VAE sees one tile at a time, so the result differs slightly from decoding whole samples.
 
@@ -50,30 +50,30 @@ def in_tiles(decode: Decode, most: int, run: Run = map) -> Decode:
 
     def decode_tiles(parts: Parts, x0: Tensor, cond: Cond, params: Params) -> tuple[Media, Rates]:
         unit = params.height // x0.shape[-2]
-        overlap = max(1, min(OVERLAP, most // 4) // unit)
-        places = [*product(*(cut(length, most // unit, overlap) for length in x0.shape[-2:]))]
+        overlap = max(1, min(OVERLAP, max_side // 4) // unit)
+        places = [*product(*(tile_slices(length, max_side // unit, overlap) for length in x0.shape[-2:]))]
         if len(places) == 1:
             return decode(parts, x0, cond, params)
-        found = list[tuple[Media, Rates]]()
+        decoded = list[tuple[Media, Rates]]()
 
         def decode_tile(place: Place) -> Tensor:
             rows, columns = place
             tile = x0[..., rows, columns]
             size = tile.shape[-2] * unit, tile.shape[-1] * unit
-            found.append(decode(parts, tile, cond, params.of_size(size)))
-            (pixels,) = found[-1][0].values()
+            decoded.append(decode(parts, tile, cond, params.of_size(size)))
+            (pixels,) = decoded[-1][0].values()
             return pixels
 
         whole = blend([*run(decode_tile, places)], places, unit, overlap)
-        media, rates = found[0]
+        media, rates = decoded[0]
         return dict.fromkeys(media, whole), rates
 
     return decode_tiles
 
 
-def cut(length: int, most: int, overlap: int) -> list[slice]:
-    """Return the fewest equal parts of at most `most` that cover a length; neighbors overlap by at least `overlap`."""
-    count = max(1, ceil((length - overlap) / (most - overlap)))
+def tile_slices(length: int, max_length: int, overlap: int) -> list[slice]:
+    """Return the fewest equal parts, of at most `max_length`, that cover a length and overlap by `overlap` or more."""
+    count = max(1, ceil((length - overlap) / (max_length - overlap)))
     size = ceil((length + (count - 1) * overlap) / count)
     starts = [(length - size) * i // max(1, count - 1) for i in range(count)]
     return [slice(start, start + size) for start in starts]
@@ -87,11 +87,11 @@ def blend(tiles: Sequence[Tensor], places: Sequence[Place], unit: int, overlap: 
     height, width = tiles[0].shape[-3:-1]
     weight = ramp(height, overlap * unit)[:, None] * ramp(width, overlap * unit)
     weight = weight[..., None].to(tiles[0].device)
-    rows, columns = (each.stop * unit for each in places[-1])
+    rows, columns = (span.stop * unit for span in places[-1])
     whole = tiles[0].new_zeros(*tiles[0].shape[:-3], rows, columns, tiles[0].shape[-1])
     total = weight.new_zeros(rows, columns, 1)
     for tile, place in zip(tiles, places, strict=True):
-        down, right = (slice(each.start * unit, each.stop * unit) for each in place)
+        down, right = (slice(span.start * unit, span.stop * unit) for span in place)
         whole[..., down, right, :] += tile * weight
         total[down, right] += weight
     return whole / total

@@ -73,21 +73,21 @@ def safetensors_files(folder: Path, name: str = "diffusion_pytorch_model") -> li
         names = read_json(index).get("weight_map")
         if not isinstance(names, dict) or not all(isinstance(n, str) and Path(n).name == n for n in names.values()):
             raise ValueError(f"model is damaged: {index} must have a weight_map of file names")
-        return sorted({folder / own for own in names.values()})
+        return sorted({folder / file_name for file_name in names.values()})
     if not file.is_file():
         rule = f"model must have its weights as safetensors, {folder} holds"
         if variants := sorted(folder.glob(f"{name}.*.safetensors")):
             variant = variants[0].name.split(".")[1].partition("-")[0]  # a shard number may follow
-            how = f"load with variant={variant!r} of diffusers, and save_pretrained without"
-            raise ValueError(f"{rule} only {variants[0].name}, a variant: {how}")
-        how, pickles = AGAIN, sorted(own.name for own in folder.glob("*") if own.suffix in PICKLES)
+            hint = f"load with variant={variant!r} of diffusers, and save_pretrained without"
+            raise ValueError(f"{rule} only {variants[0].name}, a variant: {hint}")
+        hint, pickles = AGAIN, sorted(path.name for path in folder.glob("*") if path.suffix in PICKLES)
         if pickles:
-            how = f"{pickles[0]} is a pickle, never opened: load it in diffusers or transformers, and save_pretrained"
-        raise ValueError(f"{rule} none: {file.name} is missing; {how}")
+            hint = f"{pickles[0]} is a pickle, never opened: load it in diffusers or transformers, and save_pretrained"
+        raise ValueError(f"{rule} none: {file.name} is missing; {hint}")
     return [file]
 
 
-def size_of(folder: Path, name: str) -> int:
+def safetensors_bytes(folder: Path, name: str) -> int:
     """Return the bytes of the safetensors files in the folder of a part, or 0 without them."""
     with suppress(ValueError, OSError):
         return sum(file.stat().st_size for file in safetensors_files(folder, name))
@@ -101,7 +101,7 @@ def safetensors_slices(files: Iterable[Path]) -> Iterator[dict[str, Any]]:
     Raises:
         ValueError: a file is missing or damaged, or repeats a weight.
     """
-    found: dict[str, Any] = {}
+    slices: dict[str, Any] = {}
     with ExitStack() as stack:
         for file in files:
             if not file.is_file():
@@ -113,10 +113,10 @@ def safetensors_slices(files: Iterable[Path]) -> Iterator[dict[str, Any]]:
                 fault = f"{' '.join(str(exc).split()):.300}; {AGAIN}"
                 raise ValueError(f"model is damaged: {file} is no whole safetensors file: {fault}") from exc
             for name in opened.keys():  # noqa: SIM118 - the file is not a dict
-                if name in found:
+                if name in slices:
                     raise ValueError(f"model is damaged: {file} must not repeat a weight of another file, got {name}")
-                found[name] = opened.get_slice(name)
-        yield found
+                slices[name] = opened.get_slice(name)
+        yield slices
 
 
 def safetensors_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:

@@ -141,8 +141,8 @@ def to_wire(media: Media) -> Media:
 def check_images(model: Model, sizes: Sequence[tuple[int, int]]) -> None:
     """Raise ValueError unless a prompt of the model may have references of these heights and widths."""
     if len(sizes) not in model.IMAGES:
-        fewest, most = model.IMAGES[0], model.IMAGES[-1]
-        span = f"{fewest} to {most}" if most > fewest else fewest or "no"
+        minimum, maximum = model.IMAGES[0], model.IMAGES[-1]
+        span = f"{minimum} to {maximum}" if maximum > minimum else minimum or "no"
         raise ValueError(f"prompts of a {model.config['_class_name']} must have {span} images, got {len(sizes)}")
     for height, width in sizes:
         model.check_image(height, width)

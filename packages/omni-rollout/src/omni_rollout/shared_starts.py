@@ -38,7 +38,7 @@ class SharedStarts:
             indices.
         """
         first, row_of = _distinct_starts(prompts)
-        starts = facts, [_start(prompts[i]) for i in first]
+        starts = facts, [_start_key(prompts[i]) for i in first]
         seeds, last = {prompt.seed for prompt in prompts}, self._last
         if not last or last.starts != starts or last.seeds & seeds:  # a repeated sample may come from other weights
             last = self._last = Prefix(starts, compute(first), prompts, set())
@@ -48,11 +48,11 @@ class SharedStarts:
 
 def _distinct_starts(prompts: Sequence[Prompt]) -> tuple[list[int], list[int]]:
     """Return the index of the first sample of each distinct start, and each sample's index among those."""
-    starts = [_start(prompt) for prompt in prompts]
+    starts = [_start_key(prompt) for prompt in prompts]
     distinct = [*dict.fromkeys(starts)]
     return [starts.index(start) for start in distinct], [distinct.index(start) for start in starts]
 
 
-def _start(prompt: Prompt) -> tuple[str | int, ...]:
+def _start_key(prompt: Prompt) -> tuple[str | int, ...]:
     """Return what samples with an equal start share: texts, ids of images, and the noise's seed."""
     return prompt.text, prompt.negative, *map(id, prompt.images), prompt.start_seed

@@ -83,9 +83,9 @@ def check_media(trajectory: Trajectory, model: Model, params: Params) -> None:
 def check_chain(trajectory: Trajectory) -> None:
     """Check that a kept step starts exactly where the previous kept step ended."""
     steps = trajectory.sde_steps[0].tolist()
-    in_a_row = [k for k in range(1, len(steps)) if steps[k] == steps[k - 1] + 1]
-    assert in_a_row, f"params.sde_steps must hold two consecutive steps, got {steps}"
-    for k in in_a_row:
+    consecutive = [k for k in range(1, len(steps)) if steps[k] == steps[k - 1] + 1]
+    assert consecutive, f"params.sde_steps must hold two consecutive steps, got {steps}"
+    for k in consecutive:
         assert torch.equal(trajectory.x[:, k], trajectory.x_next[:, k - 1])
 
 

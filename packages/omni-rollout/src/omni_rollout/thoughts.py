@@ -11,21 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from omni_rollout.model import Model
-from omni_rollout.tokens import TokenParams, TokenTrajectory, Writer
+from omni_rollout.tokens import TokenParams, TokenPredictor, TokenTrajectory
 from omni_rollout.types import Cond, Params, Trajectory
 
 
-class ThinkingModel(Model, Writer, Protocol):
+class ThinkingModel(Model, TokenPredictor, Protocol):
     """Model that writes a thought, then generates an image from the prompt and thought."""
 
     @property
     def ends(self) -> tuple[int, ...]:
         """Tokens that end a thought."""
 
-    def ask(self, ids: Tensor) -> Cond:
+    def thought_inputs(self, ids: Tensor) -> Cond:
         """Return the tokens before a thought, `input_ids` on the host, for a prompt's `ids` [P] from `encode`."""
 
-    def start(self, encoded: Sequence[Cond], device: torch.device) -> "Writing":
+    def start(self, encoded: Sequence[Cond], device: torch.device) -> "PartialThoughts":
         """Return thoughts without any tokens yet."""
 
     def decode_text(self, tokens: Tensor) -> str:
@@ -35,7 +35,7 @@ class ThinkingModel(Model, Writer, Protocol):
         """Return the image's conditioning: `cond` with the thoughts after the prompts."""
 
 
-class Writing(Protocol):
+class PartialThoughts(Protocol):
     """Unfinished thoughts."""
 
     def next_logits(self, net: nn.Module, tokens: Tensor | None) -> Tensor:

@@ -73,13 +73,13 @@ class TokenTrajectory(Samples):
     def cat(cls, parts: Sequence[Self]) -> Self:
         """Concatenate the samples of `parts`, padded to the longest answer. Raises like `Samples.cat`."""
         length = max(part.tokens.shape[1] for part in parts)
-        return super().cat([part._resized(length) for part in parts])
+        return super().cat([part._resize(length) for part in parts])
 
     def trim(self) -> Self:
         """Return the same samples without positions after the longest answer."""
-        return self._resized(int(self.lengths.max()))
+        return self._resize(int(self.lengths.max()))
 
-    def _resized(self, length: int) -> Self:
+    def _resize(self, length: int) -> Self:
         """Return the same answers, padded or truncated to `length`."""
         change = [0, length - self.tokens.shape[1]]  # a negative number truncates
         names = ("tokens", "mask", "forced", "rollout_log_prob")
@@ -87,7 +87,7 @@ class TokenTrajectory(Samples):
         return replace(self, **resized)
 
 
-class Writer(Protocol):
+class TokenPredictor(Protocol):
     """A model of token probabilities."""
 
     @property
@@ -101,7 +101,7 @@ class Writer(Protocol):
         """Return the output [B, P + T, ...] of the net's head."""
 
 
-class TokenModel(Writer, Protocol):
+class TokenModel(TokenPredictor, Protocol):
     """A language model for one checkpoint; it has the checkpoint's configuration but no weights."""
 
     BLOCK_NAMES: tuple[str, ...]  # classes of the net's blocks, the units of sharding and recomputing
@@ -170,18 +170,22 @@ class TokenScores:
     entropy: Tensor
 
 
-def score_tokens(model: Writer, net: nn.Module, batch: TokenTrajectory) -> TokenScores:
+def score_tokens(model: TokenPredictor, net: nn.Module, batch: TokenTrajectory) -> TokenScores:
     """Return the log-probability of each token of the answers under `net`, with the batch's sampling parameters.
 
     The same batch gives bit-identical results before and in an update: the ratio is exactly 1 until the weights change.
     """
     score = partial(_score, suppressed=model.suppressed, params=batch.params)
-    found = score_logits(model, net, batch, batch.tokens, score)
-    return TokenScores(found[..., 0], found[..., 1])
+    scores = score_logits(model, net, batch, batch.tokens, score)
+    return TokenScores(scores[..., 0], scores[..., 1])
 
 
 def score_logits(
-    model: Writer, net: nn.Module, batch: TokenTrajectory, targets: Tensor, score: Callable[[Tensor, Tensor], Tensor]
+    model: TokenPredictor,
+    net: nn.Module,
+    batch: TokenTrajectory,
+    targets: Tensor,
+    score: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
     """Return the results [n, S] of `score(logits [n, V], targets [n, ...])` for the answers' tokens, as [B, T, S].
 
@@ -233,23 +237,25 @@ class ScoringHead(nn.Module):
         size = max(1, MAX_LOGITS // self.head.out_features)  # type: ignore[operator]  # a linear layer, maybe adapted
         pieces = list(zip(rows.split(size), self.targets.flatten(0, 1).split(size), strict=True))
         if len(pieces) == 1:
-            whole = self._piece(*pieces[0])
+            whole = self._score_piece(*pieces[0])
         elif torch.is_grad_enabled():
-            found = [checkpoint(self._piece, *each, use_reentrant=False, preserve_rng_state=False) for each in pieces]
-            whole = torch.cat(found)
+            scores = [
+                checkpoint(self._score_piece, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces
+            ]
+            whole = torch.cat(scores)
         else:
-            whole = self._filled(pieces, len(rows))
+            whole = self._score_pieces(pieces, len(rows))
         return whole.unflatten(0, self.targets.shape[:2])
 
-    def _filled(self, pieces: Sequence[tuple[Tensor, Tensor]], count: int) -> Tensor:
+    def _score_pieces(self, pieces: Sequence[tuple[Tensor, Tensor]], count: int) -> Tensor:
         """Return the scores [count, S] of all pieces without holding them twice in memory."""
         whole, end = torch.empty(0), 0
         for hidden, targets in pieces:
-            found = self._piece(hidden, targets)
-            whole = whole if end else found.new_empty(count, found.shape[1])
-            whole[end : end + len(found)] = found
-            end += len(found)
+            scores = self._score_piece(hidden, targets)
+            whole = whole if end else scores.new_empty(count, scores.shape[1])
+            whole[end : end + len(scores)] = scores
+            end += len(scores)
         return whole
 
-    def _piece(self, hidden: Tensor, targets: Tensor) -> Tensor:
+    def _score_piece(self, hidden: Tensor, targets: Tensor) -> Tensor:
         return self.score(self.head(hidden), targets)

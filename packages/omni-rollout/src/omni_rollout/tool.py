@@ -14,7 +14,7 @@ from torch import Tensor
 from omni_rollout.tokens import TokenModel
 
 MARKS = ("<tool>", "</tool>", "<result>", "</result>")
-MOST_CHARACTERS = 2000  # of a result; the rest is dropped
+MAX_CHARACTERS = 2000  # of a result; the rest is dropped
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Tool:
             rule = "marks must be four texts, and the last must not end with the second"
             raise ValueError(f"{rule}, got {self.marks}")
 
-    def follow(self, answer: str) -> str:
+    def run_call(self, answer: str) -> str:
         """Return the result of the call at the end of an answer, or "" without one.
 
         An exception is also a result, which the model reads.
@@ -42,10 +42,10 @@ class Tool:
             result = str(self.function(call))
         except (Exception, SystemExit) as exc:  # a user's function may raise anything
             result = f"{type(exc).__name__}: {exc}"
-        return result[:MOST_CHARACTERS].join(around)
+        return result[:MAX_CHARACTERS].join(around)
 
 
-class Calls:
+class ToolCalls:
     """Tool results that continue the answers of a batch while it is sampled."""
 
     def __init__(self, tool: Tool, model: TokenModel, count: int) -> None:
@@ -55,10 +55,10 @@ class Calls:
 
     def next(self, answers: Tensor) -> Tensor:
         """Return the next token of a result, -1 where the policy samples, int64 [B]. answers: tokens so far [B, t]."""
-        mark, own = self._tool.marks[1], answers.cpu()
-        for tokens, waiting in zip(own, self._waiting, strict=True):
+        mark, on_host = self._tool.marks[1], answers.cpu()
+        for tokens, waiting in zip(on_host, self._waiting, strict=True):
             if waiting or not len(tokens) or int(tokens[-1]) in self._model.ends:
                 continue
             if self._model.decode(tokens[-len(mark.encode()) :]).endswith(mark):  # a token has at least one byte
-                waiting += self._model.tokenize(self._tool.follow(self._model.decode(tokens)))
+                waiting += self._model.tokenize(self._tool.run_call(self._model.decode(tokens)))
         return torch.tensor([waiting.popleft() if waiting else -1 for waiting in self._waiting], device=answers.device)

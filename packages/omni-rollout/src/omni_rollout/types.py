@@ -150,13 +150,15 @@ class Samples:
 
     def to(self, device: torch.device | str) -> Self:
         """Return the same samples on another device."""
-        return replace(self, **{f.name: _each(getattr(self, f.name), lambda t: t.to(device)) for f in fields(self)})
+        return replace(
+            self, **{f.name: _map_tensors(getattr(self, f.name), lambda t: t.to(device)) for f in fields(self)}
+        )
 
     def select(self, indices: Sequence[int] | Tensor) -> Self:
         """Return the samples at the positions `indices` of this batch, in that order."""
         rows = torch.as_tensor(indices, dtype=torch.long).tolist()
         names = [f.name for f in fields(self) if f.name not in SHARED]
-        return replace(self, **{name: _rows(getattr(self, name), rows) for name in names})
+        return replace(self, **{name: _select_rows(getattr(self, name), rows) for name in names})
 
     def split(self, size: int) -> list[Self]:
         """Return consecutive pieces of `size` samples; the last may be smaller."""
@@ -219,16 +221,16 @@ class Trajectory(Samples):
     def take_steps(self, steps: slice | Tensor) -> "Trajectory":
         """Return the same samples with only some of their kept steps: a slice, or indices per sample, [B, k]."""
         rows = slice(None) if isinstance(steps, slice) else torch.arange(len(self), device=steps.device)[:, None]
-        found = {name: getattr(self, name) for name in OF_STEPS}
-        return replace(self, **{name: value[rows, steps] for name, value in found.items() if value is not None})
+        fields = {name: getattr(self, name) for name in OF_STEPS}
+        return replace(self, **{name: value[rows, steps] for name, value in fields.items() if value is not None})
 
     def trim(self) -> "Trajectory":
         """Return the same samples without the last text positions if no mask has them: padding for longer texts."""
         cond = dict(self.cond)
-        for name in _growing(cond):
-            used = cond[f"{name}_mask"].any(dim=0).nonzero()
-            length = int(used[-1]) + 1 if len(used) else 0
-            cond |= {each: cond[each][:, :length] for each in (name, f"{name}_mask")}
+        for name in _padded_entries(cond):
+            columns = cond[f"{name}_mask"].any(dim=0).nonzero()
+            length = int(columns[-1]) + 1 if len(columns) else 0
+            cond |= {key: cond[key][:, :length] for key in (name, f"{name}_mask")}
         return replace(self, cond=cond)
 
 
@@ -282,7 +284,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return (tensor.pin_memory() if is_copied else tensor).to(device, non_blocking=True)
 
 
-def pick(tensor: Tensor, rows: Sequence[int]) -> Tensor:
+def take_rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
     """Return the rows of a tensor on any device, without blocking the host."""
     return tensor[to_device(torch.tensor(rows, dtype=torch.long), tensor.device)]
 
@@ -300,29 +302,33 @@ def join(batches: Sequence[Mapping[str, Tensor]], *, dim: int, what: str) -> dic
     for batch in batches:
         if batch.keys() != names:
             raise ValueError(f"{what} must have the same entries in every part, got {sorted(names ^ batch.keys())}")
-    padded = {each for name in _growing(batches[0]) for each in (name, f"{name}_mask")}
-    together = {}
+    padded = {key for name in _padded_entries(batches[0]) for key in (name, f"{name}_mask")}
+    joined = {}
     for name in names:
         tensors = [batch[name] for batch in batches]
         if name in padded:
             length = max(tensor.shape[dim] for tensor in tensors)
             tensors = [pad(t, [0, 0] * (t.dim() - dim - 1) + [0, length - t.shape[dim]]) for t in tensors]
-        together[name] = _joined(tensors if dim else [t[None] for t in tensors], f"{what}[{name!r}]")
-    return together
+        joined[name] = _joined(tensors if dim else [t[None] for t in tensors], f"{what}[{name!r}]")
+    return joined
 
 
-def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return a field's value with `change` applied to its tensors."""
     if isinstance(value, dict):
-        return {name: _each(item, change) for name, item in value.items()}
+        return {name: _map_tensors(item, change) for name, item in value.items()}
     return change(value) if isinstance(value, Tensor) else value
 
 
-def _rows(value: Any, rows: Sequence[int]) -> Any:
+def _select_rows(value: Any, rows: Sequence[int]) -> Any:
     """Return the rows of a field's value that has one row per sample."""
     if isinstance(value, tuple):
         return tuple(value[i] for i in rows)
-    return value.select(rows) if isinstance(value, Samples) else _each(value, lambda tensor: pick(tensor, rows))
+    return (
+        value.select(rows)
+        if isinstance(value, Samples)
+        else _map_tensors(value, lambda tensor: take_rows(tensor, rows))
+    )
 
 
 def _concatenated(values: Sequence[Any], what: str) -> Any:
@@ -341,6 +347,6 @@ def _joined(tensors: Sequence[Tensor], what: str) -> Tensor:
     return torch.cat(list(tensors))
 
 
-def _growing(cond: Mapping[str, Tensor]) -> list[str]:
+def _padded_entries(cond: Mapping[str, Tensor]) -> list[str]:
     """Return the names of entries whose length depends on the text: those with a mask."""
     return [name for name in cond if f"{name}_mask" in cond]

@@ -216,23 +216,25 @@ def sde_window(  # noqa: PLR0913 - one call names everything a window depends on
     if strategy == "random":
         start = _rng(seed, turn).randint(low, high - size)
     elif strategy in SLIDING:
-        start = _slide(strategy, iteration, low, high, size, stride, num_steps, iters_per_window)
+        start = _window_start(strategy, iteration, low, high, size, stride, num_steps, iters_per_window)
     return tuple(range(start, start + size))
 
 
-def _slide(
+def _window_start(
     strategy: str, iteration: int, low: int, high: int, size: int, stride: int, num_steps: int, iters_per_window: int
 ) -> int:
     """Return the first step of a sliding window; the arguments are those of `sde_window`."""
     _require((stride <= size, f"stride must be <= size with strategy {strategy!r}, got {stride=}, {size=}"))
     starts = [*range(low, high - size, stride), high - size]  # a last, shorter move ends exactly at high
-    ends = list(accumulate(_stay(strategy, place, low, high, num_steps, iters_per_window) for place in starts))
+    ends = list(
+        accumulate(_num_iterations(strategy, place, low, high, num_steps, iters_per_window) for place in starts)
+    )
     return starts[bisect_right(ends, iteration % ends[-1])]
 
 
 def _require(*rules: tuple[bool, str]) -> None:
     """Raise ValueError with the message of the first rule that does not hold."""
-    if broken := [words for holds, words in rules if not holds]:
+    if broken := [message for holds, message in rules if not holds]:
         raise ValueError(broken[0])
 
 
@@ -244,13 +246,13 @@ def _float_levels(sigmas: Tensor) -> Tensor:
     return sigmas
 
 
-def _stay(strategy: str, start: int, low: int, high: int, num_steps: int, iters_per_window: int) -> int:
+def _num_iterations(strategy: str, start: int, low: int, high: int, num_steps: int, iters_per_window: int) -> int:
     """Return the number of iterations, at least 1, that a sliding window stays at start."""
     if strategy == "decay":
         return (iters_per_window * (high - start) + start - low) // (high - low)
     if strategy == "exp_decay":
-        past = max(0.0, start / num_steps - EXP_DECAY_START)
-        return math.ceil(iters_per_window * math.exp(-EXP_DECAY_RATE * past))
+        excess = max(0.0, start / num_steps - EXP_DECAY_START)
+        return math.ceil(iters_per_window * math.exp(-EXP_DECAY_RATE * excess))
     return iters_per_window
 
 

@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from omni_sched.steps import Level, check_shapes, levels, on_cpu, on_host, over, per_sample
+from omni_sched.steps import Level, check_shapes, expand_level, expand_levels, expand_like, on_host, to_cpu
 
 
 def compress_sigmas(sigmas: Tensor, start: int, compress_ratio: float) -> Tensor:
@@ -93,23 +93,25 @@ def dpmpp_2m_step(
     """
     check_shapes(x, velocity=velocity, last_data=last_data)
     if (last_data is None) != (last_sigma is None):
-        given = "last_data" if last_sigma is None else "last_sigma"
-        raise ValueError(f"last_data and last_sigma must be given together, got only {given}")
-    now, after = levels(x, sigma, sigma_next)
+        name = "last_data" if last_sigma is None else "last_sigma"
+        raise ValueError(f"last_data and last_sigma must be given together, got only {name}")
+    current, following = expand_levels(x, sigma, sigma_next)
     velocity, x = velocity.float(), x.float()
-    data = x - over(now, x) * velocity
-    x_next = x + over(after - now, x) * velocity
+    data = x - expand_like(current, x) * velocity
+    x_next = x + expand_like(following - current, x) * velocity
     if last_data is None or last_sigma is None:
         return x_next, data
     if on_host(sigma) and on_host(last_sigma):
-        level, last_level = on_cpu(sigma), on_cpu(last_sigma)
+        level, last_level = to_cpu(sigma), to_cpu(last_sigma)
         if not ((level < last_level) & (last_level <= 1)).all():
             rule = "last_sigma must satisfy sigma < last_sigma <= 1"
             raise ValueError(f"{rule}, got sigma={level.tolist()}, last_sigma={last_level.tolist()}")
-    before = per_sample(x, "last_sigma", last_sigma)
-    steps_ratio = (_half_log_snr(after) - _half_log_snr(now)) / (_half_log_snr(now) - _half_log_snr(before))
-    trend = torch.where(after > 0, (1 - after / now) / 2 * steps_ratio, 0.0)
-    return x_next + over(trend, x) * (data - last_data.float()), data
+    previous = expand_level(x, "last_sigma", last_sigma)
+    steps_ratio = (_half_log_snr(following) - _half_log_snr(current)) / (
+        _half_log_snr(current) - _half_log_snr(previous)
+    )
+    coefficient = torch.where(following > 0, (1 - following / current) / 2 * steps_ratio, 0.0)
+    return x_next + expand_like(coefficient, x) * (data - last_data.float()), data
 
 
 def _half_log_snr(sigma: Tensor) -> Tensor:

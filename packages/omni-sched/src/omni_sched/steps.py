@@ -42,7 +42,7 @@ from torch import Tensor
 Level = float | Tensor
 
 INITIAL_NOISE = -1  # the step of the noise at sigma = 1, before step 0
-AT_ONCE = 2**16  # noise values generated together, so that small samples do not each launch 16 operators
+NOISE_CHUNK = 2**16  # noise values generated together, so that small samples do not each launch 16 operators
 
 # UniPC schedules for flow models start at 0.99999899, where sqrt(sigma / (1 - sigma)) is 993: a test for exactly 1
 # would miss it and turn the first step into pure noise.
@@ -81,8 +81,8 @@ def euler_step(velocity: Tensor, x: Tensor, sigma: Level, sigma_next: Level) -> 
         ValueError: shapes differ, or not 0 <= sigma_next < sigma <= 1.
     """
     check_shapes(x, velocity=velocity)
-    sigma, sigma_next = levels(x, sigma, sigma_next)
-    return x.float() + over(sigma_next - sigma, x) * velocity.float()
+    sigma, sigma_next = expand_levels(x, sigma, sigma_next)
+    return x.float() + expand_like(sigma_next - sigma, x) * velocity.float()
 
 
 def ode_step(
@@ -149,14 +149,14 @@ def sde_step(
     as the standard deviation, without sqrt(-dt).
     """
     velocity, x, sigma, sigma_next = _inputs(velocity, x, sigma, sigma_next, noise_level, noise, x_next)
-    if sigma_max is not None and on_host(sigma_max) and not ((on_cpu(sigma_max) > 0) & (on_cpu(sigma_max) < 1)).all():
+    if sigma_max is not None and on_host(sigma_max) and not ((to_cpu(sigma_max) > 0) & (to_cpu(sigma_max) < 1)).all():
         raise ValueError(f"sigma_max must be in (0, 1), got {sigma_max}")
-    cap = sigma_next if sigma_max is None else per_sample(x, "sigma_max", sigma_max)
+    cap = sigma_next if sigma_max is None else expand_level(x, "sigma_max", sigma_max)
     guarded = torch.where(sigma > 1 - SIGMA_ONE_TOLERANCE, torch.minimum(sigma, cap), sigma)
     std = noise_level * (sigma * (sigma - sigma_next) / (1 - guarded)).sqrt()
-    noise_hat = x + over(1 - sigma, x) * velocity
-    mean = x + over(sigma_next - sigma, x) * velocity - over(std.square() / (2 * sigma), x) * noise_hat
-    x_next = _drawn_or_given(mean, std, noise, x_next)
+    noise_hat = x + expand_like(1 - sigma, x) * velocity
+    mean = x + expand_like(sigma_next - sigma, x) * velocity - expand_like(std.square() / (2 * sigma), x) * noise_hat
+    x_next = _sample_or_reuse(mean, std, noise, x_next)
     log_prob = torch.where(sigma_next > 0, gaussian_log_prob(x_next, mean, std), math.nan)
     return Transition(x_next, mean, std, log_prob)
 
@@ -203,9 +203,9 @@ def cps_step(
     angle = noise_level * math.pi / 2
     std = sigma_next * math.sin(angle)
     pull = sigma_next * (2 * math.sin(angle / 2) ** 2)  # 1 - cos(angle) without its cancellation at small angles
-    noise_hat = x + over(1 - sigma, x) * velocity
-    mean = x + over(sigma_next - sigma, x) * velocity - over(pull, x) * noise_hat
-    x_next = _drawn_or_given(mean, std, noise, x_next)
+    noise_hat = x + expand_like(1 - sigma, x) * velocity
+    mean = x + expand_like(sigma_next - sigma, x) * velocity - expand_like(pull, x) * noise_hat
+    x_next = _sample_or_reuse(mean, std, noise, x_next)
     log_prob = torch.where(std > 0, -(x_next - mean).square().flatten(1).mean(1), math.nan)
     return Transition(x_next, mean, std, log_prob)
 
@@ -243,9 +243,9 @@ def dance_step(
     """
     velocity, x, sigma, sigma_next = _inputs(velocity, x, sigma, sigma_next, noise_level, noise, x_next)
     std = noise_level * (sigma - sigma_next).sqrt()
-    noise_hat = x + over(1 - sigma, x) * velocity
-    mean = x + over(sigma_next - sigma, x) * velocity - over(std.square() / (2 * sigma), x) * noise_hat
-    x_next = _drawn_or_given(mean, std, noise, x_next)
+    noise_hat = x + expand_like(1 - sigma, x) * velocity
+    mean = x + expand_like(sigma_next - sigma, x) * velocity - expand_like(std.square() / (2 * sigma), x) * noise_hat
+    x_next = _sample_or_reuse(mean, std, noise, x_next)
     log_prob = torch.where(sigma_next > 0, gaussian_log_prob(x_next, mean, std), math.nan)
     return Transition(x_next, mean, std, log_prob)
 
@@ -267,12 +267,12 @@ class StreamStep:
 
         end: noise or x_next, [B, n], as accepted by `rule`.
         """
-        streams = zip(*(each.split(self.sizes, dim=1) for each in (velocity, x, *end.values())), strict=True)
+        streams = zip(*(tensor.split(self.sizes, dim=1) for tensor in (velocity, x, *end.values())), strict=True)
         steps = [
-            self.rule(*own[:2], sigma, sigma_next, noise_level=noise_level, **dict(zip(end, own[2:], strict=True)))
-            for own in streams
+            self.rule(*args[:2], sigma, sigma_next, noise_level=noise_level, **dict(zip(end, args[2:], strict=True)))
+            for args in streams
         ]
-        x_next, mean = (torch.cat(each, dim=1) for each in zip(*((s.x_next, s.mean) for s in steps), strict=True))
+        x_next, mean = (torch.cat(parts, dim=1) for parts in zip(*((s.x_next, s.mean) for s in steps), strict=True))
         return Transition(x_next, mean, steps[0].std, torch.stack([step.log_prob for step in steps], dim=1))
 
 
@@ -331,7 +331,7 @@ def step_noise(seeds: Sequence[int], step: int, shape: Sequence[int]) -> Tensor:
         raise ValueError(f"shape must hold sizes >= 0, got {tuple(shape)}")
     keys = [f"step_noise {operator.index(seed)} {operator.index(step)}" for seed in seeds]
     count = math.prod(shape)
-    at_once = max(1, AT_ONCE // max(count, 1))
+    at_once = max(1, NOISE_CHUNK // max(count, 1))
     rows = [_normal(keys[i : i + at_once], count) for i in range(0, len(keys), at_once)]
     return torch.cat(rows).view(len(keys), *shape)
 
@@ -353,9 +353,9 @@ def add_noise(x0: Tensor, noise: Tensor, sigma: Level) -> Tensor:
     The forward process of rectified flow, arXiv 2209.03003, eq. 1; there, data is at time 1.
     """
     check_shapes(x0, noise=noise)
-    if on_host(sigma) and not ((on_cpu(sigma) >= 0) & (on_cpu(sigma) <= 1)).all():
+    if on_host(sigma) and not ((to_cpu(sigma) >= 0) & (to_cpu(sigma) <= 1)).all():
         raise ValueError(f"sigma must be in [0, 1], got {sigma}")
-    level = over(per_sample(x0, "sigma", sigma), x0)
+    level = expand_like(expand_level(x0, "sigma", sigma), x0)
     return (1 - level) * x0.float() + level * noise.float()
 
 
@@ -382,14 +382,14 @@ def renoise(x: Tensor, noise: Tensor, sigma: Level, sigma_to: Level) -> tuple[Te
     """
     check_shapes(x, noise=noise)
     if on_host(sigma) and on_host(sigma_to):
-        now, to = on_cpu(sigma), on_cpu(sigma_to)
-        if not ((now >= 0) & (now < to) & (to <= 1)).all():
+        current, target = to_cpu(sigma), to_cpu(sigma_to)
+        if not ((current >= 0) & (current < target) & (target <= 1)).all():
             rule = "sigma and sigma_to must satisfy 0 <= sigma < sigma_to <= 1"
-            raise ValueError(f"{rule}, got sigma={now.tolist()}, sigma_to={to.tolist()}")
-    lower, upper = per_sample(x, "sigma", sigma), per_sample(x, "sigma_to", sigma_to)
+            raise ValueError(f"{rule}, got sigma={current.tolist()}, sigma_to={target.tolist()}")
+    lower, upper = expand_level(x, "sigma", sigma), expand_level(x, "sigma_to", sigma_to)
     share = (1 - upper) / (1 - lower)
     std = ((upper - lower) / (1 - lower) * (upper + share * lower)).sqrt()  # the same, without cancellation
-    return over(share, x) * x.float() + over(std, x) * noise.float(), std
+    return expand_like(share, x) * x.float() + expand_like(std, x) * noise.float(), std
 
 
 def _inputs(
@@ -407,15 +407,15 @@ def _inputs(
     check_shapes(x, velocity=velocity, noise=noise, x_next=x_next)
     if x_next is not None and noise_level == 0:
         raise ValueError("noise_level must be > 0 to score x_next: the step is deterministic, got 0")
-    if x_next is not None and on_host(sigma_next) and bool((on_cpu(sigma_next) == 0).any()):
+    if x_next is not None and on_host(sigma_next) and bool((to_cpu(sigma_next) == 0).any()):
         raise ValueError(f"sigma_next must be > 0 to score x_next: the density degenerates there, got {sigma_next}")
-    return velocity.float(), x.float(), *levels(x, sigma, sigma_next)
+    return velocity.float(), x.float(), *expand_levels(x, sigma, sigma_next)
 
 
-def _drawn_or_given(mean: Tensor, std: Tensor, noise: Tensor | None, x_next: Tensor | None) -> Tensor:
+def _sample_or_reuse(mean: Tensor, std: Tensor, noise: Tensor | None, x_next: Tensor | None) -> Tensor:
     """Return mean + std * noise, or x_next if it is given: [B, ...], detached, float32."""
     if noise is not None and x_next is None:
-        return (mean + over(std, mean) * noise.float()).detach()
+        return (mean + expand_like(std, mean) * noise.float()).detach()
     if x_next is not None and noise is None:
         return x_next.detach().float()
     raise ValueError(f"exactly one of noise and x_next must be given, got {'neither' if noise is None else 'both'}")
@@ -432,18 +432,18 @@ def _normal(keys: Sequence[str], count: int) -> Tensor:
     return torch.stack([radius * angle.cos(), radius * angle.sin()], dim=2).flatten(1)[:, :count].float()
 
 
-def levels(x: Tensor, sigma: Level, sigma_next: Level) -> tuple[Tensor, Tensor]:
+def expand_levels(x: Tensor, sigma: Level, sigma_next: Level) -> tuple[Tensor, Tensor]:
     """Return sigma and sigma_next as [B] float32 on x's device, so scalars and vectors take the same operations."""
-    both = per_sample(x, "sigma", sigma), per_sample(x, "sigma_next", sigma_next)
+    both = expand_level(x, "sigma", sigma), expand_level(x, "sigma_next", sigma_next)
     if on_host(sigma) and on_host(sigma_next):
-        now, after = on_cpu(sigma), on_cpu(sigma_next)
-        if not ((after >= 0) & (after < now) & (now <= 1)).all():
+        current, following = to_cpu(sigma), to_cpu(sigma_next)
+        if not ((following >= 0) & (following < current) & (current <= 1)).all():
             rule = "sigma and sigma_next must satisfy 0 <= sigma_next < sigma <= 1"
-            raise ValueError(f"{rule}, got sigma={now.tolist()}, sigma_next={after.tolist()}")
+            raise ValueError(f"{rule}, got sigma={current.tolist()}, sigma_next={following.tolist()}")
     return both
 
 
-def per_sample(x: Tensor, name: str, level: Level) -> Tensor:
+def expand_level(x: Tensor, name: str, level: Level) -> Tensor:
     """Return level as [B] float32 on x's device."""
     if isinstance(level, Tensor) and level.shape not in (torch.Size(), x.shape[:1]):
         raise ValueError(f"{name} must be a scalar or [B] = [{x.shape[0]}], got shape {tuple(level.shape)}")
@@ -453,7 +453,7 @@ def per_sample(x: Tensor, name: str, level: Level) -> Tensor:
     return level.to(x.device, torch.float32).expand(x.shape[0])
 
 
-def over(value: Tensor, x: Tensor) -> Tensor:
+def expand_like(value: Tensor, x: Tensor) -> Tensor:
     """Return value [B] reshaped to broadcast with x [B, ...]."""
     return value.view(-1, *[1] * (x.ndim - 1))
 
@@ -472,7 +472,7 @@ def on_host(level: Level) -> bool:
     return not isinstance(level, Tensor) or level.device.type == "cpu"
 
 
-def on_cpu(level: Level) -> Tensor:
+def to_cpu(level: Level) -> Tensor:
     """Return level on the CPU, float32."""
     # Checked as float32, the precision of the step: two levels that round to the same value are not a step.
     return torch.as_tensor(level, dtype=torch.float32, device="cpu")

@@ -32,41 +32,41 @@ class Display:
         """Open it. tty: True for a bar, False for lines; None checks the terminal."""
         self.listeners: list[Callable[[str], None]] = []
         self._breaker, self._pid = Breaker("the progress on the terminal"), os.getpid()
-        self._form: _Lines | _Bar = self._breaker(_form, tty) or _Lines()
+        self._view: _Lines | _Bar = self._breaker(_choose_view, tty) or _Lines()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
     def begin(self, total_steps: int, metrics: Path) -> None:
         """Show steps from now on. metrics: the log file, with the lines of the steps already done."""
-        self._breaker(self._form.begin, total_steps, metrics)
+        self._breaker(self._view.begin, total_steps, metrics)
 
     def update(self, step: int, values: Mapping[str, float], seconds: float, left_s: float | None) -> None:
         """Show a finished step: some of its metrics, its duration, and the remaining seconds of the run."""
-        self._breaker(self._form.update, step, values, seconds, left_s)
+        self._breaker(self._view.update, step, values, seconds, left_s)
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Show the progress if it is time, and pass it to the listeners."""
-        self._breaker(self._form.look)
+        self._breaker(self._view.refresh)
         if text := progress.describe():
             for listener in self.listeners:
                 listener(text)
         if self._breaker.is_off:
-            self._form.close()  # so that other output does not go through it
+            self._view.close()  # so that other output does not go through it
 
     def close(self) -> None:
         """Close the display, once. A forked process has no display."""
         if os.getpid() == self._pid and not self._closed.is_set():
             self._closed.set()
             self._thread.join()
-            self._form.close()
+            self._view.close()
 
     def _watch(self) -> None:
-        while not self._closed.wait(self._form.pause_s):
-            self.look()
+        while not self._closed.wait(self._view.pause_s):
+            self.refresh()
 
 
-def _form(tty: bool | None) -> "_Lines | _Bar":
+def _choose_view(tty: bool | None) -> "_Lines | _Bar":
     """Return a bar for a terminal, else lines."""
     if sys.stdout.isatty() if tty is None else tty:
         with suppress(ModuleNotFoundError):  # rich is needed for the bar
@@ -90,7 +90,7 @@ class _Lines:
         eta = [] if left_s is None else [f"eta={_clock(left_s)}"]
         self._print(*parts, f"step_s={seconds:.1f}", *eta)
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         if time.monotonic() - self._printed >= LINE_S and (text := progress.describe()):
             self._print(text)
 
@@ -124,7 +124,7 @@ class _Bar:
         self._values, self._lines = dict[str, float](), list[Mapping[str, float]]()
 
         def render() -> Progress:
-            work, text = progress.current(), progress.describe()
+            work, text = progress.current_phase(), progress.describe()
             total, done = (work.total or None, work.done) if work else (None, 0)
             self._bars.update(self._phase, description=text, total=total, completed=done, visible=bool(text))
             return self._bars
@@ -140,32 +140,32 @@ class _Bar:
         self._values |= values
         self._lines.append(values)
         eta = [] if left_s is None else [f"eta {_clock(left_s)}"]
-        shown = (f"{name}={value:.4g}{self._past(name)}" for name, value in self._values.items())
-        text = " ".join([f"{step}/{self._total_steps}", *eta, *shown])
+        values_text = (f"{name}={value:.4g}{self._trend(name)}" for name, value in self._values.items())
+        text = " ".join([f"{step}/{self._total_steps}", *eta, *values_text])
         self._bars.update(self._steps, completed=step, description=text)
         self._live.refresh()
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         self._live.refresh()
 
     def close(self) -> None:
         with suppress(Exception):  # the terminal may be gone
             self._live.stop()
 
-    def _past(self, name: str) -> str:
-        past = [line[name] for line in self._lines if math.isfinite(line.get(name, math.nan))]
-        if len(past) > 1 and name.startswith("reward/"):
-            return f" ({past[-1] - past[0]:+.2g})"
-        has_line = len(past) > 1 and name.startswith("eval/") and not self._console.options.ascii_only
-        return f" {_sparkline(past)}" if has_line else ""
+    def _trend(self, name: str) -> str:
+        history = [line[name] for line in self._lines if math.isfinite(line.get(name, math.nan))]
+        if len(history) > 1 and name.startswith("reward/"):
+            return f" ({history[-1] - history[0]:+.2g})"
+        has_line = len(history) > 1 and name.startswith("eval/") and not self._console.options.ascii_only
+        return f" {_sparkline(history)}" if has_line else ""
 
 
 def _sparkline(values: Sequence[float]) -> str:
     """Return at most ten values as block characters: the first, the last and others evenly spaced between them."""
     count = min(len(values), 10)
-    some = [values[round(i * (len(values) - 1) / (count - 1))] for i in range(count)]
-    low, span = min(some), max(some) - min(some)
-    return "".join("▁▂▃▄▅▆▇█"[round(7 * (value - low) / span) if span else 0] for value in some)
+    samples = [values[round(i * (len(values) - 1) / (count - 1))] for i in range(count)]
+    low, span = min(samples), max(samples) - min(samples)
+    return "".join("▁▂▃▄▅▆▇█"[round(7 * (value - low) / span) if span else 0] for value in samples)
 
 
 def _clock(seconds: float) -> str:

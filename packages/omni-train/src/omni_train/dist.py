@@ -36,7 +36,7 @@ import torch.distributed as torch_dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from omni_train.progress import live
+from omni_train.progress import mark_alive
 
 T = TypeVar("T")
 Merge = Literal["mean", "max", "min"]  # how values of a metric are merged
@@ -127,7 +127,7 @@ def init_distributed(
     if "RANK" not in os.environ:
         return Dist(rank=0, world_size=1, local_rank=0, device=local_device(0), mesh=None)
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        threading.Thread(target=_end_without, args=(os.getppid(),), daemon=True).start()
+        threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = local_device(local_rank)
@@ -138,17 +138,17 @@ def init_distributed(
     torch_dist.init_process_group(  # without `device_id`: torch would split it for each mesh, as few backends can
         backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}",
         init_method=None if has_old_store else init_method,
-        store=_meet(rank, world_size, timeout) if has_old_store else None,
+        store=_rendezvous(rank, world_size, timeout) if has_old_store else None,
         rank=rank,
         world_size=world_size,
         timeout=timeout,
     )
     mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp",))
     dist = Dist(rank=rank, world_size=world_size, local_rank=local_rank, device=device, mesh=mesh)
-    return replace(dist, machines=by_machine(dist, timeout))
+    return replace(dist, machines=machine_groups(dist, timeout))
 
 
-def by_machine(dist: Dist, timeout: timedelta) -> tuple[torch_dist.ProcessGroup, torch_dist.ProcessGroup] | None:
+def machine_groups(dist: Dist, timeout: timedelta) -> tuple[torch_dist.ProcessGroup, torch_dist.ProcessGroup] | None:
     """Return the process groups for messages by machine; None for few ranks or machines of different sizes.
 
     Every rank creates its own two groups, as the names of later groups count the earlier ones.
@@ -156,10 +156,10 @@ def by_machine(dist: Dist, timeout: timedelta) -> tuple[torch_dist.ProcessGroup,
     if dist.world_size <= _RING_RANKS:
         return None
     size = int(os.environ.get("LOCAL_WORLD_SIZE", dist.world_size))
-    own = [size, dist.rank - dist.local_rank]
-    if gather_json(dist, own) != [[size, rank - rank % size] for rank in range(dist.world_size)]:
+    layout = [size, dist.rank - dist.local_rank]
+    if gather_json(dist, layout) != [[size, rank - rank % size] for rank in range(dist.world_size)]:
         return None
-    column, machine = range(dist.local_rank, dist.world_size, size), range(own[1], own[1] + size)
+    column, machine = range(dist.local_rank, dist.world_size, size), range(layout[1], layout[1] + size)
     between, within = (  # only members call it
         torch_dist.new_group(
             [dist.first + rank for rank in ranks], timeout=timeout, backend="gloo", use_local_synchronization=True
@@ -198,7 +198,7 @@ def context_mesh(dist: Dist) -> DeviceMesh:
     return mesh
 
 
-def divide(mesh: DeviceMesh, work: Callable[[T], Tensor], items: Sequence[T]) -> list[Tensor]:
+def divide_work(mesh: DeviceMesh, work: Callable[[T], Tensor], items: Sequence[T]) -> list[Tensor]:
     """Return `work(item)` for all items, each computed by one rank of a 1-D mesh.
 
     All ranks of the mesh call it with the same items. All tensors must have the same shape and data type. With
@@ -206,13 +206,13 @@ def divide(mesh: DeviceMesh, work: Callable[[T], Tensor], items: Sequence[T]) ->
     """
     if torch.is_grad_enabled():
         return [work(item) for item in items]
-    first, count, found = mesh.get_local_rank(), mesh.size(), list[Tensor]()
+    first, count, results = mesh.get_local_rank(), mesh.size(), list[Tensor]()
     for start in range(0, len(items), count):  # a rank without items left repeats one
-        own = work(items[(start + first) % len(items)]).contiguous()
-        every = [torch.empty_like(own) for _ in range(count)]
-        torch_dist.all_gather(every, own, group=mesh.get_group())
-        found += every
-    return found[: len(items)]
+        result = work(items[(start + first) % len(items)]).contiguous()
+        gathered = [torch.empty_like(result) for _ in range(count)]
+        torch_dist.all_gather(gathered, result, group=mesh.get_group())
+        results += gathered
+    return results[: len(items)]
 
 
 def set_allocator(*, expandable_segments: bool) -> None:
@@ -226,11 +226,13 @@ def set_allocator(*, expandable_segments: bool) -> None:
     Raises:
         ValueError: `expandable_segments` is False, but the environment enables them.
     """
-    given = [value for name, value in os.environ.items() if name.startswith("PYTORCH_") and name.endswith("ALLOC_CONF")]
-    if not expandable_segments and "expandable_segments:true" in ",".join(given).lower():
+    configs = [
+        value for name, value in os.environ.items() if name.startswith("PYTORCH_") and name.endswith("ALLOC_CONF")
+    ]
+    if not expandable_segments and "expandable_segments:true" in ",".join(configs).lower():
         raise ValueError("PYTORCH_ALLOC_CONF must not have expandable_segments:True, which vLLM's sleep mode refuses")
     device = torch.accelerator.current_accelerator()
-    if not given and device is not None and torch_dist.get_default_backend_for_device(device) == "nccl":
+    if not configs and device is not None and torch_dist.get_default_backend_for_device(device) == "nccl":
         settings = ["expandable_segments:True"] * expandable_segments
         settings += ["pinned_max_round_threshold_mb:64"] * (torch.__version__ >= "2.13")
         os.environ["PYTORCH_ALLOC_CONF"] = ",".join(settings)
@@ -250,12 +252,12 @@ def local_device(local_rank: int = 0) -> torch.device:
         raise ValueError(
             f"local_rank must be below the number of {accelerator.type} devices ({count}), got {local_rank}"
         )
-    _settle(accelerator.type)
+    _configure_npu(accelerator.type)
     torch.accelerator.set_device_index(local_rank)
     return torch.device(accelerator.type, local_rank)
 
 
-def _settle(kind: str) -> None:
+def _configure_npu(kind: str) -> None:
     """Configure an Ascend NPU, detected by its API: plain formats, full float32 and deterministic sums.
 
     Its plugin applies these settings at the first operator, for the whole process.
@@ -320,8 +322,8 @@ def memory(device: torch.device) -> Memory:
         pages = int(statm.read_text().split()[1]) if statm.exists() else math.nan
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         return Memory(current_mb=pages * resource.getpagesize() / _MB, peak_mb=peak / _MB)
-    free, total = _ask(device, "get_memory_info", "mem_get_info", default=(0, math.nan))
-    current, peak, reserved = (_ask(device, name, default=math.nan) / _MB for name in _ALLOCATOR)
+    free, total = _call_device(device, "get_memory_info", "mem_get_info", default=(0, math.nan))
+    current, peak, reserved = (_call_device(device, name, default=math.nan) / _MB for name in _ALLOCATOR)
     return Memory(current, peak, reserved_mb=reserved, used_mb=(total - free) / _MB)
 
 
@@ -329,17 +331,17 @@ def free_memory(device: torch.device) -> float:
     """Return the free memory on `device` in bytes; infinite on a CPU, and 0 if unknown."""
     if device.type == "cpu":
         return math.inf
-    return float(_ask(device, "get_memory_info", "mem_get_info", default=(0, 0))[0])
+    return float(_call_device(device, "get_memory_info", "mem_get_info", default=(0, 0))[0])
 
 
 def reset_peak_memory(device: torch.device) -> None:
     """Reset the peak to the current use; do nothing if the device does not support it, as on a CPU."""
     if device.type == "cpu":
         return
-    _ask(device, "reset_peak_memory_stats")
+    _call_device(device, "reset_peak_memory_stats")
 
 
-def _ask(device: torch.device, *names: str, default: object = None) -> Any:
+def _call_device(device: torch.device, *names: str, default: object = None) -> Any:
     """Call the first of these functions that the device has; return the default if it has none."""
     for api in (torch.accelerator, torch.get_device_module(device)):  # some backends have only the second
         for name in names:
@@ -360,17 +362,17 @@ def shutdown() -> None:
         torch_dist.destroy_process_group()
 
 
-def deal(items: Sequence[T], dist: Dist, batch_size: int, *, in_a_row: int = 1) -> list[Sequence[T]]:
-    """Return this rank's batches: ranks take `batch_size` consecutive items in turn, or `in_a_row` if that is larger.
+def deal(items: Sequence[T], dist: Dist, batch_size: int, *, consecutive: int = 1) -> list[Sequence[T]]:
+    """Return this rank's batches: ranks take `batch_size` consecutive items in turn, or `consecutive` if that is more.
 
     Ranks that compute each forward pass together have the same batches.
 
-    in_a_row: number of consecutive items that one rank takes, such as a group.
+    consecutive: number of consecutive items that one rank takes, such as a group.
     """
-    per_turn = max(batch_size, in_a_row)
+    per_turn = max(batch_size, consecutive)
     starts = range(dist.dp_rank * per_turn, len(items), dist.dp_size * per_turn)
-    firsts = [first for start in starts for first in range(start, start + per_turn, batch_size)]
-    return [items[first : first + batch_size] for first in firsts]
+    offsets = [first for start in starts for first in range(start, start + per_turn, batch_size)]
+    return [items[first : first + batch_size] for first in offsets]
 
 
 def gather_by_index(dist: Dist, indices: Tensor, values: Tensor, total: int) -> Tensor:
@@ -386,8 +388,8 @@ def gather_by_index(dist: Dist, indices: Tensor, values: Tensor, total: int) -> 
     """
     if dist.is_planned:
         return torch.linspace(0, 1, total, dtype=values.dtype)  # all different
-    places, found = zip(*gather_json(dist, [indices.tolist(), values.tolist()]), strict=True)
-    num_places, num_found = ([len(row) for row in rows] for rows in (places, found))
+    places, gathered = zip(*gather_json(dist, [indices.tolist(), values.tolist()]), strict=True)
+    num_places, num_found = ([len(row) for row in rows] for rows in (places, gathered))
     if num_places != num_found:
         raise ValueError(f"indices and values must have one length, got {num_places} and {num_found} in rank order")
     place = torch.tensor([i for row in places for i in row], dtype=torch.int64)
@@ -395,26 +397,26 @@ def gather_by_index(dist: Dist, indices: Tensor, values: Tensor, total: int) -> 
         raise ValueError(f"indices must be from 0 to {total - 1}, got {outside[0]}")
     counts = torch.bincount(place, minlength=total)
     if (counts != 1).any():
-        index, most = int(counts.argmax()), int(counts.max())
-        fault = f"got {index} {most} times" if most > 1 else f"no rank has {int(counts.argmin())}"
+        index, count = int(counts.argmax()), int(counts.max())
+        fault = f"got {index} {count} times" if count > 1 else f"no rank has {int(counts.argmin())}"
         raise ValueError(f"every index must come once, {fault}")
-    joined = torch.tensor([value for row in found for value in row], dtype=values.dtype)
+    joined = torch.tensor([value for row in gathered for value in row], dtype=values.dtype)
     return joined[place.argsort()].to(values.device)
 
 
 def gather_json(dist: Dist, value: object) -> list[Any]:
     """Return every rank's value, in rank order, sent as JSON: strings, numbers, None, and lists and dicts of these."""
-    live()
+    mark_alive()
     text = json.dumps(value).encode()
     rows = _gather(dist, len(text).to_bytes(8, "little") + text[:_FIRST_BYTES].ljust(_FIRST_BYTES))
     rest = max(int.from_bytes(row[:8], "little") for row in rows) - _FIRST_BYTES
-    more = _gather(dist, text[_FIRST_BYTES:].ljust(rest)) if rest > 0 else [b""] * len(rows)
-    return [json.loads(row[8:] + other) for row, other in zip(rows, more, strict=True)]  # JSON may end in spaces
+    remainders = _gather(dist, text[_FIRST_BYTES:].ljust(rest)) if rest > 0 else [b""] * len(rows)
+    return [json.loads(row[8:] + other) for row, other in zip(rows, remainders, strict=True)]  # JSON may end in spaces
 
 
-def merge_metric(values: Tensor, how: Merge = "mean") -> Tensor:
+def merge_metric(values: Tensor, merge: Merge = "mean") -> Tensor:
     """Return the mean, maximum or minimum of a metric's values [n]."""
-    return values.amax() if how == "max" else values.amin() if how == "min" else values.mean()
+    return values.amax() if merge == "max" else values.amin() if merge == "min" else values.mean()
 
 
 def mean_metrics(
@@ -498,7 +500,7 @@ def tell_failure(message: str, *, wait_s: float = 3.0) -> dict[int, str]:
     return messages
 
 
-def _meet(rank: int, world_size: int, timeout: timedelta) -> torch_dist.Store:
+def _rendezvous(rank: int, world_size: int, timeout: timedelta) -> torch_dist.Store:
     """Return torchrun's store with a new prefix, on which all ranks agree.
 
     The store still has the addresses of an earlier start's ranks, and this start has no number shared by all machines.
@@ -507,17 +509,17 @@ def _meet(rank: int, world_size: int, timeout: timedelta) -> torch_dist.Store:
     """
     deadline = time.monotonic() + timeout.total_seconds()
     store = torch_dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False, timeout)
-    mine = uuid4().hex[:16]
-    store.set(f"name/{rank}", mine)
+    token = uuid4().hex[:16]
+    store.set(f"name/{rank}", token)
     while True:
         if rank == 0:
             names = b",".join(store.multi_get([f"name/{i}" for i in range(world_size)])).decode()
             store.set("names", names)
         names = store.get("names").decode()
-        if mine in names:
+        if token in names:
             store.set(f"heard/{rank}", names)
-            heard = [f"heard/{i}" for i in range(world_size)]
-            if rank == 0 and store.check(heard) and set(store.multi_get(heard)) == {names.encode()}:
+            acks = [f"heard/{i}" for i in range(world_size)]
+            if rank == 0 and store.check(acks) and set(store.multi_get(acks)) == {names.encode()}:
                 store.set("agreed", names)
             if store.check(["agreed"]) and store.get("agreed").decode() == names:
                 os.environ["OMNI_START"] = sha256(names.encode()).hexdigest()  # for `tell_failure`
@@ -546,7 +548,7 @@ def _gather(dist: Dist, message: bytes) -> list[bytes]:
     return [row.numpy().tobytes() for row in rows]
 
 
-def _end_without(parent: int) -> None:
+def _exit_with_parent(parent: int) -> None:
     """End this process, from any of its threads, when its parent has ended."""
     while os.getppid() == parent:
         time.sleep(1.0)

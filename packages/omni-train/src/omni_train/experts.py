@@ -36,15 +36,15 @@ class ShardedExperts(nn.Module):
         self.mesh, self.dtype, self.count = mesh, dtype, _num_experts(experts)
         self.share = self.count // mesh.size()
         self.owners: dict[nn.Parameter, int] = {}
-        own = slice(mesh.get_local_rank() * self.share, (mesh.get_local_rank() + 1) * self.share)
+        rows = slice(mesh.get_local_rank() * self.share, (mesh.get_local_rank() + 1) * self.share)
         if isinstance(experts, nn.ModuleList):
             for i, expert in enumerate(experts):
-                _keep(expert, mesh, slice(None) if own.start <= i < own.stop else slice(0))
+                _shard_params(expert, mesh, slice(None) if rows.start <= i < rows.stop else slice(0))
                 self.owners |= dict.fromkeys(expert.parameters(), i // self.share)
                 self.add_module(str(i), expert)
-            local: nn.Module = experts[own]
+            local: nn.Module = experts[rows]
         else:
-            _keep(experts, mesh, own)
+            _shard_params(experts, mesh, rows)
             for name, param in experts.named_parameters():
                 self.register_parameter(name, param)
             local, local.num_experts = experts, self.share  # type: ignore[assignment]  # a number
@@ -53,11 +53,15 @@ class ShardedExperts(nn.Module):
     def forward(self, states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return the output [R, D] for states [R, D], the experts [R, k] of each state, and their weights [R, k]."""
         experts, order = chosen.flatten().sort(stable=True)
-        sent, came = self._counts(experts)
-        own = torch.arange(self.share).repeat(len(came)).repeat_interleave(came.flatten()).to(states.device)
-        there, here = sent.sum(dim=1).tolist(), came.sum(dim=1).tolist()
-        rows = all_to_all_single_autograd(states[order // chosen.shape[1]], here, there, self.mesh)
-        rows = all_to_all_single_autograd(self._run(rows, own, weights.dtype), there, here, self.mesh)
+        sent, received = self._counts(experts)
+        local_experts = (
+            torch.arange(self.share).repeat(len(received)).repeat_interleave(received.flatten()).to(states.device)
+        )
+        send_sizes, recv_sizes = sent.sum(dim=1).tolist(), received.sum(dim=1).tolist()
+        rows = all_to_all_single_autograd(states[order // chosen.shape[1]], recv_sizes, send_sizes, self.mesh)
+        rows = all_to_all_single_autograd(
+            self._run(rows, local_experts, weights.dtype), send_sizes, recv_sizes, self.mesh
+        )
         by_token = torch.empty_like(rows).index_copy(0, order, rows).unflatten(0, chosen.shape)
         return (by_token * weights[..., None]).sum(dim=1).to(states.dtype)
 
@@ -72,10 +76,10 @@ class ShardedExperts(nn.Module):
             return sent, sent[:1].expand(shape)
         ends = torch.searchsorted(experts, torch.arange(self.count, device=experts.device), right=True)
         sent = ends.diff(prepend=ends.new_zeros(1)).view(shape)
-        came = torch.empty_like(sent)
-        torch_dist.all_to_all_single(came, sent, group=self.mesh.get_group())
-        sent, came = torch.stack([sent, came]).cpu().unbind()  # the only synchronization with the device
-        return sent, came
+        received = torch.empty_like(sent)
+        torch_dist.all_to_all_single(received, sent, group=self.mesh.get_group())
+        sent, received = torch.stack([sent, received]).cpu().unbind()  # the only synchronization with the device
+        return sent, received
 
     def _run(self, rows: Tensor, experts: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the output [N, D] for rows [N, D] and their experts [N] on this rank. dtype: of the weights, all 1."""
@@ -95,9 +99,9 @@ def shard_experts(
     """Replace a module's experts with sharded ones; return their parameters. Arguments as in `shard`."""
     sharded = set[nn.Parameter]()
     for parent, name, experts in find_experts(module, names, mesh.size()):
-        own = ShardedExperts(experts, mesh, dtype)
-        setattr(parent, name, own)
-        sharded.update(own.parameters())
+        replacement = ShardedExperts(experts, mesh, dtype)
+        setattr(parent, name, replacement)
+        sharded.update(replacement.parameters())
     return sharded
 
 
@@ -108,23 +112,23 @@ def find_experts(module: nn.Module, names: Collection[str], num_ranks: int) -> l
         ValueError: there are none, or the ranks cannot divide them evenly.
     """
     parents = list(module.modules())
-    found = [(p, name, each) for p in parents for name, each in p.named_children() if type(each).__name__ in names]
-    if not found:
+    matches = [(p, name, child) for p in parents for name, child in p.named_children() if type(child).__name__ in names]
+    if not matches:
         raise ValueError(f"experts must be of a model whose experts can be sharded, got {type(module).__name__}")
-    if uneven := [count for *_, each in found if (count := _num_experts(each)) % num_ranks]:
+    if uneven := [count for *_, child in matches if (count := _num_experts(child)) % num_ranks]:
         raise ValueError(f"experts must divide evenly among the {num_ranks} ranks, got {uneven[0]} in a block")
-    return found
+    return matches
 
 
-def owners_of(module: nn.Module) -> dict[Tensor, int]:
+def expert_owners(module: nn.Module) -> dict[Tensor, int]:
     """Return the owner rank in the mesh of each parameter of experts in lists."""
-    every = [each for each in module.modules() if isinstance(each, ShardedExperts)]
-    return {param: owner for each in every for param, owner in each.owners.items()}
+    layers = [layer for layer in module.modules() if isinstance(layer, ShardedExperts)]
+    return {param: owner for layer in layers for param, owner in layer.owners.items()}
 
 
 def num_gathered(module: nn.Module) -> int:
     """Return the number of a module's weights that sharded ranks gather."""
-    kept = {param for each in module.modules() if isinstance(each, ShardedExperts) for param in each.parameters()}
+    kept = {param for layer in module.modules() if isinstance(layer, ShardedExperts) for param in layer.parameters()}
     return sum(param.numel() for param in module.parameters() if param not in kept)
 
 
@@ -140,7 +144,7 @@ def _sharded(module: nn.Module) -> Iterator[tuple[str, DTensor]]:
         yield name, param
 
 
-def _keep(module: nn.Module, mesh: DeviceMesh, rows: slice) -> None:
+def _shard_params(module: nn.Module, mesh: DeviceMesh, rows: slice) -> None:
     """Replace each parameter with a DTensor of which this rank holds these rows, on its device."""
     for owner in module.modules():
         for name, whole in list(owner.named_parameters(recurse=False)):

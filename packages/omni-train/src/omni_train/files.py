@@ -32,8 +32,8 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
     """
     if not os.path.islink(path):  # O_NOFOLLOW rejects a link created after this line
         number = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-        found = os.fstat(number)
-        if stat.S_ISREG(found.st_mode) and (found.st_nlink < 2 or not flags & os.O_RDWR):
+        status = os.fstat(number)
+        if stat.S_ISREG(status.st_mode) and (status.st_nlink < 2 or not flags & os.O_RDWR):
             return number
         os.close(number)
     raise ValueError(f"{path} must be a regular file and no link, hard or symbolic: move it away")
@@ -161,9 +161,9 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
         try:
             entry = parse_json(line)
         except ValueError as exc:
-            raise damaged_line(path, number, f"not valid JSON ({exc})") from exc
+            raise damaged_line_error(path, number, f"not valid JSON ({exc})") from exc
         if not isinstance(entry, dict):
-            raise damaged_line(path, number, f"must be a JSON object, got {type(entry).__name__}")
+            raise damaged_line_error(path, number, f"must be a JSON object, got {type(entry).__name__}")
         entries.append(entry)
     return entries
 
@@ -208,12 +208,12 @@ def check_depth(value: object, text: str) -> None:
     inner = [value]
     for _ in range(MAX_DEPTH):
         parts = (part.values() if isinstance(part, dict) else part for part in inner if isinstance(part, dict | list))
-        inner = [each for part in parts for each in part]
+        inner = [item for part in parts for item in part]
     if any(isinstance(part, dict | list) for part in inner):
         raise ValueError(f"must be nested at most {MAX_DEPTH} deep")
 
 
-def damaged_line(path: str | Path, number: int, fault: str) -> ValueError:
+def damaged_line_error(path: str | Path, number: int, fault: str) -> ValueError:
     """Return the error for a damaged line, with its place, fault and remedy."""
     return ValueError(f"{path}, line {number}: {fault}. Delete the line, or move the file away")
 
@@ -235,7 +235,7 @@ def read_steps(path: str | Path) -> list[dict[str, float]]:
     entries = read_jsonl(path)
     for number, entry in enumerate(entries, start=1):
         if type(entry.get("step")) is not int or not all(isinstance(v, int | float | None) for v in entry.values()):
-            raise damaged_line(path, number, "must be numbers, one of them the step")
+            raise damaged_line_error(path, number, "must be numbers, one of them the step")
     return [{name: math.nan if value is None else value for name, value in entry.items()} for entry in entries]
 
 

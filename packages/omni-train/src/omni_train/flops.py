@@ -48,15 +48,15 @@ class FlopTable:
 
     def watch(self) -> None:
         """Record the inputs of the net's calls, until all shapes are known."""
-        self._hook = self.net.register_forward_pre_hook(self.breaker.around(self._learn), with_kwargs=True)
+        self._hook = self.net.register_forward_pre_hook(self.breaker.wrap(self._record_call), with_kwargs=True)
 
     def total(self, calls: Calls) -> dict[str, float]:
         """Return the operations of calls, by phase; empty if a shape is new: its next call will count it."""
         return self.breaker(self._total, calls) or {}
 
     def _total(self, calls: Calls) -> dict[str, float]:
-        seen, self._seen = self._seen, {}
-        for args, kwargs in seen.values():
+        recorded, self._seen = self._seen, {}
+        for args, kwargs in recorded.values():
             self._count(args, kwargs)
         self._hook.remove()
         if not calls or any(shape not in self.known for _, _, shape in calls):
@@ -67,8 +67,8 @@ class FlopTable:
             total[phase] += samples * self.known[shape][is_trained]  # type: ignore[assignment]  # not integers
         return dict(total)
 
-    def _learn(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        first = first_of(args, kwargs)
+    def _record_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        first = first_input(args, kwargs)
         key = first[0].shape, kwargs.get("expert")
         if key in self._seen or key[0] in self.known or not first[0].is_floating_point():  # text has many shapes
             return
@@ -76,7 +76,7 @@ class FlopTable:
 
     @torch.enable_grad()
     def _count(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        first = first_of(args, kwargs)
+        first = first_input(args, kwargs)
         if first[0].shape in self.known:
             return
         with FlopCounterMode(display=False) as counter:
@@ -88,7 +88,7 @@ class FlopTable:
             self.known[first[0].shape] = forward / len(first), counter.get_total_flops() / len(first)
 
 
-def first_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Tensor]:
+def first_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Tensor]:
     """Return the first input of a call: a batch, as one tensor or as a list with one tensor per sample."""
     first: Sequence[Tensor] = next(iter((*args, *kwargs.values())))
     return first

@@ -71,49 +71,51 @@ def real_roots(folder: str | Path) -> list[Path]:
 
 
 def _fetch(address: str) -> Path:
-    found = ADDRESS.fullmatch(address)
-    if found is None:
+    match = ADDRESS.fullmatch(address)
+    if match is None:
         rule = "path must be hf://datasets/OWNER/NAME/FILE, maybe with @REVISION after NAME"
         raise ValueError(f"{rule}, or without datasets/ for a model, got {address}")
-    is_data, repo, revision, file = found.groups()
+    is_data, repo, revision, file = match.groups()
     kind = "dataset" if is_data else "model"
-    with _fetching(address, f"{repo} {file} --repo-type {kind}", revision):
+    with _report_fetch_errors(address, f"{repo} {file} --repo-type {kind}", revision):
         from huggingface_hub import hf_hub_download
 
         return Path(hf_hub_download(repo, file, repo_type=kind, revision=REVISIONS.get(revision, revision)))
 
 
 def fetch_chosen(
-    address: str, found: re.Match[str], choose: Callable[[Sequence[str], Mapping[str, Any]], Sequence[str]]
+    address: str, match: re.Match[str], choose: Callable[[Sequence[str], Mapping[str, Any]], Sequence[str]]
 ) -> list[Path]:
     """Return files of a data set, downloaded if missing from the hub's cache; offline, those in the cache.
 
-    found: the match of the address with `DATA_SET`. choose: returns the names of the files to use, given all names and
+    match: the match of the address with `DATA_SET`. choose: returns the names of the files to use, given all names and
     the fields of the data set's card.
 
     Raises:
         ValueError: they cannot be downloaded and are not in the cache, or as raised by `choose`.
     """
     if address not in FETCHED:
-        repo, revision = found["repo"], REVISIONS.get(found["revision"], found["revision"])
-        fetching = partial(_fetching, address, f"{repo} --repo-type dataset", revision)
+        repo, revision = match["repo"], REVISIONS.get(match["revision"], match["revision"])
+        fetching = partial(_report_fetch_errors, address, f"{repo} --repo-type dataset", revision)
         with fetching():
             from huggingface_hub import hf_hub_download
 
-            names, commit, fault = _listed(repo, revision)
+            names, commit, fault = _list_files(repo, revision)
             download = partial(hf_hub_download, repo, repo_type="dataset", local_files_only=bool(fault))
-            fetch = partial(_at_commit, download, revision, commit)
+            fetch = partial(_download_at_commit, download, revision, commit)
             card = fetch("README.md") if "README.md" in names else None
         chosen = choose(names, read_card(card) if card else {})
         with fetching():
             FETCHED[address] = [fetch(name) for name in chosen]
         if fault and os.environ.get("LOCAL_RANK", "0") == "0":
-            shown = f"{', '.join(chosen[:8])}{f' and {len(chosen) - 8} more' if len(chosen) > 8 else ''}"
-            print(f"{address}: the hub did not answer, {fault}; taken from its cache at {commit}: {shown}", flush=True)
+            listing = f"{', '.join(chosen[:8])}{f' and {len(chosen) - 8} more' if len(chosen) > 8 else ''}"
+            print(
+                f"{address}: the hub did not answer, {fault}; taken from its cache at {commit}: {listing}", flush=True
+            )
     return FETCHED[address]
 
 
-def _at_commit(download: Callable[..., str], revision: str | None, commit: str | None, name: str) -> Path:
+def _download_at_commit(download: Callable[..., str], revision: str | None, commit: str | None, name: str) -> Path:
     """Return a file as of the commit: by the revision, or by the commit if the revision has moved on.
 
     The revision is tried first, since the cache then records its commit, by which it is found without a network.
@@ -122,13 +124,13 @@ def _at_commit(download: Callable[..., str], revision: str | None, commit: str |
     return path if commit in (None, *path.parts) else Path(download(filename=name, revision=commit))
 
 
-def _listed(repo: str, revision: str | None) -> tuple[list[str], str | None, str]:
+def _list_files(repo: str, revision: str | None) -> tuple[list[str], str | None, str]:
     """Return the names of a data set's files, their commit, and why they come from the cache ("" if from the hub)."""
     from huggingface_hub import HfApi, snapshot_download
 
     try:
-        about = HfApi().dataset_info(repo, revision=revision, timeout=WAIT_S)
-        return [file.rfilename for file in about.siblings or ()], about.sha, ""
+        info = HfApi().dataset_info(repo, revision=revision, timeout=WAIT_S)
+        return [file.rfilename for file in info.siblings or ()], info.sha, ""
     except Exception as exc:  # from any HTTP client of the library
         try:
             folder = Path(snapshot_download(repo, repo_type="dataset", revision=revision, local_files_only=True))
@@ -152,15 +154,15 @@ def read_card(path: Path) -> dict[str, Any]:
             raise ValueError(f"has more than {MAX_CARD_BYTES} bytes")
         if head := REGEX_YAML_BLOCK.search(path.read_text("utf-8")):
             anchors, aliases = ({*re.findall(rf"{sign}([\w-]+)", head[2])} for sign in ("&", r"\*"))
-            if found := sorted(anchors & aliases):
-                raise ValueError(f"has the alias *{found[0]:.80}, which must be written out")
+            if shared := sorted(anchors & aliases):
+                raise ValueError(f"has the alias *{shared[0]:.80}, which must be written out")
         return dict(metadata_load(path) or {})
     except Exception as exc:  # including those of the library's YAML parser
         raise ValueError(f"{path} must have YAML at its head that can be read: {' '.join(str(exc).split())}") from exc
 
 
 @contextmanager
-def _fetching(address: str, what: str, revision: str | None) -> Iterator[None]:
+def _report_fetch_errors(address: str, what: str, revision: str | None) -> Iterator[None]:
     """Raise ValueError for errors in the block, with the command that downloads `what`, at a revision."""
     try:
         yield
@@ -173,10 +175,10 @@ def _fetching(address: str, what: str, revision: str | None) -> Iterator[None]:
         ) from exc
 
 
-def pinned(place: str, file: Path) -> str:
+def pin_revision(place: str, file: Path) -> str:
     """Return the place itself, or an address with the commit of its revision. file: one of the downloaded files."""
-    found = ADDRESS.fullmatch(place) or DATA_SET.fullmatch(place)
+    match = ADDRESS.fullmatch(place) or DATA_SET.fullmatch(place)
     commit = next((up.name for up in file.parents if up.parent.name == "snapshots"), "")
-    if found is None or not commit:
+    if match is None or not commit:
         return place
     return re.sub(r"^(hf://(?:datasets/)?[\w.-]+/[\w.-]+)(@[^/\s]+)?", rf"\1@{commit}", place)

@@ -37,7 +37,7 @@ BACKENDS = {
 # count determines the order of sums; with the third, no product is padded, which a heuristic may choose otherwise.
 EXACT = {"emulate_precision_casts": True, "deterministic": True, "shape_padding": False}
 MAX_GRAPHS = 64  # graphs per class of blocks: inputs with gradients, adapters, masks, inputs that are views, sizes of 1
-_DROPS = ContextVar("drops", default=False)  # True while a net with compiled blocks samples
+_IS_SAMPLING = ContextVar("is_sampling", default=False)  # True while a net with compiled blocks samples
 
 
 def check_attention(name: str, device: torch.device, dtype: torch.dtype) -> None:
@@ -53,9 +53,9 @@ def check_attention(name: str, device: torch.device, dtype: torch.dtype) -> None
     q = x.clone().requires_grad_()
     try:
         with sdpa_kernel(BACKENDS[name]):
-            for seen in [None, mask] if name == "auto" else [None]:  # the others need not take masks
-                scaled_dot_product_attention(x, x, x, attn_mask=seen)
-                torch.autograd.grad(scaled_dot_product_attention(q, q, q, attn_mask=seen).sum(), q)
+            for attn_mask in [None, mask] if name == "auto" else [None]:  # the others need not take masks
+                scaled_dot_product_attention(x, x, x, attn_mask=attn_mask)
+                torch.autograd.grad(scaled_dot_product_attention(q, q, q, attn_mask=attn_mask).sum(), q)
     except RuntimeError as exc:
         where, words = f"{str(dtype).removeprefix('torch.')} on {device.type}", str(exc).strip().partition("\n")[0]
         raise ValueError(f"attention must have kernels that run in {where}, got {name}: {words:.200}") from exc
@@ -116,28 +116,28 @@ def compile_blocks(module: nn.Module, block_names: Collection[str], *, attention
             block.forward, fullgraph=True, dynamic=True, recompile_limit=MAX_GRAPHS, options=EXACT
         )
         # torch rejects deterministic algorithms in a graph's backward pass unless it was captured with them
-        block.forward = partial(_cut, deterministic("warn")(compiled))
-    module.forward = partial(_sampled, module.forward)
+        block.forward = partial(_detach_outputs, deterministic("warn")(compiled))
+    module.forward = partial(_run_net, module.forward)
 
 
 def is_sampling() -> bool:
     """True in a forward pass without gradients of a net with compiled blocks, although gradients are enabled there."""
-    return _DROPS.get()
+    return _IS_SAMPLING.get()
 
 
-def _sampled(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_net(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a net's forward pass; with gradients disabled, run it as in training, but without keeping blocks' history."""
     if torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    before = _DROPS.set(True)
+    before = _IS_SAMPLING.set(True)
     try:
         with torch.enable_grad():
             return tree_map_only(Tensor, Tensor.detach, forward(*args, **kwargs))
     finally:
-        _DROPS.reset(before)
+        _IS_SAMPLING.reset(before)
 
 
-def _cut(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _detach_outputs(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a block; in sampling, its outputs have no history, but require gradients as in training."""
     out = forward(*args, **kwargs)
     if not is_sampling():

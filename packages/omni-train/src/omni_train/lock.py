@@ -25,7 +25,7 @@ from omni_train.remote import READ_S, Remote
 
 LOCK_FILE, PROBE_FILE = "lock", "probe"
 MAX_BYTES = 2**20  # of an object of a lease
-BEAT_S, LEASE_S = 15.0, 60.0  # between two renewals of a lease; until a lease without renewal is free
+RENEWAL_S, LEASE_S = 15.0, 60.0  # between two renewals of a lease; until a lease without renewal is free
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # errors of file systems without locks
 _held: set[FileLock] = set()  # by this process, as a lock without a reference would be released
@@ -115,77 +115,77 @@ class _Lease:
             ValueError: another process renews it, or has just taken it.
             OSError: objects of the URL cannot be read, written or deleted.
         """
-        self._remote, self._holder, self.token, self._beats = remote, holder, uuid4().hex, 0
-        self._ends = threading.Event()
+        self._remote, self._holder, self.token, self._num_renewals = remote, holder, uuid4().hex, 0
+        self._released = threading.Event()
         remote.write(PROBE_FILE, b"")
         remote.delete(PROBE_FILE)  # a missing right to delete raises now, not in a later save
-        other = self._other()  # first, as not every store refuses to create an existing object
+        other = self._read_holder()  # first, as not every store refuses to create an existing object
         if other or not remote.create(LOCK_FILE, self._text()):
-            other = other or self._other()
+            other = other or self._read_holder()
             if not before or before not in other:
-                self._await(other)
-            self._take_from(other)
+                self._wait_for_end(other)
+            self._take_over(other)
         self.check()
         threading.Thread(target=self._renew, daemon=True).start()
 
     def check(self) -> None:
         """Raise OSError if the object names another holder; wait for a missing object, as a renewal restores it."""
-        deadline = time.monotonic() + 2 * BEAT_S
-        while not (found := self._other()) and time.monotonic() < deadline:
-            time.sleep(BEAT_S / 10)
-        if self.token not in found:
-            holder = _entry(found, "holder") or "another process"
+        deadline = time.monotonic() + 2 * RENEWAL_S
+        while not (text := self._read_holder()) and time.monotonic() < deadline:
+            time.sleep(RENEWAL_S / 10)
+        if self.token not in text:
+            holder = _read_entry(text, "holder") or "another process"
             raise OSError(f"{self._remote.url} was taken by {holder}, as this run could not renew its lock")
 
     def release(self) -> None:
         """Delete the object if it belongs to this holder."""
-        self._ends.set()
+        self._released.set()
         with suppress(OSError, ValueError):  # it then expires
-            if self.token in self._other():
+            if self.token in self._read_holder():
                 self._remote.delete(LOCK_FILE)
-            self._remote.delete(_beats_of(self.token))
+            self._remote.delete(_counter_name(self.token))
 
-    def _await(self, other: str) -> None:
+    def _wait_for_end(self, other: str) -> None:
         """Wait until the lease of another holder has ended; raise ValueError if it is renewed."""
-        deadline, beats = time.monotonic() + LEASE_S, self._read(_beats_of(_entry(other, "token")))
+        deadline, counter = time.monotonic() + LEASE_S, self._read(_counter_name(_read_entry(other, "token")))
         while time.monotonic() < deadline:
             time.sleep(min(1.0, LEASE_S / 10))
-            if not (now := self._other()):
+            if not (current := self._read_holder()):
                 return
-            if now != other or self._read(_beats_of(_entry(other, "token"))) != beats:
-                raise self._is_in_use(now)
+            if current != other or self._read(_counter_name(_read_entry(other, "token"))) != counter:
+                raise self._in_use_error(current)
 
-    def _take_from(self, other: str) -> None:
+    def _take_over(self, other: str) -> None:
         """Overwrite the name of a holder whose lease has ended with this one's.
 
         Raises:
             ValueError: another process has written its name first, or may have while this one was suspended.
         """
         looked = time.monotonic()
-        if (now := self._other()) not in (other, ""):
-            raise self._is_in_use(now)
+        if (current := self._read_holder()) not in (other, ""):
+            raise self._in_use_error(current)
         self._remote.write(LOCK_FILE, self._text())
         if time.monotonic() - looked > LEASE_S:
             self.release()  # a holder whose name is missing writes it again
-            raise self._is_in_use("")
+            raise self._in_use_error("")
         if other:
-            self._remote.delete(_beats_of(_entry(other, "token")))
+            self._remote.delete(_counter_name(_read_entry(other, "token")))
 
-    def _is_in_use(self, text: str) -> ValueError:
-        way = "end that run, or give this one another --checkpoint-url"
-        return ValueError(f"{self._remote.url} is in use by {_entry(text, 'holder') or 'another process'}: {way}")
+    def _in_use_error(self, text: str) -> ValueError:
+        hint = "end that run, or give this one another --checkpoint-url"
+        return ValueError(f"{self._remote.url} is in use by {_read_entry(text, 'holder') or 'another process'}: {hint}")
 
     def _renew(self) -> None:
         renewed = time.monotonic()
-        while not self._ends.wait(BEAT_S):
+        while not self._released.wait(RENEWAL_S):
             with suppress(OSError, ValueError):  # the next beat tries again, and `check` reports a loss
-                looked, found = time.monotonic(), self._other(limit_s=0)
-                if self.token in found or (not found and self._restore(renewed)):
-                    self._beats += 1
-                    self._remote.write(_beats_of(self.token), str(self._beats).encode(), limit_s=0)
-                    renewed = looked
-                elif _entry(found, "token"):
-                    taken = f"{self._remote.url} was taken by {_entry(found, 'holder') or 'another process'}"
+                checked_at, text = time.monotonic(), self._read_holder(limit_s=0)
+                if self.token in text or (not text and self._restore(renewed)):
+                    self._num_renewals += 1
+                    self._remote.write(_counter_name(self.token), str(self._num_renewals).encode(), limit_s=0)
+                    renewed = checked_at
+                elif _read_entry(text, "token"):
+                    taken = f"{self._remote.url} was taken by {_read_entry(text, 'holder') or 'another process'}"
                     warnings.warn(f"{taken}: this run ends with its next save", stacklevel=2)
                     return
 
@@ -196,7 +196,7 @@ class _Lease:
         """
         return time.monotonic() - renewed < LEASE_S and self._remote.create(LOCK_FILE, self._text())
 
-    def _other(self, *, limit_s: float = READ_S) -> str:
+    def _read_holder(self, *, limit_s: float = READ_S) -> str:
         """Return the text of the holder's object; empty if there is none."""
         return self._read(LOCK_FILE, limit_s=limit_s)
 
@@ -210,12 +210,12 @@ class _Lease:
         return json.dumps({"holder": self._holder, "token": self.token}).encode()
 
 
-def _beats_of(token: str) -> str:
+def _counter_name(token: str) -> str:
     """Return the name of the object that counts a holder's renewals."""
     return f"{LOCK_FILE}-{token if re.fullmatch('[0-9a-f]{32}', token) else 'unknown'}"
 
 
-def _entry(text: str, key: str) -> str:
+def _read_entry(text: str, key: str) -> str:
     """Return an entry of a lease's text; empty if no holder has written the text."""
     try:
         return str(parse_json(text)[key])

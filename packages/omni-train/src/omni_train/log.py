@@ -62,10 +62,10 @@ class RunLog:
             ValueError: the file has a damaged line.
         """
         self.last_phase = "none"  # the phase entered last, or its outer phase after a nested one; on every rank
-        self._within: str | None = None  # the phase whose block is running; on every rank
+        self._current_phase: str | None = None  # the phase whose block is running; on every rank
         self._is_main = is_main
         self._total_steps = total_steps
-        self._sinks = [(sink, Breaker("a sink of the log", goes_on=True)) for sink in sinks]
+        self._sinks = [(sink, Breaker("a sink of the log", keeps_going=True)) for sink in sinks]
         self._clock = Breaker("the clock of phases")
         self._columns = tuple(columns)
         self._phases: list[tuple[str, str | None, Moment, Moment]] = []  # phases of this step: name, outer, start, end
@@ -78,7 +78,7 @@ class RunLog:
             self._path = Path(folder) / "metrics.jsonl"
             self._path.parent.mkdir(parents=True, exist_ok=True)
             os.close(self._open())
-            last = _keep_lines(self._path, resume_step)
+            last = _truncate_lines(self._path, resume_step)
             if resume_step is not None and last < resume_step:
                 warnings.warn(f"{self._path} lacks the steps {last + 1} to {resume_step}: they were lost", stacklevel=2)
             self._display = display or Display()
@@ -90,13 +90,13 @@ class RunLog:
 
         The time of a nested phase counts only for that phase.
         """
-        outer, self._within, self.last_phase = self._within, name, name
+        outer, self._current_phase, self.last_phase = self._current_phase, name, name
         start = self._clock(now) if self._is_main else None
         try:
             yield
             self.last_phase = outer or name
         finally:
-            self._within = outer
+            self._current_phase = outer
             end = self._clock(now) if start else None
             self._phases += [(name, outer, start, end)] if start and end else []
 
@@ -144,8 +144,8 @@ class RunLog:
         self._write(step, values)
         for sink, guard in self._sinks:
             guard(sink, step, values)
-        shown = {name: values[name] for name in self._columns or tuple(metrics)[:6] if name in values}
-        self._display.update(step, shown, times["time/step_s"], left_s)
+        displayed = {name: values[name] for name in self._columns or tuple(metrics)[:6] if name in values}
+        self._display.update(step, displayed, times["time/step_s"], left_s)
 
     def close(self) -> None:
         """Close the display and the sinks."""
@@ -176,8 +176,8 @@ class RunLog:
             self._train_s.append(step_s - (eval_s or 0.0))
         if not self._train_s:
             return None
-        total, every = self._total_steps, self._eval_every
-        num_evals = math.ceil(total / every) - step // every if every and step < total else 0
+        total, eval_every = self._total_steps, self._eval_every
+        num_evals = math.ceil(total / eval_every) - step // eval_every if eval_every and step < total else 0
         return (total - step) * median(self._train_s) + num_evals * self._eval_s
 
     def _write(self, step: int, values: Mapping[str, float]) -> None:
@@ -196,12 +196,12 @@ class RunLog:
         return open_regular(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
 
 
-def is_added(name: str) -> bool:
+def is_log_field(name: str) -> bool:
     """Return True for a name in a line that the log itself has added."""
     return name == "step" or name.startswith("time/") or name.endswith(("samples_per_s", "_tflops", "_mfu"))
 
 
-def claim_folder(dist: Dist, folder: Path, *, has_checkpoint: bool | None = None, way: str = "") -> None:
+def claim_folder(dist: Dist, folder: Path, *, has_checkpoint: bool | None = None, hint: str = "") -> None:
     """Raise on every rank if a folder belongs to another run. Take the `omni_train.lock.RunLock` first.
 
     Args:
@@ -210,7 +210,7 @@ def claim_folder(dist: Dist, folder: Path, *, has_checkpoint: bool | None = None
         has_checkpoint: True if the run continues from a checkpoint: the metrics are its own. False if it has none yet:
             a failed start may have left a line of step 0. None for a run that saves no checkpoints: its folder must be
             new.
-        way: how to continue the run in the folder, if its checkpoints are elsewhere.
+        hint: how to continue the run in the folder, if its checkpoints are elsewhere.
 
     Raises:
         ValueError: `folder` has metrics of another run, damaged metrics, or a link in their place.
@@ -222,10 +222,10 @@ def claim_folder(dist: Dist, folder: Path, *, has_checkpoint: bool | None = None
                 os.close(open_regular(path, os.O_RDWR))
                 lines = load_metrics(path)
             if not has_checkpoint and any(line["step"] > 0 or has_checkpoint is None for line in lines):
-                raise ValueError(f"{folder} holds a run already: {way or 'give another --name, or move it away'}")
+                raise ValueError(f"{folder} holds a run already: {hint or 'give another --name, or move it away'}")
 
 
-def _keep_lines(path: Path, last_step: int | None) -> int:
+def _truncate_lines(path: Path, last_step: int | None) -> int:
     """Drop an incomplete last line and the lines of steps after `last_step`; return the last step kept, -1 for none."""
     data = read_regular(path)
     lines = zip(data.split(b"\n"), [int(entry["step"]) for entry in read_steps(path)], strict=False)

@@ -22,10 +22,10 @@ from omni_train.lora_layer import (
     AdaptedLayer,
     LoraLinear,
     ParamWrapper,
+    adapter_tensors,
     add_product,
     factors,
     has_dora,
-    own_tensors,
 )
 from omni_train.weights.snapshot import ema_update_params
 
@@ -88,21 +88,21 @@ def add_lora(  # noqa: PLR0913 - all but two are keyword-only, and each is one o
     if adapter == INITIAL or any(adapter in layer.lora_A for layer in before.values()):
         raise ValueError(f"adapter must be a new name, got {adapter!r} again")
     active = next((layer.active_adapters for layer in before.values()), adapter)
-    named, of_experts = find_layers(module, targets, exclude=exclude, parameters=parameters, rank=rank, init=init)
+    layers, of_experts = find_layers(module, targets, exclude=exclude, parameters=parameters, rank=rank, init=init)
     scales = {(layer.r[INITIAL], layer.scaling[INITIAL]) for layer in before.values() if INITIAL in layer.lora_A}
     if scales - {(rank, alpha / (rank**0.5 if use_rslora else rank))} or (before and bool(scales) != (init == "pissa")):
         raise ValueError("adapters of one module must all begin as PiSSA's, with one rank and scale, or none")
     if use_dora and (of_experts or init == "pissa"):
         raise ValueError(f"use_dora is of linear layers that begin at 0, got init {init!r} and parameters {of_experts}")
-    longer = tuple(f".{name}" for name in named)  # peft also matches names with these endings
+    longer = tuple(f".{name}" for name in layers)  # peft also matches names with these endings
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,  # type: ignore[arg-type]  # peft divides it by the rank, or its square root
         use_rslora=use_rslora,
         use_dora=use_dora,
-        target_modules=named,  # peft would apply a regular expression to experts of transformers differently
+        target_modules=layers,  # peft would apply a regular expression to experts of transformers differently
         target_parameters=of_experts or None,
-        exclude_modules=[name for name, _ in module.named_modules() if name not in named and name.endswith(longer)],
+        exclude_modules=[name for name, _ in module.named_modules() if name not in layers and name.endswith(longer)],
         init_lora_weights="gaussian" if init == "gaussian" else True,
     )
     config._register_custom_module({nn.Linear: LoraLinear, nn.Module: ParamWrapper})  # the first that matches
@@ -118,11 +118,11 @@ def add_lora(  # noqa: PLR0913 - all but two are keyword-only, and each is one o
         layer.in_float32 = in_float32 or use_dora or init == "pissa"
         for name in names:
             parts = [part[name] for part in (layer.lora_A, layer.lora_B, layer.lora_magnitude_vector) if name in part]
-            for part, param in zip(parts, own_tensors(layer, name), strict=True):
+            for part, param in zip(parts, adapter_tensors(layer, name), strict=True):
                 values = torch.empty(param.shape, dtype=torch.float32, device=layer.frozen.device)
                 part.weight = nn.Parameter(values, requires_grad=name == active)
     if INITIAL in names:
-        take_out_largest(module, seed=seed)
+        extract_principal(module, seed=seed)
     init_adapter(module, adapter, seed=seed, init=init)
     return len(added)
 
@@ -143,11 +143,11 @@ def find_layers(
     Raises:
         ValueError: a name matches no layer or one of the wrong kind, or the layers are too small for PiSSA.
     """
-    named = _without(_named(module, targets), exclude)
-    of_experts = _named_parameters(module, parameters)
+    layers = _exclude_layers(_match_layers(module, targets), exclude)
+    of_experts = _match_parameters(module, parameters)
     if init == "pissa":
-        _check_pissa({name: module.get_submodule(name).weight.shape for name in named}, rank, of_experts)  # type: ignore[misc]
-    return named, of_experts
+        _check_pissa({name: module.get_submodule(name).weight.shape for name in layers}, rank, of_experts)  # type: ignore[misc]
+    return layers, of_experts
 
 
 @torch.no_grad()
@@ -168,8 +168,8 @@ def init_adapter(module: nn.Module, adapter: str = "default", *, seed: int, init
         if down.is_meta:
             continue
         if init == "pissa":
-            for own, first in zip((down, up), factors(layer, INITIAL), strict=True):
-                own.copy_(first)
+            for factor, first in zip((down, up), factors(layer, INITIAL), strict=True):
+                factor.copy_(first)
             continue
         values = torch.empty(down.shape)  # in float32 on the CPU: the same on all devices
         if init == "gaussian":
@@ -181,14 +181,14 @@ def init_adapter(module: nn.Module, adapter: str = "default", *, seed: int, init
         down.copy_(values)
         up.zero_()
         if has_dora(layer, adapter):
-            tensors = (own_tensors(layer, adapter)[-1], layer.frozen)  # sharded by the same rows
-            magnitudes, weight = (each.to_local() if isinstance(each, DTensor) else each for each in tensors)
+            tensors = (adapter_tensors(layer, adapter)[-1], layer.frozen)  # sharded by the same rows
+            magnitudes, weight = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
             if not magnitudes.copy_(weight.float().norm(dim=1)).all():
                 raise ValueError(f"use_dora must divide by the norms of rows, got a row of zeros in {name}: exclude it")
 
 
 @torch.no_grad()
-def take_out_largest(module: nn.Module, *, seed: int) -> None:
+def extract_principal(module: nn.Module, *, seed: int) -> None:
     """Move the largest part of each weight into the adapter "initial" with peft; do nothing on the meta device."""
     for layer in adapter_layers(module, INITIAL).values():
         device = layer.frozen.device
@@ -251,7 +251,7 @@ def unadapted_params(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def adapter(module: nn.Module, name: str) -> Iterator[None]:
     """Run the module with adapter `name` instead of the active one in the `with` block."""
     adapter_layers(module, name)  # raises for an unknown name
-    with _restored(module) as layers:
+    with _restore_active(module) as layers:
         for layer in layers:
             layer.set_adapter(name)
         yield
@@ -266,7 +266,7 @@ def reference(module: nn.Module) -> Iterator[None]:
     """
     if not lora_layers(module):
         raise ValueError("module must have adapters to be its own reference, got none")
-    with _restored(module) as layers:
+    with _restore_active(module) as layers:
         for layer in layers:
             layer.set_adapter(INITIAL)  # exists only with PiSSA
             layer.enable_adapters(INITIAL in layer.lora_A)
@@ -284,7 +284,7 @@ def adapter_params(module: nn.Module, name: str) -> list[nn.Parameter]:
     Raises:
         ValueError: no layer has an adapter of that name.
     """
-    return [p for layer in adapter_layers(module, name).values() for p in own_tensors(layer, name)]
+    return [p for layer in adapter_layers(module, name).values() for p in adapter_tensors(layer, name)]
 
 
 def adapter_layers(module: nn.Module, name: str) -> dict[str, AdaptedLayer]:
@@ -294,20 +294,20 @@ def adapter_layers(module: nn.Module, name: str) -> dict[str, AdaptedLayer]:
         ValueError: no layer has an adapter of that name.
     """
     layers = lora_layers(module)
-    found = {key: layer for key, layer in layers.items() if name in layer.lora_A}
-    if not found:
+    adapted = {key: layer for key, layer in layers.items() if name in layer.lora_A}
+    if not adapted:
         known = sorted({key for layer in layers.values() for key in layer.lora_A})
         raise ValueError(f"adapter must be one of {known}, got {name!r}")
-    return found
+    return adapted
 
 
 def all_factors(module: nn.Module) -> set[nn.Parameter]:
     """Return A, B and any magnitudes of all layers and adapters."""
-    return {p for layer in lora_layers(module).values() for name in layer.lora_A for p in own_tensors(layer, name)}
+    return {p for layer in lora_layers(module).values() for name in layer.lora_A for p in adapter_tensors(layer, name)}
 
 
 @contextmanager
-def _restored(module: nn.Module) -> Iterator[list[AdaptedLayer]]:
+def _restore_active(module: nn.Module) -> Iterator[list[AdaptedLayer]]:
     """Yield the layers with adapters, and restore their active adapters afterwards."""
     layers = list(lora_layers(module).values())
     before = [(layer, layer.active_adapters, layer.disable_adapters) for layer in layers]
@@ -319,39 +319,39 @@ def _restored(module: nn.Module) -> Iterator[list[AdaptedLayer]]:
             layer.enable_adapters(not is_disabled)
 
 
-def _named(module: nn.Module, targets: Sequence[str] | str) -> list[str]:
+def _match_layers(module: nn.Module, targets: Sequence[str] | str) -> list[str]:
     """Return the names of the linear layers that match `targets`; raise ValueError unless each target matches one."""
     patterns = {targets: targets} if isinstance(targets, str) else {t: rf"(.*\.)?{re.escape(t)}" for t in targets}
     whole = re.compile("|".join(patterns.values()))
     inside = tuple(f"{name}." for name, layer in lora_layers(module).items() if isinstance(layer, LoraLinear))
-    named = {
+    matches = {
         name: layer for name, layer in module.named_modules() if whole.fullmatch(name) and not name.startswith(inside)
     }
-    missing = [target for target, pattern in patterns.items() if not any(re.fullmatch(pattern, n) for n in named)]
+    missing = [target for target, pattern in patterns.items() if not any(re.fullmatch(pattern, n) for n in matches)]
     if missing or not patterns:
         linear = [name for name, layer in module.named_modules() if type(layer) in (nn.Linear, LoraLinear)]
         ends = sorted({re.sub(r"^.*\.(?=\D)", "", name) for name in linear})
-        found = f"found none named {missing}; it has the linear layers {', '.join(ends[:20])}"
-        raise ValueError(f"targets must all name layers of {type(module).__name__}, {found}")
-    if others := [name for name, layer in named.items() if type(layer) not in (nn.Linear, LoraLinear)]:
-        raise ValueError(f"targets must name linear layers, got {others[0]}, a {type(named[others[0]]).__name__}")
-    return list(named)
+        detail = f"found none named {missing}; it has the linear layers {', '.join(ends[:20])}"
+        raise ValueError(f"targets must all name layers of {type(module).__name__}, {detail}")
+    if others := [name for name, layer in matches.items() if type(layer) not in (nn.Linear, LoraLinear)]:
+        raise ValueError(f"targets must name linear layers, got {others[0]}, a {type(matches[others[0]]).__name__}")
+    return list(matches)
 
 
-def _named_parameters(module: nn.Module, endings: Sequence[str]) -> list[str]:
+def _match_parameters(module: nn.Module, endings: Sequence[str]) -> list[str]:
     """Return the names of the parameters with these endings; raise ValueError unless each matches expert parameters."""
     adapters = all_factors(module)
     params = {base_name(name): param for name, param in module.named_parameters() if param not in adapters}
-    named = {ending: [name for name in params if f".{name}".endswith(f".{ending}")] for ending in endings}
-    every = [name for names in named.values() for name in names]
-    if missing := [ending for ending, names in named.items() if not names]:
+    matches = {ending: [name for name in params if f".{name}".endswith(f".{ending}")] for ending in endings}
+    matched = [name for names in matches.values() for name in names]
+    if missing := [ending for ending, names in matches.items() if not names]:
         raise ValueError(f"parameters must all name some of {type(module).__name__}, found none named {missing}")
-    if others := [name for name in every if params[name].ndim != 3]:
+    if others := [name for name in matched if params[name].ndim != 3]:
         raise ValueError(f"parameters must be [experts, out, in], got {others[0]}, {list(params[others[0]].shape)}")
-    owners = {name: module.get_submodule(name.rpartition(".")[0]) for name in every}
+    owners = {name: module.get_submodule(name.rpartition(".")[0]) for name in matched}
     if others := [name for name, owner in owners.items() if getattr(owner, "is_transposed", False)]:
         raise ValueError(f"parameters must be [experts, out, in], got {others[0]}, whose module has [experts, in, out]")
-    return every
+    return matched
 
 
 def _check_pissa(shapes: Mapping[str, tuple[int, ...]], rank: int, parameters: Sequence[str]) -> None:
@@ -365,11 +365,11 @@ def _check_pissa(shapes: Mapping[str, tuple[int, ...]], rank: int, parameters: S
             )
 
 
-def _without(named: Sequence[str], exclude: Sequence[str]) -> list[str]:
+def _exclude_layers(layers: Sequence[str], exclude: Sequence[str]) -> list[str]:
     """Return the names without any of the endings; raise ValueError unless each ending matches and some remain."""
     endings = {name: re.compile(rf"(.*\.)?{re.escape(name)}") for name in exclude}
-    missing = [name for name, ending in endings.items() if not any(map(ending.fullmatch, named))]
-    left = [name for name in named if not any(ending.fullmatch(name) for ending in endings.values())]
+    missing = [name for name, ending in endings.items() if not any(map(ending.fullmatch, layers))]
+    left = [name for name in layers if not any(ending.fullmatch(name) for ending in endings.values())]
     if missing or not left:
         raise ValueError(f"exclude must name some of the layers that targets name, got {list(exclude)}")
     return left

@@ -139,11 +139,13 @@ def _(out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
     out.addmm_(a, b, alpha=scale)
 
 
-def merged(layer: AdaptedLayer, name: str, weight: Tensor, down: Tensor, up: Tensor, *magnitudes: Tensor) -> Tensor:
-    """Return a layer's whole weight merged with an adapter, in its dtype. The tensors are those of `own_tensors`."""
+def merge_weight(
+    layer: AdaptedLayer, name: str, weight: Tensor, down: Tensor, up: Tensor, *magnitudes: Tensor
+) -> Tensor:
+    """Return a layer's whole weight merged with an adapter, in its dtype. The tensors are `adapter_tensors`."""
     changed = add_product(weight.float(), down, up, layer.scaling[name])
-    for each in magnitudes:  # one tensor, with DoRA
-        changed *= (each / changed.norm(dim=1))[:, None]
+    for magnitude in magnitudes:  # one tensor, with DoRA
+        changed *= (magnitude / changed.norm(dim=1))[:, None]
     return changed.to(weight.dtype)
 
 
@@ -152,7 +154,7 @@ def has_dora(layer: AdaptedLayer, name: str) -> bool:
     return name in layer.lora_magnitude_vector
 
 
-def own_tensors(layer: AdaptedLayer, name: str) -> list[nn.Parameter]:
+def adapter_tensors(layer: AdaptedLayer, name: str) -> list[nn.Parameter]:
     """Return A, B and any magnitudes [out] of one layer's adapter."""
     magnitudes = [layer.lora_magnitude_vector[name].weight] if has_dora(layer, name) else []
     return [*factors(layer, name), *magnitudes]  # type: ignore[list-item]

@@ -121,10 +121,10 @@ def reduce_gradients(params: nn.Module | Iterable[Tensor], mesh: DeviceMesh | No
     trainable = [p for p in params if p.requires_grad]
     has_gradient = torch.tensor([p.grad is not None for p in trainable], dtype=torch.uint8)  # on the host
     torch_dist.all_reduce(has_gradient, torch_dist.ReduceOp.MAX, group=copies.get_group())
-    used = [p for p, flag in zip(trainable, has_gradient.tolist(), strict=True) if flag]
-    for p in used:
+    reduced = [p for p, flag in zip(trainable, has_gradient.tolist(), strict=True) if flag]
+    for p in reduced:
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-    grads = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in used if p.grad is not None]
+    grads = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in reduced if p.grad is not None]
     for bucket in in_batches(grads, _BUCKET_BYTES, num_bytes=lambda g: g.nbytes):
         flat = torch.cat([grad.flatten() for grad in bucket])
         torch_dist.all_reduce(flat, group=copies.get_group())
@@ -161,7 +161,7 @@ def optimizer_step(
         scaler.unscale_(optimizer)
         scaler.update()
     by_rank, num_elements = _norms(grads, dist), sum(grad.numel() for grad in grads)
-    norm, skipped = by_rank[dist.rank], not all(math.isfinite(each) and each > 0 for each in by_rank)
+    norm, skipped = by_rank[dist.rank], not all(math.isfinite(value) and value > 0 for value in by_rank)
     if not skipped:
         if norm > max_grad_norm:
             torch._foreach_mul_(grads, max_grad_norm / norm)

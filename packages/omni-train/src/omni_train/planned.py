@@ -65,8 +65,8 @@ class Meter(TorchDispatchMode):
         self.live = 0
         self.peaks: Counter[str] = Counter()
         self.flops: Counter[str] = Counter()
-        self.window = 0  # peak of bytes since it was last set, without those of `aside`
-        self.aside = 0
+        self.window = 0  # peak of bytes since it was last set, without those of `excluded`
+        self.excluded = 0
         self.current = ""  # the current phase
         self.host = self.host_peak = 0
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, Callable[[int], None]]] = {}
@@ -85,22 +85,22 @@ class Meter(TorchDispatchMode):
         """Count allocated bytes; negative if freed."""
         self.live += num_bytes
         self.peaks[self.current] = max(self.peaks[self.current], self.live)
-        self.window = max(self.window, self.live - self.aside)
+        self.window = max(self.window, self.live - self.excluded)
 
     def add_host(self, num_bytes: int) -> None:
         """Count bytes allocated on the host; negative if freed."""
         self.host += num_bytes
         self.host_peak = max(self.host_peak, self.host)
 
-    def burst(self, num_bytes: int, flops: int) -> None:
+    def add_transient(self, num_bytes: int, flops: int) -> None:
         """Count bytes that are allocated and freed immediately, and operations."""
         self.add(num_bytes)
         self.add(-num_bytes)
         self.add_flops(flops)
 
     def start_window(self) -> int:
-        """Start a new `window`, with nothing aside; return the live bytes."""
-        self.window, self.aside = self.live, 0
+        """Start a new `window`, with nothing excluded; return the live bytes."""
+        self.window, self.excluded = self.live, 0
         return self.live
 
     def add_flops(self, flops: int) -> None:
@@ -123,7 +123,7 @@ class Meter(TorchDispatchMode):
         out = self.run(func, args, kwargs)
         for tensor in _tensors_of(out if isinstance(out, tuple | list) else (out,)):
             if tensor.device in (self.device, HOST):
-                self._see(tensor.untyped_storage(), self.add if tensor.device == self.device else self.add_host)
+                self._track(tensor.untyped_storage(), self.add if tensor.device == self.device else self.add_host)
         if (formula := _FLOPS.get(func._overloadpacket)) is not None:
             self.add_flops(formula(*args, **kwargs, out_val=out))
         return out
@@ -134,7 +134,7 @@ class Meter(TorchDispatchMode):
         def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
             meter._resize(storage, size)
             if id(storage) in meter._alive:
-                meter._see(storage, meter._alive[id(storage)][2])
+                meter._track(storage, meter._alive[id(storage)][2])
             return storage
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]  # how FSDP2 frees, unseen
@@ -145,15 +145,15 @@ class Meter(TorchDispatchMode):
         super().__exit__(*exc_info)
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
-    def _see(self, storage: torch.UntypedStorage, add: Callable[[int], None]) -> None:
+    def _track(self, storage: torch.UntypedStorage, add: Callable[[int], None]) -> None:
         """Count a storage from now until it is freed, or its new size."""
         key, size = id(storage), storage.nbytes()
         known, before, _ = self._alive.get(key, (None, 0, add))
         if known is None or size != before:
-            self._alive[key] = known or weakref.ref(storage, partial(self._end, key)), size, add
+            self._alive[key] = known or weakref.ref(storage, partial(self._untrack, key)), size, add
             add(size - before)
 
-    def _end(self, key: int, _: object) -> None:
+    def _untrack(self, key: int, _: object) -> None:
         _, size, add = self._alive.pop(key)
         add(-size)
 
@@ -164,7 +164,7 @@ class PlannedDevice(Meter):
     def __init__(self) -> None:
         super().__init__(PLANNED)
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._makers = _Makers()
+        self._factories = _TensorFactories()
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run an operator; return fake tensors on the device, or the values that the host reads."""
@@ -175,16 +175,16 @@ class PlannedDevice(Meter):
         if not from_device and device != PLANNED:
             return func(*args, **kwargs)
         if func is _ATEN._local_scalar_dense.default:
-            return values_of(args[0]).item()
-        known = _known(func, args, kwargs, tensors)
+            return read_values(args[0]).item()
+        known = _compute_known(func, args, kwargs, tensors)
         if func is _ATEN.isin.Tensor_Tensor and known is None:  # made-up values are none of them
             known = torch.zeros(args[0].shape, dtype=torch.bool)
         if func is _ATEN.index.Tensor:
-            args = args[0], [each for index in args[1] for each in _places(index)]
+            args = args[0], [item for index in args[1] for item in _mask_indices(index)]
         if func is _ATEN.equal.default:
             return args[0].shape == args[1].shape if known is None else known
         if from_device and device is not None and device != PLANNED and not args[0].is_floating_point():
-            return values_of(args[0]) if known is None else known  # images and masks copied to the host
+            return read_values(args[0]) if known is None else known  # images and masks copied to the host
         if func is _ATEN._to_copy.default and device == PLANNED and (args[0].numel() < 2 or not from_device):
             # torch's own fake tensors would leave so small a tensor on its device, and copy host data
             kwargs = {"dtype": kwargs.get("dtype", args[0].dtype), "device": PLANNED}
@@ -205,8 +205,8 @@ class PlannedDevice(Meter):
         if known is None and func._schema.is_mutable and hasattr(args[0], "known"):
             del args[0].known
         if known is not None:
-            outs, own = ((each,) if isinstance(each, Tensor) else each for each in (out, known))
-            for tensor, values in zip(outs, own, strict=True):
+            outs, expected = ((output,) if isinstance(output, Tensor) else output for output in (out, known))
+            for tensor, values in zip(outs, expected, strict=True):
                 if isinstance(tensor, FakeTensor):
                     tensor.known = values  # type: ignore[attr-defined]
         return out
@@ -214,14 +214,14 @@ class PlannedDevice(Meter):
     def __enter__(self) -> Self:
         self._kept = torch.utils.swap_tensors, fsdp._get_device_from_mesh
         torch.utils.swap_tensors, fsdp._get_device_from_mesh = self._swap, lambda mesh: PLANNED
-        self._makers.__enter__()
+        self._factories.__enter__()
         self._eagerly = torch.compiler.set_stance("force_eager")  # a compiler would need values
         return super().__enter__()
 
     def __exit__(self, *exc_info: Any) -> None:
         super().__exit__(*exc_info)
         self._eagerly.__exit__(*exc_info)
-        self._makers.__exit__(*exc_info)
+        self._factories.__exit__(*exc_info)
         torch.utils.swap_tensors, fsdp._get_device_from_mesh = self._kept
 
     def _swap(self, old: Tensor, new: Tensor) -> None:
@@ -232,7 +232,7 @@ class PlannedDevice(Meter):
             self._kept[0](old, new)
 
 
-class _Makers(TorchFunctionMode):
+class _TensorFactories(TorchFunctionMode):
     """Moves tensors made from numbers to PLANNED, and audio from it, where a dispatch mode does not see it."""
 
     def __torch_function__(
@@ -240,12 +240,12 @@ class _Makers(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.numpy and isinstance(args[0], FakeTensor):
-            return values_of(args[0]).numpy()
+            return read_values(args[0]).numpy()
         device = kwargs.get("device") if func in (torch.tensor, torch.as_tensor) else None
         if device is None or torch.device(device) != PLANNED:
             return func(*args, **kwargs)
         if isinstance(args[0], tuple | list):
-            args = tree_map_only(FakeTensor, lambda t: values_of(t).tolist(), args)
+            args = tree_map_only(FakeTensor, lambda t: read_values(t).tolist(), args)
         return func(*args, **{**kwargs, "device": None}).to(PLANNED)
 
 
@@ -271,10 +271,10 @@ def planned_ranks(num_ranks: int) -> Iterator[Dist]:
 def _tensors_of(values: Iterable[Any]) -> list[Tensor]:
     """Return the tensors among an operator's arguments or results, including those in lists."""
     lists = [value if isinstance(value, tuple | list) else (value,) for value in values]
-    return [value for each in lists for value in each if isinstance(value, Tensor)]
+    return [value for items in lists for value in items if isinstance(value, Tensor)]
 
 
-def _known(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[Tensor]) -> Any:
+def _compute_known(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[Tensor]) -> Any:
     """Return an operator's result if it follows from few known numbers, computed on the host; otherwise None."""
     if any(t.numel() > MAX_KNOWN[t.dtype not in _INTEGERS] for t in tensors):
         return None
@@ -289,14 +289,14 @@ def _known(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors:
     return func(*args, **{**kwargs, **host})
 
 
-def _places(index: Tensor | None) -> list[Tensor | None]:
+def _mask_indices(index: Tensor | None) -> list[Tensor | None]:
     """Return a mask with known values as indices of its dimensions, and any other index unchanged."""
     if index is None or index.dtype != torch.bool or not hasattr(index, "known"):
         return [index]
     return [torch.empty(int(index.known.sum()), dtype=torch.int64, device=PLANNED)] * index.dim()
 
 
-def values_of(tensor: Tensor) -> Tensor:
+def read_values(tensor: Tensor) -> Tensor:
     """Return the values of a tensor, made up if unknown."""
     known: Tensor | None = getattr(tensor, "known", None)
     if known is not None:

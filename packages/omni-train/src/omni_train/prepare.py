@@ -84,38 +84,40 @@ class Preparation:
         return replace(self, lora=None, is_trained=False, recompute=None)
 
 
-def adapt(net: nn.Module, how: Preparation) -> nn.Module:
+def adapt(net: nn.Module, preparation: Preparation) -> nn.Module:
     """Add the net's adapters or make its weights trainable, except those never trained; return the same object."""
-    if how.lora:
-        options = {key: value for key, value in vars(how.lora).items() if key != "others"}  # arguments of `add_lora`
-        for name in how.lora.names:
+    if preparation.lora:
+        options = {
+            key: value for key, value in vars(preparation.lora).items() if key != "others"
+        }  # arguments of `add_lora`
+        for name in preparation.lora.names:
             lora.add_lora(net, adapter=name, **options)
-    elif how.is_trained:
+    elif preparation.is_trained:
         net.requires_grad_(True)
     for name, weight in net.named_parameters(remove_duplicate=False):
-        if how.is_frozen(name):
+        if preparation.is_frozen(name):
             weight.requires_grad_(False)
     return net
 
 
-def adapt_like(net: nn.Module, how: Preparation, real: nn.Module) -> nn.Module:
+def adapt_like(net: nn.Module, preparation: Preparation, real: nn.Module) -> nn.Module:
     """Return a net on the meta device with its adapters, as in `adapt`, and with the dtypes of a prepared net.
 
     real: the result of `prepare`. Sharded weights have the dtype in which they are gathered, quantized weights that of
     their values.
     """
-    adapt(net, how)
-    own = dict(chain(real.named_parameters(), real.named_buffers()))
+    adapt(net, preparation)
+    real_tensors = dict(chain(real.named_parameters(), real.named_buffers()))
     for name, tensor in chain(net.named_parameters(), net.named_buffers()):
         if tensor.is_floating_point():
-            is_whole = name in own and not isinstance(own[name], DTensor)
-            tensor.data = tensor.data.to(own[name].dtype if is_whole else how.dtype)
+            is_whole = name in real_tensors and not isinstance(real_tensors[name], DTensor)
+            tensor.data = tensor.data.to(real_tensors[name].dtype if is_whole else preparation.dtype)
     return net
 
 
 def prepare(
     net: nn.Module,
-    how: Preparation,
+    preparation: Preparation,
     files: Mapping[str, Sequence[Path]] | None = None,
     *,
     begin: Callable[[nn.Module], None] = lambda net: None,
@@ -132,38 +134,49 @@ def prepare(
         ValueError: files or adapters do not match the net.
     """
     is_empty = any(p.is_meta for p in net.parameters())
-    adapt(net, how)
-    if how.context_mesh:
-        how.share(net, how.context_mesh)
+    adapt(net, preparation)
+    if preparation.context_mesh:
+        preparation.share(net, preparation.context_mesh)
     if is_empty:  # each rank reads only its rows
         net = load_sharded(
             net,
             files,
-            how.mesh,
-            block_names=how.block_names,
-            compute_dtype=how.dtype if how.mesh else None,
-            param_dtype=how.weight_dtype,
-            device=how.device if how.base_dtype == "auto" else "cpu",
-            expert_names=how.expert_names,
-            whole=how.whole,
+            preparation.mesh,
+            block_names=preparation.block_names,
+            compute_dtype=preparation.dtype if preparation.mesh else None,
+            param_dtype=preparation.weight_dtype,
+            device=preparation.device if preparation.base_dtype == "auto" else "cpu",
+            expert_names=preparation.expert_names,
+            whole=preparation.whole,
         )
-    if is_empty and files and how.lora and how.lora.init == "pissa":
-        lora.take_out_largest(net, seed=how.lora.seed)  # before the rest is quantized
-    if how.base_dtype != "auto":
-        net = quantize_blocks(net, how.base_dtype, how.block_names, how.run_on or how.device, home=how.device)
-    if how.mesh is None:
-        net = net.to(how.device)
+    if is_empty and files and preparation.lora and preparation.lora.init == "pissa":
+        lora.extract_principal(net, seed=preparation.lora.seed)  # before the rest is quantized
+    if preparation.base_dtype != "auto":
+        net = quantize_blocks(
+            net,
+            preparation.base_dtype,
+            preparation.block_names,
+            preparation.run_on or preparation.device,
+            home=preparation.device,
+        )
+    if preparation.mesh is None:
+        net = net.to(preparation.device)
     elif not is_empty:
-        own = {"block_names": how.block_names, "expert_names": how.expert_names, "whole": how.whole}
-        net = shard(net, how.mesh, mode="fsdp2", compute_dtype=how.dtype, **own)
-    if how.lora:
-        init: lora.Init = how.lora.init if files or not is_empty else "default"  # undefined values have no largest part
-        for name in how.lora.names:
-            lora.init_adapter(net, name, seed=how.lora.seed, init=init)
+        shard_options = {
+            "block_names": preparation.block_names,
+            "expert_names": preparation.expert_names,
+            "whole": preparation.whole,
+        }
+        net = shard(net, preparation.mesh, mode="fsdp2", compute_dtype=preparation.dtype, **shard_options)
+    if preparation.lora:
+        # Uninitialized values have no largest part.
+        init: lora.Init = preparation.lora.init if files or not is_empty else "default"
+        for name in preparation.lora.names:
+            lora.init_adapter(net, name, seed=preparation.lora.seed, init=init)
     begin(net)
-    if how.compile:
-        compile_blocks(net, how.block_names, attention=how.attention)
-    choose_attention(net, how.attention, how.block_names)
-    if how.recompute:
-        recompute_blocks(net, how.recompute)
+    if preparation.compile:
+        compile_blocks(net, preparation.block_names, attention=preparation.attention)
+    choose_attention(net, preparation.attention, preparation.block_names)
+    if preparation.recompute:
+        recompute_blocks(net, preparation.recompute)
     return net.eval()

@@ -37,7 +37,7 @@ class ProfiledLog(RunLog):
     def phase(self, name: str) -> Iterator[None]:
         """Time the `with` block, and trace it if it is in the step; a nested phase is in its outer phase's trace."""
         path = self._folder / f"{self._traced:06}-{name}.json.gz"
-        if not self._is_main or self._step != self._traced or self._within or path.exists():
+        if not self._is_main or self._step != self._traced or self._current_phase or path.exists():
             with super().phase(name):
                 yield
             return
@@ -60,10 +60,10 @@ class _Trace:
         self._calls, self._has_ended = 0, False
         self._profile = torch.profiler.profile(activities=torch.profiler.supported_activities(), record_shapes=True)
         self._profile.start()
-        see = breaker.around(self._see)
+        see = breaker.wrap(self._record_call)
         self._hooks = [net.register_forward_pre_hook(see) for net in nets]
 
-    def _see(self, *_: object) -> None:
+    def _record_call(self, *_: object) -> None:
         self._calls += 1
         if self._calls > MAX_CALLS:
             self.end()

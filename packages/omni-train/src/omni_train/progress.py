@@ -25,33 +25,33 @@ class Work:
     def __init__(self, label: str, total: float = 0, unit: str = "") -> None:
         self.label, self.total, self.unit = label, total, unit
         self.done, self.forwards, self.begun = 0.0, 0, time.monotonic()
-        self.within: dict[str, Work] = {}  # repeated phases, by label
+        self.repeated: dict[str, Work] = {}  # repeated phases, by label
 
 
 _works: list[Work] = []  # outermost first
-_signs = [time.monotonic()]  # times of activity; only the last one counts
+_last_sign = [time.monotonic()]  # times of activity; only the last one counts
 
 
-def live() -> None:
+def mark_alive() -> None:
     """Record that the program is still running."""
-    _signs[0] = time.monotonic()
+    _last_sign[0] = time.monotonic()
 
 
-def silent_s() -> float:
+def seconds_silent() -> float:
     """Return the seconds since the program last counted work or communicated with other ranks."""
-    return time.monotonic() - _signs[0]
+    return time.monotonic() - _last_sign[0]
 
 
-def begin(label: str, total: float = 0, unit: str = "") -> None:
+def start_phase(label: str, total: float = 0, unit: str = "") -> None:
     """Start the outermost phase, or none without a label; all earlier phases end."""
-    live()
+    mark_alive()
     _works[:] = [Work(label, total, unit)] if label else []
 
 
 @contextmanager
-def doing(label: str, total: float = 0, unit: str = "") -> Iterator[None]:
-    """Make the `with` block a nested phase; a phase added by `expect` continues from its count."""
-    work = (_works[-1].within.get(label) if _works else None) or Work(label, total, unit)
+def phase(label: str, total: float = 0, unit: str = "") -> Iterator[None]:
+    """Make the `with` block a nested phase; a phase added by `add_phase` continues from its count."""
+    work = (_works[-1].repeated.get(label) if _works else None) or Work(label, total, unit)
     _works.append(work)
     try:
         yield
@@ -62,27 +62,27 @@ def doing(label: str, total: float = 0, unit: str = "") -> Iterator[None]:
 
 def advance(count: float = 1, *, total: float = 0, unit: str = "") -> None:
     """Count work of the innermost phase. total, unit: those of all its work, if they become known only now."""
-    live()
+    mark_alive()
     if _works:
         work = _works[-1]
         work.total, work.unit = total or work.total, unit or work.unit
         work.done += count
 
 
-def expect(label: str, total: float, unit: str) -> None:
+def add_phase(label: str, total: float, unit: str) -> None:
     """Add a repeated phase to the innermost phase, with its total work."""
     if _works:
-        _works[-1].within[label] = Work(label, total, unit)
+        _works[-1].repeated[label] = Work(label, total, unit)
 
 
-def beat() -> None:
+def count_forward() -> None:
     """Count a forward pass of a net in the innermost phase."""
-    live()
+    mark_alive()
     if _works:
         _works[-1].forwards += 1
 
 
-def over(items: Sequence[SizedT], unit: str) -> Iterator[SizedT]:
+def track(items: Sequence[SizedT], unit: str) -> Iterator[SizedT]:
     """Yield the items; count the size of each as work of the innermost phase when the next one is requested."""
     if _works:
         work = _works[-1]
@@ -92,7 +92,7 @@ def over(items: Sequence[SizedT], unit: str) -> Iterator[SizedT]:
         advance(len(item))
 
 
-def current() -> Work | None:
+def current_phase() -> Work | None:
     """Return the innermost phase, if there is any."""
     return _works[-1] if _works else None
 
@@ -104,7 +104,7 @@ def describe() -> str:
         return ""
     work, past_s = works[-1], time.monotonic() - works[-1].begun
     count = amount(work.done, work.total, work.unit)
-    text = ": ".join(each.label for each in works if each.label) + (f" {count}" if count else "")
+    text = ": ".join(phase.label for phase in works if phase.label) + (f" {count}" if count else "")
     if 0 < work.done < work.total:
         return f"{text}, {clock(past_s / work.done * (work.total - work.done))} left"
     forward = f", forward {work.forwards}" if work.forwards else ""

@@ -29,16 +29,18 @@ T = TypeVar("T")
 def check_url(url: str) -> None:
     """Raise ValueError unless `url` is the URL of a folder without credentials and its library is installed."""
     scheme, mark, rest = url.partition("://")
-    shown = f"{scheme}{mark}{re.sub('^.*@', '...@', rest.partition('?')[0])}"
+    redacted = f"{scheme}{mark}{re.sub('^.*@', '...@', rest.partition('?')[0])}"
     if not mark or scheme not in SCHEMES:
-        raise ValueError(f"the URL must begin with {', '.join(f'{name}://' for name in SCHEMES)}, got {shown!r:.200}")
+        raise ValueError(
+            f"the URL must begin with {', '.join(f'{name}://' for name in SCHEMES)}, got {redacted!r:.200}"
+        )
     if re.search(r"[@?#]|::", rest):
         raise ValueError(
             f"the URL must have no user, password or query, which files would keep: credentials belong into the "
-            f"environment or the files of the store's own tools, got {shown!r:.200}"
+            f"environment or the files of the store's own tools, got {redacted!r:.200}"
         )
     if not rest.strip("/") or not url.isprintable() or ".." in rest.split("/"):
-        raise ValueError(f"the URL must name a folder, as s3://bucket/run, got {shown!r:.200}")
+        raise ValueError(f"the URL must name a folder, as s3://bucket/run, got {redacted!r:.200}")
     library, install = SCHEMES[scheme]
     if not find_spec(library):
         raise ValueError(f"{scheme}:// needs {library}: {install}")
@@ -62,8 +64,8 @@ class Remote:
         """Return the size in bytes of all objects below a folder, by relative name; empty if there is no folder."""
 
         def find(fs: Any, path: str) -> dict[str, int]:
-            found = fs.find(path, detail=True)
-            return {name.removeprefix(path).lstrip("/"): int(about["size"]) for name, about in found.items()}
+            entries = fs.find(path, detail=True)
+            return {name.removeprefix(path).lstrip("/"): int(info["size"]) for name, info in entries.items()}
 
         return self._call(find, folder, READ_S)
 
@@ -103,7 +105,7 @@ class Remote:
 
     def send(self, path: Path, name: str) -> None:
         """Write an object from a file, or replace it. Raises OSError."""
-        self._call(lambda fs, place: self._put(fs, place, lambda own: fs.put_file(str(path), own)), name, SEND_S)
+        self._call(lambda fs, place: self._put(fs, place, lambda target: fs.put_file(str(path), target)), name, SEND_S)
 
     def delete(self, name: str) -> None:
         """Delete an object, if there is one. Raises OSError."""

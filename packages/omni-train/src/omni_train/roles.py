@@ -18,12 +18,12 @@ from safetensors.torch import load, save
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from omni_train.dist import Dist, by_machine
-from omni_train.progress import live
+from omni_train.dist import Dist, machine_groups
+from omni_train.progress import mark_alive
 
 _HEAD = "head"  # the entry of a message that holds its JSON
 _NO_LIMIT = timedelta(days=365)  # for receiving results; waiting for orders detects a rank that hangs
-BEATS = 4  # number of heartbeats within the longest wait for a rank
+HEARTBEATS = 4  # number of heartbeats within the longest wait for a rank
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Roles:
         for part in with_length(message):
             torch_dist.broadcast(part, 0, group=self.orders)
 
-    def beat(self) -> None:
+    def send_heartbeat(self) -> None:
         """Send a heartbeat from the first rank, from the thread that sends orders."""
         torch_dist.broadcast(torch.zeros(1, dtype=torch.int64), 0, group=self.orders)
 
@@ -66,18 +66,18 @@ class Roles:
 
     def send(self, messages: Iterable[tuple[int, Tensor]]) -> None:
         """Send results, each to a training rank, and wait until all ranks have received theirs, in any order."""
-        parts = [(to, part) for to, message in messages for part in with_length(message)]
-        for work in [torch_dist.isend(part, to, group=self.results) for to, part in parts]:
+        parts = [(rank, part) for rank, message in messages for part in with_length(message)]
+        for work in [torch_dist.isend(part, rank, group=self.results) for rank, part in parts]:
             if work is not None:
                 work.wait(_NO_LIMIT)
 
     def receive(self, sampler: int) -> tuple[Any, dict[str, Tensor]]:
         """Return the next result from a sampling rank. sampler: index of that rank among the sampling ranks."""
-        found = unpack(lambda part: torch_dist.recv(part, self.num_trainers + sampler, group=self.results))
-        live()
-        if found is None:
+        message = unpack(lambda part: torch_dist.recv(part, self.num_trainers + sampler, group=self.results))
+        mark_alive()
+        if message is None:
             raise RuntimeError(f"rank {self.num_trainers + sampler} has sent no result")
-        return found
+        return message
 
 
 def split(whole: Dist, num_samplers: int, *, timeout_s: float) -> Roles:
@@ -89,11 +89,12 @@ def split(whole: Dist, num_samplers: int, *, timeout_s: float) -> Roles:
     count, timeout = whole.world_size - num_samplers, timedelta(seconds=timeout_s)
     samples = whole.rank >= count
     ranks = [*range(count)], [*range(count, whole.world_size)]
-    group = [torch_dist.new_group(own, timeout=timeout) for own in ranks][samples]
+    group = [torch_dist.new_group(members, timeout=timeout) for members in ranks][samples]
     mesh = DeviceMesh.from_group(group, whole.device.type, mesh_dim_names=("dp",))
     first, size = (count if samples else 0), len(ranks[samples])
     ring = replace(whole, rank=whole.rank - first, world_size=size, mesh=mesh, machines=None, first=first)
-    dist = replace(ring, machines=by_machine(ring, timeout))  # its group names count the earlier groups of each rank
+    # The names of its groups count the earlier groups of each rank.
+    dist = replace(ring, machines=machine_groups(ring, timeout))
     orders = torch_dist.new_group([0, *ranks[1]], timeout=timeout, backend="gloo")
     results = torch_dist.new_group(timeout=timeout, backend="gloo")
     return Roles(whole, dist, count, orders if samples or whole.rank == 0 else None, results, timeout_s)

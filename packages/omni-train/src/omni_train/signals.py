@@ -11,20 +11,20 @@ from types import FrameType
 
 from omni_train.dist import Dist, gather_json
 
-TYPED = "OMNI_RL_COMMAND"  # the command that the user typed, set by a program that starts the trainer
+COMMAND_ENV = "OMNI_RL_COMMAND"  # the command that the user typed, set by a program that starts the trainer
 STOP_SIGNALS = signal.SIGTERM, signal.SIGINT
-HEARS_ALL = "OMNI_RL_HEARS_EVERY_CTRL_C"  # set by `omni_rl.run.ranks`; plain torchrun passes on only the first Ctrl-C
+INTERRUPTS_ENV = "OMNI_RL_HEARS_EVERY_CTRL_C"  # set by `omni_rl.run.ranks`; plain torchrun passes only the first Ctrl-C
 
 
 @dataclass
 class Stop:
-    """A request to stop. asked: True if this process got a signal."""
+    """A request to stop. received: True if this process got a signal."""
 
-    asked: bool = False
+    received: bool = False
 
     def requested(self, dist: Dist) -> bool:
         """True if any rank received a signal: all stop after the same step. Every rank calls it."""
-        return any(gather_json(dist, self.asked))
+        return any(gather_json(dist, self.received))
 
 
 @contextmanager
@@ -41,12 +41,12 @@ def catch_stop(numbers: Sequence[signal.Signals] = STOP_SIGNALS) -> Iterator[Sto
 
     def record(number: int, frame: FrameType | None) -> None:
         nonlocal interrupts
-        stop.asked = True
+        stop.received = True
         interrupts += number == signal.SIGINT
         if number == signal.SIGINT and interrupts > 1:
             raise KeyboardInterrupt
         if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":  # no print(), which may be interrupted
-            is_heard = "TORCHELASTIC_RUN_ID" not in os.environ or HEARS_ALL in os.environ
+            is_heard = "TORCHELASTIC_RUN_ID" not in os.environ or INTERRUPTS_ENV in os.environ
             os.write(2, b"\nstopping after this step" + b"; Ctrl-C once more ends at once" * is_heard + b"\n")
 
     before = {number: signal.signal(number, record) for number in numbers}
@@ -60,10 +60,10 @@ def catch_stop(numbers: Sequence[signal.Signals] = STOP_SIGNALS) -> Iterator[Sto
 def resume_command() -> str:
     """Return the shell command that started this program, including torchrun and its number of ranks if used.
 
-    The environment variable TYPED overrides it.
+    The environment variable COMMAND_ENV overrides it.
     """
-    if TYPED in os.environ:
-        return os.environ[TYPED]
+    if COMMAND_ENV in os.environ:
+        return os.environ[COMMAND_ENV]
     if "RANK" not in os.environ:
         return shlex.join(sys.orig_argv)
     world_size, local = os.environ["WORLD_SIZE"], os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])

@@ -8,11 +8,11 @@ def printable(text: str) -> str:
 
     Line feeds are kept.
     """
-    bare = without_credentials(text)
+    bare = strip_credentials(text)
     return "".join(letter if letter.isprintable() or letter == "\n" else " " for letter in bare)
 
 
-def without_credentials(text: str) -> str:
+def strip_credentials(text: str) -> str:
     """Return a text without user names and passwords in URLs: the userinfo of an authority (RFC 3986, section 3.2)."""
     return re.sub(r"(?<=://)[^\s/?#\"]*@", "", text)
 

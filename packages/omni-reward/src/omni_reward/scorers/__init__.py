@@ -75,9 +75,9 @@ def find_loader(name: str) -> Callable[..., ScoreFn]:
         case "vlm":
             from omni_reward.scorers.vlm import load_vlm as load
         case _:
-            near = get_close_matches(name, SCORERS, n=1)
+            matches = get_close_matches(name, SCORERS, n=1)
             known = f"{list(SCORERS)}, {PREFIX}FILE.py:FUNCTION or {RULES}REWARD"
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = f"; did you mean {matches[0]!r}?" if matches else ""
             raise ValueError(f"scorer must be one of {known}, got {name!r}{hint}")
     return load
 
@@ -85,10 +85,10 @@ def find_loader(name: str) -> Callable[..., ScoreFn]:
 def check_scorer(name: str) -> None:
     """Raise ValueError unless all scorers of a reward exist; no scorer is loaded, and no user's file is executed."""
     for spec in () if name.startswith(RULES) else parse(name).specs.values():
-        if (own := spec.removeprefix(FRAMES)).startswith(PREFIX):
-            check_user(own)
-        elif own not in SCORERS:
-            find_loader(own)
+        if (inner := spec.removeprefix(FRAMES)).startswith(PREFIX):
+            check_user(inner)
+        elif inner not in SCORERS:
+            find_loader(inner)
 
 
 def load_scorer(name: str, *, threads: int = 1, options: Mapping[str, str] | None = None) -> Scorer:
@@ -107,8 +107,8 @@ def load_scorer(name: str, *, threads: int = 1, options: Mapping[str, str] | Non
     if name.startswith(RULES):  # patterns may contain any character
         return Scorer.of(_call(name, partial(load_rules, name.removeprefix(RULES)), options or {}))
     reward = parse(name)
-    own = _own_options(reward, options or {})
-    loaded = {name: _load(spec, threads, own[name]) for name, spec in reward.specs.items()}
+    by_scorer = _options_by_scorer(reward, options or {})
+    loaded = {name: _load(spec, threads, by_scorer[name]) for name, spec in reward.specs.items()}
     return next(iter(loaded.values())) if reward.is_plain else combine(reward, loaded)
 
 
@@ -160,15 +160,17 @@ def empty_networks(name: str, device: str, options: Mapping[str, str], num_devic
     if name.startswith(RULES):
         return {}
     reward = parse(name)
-    own = _own_options(reward, options)
-    found: dict[str, Empty] = {}
+    by_scorer = _options_by_scorer(reward, options)
+    networks: dict[str, Empty] = {}
     for key, spec in reward.specs.items():
-        where = re.fullmatch(r"(?!cpu)\w*?(?::(\d+))?", own[key].get("device", ""))
+        where = re.fullmatch(r"(?!cpu)\w*?(?::(\d+))?", by_scorer[key].get("device", ""))
         empty = find_empty(spec.removeprefix(FRAMES))
         if empty and where and int(where[1] or 0) < num_devices:
             known = inspect.getfullargspec(empty).kwonlyargs
-            found[key] = empty(device, **{option: text for option, text in own[key].items() if option in known})
-    return found
+            networks[key] = empty(
+                device, **{option: text for option, text in by_scorer[key].items() if option in known}
+            )
+    return networks
 
 
 def device_options(name: str, options: Mapping[str, str]) -> list[str]:
@@ -185,58 +187,58 @@ def device_options(name: str, options: Mapping[str, str]) -> list[str]:
     if name.startswith(RULES):
         return []
     reward = parse(name)
-    own = _own_options(reward, options)
+    by_scorer = _options_by_scorer(reward, options)
     loaders = {key: spec.removeprefix(FRAMES) for key, spec in reward.specs.items()}
     keys = [
         key
         for key, spec in loaders.items()
         if not spec.startswith(PREFIX) and "device" in inspect.signature(find_loader(spec)).parameters
     ]
-    if any(not own[key].get("device", "cpu").startswith("cpu") for key in keys):
+    if any(not by_scorer[key].get("device", "cpu").startswith("cpu") for key in keys):
         return []
-    return ["device" if reward.is_plain else f"{key}.device" for key in keys if "device" not in own[key]]
+    return ["device" if reward.is_plain else f"{key}.device" for key in keys if "device" not in by_scorer[key]]
 
 
-def _own_options(reward: Reward, options: Mapping[str, str]) -> dict[str, dict[str, str]]:
+def _options_by_scorer(reward: Reward, options: Mapping[str, str]) -> dict[str, dict[str, str]]:
     """Return the options of each scorer of a reward."""
-    own: dict[str, dict[str, str]] = {name: {} for name in reward.specs}
+    by_scorer: dict[str, dict[str, str]] = {name: {} for name in reward.specs}
     if reward.is_plain:
-        return {name: dict(options) for name in own}
+        return {name: dict(options) for name in by_scorer}
     for key, value in options.items():
         scorer, _, option = key.partition(".")
-        if scorer not in own or not option:
-            raise ValueError(f"an option of a combination must be SCORER.OPTION of {sorted(own)}, got {key!r}")
-        own[scorer][option] = value
-    return own
+        if scorer not in by_scorer or not option:
+            raise ValueError(f"an option of a combination must be SCORER.OPTION of {sorted(by_scorer)}, got {key!r}")
+        by_scorer[scorer][option] = value
+    return by_scorer
 
 
 def _load(spec: str, threads: int, options: Mapping[str, str]) -> Scorer:
     if spec.startswith(FRAMES):
-        mine = {name: text for name, text in options.items() if name in ("frames", "every")}
-        others = {name: text for name, text in options.items() if name not in mine}
+        frame_options = {name: text for name, text in options.items() if name in ("frames", "every")}
+        others = {name: text for name, text in options.items() if name not in frame_options}
         image = _load(spec.removeprefix(FRAMES), threads, others)
-        return Scorer.of(_call(spec, partial(over_frames, image), mine))
+        return Scorer.of(_call(spec, partial(over_frames, image), frame_options))
     if spec.startswith(PREFIX):
         if options:
             raise ValueError(f"options must be empty for {spec}, got {sorted(options)}")
         return Scorer.of(load_user(spec))
     try:
         load = find_loader(spec)
-        own = {"threads": threads} if "threads" in inspect.signature(load).parameters else {}
-        return Scorer.of(_call(spec, load, options, **own))
+        extra = {"threads": threads} if "threads" in inspect.signature(load).parameters else {}
+        return Scorer.of(_call(spec, load, options, **extra))
     except ImportError as exc:
         raise ImportError(f"scorer {spec} needs {exc.name}: install omni-reward[{spec}]", name=exc.name) from exc
 
 
-def _call(spec: str, load: Callable[..., ScoreFn], options: Mapping[str, str], **own: int) -> ScoreFn:
+def _call(spec: str, load: Callable[..., ScoreFn], options: Mapping[str, str], **extra: int) -> ScoreFn:
     """Call a `load_...` function with options."""
     signature = inspect.signature(load)
     try:
         converted: dict[str, str | float] = {name: _convert(name, text, signature) for name, text in options.items()}
-        given = signature.bind(**own, **converted)
+        bound = signature.bind(**extra, **converted)
     except TypeError as exc:
         raise ValueError(f"options of {spec} must fit it: {exc}") from exc
-    return load(*given.args, **given.kwargs)
+    return load(*bound.args, **bound.kwargs)
 
 
 def _convert(name: str, text: str, signature: inspect.Signature) -> str | float:

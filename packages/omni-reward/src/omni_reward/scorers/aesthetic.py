@@ -40,7 +40,7 @@ def load_aesthetic(
         OSError: the head cannot be read.
     """
     clip = load_embedder(model, None, device=device, dtype=dtype, threads=threads)
-    weights = neural.below("layers.", neural.read_weights(Path(head)))
+    weights = neural.strip_prefix("layers.", neural.read_weights(Path(head)))
     grade = build_head(weights, clip.model.config.projection_dim, 1, has_relu=False).to(clip.model.device)
 
     def rate(images: np.ndarray, prompts: list[str]) -> Tensor:

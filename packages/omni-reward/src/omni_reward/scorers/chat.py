@@ -56,10 +56,10 @@ class Endpoint:
             UnansweredError: an image is too large, or the model refused or did not finish.
             RewardError: the endpoint could not be reached, failed, or has another protocol.
         """
-        seen: list[object] = [{"type": "image_url", "image_url": {"url": _data_uri(image)}} for image in images]
-        asked = {"role": "user", "content": [*seen, {"type": "text", "text": question}]}
+        parts: list[object] = [{"type": "image_url", "image_url": {"url": _data_uri(image)}} for image in images]
+        message = {"role": "user", "content": [*parts, {"type": "text", "text": question}]}
         first = [{"role": "system", "content": system}] if system else []
-        chat: dict[str, object] = {"model": model, "messages": [*first, asked]}
+        chat: dict[str, object] = {"model": model, "messages": [*first, message]}
         chat |= {"temperature": 0, "seed": self._seed, "max_tokens": MAX_TOKENS}
         if schema:
             form = {"name": "answer", "strict": True, "schema": schema}

@@ -20,7 +20,7 @@ from omni_reward.scorers.tasks import QUESTIONS, Message, Range, Task, Words
 from omni_reward.wire import Score
 
 TASK = "questions"
-MOST_QUESTIONS = 64
+MAX_QUESTIONS = 64
 YES_NO: Words = ("yes", "no")
 COUNTS: Range = (0, 1_000_000)
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
@@ -42,37 +42,37 @@ def read_questions(meta: Mapping[str, object]) -> list[Question]:
         ValueError: there are none or too many, or one is invalid.
     """
     key = "vqa_list" if "vqa_list" in meta and "questions" not in meta else "questions"
-    given = meta.get(key)
-    if not isinstance(given, Sequence) or isinstance(given, str) or not 1 <= len(given) <= MOST_QUESTIONS:
-        raise ValueError(f"{key} must be a list of 1 to {MOST_QUESTIONS} questions, got {given!r:.80}")
-    return [_read_question(f"{key}[{i}]", each, i) for i, each in enumerate(given)]
+    value = meta.get(key)
+    if not isinstance(value, Sequence) or isinstance(value, str) or not 1 <= len(value) <= MAX_QUESTIONS:
+        raise ValueError(f"{key} must be a list of 1 to {MAX_QUESTIONS} questions, got {value!r:.80}")
+    return [_read_question(f"{key}[{i}]", item, i) for i, item in enumerate(value)]
 
 
-def _read_question(where: str, given: object, index: int) -> Question:
-    match given:
+def _read_question(where: str, value: object, index: int) -> Question:
+    match value:
         case str():
-            given = {"question": given}
+            value = {"question": value}
         case [text, answer]:
-            given = {"question": text, "answer": answer}
-    if not isinstance(given, Mapping):
-        raise ValueError(f"{where} must be a question, got {given!r:.80}")
-    text, parents = given.get("question"), given.get("parents", [])
+            value = {"question": text, "answer": answer}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where} must be a question, got {value!r:.80}")
+    text, parents = value.get("question"), value.get("parents", [])
     if not isinstance(text, str) or not text.strip():
         raise ValueError(f"{where}.question must be a text, got {text!r:.80}")
-    if not isinstance(parents, list) or any(type(each) is not int or not 0 <= each < index for each in parents):
+    if not isinstance(parents, list) or any(type(parent) is not int or not 0 <= parent < index for parent in parents):
         raise ValueError(f"{where}.parents must be indices of earlier questions, got {parents!r:.80}")
-    return Question(text, _read_answer(where, given.get("answer", "yes")), tuple(parents))
+    return Question(text, _read_answer(where, value.get("answer", "yes")), tuple(parents))
 
 
-def _read_answer(where: str, given: object) -> str | int:
-    word = str(given).strip().lower()
+def _read_answer(where: str, value: object) -> str | int:
+    word = str(value).strip().lower()
     if word in YES_NO:
         return word
     if word in NUMBERS:
         return NUMBERS.index(word)
     if word.isascii() and word.isdecimal() and int(word) <= COUNTS[1]:
         return int(word)
-    raise ValueError(f"{where}.answer must be yes, no or a number, got {given!r:.80}")
+    raise ValueError(f"{where}.answer must be yes, no or a number, got {value!r:.80}")
 
 
 def checklist(meta: Mapping[str, object]) -> Task:
@@ -81,15 +81,17 @@ def checklist(meta: Mapping[str, object]) -> Task:
     Raises:
         ValueError: as `read_questions`.
     """
-    asked = read_questions(meta)
-    named = json.dumps({str(i): each.text for i, each in enumerate(asked, start=1)}, ensure_ascii=False)
-    fields = {str(i): YES_NO if isinstance(each.answer, str) else COUNTS for i, each in enumerate(asked, start=1)}
-    return Task((Message(QUESTIONS[TASK].replace("{questions}", named), fields),), partial(_score, asked))
+    questions = read_questions(meta)
+    listing = json.dumps({str(i): question.text for i, question in enumerate(questions, start=1)}, ensure_ascii=False)
+    fields = {
+        str(i): YES_NO if isinstance(question.answer, str) else COUNTS for i, question in enumerate(questions, start=1)
+    }
+    return Task((Message(QUESTIONS[TASK].replace("{questions}", listing), fields),), partial(_score, questions))
 
 
-def _score(asked: Sequence[Question], fields: dict[str, Any], prompt: str) -> Score:
+def _score(questions: Sequence[Question], fields: dict[str, Any], prompt: str) -> Score:
     right: list[bool] = []
-    for each, answer in zip(asked, fields.values(), strict=True):
-        right.append(answer == each.answer and all(right[parent] for parent in each.parents))
-    missed = [each.text[:200] for each, is_right in zip(asked, right, strict=True) if not is_right]
+    for question, answer in zip(questions, fields.values(), strict=True):
+        right.append(answer == question.answer and all(right[parent] for parent in question.parents))
+    missed = [question.text[:200] for question, is_right in zip(questions, right, strict=True) if not is_right]
     return Score(sum(right) / len(right), parts={"all": float(all(right))}, details={"missed": missed})

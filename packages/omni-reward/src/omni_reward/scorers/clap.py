@@ -39,9 +39,9 @@ def empty_clap(device: str, *, model: str = CLAP, dtype: str = "float32") -> neu
     length = config.text_config.max_position_embeddings - 2
 
     def call() -> None:
-        heard = torch.zeros(neural.BATCH_SIZE, 1, FRAMES, config.audio_config.num_mel_bins).to(device, network.dtype)
+        features = torch.zeros(neural.BATCH_SIZE, 1, FRAMES, config.audio_config.num_mel_bins).to(device, network.dtype)
         tokens = torch.ones(neural.BATCH_SIZE, length, dtype=torch.int64).to(device)
-        network.get_audio_features(input_features=heard)
+        network.get_audio_features(input_features=features)
         network.get_text_features(tokens, tokens)
 
     return neural.Empty(network, call)
@@ -62,19 +62,19 @@ def load_clap(*, model: str = CLAP, device: str | None = None, dtype: str = "flo
     network = neural.load_model(ClapModel, model, kind, where, config=config, weights=neural.find_weights(model))
     if network.config.audio_config.enable_fusion:
         raise ValueError(f"model must be a CLAP without feature fusion, got {model!r}")
-    tokenizer, hear = neural.load_part(AutoTokenizer, model), neural.load_part(ClapFeatureExtractor, model)
-    most = network.config.text_config.max_position_embeddings - 2  # RoBERTa counts positions from 2
+    tokenizer, extract = neural.load_part(AutoTokenizer, model), neural.load_part(ClapFeatureExtractor, model)
+    max_length = network.config.text_config.max_position_embeddings - 2  # RoBERTa counts positions from 2
 
     def score(media: Arrays, prompts: list[str], meta: Meta) -> list[Score]:
         rates: list[Any] = [sample["sample_rate"] for sample in meta]
-        sounds = [resample(own.mean(axis=1), rate, HERTZ) for own, rate in zip(media["audio"], rates, strict=True)]
-        cut = [own[: hear.nb_max_samples] for own in sounds]
-        heard = hear(cut, sampling_rate=HERTZ, return_tensors="pt").input_features.to(where, kind)
-        tokens = tokenizer(prompts, padding=True, truncation=True, max_length=most, return_tensors="pt").to(where)
+        sounds = [resample(array.mean(axis=1), rate, HERTZ) for array, rate in zip(media["audio"], rates, strict=True)]
+        cut = [array[: extract.nb_max_samples] for array in sounds]
+        features = extract(cut, sampling_rate=HERTZ, return_tensors="pt").input_features.to(where, kind)
+        tokens = tokenizer(prompts, padding=True, truncation=True, max_length=max_length, return_tensors="pt").to(where)
         with torch.inference_mode():
-            sound = network.get_audio_features(input_features=heard).pooler_output.float()
+            sound = network.get_audio_features(input_features=features).pooler_output.float()
             text = network.get_text_features(tokens.input_ids, tokens.attention_mask).pooler_output.float()
         return [Score.of(value) for value in (sound * text).sum(dim=-1).tolist()]
 
-    version, move = f"{neural.short_name(model)} {dtype}", neural.mover(network)
+    version, move = f"{neural.short_name(model)} {dtype}", neural.make_mover(network)
     return Scorer(score, media=("audio",), batch_size=neural.BATCH_SIZE, version=version, move=move)

@@ -58,24 +58,26 @@ class Embedder:
     Args:
         model: transformers' CLIPModel.
         tokenizer: its tokenizer; None if only images are embedded.
-        see: returns the model's input [N, 3, S, S] for images and the side S.
+        preprocess: returns the model's input [N, 3, S, S] for images and the side S.
     """
 
     model: Any
     tokenizer: Any
-    see: Callable[[Iterable[np.ndarray], int], Tensor] = lambda images, side: torch.from_numpy(
+    preprocess: Callable[[Iterable[np.ndarray], int], Tensor] = lambda images, side: torch.from_numpy(
         square_pixels(images, side)
     )
 
     def images(self, images: Iterable[np.ndarray]) -> Tensor:
         """Return normalized embeddings [N, E] of N images [H, W, 3], uint8, RGB."""
-        pixels = self.see(images, self.model.config.vision_config.image_size).to(self.model.device, self.model.dtype)
+        pixels = self.preprocess(images, self.model.config.vision_config.image_size).to(
+            self.model.device, self.model.dtype
+        )
         return normalize(self.model.get_image_features(pixel_values=pixels).pooler_output, dim=-1)
 
     def texts(self, prompts: list[str]) -> Tensor:
         """Return normalized embeddings [N, E] of N prompts."""
-        most = self.model.config.text_config.max_position_embeddings
-        tokens = self.tokenizer(prompts, padding=True, truncation=True, max_length=most, return_tensors="pt")
+        max_length = self.model.config.text_config.max_position_embeddings
+        tokens = self.tokenizer(prompts, padding=True, truncation=True, max_length=max_length, return_tensors="pt")
         tokens = tokens.to(self.model.device)
         features = self.model.get_text_features(input_ids=tokens.input_ids, attention_mask=tokens.attention_mask)
         return normalize(features.pooler_output, dim=-1)

@@ -45,7 +45,7 @@ _OKLAB = np.array([[0.2104542553, 0.7936177850, -0.0040720468],
 
 def load_color() -> ScoreFn:
     """Load the scorer of `image` [N, H, W, 3], uint8, RGB, with the most frequent color in `details`."""
-    table = _belonging()
+    table = _color_probabilities()
 
     def score(media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]) -> list[Score]:
         return [_score_image(image, prompt, table) for image, prompt in zip(media["image"], prompts, strict=True)]
@@ -65,17 +65,17 @@ def oklab(rgb: np.ndarray) -> np.ndarray:
     return np.cbrt(linear @ _LMS.T) @ _OKLAB.T
 
 
-def _place(rgb: np.ndarray) -> np.ndarray:
+def _scaled_oklab(rgb: np.ndarray) -> np.ndarray:
     return oklab(rgb) * (LIGHTNESS, 1, 1)
 
 
-def _belonging() -> np.ndarray:
+def _color_probabilities() -> np.ndarray:
     """Return p(c | pixel), [L^3, C], for each distinct pixel."""
     levels = np.linspace(0, 1, LEVELS)
-    pixels = _place(np.stack(np.meshgrid(levels, levels, levels, indexing="ij"), axis=-1).reshape(-1, 3))
+    pixels = _scaled_oklab(np.stack(np.meshgrid(levels, levels, levels, indexing="ij"), axis=-1).reshape(-1, 3))
     weights = []
     for shades in SHADES.values():
-        places = _place(np.array([tuple(bytes.fromhex(shade)) for shade in shades]) / 255)
+        places = _scaled_oklab(np.array([tuple(bytes.fromhex(shade)) for shade in shades]) / 255)
         squares = ((pixels[:, None] - places) ** 2).sum(axis=-1)  # [L^3, S]
         weights.append(np.exp(-squares.min(axis=1) / (2 * WIDTH**2)))
     table = np.stack(weights, axis=1)
@@ -83,12 +83,12 @@ def _belonging() -> np.ndarray:
 
 
 def _score_image(image: np.ndarray, prompt: str, table: np.ndarray) -> Score:
-    named = sorted(named_colors(prompt))
-    if len(named) != 1:
-        return Score(None, abstained=f"the prompt must name one color of {list(COLORS)}, got {named}")
+    colors = sorted(named_colors(prompt))
+    if len(colors) != 1:
+        return Score(None, abstained=f"the prompt must name one color of {list(COLORS)}, got {colors}")
     levels = (image.reshape(-1, 3).astype(np.int64) * (LEVELS - 1) + 127) // 255
     counts = np.bincount(levels @ (LEVELS**2, LEVELS, 1), minlength=LEVELS**3)
     shares = counts @ table / counts.sum()
-    place = COLORS.index(named[0])
-    lead = shares[place] / max(np.delete(shares, place).max(), 1e-9)
-    return Score(min(1.0, float(lead) / 2), details={"named": named[0], "most": COLORS[int(shares.argmax())]})
+    index = COLORS.index(colors[0])
+    lead = shares[index] / max(np.delete(shares, index).max(), 1e-9)
+    return Score(min(1.0, float(lead) / 2), details={"named": colors[0], "most": COLORS[int(shares.argmax())]})

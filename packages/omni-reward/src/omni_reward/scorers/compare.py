@@ -42,7 +42,7 @@ def ranking_task(count: int) -> Task:
     question = QUESTIONS["ranking"].replace("{count}", str(count))
     return Task(
         (Message(question, fields, shows_all=True),),
-        lambda found, prompt: Score(0.0, parts={k: found[k] for k in fields if k != "reason"}),
+        lambda answers, prompt: Score(0.0, parts={k: answers[k] for k in fields if k != "reason"}),
     )
 
 
@@ -84,12 +84,12 @@ GROUP_TASKS: dict[str, Callable[[int], Task]] = {
 }
 
 
-def orders_of(task: str, count: int, orders: str, draw: random.Random) -> list[Order]:
+def question_orders(task: str, count: int, orders: str, draw: random.Random) -> list[Order]:
     """Return the indices of the images in each question about a group of `count` images."""
-    shown = [tuple(range(count))] if task == "ranking" else list(combinations(range(count), 2))
+    questions = [tuple(range(count))] if task == "ranking" else list(combinations(range(count), 2))
     if orders == "both":
-        return [*shown, *(order[::-1] for order in shown)]
-    return [tuple(draw.sample(order, len(order))) for order in shown]
+        return [*questions, *(order[::-1] for order in questions)]
+    return [tuple(draw.sample(order, len(order))) for order in questions]
 
 
 def win_rates(count: int, answers: Sequence[tuple[Order, Sequence[float] | None]]) -> list[Score]:
@@ -103,11 +103,11 @@ def win_rates(count: int, answers: Sequence[tuple[Order, Sequence[float] | None]
             share = math.nan if places is None else (1 + (places[a] < places[b]) - (places[a] > places[b])) / 2
             shares[min(first, second), max(first, second)].append(share if first < second else 1 - share)
     won: list[list[float]] = [[] for _ in range(count)]
-    for (first, second), found in shares.items():
-        if not math.isnan(mean := sum(found) / len(found)):
+    for (first, second), values in shares.items():
+        if not math.isnan(mean := sum(values) / len(values)):
             won[first].append(mean)
             won[second].append(1 - mean)
-    return [_score_wins(own, count - 1) for own in won]
+    return [_score_wins(wins, count - 1) for wins in won]
 
 
 def _score_wins(won: Sequence[float], others: int) -> Score:
@@ -133,18 +133,20 @@ def group_scorer(task: str, orders: str, seed: int, ask: Ask, pool: ThreadPoolEx
         images, prompt = media["image"], prompts[0]
         if len(set(prompts)) > 1:
             raise ValueError(f"a group must have one prompt, got {prompt!r:.80} and {set(prompts) - {prompt}!r:.80}")
-        shown = orders_of(task, len(images), orders, random.Random(f"{seed} {prompt}")) if len(images) > 1 else []
+        image_orders = (
+            question_orders(task, len(images), orders, random.Random(f"{seed} {prompt}")) if len(images) > 1 else []
+        )
         question = GROUP_TASKS[task](len(images))
-        answers = list(pool.map(lambda order: ask(question, [images[i] for i in order], prompt), shown))
+        answers = list(pool.map(lambda order: ask(question, [images[i] for i in order], prompt), image_orders))
         failures = [answer for answer in answers if isinstance(answer, RewardError)]
         if failures and len(failures) == len(answers):
             raise failures[0]
-        return win_rates(len(images), list(zip(shown, map(_places, answers), strict=True)))
+        return win_rates(len(images), list(zip(image_orders, map(_read_places, answers), strict=True)))
 
     return score
 
 
-def _places(answer: Score | RewardError) -> list[float] | None:
+def _read_places(answer: Score | RewardError) -> list[float] | None:
     """Return the places of the images in an answer, in the order of the question, or None without an answer."""
     if isinstance(answer, RewardError) or answer.value is None:
         return None

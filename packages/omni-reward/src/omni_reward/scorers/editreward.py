@@ -65,42 +65,42 @@ def load_editreward(
     """
     files = dict(zip(PARTS, (following, quality), strict=True))
     texts = [read_instruction(path, [REWARD_TOKEN], name) for name, path in files.items()]
-    to = neural.pick_device(device, threads=threads), neural.pick_dtype(dtype)
+    placement = neural.pick_device(device, threads=threads), neural.pick_dtype(dtype)
     weights = neural.find_weights(model)
-    judge = load_judge(following, weights, base, [REWARD_TOKEN], "<|image_pad|>", to, "Qwen2.5-VL")
+    judge = load_judge(following, weights, base, [REWARD_TOKEN], "<|image_pad|>", placement, "Qwen2.5-VL")
     judges = [replace(judge, instruction=text) for text in texts]
     width = judge.network.config.text_config.hidden_size
-    own = [neural.below(f"rm_heads.head_{i}.", weights) for i in range(len(PARTS))]
-    heads = [build_head(each, width, 2, has_relu=True).to(to[0]) for each in own]
+    head_weights = [neural.strip_prefix(f"rm_heads.head_{i}.", weights) for i in range(len(PARTS))]
+    heads = [build_head(weights, width, 2, has_relu=True).to(placement[0]) for weights in head_weights]
 
     def decline(prompt: str, image: np.ndarray, references: tuple[np.ndarray, ...]) -> str | None:
         if not references:
             return "the sample has no reference"
-        if any(max(each.shape[:2]) > MAX_ASPECT * min(each.shape[:2]) for each in (image, references[0])):
+        if any(max(picture.shape[:2]) > MAX_ASPECT * min(picture.shape[:2]) for picture in (image, references[0])):
             return f"the image or its reference has an aspect ratio above {MAX_ASPECT}"
         return judge.decline(prompt)
 
     def rate(samples: Sequence[Clips], prompts: list[str]) -> Tensor:
-        rated = [head(each.read(samples, prompts)[:, 0])[:, 0] for head, each in zip(heads, judges, strict=True)]
+        rated = [head(judge.read(samples, prompts)[:, 0])[:, 0] for head, judge in zip(heads, judges, strict=True)]
         return torch.stack(rated, dim=1)
 
     def score(media: Arrays, prompts: list[str], meta: Meta, references: References) -> list[Score]:
         images = media["image"]
-        reasons = [decline(*each) for each in zip(prompts, images, references, strict=True)]
+        reasons = [decline(*args) for args in zip(prompts, images, references, strict=True)]
         read = [i for i, reason in enumerate(reasons) if reason is None]
         with torch.inference_mode():
-            seen = [[still(references[i][0]), still(images[i])] for i in read]
-            rows = iter(rate(seen, [prompts[i] for i in read]).tolist() if read else ())
+            pairs = [[repeat_image(references[i][0]), repeat_image(images[i])] for i in read]
+            rows = iter(rate(pairs, [prompts[i] for i in read]).tolist() if read else ())
         return [join(next(rows)) if reason is None else Score(None, abstained=reason) for reason in reasons]
 
     def join(row: list[float]) -> Score:
         return Score.of(sum(row) / len(row), parts=dict(zip(PARTS, row, strict=True)))
 
     version = f"{neural.short_name(model)} {dtype}"
-    move = neural.mover(judge.network)
+    move = neural.make_mover(judge.network)
     return Scorer(score, batch_size=neural.BATCH_SIZE, version=version, references=True, move=move)
 
 
-def still(image: np.ndarray) -> tuple[np.ndarray, tuple[int, int]]:
+def repeat_image(image: np.ndarray) -> tuple[np.ndarray, tuple[int, int]]:
     """Return an image [H, W, 3] as a clip of equal frames, and the height and width that the model sees."""
-    return np.stack([image] * FRAMES), fit_size(*image.shape[:2], least=NUM_PIXELS, most=NUM_PIXELS)
+    return np.stack([image] * FRAMES), fit_size(*image.shape[:2], min_pixels=NUM_PIXELS, max_pixels=NUM_PIXELS)

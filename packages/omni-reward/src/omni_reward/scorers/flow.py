@@ -26,7 +26,7 @@ from omni_reward.wire import Score, Scorer
 
 MEASURES = ("speed", "direction")
 DIRECTIONS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}  # down and right
-LEAST_SIDE = 16  # of the smallest frames of the pyramid
+MIN_SIDE = 16  # of the smallest frames of the pyramid
 REACH = 3  # pixels from the center of the window to its edge
 ROUNDS = 4  # iterations at each size
 STIFFNESS = 50.0  # added to the window's mean squared gradient, in levels per pixel, to suppress motion from noise
@@ -48,11 +48,11 @@ def load_flow(*, measure: str = "speed", top: float = 1.0) -> Scorer:
         raise ValueError(f"top must be above 0 and at most 1, got {top}")
 
     def score_clip(clip: np.ndarray, prompt: str, fps: float) -> Score:
-        if len(clip) < 2 or min(clip.shape[1:3]) < LEAST_SIDE:
-            return Score(None, abstained=f"the video has fewer than 2 frames or {LEAST_SIDE} pixels a side")
-        named = set(re.findall(r"\b(left|right|up|down)(?:wards?)?\b", re.sub(r'"[^"]*"', " ", prompt.lower())))
-        if measure == "direction" and len(named) != 1:
-            return Score(None, abstained=f"the prompt must name one of {list(DIRECTIONS)}, got {sorted(named)}")
+        if len(clip) < 2 or min(clip.shape[1:3]) < MIN_SIDE:
+            return Score(None, abstained=f"the video has fewer than 2 frames or {MIN_SIDE} pixels a side")
+        directions = set(re.findall(r"\b(left|right|up|down)(?:wards?)?\b", re.sub(r'"[^"]*"', " ", prompt.lower())))
+        if measure == "direction" and len(directions) != 1:
+            return Score(None, abstained=f"the prompt must name one of {list(DIRECTIONS)}, got {sorted(directions)}")
         small = gray_frames(clip)[1]
         flows = np.stack([optical_flow(*pair) for pair in pairwise(small)])  # [T - 1, 2, h, w]
         lengths = np.sort(np.hypot(flows[:, 0], flows[:, 1]).reshape(len(flows), -1))
@@ -61,12 +61,12 @@ def load_flow(*, measure: str = "speed", top: float = 1.0) -> Scorer:
         speed = float(lengths[:, -max(1, round(top * lengths.shape[1])) :].mean()) * unit
         parts, value = {"speed": speed, "right": right, "down": down}, speed
         if measure == "direction":
-            value = float(np.dot((down, right), DIRECTIONS[named.pop()])) / max(float(lengths.mean()) * unit, 1e-6)
+            value = float(np.dot((down, right), DIRECTIONS[directions.pop()])) / max(float(lengths.mean()) * unit, 1e-6)
         return Score(value, parts=parts)
 
     def score(media: Arrays, prompts: list[str], meta: Meta) -> list[Score]:
         rates: list[Any] = [sample["fps"] for sample in meta]  # numbers above 0, see omni_reward.media
-        return [score_clip(*each) for each in zip(media["video"], prompts, rates, strict=True)]
+        return [score_clip(*args) for args in zip(media["video"], prompts, rates, strict=True)]
 
     return Scorer(score, media=("video",))
 
@@ -74,7 +74,7 @@ def load_flow(*, measure: str = "speed", top: float = 1.0) -> Scorer:
 def optical_flow(before: np.ndarray, after: np.ndarray) -> np.ndarray:
     """Return the displacement (down, right) [2, h, w], in pixels, of each pixel of a frame [h, w] to the next frame."""
     pyramid = [np.stack([before, after])]
-    while min(pyramid[-1].shape[1:]) >= 2 * LEAST_SIDE:
+    while min(pyramid[-1].shape[1:]) >= 2 * MIN_SIDE:
         pyramid.append(shrink(pyramid[-1], 2))
     flow = np.zeros((2, 1, 1))
     for first, second in reversed(pyramid):
@@ -83,9 +83,9 @@ def optical_flow(before: np.ndarray, after: np.ndarray) -> np.ndarray:
         flow = np.pad(flow, ((0, 0), (0, max(0, h - flow.shape[1])), (0, max(0, w - flow.shape[2]))), "edge")[:, :h, :w]
         gy, gx = np.gradient(first)
         for _ in range(ROUNDS):
-            moved, seen = _sample(second, flow)
+            moved, visible = _sample(second, flow)
             error = moved - first
-            yy, xy, xx, ey, ex = (_window(seen * x) for x in (gy * gy, gy * gx, gx * gx, gy * error, gx * error))
+            yy, xy, xx, ey, ex = (_window(visible * x) for x in (gy * gy, gy * gx, gx * gx, gy * error, gx * error))
             yy, xx = yy + STIFFNESS, xx + STIFFNESS
             step = np.stack([xx * ey - xy * ex, yy * ex - xy * ey]) / (xx * yy - xy**2)
             flow = flow - step.clip(-1, 1)

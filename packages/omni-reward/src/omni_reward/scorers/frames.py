@@ -43,14 +43,14 @@ def over_frames(scorer: Scorer, *, frames: str = "mean", every: int = 1) -> Scor
         raise ValueError(f"every must be >= 1, got {every}")
     chosen = {"first": slice(0, 1), "last": slice(-1, None)}.get(frames, slice(None, None, every))
 
-    def score(media: Arrays, prompts: list[str], meta: Meta, *more: Any) -> list[Score]:
-        references, since = more if scorer.references else ((), *more)
+    def score(media: Arrays, prompts: list[str], meta: Meta, *rest: Any) -> list[Score]:
+        references, since = rest if scorer.references else ((), *rest)
         scores = []
         for i, clip in enumerate(media["video"][:, chosen]):  # [K, H, W, 3]
-            own = [references[i]] * len(clip) if references else ()
+            sample_references = [references[i]] * len(clip) if references else ()
             images, texts, lines = {"image": clip}, [prompts[i]] * len(clip), [meta[i]] * len(clip)
-            scores.append(score_in_batches(scorer, images, texts, lines, own, since))
-        return [_join(own, frames) for own in scores]
+            scores.append(score_in_batches(scorer, images, texts, lines, sample_references, since))
+        return [_join(frame_scores, frames) for frame_scores in scores]
 
     return Scorer(
         score, media=("video",), version=scorer.version, references=scorer.references, timed=True, move=scorer.move
@@ -66,5 +66,5 @@ def _join(scores: list[Score], frames: str) -> Score:
         parts = {name: math.fsum(score.parts[name] for score in scores) / len(scores) for name in scores[0].parts}
         counted = [value for value in values if value > 0] or [0.0] if frames == "positive" else values
         return Score(math.fsum(counted) / len(counted), parts=parts, details={"frames": values})
-    least = scores[values.index(min(values))]
-    return replace(least, details={**least.details, "frames": values})
+    lowest = scores[values.index(min(values))]
+    return replace(lowest, details={**lowest.details, "frames": values})

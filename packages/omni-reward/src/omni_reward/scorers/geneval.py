@@ -29,7 +29,15 @@ from transformers.models.mask2former.image_processing_pil_mask2former import Mas
 from omni_reward.media import Arrays, Meta
 from omni_reward.scorers import neural
 from omni_reward.scorers.clip import CLIP, Embedder, empty_clip, load_embedder
-from omni_reward.scorers.geneval_rules import COLORS, LEAST_CONFIDENCE, OBJECTS, Detection, grade, keep, read_wish
+from omni_reward.scorers.geneval_rules import (
+    COLORS,
+    MIN_CONFIDENCE,
+    OBJECTS,
+    Detection,
+    grade,
+    read_requirements,
+    select_detections,
+)
 from omni_reward.scorers.pixels import MAX_ASPECT, square_pixels
 from omni_reward.wire import Score, Scorer
 
@@ -41,7 +49,7 @@ COCO_NAMES = {  # names in checkpoints -> GenEval's
     "sofa": "couch", "tvmonitor": "tv",
 }  # fmt: skip
 SIDE, LONGEST = 800, 1333 / 800  # shorter side of the detector's input, and the largest ratio of the longer side to it
-MOST_DETECTIONS, BATCH_SIZE = 100, 4  # per image; images per batch
+MAX_DETECTIONS, BATCH_SIZE = 100, 4  # per image; images per batch
 GRAY = 0x99
 TEXTS = ("a photo of a {color} {name}", "a photo of a {color}-colored {name}", "a photo of a {color} object")
 GRADES = ("partial", "strict", "correct")  # the fields of `geneval_rules.Grades`
@@ -68,19 +76,21 @@ class Detector:
 
         The function raises FloatingPointError if the network's outputs are not finite.
         """
-        made = self.processor(list(images), input_data_format="channels_last", return_tensors="pt")
-        pixels = made["pixel_values"].to(self.model.device, self.model.dtype)
-        seen = self.model(pixel_values=pixels, output_hidden_states=True)
-        logits = self.head(seen.transformer_decoder_intermediate_states[-1].transpose(0, 1))
-        chances, masks = logits.float().softmax(dim=-1)[..., :-1], seen.masks_queries_logits[-1]
+        inputs = self.processor(list(images), input_data_format="channels_last", return_tensors="pt")
+        pixels = inputs["pixel_values"].to(self.model.device, self.model.dtype)
+        outputs = self.model(pixel_values=pixels, output_hidden_states=True)
+        logits = self.head(outputs.transformer_decoder_intermediate_states[-1].transpose(0, 1))
+        chances, masks = logits.float().softmax(dim=-1)[..., :-1], outputs.masks_queries_logits[-1]
         sizes = pixels.shape[-2:], images.shape[1:3]
-        return [partial(find_objects, *each, *sizes, self.names) for each in zip(chances, masks, strict=True)]
+        return [
+            partial(find_objects, *prediction, *sizes, self.names) for prediction in zip(chances, masks, strict=True)
+        ]
 
 
 def find_objects(
     chances: Tensor, masks: Tensor, between: tuple[int, int], size: tuple[int, int], names: tuple[str, ...]
 ) -> list[Detection]:
-    """Return the objects of an image above LEAST_CONFIDENCE.
+    """Return the objects of an image above MIN_CONFIDENCE.
 
     Args:
         chances: probability of each class [Q, C].
@@ -94,19 +104,26 @@ def find_objects(
     """
     if not (chances.isfinite().all() and masks.isfinite().all()):
         raise FloatingPointError("the detector returned numbers that are not finite")
-    best, places = chances.flatten().topk(min(MOST_DETECTIONS, chances.numel()))
-    best, places = best[sure := best > LEAST_CONFIDENCE], places[sure]  # a confidence is at most its class probability
+    best, places = chances.flatten().topk(min(MAX_DETECTIONS, chances.numel()))
+    best, places = (
+        best[is_confident := best > MIN_CONFIDENCE],
+        places[is_confident],
+    )  # a confidence is at most its class probability
     logits = masks[None, places // len(names)].float()
     for side in (between, size):
         logits = interpolate(logits, side, mode="bilinear", align_corners=False)
     inside = logits[0] > 0
     means = (logits[0].sigmoid() * inside).sum(dim=(1, 2)) / (inside.sum(dim=(1, 2)) + 1e-6)
     labels, confidences = (places % len(names)).tolist(), (best * means).tolist()
-    found = zip(labels, confidences, inside.cpu().numpy(), strict=True)
-    return [Detection(names[i], box_of(mask), sure, mask) for i, sure, mask in found if sure > LEAST_CONFIDENCE]
+    detections = zip(labels, confidences, inside.cpu().numpy(), strict=True)
+    return [
+        Detection(names[i], bounding_box(mask), confidence, mask)
+        for i, confidence, mask in detections
+        if confidence > MIN_CONFIDENCE
+    ]
 
 
-def box_of(mask: np.ndarray) -> tuple[float, float, float, float]:
+def bounding_box(mask: np.ndarray) -> tuple[float, float, float, float]:
     """Return left, top, right and bottom of the pixels of a mask [H, W] that is not empty."""
     columns, rows = np.flatnonzero(mask.any(axis=0)), np.flatnonzero(mask.any(axis=1))
     return float(columns[0]), float(rows[0]), float(columns[-1] + 1), float(rows[-1] + 1)
@@ -118,21 +135,21 @@ def color_texts(clip: Embedder, name: str) -> Tensor:
     return normalize(clip.texts(texts).view(len(COLORS), len(TEXTS), -1).mean(dim=1), dim=-1)
 
 
-def see(images: Iterable[np.ndarray], side: int) -> Tensor:
+def preprocess_images(images: Iterable[np.ndarray], side: int) -> Tensor:
     """Return CLIP's input [N, 3, side, side] as in open_clip, whose center crop is rounded as in torchvision."""
     return torch.from_numpy(square_pixels(images, side, halve=lambda rest: round(rest / 2)))
 
 
-def color_of(clip: Embedder, texts: Callable[[str], Tensor], image: np.ndarray, thing: Detection) -> str:
+def color_of(clip: Embedder, texts: Callable[[str], Tensor], image: np.ndarray, detection: Detection) -> str:
     """Return the color of an object in an image [H, W, 3], uint8, RGB.
 
     Raises:
         FloatingPointError: a number is not finite.
     """
-    assert thing.mask is not None
-    left, top, right, bottom = map(int, thing.box)
-    crop = np.where(thing.mask[..., None], image, np.uint8(GRAY))[top:bottom, left:right]
-    likeness = (clip.images([crop]) @ texts(thing.name).T)[0]
+    assert detection.mask is not None
+    left, top, right, bottom = map(int, detection.box)
+    crop = np.where(detection.mask[..., None], image, np.uint8(GRAY))[top:bottom, left:right]
+    likeness = (clip.images([crop]) @ texts(detection.name).T)[0]
     if not likeness.isfinite().all():
         raise FloatingPointError("the CLIP model returned numbers that are not finite")
     return COLORS[int(likeness.argmax())]
@@ -150,24 +167,24 @@ def judge(
         value: the grade that is the score, one of GRADES; all three are parts.
     """
     try:
-        wish = read_wish(meta)
+        requirements = read_requirements(meta)
     except ValueError as exc:
         return Score(None, abstained=f"the prompt's metadata must be GenEval's: {exc}")
-    seen: dict[Detection, str] = {}
+    colors: dict[Detection, str] = {}
 
-    def look(thing: Detection) -> str:
-        if thing not in seen:
-            seen[thing] = color(thing)
-        return seen[thing]
+    def cached_color(detection: Detection) -> str:
+        if detection not in colors:
+            colors[detection] = color(detection)
+        return colors[detection]
 
     try:
-        kept = keep(objects := find(), counting=wish.counting)
-        grades = asdict(grade(objects, wish, look))
+        kept = select_detections(objects := find(), counting=requirements.counting)
+        grades = asdict(grade(objects, requirements, cached_color))
     except FloatingPointError as exc:
         return Score(None, abstained=str(exc))
     details = {
         "found": {name: len(group) for name, group in kept.items() if group},
-        "colors": [f"{color} {thing.name}" for thing, color in seen.items()],
+        "colors": [f"{color} {detection.name}" for detection, color in colors.items()],
     }
     parts = {name: float(number) for name, number in grades.items()}
     return Score(parts[value], parts=parts, details=details)
@@ -182,10 +199,10 @@ def load_detector(name: str, side: int, device: torch.device, dtype: torch.dtype
     if side < 32:
         raise ValueError(f"side must be >= 32, got {side}")
     model = neural.load_model(Mask2FormerModel, name, dtype, device)
-    weights = neural.below("class_predictor.", neural.read_weights(neural.find_file(name, "model.safetensors")))
+    weights = neural.strip_prefix("class_predictor.", neural.read_weights(neural.find_file(name, "model.safetensors")))
     labels = [model.config.id2label[i] for i in range(model.config.num_labels)]
     names = tuple(COCO_NAMES.get(label, label) for label in labels)
-    if missing := [each for each in OBJECTS if each not in names]:
+    if missing := [required for required in OBJECTS if required not in names]:
         raise ValueError(f"detector must know GenEval's {len(OBJECTS)} objects, but {name} lacks {missing[:3]}")
     head = nn.Linear(model.config.hidden_dim, len(names) + 1)
     try:
@@ -242,12 +259,17 @@ def load_geneval(
         raise ValueError(f"grade must be one of {list(GRADES)}, got {grade!r}")
     where = neural.pick_device(device, threads=threads)
     finder = load_detector(detector, side, where, neural.pick_dtype(dtype))
-    clip = replace(load_embedder(model, tokenizer or model, device=device, dtype=dtype, threads=threads), see=see)
+    clip = replace(
+        load_embedder(model, tokenizer or model, device=device, dtype=dtype, threads=threads),
+        preprocess=preprocess_images,
+    )
     version = f"{neural.short_name(detector)} {side} {neural.short_name(model)} {grade} {dtype}"
-    return replace(grader(finder, clip, grade, version), move=neural.mover(finder.model, finder.head, clip.model))
+    return replace(
+        build_scorer(finder, clip, grade, version), move=neural.make_mover(finder.model, finder.head, clip.model)
+    )
 
 
-def grader(detector: Detector, clip: Embedder, grade: str, version: str) -> Scorer:
+def build_scorer(detector: Detector, clip: Embedder, grade: str, version: str) -> Scorer:
     """Return the scorer of `load_geneval` from two loaded models."""
     color = partial(color_of, clip, cache(partial(color_texts, clip)))
 
@@ -256,7 +278,7 @@ def grader(detector: Detector, clip: Embedder, grade: str, version: str) -> Scor
         if max(images.shape[1:3]) > MAX_ASPECT * min(images.shape[1:3]):
             return [Score(None, abstained=f"the image has an aspect ratio above {MAX_ASPECT}")] * len(prompts)
         with torch.inference_mode():
-            found = zip(images, detector.detect(images), meta, strict=True)
-            return [judge(find, own, partial(color, image), grade) for image, find, own in found]
+            rows = zip(images, detector.detect(images), meta, strict=True)
+            return [judge(find, entry, partial(color, image), grade) for image, find, entry in rows]
 
     return Scorer(score, batch_size=BATCH_SIZE, version=version)

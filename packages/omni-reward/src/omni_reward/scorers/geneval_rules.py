@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-LEAST_CONFIDENCE = 0.3
-LEAST_CONFIDENCE_COUNTING = 0.9
-MOST_OBJECTS = 16  # of a class
+MIN_CONFIDENCE = 0.3
+MIN_CONFIDENCE_COUNTING = 0.9
+MAX_OBJECTS = 16  # of a class
 OVERLAP = 0.1  # share of both objects' sizes by which their centers must differ
 COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 OBJECTS = (  # GenEval's names of COCO's classes, in COCO's order
@@ -56,7 +56,7 @@ class Detection:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ObjectSpec:
     """Object that a prompt asks for or excludes.
 
     Args:
@@ -75,11 +75,11 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Wish:
+class Requirements:
     """A prompt's objects: all of `include`, none of `exclude`; `counting` requires the higher confidence."""
 
-    include: tuple[Wanted, ...]
-    exclude: tuple[Wanted, ...] = ()
+    include: tuple[ObjectSpec, ...]
+    exclude: tuple[ObjectSpec, ...] = ()
     counting: bool = False
 
 
@@ -92,7 +92,7 @@ class Grades:
     partial: float
 
 
-def read_wish(meta: Mapping[str, object]) -> Wish:
+def read_requirements(meta: Mapping[str, object]) -> Requirements:
     """Return the wish in a prompt's metadata, which has GenEval's keys: tag, include, exclude.
 
     Raises:
@@ -104,62 +104,66 @@ def read_wish(meta: Mapping[str, object]) -> Wish:
     exclude = _read_list("exclude", meta.get("exclude", []))
     if not isinstance(tag := meta.get("tag"), str):
         raise ValueError(f"tag must be a text, got {tag!r:.80}")
-    return Wish(include, exclude, counting=tag == "counting")
+    return Requirements(include, exclude, counting=tag == "counting")
 
 
-def _read_list(key: str, given: object) -> tuple[Wanted, ...]:
-    if not isinstance(given, Sequence) or isinstance(given, str):
-        raise ValueError(f"{key} must be a list of objects, got {given!r:.80}")
-    return tuple(_read_wanted(f"{key}[{i}]", each, i) for i, each in enumerate(given))
+def _read_list(key: str, value: object) -> tuple[ObjectSpec, ...]:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise ValueError(f"{key} must be a list of objects, got {value!r:.80}")
+    return tuple(_read_spec(f"{key}[{i}]", item, i) for i, item in enumerate(value))
 
 
-def _read_wanted(where: str, given: object, index: int) -> Wanted:
-    if not isinstance(given, Mapping):
-        raise ValueError(f"{where} must be an object, got {given!r:.80}")
-    name, count, color = given.get("class"), given.get("count"), given.get("color")
+def _read_spec(where: str, value: object, index: int) -> ObjectSpec:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where} must be an object, got {value!r:.80}")
+    name, count, color = value.get("class"), value.get("count"), value.get("color")
     if not isinstance(name, str) or name not in OBJECTS:
         raise ValueError(f"{where}.class must be one of GenEval's {len(OBJECTS)} objects, got {name!r:.80}")
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise ValueError(f"{where}.count must be a whole number >= 1, got {count!r:.80}")
     if color is not None and color not in COLORS:
         raise ValueError(f"{where}.color must be one of {list(COLORS)}, got {color!r:.80}")
-    if (position := given.get("position")) is None:
-        return Wanted(name, count, color)
+    if (position := value.get("position")) is None:
+        return ObjectSpec(name, count, color)
     match position:
         case [str(relation), int(target)] if relation in RELATIONS and 0 <= target < index:
-            return Wanted(name, count, color, relation, target)
+            return ObjectSpec(name, count, color, relation, target)
     rule = f"one of {list(RELATIONS)} and the index of an earlier object"
     raise ValueError(f"{where}.position must be {rule}, got {position!r:.80}")
 
 
-def grade(detections: Sequence[Detection], wish: Wish, color_of: Callable[[Detection], str]) -> Grades:
+def grade(detections: Sequence[Detection], requirements: Requirements, color_of: Callable[[Detection], str]) -> Grades:
     """Return the grades of an image.
 
     Args:
         detections: the image's detections, in any order and with any confidence.
-        wish: what its prompt asks for.
+        requirements: what its prompt asks for.
         color_of: returns the color of an object; called only for objects that should have one.
     """
-    found = keep(detections, counting=wish.counting)
-    excluded = any(len(found.get(other.name, ())) >= other.count for other in wish.exclude)
-    enough = _parts(found, wish, color_of, exact=False)
-    exact = _parts(found, wish, color_of, exact=True)
+    kept = select_detections(detections, counting=requirements.counting)
+    excluded = any(len(kept.get(other.name, ())) >= other.count for other in requirements.exclude)
+    enough = _parts(kept, requirements, color_of, exact=False)
+    exact = _parts(kept, requirements, color_of, exact=True)
     return Grades(correct=min(enough) == 1 and not excluded, strict=min(exact) == 1, partial=sum(exact) / len(exact))
 
 
-def keep(detections: Sequence[Detection], *, counting: bool) -> dict[str, list[Detection]]:
+def select_detections(detections: Sequence[Detection], *, counting: bool) -> dict[str, list[Detection]]:
     """Return the detections that count, by class, the most confident first."""
-    least = LEAST_CONFIDENCE_COUNTING if counting else LEAST_CONFIDENCE
-    found: dict[str, list[Detection]] = {}
-    for each in sorted(detections, key=lambda each: -each.confidence):
-        same = found.setdefault(each.name, [])
-        if each.confidence > least and len(same) < MOST_OBJECTS:
-            same.append(each)
-    return found
+    threshold = MIN_CONFIDENCE_COUNTING if counting else MIN_CONFIDENCE
+    kept: dict[str, list[Detection]] = {}
+    for detection in sorted(detections, key=lambda detection: -detection.confidence):
+        same = kept.setdefault(detection.name, [])
+        if detection.confidence > threshold and len(same) < MAX_OBJECTS:
+            same.append(detection)
+    return kept
 
 
 def _parts(
-    found: Mapping[str, Sequence[Detection]], wish: Wish, color_of: Callable[[Detection], str], *, exact: bool
+    detections: Mapping[str, Sequence[Detection]],
+    requirements: Requirements,
+    color_of: Callable[[Detection], str],
+    *,
+    exact: bool,
 ) -> list[float]:
     """Return the parts of `partial`, each 1 if it is right; if the image is wrong, at least one is below 1.
 
@@ -168,26 +172,26 @@ def _parts(
     """
     parts: list[float] = []
     groups: list[Sequence[Detection]] = []  # objects for each wanted one; empty if they are wrong
-    for wanted in wish.include:
-        group = found.get(wanted.name, ())
-        group = group if exact else group[: wanted.count]
-        own = [1 - abs(wanted.count - len(group)) / wanted.count]
-        if own[0] < 1:
-            own += [0.0] * (wanted.color is not None or wanted.relation is not None)
-        elif wanted.color is not None:
-            own.append(sum(color_of(each) == wanted.color for each in group) / wanted.count)
-        if min(own) == 1 and wanted.relation is not None:
-            own += _position_parts(group, groups[wanted.target], wanted.relation)
-        groups.append(group if min(own) == 1 else ())
-        parts += own
+    for spec in requirements.include:
+        group = detections.get(spec.name, ())
+        group = group if exact else group[: spec.count]
+        item_parts = [1 - abs(spec.count - len(group)) / spec.count]
+        if item_parts[0] < 1:
+            item_parts += [0.0] * (spec.color is not None or spec.relation is not None)
+        elif spec.color is not None:
+            item_parts.append(sum(color_of(detection) == spec.color for detection in group) / spec.count)
+        if min(item_parts) == 1 and spec.relation is not None:
+            item_parts += _position_parts(group, groups[spec.target], spec.relation)
+        groups.append(group if min(item_parts) == 1 else ())
+        parts += item_parts
     return parts
 
 
 def _position_parts(group: Sequence[Detection], targets: Sequence[Detection], relation: str) -> list[float]:
     if not targets:
         return [0.0]
-    right = all(relation in relations(each.box, target.box) for each in group for target in targets)
-    return [1.0] if right else [0.0, 1.0]
+    holds = all(relation in relations(detection.box, target.box) for detection in group for target in targets)
+    return [1.0] if holds else [0.0, 1.0]
 
 
 def relations(box: Box, target: Box) -> set[str]:

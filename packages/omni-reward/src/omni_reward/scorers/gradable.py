@@ -19,29 +19,29 @@ def find_fault(name: str, options: Mapping[str, str]) -> Fault:
     """
     if name.startswith(RULES):
         with suppress(ValueError, ImportError):  # such as a library that only the server has
-            return _of_rules(name.removeprefix(RULES))
+            return _rules_fault(name.removeprefix(RULES))
         return lambda text, line: ""
-    found: list[tuple[str, Fault]] = []
+    faults: list[tuple[str, Fault]] = []
     reward = parse(name)
     for key, spec in reward.specs.items():
         prefix = "" if reward.is_plain else f"{key}."
         with suppress(ImportError):
-            if fault := _of_scorer(spec.removeprefix(FRAMES), options.get(f"{prefix}task", "")):
-                found.append((spec, fault))
-    return lambda text, line: next((f"{spec}: {why}" for spec, fault in found if (why := fault(text, line))), "")
+            if fault := _scorer_fault(spec.removeprefix(FRAMES), options.get(f"{prefix}task", "")):
+                faults.append((spec, fault))
+    return lambda text, line: next((f"{spec}: {why}" for spec, fault in faults if (why := fault(text, line))), "")
 
 
-def _of_scorer(spec: str, task: str) -> Fault | None:
+def _scorer_fault(spec: str, task: str) -> Fault | None:
     """Return the function of `find_fault` for one scorer, or None if it accepts any prompt. task: `vlm`'s."""
     match spec:
         case "ocr":
-            from omni_reward.scorers.text import wanted_text
+            from omni_reward.scorers.text import require_target_text
 
-            return lambda text, line: _reason(wanted_text(text))
+            return lambda text, line: _reason(require_target_text(text))
         case "geneval":
-            from omni_reward.scorers.geneval_rules import read_wish
+            from omni_reward.scorers.geneval_rules import read_requirements
 
-            return lambda text, line: _raised(lambda: read_wish(line))
+            return lambda text, line: _error_text(lambda: read_requirements(line))
         case "pitch":
             from omni_reward.scorers.sound import named_pitch
 
@@ -57,25 +57,25 @@ def _of_scorer(spec: str, task: str) -> Fault | None:
             from omni_reward.scorers.tasks import TASKS
 
             if task == TASK:
-                return lambda text, line: _raised(lambda: read_questions(line))
+                return lambda text, line: _error_text(lambda: read_questions(line))
             return (lambda text, line: _reason(TASKS[task].decline(text))) if task in TASKS else None
     return None
 
 
-def _of_rules(reward: str) -> Fault:
+def _rules_fault(reward: str) -> Fault:
     from omni_reward.rules import check_keys, open_rules
 
     if "python:" in reward:  # only the server executes the file
         return lambda text, line: ""
     rules = open_rules(reward)
-    return lambda text, line: _raised(lambda: check_keys(rules, line, flag="--scorer"))
+    return lambda text, line: _error_text(lambda: check_keys(rules, line, flag="--scorer"))
 
 
-def _reason(found: object) -> str:
-    return found.abstained or "" if isinstance(found, Score) else ""
+def _reason(result: object) -> str:
+    return result.abstained or "" if isinstance(result, Score) else ""
 
 
-def _raised(check: Callable[[], object]) -> str:
+def _error_text(check: Callable[[], object]) -> str:
     try:
         check()
     except ValueError as exc:

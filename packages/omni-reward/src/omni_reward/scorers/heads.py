@@ -27,9 +27,9 @@ def build_head(weights: Mapping[str, Tensor], num_features: int, num_scores: int
         raise ValueError(f"a head must have a weight and a bias for each position, got {sorted(weights)[:8]}")
     shapes = [tuple(weights[f"{place}.weight"].shape) for place in places]
     sizes = [num_features, *(shape[0] for shape in shapes)]
-    wanted = list(zip(sizes[1:], sizes, strict=False))
+    expected = list(zip(sizes[1:], sizes, strict=False))
     biases = [tuple(weights[f"{place}.bias"].shape) for place in places]
-    if shapes != wanted or biases != [(size,) for size in sizes[1:]] or sizes[-1] != num_scores:
+    if shapes != expected or biases != [(size,) for size in sizes[1:]] or sizes[-1] != num_scores:
         raise ValueError(f"a head must map {num_features} numbers to {num_scores}, got layers of the shapes {shapes}")
     layers: list[nn.Module] = []
     for place, (num_out, num_in) in zip(places, shapes, strict=True):

@@ -76,11 +76,11 @@ def load_hpsv2(
     Raises:
         ValueError: an argument is invalid, or the model cannot be read.
     """
-    to = neural.pick_dtype(dtype), neural.pick_device(device, threads=threads)
-    own = rename_weights(neural.read_weights(neural.find_file(model, weights), within="state_dict"))
+    placement = neural.pick_dtype(dtype), neural.pick_device(device, threads=threads)
+    state = rename_weights(neural.read_weights(neural.find_file(model, weights), key="state_dict"))
     config = neural.load_config(CLIPConfig, base, PUBLISHED)
-    network = neural.load_model(CLIPModel, model, *to, config=config, weights=own)
-    clip = Embedder(network, neural.load_part(AutoTokenizer, base), whole_pixels)
+    network = neural.load_model(CLIPModel, model, *placement, config=config, weights=state)
+    clip = Embedder(network, neural.load_part(AutoTokenizer, base), padded_pixels)
 
     def rate(images: np.ndarray, prompts: list[str]) -> Tensor:
         texts = clip.texts([clean_text(prompt) for prompt in prompts])
@@ -100,7 +100,9 @@ def rename_weights(weights: neural.Weights) -> dict[str, Tensor]:
         match = re.fullmatch(r"((?:visual\.)?transformer\.resblocks)\.(\d+)\.(.+?)([._](?:weight|bias))", name)
         if match and match[3] == "attn.in_proj":
             layer, kind = f"{NAMES[match[1]]}.{match[2]}.self_attn", match[4][1:]
-            renamed |= {f"{layer}.{part}_proj.{kind}": own for part, own in zip("qkv", weight.chunk(3), strict=True)}
+            renamed |= {
+                f"{layer}.{part}_proj.{kind}": chunk for part, chunk in zip("qkv", weight.chunk(3), strict=True)
+            }
         elif match and match[3] in LAYERS:
             renamed[f"{NAMES[match[1]]}.{match[2]}.{LAYERS[match[3]]}{match[4]}"] = weight
         elif name in NAMES:
@@ -112,14 +114,14 @@ def rename_weights(weights: neural.Weights) -> dict[str, Tensor]:
     return renamed
 
 
-def whole_pixels(images: Iterable[np.ndarray], side: int) -> Tensor:
+def padded_pixels(images: Iterable[np.ndarray], side: int) -> Tensor:
     """Return the input [N, 3, S, S], float32, normalized, of N images [H, W, 3], uint8, RGB."""
-    return torch.stack([_whole(torch.from_numpy(image).movedim(-1, 0).float() / 255, side) for image in images])
+    return torch.stack([_pad_image(torch.from_numpy(image).movedim(-1, 0).float() / 255, side) for image in images])
 
 
-def _whole(pixels: Tensor, side: int) -> Tensor:
+def _pad_image(pixels: Tensor, side: int) -> Tensor:
     longer = max(pixels.shape[1:])
-    size = [max(1, round(own * (side / longer))) for own in pixels.shape[1:]]
+    size = [max(1, round(length * (side / longer))) for length in pixels.shape[1:]]
     if longer != side:
         pixels = interpolate(pixels[None], size=size, mode="bicubic", antialias=True)[0]
     down, across = side - size[0], side - size[1]

@@ -55,15 +55,15 @@ def load_hpsv3(
         ValueError: an argument is invalid, or the model cannot be read.
         OSError: the instruction cannot be read.
     """
-    to = neural.pick_device(device, threads=threads), neural.pick_dtype(dtype)
+    placement = neural.pick_device(device, threads=threads), neural.pick_dtype(dtype)
     weights = neural.read_weights(neural.find_file(model, "HPSv3.safetensors"))
-    judge = load_judge(instruction, weights, base, [REWARD_TOKEN], "<|image_pad|>", to)
+    judge = load_judge(instruction, weights, base, [REWARD_TOKEN], "<|image_pad|>", placement)
     width = judge.network.config.text_config.hidden_size
-    head = build_head(neural.below("rm_head.", weights), width, 2, has_relu=True).to(to[0])
+    head = build_head(neural.strip_prefix("rm_head.", weights), width, 2, has_relu=True).to(placement[0])
 
     def rate(images: np.ndarray, prompts: list[str]) -> Tensor:
-        size = fit_size(*images.shape[1:3], least=NUM_PIXELS, most=NUM_PIXELS)
-        stills = [[(still, size)] for still in images[:, None].repeat(FRAMES, axis=1)]
-        return head(judge.read(stills, prompts)[:, 0])[:, 0]
+        size = fit_size(*images.shape[1:3], min_pixels=NUM_PIXELS, max_pixels=NUM_PIXELS)
+        clips = [[(clip, size)] for clip in images[:, None].repeat(FRAMES, axis=1)]
+        return head(judge.read(clips, prompts)[:, 0])[:, 0]
 
     return neural.image_scorer(rate, f"{neural.short_name(model)} {dtype}", judge.decline, [judge.network])

@@ -44,9 +44,9 @@ def empty_imagebind(device: str, *, dtype: str = "float32") -> neural.Empty:
     network = network.to(kind).to_empty(device=device).eval().requires_grad_(False)
 
     def call() -> None:
-        seen = torch.zeros(neural.BATCH_SIZE, 15, 3, 2, SIDE, SIDE)
-        heard = torch.zeros(neural.BATCH_SIZE, 3, 1, 128, 204)
-        network({"vision": seen.to(device, kind), "audio": heard.to(device, kind)})
+        video = torch.zeros(neural.BATCH_SIZE, 15, 3, 2, SIDE, SIDE)
+        audio = torch.zeros(neural.BATCH_SIZE, 3, 1, 128, 204)
+        network({"vision": video.to(device, kind), "audio": audio.to(device, kind)})
 
     return neural.Empty(network, call)
 
@@ -71,41 +71,41 @@ def load_imagebind(*, weights: str, device: str | None = None, dtype: str = "flo
     except RuntimeError as exc:
         raise ValueError(f"weights must be those of imagebind_huge, got {weights!r}: {exc}") from exc
     network = network.to(where, kind).eval().requires_grad_(False)
-    hear = ASTFeatureExtractor(max_length=204, mean=-4.268, std=9.138 / 2)  # it divides by 2 std
+    extract = ASTFeatureExtractor(max_length=204, mean=-4.268, std=9.138 / 2)  # it divides by 2 std
 
     def score(media: Arrays, prompts: list[str], meta: Meta) -> list[Score]:
         rates: list[tuple[Any, Any]] = [(sample["sample_rate"], sample["fps"]) for sample in meta]
-        heard, seen = [], []
+        audio, video = [], []
         for clip, sound, (rate, fps) in zip(media["video"], media["audio"], rates, strict=True):
             mono = resample(sound[:, 0], rate, HERTZ)
-            points = [int(start * HERTZ) for start in starts_of(len(mono), HERTZ, 3)]
+            points = [int(start * HERTZ) for start in clip_starts(len(mono), HERTZ, 3)]
             clips = [mono[point : point + SECONDS * HERTZ] for point in points]
-            bands = hear([piece - piece.mean() for piece in clips], HERTZ, return_tensors="pt")
-            heard.append(bands.input_values.transpose(1, 2)[:, None])
-            starts = starts_of(len(clip), fps, 5)
-            seen.append(torch.cat([squares(clip[ends_of(start, fps, len(clip))]) for start in starts]))
-        inputs = {"vision": torch.stack(seen).to(where, kind), "audio": torch.stack(heard).to(where, kind)}
+            bands = extract([piece - piece.mean() for piece in clips], HERTZ, return_tensors="pt")
+            audio.append(bands.input_values.transpose(1, 2)[:, None])
+            starts = clip_starts(len(clip), fps, 5)
+            video.append(torch.cat([square_crops(clip[clip_bounds(start, fps, len(clip))]) for start in starts]))
+        inputs = {"vision": torch.stack(video).to(where, kind), "audio": torch.stack(audio).to(where, kind)}
         with torch.inference_mode():
-            found = {name: normalize(each.float(), dim=-1) for name, each in network(inputs).items()}
-        return [Score.of(value) for value in (found["vision"] * found["audio"]).sum(dim=-1).tolist()]
+            embeddings = {name: normalize(embedding.float(), dim=-1) for name, embedding in network(inputs).items()}
+        return [Score.of(value) for value in (embeddings["vision"] * embeddings["audio"]).sum(dim=-1).tolist()]
 
-    version, move = f"imagebind_huge {dtype}", neural.mover(network)
+    version, move = f"imagebind_huge {dtype}", neural.make_mover(network)
     return Scorer(score, media=("video", "audio"), batch_size=neural.BATCH_SIZE, version=version, move=move)
 
 
-def starts_of(length: int, rate: float, count: int) -> list[Fraction]:
+def clip_starts(length: int, rate: float, count: int) -> list[Fraction]:
     """Return the starts, in s, of `count` clips of 2 s, evenly spaced over `length` frames or points."""
     gap = Fraction(max(length / rate - SECONDS, 0)) / (count - 1)
     return [gap * i for i in range(count)]
 
 
-def ends_of(start: Fraction, fps: float, length: int) -> list[int]:
+def clip_bounds(start: Fraction, fps: float, length: int) -> list[int]:
     """Return the first and last frame of the clip that starts at `start` s, limited to the video's frames."""
     first = min(math.ceil(float(fps) * start), length - 1)  # rounded as pytorchvideo's decoder does
     return [first, max(first, min(math.ceil(float(fps) * (start + SECONDS)), length) - 1)]
 
 
-def squares(frames: np.ndarray) -> Tensor:
+def square_crops(frames: np.ndarray) -> Tensor:
     """Return the left, middle and right (or top to bottom) square of frames [T, H, W, 3]: [3, 3, T, 224, 224]."""
     pixels = torch.from_numpy(frames).permute(0, 3, 1, 2).float() / 255
     height, width = pixels.shape[2:]
@@ -113,6 +113,6 @@ def squares(frames: np.ndarray) -> Tensor:
     size = max(SIDE, int(height * scale)), max(SIDE, int(width * scale))
     pixels = interpolate(pixels, size=size, mode="bilinear", align_corners=False).transpose(0, 1)
     pixels = (pixels - torch.tensor(MEAN).view(3, 1, 1, 1)) / torch.tensor(STD).view(3, 1, 1, 1)
-    over = max(size) - SIDE
+    excess = max(size) - SIDE
     dim = 2 if size[0] > size[1] else 3
-    return torch.stack([pixels.narrow(dim, start, SIDE) for start in (0, -(-over // 2), over)])
+    return torch.stack([pixels.narrow(dim, start, SIDE) for start in (0, -(-excess // 2), excess)])

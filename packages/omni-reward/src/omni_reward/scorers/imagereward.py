@@ -73,8 +73,8 @@ def empty_imagereward(device: str, *, dtype: str = "float32") -> neural.Empty:
     def call() -> None:
         pixels = torch.zeros(neural.BATCH_SIZE, 3, side, side).to(device, vision.dtype)
         tokens = torch.ones(neural.BATCH_SIZE, MAX_TOKENS, dtype=torch.int64).to(device)
-        seen = vision(pixel_values=pixels).last_hidden_state
-        text(input_ids=tokens, attention_mask=tokens, encoder_hidden_states=seen)
+        image_states = vision(pixel_values=pixels).last_hidden_state
+        text(input_ids=tokens, attention_mask=tokens, encoder_hidden_states=image_states)
 
     return neural.Empty(nn.ModuleList([vision, text]), call)
 
@@ -101,25 +101,28 @@ def load_imagereward(
     kept = neural.read_config(model, "med_config.json", _TEXT_SETTINGS)
     safe = Path(model) / "ImageReward.safetensors"
     weights = neural.read_weights(safe if safe.is_file() else neural.find_file(model, "ImageReward.pt"))
-    see, read = neural.below("blip.visual_encoder.", weights), neural.below("blip.text_encoder.", weights)
-    read.pop("embeddings.position_ids", None)  # 0, 1, 2, ...: new versions do not store it
-    if not see or not read:
+    visual_weights, text_weights = (
+        neural.strip_prefix("blip.visual_encoder.", weights),
+        neural.strip_prefix("blip.text_encoder.", weights),
+    )
+    text_weights.pop("embeddings.position_ids", None)  # 0, 1, 2, ...: new versions do not store it
+    if not visual_weights or not text_weights:
         raise ValueError(f"the weights must be ImageReward's, got the names {sorted(weights)[:3]}")
-    vision: Any = BlipVisionModel(_vision_config(see))
+    vision: Any = BlipVisionModel(_vision_config(visual_weights))
     # is_decoder adds cross-attention to the text encoder
     config = BlipTextConfig(**kept, encoder_hidden_size=vision.config.hidden_size, is_decoder=True)
     text = BlipTextModel(config, add_pooling_layer=False)
-    _fill(vision, {_rename(name): weight for name, weight in see.items()}, where, kind)
-    _fill(text, read, where, kind)
-    head = build_head(neural.below("mlp.layers.", weights), text.config.hidden_size, 1, has_relu=False).to(where)
+    _fill(vision, {_rename(name): weight for name, weight in visual_weights.items()}, where, kind)
+    _fill(text, text_weights, where, kind)
+    head = build_head(neural.strip_prefix("mlp.layers.", weights), text.config.hidden_size, 1, has_relu=False).to(where)
     words = neural.load_part(AutoTokenizer, tokenizer)
 
     def rate(images: np.ndarray, prompts: list[str]) -> Tensor:
         pixels = torch.from_numpy(square_pixels(images, vision.config.image_size)).to(where, kind)
         tokens = words(prompts, padding="max_length", truncation=True, max_length=MAX_TOKENS, return_tensors="pt")
         ids, mask = tokens.input_ids.to(where), tokens.attention_mask.to(where)
-        seen = vision(pixel_values=pixels).last_hidden_state
-        states = text(input_ids=ids, attention_mask=mask, encoder_hidden_states=seen).last_hidden_state
+        image_states = vision(pixel_values=pixels).last_hidden_state
+        states = text(input_ids=ids, attention_mask=mask, encoder_hidden_states=image_states).last_hidden_state
         return (head(states[:, 0].float())[:, 0] - MEAN) / STD
 
     return neural.image_scorer(rate, f"{neural.short_name(model)} {dtype}", networks=[vision, text])

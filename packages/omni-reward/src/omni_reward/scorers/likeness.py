@@ -41,24 +41,30 @@ def load_likeness(*, measure: str = "pixels", leave_out: str = "", only: str = "
 
     def score(media: Arrays, prompts: list[str], meta: Meta, references: References) -> list[Score]:
         images = media["image"]
-        compared = _inside(box, *images.shape[1:3]) ^ bool(leave_out)
+        compared = _box_mask(box, *images.shape[1:3]) ^ bool(leave_out)
         if not compared.any():
             return [Score(None, abstained=f"the box leaves no pixel of {images.shape[1:3]}")] * len(images)
-        return [_score_image(image, own, compared) for image, own in zip(images, references, strict=True)]
+        return [
+            _score_image(image, sample_references, compared)
+            for image, sample_references in zip(images, references, strict=True)
+        ]
 
     def _score_image(image: np.ndarray, references: tuple[np.ndarray, ...], compared: np.ndarray) -> Score:
         if not references:
             return Score(None, abstained="the sample has no reference")
-        ours, theirs = image[compared], fit(references[0], *image.shape[:2])[compared]  # [pixels, 3]
+        image_pixels, reference_pixels = (
+            image[compared],
+            resize(references[0], *image.shape[:2])[compared],
+        )  # [pixels, 3]
         if measure == "ground":
-            ours, theirs = np.median(ours, axis=0), np.median(theirs, axis=0)
-        difference = float(np.abs(ours - theirs).mean()) / 255
+            image_pixels, reference_pixels = np.median(image_pixels, axis=0), np.median(reference_pixels, axis=0)
+        difference = float(np.abs(image_pixels - reference_pixels).mean()) / 255
         return Score(max(0.0, 1 - difference / zero_at), details={"difference": round(difference, 6)})
 
     return Scorer(score, references=True)
 
 
-def fit(image: np.ndarray, height: int, width: int) -> np.ndarray:
+def resize(image: np.ndarray, height: int, width: int) -> np.ndarray:
     """Resize an image [H, W, 3] to [height, width, 3], float64, by area averaging."""
     if image.shape[:2] == (height, width):
         return image.astype(np.float64)
@@ -66,7 +72,7 @@ def fit(image: np.ndarray, height: int, width: int) -> np.ndarray:
     return np.einsum("hy,yxc,wx->hwc", down, image, across, optimize=True)
 
 
-def _inside(box: list[float], height: int, width: int) -> np.ndarray:
+def _box_mask(box: list[float], height: int, width: int) -> np.ndarray:
     """Return a mask [height, width] of the pixels whose center is in the box."""
     rows, columns = ((np.arange(side) + 0.5) / side for side in (height, width))
     return ((rows >= box[0]) & (rows < box[2]))[:, None] & ((columns >= box[1]) & (columns < box[3]))

@@ -43,8 +43,8 @@ def image_scorer(
     rate: Rate, version: str, decline: Decline = lambda prompt: None, networks: Sequence[nn.Module] = ()
 ) -> Scorer:
     """Return a scorer of `image` from `rate(images, prompts)`, which returns scores [N]; see `network_scorer`."""
-    given: RateAny = lambda images, prompts, meta: rate(images, prompts)  # noqa: E731
-    return network_scorer("image", given, version, decline, networks=networks)
+    rate_any: RateAny = lambda images, prompts, meta: rate(images, prompts)  # noqa: E731
+    return network_scorer("image", rate_any, version, decline, networks=networks)
 
 
 def network_scorer(
@@ -80,11 +80,11 @@ def network_scorer(
     def join(row: list[float]) -> Score:
         return Score.of(sum(row), parts=dict(zip(parts, row, strict=True)) if parts else {})
 
-    move = mover(*networks) if networks else None
+    move = make_mover(*networks) if networks else None
     return Scorer(score, media=(kind,), batch_size=BATCH_SIZE, version=version, move=move)
 
 
-def mover(*networks: nn.Module) -> Callable[[bool], None]:
+def make_mover(*networks: nn.Module) -> Callable[[bool], None]:
     """Return a function that moves networks to the host when called with True, and back to their devices with False."""
     homes = [(network, next(network.parameters()).device) for network in networks]
 
@@ -140,11 +140,11 @@ def load_model(
     Raises:
         ValueError: the model does not exist, has no safetensors, or its weights are not of this class.
     """
-    given = {"config": config, "state_dict": weights, "dtype": dtype, "use_safetensors": True}
+    kwargs = {"config": config, "state_dict": weights, "dtype": dtype, "use_safetensors": True}
     try:
         with _readable(name) as place:
             source = place if weights is None else None
-            model, info = kind.from_pretrained(source, **given, output_loading_info=True, trust_remote_code=False)
+            model, info = kind.from_pretrained(source, **kwargs, output_loading_info=True, trust_remote_code=False)
     except RuntimeError as exc:
         raise ValueError(f"{name} must hold the weights of a {kind.__name__}: {exc}") from exc
     if missing := sorted(info["missing_keys"]):  # transformers would initialize them randomly
@@ -208,13 +208,13 @@ def read_config(name: str, file: str, entries: Sequence[str]) -> dict[str, Any]:
     Raises:
         ValueError: the file does not exist or is not JSON, or an entry is missing.
     """
-    content, found = parse_json(read_file(find_file(name, file), MAX_CONFIG_BYTES), f"{file} of {name}"), {}
+    content, values = parse_json(read_file(find_file(name, file), MAX_CONFIG_BYTES), f"{file} of {name}"), {}
     for entry in entries:
         try:
-            found[entry] = reduce(getitem, entry.split("."), content)
+            values[entry] = reduce(getitem, entry.split("."), content)
         except (LookupError, TypeError) as exc:
             raise ValueError(f"{file} of {name} must have the entry {entry}") from exc
-    return found
+    return values
 
 
 def find_weights(name: str) -> dict[str, Tensor]:
@@ -229,10 +229,10 @@ def find_weights(name: str) -> dict[str, Tensor]:
         return read_weights(find_file(name, "pytorch_model.bin"))
 
 
-def read_weights(path: Path, *, within: str = "") -> dict[str, Tensor]:
+def read_weights(path: Path, *, key: str = "") -> dict[str, Tensor]:
     """Read tensors by name from a .safetensors file, or from a PyTorch file that holds only tensors.
 
-    within: key of the dictionary of tensors in a PyTorch file; by default the file is the dictionary.
+    key: that of the dictionary of tensors in a PyTorch file; by default the file is the dictionary.
 
     Raises:
         ValueError: the file holds other objects.
@@ -242,14 +242,14 @@ def read_weights(path: Path, *, within: str = "") -> dict[str, Tensor]:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     weights = torch.load(path, map_location="cpu", weights_only=True)
-    if within and isinstance(weights, dict):
-        weights = weights.get(within)
+    if key and isinstance(weights, dict):
+        weights = weights.get(key)
     if not isinstance(weights, dict) or not all(isinstance(weight, Tensor) for weight in weights.values()):
         raise ValueError(f"{path} must hold only tensors by name")
     return weights
 
 
-def below(prefix: str, weights: Weights) -> dict[str, Tensor]:
+def strip_prefix(prefix: str, weights: Weights) -> dict[str, Tensor]:
     """Return the weights whose names start with the prefix, without the prefix."""
     return {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
 

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from rapidocr import RapidOCR
 
-from omni_reward.scorers.text import FORMULAS, agreement, wanted_text
+from omni_reward.scorers.text import FORMULAS, agreement, require_target_text
 from omni_reward.wire import Score, Scorer
 
 MAX_ASPECT = {"boxes": 8, "line": 40}  # the cost grows with it, and the recognizer fails on very tall images
 DETECTOR_SIDE = 960  # pixels; larger images are downscaled to it, as by PaddleOCR in flow_grpo
-LEAST_SIDE = 64  # pixels; a smaller image is likely a sign with one line
+MIN_SIDE = 64  # pixels; a smaller image is likely a sign with one line
 
 
 def load_ocr(*, reading: str = "boxes", formula: str = "strict", threads: int = 1) -> Scorer:
@@ -64,22 +64,22 @@ def load_ocr(*, reading: str = "boxes", formula: str = "strict", threads: int = 
 
 def _score_image(engine: Any, reading: str, formula: str, image: np.ndarray, prompt: str) -> Score:
     """Return the score of one image [H, W, 3], independent of its batch."""
-    target = wanted_text(prompt)
+    target = require_target_text(prompt)
     if isinstance(target, Score):
         return target
     height, width = image.shape[:2]
     if max(height, width) > MAX_ASPECT[reading] * min(height, width):
         return Score(None, abstained=f"the image has an aspect ratio above {MAX_ASPECT[reading]}")
-    if reading == "boxes" and min(height, width) < LEAST_SIDE:
+    if reading == "boxes" and min(height, width) < MIN_SIDE:
         warnings.warn(
             f"ocr searches images of {width} x {height} for text; reading=line reads small signs", stacklevel=1
         )
-    if reading == "line" and min(height, width) >= 4 * LEAST_SIDE:
+    if reading == "line" and min(height, width) >= 4 * MIN_SIDE:
         warnings.warn(f"ocr reads images of {width} x {height} as one line; reading=boxes finds text", stacklevel=1)
-    found = engine(np.ascontiguousarray(image[..., ::-1]))  # BGR
-    texts = found.txts or ()
+    result = engine(np.ascontiguousarray(image[..., ::-1]))  # BGR
+    texts = result.txts or ()
     if reading == "boxes" and texts:
-        texts = [texts[i] for i in reading_order(found.boxes)]
+        texts = [texts[i] for i in reading_order(result.boxes)]
     return agreement(target, " ".join(texts), formula)
 
 

@@ -39,10 +39,10 @@ def square_pixels(
 
     halve: returns how many of the cropped pixels come before the center; by default as in transformers.
     """
-    return np.stack([_normalize(_middle(image, side, halve)) for image in images])
+    return np.stack([_normalize(_center_crop(image, side, halve)) for image in images])
 
 
-def _middle(image: np.ndarray, side: int, halve: Callable[[int], int]) -> np.ndarray:
+def _center_crop(image: np.ndarray, side: int, halve: Callable[[int], int]) -> np.ndarray:
     height, width = image.shape[:2]
     shorter = min(height, width)
     height, width = side * height // shorter, side * width // shorter
@@ -50,8 +50,8 @@ def _middle(image: np.ndarray, side: int, halve: Callable[[int], int]) -> np.nda
     return _resize(image, height, width)[top : top + side, left : left + side]
 
 
-def fit_size(height: int, width: int, *, least: int, most: int) -> tuple[int, int]:
-    """Return height and width as multiples of SIDE, with `least` to `most` pixels and nearly the same aspect ratio.
+def fit_size(height: int, width: int, *, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+    """Return height and width as multiples of SIDE, with `min_pixels` to `max_pixels` pixels and nearly the same ratio.
 
     This is Qwen2-VL's rule: round both sides to multiples; with too many pixels, scale down and round down; with too
     few, scale up and round up.
@@ -62,11 +62,11 @@ def fit_size(height: int, width: int, *, least: int, most: int) -> tuple[int, in
     if max(height, width) > MAX_ASPECT * min(height, width):
         raise ValueError(f"an image must not be more than {MAX_ASPECT} times as long as wide, got {height} x {width}")
     rounded = [max(SIDE, round(side / SIDE) * SIDE) for side in (height, width)]
-    if math.prod(rounded) > most:
-        scale = math.sqrt(height * width / most)
+    if math.prod(rounded) > max_pixels:
+        scale = math.sqrt(height * width / max_pixels)
         rounded = [max(SIDE, math.floor(side / scale / SIDE) * SIDE) for side in (height, width)]
-    elif math.prod(rounded) < least:
-        scale = math.sqrt(height * width / least)
+    elif math.prod(rounded) < min_pixels:
+        scale = math.sqrt(height * width / min_pixels)
         rounded = [math.ceil(side / scale / SIDE) * SIDE for side in (height, width)]
     return rounded[0], rounded[1]
 

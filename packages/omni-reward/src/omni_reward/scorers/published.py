@@ -26,7 +26,7 @@ from omni_reward.cli import Parser, read_options
 from omni_reward.media import Arrays
 from omni_reward.scorers import SCORERS, find_empty, load_scorer
 from omni_reward.scorers.pixels import read_pixels
-from omni_reward.transport import open_url, within
+from omni_reward.transport import open_url, run_with_timeout
 from omni_reward.wire import Scorer
 
 TABLE = resources.files("omni_reward.scorers") / "published.toml"
@@ -55,11 +55,11 @@ def read_file(folder: str, name: str, sha256: str, local: Path | None) -> bytes:
         content = files.read_file(local / name, MAX_BYTES)
     else:
         try:
-            content = within(TIMEOUT_S, partial(download, f"{folder}/{name}"))
+            content = run_with_timeout(TIMEOUT_S, partial(download, f"{folder}/{name}"))
         except TimeoutError as exc:
             raise OSError(f"{folder}/{name} must arrive within {TIMEOUT_S:g} s") from exc
-    if (found := hashlib.sha256(content).hexdigest()) != sha256:
-        raise ValueError(f"{name} must have the SHA-256 {sha256}, got {found}")
+    if (digest := hashlib.sha256(content).hexdigest()) != sha256:
+        raise ValueError(f"{name} must have the SHA-256 {sha256}, got {digest}")
     return content
 
 
@@ -73,68 +73,69 @@ def download(url: str) -> bytes:
             raise OSError(f"{url} must arrive whole: {exc}") from exc
 
 
-def image_of(content: bytes) -> np.ndarray:
+def decode_image(content: bytes) -> np.ndarray:
     """Return the image [H, W, 3], uint8, RGB, of a file."""
     return read_pixels(Image.open(BytesIO(content)))
 
 
-def sound_of(content: bytes) -> tuple[np.ndarray, int]:
+def decode_sound(content: bytes) -> tuple[np.ndarray, int]:
     """Return the sound [S, C], float32, of a 16-bit .wav file, and its rate."""
     with wave.open(BytesIO(content)) as file:
         points = np.frombuffer(file.readframes(file.getnframes()), "<i2").reshape(-1, file.getnchannels())
         return points.astype(np.float32) / 2**15, file.getframerate()
 
 
-def compare(scorer: Scorer, known: Mapping[str, Any], local: Path | None) -> Iterator[Check]:
+def check_scores(scorer: Scorer, known: Mapping[str, Any], local: Path | None) -> Iterator[Check]:
     """Compare a scorer of images with published scores."""
-    for name, own in known["files"].items():
-        image = image_of(read_file(known["folder"], name, own["sha256"], local))
+    for name, published in known["files"].items():
+        image = decode_image(read_file(known["folder"], name, published["sha256"], local))
         [score] = scorer({"image": image[None]}, [known["prompt"]], [{}])
-        passed = score.value is not None and abs(score.value - own["score"]) <= known["within"]
-        found = score.abstained if score.value is None else f"{score.value:.4f}"
-        yield Check(passed, f"{name} scores {found}, published {own['score']:.4f}")
+        passed = score.value is not None and abs(score.value - published["score"]) <= known["within"]
+        result = score.abstained if score.value is None else f"{score.value:.4f}"
+        yield Check(passed, f"{name} scores {result}, published {published['score']:.4f}")
 
 
-def order(name: str, scorer: Scorer, known: Mapping[str, Any], local: Path | None) -> Iterator[Check]:
+def check_order(name: str, scorer: Scorer, known: Mapping[str, Any], local: Path | None) -> Iterator[Check]:
     """Check that each thing scores highest with its own name or sound."""
-    things = known["things"]
+    labels = known["things"]
     contents = {file: read_file(known["folder"], file, sha256, local) for file, sha256 in known["files"].items()}
-    images = [image_of(contents[f"{thing}_image.jpg"]) for thing in things]
-    sounds = [sound_of(contents[f"{thing}_audio.wav"]) for thing in things]
-    for i, thing in enumerate(things):
-        found = [
-            scored(scorer, images[i], *(sounds[j] if "video" in scorer.media else sounds[i]), things[j])
-            for j in range(len(things))
+    images = [decode_image(contents[f"{label}_image.jpg"]) for label in labels]
+    sounds = [decode_sound(contents[f"{label}_audio.wav"]) for label in labels]
+    for i, label in enumerate(labels):
+        scores = [
+            score_label(scorer, images[i], *(sounds[j] if "video" in scorer.media else sounds[i]), labels[j])
+            for j in range(len(labels))
         ]
-        shown = ", ".join(f"{other} {value:.4f}" for other, value in zip(things, found, strict=True))
+        summary = ", ".join(f"{other} {value:.4f}" for other, value in zip(labels, scores, strict=True))
         if shares := known.get("shares", {}).get(name):
-            own = np.exp(shares["scale"] * np.array(found))
-            shown += f"; shares {line_of(own / own.sum())}, published of one crop {line_of(shares['published'][i])}"
+            weights = np.exp(shares["scale"] * np.array(scores))
+            summary += f"; shares {format_shares(weights / weights.sum())}"
+            summary += f", published of one crop {format_shares(shares['published'][i])}"
         if name in NO_PROMPT:
             low, high = NO_PROMPT[name]
-            yield Check(low <= found[i] <= high, f"the {thing} scores {found[i]:.4f}, possible {low:g} to {high:g}")
+            yield Check(low <= scores[i] <= high, f"the {label} scores {scores[i]:.4f}, possible {low:g} to {high:g}")
         else:
-            is_best = all(found[i] > value for j, value in enumerate(found) if j != i)  # False if it abstains
-            yield Check(is_best, f"the {thing} scores highest with its own: {shown}")
+            is_best = all(scores[i] > value for j, value in enumerate(scores) if j != i)  # False if it abstains
+            yield Check(is_best, f"the {label} scores highest with its own: {summary}")
 
 
-def line_of(shares: Iterable[float]) -> str:
+def format_shares(shares: Iterable[float]) -> str:
     """Return shares as a line."""
     return " ".join(f"{share:.4f}" for share in shares)
 
 
-def scored(scorer: Scorer, image: np.ndarray, sound: np.ndarray, rate: int, thing: str) -> float:
-    """Return the score of a thing's image, sound or still video; NaN if the scorer abstains."""
+def score_label(scorer: Scorer, image: np.ndarray, sound: np.ndarray, rate: int, label: str) -> float:
+    """Return the score of an image, sound or still video with its label; NaN if the scorer abstains."""
     kinds: Arrays = {"image": image[None], "audio": sound[None], "video": image[None, None].repeat(FRAMES, axis=1)}
-    meta = {"fps": FPS, "sample_rate": rate, "tag": "single_object", "include": [{"class": thing, "count": 1}]}
-    [score] = scorer({kind: kinds[kind] for kind in scorer.media}, [f"a {thing}"], [meta])
+    meta = {"fps": FPS, "sample_rate": rate, "tag": "single_object", "include": [{"class": label, "count": 1}]}
+    [score] = scorer({kind: kinds[kind] for kind in scorer.media}, [f"a {label}"], [meta])
     return float("nan") if score.value is None else score.value
 
 
 def main(argv: list[str] | None = None) -> None:
     """Run `python -m omni_reward.verify`, which exits with 0 if all checks pass, 1 if one fails, and 2 on an error."""
-    how = argparse.RawDescriptionHelpFormatter
-    parser = Parser(prog="omni_reward.verify", description=__doc__, formatter_class=how)
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="omni_reward.verify", description=__doc__, formatter_class=formatter)
     parser.add_argument("--scorer", required=True, help="name of a scorer with a network")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="option of the scorer")
     parser.add_argument("--files", type=Path, metavar="FOLDER", help="folder of the files; downloaded by default")
@@ -149,7 +150,9 @@ def main(argv: list[str] | None = None) -> None:
             known = None
         print(f"published scores: {known['source'] if known else 'none are known here, so an order is checked'}")
         checks = (
-            compare(scorer, known, args.files) if known else order(args.scorer, scorer, PUBLISHED["order"], args.files)
+            check_scores(scorer, known, args.files)
+            if known
+            else check_order(args.scorer, scorer, PUBLISHED["order"], args.files)
         )
         passed = [print(f"{'ok  ' if check.passed else 'NOT '} {check.text}") or check.passed for check in checks]
     except (ImportError, OSError, ValueError) as exc:

@@ -84,16 +84,16 @@ class Judge:
         clips = [clip for sample in samples for clip in sample]
         patches = torch.from_numpy(np.concatenate([to_patches(clip, *size) for clip, size in clips]))
         grid = torch.tensor([[len(clip) // FRAMES, *(side // PATCH for side in size)] for clip, size in clips])
-        own = iter([self.pad * (int(each.prod()) // MERGE**2) for each in grid])
-        pads = [NEXT_CLIP.join(next(own) for _ in sample) for sample in samples]
-        asked = [self.instruction.replace(PLACE, prompt) for prompt in prompts]
-        texts = [CHAT.format(sample=sample, text=text) for sample, text in zip(pads, asked, strict=True)]
+        grid_pads = iter([self.pad * (int(shape.prod()) // MERGE**2) for shape in grid])
+        pads = [NEXT_CLIP.join(next(grid_pads) for _ in sample) for sample in samples]
+        instructions = [self.instruction.replace(PLACE, prompt) for prompt in prompts]
+        texts = [CHAT.format(sample=sample, text=text) for sample, text in zip(pads, instructions, strict=True)]
         tokens = self.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt").to(device)
         ids = tokens.input_ids
         words = self.network.get_input_embeddings()(ids)
-        seen = torch.cat(self.network.get_image_features(patches.to(device), grid.to(device)).pooler_output)
+        features = torch.cat(self.network.get_image_features(patches.to(device), grid.to(device)).pooler_output)
         is_sample = ids == self.tokenizer.convert_tokens_to_ids(self.pad)
-        words = words.masked_scatter(is_sample[..., None], seen.to(words.dtype))
+        words = words.masked_scatter(is_sample[..., None], features.to(words.dtype))
         states = self.network.language_model(inputs_embeds=words, attention_mask=tokens.attention_mask)
         is_mark = torch.isin(ids, torch.tensor(self.marks, device=device))
         return states.last_hidden_state[is_mark].float().view(len(samples), len(self.marks), -1)
@@ -129,7 +129,7 @@ def load_judge(
     base: str,
     marks: Sequence[str],
     pad: str,
-    to: tuple[torch.device, Any],
+    placement: tuple[torch.device, Any],
     kind: Kind = "Qwen2-VL",
 ) -> Judge:
     """Load the reward model with these weights.
@@ -140,7 +140,7 @@ def load_judge(
         base: name of the base model, for its configuration and tokenizer.
         marks: the added tokens, in their order.
         pad: the placeholder token of the sample.
-        to: device and dtype.
+        placement: device and dtype.
         kind: kind of the base model.
 
     Raises:
@@ -152,12 +152,12 @@ def load_judge(
     tokenizer.add_tokens(list(marks), special_tokens=True)
     ids = tokenizer.convert_tokens_to_ids([*marks, pad])
     config = neural.load_part(KINDS[kind][0], base)
-    own = {_rename(name): weight for name, weight in weights.items() if name.startswith(("model.", "visual."))}
-    words = own.get("language_model.embed_tokens.weight")
+    renamed = {_rename(name): weight for name, weight in weights.items() if name.startswith(("model.", "visual."))}
+    words = renamed.get("language_model.embed_tokens.weight")
     if words is None or len(words) <= max(ids):
         raise ValueError(f"the model must hold an embedding of each token of {base} and of {' '.join(marks)}")
     config.text_config.vocab_size = len(words)
-    network = neural.load_model(KINDS[kind][1], base, to[1], to[0], config=config, weights=own)
+    network = neural.load_model(KINDS[kind][1], base, placement[1], placement[0], config=config, weights=renamed)
     return Judge(network, tokenizer, text, ids[:-1], pad)
 
 

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
 from omni_reward.media import TEXT, Arrays, Meta
-from omni_reward.rules import check_keys, grade, open_rules, version_of
+from omni_reward.rules import check_keys, grade, open_rules, rules_version
 from omni_reward.wire import Score, Scorer
 
 PREFIX = "rules:"
@@ -38,7 +38,7 @@ def load_rules(reward: str, timeout_s: float = 20.0, request_timeout_s: float = 
         if not 0 < value < math.inf:
             raise ValueError(f"{name} must be > 0 and finite, got {value}")
     try:
-        version = version_of(open_rules(reward))
+        version = rules_version(open_rules(reward))
     except ValueError as exc:
         raise ValueError(f"scorer {PREFIX} {exc}") from exc
     return Scorer(_Grader(reward, version, timeout_s, request_timeout_s), media=(TEXT,), version=version, timed=True)
@@ -63,10 +63,10 @@ class _Grader:
         limit_s = min(self._timeout_s + START_S * (self._process is None), left_s)
         if self._process is None:
             context = get_context("spawn")
-            self._pipe, theirs = context.Pipe()
-            self._process = context.Process(target=_serve, args=(self._reward, self._version, theirs), daemon=True)
+            self._pipe, child_pipe = context.Pipe()
+            self._process = context.Process(target=_serve, args=(self._reward, self._version, child_pipe), daemon=True)
             self._process.start()
-            theirs.close()
+            child_pipe.close()
         try:
             self._pipe.send_bytes(json.dumps([text, line, limit_s + 1]).encode())
             reply = json.loads(self._pipe.recv_bytes()) if self._pipe.poll(limit_s) else {}
@@ -93,7 +93,7 @@ def _serve(reward: str, version: str, pipe: Connection) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the server, which finishes its requests
     rules = open_rules(reward)
-    now = version_of(rules)
+    current = rules_version(rules)
     while True:
         try:
             text, line, limit_s = json.loads(pipe.recv_bytes())
@@ -102,8 +102,8 @@ def _serve(reward: str, version: str, pipe: Connection) -> None:
         faulthandler.dump_traceback_later(limit_s, exit=True)
         reply: dict[str, object]
         try:
-            if now != version:
-                raise RuntimeError(f"its file must not change while the server runs: was {version}, is {now}")
+            if current != version:
+                raise RuntimeError(f"its file must not change while the server runs: was {version}, is {current}")
             check_keys(rules, line, flag="the rule")
             [score] = grade(rules, [text], [line])
             reply = {"value": score.value, "parts": score.parts}

@@ -42,28 +42,28 @@ def load_pitch(*, zero_at: float = 1200.0) -> Scorer:
         raise ValueError(f"zero_at must be > 0, got {zero_at}")
 
     def score_sound(sound: np.ndarray, prompt: str, rate: float) -> Score:
-        target, heard = named_pitch(prompt), loudest_frequency(sound.mean(axis=1), rate)
+        target, measured = named_pitch(prompt), loudest_frequency(sound.mean(axis=1), rate)
         if target is None:
             return Score(None, abstained="the prompt must name one pitch, such as 440 Hz or A4")
-        if not heard:
+        if not measured:
             return Score(0.0, details={"target": target, "heard": None})
-        cents = 1200 * np.log2(heard / target)
-        return Score(max(0.0, 1 - abs(float(cents)) / zero_at), details={"target": target, "heard": round(heard, 2)})
+        cents = 1200 * np.log2(measured / target)
+        return Score(max(0.0, 1 - abs(float(cents)) / zero_at), details={"target": target, "heard": round(measured, 2)})
 
     def score(media: Arrays, prompts: list[str], meta: Meta) -> list[Score]:
         rates: list[Any] = [sample["sample_rate"] for sample in meta]  # numbers above 0, see omni_reward.media
-        return [score_sound(*each) for each in zip(media["audio"], prompts, rates, strict=True)]
+        return [score_sound(*args) for args in zip(media["audio"], prompts, rates, strict=True)]
 
     return Scorer(score, media=("audio",))
 
 
 def named_pitch(prompt: str) -> float | None:
     """Return the frequency, in Hz, that the prompt names, or None unless it names exactly one."""
-    named = [float(number) for number in re.findall(r"(\d+(?:\.\d+)?) ?Hz\b", prompt)]
+    pitches = [float(number) for number in re.findall(r"(\d+(?:\.\d+)?) ?Hz\b", prompt)]
     for letter, sign, octave in re.findall(r"\b([A-G])([#b]?)(\d)\b", prompt):
         semitones = SEMITONES[letter] + {"#": 1, "b": -1, "": 0}[sign] + 12 * (int(octave) - 4)
-        named.append(round(440 * 2 ** (semitones / 12), 2))
-    return named[0] if len(named) == 1 and named[0] > 0 else None
+        pitches.append(round(440 * 2 ** (semitones / 12), 2))
+    return pitches[0] if len(pitches) == 1 and pitches[0] > 0 else None
 
 
 def loudest_frequency(sound: np.ndarray, rate: float) -> float:
@@ -77,9 +77,9 @@ def loudest_frequency(sound: np.ndarray, rate: float) -> float:
     return float((peak + 0.5 * (left - right) / min(left - 2 * top + right, -1e-12)) * rate / len(sound))
 
 
-def resample(sound: np.ndarray, rate: float, wanted: float) -> np.ndarray:
+def resample(sound: np.ndarray, rate: float, target_rate: float) -> np.ndarray:
     """Resample a sound [S]; exact for tones below half of both rates that are periodic over its length."""
-    count = max(1, round(len(sound) * wanted / rate))
+    count = max(1, round(len(sound) * target_rate / rate))
     if count == len(sound):
         return sound
     return np.fft.irfft(np.fft.rfft(sound), count) * (count / len(sound))

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-from omni_reward.scorers.text import agreement, wanted_text
+from omni_reward.scorers.text import agreement, require_target_text
 from omni_reward.wire import Score, parse_json
 
 MAX_TEXT = 4000  # characters of a field
@@ -83,14 +83,14 @@ class Message:
         Raises:
             ValueError: the answer does not have the requested format.
         """
-        fields = self._matched(answer) if self.pattern else parse_json(answer, "the answer")
+        fields = self._match_fields(answer) if self.pattern else parse_json(answer, "the answer")
         if not isinstance(fields, dict) or fields.keys() != self.fields.keys():
             raise ValueError(f"the answer must be an object of {list(self.fields)}, got {fields!r:.200}")
         for name, span in self.fields.items():
             _check_field(name, fields[name], span)
         return {name: fields[name] for name in self.fields}
 
-    def _matched(self, answer: str) -> dict[str, Any]:
+    def _match_fields(self, answer: str) -> dict[str, Any]:
         match = re.search(self.pattern, answer, re.DOTALL | re.IGNORECASE)
         if not match:
             raise ValueError(f"the answer must give {list(self.fields)} as in its format, got {answer!r:.200}")
@@ -120,8 +120,8 @@ class Task:
     @property
     def version(self) -> str:
         """Digest of the questions and the answer formats."""
-        asked = "".join(f"{own.text}{own.schema() or own.pattern}" for own in self.questions)
-        return hashlib.sha256(asked.encode()).hexdigest()[:12]
+        text = "".join(f"{question.text}{question.schema() or question.pattern}" for question in self.questions)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _schema_of(span: Kind) -> dict[str, object]:
@@ -145,12 +145,12 @@ def _check_field(name: str, value: object, span: Kind) -> None:
 
 
 def _decline_without_text(prompt: str) -> Score | None:
-    wanted = wanted_text(prompt)
-    return wanted if isinstance(wanted, Score) else None
+    target = require_target_text(prompt)
+    return target if isinstance(target, Score) else None
 
 
 def _score_ocr(fields: dict[str, Any], prompt: str) -> Score:
-    return agreement(str(wanted_text(prompt)), fields["text"], "contained")
+    return agreement(str(require_target_text(prompt)), fields["text"], "contained")
 
 
 def _score_alignment(fields: dict[str, Any], prompt: str) -> Score:
@@ -166,12 +166,12 @@ def _score_mean(span: Range) -> Callable[[dict[str, Any], str], Score]:
     return lambda fields, prompt: Score((sum(fields.values()) / len(fields) - low) / (high - low), parts=fields)
 
 
-def _score_edit(most: float) -> Callable[[dict[str, Any], str], Score]:
-    """Return the function that computes VIEScore from an edit's numbers, each from 0 to `most`."""
+def _score_edit(maximum: float) -> Callable[[dict[str, Any], str], Score]:
+    """Return the function that computes VIEScore from an edit's numbers, each from 0 to `maximum`."""
 
     def score(fields: dict[str, Any], prompt: str) -> Score:
         reasons = {name: value for name, value in fields.items() if isinstance(value, str)}
-        shares = {name: value / most for name, value in fields.items() if name not in reasons}
+        shares = {name: value / maximum for name, value in fields.items() if name not in reasons}
         consistency = min(shares["success"], shares["preservation"])
         quality = min(shares["naturalness"], shares["artifacts"])
         return Score(math.sqrt(consistency * quality), parts=shares, details=reasons)
@@ -179,14 +179,14 @@ def _score_edit(most: float) -> Callable[[dict[str, Any], str], Score]:
     return score
 
 
-def _edit_questions(most: float) -> tuple[Message, ...]:
+def _edit_questions(maximum: float) -> tuple[Message, ...]:
     """Return the two questions of UnifiedReward-Edit."""
-    pattern, span = rf'"score"\s*:\s*\[{NUMBER}\s*,{NUMBER}\s*\]', (0.0, most)
+    pattern, span = rf'"score"\s*:\s*\[{NUMBER}\s*,{NUMBER}\s*\]', (0.0, maximum)
     followed = {"success": span, "preservation": span}
-    looks = {"naturalness": span, "artifacts": span}
+    quality_fields = {"naturalness": span, "artifacts": span}
     return (
         Message(QUESTIONS["unifiedreward_edit"], followed, pattern, shows_all=True),
-        Message(QUESTIONS["unifiedreward_quality"], looks, pattern),
+        Message(QUESTIONS["unifiedreward_quality"], quality_fields, pattern),
     )
 
 

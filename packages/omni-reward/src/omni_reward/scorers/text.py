@@ -36,7 +36,7 @@ def normalize(text: str) -> str:
     return "".join(unicodedata.normalize("NFKC", text).upper().split())
 
 
-def wanted_text(prompt: str) -> str | Score:
+def require_target_text(prompt: str) -> str | Score:
     """Return the normalized quoted text of the prompt, or the abstention for a prompt without one."""
     target = normalize(target_text(prompt) or "")
     return target or Score(None, abstained="the prompt has no text between double quotes")
@@ -44,11 +44,11 @@ def wanted_text(prompt: str) -> str | Score:
 
 def agreement(target: str, read: str, formula: str = "strict") -> Score:
     """Return the score of a read text, with both texts in `details`; the target must be normalized."""
-    seen = normalize(read)
+    text = normalize(read)
     if formula == "strict":
-        value = Levenshtein.normalized_similarity(target, seen)
-    elif formula == "contained" and target in seen:
+        value = Levenshtein.normalized_similarity(target, text)
+    elif formula == "contained" and target in text:
         value = 1.0
     else:
-        value = 1 - min(Levenshtein.distance(target, seen), len(target)) / len(target)
+        value = 1 - min(Levenshtein.distance(target, text), len(target)) / len(target)
     return Score(value, details={"read": read, "target": target})

@@ -39,22 +39,24 @@ def load_user(spec: str, arguments: str = "media, prompts, meta") -> ScoreFn:
     except ImportError as exc:
         raise ImportError(f"{path}: {exc}", name=exc.name) from exc
     except (Exception, SystemExit) as exc:  # a user's file may raise anything
-        at = own_line(exc)
-        raise ValueError(f"{path} must run, line {at.lineno if at else 0} raised {type(exc).__name__}: {exc}") from exc
-    found = getattr(module, name, None)
-    if not callable(found):
-        raise ValueError(f"{path} must have a function {name!r}, got {found!r:.80}")
-    return found
+        frame = user_frame(exc)
+        raise ValueError(
+            f"{path} must run, line {frame.lineno if frame else 0} raised {type(exc).__name__}: {exc}"
+        ) from exc
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ValueError(f"{path} must have a function {name!r}, got {function!r:.80}")
+    return function
 
 
-def own_line(error: BaseException) -> traceback.FrameSummary | None:
+def user_frame(error: BaseException) -> traceback.FrameSummary | None:
     """Return the last line of a user's file in the traceback of an error, or None if it has no such file."""
     frames, lines = traceback.walk_tb(error.__traceback__), traceback.extract_tb(error.__traceback__)
     names = [str(frame.f_globals.get("__name__")) for frame, _ in frames]
     return next((line for name, line in reversed([*zip(names, lines, strict=True)]) if name.startswith(MODULE)), None)
 
 
-def hint_of(error: BaseException) -> str:
+def media_hint(error: BaseException) -> str:
     """Return what media are if a user's function took them for a list of images, as in other trainers; else nothing."""
     is_key = isinstance(error, KeyError) and isinstance(error.args[0], int)
     is_attribute = isinstance(error, AttributeError) and isinstance(error.obj, str | dict | np.ndarray)
@@ -84,12 +86,17 @@ def check_user(spec: str, arguments: str = "media, prompts, meta") -> None:
     if {name, "*", "__getattr__"}.isdisjoint(_names(module)):
         raise ValueError(f"{path} must have a function {name!r}")
     bound = [node for node in module.body if name in set(_names(node))]
-    if bound and isinstance(found := bound[-1], ast.FunctionDef) and found.name == name and not found.decorator_list:
-        given, own = found.args, [*found.args.posonlyargs, *found.args.args]
-        num, num_needed = arguments.count(",") + 1, len(own) - len(given.defaults)
-        if num_needed > num or (len(own) < num and not given.vararg) or None in given.kw_defaults:
+    if (
+        bound
+        and isinstance(function := bound[-1], ast.FunctionDef)
+        and function.name == name
+        and not function.decorator_list
+    ):
+        args, params = function.args, [*function.args.posonlyargs, *function.args.args]
+        num, num_needed = arguments.count(",") + 1, len(params) - len(args.defaults)
+        if num_needed > num or (len(params) < num and not args.vararg) or None in args.kw_defaults:
             rule = f"{name} must be a function of ({arguments})"
-            raise ValueError(f"{path}, line {found.lineno}: {rule}, got ({ast.unparse(given)})")
+            raise ValueError(f"{path}, line {function.lineno}: {rule}, got ({ast.unparse(args)})")
 
 
 def _names(tree: ast.AST) -> Iterator[str]:

@@ -29,9 +29,9 @@ SETTINGS = (  # entries of the published model's settings
     *("peft_lora_config.lora_alpha", "peft_lora_config.lora_r", "data_config.max_frame_pixels", "data_config.fps"),
     *(f"inference_config.{part}_{name}" for name in ("mean", "std") for part in PARTS),
 )
-LEAST_FRAMES = 4
-LEAST_PIXELS = 128 * SIDE**2  # of a frame
-MOST_PIXELS = 256 * SIDE**2  # of a frame, from the published model's settings
+MIN_FRAMES = 4
+MIN_PIXELS = 128 * SIDE**2  # of a frame
+MAX_PIXELS = 256 * SIDE**2  # of a frame, from the published model's settings
 
 
 def empty_videoalign(device: str, *, base: str = BASE, dtype: str = "bfloat16") -> neural.Empty:
@@ -40,7 +40,7 @@ def empty_videoalign(device: str, *, base: str = BASE, dtype: str = "bfloat16") 
     Raises:
         ValueError: an argument is invalid, or the configuration of `base` cannot be read.
     """
-    side = round(MOST_PIXELS**0.5) // PATCH
+    side = round(MAX_PIXELS**0.5) // PATCH
     return empty_judge(device, base, dtype, (10 // FRAMES, side, side))
 
 
@@ -65,19 +65,19 @@ def load_videoalign(
         ValueError: an argument is invalid, or the model cannot be read.
         OSError: the instruction cannot be read.
     """
-    to = neural.pick_device(device, threads=threads), neural.pick_dtype(dtype)
-    alpha, rank, most, wanted, *scales = neural.read_config(model, "model_config.json", SETTINGS).values()
+    placement = neural.pick_device(device, threads=threads), neural.pick_dtype(dtype)
+    alpha, rank, max_pixels, sample_fps, *scales = neural.read_config(model, "model_config.json", SETTINGS).values()
     weights = merge_lora(neural.read_weights(neural.find_file(model, CHECKPOINT)), alpha / rank)
     if "rm_head.weight" not in weights:
         raise ValueError(f"the weights must be VideoAlign's, with rm_head.weight, got the names {sorted(weights)[:8]}")
-    judge = load_judge(instruction, weights, base, [f"<|{part}_reward|>" for part in PARTS], "<|video_pad|>", to)
-    head = weights["rm_head.weight"].float().to(to[0]).expand(3, -1)  # one row for all parts, or one per part
-    mean, std = torch.tensor(scales).to(to[0]).chunk(2)
+    judge = load_judge(instruction, weights, base, [f"<|{part}_reward|>" for part in PARTS], "<|video_pad|>", placement)
+    head = weights["rm_head.weight"].float().to(placement[0]).expand(3, -1)  # one row for all parts, or one per part
+    mean, std = torch.tensor(scales).to(placement[0]).chunk(2)
 
     def rate(clips: np.ndarray, prompts: list[str], meta: Meta) -> Tensor:
-        size = fit_size(*clips.shape[2:4], least=LEAST_PIXELS, most=most)
+        size = fit_size(*clips.shape[2:4], min_pixels=MIN_PIXELS, max_pixels=max_pixels)
         rates: list[Any] = [sample["fps"] for sample in meta]
-        frames = [[(pick_frames(clip, fps, wanted), size)] for clip, fps in zip(clips, rates, strict=True)]
+        frames = [[(pick_frames(clip, fps, sample_fps), size)] for clip, fps in zip(clips, rates, strict=True)]
         return ((judge.read(frames, prompts) * head).sum(dim=-1) - mean) / std
 
     return neural.network_scorer(
@@ -87,7 +87,7 @@ def load_videoalign(
 
 def merge_lora(weights: neural.Weights, scale: float) -> dict[str, Tensor]:
     """Merge `scale` B A into each weight with an adapter, and return all weights without PEFT's name prefixes."""
-    merged = neural.below("base_model.model.", weights)
+    merged = neural.strip_prefix("base_model.model.", weights)
     for name in [name for name in merged if name.endswith(".base_layer.weight")]:
         layer = name.removesuffix(".base_layer.weight")
         down, up = (merged.pop(f"{layer}.lora_{side}.default.weight").float() for side in "AB")
@@ -97,7 +97,7 @@ def merge_lora(weights: neural.Weights, scale: float) -> dict[str, Tensor]:
     return merged
 
 
-def pick_frames(clip: np.ndarray, fps: float, wanted: float) -> np.ndarray:
-    """Return an even number of evenly spaced frames of a clip [T, H, W, 3], about `wanted` per second."""
-    count = min(max(len(clip) / fps * wanted, LEAST_FRAMES), max(2, len(clip) // 2 * 2))
+def pick_frames(clip: np.ndarray, fps: float, sample_fps: float) -> np.ndarray:
+    """Return an even number of evenly spaced frames of a clip [T, H, W, 3], about `sample_fps` per second."""
+    count = min(max(len(clip) / fps * sample_fps, MIN_FRAMES), max(2, len(clip) // 2 * 2))
     return clip[np.linspace(0, len(clip) - 1, round(count / 2) * 2).round().astype(int)]

@@ -78,16 +78,16 @@ def load_vlm(
     about_edits = task in TASKS and TASKS[task].needs_reference
 
     def score(media: Arrays, prompts: list[str], meta: Meta, references: References = ()) -> list[Score]:
-        before = [own[:1] for own in references] if about_edits else [()] * len(prompts)
-        chosen = [_choose(task, *own) for own in zip(prompts, meta, before, strict=True)]
-        asked = [(i, own) for i, own in enumerate(chosen) if isinstance(own, Task)]
-        shown = [(*own, image) for own, image in zip(before, media["image"], strict=True)]
-        answers = list(pool.map(lambda own: ask(own[1], shown[own[0]], prompts[own[0]]), asked))
+        before = [images[:1] for images in references] if about_edits else [()] * len(prompts)
+        chosen = [_choose(task, *args) for args in zip(prompts, meta, before, strict=True)]
+        questions = [(i, item) for i, item in enumerate(chosen) if isinstance(item, Task)]
+        visible = [(*images, image) for images, image in zip(before, media["image"], strict=True)]
+        answers = list(pool.map(lambda pair: ask(pair[1], visible[pair[0]], prompts[pair[0]]), questions))
         failures = [answer for answer in answers if isinstance(answer, RewardError)]
         if failures and len(failures) == len(answers):
             raise failures[0]
         scores = iter(_no_answer(answer) if isinstance(answer, RewardError) else answer for answer in answers)
-        return [own if isinstance(own, Score) else next(scores) for own in chosen]
+        return [item if isinstance(item, Score) else next(scores) for item in chosen]
 
     version = TASKS[task].version if task in TASKS else hashlib.sha256(QUESTIONS[TASK].encode()).hexdigest()[:12]
     return Scorer(score, version=f"{model} {task} {version}", references=about_edits)
@@ -109,10 +109,12 @@ def _ask(endpoint: Endpoint, model: str, task: Task, images: Sequence[np.ndarray
     fields: dict[str, Any] = {}
     answer = ""
     try:
-        for own in task.questions:
-            shown = images if own.shows_all else images[-1:]
-            answer = endpoint.ask(model, shown, own.ask(prompt), system=own.system, schema=own.schema())
-            fields |= own.read(answer)
+        for question in task.questions:
+            visible = images if question.shows_all else images[-1:]
+            answer = endpoint.ask(
+                model, visible, question.ask(prompt), system=question.system, schema=question.schema()
+            )
+            fields |= question.read(answer)
         return task.score(fields, prompt)
     except UnansweredError as exc:
         return Score(None, abstained=str(exc))

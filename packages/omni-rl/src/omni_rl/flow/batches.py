@@ -145,7 +145,7 @@ def subsample_steps(batch: Trajectory, fraction: float) -> Trajectory:
     return batch.take_steps(to_device(chosen, batch.x.device))
 
 
-def groups_are_local(args: MediaArgs, settings: Advantages, dist: Dist, in_a_row: int) -> bool:
+def groups_are_local(args: MediaArgs, settings: Advantages, dist: Dist, consecutive: int) -> bool:
     """Return True if the advantages of a rank's samples depend only on its own scores, which arrive batch by batch."""
     is_whole = dist.world_size == 1 or in_a_row % args.data.group_size == 0
     needs_all_scores = dist.context > 1 or args.sampling.draw_ahead or args.scorer.sleep or settings.reward_parts

@@ -15,7 +15,7 @@ from omni_rollout.thoughts import ThoughtTrajectory
 from omni_sched import StreamStep, Transition, sde_step, sde_window
 from omni_sched.schedules import Strategy
 from omni_train.dist import deal, gather_json
-from omni_train.progress import expect, over
+from omni_train.progress import add_phase, track
 from omni_train.prompts.files import PromptRecord
 from omni_train.prompts.sampler import sample_seed
 from omni_train.shard import gathered
@@ -66,8 +66,8 @@ def group_by_shapes(prompts: Sequence[Prompt]) -> list[list[Prompt]]:
 
 def track_progress(batches: Sequence[Sequence[Prompt]]) -> Iterator[Sequence[Prompt]]:
     """Yield the batches, with progress of the samples and of the texts to encode."""
-    expect("encoding", len({prompt.text for batch in batches for prompt in batch}), "prompts")
-    return over(batches, "samples")
+    add_phase("encoding", len({prompt.text for batch in batches for prompt in batch}), "prompts")
+    return track(batches, "samples")
 
 
 def step_prompts(run: MediaRun[MediaArgs], step: Step, *, same_start_noise: bool = False) -> list[Prompt]:
@@ -111,7 +111,7 @@ def sample(
     prompts: Sequence[Prompt],
     params: Params,
     *,
-    in_a_row: int = 1,
+    consecutive: int = 1,
     scorer: Scorer | None = None,
 ) -> Rollout[Trajectory]:
     """Return this rank's batches of `prompts`, from `sample_here` or from the ranks that only sample."""
@@ -133,7 +133,7 @@ def sample_here(
     prompts: Sequence[Prompt],
     params: Params,
     *,
-    in_a_row: int = 1,
+    consecutive: int = 1,
     scorer: Scorer | None = None,
 ) -> Rollout[Trajectory]:
     """Return this rank's batches of `prompts`. Each batch is scored while the next one is sampled.
@@ -142,7 +142,7 @@ def sample_here(
     context-parallel group return the same batches, without media; they alternate in decoding and scoring batches, or
     decode tiles together.
 
-    in_a_row: see `deal`. scorer: replaces the run's.
+    consecutive: see `deal`. scorer: replaces the run's.
 
     Raises:
         RuntimeError: the engine's weights are not those of the last sync.
@@ -177,7 +177,7 @@ def sample_here(
             continue
         size = run.args.scorer.batch_size or len(batch)
         pending += [submit(scorer, scored[-1], slice(i, i + size)) for i in range(0, len(batch), size)]
-    return Rollout(prompts, batches, pending, in_a_row, scored)
+    return Rollout(prompts, batches, pending, consecutive, scored)
 
 
 def show(run: MediaRun[MediaArgs], step: Step, rollout: Rollout[Trajectory]) -> None:

@@ -15,7 +15,7 @@ from omni_losses import group_advantages, multi_reward_advantages, reward_metric
 from omni_reward import RewardError, Score
 from omni_rollout import Prompt, Samples, Trajectory
 from omni_train.dist import Dist, gather_by_index, gather_json
-from omni_train.progress import advance, doing
+from omni_train.progress import advance, phase
 from omni_train.terminal import one_line
 from torch import Tensor
 
@@ -62,7 +62,7 @@ def submit_groups(scorer: Scorer, batches: Sequence[Samples], group: int, size: 
 
 def completed_requests(pending: Sequence[Pending], total: int) -> Iterator[Pending]:
     """Yield the requests of `total` samples in order, each when it is done."""
-    with doing("scores", total, "samples"):
+    with phase("scores", total, "samples"):
         for request in pending:
             if request.exception() is None:
                 advance(len(request.result()))
@@ -94,14 +94,14 @@ def group_indices(prompts: Sequence[Prompt]) -> Tensor:
 class Rollout(Generic[BatchT]):
     """The samples of a step: the N prompts of all ranks, this rank's batches, and its pending scores in their order.
 
-    in_a_row: number of consecutive samples that are dealt to one rank. decoded: the batches with media, which are
+    consecutive: number of consecutive samples that are dealt to one rank. decoded: the batches with media, which are
     scored; None: all.
     """
 
     prompts: Sequence[Prompt]
     batches: Sequence[BatchT]
     pending: Sequence[Pending]
-    in_a_row: int = 1
+    consecutive: int = 1
     decoded: Sequence[BatchT] | None = None
 
     @property

@@ -18,7 +18,7 @@ from omni_reward import RewardClient, Score
 from omni_reward.media import TEXT
 from omni_reward.rules import SCORER, Rules, grade, judge
 from omni_rollout import Prompt
-from omni_rollout.engines.transformers import given_answers
+from omni_rollout.engines.transformers import trajectory_from_texts
 from omni_rollout.tokens import TokenEngine, TokenParams, TokenTrajectory
 from omni_train.dist import Dist, deal, gather_by_index, gather_json
 from omni_train.prompts.chats import answer_text

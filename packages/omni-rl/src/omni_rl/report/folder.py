@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from omni_reward.media import check_media, check_references
 from omni_train.files import read_regular, write_atomically, write_folder_atomically
-from omni_train.terminal import without_credentials
+from omni_train.terminal import strip_credentials
 
 from omni_rl.media.write import STRIP_FRAMES, Media, contact_sheet, encode_png, sample_files, score_label, still_image
 
@@ -201,7 +201,7 @@ def step_folders(parent: Path, last: float = math.inf) -> list[tuple[int, Path]]
 
 def _json(document: object) -> str:
     """Return JSON without the credentials of URLs."""
-    return without_credentials(json.dumps(document, default=str))
+    return strip_credentials(json.dumps(document, default=str))
 
 
 def host_media(media: "AllMedia", samples: Sequence[Sample], shown: Iterable[int]) -> dict[int, Media]:

@@ -163,7 +163,7 @@ class ReportProcess:
             self._change.notify()
 
     def _send_all(self) -> None:
-        kind, pictures = "", Breaker("the samples of the report", goes_on=True)
+        kind, pictures = "", Breaker("the samples of the report", keeps_going=True)
         while kind != "end":
             with self._change:
                 self._change.wait_for(lambda: self._waiting)
@@ -201,12 +201,14 @@ def main(folder: str, track: str, project: str, fd: str) -> None:
     connection, sinks, errors = Connection(int(fd)), list[tuple[Sink, Breaker]](), list[str]()
     for name in track.split(","):
         try:
-            sinks += [(sink, Breaker(f"the tracker {name}", goes_on=True)) for sink in tracker(name, folder, project)]
+            sinks += [
+                (sink, Breaker(f"the tracker {name}", keeps_going=True)) for sink in tracker(name, folder, project)
+            ]
         except Exception as exc:  # any library may fail
             errors.append(" ".join(f"{type(exc).__name__}: {exc}".split()))
     if track != "none":
         connection.send_bytes("; ".join(errors).encode())
-    page = Breaker("the page of the report", goes_on=True, remedy=f"to write it again: omni-rl report {folder}")
+    page = Breaker("the page of the report", keeps_going=True, hint=f"to write it again: omni-rl report {folder}")
     try:
         _follow(connection, Path(folder), sinks, page)
     except (EOFError, OSError):  # the run died; its trackers notice that it did not finish

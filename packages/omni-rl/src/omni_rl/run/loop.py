@@ -21,8 +21,8 @@ from omni_reward import RewardError
 from omni_train.breaker import Breaker
 from omni_train.dist import gather_json, same_error
 from omni_train.files import load_metrics
-from omni_train.log import is_added
-from omni_train.progress import begin
+from omni_train.log import is_log_field
+from omni_train.progress import start_phase
 from omni_train.signals import resume_command
 
 from omni_rl.run.alarms import Line, Watch
@@ -78,7 +78,7 @@ class Loop:
     def _open_run(self) -> Iterator[Self]:
         """Read the log of the run before it resumed. If the block fails, save the finished steps."""
         self._read_lines()
-        begin("")
+        start_phase("")
         run, checkpoints = self.run, self.run.session.checkpoints
         checkpoints.pinned = best = best_step(self._evals)
         with same_error(run.dist):
@@ -131,7 +131,7 @@ class Loop:
                 yield step
                 step.finish_grading()  # if no optimizer step was attempted
                 self._in_step = False
-            begin("")
+            start_phase("")
             if not step.has_signal and run.dist.is_main:
                 print_line(f"step {number + 1}: no sample has a signal, so no optimizer step was taken")
             stops = self._finish(step)

@@ -12,21 +12,21 @@ import numpy as np
 import torch
 from omni_rollout import Engine, Model, Params, Prompt
 from omni_rollout.conditioning import TextCache
-from omni_rollout.decoding import in_slices, in_tiles, num_decoded
+from omni_rollout.decoding import num_decoded, sliced_decode, tiled_decode
 from omni_rollout.model import wrap
 from omni_rollout.models import open_model
-from omni_rollout.models.routing import replay_routes, routing_of
+from omni_rollout.models.routing import find_routing, replay_routes
 from omni_rollout.sampler import check_images
 from omni_rollout.types import Cond, Parts
 from omni_sched import Transition
 from omni_train import progress
-from omni_train.dist import Dist, divide, same_error
+from omni_train.dist import Dist, divide_work, same_error
 from omni_train.files import probe_digest
 from omni_train.prepare import Preparation, adapt
-from omni_train.progress import advance, doing
+from omni_train.progress import advance, phase
 from omni_train.prompts.files import PromptRecord
 from omni_train.weights.adapters import check_adapter, find_adapter
-from omni_train.weights.full import check_weights, homes, save_weights, saved_files
+from omni_train.weights.full import check_weights, save_weights, saved_files, weight_folders
 from torch import Tensor, nn
 
 from omni_rl.flow.evals import HeldOut
@@ -88,7 +88,7 @@ def read_media(
         eval_params = replace(params, num_inference_steps=args.eval.num_inference_steps)
         inputs = read_all(args, world, model, params, eval_params, scored=scored)
         require(
-            (not routes or routing_of(model.empty_net()), "--route-replay needs a model that is a mixture of experts")
+            (not routes or find_routing(model.empty_net()), "--route-replay needs a model that is a mixture of experts")
         )
         inputs = with_policies(inputs, policies)
     return with_meshes(args, world.dist, inputs)
@@ -439,16 +439,18 @@ def with_sliced_decoding(args: MediaArgs, inputs: Inputs[Any, Any], model: Model
     model = wrap(model, encode=partial(encode_one, model.encode))
     tile, mesh = args.memory.decode_tile, inputs.preparation.context_mesh
     if tile:
-        model = wrap(model, decode=in_tiles(model.decode, tile, partial(divide, mesh["ulysses"]) if mesh else map))
+        model = wrap(
+            model, decode=tiled_decode(model.decode, tile, partial(divide_work, mesh["ulysses"]) if mesh else map)
+        )
     at_once = min(num_decoded(args.memory.decode_batch_size, *size, tile) for size in inputs.sizes)
-    return wrap(model, decode=in_slices(model.decode, at_once)) if args.data.batch_size > at_once else model
+    return wrap(model, decode=sliced_decode(model.decode, at_once)) if args.data.batch_size > at_once else model
 
 
 def encode_one(
     encode: Callable[..., Cond], parts: Parts, prompt: Prompt, *, negative: bool = False, **options: float
 ) -> Cond:
     """Encode the text of a prompt, or its negative text, as `Model.encode` does, and report progress."""
-    with doing("encoding", unit="prompts"):
+    with phase("encoding", unit="prompts"):
         cond = encode(parts, prompt, negative=negative, **options)
         advance(not negative)
     return cond

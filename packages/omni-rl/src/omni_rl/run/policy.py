@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from omni_train import lora
-from omni_train.lora_layer import own_tensors
+from omni_train.lora_layer import adapter_tensors
 from omni_train.optim import plain_backward
 from omni_train.shard import reshard
 from omni_train.weights.snapshot import Ema, Snapshot
@@ -48,7 +48,7 @@ class Policy:
         """The tensors of sampling policies that change: the trained parameters and the old policy."""
         if "old" in self.adapters:
             layers = lora.lora_layers(self.net).values()
-            return [*self.params, *(tensor for layer in layers for tensor in own_tensors(layer, "old"))]
+            return [*self.params, *(tensor for layer in layers for tensor in adapter_tensors(layer, "old"))]
         return [*self.params, *(copy for _, copy in self.old.pairs())] if self.old else list[Tensor](self.params)
 
     @contextmanager

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
 
-from omni_train.signals import HEARS_ALL
+from omni_train.signals import INTERRUPTS_ENV
 from torch.distributed.elastic.multiprocessing import PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
@@ -34,7 +34,7 @@ def launch(argv: Sequence[str]) -> None:
         start(ranks)
         forward_interrupts(ranks)
 
-    os.environ[HEARS_ALL] = "1"
+    os.environ[INTERRUPTS_ENV] = "1"
     PContext.start = start_and_listen  # type: ignore[method-assign, assignment]
     try:
         run(parse_args(["--standalone", "--shutdown-timeout", "1800", *argv]))

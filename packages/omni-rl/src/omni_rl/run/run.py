@@ -14,7 +14,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args
 
 import torch
 from omni_rollout import Engine, Model, Params
-from omni_rollout.models.routing import ExpertLoad, routing_of
+from omni_rollout.models.routing import ExpertLoad, find_routing
 from omni_rollout.thoughts import ThinkingModel, ThinkingParams
 from omni_rollout.tokens import TokenEngine, TokenModel, TokenParams
 from omni_rollout.types import WeightedEngine
@@ -22,7 +22,7 @@ from omni_train.breaker import Breaker
 from omni_train.dist import Dist, Memory, gather_json, mean_metrics, memory, merge_metric
 from omni_train.flops import Calls, FlopTable
 from omni_train.optim import StepResult, optimizer_step, scheduled_lr
-from omni_train.progress import advance, beat, doing
+from omni_train.progress import advance, count_forward, phase
 from omni_train.prompts.sampler import PromptSampler, sample_seed
 from omni_train.shard import gathered
 from omni_train.weights.full import named_weights
@@ -304,7 +304,7 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
             policy.net.register_forward_pre_hook(self.breakers.calls.around(count_expert), with_kwargs=True)
         if routing := routing_of(self.engine.net):
             self.load = ExpertLoad(routing.num_experts, counts=lambda: self.session.log.last_phase == "rollout")
-            routing.register_forward_hook(self.breakers.load.around(self.load.count))
+            routing.register_forward_hook(self.breakers.load.wrap(self.load.count))
 
     def count_backwards(self) -> None:
         """Report the backward passes of updates as progress, from here on."""

@@ -17,8 +17,8 @@ from typing import Any
 from omni_reward import RewardError, Score
 from omni_rollout import Params, Prompt, Trajectory
 from omni_train import progress
-from omni_train.progress import over
-from omni_train.roles import BEATS, Roles, pack
+from omni_train.progress import track
+from omni_train.roles import HEARTBEATS, Roles, pack
 from omni_train.weights.full import gather_in_groups
 from torch import Tensor
 
@@ -51,8 +51,8 @@ class Samplers:
     ) -> tuple[list[Trajectory], list[Pending]]:
         """Return this rank's batches of the oldest requested step, and their scores, which must be read in order.
 
-        prompts: the prompts of each batch. in_a_row: number of consecutive samples per sampling rank. counts: updated
-        with the counts of the sampling ranks when scores are read.
+        prompts: the prompts of each batch. consecutive: number of consecutive samples per sampling rank. counts:
+        updated with the counts of the sampling ranks when scores are read.
         """
         sources = [batch_prompts[0].index // in_a_row % self._roles.num_samplers for batch_prompts in prompts]
         parts = zip(over(prompts, "samples"), sources, strict=True)
@@ -71,7 +71,7 @@ class Samplers:
         while not self._closed.wait(self._roles.timeout_s / BEATS):
             if progress.silent_s() < self._roles.timeout_s and not (sent and not sent.done()):
                 with suppress(RuntimeError):  # it has just been closed
-                    sent = self._sender.submit(self._roles.beat)
+                    sent = self._sender.submit(self._roles.send_heartbeat)
 
     def _send(self, head: object, tensors: Sequence[Tensor] = ()) -> None:
         if not self._roles.dist.is_main:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from omni_reward import RewardError, Score
-from omni_train.progress import begin
+from omni_train.progress import start_phase
 from omni_train.roles import Roles
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -76,7 +76,7 @@ def send(run: AnyRun, roles: Roles, rollout: MediaRollout, forwards: float) -> N
 
     forwards: number of samples that passed through the nets for it, or NaN if unknown.
     """
-    owners = [batch.prompts[0].index // rollout.in_a_row % roles.num_trainers for batch in rollout.batches]
+    owners = [batch.prompts[0].index // rollout.consecutive % roles.num_trainers for batch in rollout.batches]
     owned = [*zip(owners, rollout.batches, strict=True)]
     roles.send([(owner, samples_message(batch, with_media=owner == 0)) for owner, batch in owned])
     error, scores = None, list[Score]()

@@ -14,7 +14,7 @@ from omni_train.checkpoint.store import Checkpoint
 from omni_train.dist import Dist, same_error
 from omni_train.files import check_replaceable, read_regular, write_atomically
 from omni_train.flops import device_name
-from omni_train.hub import FETCHED, pinned
+from omni_train.hub import FETCHED, pin_revision
 from omni_train.kernels import BACKENDS
 from omni_train.lock import RunLock
 from omni_train.log import RunLog, claim_folder
@@ -111,7 +111,7 @@ class Session:
                     check_replaceable(self.folder / name)
                 self.fetch(dist)
         claim_folder(
-            dist, self.folder, has_checkpoint=self.saved is not None, way=self.resume_hint(args.run.checkpoint_url)
+            dist, self.folder, has_checkpoint=self.saved is not None, hint=self.resume_hint(args.run.checkpoint_url)
         )
         if dist.is_main:
             self.open_report(args, world)
@@ -156,8 +156,8 @@ class Session:
             raise ValueError(f"{self.folder} holds another run than {remote.remote.url}: give another --name")
         if local_log.splitlines()[: step + 1] == remote_log.splitlines()[: step + 1]:
             return
-        remote.fetch_beside(step, "weights", self.folder / "weights")
-        if starts := remote.read_beside(step, "versions.jsonl"):
+        remote.fetch_run_folder(step, "weights", self.folder / "weights")
+        if starts := remote.read_run_file(step, "versions.jsonl"):
             write_atomically(self.folder / "versions.jsonl", starts)
         write_atomically(path, remote_log)
         self._is_fetched = True
@@ -166,7 +166,7 @@ class Session:
         """Download, on the first rank, the weights of the best checkpoint at a URL, unless the folder has them."""
         remote, best = self.checkpoints.remote, self.folder / "best"
         if remote and (self._is_fetched or not best.exists()) and step in remote.steps():
-            remote.fetch_beside(step, "weights", best)
+            remote.fetch_run_folder(step, "weights", best)
 
     def open_report(self, args: RunArgs, world: World) -> None:
         """Write the settings and a report with the current activity; start the process that updates it.

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 from omni_rollout import Model
-from omni_rollout.offload import bring_blocks
+from omni_rollout.offload import offload_blocks
 from omni_rollout.tokens import TokenModel
 from omni_rollout.types import WeightedEngine
 from omni_train import lora, progress
@@ -67,7 +67,7 @@ OwnScorerT = TypeVar("OwnScorerT", bound=AnyScorer)
 @contextmanager
 def report_reading(part: str, size: int) -> Iterator[None]:
     """Report the progress of reading a part of `size` bytes in the `with` block."""
-    with progress.doing(part):
+    with progress.phase(part):
         yield
     progress.advance(size)
 
@@ -176,7 +176,7 @@ def load_net(args: RunArgs, world: World, inputs: Inputs[Any, Any]) -> nn.Module
         net = model.load_net(device=device, dtype=preparation.dtype)
         net = prepare(net, replace(preparation, device=device), begin=load_adapters)
     if streams:
-        bring_blocks(net, preparation.block_names, inputs.preparation.device)
+        offload_blocks(net, preparation.block_names, inputs.preparation.device)
     return net
 
 
@@ -289,7 +289,7 @@ def load_policy(args: RunArgs, inputs: Inputs[Any, Any], net: nn.Module, session
         with lora.same_initial_weights(net):
             session.checkpoints.load(session.saved, net, optimizer, policy.averages)
         if isinstance(optimizer, HostAdamW):
-            optimizer.rest()
+            optimizer.offload()
     return policy
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from omni_reward.media import TEXT as TEXT_KIND
-from omni_reward.rules import SCORER, check_meta, open_rules, version_of
+from omni_reward.rules import SCORER, check_meta, open_rules, rules_version
 from omni_reward.scorers.user import load_user
 from omni_rollout.engines.transformers import TransformersEngine
 from omni_rollout.models.tokens import open_token_model
@@ -122,7 +122,7 @@ def read_all(
         choose_canary([*records, *training]),
         preparation,
         model.nets,
-        digests | {"rules": version_of(args.rules)},
+        digests | {"rules": rules_version(args.rules)},
         adapters=adapters,
         adapter_prefix=prefix,
         count_samples=count_samples,
@@ -136,9 +136,9 @@ def check_record(args: TokenArgs, model: TokenModel, record: PromptRecord) -> No
         (prompt,) = expand_prompts([record], 1, seed=0, step=0)
         encoded = model.encode(prompt)
         if args.sampling.engine == "vllm":
-            from omni_rollout.engines.vllm import media_of
+            from omni_rollout.engines.vllm import media_inputs
 
-            media_of(encoded, model.config)  # raises if vLLM would not answer
+            media_inputs(encoded, model.config)  # raises if vLLM would not answer
         length = len(encoded["input_ids"])
         require(
             (

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from omni_reward.rules import check_meta, version_of
+from omni_reward.rules import check_meta, rules_version
 from omni_rollout import Engine
 from omni_rollout.conditioning import TextCache
 from omni_rollout.engines.thinking import ThinkingEngine
@@ -66,7 +66,7 @@ def read_thinking(args: ThinkingArgs, world: World) -> Inputs[ThinkingModel, Thi
     inputs = read_all(args, world, model, params, eval_params, check, check_graded)
     return replace(
         inputs,
-        digests={**inputs.digests, "rules": version_of(rules) if rules else ""},
+        digests={**inputs.digests, "rules": rules_version(rules) if rules else ""},
         count_samples=count_samples,
         score_parts=("image", "thought") if rules else (),
     )

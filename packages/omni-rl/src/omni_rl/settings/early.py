@@ -11,7 +11,7 @@ from typing import Any
 
 from omni_train.checkpoint.index import Config, Saved, check_config, read_index, saved_steps, step_folder
 from omni_train.files import files_digest, parse_json, probe_digest, read_linked
-from omni_train.hub import pinned
+from omni_train.hub import pin_revision
 from omni_train.prompts.splits import data_files
 
 from omni_rl.settings.args import RunArgs, without_secrets
@@ -131,7 +131,7 @@ def check_same(args: RunArgs, saved: Saved, current: Config, *, ignore: Collecti
 def file_digests(args: RunArgs, model: Path | None) -> dict[str, str]:
     """Return digests of the files of prompts and weights. model: its folder, or None if it is not downloaded yet."""
     files = data_files(args.data.prompts)
-    prompts = {"prompts": pinned(args.data.prompts, files[0]), "prompts_digest": files_digest(files)}
+    prompts = {"prompts": pin_revision(args.data.prompts, files[0]), "prompts_digest": files_digest(files)}
     if args.eval.gold_prompts:
         prompts[GOLD_DIGEST] = files_digest(data_files(args.eval.gold_prompts))
     start = sorted(Path(args.policy.init_weights).rglob("*.safetensors")) if args.policy.init_weights else []

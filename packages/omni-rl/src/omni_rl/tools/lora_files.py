@@ -22,13 +22,13 @@ from omni_train.weights.adapters import (
     PEFT_FILE,
     PEFT_PART,
     SIDES,
-    alpha_in,
-    config_of,
     config_text,
     find_adapter,
     read_adapter,
+    read_alpha,
+    read_config,
+    read_scaling,
     scaled_state,
-    scaling_of,
 )
 from omni_train.weights.load import check_numbers, read_shapes
 from peft.tuners.lora import LoraLayer
@@ -119,9 +119,9 @@ def read_foreign(file: Path, model: str, opened: Model) -> Factors:
     ranks = {layer: len(down) for layer, (down, _) in factors.items()}
     rank = check_rank(file, ranks.values())
     for alpha in alphas:  # must equal that of the header, if there is one
-        scaling_of(file, ranks, dict.fromkeys(ranks, alpha / rank), part=PART)
+        read_scaling(file, ranks, dict.fromkeys(ranks, alpha / rank), part=PART)
     if not alphas:  # diffusers does not read others
-        scaling = scaling_of(file, ranks, {}, part=PART)
+        scaling = read_scaling(file, ranks, {}, part=PART)
         factors = {layer: (down, up * scaling[layer]) for layer, (down, up) in factors.items()}
     return factors
 
@@ -130,7 +130,7 @@ def read_alphas(file: Path) -> set[float]:
     """Return the alphas in the file's tensors, or raise ValueError unless they are finite and above 0."""
     names = [name for name in read_shapes(file) if name.endswith(".alpha")]
     with safe_open(file, framework="pt") as opened:
-        return {alpha_in(opened.get_tensor(name), file, name) for name in names}
+        return {read_alpha(opened.get_tensor(name), file, name) for name in names}
 
 
 def load_layers(file: Path, pipeline: Any, model: Model) -> tuple[dict[str, Tensor], dict[str, LoraLayer]]:

@@ -586,7 +586,7 @@ class _MeasuredForward:
 
         retained: see `PlannedWorld._run_forward`.
         """
-        self.device.burst(self.forward_peak, self.forward_flops)
+        self.device.add_transient(self.forward_peak, self.forward_flops)
         out = torch.empty(self.shape, dtype=self.dtype, device=self.device.device)
         return _Repeat.apply(out.requires_grad_(), self, retained) if self.is_graph else out
 
@@ -601,7 +601,7 @@ class _MeasuredForward:
             if p not in with_grad:
                 with_grad.add(p)
                 self.trained.append(p)
-                device.aside += (p.to_local() if isinstance(p, DTensor) else p).nbytes  # only this rank's rows
+                device.excluded += (p.to_local() if isinstance(p, DTensor) else p).nbytes  # only this rank's rows
 
         def end() -> None:
             self.backward_peak, self.backward_flops = device.window - base, device.flops.total() - flops
@@ -621,7 +621,7 @@ class _MeasuredForward:
     def repeat_backward(self, graph: "_Graph") -> None:
         """Count the memory of the backward pass, create the gradients, and free the forward's tensors."""
         self.end_measured()
-        self.device.burst(self.backward_peak, self.backward_flops)
+        self.device.add_transient(self.backward_peak, self.backward_flops)
         graph.free()
         for p in self.trained:
             if p.grad is None:
@@ -757,7 +757,7 @@ class _Log(RunLog):
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count the `with` block as this phase, and its memory as that of the outer phase, if any."""
-        with self._device.phase(self._within or name), super().phase(name):
+        with self._device.phase(self._current_phase or name), super().phase(name):
             yield
 
 

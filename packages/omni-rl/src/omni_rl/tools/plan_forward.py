@@ -15,7 +15,7 @@ from omni_rollout.conditioning import TextCache
 from omni_rollout.model import wrap
 from omni_rollout.sampler import Sampler
 from omni_rollout.types import Cond
-from omni_train.planned import PLANNED, PlannedDevice, values_of
+from omni_train.planned import PLANNED, PlannedDevice, read_values
 from omni_train.prompts.files import PromptRecord
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -81,7 +81,7 @@ def first_inputs(
 
 def copy_to_host(tensor: Tensor) -> Tensor:
     """Copy a tensor of the planned device to the host, with its data type."""
-    return values_of(tensor).to(tensor.dtype)
+    return read_values(tensor).to(tensor.dtype)
 
 
 class SingleDtypeMode(TorchDispatchMode):

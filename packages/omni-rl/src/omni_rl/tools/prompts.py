@@ -13,7 +13,7 @@ from typing import NotRequired, TypedDict, cast
 
 import requests
 import urllib3
-from omni_reward.transport import open_url, within
+from omni_reward.transport import open_url, run_with_timeout
 from omni_train.files import read_regular, write_atomically
 from omni_train.prompts.files import load_prompts
 
@@ -64,7 +64,7 @@ def fetch_set(prompt_set: PromptSet, folder: Path) -> None:
     for name, file in missing.items():
         path, url = folder / name, file["url"]
         try:
-            data = within(LIMIT_S, partial(download, url))
+            data = run_with_timeout(LIMIT_S, partial(download, url))
         except (TimeoutError, requests.RequestException, urllib3.exceptions.HTTPError) as exc:
             timeout_message = isinstance(exc, TimeoutError) and f"it takes more than {LIMIT_S} s"
             reason = timeout_message or str(exc) or type(exc).__name__

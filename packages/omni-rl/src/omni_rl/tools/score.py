@@ -19,7 +19,7 @@ from omni_reward.cli import read_options
 from omni_reward.files import read_token
 from omni_reward.media import MEDIA_KINDS, Arrays, Meta, ScoreRequest
 from omni_reward.scorers import load_scorer
-from omni_reward.scorers.user import own_line
+from omni_reward.scorers.user import user_frame
 from omni_train.files import parse_json
 
 from omni_rl.media.images import read_pixels

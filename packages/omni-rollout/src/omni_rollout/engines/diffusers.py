@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from omni_rollout.conditioning import TEXT_CACHE, TextCache
 from omni_rollout.model import Model
-from omni_rollout.offload import Rest
+from omni_rollout.offload import Offloader
 from omni_rollout.sampler import Sampler
 from omni_rollout.types import Cond, Params, Parts, Prompt, Trajectory
 
@@ -27,7 +27,7 @@ class DiffusersEngine:
         self.parts, self.net = parts, parts.net  # the trainer's net
         self.sampler = Sampler(model, parts, texts)
         self.weight_version = 0
-        self._rest: Rest | None = None
+        self._offloader: Offloader | None = None
 
     def generate(self, prompts: Sequence[Prompt], params: Params) -> Trajectory:
         """Return one sample per prompt, in order, all in one batch; only the steps in `params.sde_steps` are kept.
@@ -58,29 +58,29 @@ class DiffusersEngine:
         Raises:
             ValueError: the net has no parameter of that name and shape.
         """
-        own, self.moved_bytes = dict(self.net.named_parameters()), 0
+        params, self.moved_bytes = dict(self.net.named_parameters()), 0
         for name, tensor in tensors:
-            if name not in own or own[name].shape != tensor.shape:
-                have = tuple(own[name].shape) if name in own else "no such parameter"
-                raise ValueError(f"tensors must fit the net, got {name} {tuple(tensor.shape)}, have {have}")
-            if own[name].data_ptr() != tensor.data_ptr():
-                own[name].copy_(tensor)
-                self.moved_bytes += own[name].nbytes
+            if name not in params or params[name].shape != tensor.shape:
+                actual = tuple(params[name].shape) if name in params else "no such parameter"
+                raise ValueError(f"tensors must fit the net, got {name} {tuple(tensor.shape)}, have {actual}")
+            if params[name].data_ptr() != tensor.data_ptr():
+                params[name].copy_(tensor)
+                self.moved_bytes += params[name].nbytes
         self.weight_version = version
 
     def sleep(self) -> None:
         """Offload frozen parts such as the VAE to the host; do nothing on a CPU."""
-        if self._rest is None:
+        if self._offloader is None:
             others = [
                 part for part in vars(self.parts).values() if isinstance(part, nn.Module) and part is not self.net
             ]
-            self._rest = Rest(others, next(self.net.parameters()).device)
-        self._rest.begin()
+            self._offloader = Offloader(others, next(self.net.parameters()).device)
+        self._offloader.begin()
 
     def wake(self) -> None:
         """Undo `sleep`."""
-        if self._rest is not None:
-            self._rest.end()
+        if self._offloader is not None:
+            self._offloader.end()
 
     def close(self) -> None:
         """Do nothing: the caller owns the parts."""

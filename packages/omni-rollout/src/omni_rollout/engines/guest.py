@@ -22,20 +22,20 @@ except ModuleNotFoundError:  # then the guest cannot rename the process either
 
 
 @contextmanager
-def kept_process_group() -> Iterator[None]:
+def keep_process_group() -> Iterator[None]:
     """Prevent a guest from destroying the default process group in the `with` block."""
     destroy = torch.distributed.destroy_process_group
 
-    def destroy_own(group: Any = None) -> None:
+    def destroy_subgroup(group: Any = None) -> None:
         if group not in (None, torch.distributed.GroupMember.WORLD) and torch.distributed.is_initialized():
             destroy(group)
 
-    with patch.object(torch.distributed, "destroy_process_group", destroy_own):
+    with patch.object(torch.distributed, "destroy_process_group", destroy_subgroup):
         yield
 
 
 @contextmanager
-def some_process_group(backend: str) -> Iterator[None]:
+def ensure_process_group(backend: str) -> Iterator[None]:
     """Provide a process group in the `with` block: the trainer's, or one with only this process."""
     group = torch.distributed
     if group.is_initialized():
@@ -49,22 +49,22 @@ def some_process_group(backend: str) -> Iterator[None]:
 
 
 @contextmanager
-def undisturbed_process() -> Iterator[None]:
+def preserve_process_state() -> Iterator[None]:
     """Keep the output's format, and restore the process title, generators, and environment variables except vLLM's."""
-    before, plain, arrays = dict(os.environ), random.getstate(), np.random.get_state()
+    environment, python_state, numpy_state = dict(os.environ), random.getstate(), np.random.get_state()
     device = torch.accelerator.current_accelerator()
-    places = [torch.accelerator.current_device_index()] if device else []
+    devices = [torch.accelerator.current_device_index()] if device else []
     title = setproctitle.getproctitle() if setproctitle else ""
     os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # otherwise vLLM configures logging and prefixes each line of output
     try:
-        with torch.random.fork_rng(places, device_type=device.type if device else "cpu"):
+        with torch.random.fork_rng(devices, device_type=device.type if device else "cpu"):
             yield
     finally:
-        random.setstate(plain)
-        np.random.set_state(arrays)
-        for name in set(os.environ) - set(before):
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        for name in set(os.environ) - set(environment):
             if not name.startswith("VLLM_") or name == "VLLM_CONFIGURE_LOGGING":
                 del os.environ[name]
-        os.environ.update(before)
+        os.environ.update(environment)
         if setproctitle:
             setproctitle.setproctitle(title)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from omni_rollout.conditioning import TEXT_CACHE, TextCache
 from omni_rollout.engines.diffusers import DiffusersEngine
-from omni_rollout.engines.transformers import TokenSampler, answers_of
+from omni_rollout.engines.transformers import TokenSampler, build_trajectory
 from omni_rollout.sampler import check_prompts
 from omni_rollout.thoughts import ThinkingModel, ThinkingParams, ThoughtTrajectory
 from omni_rollout.tokens import TokenParams, TokenTrajectory
@@ -68,7 +68,7 @@ class ThinkingEngine(DiffusersEngine):
         cond: conditioning of the prompts, from `condition`.
         """
         encoded = tuple(
-            self.model.ask(ids[mask].cpu()) for ids, mask in zip(cond["ids"], cond["ids_mask"], strict=True)
+            self.model.thought_inputs(ids[mask].cpu()) for ids, mask in zip(cond["ids"], cond["ids_mask"], strict=True)
         )
         sampler = TokenSampler([prompt.seed for prompt in prompts], self.model.suppressed, params, stream=THOUGHT_NOISE)
         writing, chosen = self.model.start(encoded, cond["ids"].device), list[Tensor]()
@@ -79,4 +79,4 @@ class ThinkingEngine(DiffusersEngine):
             chosen.append(sampler(ends, logits).argmax(dim=-1))
             has_ended |= torch.isin(chosen[-1], ends)
         tokens, texts = torch.stack(chosen, dim=1), (self.model.ends, self.model.decode_text)
-        return answers_of(tokens, sampler.log_probs, *texts, prompts, encoded, params, self.weight_version).trim()
+        return build_trajectory(tokens, sampler.log_probs, *texts, prompts, encoded, params, self.weight_version).trim()

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from transformers import GenerationConfig
 
 from omni_rollout.tokens import TokenModel, TokenParams, TokenTrajectory, token_log_probs
-from omni_rollout.tool import Calls, Tool
+from omni_rollout.tool import Tool, ToolCalls
 from omni_rollout.types import Cond, Prompt
 
 
@@ -42,18 +42,18 @@ class TransformersEngine:
             ValueError: there are no prompts, or the model does not support one.
         """
         encoded = encode_prompts(self.model, prompts)
-        device, none = next(self.net.parameters()).device, torch.empty(len(prompts), 0, dtype=torch.long)
-        inputs = self.model.inputs(encoded, none.to(device), none.bool().to(device))
+        device, empty = next(self.net.parameters()).device, torch.empty(len(prompts), 0, dtype=torch.long)
+        inputs = self.model.inputs(encoded, empty.to(device), empty.bool().to(device))
         inputs.pop("position_ids", None)  # generation computes them from the mask
-        calls = Calls(self.tool, self.model, len(prompts)) if self.tool else None
+        calls = ToolCalls(self.tool, self.model, len(prompts)) if self.tool else None
         sampler = TokenSampler([prompt.seed for prompt in prompts], self.model.suppressed, params, calls=calls)
-        ends, most = [*self.model.ends], params.max_new_tokens
+        ends, max_new_tokens = [*self.model.ends], params.max_new_tokens
         config = GenerationConfig(
-            max_new_tokens=most, do_sample=False, eos_token_id=ends, pad_token_id=ends[0], use_cache=True
+            max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=ends, pad_token_id=ends[0], use_cache=True
         )
         self.net.generation_config = GenerationConfig()  # type: ignore[assignment]  # the net's would fill in defaults
         head: nn.Module = self.net.get_output_embeddings()  # type: ignore[operator]  # all transformers models have it
-        last = head.register_forward_pre_hook(lambda _, given: (given[0][:, -1:],))  # logits of all positions are large
+        last = head.register_forward_pre_hook(lambda _, args: (args[0][:, -1:],))  # logits of all positions are large
         try:
             whole = self.net.generate(  # type: ignore[operator]
                 **inputs, generation_config=config, logits_processor=[sampler], synced_gpus=self.synced
@@ -61,10 +61,14 @@ class TransformersEngine:
         finally:
             last.remove()
         tokens = whole[:, inputs["input_ids"].shape[1] :]
-        found = answers_of(
+        trajectory = build_trajectory(
             tokens, sampler.log_probs, self.model.ends, self.model.decode, prompts, encoded, params, self.weight_version
         )
-        return replace(found, forced=torch.stack(sampler.forced, dim=1).cpu() & found.mask) if calls else found
+        return (
+            replace(trajectory, forced=torch.stack(sampler.forced, dim=1).cpu() & trajectory.mask)
+            if calls
+            else trajectory
+        )
 
     def adopt(self, params: Iterable[tuple[str, nn.Parameter]]) -> int:
         """Return 0: this engine uses the trainer's parameters."""
@@ -98,7 +102,7 @@ def encode_prompts(model: TokenModel, prompts: Sequence[Prompt]) -> tuple[Cond, 
     return tuple(known[key] for key in keys)
 
 
-def answers_of(
+def build_trajectory(
     tokens: Tensor,
     log_probs: Sequence[Tensor],
     ends: Sequence[int],
@@ -133,7 +137,7 @@ def answers_of(
     )
 
 
-def given_answers(
+def trajectory_from_texts(
     model: TokenModel, prompts: Sequence[Prompt], texts: Sequence[str], params: TokenParams, *, weight_version: int = 0
 ) -> TokenTrajectory:
     """Return given answers to prompts as if sampled: each text with the end token, and a rollout_log_prob of 0.
@@ -145,9 +149,9 @@ def given_answers(
     if (longest := max(map(len, rows))) > params.max_new_tokens:
         raise ValueError(f"an answer must have at most {params.max_new_tokens} tokens with its end, got {longest}")
     tokens = torch.stack([pad(row, [0, longest - len(row)], value=model.ends[0]) for row in rows])
-    none = [torch.zeros(len(rows))] * longest
+    log_probs = [torch.zeros(len(rows))] * longest
     encoded = encode_prompts(model, prompts)
-    return answers_of(tokens, none, model.ends, model.decode, prompts, encoded, params, weight_version)
+    return build_trajectory(tokens, log_probs, model.ends, model.decode, prompts, encoded, params, weight_version)
 
 
 UNITS = 2**31  # per unit of probability; its square fits int64
@@ -168,7 +172,7 @@ class TokenSampler:
         suppressed: Sequence[int],
         params: TokenParams,
         *,
-        calls: Calls | None = None,
+        calls: ToolCalls | None = None,
         stream: int = INITIAL_NOISE,
     ) -> None:
         normal = step_noise(seeds, stream, (params.max_new_tokens,))
@@ -188,9 +192,9 @@ class TokenSampler:
         token = order.gather(-1, rank)
         log_prob = log_probs.gather(-1, token)
         if self.calls:
-            given = self.calls.next(input_ids[:, input_ids.shape[1] - len(self.log_probs) :])[:, None]
-            is_given = given >= 0
-            token, log_prob = torch.where(is_given, given, token), torch.where(is_given, 0.0, log_prob)
-            self.forced.append(is_given[:, 0])
+            forced = self.calls.next(input_ids[:, input_ids.shape[1] - len(self.log_probs) :])[:, None]
+            is_forced = forced >= 0
+            token, log_prob = torch.where(is_forced, forced, token), torch.where(is_forced, 0.0, log_prob)
+            self.forced.append(is_forced[:, 0])
         self.log_probs.append(log_prob[:, 0])
         return torch.full_like(scores, -torch.inf).scatter(-1, token, 0.0)

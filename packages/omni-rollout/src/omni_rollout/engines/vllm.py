@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from omni_rollout.engines.guest import kept_process_group, some_process_group, undisturbed_process
-from omni_rollout.engines.transformers import answers_of, encode_prompts
+from omni_rollout.engines.guest import ensure_process_group, keep_process_group, preserve_process_state
+from omni_rollout.engines.transformers import build_trajectory, encode_prompts
 from omni_rollout.engines.versions import check_vllm
 from omni_rollout.models.tokens.qwen3_omni import Qwen3Omni
 from omni_rollout.tokens import TokenModel, TokenParams, TokenTrajectory
@@ -58,11 +58,11 @@ class VllmEngine:
             os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")  # vLLM reads it when it is imported
         ranks = {name: os.environ.get(name, "0") for name in ("RANK", "LOCAL_RANK")}  # torchrun's, or a single rank's
         threads = patch.object(torch, "set_num_threads", torch.set_num_threads)  # vLLM disables it on a CPU
-        with undisturbed_process(), patch.dict(os.environ, ranks), threads:
+        with preserve_process_state(), patch.dict(os.environ, ranks), threads:
             from vllm import LLM
             from vllm.platforms import current_platform
 
-            with some_process_group(current_platform.dist_backend), kept_process_group():
+            with ensure_process_group(current_platform.dist_backend), keep_process_group():
                 self.llm: Any = LLM(
                     model=str(model.folder),
                     load_format="safetensors",
@@ -91,14 +91,14 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind
 
         encoded = encode_prompts(self.model, prompts)
-        longest, most = max(len(each["input_ids"]) for each in encoded), self.llm.model_config.max_model_len
-        if longest + params.max_new_tokens > most:
-            raise ValueError(f"prompt and answer must have at most {most} tokens, got a prompt of {longest}")
-        requests = {key: self._prepared(each) for key, each in {id(each): each for each in encoded}.items()}
+        longest, limit = max(len(item["input_ids"]) for item in encoded), self.llm.model_config.max_model_len
+        if longest + params.max_new_tokens > limit:
+            raise ValueError(f"prompt and answer must have at most {limit} tokens, got a prompt of {longest}")
+        requests = {key: self._prepare_request(item) for key, item in {id(item): item for item in encoded}.items()}
         engine, done = self.llm.llm_engine, dict[int, Any]()
         try:
-            for i, (each, prompt) in enumerate(zip(encoded, prompts, strict=True)):
-                how = SamplingParams(
+            for i, (item, prompt) in enumerate(zip(encoded, prompts, strict=True)):
+                sampling = SamplingParams(
                     seed=prompt.seed,
                     max_tokens=params.max_new_tokens,
                     temperature=params.temperature,
@@ -110,7 +110,7 @@ class VllmEngine:
                     detokenize=False,
                     output_kind=RequestOutputKind.FINAL_ONLY,
                 )
-                engine.add_request(str(i), requests[id(each)], how)
+                engine.add_request(str(i), requests[id(item)], sampling)
             while engine.has_unfinished_requests():
                 done |= {int(output.request_id): output.outputs[0] for output in engine.step() if output.finished}
         except BaseException:
@@ -124,7 +124,7 @@ class VllmEngine:
         ]
         padded, texts = pad_sequence(tokens, True, self.model.ends[0]), (self.model.ends, self.model.decode)
         log_probs = pad_sequence(chosen).unbind()
-        return answers_of(padded, log_probs, *texts, prompts, encoded, params, self.weight_version)
+        return build_trajectory(padded, log_probs, *texts, prompts, encoded, params, self.weight_version)
 
     def adopt(self, params: Iterable[tuple[str, nn.Parameter]]) -> int:
         """Return 0: vLLM stores weights in other layouts."""
@@ -140,12 +140,14 @@ class VllmEngine:
             RuntimeError: a weight did not arrive or has other values; the engine must not be used any more.
         """
         self.moved_bytes, sent = 0, Sent()
-        missing: list[list[str]] = self.llm.collective_rpc(_reload, args=(self._of_files(tensors, sent, version),))
+        missing: list[list[str]] = self.llm.collective_rpc(
+            _reload, args=(self._checkpoint_weights(tensors, sent, version),)
+        )
         if any(missing):
             raise RuntimeError(f"vLLM must receive all of its weights, missing {len(missing[0])}: {missing[0][:4]}")
-        wrong: list[list[str]] = self.llm.collective_rpc(_differing, args=(sent,))
-        if any(wrong):
-            raise RuntimeError(f"vLLM has other weights than it received, or NaN: {wrong[0][:4]}")
+        differing: list[list[str]] = self.llm.collective_rpc(_find_differences, args=(sent,))
+        if any(differing):
+            raise RuntimeError(f"vLLM has other weights than it received, or NaN: {differing[0][:4]}")
         self.llm.reset_prefix_cache()
         self.llm.llm_engine.reset_encoder_cache()
         self.weight_version, self._dropped = version, False
@@ -165,18 +167,18 @@ class VllmEngine:
         """Free the engine; keep the trainer's process group."""
         from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
-        with kept_process_group():
+        with keep_process_group():
             self.llm.llm_engine.engine_core.shutdown()
             destroy_model_parallel()
             destroy_distributed_environment()
         self.llm = None
 
-    def _prepared(self, encoded: Cond) -> Any:
+    def _prepare_request(self, encoded: Cond) -> Any:
         """Return a prompt as vLLM's processor would, with the trainer's tokens and media tensors."""
         from vllm.inputs.engine import mm_input, tokens_input
         from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 
-        ids, media = encoded["input_ids"].tolist(), media_of(encoded, self.model.config)
+        ids, media = encoded["input_ids"].tolist(), media_inputs(encoded, self.model.config)
         if not media:
             return tokens_input(ids)
         fields = self.llm.llm_engine.renderer.mm_processor._get_mm_fields_config(media, {})
@@ -189,15 +191,15 @@ class VllmEngine:
             if token in kinds:
                 # vLLM counts the token before the thinker's media as part of them.
                 early = isinstance(self.model, Qwen3Omni)
-                own = torch.tensor([False] * early + [True] * (end - start))
-                places[kinds[token]].append(PlaceholderRange(start - early, len(own), own))
+                is_embed = torch.tensor([False] * early + [True] * (end - start))
+                places[kinds[token]].append(PlaceholderRange(start - early, len(is_embed), is_embed))
         if any(len(places[kind]) != len(items[kind]) for kind in items):
             raise ValueError("media in prompts for vLLM must be separated by a token")
         digest = sha256(b"".join(tensor.numpy().tobytes() for tensor in media.values())).hexdigest()
         names = {kind: [f"{digest} {kind} {i}" for i in range(len(items[kind]))] for kind in items}
         return mm_input(ids, items, names, places)
 
-    def _of_files(
+    def _checkpoint_weights(
         self, tensors: Iterable[tuple[str, Tensor]], sent: Sent, version: int
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield weights under their names in files, one per expert, and put a column of each into `sent`."""
@@ -213,29 +215,29 @@ class VllmEngine:
                 continue
             kinds = ["gate_proj", "up_proj"] if kind == "gate_up_proj" else [kind]
             for i, expert in enumerate(tensor):
-                for own, part in zip(kinds, expert.chunk(len(kinds)), strict=True):
-                    yield f"{layer}.{i}.{own}.weight", part
+                for projection, part in zip(kinds, expert.chunk(len(kinds)), strict=True):
+                    yield f"{layer}.{i}.{projection}.weight", part
 
 
-def media_of(encoded: Cond, config: Mapping[str, Any]) -> Cond:
+def media_inputs(encoded: Cond, config: Mapping[str, Any]) -> Cond:
     """Return the tensors of a prompt's media under vLLM's names.
 
     Raises:
         ValueError: a video's temporal positions are not whole numbers.
     """
-    found = {name: tensor for name, tensor in encoded.items() if name != "input_ids"}
-    if "video_second_per_grid" in found:
+    media = {name: tensor for name, tensor in encoded.items() if name != "input_ids"}
+    if "video_second_per_grid" in media:
         rate = config["position_id_per_seconds"]
-        step = found.pop("video_second_per_grid").item() * rate
+        step = media.pop("video_second_per_grid").item() * rate
         if abs(step - round(step)) > 1e-5:  # vLLM rounds positions down, transformers does not
             raise ValueError(f"{rate} positions per second times a video's 2 / fps must be whole for vLLM, got {step}")
         # in double precision and slightly larger, or vLLM would round some whole positions down
-        found["second_per_grid_ts"] = torch.tensor([(round(step) + 1e-6) / rate], dtype=torch.float64)
-    if "input_features" in found:
-        mask = found["feature_attention_mask"]
-        found["audio_feature_lengths"] = mask.sum(dim=1)
-        found["input_audio_features"] = found.pop("input_features").transpose(1, 2)[mask.bool()].T
-    return found
+        media["second_per_grid_ts"] = torch.tensor([(round(step) + 1e-6) / rate], dtype=torch.float64)
+    if "input_features" in media:
+        mask = media["feature_attention_mask"]
+        media["audio_feature_lengths"] = mask.sum(dim=1)
+        media["input_audio_features"] = media.pop("input_features").transpose(1, 2)[mask.bool()].T
+    return media
 
 
 def _reload(worker: Any, tensors: Iterator[tuple[str, Tensor]]) -> list[str]:
@@ -247,30 +249,30 @@ def _reload(worker: Any, tensors: Iterator[tuple[str, Tensor]]) -> list[str]:
         if worker.device.type == "cpu" and method is not None and hasattr(method, "moe_kernel"):
             method.moe_kernel = None
 
-    def note(given: Iterator[tuple[str, Tensor]]) -> set[str]:
-        arrived.update(load(given))
+    def record(weights: Iterator[tuple[str, Tensor]]) -> set[str]:
+        arrived.update(load(weights))
         return arrived
 
-    wanted = {name.replace(".routed_experts.", ".") for name, _ in net.named_parameters()}  # as loaded
-    with patch.object(net, "load_weights", note):
+    expected = {name.replace(".routed_experts.", ".") for name, _ in net.named_parameters()}  # as loaded
+    with patch.object(net, "load_weights", record):
         worker.reload_weights(weights_iterator=tensors)
-    return sorted(wanted - {name.replace(".routed_experts.", ".") for name in arrived})
+    return sorted(expected - {name.replace(".routed_experts.", ".") for name in arrived})
 
 
-def _differing(worker: Any, sent: Sent) -> list[str]:
+def _find_differences(worker: Any, sent: Sent) -> list[str]:
     """Return the names of weights that differ from the sent column; each version sends another column.
 
     On a CPU, layers pack their weights, so a column is the product with a one-hot row. Experts, and towers whose layers
     have other names, are not compared.
     """
-    net, wrong = worker.get_model(), []
+    net, differing = worker.get_model(), []
     layers = dict(net.named_modules())
     fused = {part: (whole, parts) for whole, parts in net.packed_modules_mapping.items() for part in parts}
-    for name, (column, columns, given) in sent.items():
-        own = name
-        for prefix, here in net.hf_to_vllm_mapper.orig_to_new_prefix.items():
-            own = f"{here}{own.removeprefix(prefix)}" if own.startswith(prefix) else own
-        path, _, kind = own.rpartition(".")
+    for name, (column, columns, expected) in sent.items():
+        renamed = name
+        for prefix, new_prefix in net.hf_to_vllm_mapper.orig_to_new_prefix.items():
+            renamed = f"{new_prefix}{renamed.removeprefix(prefix)}" if renamed.startswith(prefix) else renamed
+        path, _, kind = renamed.rpartition(".")
         parent, _, leaf = path.rpartition(".")
         whole, parts = fused.get(leaf, (leaf, [leaf]))
         layer = layers.get(f"{parent}.{whole}".lstrip("."))
@@ -285,7 +287,7 @@ def _differing(worker: Any, sent: Sent) -> list[str]:
             values = layer.quant_method.apply(layer, row)[0]
         if len(parts) > 1:
             values = values.split(layer.output_sizes)[parts.index(leaf)]
-        values = values[: len(given)]  # a vocabulary is padded
-        if not torch.allclose(values, given.to(values), rtol=1e-3, atol=0):  # kernels may round
-            wrong.append(name)
-    return wrong
+        values = values[: len(expected)]  # a vocabulary is padded
+        if not torch.allclose(values, expected.to(values), rtol=1e-3, atol=0):  # kernels may round
+            differing.append(name)
+    return differing

@@ -94,11 +94,11 @@ def _kind(path: str | Path) -> tuple[object, Path]:
     index = next((folder / name for name in INDEXES if (folder / name).is_file()), None)
     if (folder / "config.json").is_file() and not index:
         config = read_json(folder / "config.json")
-        found, part = config.get("architectures"), config.get("_class_name")
-        if part and not found:
-            how = "give the folder above it, which has model_index.json"
-            raise ValueError(f"model must be a whole pipeline, got {folder}, which holds a {part!r:.80}: {how}")
-        kind = found[0] if isinstance(found, list) and found else found
+        architectures, part = config.get("architectures"), config.get("_class_name")
+        if part and not architectures:
+            hint = "give the folder above it, which has model_index.json"
+            raise ValueError(f"model must be a whole pipeline, got {folder}, which holds a {part!r:.80}: {hint}")
+        kind = architectures[0] if isinstance(architectures, list) and architectures else architectures
     else:
         kind = read_json(index or folder / INDEXES[0]).get("_class_name")
     return kind, folder

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from omni_rollout.files import read_json, safetensors_shapes
 from omni_rollout.models.bagel_guidance import CHANNEL, GLOBAL, TEXT_CHANNEL, guide
 from omni_rollout.models.bagel_sequence import MAX_TOKENS_PER_SIDE
-from omni_rollout.models.diffusers_model import PIXELS_PER_TOKEN, ImageModel, both, check_size, pixels
+from omni_rollout.models.diffusers_model import PIXELS_PER_TOKEN, ImageModel, cfg_batch, check_size, pixels
 from omni_rollout.models.hub import local_folder
 from omni_rollout.models.parts import open_tokenizer
 from omni_rollout.types import Cond, Params, Parts, Prompt, to_device
@@ -39,7 +39,7 @@ KNOWN = (  # the only supported values
     ("transformer", "rope_scaling", None),
     ("vit", "hidden_act", "gelu_pytorch_tanh"),
 )
-VAE_LEAST, VIT_LEAST = 512, 224  # pixels of a reference's shorter side, if the longer side permits it
+VAE_MIN_SIDE, VIT_MIN_SIDE = 512, 224  # pixels of a reference's shorter side, if the longer side permits it
 RANGES = {
     "cfg_img_scale": (1.0, math.inf),  # 1 is no guidance
     "cfg_renorm_min": (0.0, 1.0),
@@ -119,18 +119,18 @@ class Bagel(ImageModel):
     def check(self, params: Params) -> None:
         """Raise ValueError for an unsupported size or option."""
         super().check(params)
-        check_size(params, PIXELS_PER_TOKEN, most=MAX_TOKENS_PER_SIDE)
-        knobs = self._knobs(params, edits=False)
-        low, high = knobs["cfg_interval_low"], knobs["cfg_interval_high"]
+        check_size(params, PIXELS_PER_TOKEN, max_units=MAX_TOKENS_PER_SIDE)
+        options = self._all_options(params, edits=False)
+        low, high = options["cfg_interval_low"], options["cfg_interval_high"]
         if not low < high:
             raise ValueError(f"cfg_interval_low must be < cfg_interval_high, got {low} and {high}")
-        if (kind := knobs["cfg_renorm_type"]) not in (GLOBAL, CHANNEL, TEXT_CHANNEL):
+        if (kind := options["cfg_renorm_type"]) not in (GLOBAL, CHANNEL, TEXT_CHANNEL):
             raise ValueError(f"cfg_renorm_type must be 0 (global), 1 (channel) or 2 (text_channel), got {kind}")
-        if not (shift := knobs["timestep_shift"]) > 0:
+        if not (shift := options["timestep_shift"]) > 0:
             raise ValueError(f"timestep_shift must be > 0, got {shift}")
-        for name, (least, most) in RANGES.items():
-            if not least <= knobs[name] <= most:
-                raise ValueError(f"{name} must be in [{least:g}, {most:g}], got {knobs[name]:g}")
+        for name, (minimum, maximum) in RANGES.items():
+            if not minimum <= options[name] <= maximum:
+                raise ValueError(f"{name} must be in [{minimum:g}, {maximum:g}], got {options[name]:g}")
 
     def sigmas(self, params: Params) -> Tensor:
         """Return the noise levels [S + 1] from 1 to 0, evenly spaced and shifted, the same for any size.
@@ -157,14 +157,21 @@ class Bagel(ImageModel):
 
         The latents are the mean of the VAE's code; the released code samples from it.
         """
-        from omni_rollout.models.bagel_vision import fit
+        from omni_rollout.models.bagel_vision import fit_reference
 
         cond: Cond = {}
         for i, image in enumerate(prompt.images):
-            clean = fit(image, unit=PIXELS_PER_TOKEN, least=VAE_LEAST, most=self.option(params, "vae_max_size"))
-            seen = fit(clean, unit=parts.vit.patch_size, least=VIT_LEAST, most=self.option(params, "vit_max_size"))
-            cond[f"reference_{i}"] = self.encode_media(parts, {"image": clean[None]}, params)[0]
-            cond[f"seen_{i}"] = parts.vit(pixels(seen).to(parts.vae.device))
+            vae_image = fit_reference(
+                image, unit=PIXELS_PER_TOKEN, min_side=VAE_MIN_SIDE, max_side=self.option(params, "vae_max_size")
+            )
+            vit_image = fit_reference(
+                vae_image,
+                unit=parts.vit.patch_size,
+                min_side=VIT_MIN_SIDE,
+                max_side=self.option(params, "vit_max_size"),
+            )
+            cond[f"reference_{i}"] = self.encode_media(parts, {"image": vae_image[None]}, params)[0]
+            cond[f"seen_{i}"] = parts.vit(pixels(vit_image).to(parts.vae.device))
         return cond
 
     def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
@@ -177,18 +184,18 @@ class Bagel(ImageModel):
         references = [[t for name, t in cond.items() if name.startswith(kind)] for kind in ("reference_", "seen_")]
         if not self.is_guided(params):
             return _velocity(net, x, sigma, text, references)
-        knobs = self._knobs(params, edits=bool(references[0]))
-        texts = [both(cond, name) for name in TEXT]
-        twice = [[torch.cat([t, t]) for t in each] for each in references]
-        positive, negative = _velocity(net, torch.cat([x, x]), torch.cat([sigma, sigma]), texts, twice).chunk(2)
-        blind = positive
-        if references[0] and knobs["cfg_img_scale"] > 1:
-            blind = _velocity(net, x, sigma, text, ((), ()))
-        guided = guide(positive, negative, blind, params.guidance_scale, knobs)
-        inside = (sigma > knobs["cfg_interval_low"]) & (sigma <= knobs["cfg_interval_high"])
+        options = self._all_options(params, edits=bool(references[0]))
+        texts = [cfg_batch(cond, name) for name in TEXT]
+        doubled = [[torch.cat([t, t]) for t in tensors] for tensors in references]
+        positive, negative = _velocity(net, torch.cat([x, x]), torch.cat([sigma, sigma]), texts, doubled).chunk(2)
+        no_references = positive
+        if references[0] and options["cfg_img_scale"] > 1:
+            no_references = _velocity(net, x, sigma, text, ((), ()))
+        guided = guide(positive, negative, no_references, params.guidance_scale, options)
+        inside = (sigma > options["cfg_interval_low"]) & (sigma <= options["cfg_interval_high"])
         return torch.where(inside[:, None, None, None], guided, positive)
 
-    def _knobs(self, params: Params, *, edits: bool) -> dict[str, float]:
+    def _all_options(self, params: Params, *, edits: bool) -> dict[str, float]:
         """Return all options. edits: True for prompts with references."""
         return {**self.OPTIONS, **(EDITING if edits else {}), **params.guidance}
 
@@ -196,15 +203,15 @@ class Bagel(ImageModel):
         from omni_rollout.models.bagel_net import BagelTransformer
         from omni_rollout.models.bagel_vision import BagelVision
 
-        own = {"transformer": BagelTransformer, "vit": BagelVision}
-        return own[part] if part in own else super()._class(part)
+        classes = {"transformer": BagelTransformer, "vit": BagelVision}
+        return classes[part] if part in classes else super()._class(part)
 
     def _load(self, part: str, device: torch.device | str, dtype: torch.dtype) -> Any:
         if part != "tokenizer":
             return super()._load(part, device, dtype)
         tokenizer = open_tokenizer(self._class(part), self.folder)
-        if lacking := [mark for mark in MARKS if mark not in tokenizer.get_vocab()]:
-            raise ValueError(f"tokenizer of {self.folder} must have the tokens {MARKS}, lacks {lacking}")
+        if missing := [mark for mark in MARKS if mark not in tokenizer.get_vocab()]:
+            raise ValueError(f"tokenizer of {self.folder} must have the tokens {MARKS}, lacks {missing}")
         return tokenizer
 
     def _read(self, part: str, dtype: torch.dtype) -> tuple[nn.Module, Collection[str]]:
@@ -215,8 +222,8 @@ class Bagel(ImageModel):
         module, weights = self._empty(part, buffers=True), load_state_dict(str(self.weight_files(part)[0]))
         if part == "vae":
             weights = convert_ldm_vae_checkpoint(weights, module.config)
-        own = {name: weights[name].to(dtype) for name in module.state_dict() if name in weights}
-        return module, module.load_state_dict(own, strict=False, assign=True).missing_keys
+        state = {name: weights[name].to(dtype) for name in module.state_dict() if name in weights}
+        return module, module.load_state_dict(state, strict=False, assign=True).missing_keys
 
     def _make(self, part: str) -> nn.Module:
         if part != "vae":
@@ -250,14 +257,14 @@ def _velocity(
     text: the entries of TEXT. references: the references' latents and vision tokens.
     """
     ids, mask, marks = text
-    clean, seen = references
+    latents, vision = references
     velocity: Tensor = net(
         hidden_states=x,
         timestep=sigma.float(),
         input_ids=ids,
         attention_mask=to_device(mask, x.device),
         marks=marks,
-        references=clean,
-        seen=seen,
+        references=latents,
+        vision=vision,
     ).float()
     return velocity

@@ -17,24 +17,26 @@ from omni_rollout.models.diffusers_model import pack, unpack
 GLOBAL, CHANNEL, TEXT_CHANNEL = 0, 1, 2
 
 
-def guide(velocity: Tensor, no_text: Tensor, no_references: Tensor, scale: float, knobs: Mapping[str, float]) -> Tensor:
-    """Return the guided velocity [B, C, h, w] from v, v_t, v_r. scale: s. knobs: BAGEL's options, cfg_img_scale: i."""
-    image_scale, kind = knobs["cfg_img_scale"], knobs["cfg_renorm_type"]
+def guide(
+    velocity: Tensor, no_text: Tensor, no_references: Tensor, scale: float, options: Mapping[str, float]
+) -> Tensor:
+    """Return the guided velocity [B, C, h, w] from v, v_t, v_r. scale: s. options: BAGEL's, cfg_img_scale: i."""
+    image_scale, kind = options["cfg_img_scale"], options["cfg_renorm_type"]
     guided = no_text + scale * (velocity - no_text)
     if kind == TEXT_CHANNEL:
-        guided = _shorten(guided, velocity, knobs["cfg_renorm_min"], by_token=True)
+        guided = _shorten(guided, velocity, options["cfg_renorm_min"], by_token=True)
     if image_scale > 1:
         guided = no_references + image_scale * (guided - no_references)
     if kind != TEXT_CHANNEL:
-        guided = _shorten(guided, velocity, knobs["cfg_renorm_min"], by_token=kind == CHANNEL)
+        guided = _shorten(guided, velocity, options["cfg_renorm_min"], by_token=kind == CHANNEL)
     return guided
 
 
-def _shorten(guided: Tensor, velocity: Tensor, least: float, *, by_token: bool) -> Tensor:
-    """Scale `guided` down to at most the norm of `velocity`, per sample or token, by a factor of at least `least`."""
+def _shorten(guided: Tensor, velocity: Tensor, min_factor: float, *, by_token: bool) -> Tensor:
+    """Scale `guided` down to at most the norm of `velocity`, per sample or token, by at least `min_factor`."""
     if by_token:
         tokens = pack(guided)
-        lengths = [each.norm(dim=2, keepdim=True) for each in (pack(velocity), tokens)]
-        return unpack(tokens * (lengths[0] / (lengths[1] + 1e-8)).clamp(least, 1), guided.shape)
-    lengths = [each.flatten(1).norm(dim=1)[:, None, None, None] for each in (velocity, guided)]
-    return guided * (lengths[0] / (lengths[1] + 1e-8)).clamp(least, 1)
+        lengths = [tensor.norm(dim=2, keepdim=True) for tensor in (pack(velocity), tokens)]
+        return unpack(tokens * (lengths[0] / (lengths[1] + 1e-8)).clamp(min_factor, 1), guided.shape)
+    lengths = [tensor.flatten(1).norm(dim=1)[:, None, None, None] for tensor in (velocity, guided)]
+    return guided * (lengths[0] / (lengths[1] + 1e-8)).clamp(min_factor, 1)

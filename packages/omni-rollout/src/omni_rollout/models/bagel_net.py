@@ -27,14 +27,21 @@ from transformers.models.qwen2.modeling_qwen2 import (
     repeat_kv,
 )
 
-from omni_rollout.models.bagel_sequence import MAX_TOKENS_PER_SIDE, Segment, attend, join, lay_out, part
+from omni_rollout.models.bagel_sequence import (
+    MAX_TOKENS_PER_SIDE,
+    Segment,
+    attend,
+    join_streams,
+    lay_out,
+    split_streams,
+)
 
 PATCH = 2  # latent pixels per token along each side
 LATENT_CHANNELS = 16
 TIME_FREQUENCIES = 256
 
 
-class Twofold(nn.Module):
+class PairedModule(nn.Module):
     """Module whose children come in pairs: NAME for text and marks, NAME_moe_gen for latents."""
 
     def add_pair(self, name: str, make: Callable[[], nn.Module]) -> None:
@@ -51,17 +58,17 @@ class KeyValues:
     """KV cache: keys and values [B, heads, L, width] of earlier tokens, by attention layer."""
 
     def __init__(self) -> None:
-        self.of: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        self.by_layer: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
     def extend(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append the keys and values of new tokens; return the layer's keys and values of all tokens."""
-        if layer in self.of:
-            key, value = (torch.cat(pair, dim=2) for pair in zip(self.of[layer], (key, value), strict=True))
-        self.of[layer] = key, value
+        if layer in self.by_layer:
+            key, value = (torch.cat(pair, dim=2) for pair in zip(self.by_layer[layer], (key, value), strict=True))
+        self.by_layer[layer] = key, value
         return key, value
 
 
-class BagelAttention(Twofold):
+class BagelAttention(PairedModule):
     """Attention of both streams, with normalized queries and keys."""
 
     def __init__(self, config: Qwen2Config) -> None:
@@ -90,22 +97,22 @@ class BagelAttention(Twofold):
         """
         query, key, value = (self._heads(name, text, image) for name in ("q_proj", "k_proj", "v_proj"))
         exact = torch.promote_types(text.dtype, torch.float32)  # for norms and rotations, as released
-        q = join(*self.pair("q_norm", *(heads.to(exact) for heads in query)), segments)
-        k = join(*self.pair("k_norm", *(heads.to(exact) for heads in key)), segments)
+        q = join_streams(*self.pair("q_norm", *(heads.to(exact) for heads in query)), segments)
+        k = join_streams(*self.pair("k_norm", *(heads.to(exact) for heads in key)), segments)
         q, k = (heads.to(text.dtype) for heads in apply_rotary_pos_emb(q, k, *rope))
-        v = join(value[0], value[1], segments)
+        v = join_streams(value[0], value[1], segments)
         if kept is not None:
             k, v = kept.extend(self, k, v)
         k, v = repeat_kv(k, self.num_groups), repeat_kv(v, self.num_groups)
         out = attend(q, k, v, segments).transpose(1, 2).flatten(2)
-        return self.pair("o_proj", *part(out, segments))
+        return self.pair("o_proj", *split_streams(out, segments))
 
     def _heads(self, name: str, text: Tensor, image: Tensor) -> list[Tensor]:
         """Return a projection of both streams, [B, heads, tokens, head_dim]."""
         return [t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in self.pair(name, text, image)]
 
 
-class BagelBlock(Twofold):
+class BagelBlock(PairedModule):
     """One layer."""
 
     def __init__(self, config: Qwen2Config) -> None:
@@ -130,7 +137,7 @@ class BagelBlock(Twofold):
         return text + words, image + patches
 
 
-class BagelLayers(Twofold):
+class BagelLayers(PairedModule):
     """The language model: text embedding, layers, last norm."""
 
     _gradient_checkpointing_func: Callable[..., tuple[Tensor, Tensor]]
@@ -150,17 +157,19 @@ class BagelLayers(Twofold):
         marks: Tensor,
         image: Tensor,
         references: Sequence[Tensor],
-        seen: Sequence[Tensor],
+        vision: Sequence[Tensor],
     ) -> Tensor:
         """Return the image's tokens [B, N, D] after all layers.
 
         references: tokens [B, N_i, D] of the references' latents. The other arguments are as in BagelTransformer.
         """
         N, around = image.shape[1], self.embed_tokens(marks)
-        before = [tokens for each in seen for tokens in (around, around, each)]
+        before = [tokens for image_tokens in vision for tokens in (around, around, image_tokens)]
         text = torch.cat([*before, self.embed_tokens(input_ids), around], dim=1)
         image = torch.cat([*references, image], dim=1)
-        counts = [(clean.shape[1], each.shape[1]) for clean, each in zip(references, seen, strict=True)]
+        counts = [
+            (latents.shape[1], image_tokens.shape[1]) for latents, image_tokens in zip(references, vision, strict=True)
+        ]
         segments, positions = lay_out(attention_mask, counts, N)
         _, image = self._run(text, image, positions, segments)
         normalised: Tensor = self.get_submodule("norm_moe_gen")(image[:, -N:])
@@ -242,18 +251,19 @@ class BagelTransformer(ModelMixin, ConfigMixin, PeftAdapterMixin):
         attention_mask: Tensor,
         marks: Tensor,
         references: Sequence[Tensor] = (),
-        seen: Sequence[Tensor] = (),
+        vision: Sequence[Tensor] = (),
     ) -> Tensor:
         """Return the velocity [B, C, h, w] at latents hidden_states [B, C, h, w] and noise levels timestep [B].
 
         input_ids, attention_mask: the text [B, T], padded at the end, and its mask. marks: ids [B, 2] of the tokens
-        around an image. references: clean latents [B, C, h', w'] of each. seen: BagelVision's tokens [B, n, D] of each.
+        around an image. references: clean latents [B, C, h', w'] and vision: tokens of
+        BagelVision [B, n, D], of each.
         """
         image = self._embed(hidden_states, timestep)
-        clean = [self._embed(latents, torch.zeros_like(timestep)) for latents in references]
+        reference_tokens = [self._embed(latents, torch.zeros_like(timestep)) for latents in references]
         dtype = image.dtype
         image = self.language_model["model"](
-            input_ids, attention_mask, marks, image, clean, [tokens.to(dtype) for tokens in seen]
+            input_ids, attention_mask, marks, image, reference_tokens, [tokens.to(dtype) for tokens in vision]
         )
         grid = [side // PATCH for side in hidden_states.shape[-2:]]
         patches = self.llm2vae(image).unflatten(1, grid).unflatten(-1, (PATCH, PATCH, -1))
@@ -287,9 +297,9 @@ class BagelThinker(BagelTransformer):
         """Replace the head."""
         self.language_model["lm_head"] = head
 
-    def forward(self, hidden_states: Tensor | None = None, **given: Any) -> Any:  # type: ignore[override]
+    def forward(self, hidden_states: Tensor | None = None, **kwargs: Any) -> Any:  # type: ignore[override]
         """Run BagelTransformer's forward, or `write` without latents."""
-        return self.write(**given) if hidden_states is None else super().forward(hidden_states, **given)
+        return self.write(**kwargs) if hidden_states is None else super().forward(hidden_states, **kwargs)
 
     def write(
         self,

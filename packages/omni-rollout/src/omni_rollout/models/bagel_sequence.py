@@ -41,7 +41,11 @@ def lay_out(words: Tensor, references: Sequence[tuple[int, int]], image: int) ->
     words: mask of the text [B, T], False for padding. references: (N_i, n_i) of each. image: N.
     """
     B, T = words.shape
-    segments = [segment for clean, seen in references for segment in (Segment(2, clean), Segment(2 + seen, 0))]
+    segments = [
+        segment
+        for num_latents, num_vision in references
+        for segment in (Segment(2, num_latents), Segment(2 + num_vision, 0))
+    ]
     sizes, first = [segment.text + segment.image for segment in segments], len(segments)
     places = [torch.full((B, size), i, device=words.device) for i, size in enumerate(sizes)]
     places.append(first + torch.arange(T, device=words.device).expand(B, T))
@@ -53,14 +57,14 @@ def lay_out(words: Tensor, references: Sequence[tuple[int, int]], image: int) ->
     return segments, torch.cat(places, dim=1)
 
 
-def join(text: Tensor, image: Tensor, segments: Sequence[Segment]) -> Tensor:
+def join_streams(text: Tensor, image: Tensor, segments: Sequence[Segment]) -> Tensor:
     """Return the sequence [B, heads, L, width] of two streams, [B, heads, U, width] and [B, heads, G, width]."""
     texts = text.split([segment.text for segment in segments], dim=2)
     images = image.split([segment.image for segment in segments], dim=2)
     return torch.cat([piece for pair in zip(texts, images, strict=True) for piece in pair], dim=2)
 
 
-def part(states: Tensor, segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
+def split_streams(states: Tensor, segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
     """Return the streams [B, U, D] and [B, G, D] of a sequence [B, L, D]."""
     pieces = states.split([count for segment in segments for count in segment[:2]], dim=1)
     return torch.cat(pieces[::2], dim=1), torch.cat(pieces[1::2], dim=1)

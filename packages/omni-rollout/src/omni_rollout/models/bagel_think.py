@@ -26,7 +26,7 @@ REQUEST = (  # as released
 )
 
 
-class BagelWriting:
+class BagelThoughts:
     """Unfinished thoughts with a KV cache. ids, words: from `ThinkingBagel.batch`."""
 
     def __init__(self, ids: Tensor, words: Tensor) -> None:
@@ -62,17 +62,17 @@ class ThinkingBagel(Bagel):
     def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False) -> Cond:
         """Encode as Bagel does, with the request to think before the text."""
         request = super().encode(parts, replace(prompt, text=REQUEST))
-        own = super().encode(parts, prompt, negative=negative)
-        return request | {name: torch.cat([request[name], own[name]]) for name in ("ids", "ids_mask")}
+        encoded = super().encode(parts, prompt, negative=negative)
+        return request | {name: torch.cat([request[name], encoded[name]]) for name in ("ids", "ids_mask")}
 
-    def ask(self, ids: Tensor) -> Cond:
+    def thought_inputs(self, ids: Tensor) -> Cond:
         """Return the tokens before a thought, `input_ids` [P], for the tokens of one prompt from `encode`."""
         return {"input_ids": pad(ids, [0, 1], value=self.begin)}
 
     def batch(self, encoded: Sequence[Cond], tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Return the ids [B, P + T] of left-padded prompts and thoughts [B, T], and their mask, False for padding."""
-        device, length = tokens.device, max(len(each["input_ids"]) for each in encoded)
-        rows = [(each["input_ids"], length - len(each["input_ids"])) for each in encoded]
+        device, length = tokens.device, max(len(item["input_ids"]) for item in encoded)
+        rows = [(item["input_ids"], length - len(item["input_ids"])) for item in encoded]
         ids = torch.stack([pad(row, [left, 0], value=self.end) for row, left in rows]).to(device)
         words = torch.stack([pad(torch.ones_like(row), [left, 0]) for row, left in rows]).to(device)
         return torch.cat([ids, tokens.masked_fill(~mask, self.end)], dim=1), torch.cat([words.bool(), mask], dim=1)
@@ -87,10 +87,10 @@ class ThinkingBagel(Bagel):
         logits: Tensor = net(**inputs, use_cache=False).logits
         return logits
 
-    def start(self, encoded: Sequence[Cond], device: torch.device) -> "BagelWriting":
+    def start(self, encoded: Sequence[Cond], device: torch.device) -> "BagelThoughts":
         """Return thoughts without any tokens yet."""
-        none = torch.empty(len(encoded), 0, dtype=torch.long, device=device)
-        return BagelWriting(*self.batch(encoded, none, none.bool()))
+        empty = torch.empty(len(encoded), 0, dtype=torch.long, device=device)
+        return BagelThoughts(*self.batch(encoded, empty, empty.bool()))
 
     def decode_text(self, tokens: Tensor) -> str:
         """Return the text of one thought, without marks."""
@@ -103,9 +103,9 @@ class ThinkingBagel(Bagel):
         cond: from `encode`, with an axis B.
         """
         device, rows = cond["ids"].device, []
-        for each, tokens, mask in zip(thoughts.encoded, thoughts.tokens, thoughts.mask, strict=True):
+        for item, tokens, mask in zip(thoughts.encoded, thoughts.tokens, thoughts.mask, strict=True):
             thought = tokens[mask]
-            ids = torch.cat([each["input_ids"], thought[thought != self.end], torch.tensor([self.end])]).to(device)
+            ids = torch.cat([item["input_ids"], thought[thought != self.end], torch.tensor([self.end])]).to(device)
             rows.append({"ids": ids, "ids_mask": torch.ones(len(ids), dtype=torch.bool)})
         return cond | join(rows, dim=0, what="thoughts")
 

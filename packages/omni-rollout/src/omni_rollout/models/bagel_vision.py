@@ -9,10 +9,10 @@ from torch.nn.functional import gelu
 from transformers import SiglipVisionConfig
 from transformers.models.siglip.modeling_siglip import SiglipEncoder
 
-from omni_rollout.models.diffusers_model import resized
+from omni_rollout.models.diffusers_model import resize_image
 
 STAGES = ("embeddings.patch_embedding", "embeddings.position_embedding", "encoder", "post_layernorm")
-MOST_PIXELS = 14 * 14 * 9 * 1024  # of a reference
+MAX_PIXELS = 14 * 14 * 9 * 1024  # of a reference
 
 
 class BagelVision(nn.Module):
@@ -69,20 +69,20 @@ class BagelVision(nn.Module):
         return tokens + self.vit_pos_embed["pos_embed"][places]
 
 
-def fit(image: Tensor, *, unit: int, least: float, most: float) -> Tensor:
-    """Return a reference, uint8 [H, W, 3], resized to sides that are multiples of `unit` pixels and at most `most`.
+def fit_reference(image: Tensor, *, unit: int, min_side: float, max_side: float) -> Tensor:
+    """Return a reference, uint8 [H, W, 3], resized to sides that are multiples of `unit` pixels and at most `max_side`.
 
-    The shorter side has at least `least` pixels if the longer one permits it. The steps and rounding follow the
+    The shorter side has at least `min_side` pixels if the longer one permits it. The steps and rounding follow the
     released code; the filter is bicubic.
     """
     height, width = image.shape[:2]
-    scale = max(min(most / max(height, width), 1.0), least / min(height, width))
+    scale = max(min(max_side / max(height, width), 1.0), min_side / min(height, width))
     height, width = _scaled(height, width, scale, unit)
-    if height * width > MOST_PIXELS:  # by the ratio of the areas, not by its root
-        height, width = _scaled(height, width, MOST_PIXELS / (height * width), unit)
-    if max(height, width) > most:
-        height, width = _scaled(height, width, most / max(height, width), unit)
-    return resized(image, height, width, resample="BICUBIC")
+    if height * width > MAX_PIXELS:  # by the ratio of the areas, not by its root
+        height, width = _scaled(height, width, MAX_PIXELS / (height * width), unit)
+    if max(height, width) > max_side:
+        height, width = _scaled(height, width, max_side / max(height, width), unit)
+    return resize_image(image, height, width, resample="BICUBIC")
 
 
 def _scaled(height: int, width: int, scale: float, unit: int) -> tuple[int, int]:

@@ -16,17 +16,17 @@ import torch
 from omni_sched import exponential_shift_sigmas, linear_sigmas, resolution_mu, shift_sigmas, stretch_sigmas
 from torch import Tensor, nn
 
-from omni_rollout.files import check_counts, read_json, safetensors_files, safetensors_shapes, size_of
+from omni_rollout.files import check_counts, read_json, safetensors_bytes, safetensors_files, safetensors_shapes
 from omni_rollout.models.hub import local_folder
-from omni_rollout.models.parts import RELEASED, made_of, open_processor, open_tokenizer
-from omni_rollout.offload import visit
+from omni_rollout.models.parts import RELEASED, checked_build, open_processor, open_tokenizer
+from omni_rollout.offload import run_offloaded
 from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates, to_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Value = TypeVar("Value", int, float, bool, str, list)
-MOST_TEXT_TOKENS = 512  # largest max_sequence_length of the stock pipelines
+MAX_TEXT_TOKENS = 512  # largest max_sequence_length of the stock pipelines
 PIXELS_PER_TOKEN = 16  # for images: 8 from the VAE, 2 from the patches
 JOINT_ATTENTION = (  # diffusers' names of the layers of joint attention to images and texts
     "attn.to_q",
@@ -108,16 +108,16 @@ class DiffusersModel:
         """Raise ValueError unless a part's configuration has these values; values missing in older files pass."""
         for name, value in built_in.items():
             allowed = value if isinstance(value, tuple) else (value,)
-            if (found := self.config[part].get(name)) not in (None, *allowed):
+            if (actual := self.config[part].get(name)) not in (None, *allowed):
                 rule = f"must be {' or '.join(map(json.dumps, allowed))} for a {self.PIPELINE}"
-                raise ValueError(f"{name} of {self.config_file(part)} {rule}, got {json.dumps(found):.80}")
+                raise ValueError(f"{name} of {self.config_file(part)} {rule}, got {json.dumps(actual):.80}")
 
     def _expect_length(self, part: str, name: str, length: int) -> None:
         """Raise ValueError unless a list in a part's configuration, if present, has `length` entries."""
-        found = self.config[part].get(name)
-        if found is not None and not (isinstance(found, list) and len(found) == length):
+        value = self.config[part].get(name)
+        if value is not None and not (isinstance(value, list) and len(value) == length):
             rule = f"must have {length} entries for a {self.PIPELINE}"
-            raise ValueError(f"{name} of {self.config_file(part)} {rule}, got {json.dumps(found):.80}")
+            raise ValueError(f"{name} of {self.config_file(part)} {rule}, got {json.dumps(value):.80}")
 
     @property
     def nets(self) -> Mapping[str, str]:
@@ -131,19 +131,19 @@ class DiffusersModel:
 
     def _part_config(self, part: str, library: str, name: str) -> dict[str, Any]:
         """Return the configuration of one part; raise ValueError if the files name another class for it."""
-        index, found = self.folder / self.INDEX, self.config.get(part)
-        if isinstance(found, list) and len(found) == 3 and isinstance(found[2], dict):  # of a modular pipeline
-            where, found = found[2].get("pretrained_model_name_or_path"), found[2].get("type_hint")
+        index, spec = self.folder / self.INDEX, self.config.get(part)
+        if isinstance(spec, list) and len(spec) == 3 and isinstance(spec[2], dict):  # of a modular pipeline
+            where, spec = spec[2].get("pretrained_model_name_or_path"), spec[2].get("type_hint")
             if not (self.folder / part).is_dir():
-                how = "save_pretrained of diffusers with overwrite_modular_index=True writes all parts"
-                raise ValueError(f"{part} must be in {self.folder / part}, {index} names {where!r:.80}: {how}")
-        if not isinstance(found, list) or [str(entry).removesuffix("Fast") for entry in found] != [library, name]:
-            raise ValueError(f"{part} must be a {name} of {library}, {index} says {found!r:.80}")
+                hint = "save_pretrained of diffusers with overwrite_modular_index=True writes all parts"
+                raise ValueError(f"{part} must be in {self.folder / part}, {index} names {where!r:.80}: {hint}")
+        if not isinstance(spec, list) or [str(entry).removesuffix("Fast") for entry in spec] != [library, name]:
+            raise ValueError(f"{part} must be a {name} of {library}, {index} says {spec!r:.80}")
         file = self.config_file(part)
         config = read_json(file)
-        found = name if "tokenizer" in part else config.get("_class_name") or config.get("architectures", [name])
-        if found not in (name, [name], [name.replace("Model", "ForCausalLM")]):  # the base model of a language model
-            raise ValueError(f"{part} must be a {name}, {file} says {found!r:.80}")
+        spec = name if "tokenizer" in part else config.get("_class_name") or config.get("architectures", [name])
+        if spec not in (name, [name], [name.replace("Model", "ForCausalLM")]):  # the base model of a language model
+            raise ValueError(f"{part} must be a {name}, {file} says {spec!r:.80}")
         return config
 
     def config_file(self, part: str) -> Path:
@@ -193,9 +193,9 @@ class DiffusersModel:
         """Raise ValueError for an unsupported option, or guidance below its minimum; a subclass adds sizes."""
         for name in params.guidance:
             if name not in self.OPTIONS:
-                have = f"one of {', '.join(self.OPTIONS)}" if self.OPTIONS else "empty"
+                expected = f"one of {', '.join(self.OPTIONS)}" if self.OPTIONS else "empty"
                 scales = f"; it is guided by {' and '.join(self.GUIDANCE)}" if self.GUIDANCE else ""
-                raise ValueError(f"guidance of a {self.PIPELINE} must be {have}, got {name}{scales}")
+                raise ValueError(f"guidance of a {self.PIPELINE} must be {expected}, got {name}{scales}")
         if "video" not in self.MEDIA and params.num_frames != 1:
             raise ValueError(f"num_frames must be 1 for a {self.PIPELINE}, got {params.num_frames}")
         if self.terminal and params.num_inference_steps < 2:
@@ -221,13 +221,13 @@ class DiffusersModel:
     def _check_tokens(self, params: Params, unit: int, frames: int = 1) -> None:
         """Raise ValueError unless `context` divides the tokens of a sample, each `unit` pixels wide and high."""
         rows, columns = params.height // unit, params.width // unit
-        near = product(*(range(max(1, side - self.context), side + self.context + 1) for side in (rows, columns)))
-        sides = [(h, w) for h, w in near if h * w * frames % self.context == 0]
+        candidates = product(*(range(max(1, side - self.context), side + self.context + 1) for side in (rows, columns)))
+        sides = [(h, w) for h, w in candidates if h * w * frames % self.context == 0]
         height, width = min(sides, key=lambda side: (abs(side[0] - rows) + abs(side[1] - columns), side))
         if (height, width) != (rows, columns):
             rule = f"height and width must make tokens that {self.context} ranks can share"
-            have = f"{params.height} x {params.width}, which makes {frames * rows * columns}"
-            raise ValueError(f"{rule}, such as {height * unit} x {width * unit}, got {have}")
+            actual = f"{params.height} x {params.width}, which makes {frames * rows * columns}"
+            raise ValueError(f"{rule}, such as {height * unit} x {width * unit}, got {actual}")
 
     def share(self, net: nn.Module, mesh: "torch.distributed.DeviceMesh") -> None:
         """Split the tokens of each forward pass of the net over the ranks in a row of `mesh`.
@@ -244,28 +244,28 @@ class DiffusersModel:
         for name in self.nets:
             part = net.get_submodule(name)
             processors = [getattr(module, "processor", None) for module in part.modules()]
-            for each in (part, *processors):
-                if each is not None and hasattr(each, "_parallel_config"):
-                    each._parallel_config = config
+            for component in (part, *processors):
+                if component is not None and hasattr(component, "_parallel_config"):
+                    component._parallel_config = config
             apply_context_parallel(part, config.context_parallel_config, self._context_plan(part))
 
     def _context_plan(self, net: nn.Module) -> dict[str, Any]:
         """Return diffusers' plan of the module inputs and outputs that ranks split and gather."""
         return dict(net._cp_plan)  # type: ignore[arg-type]
 
-    def check_text_length(self, params: Params, most: int = MOST_TEXT_TOKENS) -> None:
+    def check_text_length(self, params: Params, maximum: int = MAX_TEXT_TOKENS) -> None:
         """Raise ValueError unless the option max_sequence_length is a supported number of text tokens."""
-        if (length := self.option(params, "max_sequence_length")) not in range(1, most + 1):
-            raise ValueError(f"max_sequence_length must be a whole number from 1 to {most}, got {length:g}")
+        if (length := self.option(params, "max_sequence_length")) not in range(1, maximum + 1):
+            raise ValueError(f"max_sequence_length must be a whole number from 1 to {maximum}, got {length:g}")
 
     def check_image(self, height: int, width: int) -> None:
         """Accept references of any size; a subclass may raise ValueError."""
 
     def sigmas(self, params: Params) -> Tensor:
         """Return the noise levels [S + 1] from 1 to 0: even steps, shifted by the scheduler's configuration."""
-        return self._shifted(linear_sigmas(params.num_inference_steps), params)
+        return self._shift_levels(linear_sigmas(params.num_inference_steps), params)
 
-    def _shifted(self, levels: Tensor, params: Params) -> Tensor:
+    def _shift_levels(self, levels: Tensor, params: Params) -> Tensor:
         """Return levels [S + 1], shifted by the scheduler's configuration."""
         if not self.value("scheduler", "use_dynamic_shifting", bool, False):
             levels = shift_sigmas(levels, self.value("scheduler", "shift", float, 1.0))
@@ -309,27 +309,29 @@ class DiffusersModel:
             if part == "scheduler":
                 continue
             if issubclass(self._class(part), nn.Module):
-                wanted = self._empty(part).state_dict()
+                expected = self._empty(part).state_dict()
                 if is_whole:
-                    self._check_weights(part, wanted)
+                    self._check_weights(part, expected)
             elif is_whole:
                 self._load(part, "cpu", torch.float32)  # a tokenizer or a processor
 
-    def _check_weights(self, part: str, wanted: Mapping[str, Tensor]) -> None:
+    def _check_weights(self, part: str, expected: Mapping[str, Tensor]) -> None:
         files = self.weight_files(part)
-        folder, found = files[0].parent, safetensors_shapes(files)
+        folder, shapes = files[0].parent, safetensors_shapes(files)
         if part not in self.nets.values():  # older names are translated during loading
             return
-        if missing := wanted.keys() - found.keys():
+        if missing := expected.keys() - shapes.keys():
             raise ValueError(f"model is incomplete: {folder} lacks {len(missing)} weights, such as {min(missing)}")
         ignored = self._class(part)._keys_to_ignore_on_load_unexpected or ()
-        if surplus := {n for n in found.keys() - wanted.keys() if not any(re.search(each, n) for each in ignored)}:
-            some = f"{len(surplus)} weights that its configuration lacks, such as {min(surplus)}"
-            raise ValueError(f"model is damaged: {folder} has {some}")
-        for name, tensor in wanted.items():
-            if tuple(tensor.shape) != found[name]:
-                says = f"{found[name]}, its configuration says {tuple(tensor.shape)}"
-                raise ValueError(f"model is damaged: {name} of {folder} has the shape {says}")
+        if surplus := {
+            n for n in shapes.keys() - expected.keys() if not any(re.search(pattern, n) for pattern in ignored)
+        }:
+            summary = f"{len(surplus)} weights that its configuration lacks, such as {min(surplus)}"
+            raise ValueError(f"model is damaged: {folder} has {summary}")
+        for name, tensor in expected.items():
+            if tuple(tensor.shape) != shapes[name]:
+                detail = f"{shapes[name]}, its configuration says {tuple(tensor.shape)}"
+                raise ValueError(f"model is damaged: {name} of {folder} has the shape {detail}")
 
     @property
     def encoders(self) -> list[str]:
@@ -344,19 +346,21 @@ class DiffusersModel:
         """
         others = [part for part in self.parts if part not in (*self.nets.values(), "scheduler")]
         hosted = self.encoders if self.host_encoders else []
-        own = {"vae": torch.float32} if dtype == torch.float16 else {}  # its overflows would not be visible in pixels
+        dtypes = (
+            {"vae": torch.float32} if dtype == torch.float16 else {}
+        )  # its overflows would not be visible in pixels
         places = {part: "cpu" if part in hosted else device for part in others}
-        parts = Parts(**{part: self._loaded(part, place, own.get(part, dtype)) for part, place in places.items()})
+        parts = Parts(**{part: self._load_part(part, place, dtypes.get(part, dtype)) for part, place in places.items()})
         for part in hosted:
-            visit(getattr(parts, part), torch.device(device))
+            run_offloaded(getattr(parts, part), torch.device(device))
         parts.net = self.load_net(device=device, dtype=dtype) if net is None else net
         return parts
 
     def load_net(self, *, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
         """Return only the net, as `load` does."""
-        return joined({name: self._loaded(part, device, dtype) for name, part in self.nets.items()})
+        return join_nets({name: self._load_part(part, device, dtype) for name, part in self.nets.items()})
 
-    def _loaded(self, part: str, device: torch.device | str, dtype: torch.dtype) -> Any:
+    def _load_part(self, part: str, device: torch.device | str, dtype: torch.dtype) -> Any:
         with self.reading(part, self._num_bytes(part)):
             return self._load(part, device, dtype)
 
@@ -367,11 +371,11 @@ class DiffusersModel:
     def _num_bytes(self, part: str) -> int:
         """Return the size of a part's files."""
         name = "model" if self.PARTS[part][0] == "transformers" else "diffusion_pytorch_model"
-        return size_of(self.folder / part, name)
+        return safetensors_bytes(self.folder / part, name)
 
     def empty_net(self, *, buffers: bool = False) -> nn.Module:
         """Return the net on the meta device, for names and shapes. buffers: True to materialize the buffers."""
-        return joined({name: self._empty(part, buffers=buffers) for name, part in self.nets.items()})
+        return join_nets({name: self._empty(part, buffers=buffers) for name, part in self.nets.items()})
 
     def weight_files(self, part: str = "transformer") -> list[Path]:
         """Return the safetensors files of a part, after fetching them for a hub id."""
@@ -392,7 +396,7 @@ class DiffusersModel:
         cls = getattr(module, name, None)
         if cls is None:
             raise ValueError(f"{library} must have a {name} for a {self.PIPELINE}, {module.__version__} has none")
-        return _without(cls, self.UNUSED[part]) if part in self.UNUSED else cls
+        return _remove_modules(cls, self.UNUSED[part]) if part in self.UNUSED else cls
 
     def _load(self, part: str, device: torch.device | str, dtype: torch.dtype) -> Any:
         cls = self._class(part)
@@ -401,7 +405,7 @@ class DiffusersModel:
         if not self.reads_weights:
             from transformers.initialization import no_init_weights
 
-            with made_of(self.config_file(part), cls.__name__), _default_dtype(dtype), torch.device(device):
+            with checked_build(self.config_file(part), cls.__name__), _default_dtype(dtype), torch.device(device):
                 with no_init_weights():
                     module = self._make(part)
                 kept = getattr(cls, "_keep_in_fp32_modules", None) or () if dtype == torch.float16 else ()
@@ -413,8 +417,8 @@ class DiffusersModel:
         folder = self.weight_files(part)[0].parent  # raises if there are none: the library would look for other formats
         module, missing = self._read(part, dtype)
         if missing:  # the library has initialized them randomly
-            some = f"{len(missing)} weights, such as {min(missing)}"
-            raise ValueError(f"model is incomplete: {folder} lacks {some}")
+            summary = f"{len(missing)} weights, such as {min(missing)}"
+            raise ValueError(f"model is incomplete: {folder} lacks {summary}")
         module.to(device).eval().requires_grad_(False)
         for name, weight in module.named_parameters():
             if not (weight.sum().isfinite() or weight.isfinite().all()):  # a fast check first
@@ -439,7 +443,7 @@ class DiffusersModel:
         cls, file = self._class(part), self.config_file(part)
         _check_types(inspect.signature(cls.__init__), self.config[part], file)
         check_counts(self.config[part], file)
-        with made_of(file, cls.__name__), init_empty_weights(False) if buffers else torch.device("meta"):
+        with checked_build(file, cls.__name__), init_empty_weights(False) if buffers else torch.device("meta"):
             module = self._make(part)
         return module.requires_grad_(False)
 
@@ -508,12 +512,12 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def joined(nets: Mapping[str, nn.Module]) -> nn.Module:
+def join_nets(nets: Mapping[str, nn.Module]) -> nn.Module:
     """Return the nets as one module, or a single net unchanged."""
     return Experts(nets) if len(nets) > 1 else next(iter(nets.values()))
 
 
-def _without(cls: type[nn.Module], unused: Collection[str]) -> type[nn.Module]:
+def _remove_modules(cls: type[nn.Module], unused: Collection[str]) -> type[nn.Module]:
     """Return a transformers class without modules that never run: names, or name.N: for a list's entries from N.
 
     The weights of these modules in files are not read: 3 to 27 % of a text encoder, 1 to 11 GB in bfloat16.
@@ -539,17 +543,17 @@ def _without(cls: type[nn.Module], unused: Collection[str]) -> type[nn.Module]:
     return Part
 
 
-def check_size(params: Params, unit: int, *, most: int | None = None) -> None:
-    """Raise ValueError unless height and width are 1 to `most` times `unit` pixels; name the nearest valid size."""
-    bound = "" if most is None else f" up to {most * unit}"
+def check_size(params: Params, unit: int, *, max_units: int | None = None) -> None:
+    """Raise ValueError unless height and width are 1 to `max_units` times `unit` pixels; name the nearest size."""
+    bound = "" if max_units is None else f" up to {max_units * unit}"
     for name, value in (("height", params.height), ("width", params.width)):
-        if value < unit or value % unit or (most is not None and value > most * unit):
-            nearest = min(max(1, round(value / unit)), most or math.inf) * unit
+        if value < unit or value % unit or (max_units is not None and value > max_units * unit):
+            nearest = min(max(1, round(value / unit)), max_units or math.inf) * unit
             rule = f"{name} must be a positive multiple of {unit} pixels{bound}, such as {nearest}"
             raise ValueError(f"{rule}, got {value}")
 
 
-def both(cond: Cond, name: str) -> Tensor:
+def cfg_batch(cond: Cond, name: str) -> Tensor:
     """Return an entry and its negative as one batch [2B, ...], padded to the longer text if it has a mask."""
     pair = [cond[name], cond[f"negative_{name}"]]
     if pair[0].dim() > 1:
@@ -558,7 +562,7 @@ def both(cond: Cond, name: str) -> Tensor:
     return torch.cat(pair)
 
 
-def where_needed(mask: Tensor, device: torch.device) -> Tensor | None:
+def needed_mask(mask: Tensor, device: torch.device) -> Tensor | None:
     """Return a mask on the device, or None if it hides nothing: attention without a mask is faster.
 
     It hides nothing in a batch of samples of a single prompt: their texts run in one call, and their negatives, which
@@ -574,7 +578,7 @@ def pixels(media: Tensor) -> Tensor:
     return (values - 1).movedim(-1, -3)
 
 
-def resized(image: Tensor, height: int, width: int, *, resample: str = "LANCZOS") -> Tensor:
+def resize_image(image: Tensor, height: int, width: int, *, resample: str = "LANCZOS") -> Tensor:
     """Return an image, uint8 [H, W, 3], resized with the named PIL filter."""
     from transformers.image_transforms import PILImageResampling, resize
 

@@ -16,10 +16,10 @@ from omni_rollout.models.diffusers_model import (
     JOINT_ATTENTION,
     PIXELS_PER_TOKEN,
     ImageModel,
-    both,
+    cfg_batch,
     check_size,
     pack,
-    resized,
+    resize_image,
     text_ids,
     unpack,
 )
@@ -104,7 +104,7 @@ class Flux1(ImageModel):
         tokens = torch.cat([pack(latents) for latents in images], dim=1)
         guided = self.is_guided(params)
         if guided:
-            embeds, pooled = both(cond, "embeds"), both(cond, "pooled")
+            embeds, pooled = cfg_batch(cond, "embeds"), cfg_batch(cond, "pooled")
             tokens, sigma = torch.cat([tokens, tokens]), torch.cat([sigma, sigma])
         velocity = net(
             hidden_states=tokens.to(embeds.dtype),
@@ -113,7 +113,7 @@ class Flux1(ImageModel):
             pooled_projections=pooled,
             encoder_hidden_states=embeds,
             txt_ids=x.new_zeros(embeds.shape[1], 3),
-            img_ids=torch.cat([_places(latents, image) for image, latents in enumerate(images)]),
+            img_ids=torch.cat([_token_positions(latents, image) for image, latents in enumerate(images)]),
             return_dict=False,
         )[0].float()
         velocity = velocity[:, : x[0, 0].numel() // 4]  # without the reference's velocity
@@ -142,20 +142,20 @@ class Flux1Kontext(Flux1):
 
     def condition(self, parts: Parts, prompt: Prompt, params: Params) -> Cond:
         """Return the latents of the reference, `reference_0` [C, h', w']."""
-        image = _fit(prompt.images[0], self.option(params, "image_area"))
+        image = _fit_reference(prompt.images[0], self.option(params, "image_area"))
         return {"reference_0": self.encode_media(parts, {"image": image[None]}, params)[0]}
 
 
-def _fit(image: Tensor, area: float) -> Tensor:
+def _fit_reference(image: Tensor, area: float) -> Tensor:
     """Return an image, uint8 [H, W, 3], at about `area` pixels and the trained size nearest in aspect ratio."""
     rows, columns = (max(1, side // PIXELS_PER_TOKEN) for side in image.shape[:2])
     sizes = [*SIZES, (1024, 1024), *((height, width) for width, height in reversed(SIZES))]
     width, height = min(sizes, key=lambda size: abs(columns / rows - size[0] / size[1]))
     unit = PIXELS_PER_TOKEN / math.sqrt(area / AREA)
-    return resized(image, *(max(1, round(side / unit)) * PIXELS_PER_TOKEN for side in (height, width)))
+    return resize_image(image, *(max(1, round(side / unit)) * PIXELS_PER_TOKEN for side in (height, width)))
 
 
-def _places(x: Tensor, image: int) -> Tensor:
+def _token_positions(x: Tensor, image: int) -> Tensor:
     """Return the position [(h/2)(w/2), 3] of each token of latents [B, C, h, w]: image, row and column."""
     rows, columns = (torch.arange(side // 2, device=x.device, dtype=torch.float32) for side in x.shape[-2:])
     return torch.cartesian_prod(torch.full_like(rows[:1], image), rows, columns)

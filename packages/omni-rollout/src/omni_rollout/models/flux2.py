@@ -16,16 +16,16 @@ from omni_rollout.models.diffusers_model import (
     JOINT_ATTENTION,
     PIXELS_PER_TOKEN,
     DiffusersModel,
-    both,
+    cfg_batch,
     check_size,
     pixels,
-    resized,
+    resize_image,
 )
 from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates
 
 TEXT_TOKENS = 512
 AREA = 1024 * 1024  # largest reference by default, in pixels; larger ones are downscaled
-LEAST_SIDE, MOST_RATIO = 64, 8  # of a reference
+MIN_SIDE, MAX_RATIO = 64, 8  # of a reference
 SYSTEM = (  # the system prompt that dev was trained with
     "You are an AI that reasons about image descriptions. You give structured responses focusing on object "
     "relationships, object\nattribution and actions without speculation."
@@ -95,10 +95,10 @@ class Flux2Klein(DiffusersModel):
 
     def check_image(self, height: int, width: int) -> None:
         """Raise ValueError for a reference that is too small, too elongated, or has tokens that ranks cannot share."""
-        if min(height, width) < LEAST_SIDE or max(height, width) > MOST_RATIO * min(height, width):
-            rule = f"images must have sides of {LEAST_SIDE} pixels or more, one at most {MOST_RATIO} times the other"
+        if min(height, width) < MIN_SIDE or max(height, width) > MAX_RATIO * min(height, width):
+            rule = f"images must have sides of {MIN_SIDE} pixels or more, one at most {MAX_RATIO} times the other"
             raise ValueError(f"{rule}, got height {height} and width {width}")
-        _, _, rows, columns = _crop(*_reduced(height, width))
+        _, _, rows, columns = _crop_box(*_reduced_size(height, width))
         if (tokens := rows * columns // PIXELS_PER_TOKEN**2) % self.context:
             rule = f"images must have tokens that {self.context} ranks can share"
             raise ValueError(f"{rule}, got height {height} and width {width}, which makes {tokens}")
@@ -148,7 +148,7 @@ class Flux2Klein(DiffusersModel):
         """Return the latents of the references, `reference_0` [C, h', w'] and so on."""
         area = self.option(params, "image_area")
         return {
-            f"reference_{i}": self.encode_media(parts, {"image": fit(image, area)[None]}, params)[0]
+            f"reference_{i}": self.encode_media(parts, {"image": fit_reference(image, area)[None]}, params)[0]
             for i, image in enumerate(prompt.images)
         }
 
@@ -162,8 +162,8 @@ class Flux2Klein(DiffusersModel):
         images = [x, *(latents for name, latents in cond.items() if name.startswith("reference_"))]
         tokens = torch.cat([latents.flatten(2).mT for latents in images], dim=1)
         if guided:
-            embeds, tokens, sigma = both(cond, "embeds"), torch.cat([tokens, tokens]), torch.cat([sigma, sigma])
-        places = torch.cat([_places(latents, 10 * i) for i, latents in enumerate(images)])
+            embeds, tokens, sigma = cfg_batch(cond, "embeds"), torch.cat([tokens, tokens]), torch.cat([sigma, sigma])
+        places = torch.cat([_token_positions(latents, 10 * i) for i, latents in enumerate(images)])
         words = pad(torch.arange(embeds.shape[1], device=x.device)[:, None], (3, 0))
         velocity = net(
             hidden_states=tokens.to(embeds.dtype),
@@ -234,15 +234,15 @@ class Flux2(Flux2Klein):
         return AutoTokenizer
 
 
-def fit(image: Tensor, area: float = AREA) -> Tensor:
+def fit_reference(image: Tensor, area: float = AREA) -> Tensor:
     """Return a reference, uint8 [H, W, 3], downscaled to about `area` pixels and center-cropped to whole tokens."""
-    size = _reduced(image.shape[0], image.shape[1], area)
-    image = image if size == image.shape[:2] else resized(image, *size)
-    top, left, rows, columns = _crop(*size)
+    size = _reduced_size(image.shape[0], image.shape[1], area)
+    image = image if size == image.shape[:2] else resize_image(image, *size)
+    top, left, rows, columns = _crop_box(*size)
     return image[top : top + rows, left : left + columns]
 
 
-def _reduced(height: int, width: int, area: float = AREA) -> tuple[int, int]:
+def _reduced_size(height: int, width: int, area: float = AREA) -> tuple[int, int]:
     """Return the size of a reference after downscaling to at most `area` pixels; each side is at least a token."""
     if height * width <= area:
         return height, width
@@ -250,13 +250,13 @@ def _reduced(height: int, width: int, area: float = AREA) -> tuple[int, int]:
     return max(PIXELS_PER_TOKEN, int(height * scale)), max(PIXELS_PER_TOKEN, int(width * scale))
 
 
-def _crop(height: int, width: int) -> tuple[int, int, int, int]:
+def _crop_box(height: int, width: int) -> tuple[int, int, int, int]:
     """Return the first row, first column, height and width of the whole tokens in the center of an image."""
     unit = PIXELS_PER_TOKEN
     return height % unit // 2, width % unit // 2, height // unit * unit, width // unit * unit
 
 
-def _places(latents: Tensor, first: int) -> Tensor:
+def _token_positions(latents: Tensor, first: int) -> Tensor:
     """Return the position (first, row, column, 0) of each token of latents [B, C, h, w], [hw, 4]."""
     sizes = latents.shape[2:]
     rows, columns = torch.meshgrid(*(torch.arange(size, device=latents.device) for size in sizes), indexing="ij")

@@ -48,33 +48,35 @@ class Flux3Transformer2DModel(diffusers.Flux3Transformer2DModel):
         positions [N, 4], [T, 4] and [M, 4].
         """
         dtype = hidden_states.dtype
-        now, clean = (
+        temb, clean_temb = (
             self.timestep_embedder(self.time_proj(level.to(dtype) * 1000).to(dtype))[:, None]
             for level in (timestep, torch.zeros_like(timestep))
         )
         mask = None if encoder_hidden_states_mask is None else encoder_hidden_states_mask[:, None, None]
         text_rotary = (*self.pos_embed(txt_ids), mask)
-        text = self._own_blocks("txt", self.context_embedder(encoder_hidden_states), text_rotary, silu(clean))
-        given = [("image", hidden_states, img_ids, now)]
+        text = self._run_stream_blocks(
+            "txt", self.context_embedder(encoder_hidden_states), text_rotary, silu(clean_temb)
+        )
+        image_streams = [("image", hidden_states, img_ids, temb)]
         if image_cond_hidden_states is not None and image_cond_ids is not None:
-            given.append(("image_cond", image_cond_hidden_states, image_cond_ids, clean))
+            image_streams.append(("image_cond", image_cond_hidden_states, image_cond_ids, clean_temb))
         pieces, shifts, rotaries = [], [], [text_rotary]
-        for name, tokens, ids, level in given:
+        for name, tokens, ids, level in image_streams:
             rotaries.append((*self.pos_embed(ids), None))
-            pieces.append(self._own_blocks(name, self.x_embedders[name](tokens), rotaries[-1], silu(level)))
+            pieces.append(self._run_stream_blocks(name, self.x_embedders[name](tokens), rotaries[-1], silu(level)))
             shift = self.single_stream_modulations[name](silu(level))
-            shifts.append(shift if len(given) == 1 else shift.expand(-1, tokens.shape[1], -1))
+            shifts.append(shift if len(image_streams) == 1 else shift.expand(-1, tokens.shape[1], -1))
         content, content_shift = torch.cat(pieces, dim=1), torch.cat(shifts, dim=1)
-        text_shift = self.single_stream_modulations["txt"](silu(clean))
+        text_shift = self.single_stream_modulations["txt"](silu(clean_temb))
         if mask is not None:
             mask = torch.cat([mask, mask.new_ones(*mask.shape[:3], content.shape[1])], dim=3)
         rotary = (torch.cat([cos for cos, _, _ in rotaries]), torch.cat([sin for _, sin, _ in rotaries]), mask)
         for block in self.single_transformer_blocks:
             text, content = self._run(block, content, text, content_shift, text_shift, rotary)
-        velocity: Tensor = self.proj_out(self.norm_out(content[:, : hidden_states.shape[1]], now))
+        velocity: Tensor = self.proj_out(self.norm_out(content[:, : hidden_states.shape[1]], temb))
         return velocity
 
-    def _own_blocks(self, name: str, tokens: Tensor, rotary: Rotary, level: Tensor) -> Tensor:
+    def _run_stream_blocks(self, name: str, tokens: Tensor, rotary: Rotary, level: Tensor) -> Tensor:
         """Return tokens [B, N, D] of one kind after the blocks in which they attend only to each other."""
         blocks: Iterable[nn.Module] = self.txt_mode_blocks if name == "txt" else self.mode_blocks[name]
         shift = self.early_stream_modulations[name](level)

@@ -27,25 +27,27 @@ def local_folder(path: str | Path, *patterns: str) -> Path:
     if folder.is_dir():
         return folder
     if folder.is_file():
-        how = "diffusers' from_single_file and save_pretrained write the folder"
-        raise ValueError(f"model must be a folder in diffusers' layout or a hub id, got the file {path}: {how}")
+        hint = "diffusers' from_single_file and save_pretrained write the folder"
+        raise ValueError(f"model must be a folder in diffusers' layout or a hub id, got the file {path}: {hint}")
     if folder.is_absolute() or str(path).count("/") != 1 or str(path).startswith("."):
         raise ValueError(f"model must be a folder or a hub id such as Qwen/Qwen-Image, found nothing at {path}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError
 
-    wanted, fault = list(patterns) or ["*.json", "*.txt", "*.model", "*.jinja"], hub_fault()
+    allowed, fault = list(patterns) or ["*.json", "*.txt", "*.model", "*.jinja"], hub_fault()
     try:
-        found = snapshot_download(
-            str(path), allow_patterns=wanted, ignore_patterns=["*.fp16*"], local_files_only=bool(fault)
+        snapshot = snapshot_download(
+            str(path), allow_patterns=allowed, ignore_patterns=["*.fp16*"], local_files_only=bool(fault)
         )
-        return Path(found)
+        return Path(snapshot)
     except (OSError, ValueError) as exc:
         fault = fault or " ".join(str(exc).split()).rstrip(".")
-        how = f"Fetch it where there is a network, with `hf download {path}`, or give a folder"
+        hint = f"Fetch it where there is a network, with `hf download {path}`, or give a folder"
         if isinstance(exc, GatedRepoError):
-            how = f"Accept its license at https://huggingface.co/{path}, then `hf auth login`, or set HF_TOKEN"
-        raise ValueError(f"model must be a folder or a hub id that can be fetched, got {path}: {fault}. {how}") from exc
+            hint = f"Accept its license at https://huggingface.co/{path}, then `hf auth login`, or set HF_TOKEN"
+        raise ValueError(
+            f"model must be a folder or a hub id that can be fetched, got {path}: {fault}. {hint}"
+        ) from exc
 
 
 @cache

@@ -18,8 +18,8 @@ import torch
 from omni_sched import shift_sigmas
 from torch import Tensor, nn
 
-from omni_rollout.files import read_json, safetensors_files, size_of
-from omni_rollout.models.diffusers_model import PIXELS_PER_TOKEN, ImageModel, both, where_needed
+from omni_rollout.files import read_json, safetensors_bytes, safetensors_files
+from omni_rollout.models.diffusers_model import PIXELS_PER_TOKEN, ImageModel, cfg_batch, needed_mask
 from omni_rollout.models.hub import local_folder
 from omni_rollout.models.parts import open_tokenizer
 from omni_rollout.types import Cond, Params, Parts, Prompt, to_device
@@ -65,15 +65,15 @@ class HunyuanImage(ImageModel):
 
     def __init__(self, path: str | Path) -> None:
         self.path, self.folder = str(path), local_folder(path)
-        own, drawing = (read_json(self.folder / f"{name}.json") for name in ("config", "generation_config"))
-        vae = own.get("vae")
+        config, drawing = (read_json(self.folder / f"{name}.json") for name in ("config", "generation_config"))
+        vae = config.get("vae")
         if not isinstance(vae, dict):
             raise ValueError(f"vae of {self.folder / 'config.json'} must be an object, got {vae!r:.80}")
-        for values, known in ((own, KNOWN), (vae, KNOWN_OF_VAE)):
+        for values, known in ((config, KNOWN), (vae, KNOWN_OF_VAE)):
             for name, value in known.items():
-                if (found := values.get(name, value)) != value:
-                    raise ValueError(f"{name} of {self.folder / 'config.json'} must be {value!r}, got {found!r:.80}")
-        transformer = {name: _one(value) for name, value in own.items() if value is not None}
+                if (actual := values.get(name, value)) != value:
+                    raise ValueError(f"{name} of {self.folder / 'config.json'} must be {value!r}, got {actual!r:.80}")
+        transformer = {name: _uniform_value(value) for name, value in config.items() if value is not None}
         transformer["latent_channels"] = vae.get("latent_channels", 32)
         tokenizer = read_json(self.folder / "tokenizer_config.json")
         self.config: dict[str, Any] = {"_class_name": self.PIPELINE, "transformer": transformer, "vae": vae}
@@ -101,15 +101,16 @@ class HunyuanImage(ImageModel):
         return safetensors_files(self.folder, "model")
 
     def _num_bytes(self, part: str) -> int:
-        return size_of(self.folder, "model") if part in self.nets.values() else 0  # they hold the other parts too
+        # The files of the net hold the other parts too.
+        return safetensors_bytes(self.folder, "model") if part in self.nets.values() else 0
 
     def check(self, params: Params) -> None:
         """Raise ValueError for an unsupported size or option; sizes are those of the released tokenizer."""
         super().check(params)
         height, width = params.height, params.width
         if (height, width) not in self.sizes:
-            near = min(self.sizes, key=lambda size: abs(size[0] - height) + abs(size[1] - width))
-            rule = f"height x width must be a size of the tokenizer, such as {near[0]} x {near[1]}"
+            nearest = min(self.sizes, key=lambda size: abs(size[0] - height) + abs(size[1] - width))
+            rule = f"height x width must be a size of the tokenizer, such as {nearest[0]} x {nearest[1]}"
             raise ValueError(f"{rule}, got {height} x {width}")
 
     def latent_shape(self, params: Params) -> tuple[int, int, int]:
@@ -163,7 +164,7 @@ class HunyuanImage(ImageModel):
         text = {name: cond[name] for name in ("ids", "ids_mask", "text_routes", "routes") if name in cond}
         marks, guided = cond["marks"], self.is_guided(params)
         if guided:
-            text = {name: both(cond, name) for name in text}
+            text = {name: cfg_batch(cond, name) for name in text}
             x, sigma, marks = (torch.cat([t, t]) for t in (x, sigma, marks))
         velocity: Tensor = net(
             hidden_states=x,
@@ -171,7 +172,7 @@ class HunyuanImage(ImageModel):
             input_ids=text["ids"],
             lengths=to_device(text["ids_mask"].sum(dim=1), x.device),
             marks=marks,
-            attention_mask=where_needed(text["ids_mask"], x.device),
+            attention_mask=needed_mask(text["ids_mask"], x.device),
             text_routes=text.get("text_routes"),
             routes=text.get("routes"),
         ).float()
@@ -189,16 +190,16 @@ class HunyuanImage(ImageModel):
         from omni_rollout.models.hunyuan_image_net import HunyuanImageTransformer
         from omni_rollout.models.hunyuan_image_vae import HunyuanImageVAE
 
-        own = {"transformer": HunyuanImageTransformer, "vae": HunyuanImageVAE}
-        return own[part] if part in own else super()._class(part)
+        classes = {"transformer": HunyuanImageTransformer, "vae": HunyuanImageVAE}
+        return classes[part] if part in classes else super()._class(part)
 
     def _load(self, part: str, device: torch.device | str, dtype: torch.dtype) -> Any:
         if part != "tokenizer":
             return super()._load(part, device, dtype)
         tokenizer = open_tokenizer(self._class(part), self.folder)
         marks = ["<boi>", "<cfg>", f"<img_size_{self.base}>", *(f"<img_ratio_{i}>" for i in set(self.sizes.values()))]
-        if lacking := [mark for mark in marks if mark not in tokenizer.get_vocab()]:
-            raise ValueError(f"tokenizer of {self.folder} must have the tokens of sizes and ratios, lacks {lacking}")
+        if missing := [mark for mark in marks if mark not in tokenizer.get_vocab()]:
+            raise ValueError(f"tokenizer of {self.folder} must have the tokens of sizes and ratios, lacks {missing}")
         return tokenizer
 
     def _read(self, part: str, dtype: torch.dtype) -> tuple[nn.Module, Collection[str]]:
@@ -206,12 +207,12 @@ class HunyuanImage(ImageModel):
         from diffusers.models.model_loading_utils import load_state_dict
 
         module, prefix = self._empty(part, buffers=True), "vae." if part == "vae" else ""
-        wanted = {f"{prefix}{name}": name for name in module.state_dict()}
-        own: dict[str, Tensor] = {}
+        names = {f"{prefix}{name}": name for name in module.state_dict()}
+        state: dict[str, Tensor] = {}
         for file in self.weight_files(part):
             weights = load_state_dict(str(file))
-            own |= {wanted[name]: weight.to(dtype) for name, weight in weights.items() if name in wanted}
-        return module, module.load_state_dict(own, strict=False, assign=True).missing_keys
+            state |= {names[name]: weight.to(dtype) for name, weight in weights.items() if name in names}
+        return module, module.load_state_dict(state, strict=False, assign=True).missing_keys
 
     def _make(self, part: str) -> nn.Module:
         cls, config = self._class(part), self.config[part]
@@ -219,9 +220,9 @@ class HunyuanImage(ImageModel):
         return cls(**{name: config[name] for name in known if name in config})  # the file has more entries
 
 
-def _one(value: object) -> object:
+def _uniform_value(value: object) -> object:
     """Return a configuration value, or the common value of a list with one entry per layer."""
-    is_uniform = isinstance(value, list) and value and all(each == value[0] for each in value)
+    is_uniform = isinstance(value, list) and value and all(item == value[0] for item in value)
     return value[0] if is_uniform and isinstance(value, list) else value
 
 
@@ -239,6 +240,6 @@ def buckets(base: int) -> dict[tuple[int, int], int]:
         tall.append((long, short))
     wide = [(short, long) for long, short in reversed(tall)]
     ratios = [*wide, (base, base), *tall]
-    found = {size: i for i, size in enumerate([*ratios, *EXTRA_RATIOS])}
-    found |= {size: found.get(size, len(wide)) for size in EXTRA_SIZES}
-    return {size: i for size, i in found.items() if not size[0] % PIXELS_PER_TOKEN and not size[1] % PIXELS_PER_TOKEN}
+    indices = {size: i for i, size in enumerate([*ratios, *EXTRA_RATIOS])}
+    indices |= {size: indices.get(size, len(wide)) for size in EXTRA_SIZES}
+    return {size: i for size, i in indices.items() if not size[0] % PIXELS_PER_TOKEN and not size[1] % PIXELS_PER_TOKEN}

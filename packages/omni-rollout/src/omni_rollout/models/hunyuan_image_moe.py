@@ -50,7 +50,7 @@ def _flops_of_weights(grad: tuple[int, int], rows: tuple[int, int], ends: tuple[
     return 2 * grad[0] * grad[1] * rows[1]
 
 
-def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
+def _save_inputs(ctx, inputs, output):  # type: ignore[no-untyped-def]
     rows, ends, weights = inputs
     ctx.trains = weights[0].requires_grad
     ctx.save_for_backward(rows, ends, *weights)
@@ -63,7 +63,7 @@ def _backward(ctx, grad):  # type: ignore[no-untyped-def]
     return back, None, mm_experts_weights(grad, rows, ends) if ctx.trains else [None] * len(weights)
 
 
-mm_experts.register_autograd(_backward, setup_context=_keep)
+mm_experts.register_autograd(_backward, setup_context=_save_inputs)
 
 
 class GatedMLP(nn.Module):
@@ -76,7 +76,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         """Return the output [..., D] for states [..., D]."""
-        out: Tensor = self.down_proj(gated(self.gate_and_up_proj(states)))
+        out: Tensor = self.down_proj(apply_gate(self.gate_and_up_proj(states)))
         return out
 
 
@@ -118,8 +118,8 @@ class HunyuanImageExperts(nn.ModuleList):
         ends = torch.searchsorted(chosen, torch.arange(len(self), device=states.device), right=True)
         ends = ends if ends.is_meta else ends.cpu()  # the only synchronization besides that of the backward pass
         rows = states[order // experts.shape[1]]
-        up, down = ([getattr(each, name)["weight"] for each in self] for name in ("gate_and_up_proj", "down_proj"))
-        rows = mm_experts(gated(mm_experts(rows, ends, up)), ends, down)
+        up, down = ([getattr(expert, name)["weight"] for expert in self] for name in ("gate_and_up_proj", "down_proj"))
+        rows = mm_experts(apply_gate(mm_experts(rows, ends, up)), ends, down)
         by_token = torch.empty_like(rows).index_copy(0, order, rows).unflatten(0, experts.shape)
         return (by_token * shares[..., None]).sum(dim=1).to(states.dtype)
 
@@ -141,7 +141,7 @@ class Mixture(nn.Module):
         return self.shared_mlp(states) + mixed.view_as(states), experts.view(*states.shape[:2], -1)
 
 
-def gated(states: Tensor) -> Tensor:
+def apply_gate(states: Tensor) -> Tensor:
     """Return the linear half [..., M] of states [..., 2M] times SiLU of the other half."""
     up, gate = states.chunk(2, dim=-1)
     return up * silu(gate)

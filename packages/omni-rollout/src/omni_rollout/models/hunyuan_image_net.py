@@ -102,11 +102,11 @@ class HunyuanImageLayers(nn.Module):
         """Return the states [B, L, D] after all layers, and the experts [B, L, layers, k], uint8. routes: to replay."""
         chosen = []
         for i, layer in enumerate(self.layers):
-            given = states, rope, length, before, around, None if routes is None else routes[:, :, i]
+            args = states, rope, length, before, around, None if routes is None else routes[:, :, i]
             if self.gradient_checkpointing and torch.is_grad_enabled():
-                states, experts = self._gradient_checkpointing_func(layer, *given)
+                states, experts = self._gradient_checkpointing_func(layer, *args)
             else:
-                states, experts = layer(*given)
+                states, experts = layer(*args)
             chosen.append(experts.to(torch.uint8))
         return states, torch.stack(chosen, dim=2)
 
@@ -235,8 +235,8 @@ class HunyuanImageTransformer(ModelMixin, ConfigMixin, PeftAdapterMixin):
             causal = torch.ones(T + 4, T + 4, dtype=torch.bool, device=device).tril()
             before, around = words[:, None, None, : T + 4] & causal, words[:, None, None]
         rope = self._rope(lengths, T, *hidden_states.shape[-2:])
-        given = None if text_routes is None or routes is None else torch.cat([text_routes, routes], dim=1)
-        states, chosen = self.model(states, rope, T + 4, before, around, given)
+        all_routes = None if text_routes is None or routes is None else torch.cat([text_routes, routes], dim=1)
+        states, chosen = self.model(states, rope, T + 4, before, around, all_routes)
         self.routing(chosen[:, :T], chosen[:, T:])
         block, last = self.final_layer["model"].children()
         image = states[:, T + 4 :].transpose(1, 2).unflatten(2, hidden_states.shape[-2:])

@@ -61,12 +61,12 @@ class Attention(nn.Module):
         """Return the output for x, both [B, channels, F, h, w]."""
         states = self.norm(x)
         query, key, value = (layer(states).flatten(2).transpose(1, 2)[:, None] for layer in (self.q, self.k, self.v))
-        seen = scaled_dot_product_attention(query, key, value)[:, 0].transpose(1, 2)
-        out: Tensor = x + self.proj_out(seen.unflatten(2, x.shape[2:]))
+        attended = scaled_dot_product_attention(query, key, value)[:, 0].transpose(1, 2)
+        out: Tensor = x + self.proj_out(attended.unflatten(2, x.shape[2:]))
         return out
 
 
-class Shrink(nn.Module):
+class Downsample(nn.Module):
     """Layer that halves height and width and merges `times` frames, by moving them into channels."""
 
     def __init__(self, channels: int, out: int, times: int) -> None:
@@ -84,7 +84,7 @@ class Shrink(nn.Module):
         return x.permute(0, 3, 5, 7, 1, 2, 4, 6).flatten(1, 4)
 
 
-class Grow(nn.Module):
+class Upsample(nn.Module):
     """Layer that doubles height and width and expands each frame to `times` frames, from channels."""
 
     def __init__(self, channels: int, out: int, times: int) -> None:
@@ -113,7 +113,7 @@ class Encoder(Frames):
             level = nn.ModuleDict({"block": nn.ModuleList(blocks)})
             channels = width
             if i < halvings:
-                level["downsample"] = Shrink(width, widths[i + 1], 1 + (i >= halvings - doublings))
+                level["downsample"] = Downsample(width, widths[i + 1], 1 + (i >= halvings - doublings))
                 channels = widths[i + 1]
             self.down.append(level)
         self.add_middle(channels)
@@ -145,7 +145,7 @@ class Decoder(Frames):
             level = nn.ModuleDict({"block": nn.ModuleList(blocks)})
             channels = width
             if i < halvings:
-                level["upsample"] = Grow(width, widths[i + 1], 1 + (i < doublings))
+                level["upsample"] = Upsample(width, widths[i + 1], 1 + (i < doublings))
                 channels = widths[i + 1]
             self.up.append(level)
         self.norm_out = nn.GroupNorm(GROUPS, channels, eps=1e-6)

@@ -18,9 +18,9 @@ from omni_rollout.models.diffusers_model import (
     JOINT_ATTENTION,
     DiffusersModel,
     check_size,
+    needed_mask,
     pixels,
-    resized,
-    where_needed,
+    resize_image,
 )
 from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates, to_device
 
@@ -144,14 +144,14 @@ class HunyuanVideo15(DiffusersModel):
         cond: `embeds` [B, T, D], `glyphs` [B, G, D'] and their masks, with guidance also their negatives, and the
         entries of `condition`.
         """
-        dtype, given, known = cond["embeds"].dtype, torch.zeros_like(x), torch.zeros_like(x[:, :1])
+        dtype, condition, known = cond["embeds"].dtype, torch.zeros_like(x), torch.zeros_like(x[:, :1])
         if "first" in cond:
-            given[:, :, :1], known[:, :, :1] = cond["first"], 1
-        inputs = torch.cat([x, given, known], dim=1).to(dtype)
+            condition[:, :, :1], known[:, :, :1] = cond["first"], 1
+        inputs = torch.cat([x, condition, known], dim=1).to(dtype)
 
         def predict(kind: str) -> Tensor:
             embeds, glyphs = cond[f"{kind}embeds"], cond[f"{kind}glyphs"]
-            mask = where_needed(torch.cat([cond[f"{kind}embeds_mask"], cond[f"{kind}glyphs_mask"]], dim=1), x.device)
+            mask = needed_mask(torch.cat([cond[f"{kind}embeds_mask"], cond[f"{kind}glyphs_mask"]], dim=1), x.device)
             words, letters = (None, None) if mask is None else mask.split([embeds.shape[1], glyphs.shape[1]], dim=1)
             velocity: Tensor = net(
                 hidden_states=inputs,
@@ -173,13 +173,13 @@ class HunyuanVideo15(DiffusersModel):
     def decode(self, parts: Parts, x0: Tensor, cond: Cond, params: Params) -> tuple[Media, Rates]:
         """Return videos [B, F, H, W, 3] in [0, 1], float32, from clean latents x0 [B, C, f, h, w]."""
         code = (x0 / self.value("vae", "scaling_factor", float)).to(parts.vae.dtype)
-        video = torch.cat([parts.vae.decode(one, return_dict=False)[0] for one in code.split(1)])  # one at a time
+        video = torch.cat([parts.vae.decode(sample, return_dict=False)[0] for sample in code.split(1)])  # one at a time
         return {"video": (video.float() / 2 + 0.5).clamp(0, 1).movedim(1, -1)}, {"fps": params.frame_rate}
 
     def encode_media(self, parts: Parts, media: Media, params: Params) -> Tensor:
         """Return the clean latents [B, C, f, h, w] of videos [B, F, H, W, 3]: the mean of the VAE's code."""
         video = pixels(media["video"]).transpose(1, 2).to(parts.vae.device, parts.vae.dtype)
-        code = torch.cat([parts.vae.encode(one).latent_dist.mode() for one in video.split(1)])
+        code = torch.cat([parts.vae.encode(sample).latent_dist.mode() for sample in video.split(1)])
         return code.float() * self.value("vae", "scaling_factor", float)
 
     def share(self, net: nn.Module, mesh: "torch.distributed.DeviceMesh") -> None:
@@ -221,10 +221,10 @@ class HunyuanVideo15ImageToVideo(HunyuanVideo15):
 
     def condition(self, parts: Parts, prompt: Prompt, params: Params) -> Cond:
         """Return the given frame, cropped to the video: latents `first` [C, 1, h, w], and `image_embeds` [I, D'']."""
-        frame, encoder = covering(prompt.images[0], params.height, params.width), parts.image_encoder
+        frame, encoder = resize_to_cover(prompt.images[0], params.height, params.width), parts.image_encoder
         first = self.encode_media(parts, {"video": frame[None, None]}, params)[0]
-        seen = to_device(parts.feature_extractor([frame.numpy()], return_tensors="pt").pixel_values, encoder.device)
-        return {"first": first, "image_embeds": encoder(seen.to(encoder.dtype)).last_hidden_state[0]}
+        inputs = to_device(parts.feature_extractor([frame.numpy()], return_tensors="pt").pixel_values, encoder.device)
+        return {"first": first, "image_embeds": encoder(inputs.to(encoder.dtype)).last_hidden_state[0]}
 
     def _class(self, part: str) -> Any:
         if part != "feature_extractor":
@@ -234,10 +234,10 @@ class HunyuanVideo15ImageToVideo(HunyuanVideo15):
         return SiglipImageProcessorPil  # needs no torchvision
 
 
-def covering(image: Tensor, height: int, width: int) -> Tensor:
+def resize_to_cover(image: Tensor, height: int, width: int) -> Tensor:
     """Return an image, uint8 [H, W, 3], resized to cover another size and center-cropped to it."""
     H, W, _ = image.shape
     wide = W * height > H * width
     h, w = (height, W * height // H) if wide else (H * width // W, width)
     top, left = h // 2 - height // 2, w // 2 - width // 2
-    return resized(image, h, w)[top : top + height, left : left + width]
+    return resize_image(image, h, w)[top : top + height, left : left + width]

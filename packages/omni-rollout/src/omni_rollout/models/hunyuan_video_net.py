@@ -47,22 +47,22 @@ class HunyuanVideo15Transformer3DModel(diffusers.HunyuanVideo15Transformer3DMode
         """
         B, _, f, h, w = hidden_states.shape
         temb, rope = self.time_embed(timestep), self.rope(hidden_states)
-        context = [self._refined(encoder_hidden_states, timestep, encoder_attention_mask)]
+        context = [self._refine_tokens(encoder_hidden_states, timestep, encoder_attention_mask)]
         context += [self.context_embedder_2(encoder_hidden_states_2)]
         context += [] if image_embeds is None else [self.image_embedder(image_embeds)]
         words = torch.cat([x + kind for x, kind in zip(context, self.cond_type_embed.weight, strict=False)], dim=1)
         x, mask = self.x_embedder(hidden_states), None
         ranks = self._parallel_config.context_parallel_config.ulysses_degree if self._parallel_config else 1
-        length, more = words.shape[1], -words.shape[1] % ranks  # each rank takes equally many words
+        length, padding = words.shape[1], -words.shape[1] % ranks  # each rank takes equally many words
         if encoder_attention_mask is not None and encoder_attention_mask_2 is not None:
-            given = torch.cat([encoder_attention_mask, encoder_attention_mask_2], dim=1)
-            mask = pad(given, [0, length - given.shape[1]], value=True)
-        elif more:
+            text_mask = torch.cat([encoder_attention_mask, encoder_attention_mask_2], dim=1)
+            mask = pad(text_mask, [0, length - text_mask.shape[1]], value=True)
+        elif padding:
             mask = x.new_ones(B, length, dtype=torch.bool)
         if mask is not None:  # first the tokens and words of the first rank
-            words, mask = pad(words, [0, 0, 0, more]), pad(mask, [0, more])
+            words, mask = pad(words, [0, 0, 0, padding]), pad(mask, [0, padding])
             pairs = zip(mask.new_ones(B, x.shape[1]).chunk(ranks, dim=1), mask.chunk(ranks, dim=1), strict=True)
-            mask = torch.cat([each for pair in pairs for each in pair], dim=1)[:, None, None]
+            mask = torch.cat([part for pair in pairs for part in pair], dim=1)[:, None, None]
         for block in self.transformer_blocks:
             if torch.is_grad_enabled() and self.gradient_checkpointing:
                 x, words = self._gradient_checkpointing_func(block, x, words, temb, mask, rope)
@@ -73,7 +73,7 @@ class HunyuanVideo15Transformer3DModel(diffusers.HunyuanVideo15Transformer3DMode
         tokens = velocity.view(B, f // time, h // size, w // size, -1, time, size, size)
         return tokens.permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(B, -1, f, h, w)
 
-    def _refined(self, words: Tensor, timestep: Tensor, mask: Tensor | None) -> Tensor:
+    def _refine_tokens(self, words: Tensor, timestep: Tensor, mask: Tensor | None) -> Tensor:
         """Return the words [B, T, D] for the blocks; values in padding are arbitrary."""
         embedder = self.context_embedder
         weights = words.new_ones(words.shape[:2]) if mask is None else mask.float()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from omni_rollout.models.diffusers_model import PIXELS_PER_TOKEN, check_size, pack, unpack, where_needed
+from omni_rollout.models.diffusers_model import PIXELS_PER_TOKEN, check_size, needed_mask, pack, unpack
 from omni_rollout.models.qwen_image import MAX_PROMPT_TOKENS, TEMPLATE, TEMPLATE_TOKENS, QwenVaeModel
 from omni_rollout.types import Cond, Params, Parts, Prompt, to_device
 
@@ -48,22 +48,22 @@ class Krea2(QwenVaeModel):
     @property
     def layers(self) -> list[int]:
         """Hidden states of the text encoder that the net reads; 0 is the input of the first layer."""
-        found = self.config.get("text_encoder_select_layers")
-        found = list(self.LAYERS) if found is None else found
+        layers = self.config.get("text_encoder_select_layers")
+        layers = list(self.LAYERS) if layers is None else layers
         texts = self.config["text_encoder"].get("text_config")
-        most = texts.get("num_hidden_layers") if isinstance(texts, dict) else None
-        if not isinstance(most, int):
+        num_layers = texts.get("num_hidden_layers") if isinstance(texts, dict) else None
+        if not isinstance(num_layers, int):
             file = self.config_file("text_encoder")
             raise ValueError(f"text_config of {file} must have num_hidden_layers, got {texts!r:.80}")
-        if not isinstance(found, list) or not all(type(layer) is int and 0 <= layer <= most for layer in found):
+        if not isinstance(layers, list) or not all(type(layer) is int and 0 <= layer <= num_layers for layer in layers):
             file = self.folder / "model_index.json"
-            raise ValueError(f"text_encoder_select_layers of {file} must be from 0 to {most}, got {found!r:.80}")
-        return found
+            raise ValueError(f"text_encoder_select_layers of {file} must be from 0 to {num_layers}, got {layers!r:.80}")
+        return layers
 
     def _class(self, part: str) -> Any:
-        found = super()._class(part)  # raises if diffusers is too old
+        cls = super()._class(part)  # raises if diffusers is too old
         if part != "transformer":
-            return found
+            return cls
         from omni_rollout.models.krea2_net import Krea2Transformer2DModel
 
         return Krea2Transformer2DModel
@@ -82,9 +82,9 @@ class Krea2(QwenVaeModel):
         A long prompt is truncated before the end of the template.
         """
         text = BEFORE + (prompt.negative if negative else prompt.text)
-        most = MAX_PROMPT_TOKENS + TEMPLATE_TOKENS - AFTER_TOKENS
+        max_length = MAX_PROMPT_TOKENS + TEMPLATE_TOKENS - AFTER_TOKENS
         tokens = [
-            parts.tokenizer([text], max_length=most, truncation=True, return_tensors="pt").input_ids,
+            parts.tokenizer([text], max_length=max_length, truncation=True, return_tensors="pt").input_ids,
             parts.tokenizer([AFTER], return_tensors="pt").input_ids,
         ]
         ids = to_device(torch.cat(tokens, dim=1), parts.text_encoder.device)  # without a mask, which would be all ones
@@ -105,7 +105,7 @@ class Krea2(QwenVaeModel):
                 hidden_states=tokens.to(embeds.dtype),
                 timestep=(sigma.float() * 1000 / 1000).to(embeds.dtype),  # rounded as in diffusers
                 encoder_hidden_states=embeds,
-                encoder_attention_mask=where_needed(mask, x.device),
+                encoder_attention_mask=needed_mask(mask, x.device),
                 position_ids=pad(places, [0, 0, embeds.shape[1], 0]),
                 return_dict=False,
             )[0].float()

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from omni_rollout.models.diffusers_model import DiffusersModel, both, check_size, pixels, resized
+from omni_rollout.models.diffusers_model import DiffusersModel, cfg_batch, check_size, pixels, resize_image
 from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates, to_device
 
 CPU = torch.device("cpu")
@@ -94,8 +94,8 @@ class LTX2(DiffusersModel):
 
         if part == "vocoder":
             return getattr(ltx2, self.config[part]["_class_name"])
-        own = {"transformer": LTX2VideoTransformer3DModel, "connectors": LTX2TextConnectors}
-        return own[part] if part in own else super()._class(part)
+        classes = {"transformer": LTX2VideoTransformer3DModel, "connectors": LTX2TextConnectors}
+        return classes[part] if part in classes else super()._class(part)
 
     def option(self, params: Params, name: str) -> float:
         """Return the value of `guidance_scale` or an option; the sound's scale defaults to the frames'."""
@@ -215,10 +215,10 @@ class LTX2(DiffusersModel):
         from diffusers.pipelines.ltx2 import utils
 
         vae, crf = parts.vae, utils.resolve_default_image_crf(parts.text_encoder)
-        image = compressed(prompt.images[0], crf)
-        frame = pixels(resized(image, params.height, params.width, resample="BILINEAR"))
+        image = compress_image(prompt.images[0], crf)
+        frame = pixels(resize_image(image, params.height, params.width, resample="BILINEAR"))
         code = vae.encode(frame[None, :, None].to(vae.device, vae.dtype)).latent_dist.mode().float()
-        mean, std = (each.float().view(1, -1, 1, 1, 1) for each in (vae.latents_mean, vae.latents_std))
+        mean, std = (tensor.float().view(1, -1, 1, 1, 1) for tensor in (vae.latents_mean, vae.latents_std))
         return {"first": ((code - mean) * self.value("vae", "scaling_factor", float, 1.0) / std)[0]}
 
     @cached_property
@@ -242,8 +242,8 @@ class LTX2(DiffusersModel):
         tokens, sound = frames.flatten(2).transpose(1, 2).contiguous(), sound.contiguous()
         level = sigma.float() * 1000
         if guided:
-            texts = [both(cond, "embeds"), both(cond, "sound_embeds")]
-            tokens, sound, level = (torch.cat([each, each]) for each in (tokens, sound, level))
+            texts = [cfg_batch(cond, "embeds"), cfg_batch(cond, "sound_embeds")]
+            tokens, sound, level = (torch.cat([tensor, tensor]) for tensor in (tokens, sound, level))
         levels = level
         if first is not None:
             levels = level[:, None].repeat(1, f * h * w)
@@ -268,22 +268,22 @@ class LTX2(DiffusersModel):
             audio_coords=times,
             return_dict=False,
         )
-        found = [velocities[0].float(), velocities[1][:, : sound.shape[1]].float()]  # the first rank's sound
+        outputs = [velocities[0].float(), velocities[1][:, : sound.shape[1]].float()]  # the first rank's sound
         if guided:
             scales = [self.option(params, name) for name in self.GUIDANCE]
-            halves = zip(scales, (each.chunk(2) for each in found), strict=True)
-            found = [negative + scale * (positive - negative) for scale, (positive, negative) in halves]
-        velocity = found[0].transpose(1, 2)
+            halves = zip(scales, (tensor.chunk(2) for tensor in outputs), strict=True)
+            outputs = [negative + scale * (positive - negative) for scale, (positive, negative) in halves]
+        velocity = outputs[0].transpose(1, 2)
         if first is not None:
             known = ((noisy - first) / sigma.view(-1, 1, 1, 1, 1)).flatten(2)
             velocity = torch.cat([known, velocity[:, :, h * w :]], dim=2)
-        return torch.cat([velocity.flatten(1), found[1].flatten(1)], dim=1)
+        return torch.cat([velocity.flatten(1), outputs[1].flatten(1)], dim=1)
 
     def decode(self, parts: Parts, x0: Tensor, cond: Cond, params: Params) -> tuple[Media, Rates]:
         """Return videos [B, F, H, W, 3] in [0, 1] and sound [B, points, channels], float32, for latents x0 [B, n]."""
         frames, sound = self._split(x0, params)
         vae, sound_vae = parts.vae, parts.audio_vae
-        mean, std = (each.float().view(1, -1, 1, 1, 1) for each in (vae.latents_mean, vae.latents_std))
+        mean, std = (tensor.float().view(1, -1, 1, 1, 1) for tensor in (vae.latents_mean, vae.latents_std))
         frames = frames * std / self.value("vae", "scaling_factor", float, 1.0) + mean
         video = vae.decode(frames.to(vae.dtype), None, return_dict=False)[0]
         sound = sound * sound_vae.latents_std.float() + sound_vae.latents_mean.float()
@@ -302,7 +302,7 @@ class LTX2(DiffusersModel):
         raise ValueError(f"samples of a {self.PIPELINE} must be given as latents, got {' and '.join(media)}")
 
 
-def compressed(image: Tensor, crf: int) -> Tensor:
+def compress_image(image: Tensor, crf: int) -> Tensor:
     """Return an image, uint8 [H, W, 3], after H.264 compression at this CRF, with even height and width.
 
     It is encoded as one slice: as many slices as cores, as in the stock pipeline, would make the pixels depend on the
@@ -314,7 +314,7 @@ def compressed(image: Tensor, crf: int) -> Tensor:
     encoder, decoder = av.VideoCodecContext.create("libx264", "w"), av.VideoCodecContext.create("h264", "r")
     encoder.width, encoder.height, encoder.pix_fmt, encoder.time_base = width, height, "yuv420p", Fraction(1)
     encoder.options, encoder.thread_count = {"crf": str(crf), "preset": "veryfast"}, 1
-    given = av.VideoFrame.from_ndarray(image[:height, :width].cpu().numpy(), format="rgb24")
-    packets = [*encoder.encode(given.reformat(format="yuv420p")), *encoder.encode(), None]
+    source = av.VideoFrame.from_ndarray(image[:height, :width].cpu().numpy(), format="rgb24")
+    packets = [*encoder.encode(source.reformat(format="yuv420p")), *encoder.encode(), None]
     (frame,) = [frame for packet in packets for frame in decoder.decode(packet)]
     return torch.from_numpy(frame.to_ndarray(format="rgb24"))

@@ -54,8 +54,8 @@ class Positions(LTX2AudioVideoRotaryPosEmbed):
         if has_float64(device):
             return super().forward(to_device(coords, device), device)
         if self.found is None or not torch.equal(self.found[0], coords[:1]):
-            self.found = coords[:1], spread(super().forward(coords[:1]), 1, device)
-        return spread(self.found[1], len(coords), device)
+            self.found = coords[:1], expand_rotations(super().forward(coords[:1]), 1, device)
+        return expand_rotations(self.found[1], len(coords), device)
 
 
 class TextPositions(LTX2RotaryPosEmbed1d):
@@ -65,14 +65,14 @@ class TextPositions(LTX2RotaryPosEmbed1d):
         """Return the rotations on the device for the first `pos` positions."""
         if has_float64(device):
             return super().forward(batch_size, pos, device)
-        return spread(super().forward(1, pos, "cpu"), batch_size, device)
+        return expand_rotations(super().forward(1, pos, "cpu"), batch_size, device)
 
 
-def spread(rotations: Rotations, num_samples: int, device: torch.device) -> Rotations:
+def expand_rotations(rotations: Rotations, num_samples: int, device: torch.device) -> Rotations:
     """Return one sample's rotations, on a device, for all samples."""
     cosines, sines = (
-        (each if each.device.type == device.type else to_device(each, device)).expand(num_samples, *each.shape[1:])
-        for each in rotations
+        (table if table.device.type == device.type else to_device(table, device)).expand(num_samples, *table.shape[1:])
+        for table in rotations
     )
     return cosines, sines
 
@@ -89,16 +89,16 @@ def share_frames(net: nn.Module, mesh: "torch.distributed.DeviceMesh") -> None:
     for block in net.get_submodule("transformer_blocks").children():
         for name in ("attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn"):
             block.get_submodule(name).processor._parallel_config = None  # type: ignore[union-attr]
-        own = partial(_take_places, ranks.get_local_rank(), ranks.size())
-        block.get_submodule("audio_to_video_attn").register_forward_pre_hook(own, with_kwargs=True)
-        every = partial(_gather_frames, ranks.get_group(), ranks.size())
-        block.get_submodule("video_to_audio_attn").register_forward_pre_hook(every, with_kwargs=True)
+        take = partial(_take_positions, ranks.get_local_rank(), ranks.size())
+        block.get_submodule("audio_to_video_attn").register_forward_pre_hook(take, with_kwargs=True)
+        gather = partial(_gather_frames, ranks.get_group(), ranks.size())
+        block.get_submodule("video_to_audio_attn").register_forward_pre_hook(gather, with_kwargs=True)
 
 
-def _take_places(rank: int, size: int, module: nn.Module, frames: Inputs, inputs: dict[str, Any]) -> Hooked:
+def _take_positions(rank: int, size: int, module: nn.Module, frames: Inputs, inputs: dict[str, Any]) -> Hooked:
     """Return the inputs with the positions of the rank's own frames."""
-    own = tuple(each.chunk(size, dim=-2)[rank] for each in inputs["query_rotary_emb"])
-    return frames, {**inputs, "query_rotary_emb": own}
+    rotations = tuple(table.chunk(size, dim=-2)[rank] for table in inputs["query_rotary_emb"])
+    return frames, {**inputs, "query_rotary_emb": rotations}
 
 
 def _gather_frames(group: Any, size: int, module: nn.Module, sound: Inputs, inputs: dict[str, Any]) -> Hooked:

@@ -13,7 +13,7 @@ UNUSABLE = (TypeError, ValueError, LookupError, NameError, AttributeError, Arith
 
 
 @contextmanager
-def made_of(place: Path, name: str) -> Iterator[None]:
+def checked_build(place: Path, name: str) -> Iterator[None]:
     """Report an error of the `with` block, which builds the class `name` from a file or folder.
 
     Raises:
@@ -41,7 +41,7 @@ def open_processor(kind: Any, folder: Path) -> Any:
     try:
         return kind.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as exc:  # vocabulary parsers raise no narrower exception
-        for file in sorted(each for each in folder.glob("*") if each.is_file()):
+        for file in sorted(path for path in folder.glob("*") if path.is_file()):
             check_fetched(file)
         raise ValueError(f"model is damaged: no {kind.__name__} can be made of {folder}: {one_line(exc)}") from exc
 

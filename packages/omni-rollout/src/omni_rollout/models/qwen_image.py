@@ -16,10 +16,10 @@ from omni_rollout.models.diffusers_model import (
     PIXELS_PER_TOKEN,
     DiffusersModel,
     check_size,
+    needed_mask,
     pack,
     pixels,
     unpack,
-    where_needed,
 )
 from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates, to_device
 
@@ -130,7 +130,9 @@ class QwenImage(QwenVaeModel):
             TEMPLATE.format(text), max_length=MAX_PROMPT_TOKENS + TEMPLATE_TOKENS, truncation=True, return_tensors="pt"
         )
         ids = to_device(tokens.input_ids, parts.text_encoder.device)  # without a mask, which would be all ones
-        return features(parts.text_encoder(input_ids=ids, output_hidden_states=True).hidden_states[-1], TEMPLATE_TOKENS)
+        return text_conditioning(
+            parts.text_encoder(input_ids=ids, output_hidden_states=True).hidden_states[-1], TEMPLATE_TOKENS
+        )
 
     def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
         """Return the velocity [B, C, h, w], float32, at x [B, C, h, w] and noise levels sigma [B].
@@ -144,13 +146,13 @@ class QwenImage(QwenVaeModel):
         shapes = [[(1, latents.shape[-2] // 2, latents.shape[-1] // 2) for latents in images]] * len(tokens)
 
         def predict(embeds: Tensor, mask: Tensor) -> Tensor:
-            if more := -mask.shape[1] % self.context:  # so that every rank has equally many positions
-                embeds, mask = nn.functional.pad(embeds, [0, 0, 0, more]), nn.functional.pad(mask, [0, more])
+            if padding := -mask.shape[1] % self.context:  # so that every rank has equally many positions
+                embeds, mask = nn.functional.pad(embeds, [0, 0, 0, padding]), nn.functional.pad(mask, [0, padding])
             return net(
                 hidden_states=tokens.to(embeds.dtype),
                 timestep=sigma.float() * 1000 / 1000,  # rounded as in diffusers: its timesteps are float32 sigma * 1000
                 encoder_hidden_states=embeds,
-                encoder_hidden_states_mask=where_needed(mask, embeds.device),
+                encoder_hidden_states_mask=needed_mask(mask, embeds.device),
                 img_shapes=shapes,
                 return_dict=False,
             )[0][:, : x[0, 0].numel() // 4].float()  # without the references' velocity
@@ -191,7 +193,7 @@ def cut_to_one_frame(decoder: nn.Module) -> None:
     decoder.register_forward_pre_hook(lambda _, args, kwargs: (args, {}), with_kwargs=True)
 
 
-def features(hidden: Tensor, num_left_out: int) -> Cond:
+def text_conditioning(hidden: Tensor, num_left_out: int) -> Cond:
     """Return the conditioning from last hidden states [1, N, D] of a template with a text, without the first tokens."""
     embeds = hidden[0, num_left_out:]
     return {"embeds": embeds, "embeds_mask": torch.ones(len(embeds), dtype=torch.bool)}

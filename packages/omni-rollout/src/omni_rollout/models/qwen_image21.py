@@ -13,10 +13,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from omni_rollout.models.diffusers_model import DiffusersModel, check_size, pixels, where_needed
+from omni_rollout.models.diffusers_model import DiffusersModel, check_size, needed_mask, pixels
 from omni_rollout.models.parts import open_processor, open_tokenizer
 from omni_rollout.models.qwen_image import channel_statistics
-from omni_rollout.models.qwen_image_edit import PLACE, check_image_area, fit, image_processor_class, reference_latents
+from omni_rollout.models.qwen_image_edit import (
+    PLACE,
+    check_image_area,
+    fit_reference,
+    image_processor_class,
+    reference_latents,
+)
 from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates, to_device
 
 STRIDE = 16  # pixels of a latent pixel
@@ -74,9 +80,9 @@ class QwenImage21(DiffusersModel):
             raise ValueError(f"sample_sigmas of {file} must be null, got {self.config['sample_sigmas']!r:.80}")
 
     def _class(self, part: str) -> Any:
-        found = super()._class(part)  # raises if diffusers is too old
+        cls = super()._class(part)  # raises if diffusers is too old
         if part != "transformer":
-            return found
+            return cls
         from omni_rollout.models.qwen_image21_net import QwenImage21Transformer2DModel
 
         return QwenImage21Transformer2DModel
@@ -113,27 +119,29 @@ class QwenImage21(DiffusersModel):
         """
         text = (prompt.negative if negative else prompt.text) or " "  # an empty text could not be encoded
         tokenizer, encoder = parts.processor.tokenizer, parts.text_encoder
-        images, seen = [fit(image, self.SEEN_AREA) for image in prompt.images], {}
+        images, vision = [fit_reference(image, self.SEEN_AREA) for image in prompt.images], {}
         if images:
-            seen = dict(parts.processor.images(images=images, return_tensors="pt"))
-        lengths = [int(grid.prod()) // parts.processor.images.merge_size**2 for grid in seen.get("image_grid_thw", ())]
+            vision = dict(parts.processor.images(images=images, return_tensors="pt"))
+        lengths = [
+            int(grid.prod()) // parts.processor.images.merge_size**2 for grid in vision.get("image_grid_thw", ())
+        ]
         places = " ".join(
             f"<image{i}><|vision_start|>{PLACE * length}<|vision_end|>" for i, length in enumerate(lengths, start=1)
         )
         tokens = tokenizer([SYSTEM + TEMPLATE.format(places + text)], return_tensors="pt")
         is_image = tokens.input_ids == tokenizer.convert_tokens_to_ids(PLACE)
-        inputs: dict[str, Tensor] = {**tokens, **seen, "mm_token_type_ids": is_image.int()}
+        inputs: dict[str, Tensor] = {**tokens, **vision, "mm_token_type_ids": is_image.int()}
         inputs = {name: to_device(tensor, encoder.device) for name, tensor in inputs.items()}
         hidden = encoder(**inputs, output_hidden_states=True).hidden_states[-1][0]
-        found, start = {}, len(tokenizer(SYSTEM).input_ids)
+        cond, start = {}, len(tokenizer(SYSTEM).input_ids)
         for i, length in enumerate(lengths):
             first = start + int(is_image[0, start:].int().argmax())
-            found[f"before_{i}"], start = hidden[start:first], first + length
-        return found | {"embeds": hidden[start:], "embeds_mask": torch.ones(len(hidden) - start, dtype=torch.bool)}
+            cond[f"before_{i}"], start = hidden[start:first], first + length
+        return cond | {"embeds": hidden[start:], "embeds_mask": torch.ones(len(hidden) - start, dtype=torch.bool)}
 
     def condition(self, parts: Parts, prompt: Prompt, params: Params) -> Cond:
         """Return the latents of the references, `reference_0` [C, h', w'] and so on."""
-        images = [fit(image, self.option(params, "image_area")) for image in prompt.images]
+        images = [fit_reference(image, self.option(params, "image_area")) for image in prompt.images]
         return reference_latents(self, parts, images, params)
 
     def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
@@ -153,7 +161,7 @@ class QwenImage21(DiffusersModel):
                 hidden_states=tokens.to(dtype),
                 timestep=(sigma.float() * 1000).to(dtype) / 1000,  # rounded as in diffusers
                 encoder_hidden_states=texts,
-                encoder_hidden_states_mask=where_needed(cond[f"{sign}embeds_mask"], x.device),
+                encoder_hidden_states_mask=needed_mask(cond[f"{sign}embeds_mask"], x.device),
                 img_shapes=[(latents.shape[-2], latents.shape[-1]) for latents in images],
             ).float()
 

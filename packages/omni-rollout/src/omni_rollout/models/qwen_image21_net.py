@@ -53,17 +53,17 @@ class QwenImage21Transformer2DModel(diffusers.QwenImage21Transformer2DModel):
         pieces = [piece for pair in zip(texts, images, strict=True) for piece in pair]
         ends = list(accumulate(piece.shape[1] for piece in pieces))
         segments = [(start, end, i % 2 == 0) for i, (start, end) in enumerate(zip([0, *ends], ends, strict=False))]
-        x, device, given, size = (
+        x, device, text_mask, size = (
             torch.cat(pieces, dim=1),
             hidden_states.device,
             encoder_hidden_states_mask,
             ends[-1] - ends[-2],
         )
-        angles = self._angles(places([text.shape[1] for text in texts], img_shapes, given, device))
+        angles = self._angles(token_positions([text.shape[1] for text in texts], img_shapes, text_mask, device))
         keys, is_image = None, torch.arange(ends[-1], device=device) >= ends[-2]
-        if given is not None:
-            before, after = given.new_ones(len(x), ends[-2] - given.shape[1]), given.new_ones(len(x), size)
-            keys = torch.cat([before, given, after], dim=1)[:, None, None]
+        if text_mask is not None:
+            before, after = text_mask.new_ones(len(x), ends[-2] - text_mask.shape[1]), text_mask.new_ones(len(x), size)
+            keys = torch.cat([before, text_mask, after], dim=1)[:, None, None]
         timestep = timestep.to(x.dtype)
         temb = self.time_text_embed(torch.cat([timestep, timestep.new_zeros(1)]), x)  # texts and references have 0
         modulation = self.modulation(temb)
@@ -123,7 +123,7 @@ class Attention(QwenImage21AttnProcessor):
         return attn.to_out[0](torch.cat(out, dim=1).flatten(2))
 
 
-def places(
+def token_positions(
     lengths: Sequence[int], shapes: Sequence[tuple[int, int]], mask: Tensor | None, device: torch.device
 ) -> Tensor:
     """Return the frame, row and column of each token: [N, 3], or [B, N, 3] with a mask of the last text.
@@ -131,15 +131,15 @@ def places(
     The n-th position in a text is (n, n, n). The next image is at frame n, with rows and columns counted from its
     middle, and takes as many positions as its longer side.
     """
-    found, n = [], 0
+    positions, n = [], 0
     for length, (h, w) in zip(lengths, shapes, strict=True):
-        found.append(torch.arange(n, n + length, device=device)[:, None].expand(-1, 3))
+        positions.append(torch.arange(n, n + length, device=device)[:, None].expand(-1, 3))
         n += length
         rows, columns = (torch.arange(side, device=device) - (side - side // 2) for side in (h, w))
         frame = torch.full([1], n, device=device)
-        found.append(torch.stack(torch.meshgrid(frame, rows, columns, indexing="ij"), dim=-1).flatten(0, 2))
+        positions.append(torch.stack(torch.meshgrid(frame, rows, columns, indexing="ij"), dim=-1).flatten(0, 2))
         n += max(h, w)
-    places = torch.cat(found)
+    places = torch.cat(positions)
     if mask is None:
         return places
     places = places.repeat(len(mask), 1, 1)

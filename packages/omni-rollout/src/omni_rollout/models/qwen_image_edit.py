@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from omni_rollout.model import Model
-from omni_rollout.models.diffusers_model import PIXELS_PER_TOKEN, DiffusersModel, resized
-from omni_rollout.models.qwen_image import QwenImage, features
+from omni_rollout.models.diffusers_model import PIXELS_PER_TOKEN, DiffusersModel, resize_image
+from omni_rollout.models.qwen_image import QwenImage, text_conditioning
 from omni_rollout.types import Cond, Params, Parts, Prompt
 
 # The chat template that the models were trained with; the embeddings of its first TEMPLATE_TOKENS tokens are dropped.
@@ -62,22 +62,24 @@ class QwenImageEditPlus(QwenImage):
         The encoder gets the token types; otherwise it would number image tokens like words (diffusers issue 14194).
         """
         text = (prompt.negative or " ") if negative else prompt.text
-        images = [fit(image, self.SEEN_AREA) for image in prompt.images]
-        seen = parts.processor(images=images, return_tensors="pt")
-        lengths = (seen.image_grid_thw.prod(-1) // parts.processor.merge_size**2).tolist()
+        images = [fit_reference(image, self.SEEN_AREA) for image in prompt.images]
+        vision = parts.processor(images=images, return_tensors="pt")
+        lengths = (vision.image_grid_thw.prod(-1) // parts.processor.merge_size**2).tolist()
         places = [
             f"{self.CAPTION.format(i)}<|vision_start|>{PLACE * length}<|vision_end|>"
             for i, length in enumerate(lengths, start=1)
         ]
         tokens = parts.tokenizer([TEMPLATE.format("".join(places) + text)], return_tensors="pt")
         is_picture = tokens.input_ids == parts.tokenizer.convert_tokens_to_ids(PLACE)
-        inputs: dict[str, Tensor] = {**tokens, **seen, "mm_token_type_ids": is_picture.int()}
+        inputs: dict[str, Tensor] = {**tokens, **vision, "mm_token_type_ids": is_picture.int()}
         inputs = {name: tensor.to(parts.text_encoder.device) for name, tensor in inputs.items()}
-        return features(parts.text_encoder(**inputs, output_hidden_states=True).hidden_states[-1], TEMPLATE_TOKENS)
+        return text_conditioning(
+            parts.text_encoder(**inputs, output_hidden_states=True).hidden_states[-1], TEMPLATE_TOKENS
+        )
 
     def condition(self, parts: Parts, prompt: Prompt, params: Params) -> Cond:
         """Return the latents of the references, `reference_0` [C, h', w'] and so on."""
-        images = [fit(image, self.option(params, "image_area")) for image in prompt.images]
+        images = [fit_reference(image, self.option(params, "image_area")) for image in prompt.images]
         return reference_latents(self, parts, images, params)
 
     def _class(self, part: str) -> Any:
@@ -108,12 +110,12 @@ def check_image_area(model: DiffusersModel, params: Params) -> None:
 
 def reference_latents(model: Model, parts: Parts, images: Sequence[Tensor], params: Params) -> Cond:
     """Return the latents of references, `reference_0` [C, h', w'] and so on."""
-    found = [model.encode_media(parts, {"image": image[None]}, params)[0] for image in images]
-    return {f"reference_{i}": latents for i, latents in enumerate(found)}
+    encoded = [model.encode_media(parts, {"image": image[None]}, params)[0] for image in images]
+    return {f"reference_{i}": latents for i, latents in enumerate(encoded)}
 
 
-def fit(image: Tensor, area: float) -> Tensor:
+def fit_reference(image: Tensor, area: float) -> Tensor:
     """Return an image, uint8 [H, W, 3], resized to about `area` pixels: same aspect ratio, sides of whole units."""
     ratio = image.shape[1] / image.shape[0]
     height, width = (max(1, round(math.sqrt(side) / UNIT)) * UNIT for side in (area / ratio, area * ratio))
-    return resized(image, height, width)
+    return resize_image(image, height, width)

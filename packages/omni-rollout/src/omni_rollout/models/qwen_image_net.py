@@ -9,7 +9,7 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0, QwenEmbedRope
 from torch import Tensor
 
-from omni_rollout.models.rotary import is_real, rotate
+from omni_rollout.models.rotary import rotate, uses_real_rotation
 from omni_rollout.types import to_device
 
 
@@ -29,7 +29,7 @@ class Positions(QwenEmbedRope):
 
     @cache  # noqa: B019  # as in diffusers
     def _get_device_freqs(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        if not is_real(device):
+        if not uses_real_rotation(device):
             return super()._get_device_freqs(device)
         return to_device(self.pos_freqs.angle(), device), to_device(self.neg_freqs.angle(), device)
 
@@ -65,10 +65,10 @@ class Attention(QwenDoubleStreamAttnProcessor2_0):
         ):
             query, key, value = (layer(x).unflatten(-1, (-1, size)) for layer in (to_q, to_k, to_v))
             streams.append((rotate(norm_q(query), angles), rotate(norm_k(key), angles), value))
-        query, key, value = (torch.cat(each, dim=1) for each in zip(*streams, strict=True))
-        given, mask = encoder_hidden_states_mask, None
-        if given is not None:
-            mask = torch.cat([given, given.new_ones(image.shape[:2])], dim=1)[:, None, None]
+        query, key, value = (torch.cat(parts, dim=1) for parts in zip(*streams, strict=True))
+        text_mask, mask = encoder_hidden_states_mask, None
+        if text_mask is not None:
+            mask = torch.cat([text_mask, text_mask.new_ones(image.shape[:2])], dim=1)[:, None, None]
         settings = {"backend": self._attention_backend, "parallel_config": self._parallel_config}
         out = dispatch_attention_fn(query, key, value, attn_mask=mask, **settings).flatten(2).to(query.dtype)
         return attn.to_out[0](out[:, text.shape[1] :]), attn.to_add_out(out[:, : text.shape[1]])

@@ -8,7 +8,7 @@ from diffusers.utils.torch_utils import maybe_adjust_dtype_for_device
 from torch import Tensor
 
 
-def is_real(device: torch.device) -> bool:
+def uses_real_rotation(device: torch.device) -> bool:
     """True if rotations on the device use real numbers."""
     return not has_float64(device)
 

@@ -33,7 +33,7 @@ class Routing(nn.Module):
         return text, others
 
 
-def routing_of(net: nn.Module) -> Routing | None:
+def find_routing(net: nn.Module) -> Routing | None:
     """Return the routing of a net with a mixture of experts, else None."""
     return next((module for module in net.modules() if isinstance(module, Routing)), None)
 
@@ -57,14 +57,14 @@ class ExpertLoad:
             return {}
         share = self.counts / self.counts.sum(dim=1, keepdim=True)
         entropy = torch.special.entr(share).sum(dim=1).mean() / torch.tensor(self.num_experts).log()
-        named = {"busiest": share.max() * self.num_experts, "entropy": entropy, "idle": (share == 0).float().mean()}
-        return {f"rollout/experts_{name}": value.item() for name, value in named.items()}
+        values = {"busiest": share.max() * self.num_experts, "entropy": entropy, "idle": (share == 0).float().mean()}
+        return {f"rollout/experts_{name}": value.item() for name, value in values.items()}
 
     def count(self, module: nn.Module, args: Chosen, chosen: Chosen) -> None:
         """Count the choices of a forward pass of a `Routing`; a forward hook."""
         if torch.is_grad_enabled() or not self.is_counted():
             return
-        experts = torch.cat([each.flatten(0, 1) for each in chosen]).transpose(0, 1).flatten(1).long()
+        experts = torch.cat([choice.flatten(0, 1) for choice in chosen]).transpose(0, 1).flatten(1).long()
         counts = torch.zeros(len(experts), self.num_experts, device=experts.device)
         counts.scatter_add_(1, experts, torch.ones_like(experts, dtype=counts.dtype))
         self.counts = counts + self.counts if self.counts.numel() else counts
@@ -77,13 +77,13 @@ def replay_routes(model: Model, engine: Engine, routing: Routing) -> tuple[Model
     `cond` has `text_routes` [B, T, layers, k] with a mask, `routes` [B, K, N, layers, k], and the noise levels
     `route_levels` [B, K] at which these steps start; with guidance also the negatives of both kinds of routes.
     """
-    seen: list[Chosen] = []
+    recorded: list[Chosen] = []
 
     def keep(module: nn.Module, args: Chosen, chosen: Chosen) -> None:
-        seen.append(chosen)
+        recorded.append(chosen)
 
     def generate_with_routes(prompts: Sequence[Prompt], params: Params) -> Trajectory:
-        seen.clear()
+        recorded.clear()
         hook = routing.register_forward_hook(keep)
         try:
             trajectory = engine.generate(prompts, params)
@@ -92,29 +92,29 @@ def replay_routes(model: Model, engine: Engine, routing: Routing) -> tuple[Model
         if not params.sde_steps:
             return trajectory
         last = len(trajectory.sigmas) - 1  # one forward pass per step; a shared start may have skipped the first ones
-        found = _by_sample(model, trajectory, [seen[step - last] for step in params.sde_steps])
-        return replace(trajectory, cond=trajectory.cond | found)
+        routes = _routes_by_sample(model, trajectory, [recorded[step - last] for step in params.sde_steps])
+        return replace(trajectory, cond=trajectory.cond | routes)
 
     def predict_by_routes(net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
         if "route_levels" not in cond:
             return model.predict_velocity(net, x, sigma, cond, params)
-        at = cond["route_levels"] == sigma[:, None]
-        torch._assert_async(at.any(dim=1).all(), "routes must be replayed at their own noise levels")
-        rows, steps = torch.arange(len(x), device=x.device), at.int().argmax(dim=1)
-        own = {name: cond[name][rows, steps] for name in ("routes", "negative_routes") if name in cond}
-        return model.predict_velocity(net, x, sigma, cond | own, params)
+        matches = cond["route_levels"] == sigma[:, None]
+        torch._assert_async(matches.any(dim=1).all(), "routes must be replayed at their own noise levels")
+        rows, steps = torch.arange(len(x), device=x.device), matches.int().argmax(dim=1)
+        routes = {name: cond[name][rows, steps] for name in ("routes", "negative_routes") if name in cond}
+        return model.predict_velocity(net, x, sigma, cond | routes, params)
 
     return wrap(model, predict_velocity=predict_by_routes), wrap(engine, generate=generate_with_routes)
 
 
-def _by_sample(model: Model, trajectory: Trajectory, kept: Sequence[Chosen]) -> dict[str, Tensor]:
+def _routes_by_sample(model: Model, trajectory: Trajectory, kept: Sequence[Chosen]) -> dict[str, Tensor]:
     """Return the entries of `cond` for the routers' choices in the kept steps."""
     cond: Mapping[str, Tensor] = trajectory.cond
     sides = ("", "negative_") if model.is_guided(trajectory.params) else ("",)
     texts, others = kept[0][0].chunk(len(sides)), torch.stack([chosen[1] for chosen in kept], dim=1).chunk(len(sides))
-    found = {"route_levels": trajectory.sigmas[trajectory.sde_steps]}
+    entries = {"route_levels": trajectory.sigmas[trajectory.sde_steps]}
     for side, text, other in zip(sides, texts, others, strict=True):
         mask = cond[f"{side}ids_mask"]
-        found |= {f"{side}text_routes": text[:, : mask.shape[1]], f"{side}text_routes_mask": mask}
-        found[f"{side}routes"] = other
-    return found
+        entries |= {f"{side}text_routes": text[:, : mask.shape[1]], f"{side}text_routes_mask": mask}
+        entries[f"{side}routes"] = other
+    return entries

@@ -11,7 +11,14 @@ import torch
 from omni_sched import shift_sigmas
 from torch import Tensor, nn
 
-from omni_rollout.models.diffusers_model import FLOW_SCHEDULER, JOINT_ATTENTION, ImageModel, both, check_size, text_ids
+from omni_rollout.models.diffusers_model import (
+    FLOW_SCHEDULER,
+    JOINT_ATTENTION,
+    ImageModel,
+    cfg_batch,
+    check_size,
+    text_ids,
+)
 from omni_rollout.types import Cond, Params, Parts, Prompt
 
 if TYPE_CHECKING:
@@ -53,16 +60,16 @@ class StableDiffusion3(ImageModel):
         super().check(params)
         self.check_text_length(params)
         unit = 8 * self.value("transformer", "patch_size", int, 2)
-        check_size(params, unit, most=self.value("transformer", "pos_embed_max_size", int))
+        check_size(params, unit, max_units=self.value("transformer", "pos_embed_max_size", int))
         self._check_tokens(params, unit)
         length, clip = (
             int(self.option(params, "max_sequence_length")),
             self.value("tokenizer", "model_max_length", int, 77),
         )
-        if more := (length + clip) % self.context:
-            near = length - more if length > more else length - more + self.context
+        if remainder := (length + clip) % self.context:
+            nearest = length - remainder if length > remainder else length - remainder + self.context
             rule = f"max_sequence_length and CLIP's {clip} tokens must make a multiple of {self.context} ranks"
-            raise ValueError(f"{rule}, such as {near}, got {length}")
+            raise ValueError(f"{rule}, such as {nearest}, got {length}")
 
     def share(self, net: nn.Module, mesh: "torch.distributed.DeviceMesh") -> None:
         """Split the tokens of each forward pass of the net over the ranks in a row of `mesh`.
@@ -96,7 +103,7 @@ class StableDiffusion3(ImageModel):
         shift = self.value("scheduler", "shift", float, 1.0)
         lowest = shift_sigmas(torch.tensor(1 / 1000), shift)
         levels = torch.linspace(1, float(lowest), params.num_inference_steps)
-        return self._shifted(torch.cat([levels, torch.zeros(1)]), params)
+        return self._shift_levels(torch.cat([levels, torch.zeros(1)]), params)
 
     def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False, max_sequence_length: float = 256) -> Cond:
         """Return the embeddings of one prompt: `embeds` [T, D] and `pooled` [D'], in the encoders' dtype."""
@@ -118,7 +125,7 @@ class StableDiffusion3(ImageModel):
         embeds, pooled = cond["embeds"], cond["pooled"]
         guided = self.is_guided(params)
         if guided:
-            embeds, pooled = both(cond, "embeds"), both(cond, "pooled")
+            embeds, pooled = cfg_batch(cond, "embeds"), cfg_batch(cond, "pooled")
             x, sigma = torch.cat([x, x]), torch.cat([sigma, sigma])
         velocity = net(
             hidden_states=x.to(embeds.dtype),

@@ -11,7 +11,7 @@ import torch
 from omni_sched import linear_sigmas, shift_sigmas
 from torch import Tensor, nn
 
-from omni_rollout.models.diffusers_model import FLOW_SCHEDULER, DiffusersModel, both
+from omni_rollout.models.diffusers_model import FLOW_SCHEDULER, DiffusersModel, cfg_batch
 from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates, to_device
 
 TEXT_TOKENS = 256
@@ -73,9 +73,9 @@ class StableAudio3(DiffusersModel):
 
     def latent_shape(self, params: Params) -> tuple[int, int]:
         """Return (C, n)."""
-        return self.value("vae", "latent_dim", int), math.ceil(self._points(params) / self._stride)
+        return self.value("vae", "latent_dim", int), math.ceil(self._num_points(params) / self._stride)
 
-    def _points(self, params: Params) -> int:
+    def _num_points(self, params: Params) -> int:
         """Return N."""
         return int(self.option(params, "duration") * self.value("vae", "sampling_rate", int))
 
@@ -116,8 +116,8 @@ class StableAudio3(DiffusersModel):
         embeds, is_text, duration = cond["embeds"], cond["is_text"], cond["duration"]
         guided, inputs = self.is_guided(params), x
         if guided:
-            embeds, is_text = both(cond, "embeds"), both(cond, "is_text")
-            inputs, sigma, duration = (torch.cat([each, each]) for each in (x, sigma, duration))
+            embeds, is_text = cfg_batch(cond, "embeds"), cfg_batch(cond, "is_text")
+            inputs, sigma, duration = (torch.cat([tensor, tensor]) for tensor in (x, sigma, duration))
         velocity = net(
             hidden_states=inputs.to(embeds.dtype),
             timestep=sigma.float() * self.value("scheduler", "num_train_timesteps", int, 1000),
@@ -134,7 +134,7 @@ class StableAudio3(DiffusersModel):
     def decode(self, parts: Parts, x0: Tensor, cond: Cond, params: Params) -> tuple[Media, Rates]:
         """Return sound [B, N, 2] in [-1, 1], float32, from clean latents x0 [B, C, n]."""
         sound = parts.vae.decode(x0.to(parts.vae.dtype), return_dict=False)[0].float()
-        sound = sound[:, :, : self._points(params)].clamp(-1, 1).transpose(1, 2).contiguous()
+        sound = sound[:, :, : self._num_points(params)].clamp(-1, 1).transpose(1, 2).contiguous()
         return {"audio": sound}, {"sample_rate": float(self.value("vae", "sampling_rate", int))}
 
     def encode_media(self, parts: Parts, media: Media, params: Params) -> Tensor:

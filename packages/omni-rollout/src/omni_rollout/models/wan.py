@@ -14,7 +14,14 @@ import torch
 from omni_sched import linear_sigmas, shift_sigmas
 from torch import Tensor, nn
 
-from omni_rollout.models.diffusers_model import FLOW_SCHEDULER, DiffusersModel, both, check_size, pixels, resized
+from omni_rollout.models.diffusers_model import (
+    FLOW_SCHEDULER,
+    DiffusersModel,
+    cfg_batch,
+    check_size,
+    pixels,
+    resize_image,
+)
 from omni_rollout.models.qwen_image import channel_statistics
 from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates, to_device
 
@@ -69,7 +76,7 @@ class Wan(DiffusersModel):
             self.boundary = float(torch.tensor(ratio))  # rounded like a noise level, which may equal it
         elif ratio is not None:
             raise ValueError(f"boundary_ratio must be null without a transformer_2, {index} says {ratio!r:.80}")
-        self.IMAGES = self._images()
+        self.IMAGES = self._image_counts()
 
     def _check_config(self) -> None:
         self.config["scheduler"] = {"prediction_type": "epsilon", "use_flow_sigmas": False} | self.config["scheduler"]
@@ -85,19 +92,19 @@ class Wan(DiffusersModel):
         """Subfolders of the experts high and low, if the checkpoint has two."""
         return EXPERTS if "transformer_2" in self.parts else super().nets
 
-    def _images(self) -> range:
+    def _image_counts(self) -> range:
         """Return the allowed numbers of given frames: TI2V-5B accepts the first frame or none."""
         return range(2 if self.is_per_token else 1)
 
     def check(self, params: Params) -> None:
         """Raise ValueError for an unsupported size, number of frames or option."""
         super().check(params)
-        most = self.value("transformer", "rope_max_seq_len", int, 1024)
-        check_size(params, PATCH * self.value("vae", "scale_factor_spatial", int, 8), most=most)
+        max_positions = self.value("transformer", "rope_max_seq_len", int, 1024)
+        check_size(params, PATCH * self.value("vae", "scale_factor_spatial", int, 8), max_units=max_positions)
         stride, frames = self.value("vae", "scale_factor_temporal", int, 4), params.num_frames
-        nearest = min(max(0, round((frames - 1) / stride)), most - 1) * stride + 1
+        nearest = min(max(0, round((frames - 1) / stride)), max_positions - 1) * stride + 1
         if frames != nearest:
-            rule = f"num_frames must be {stride}k + 1, up to {(most - 1) * stride + 1}, such as {nearest}"
+            rule = f"num_frames must be {stride}k + 1, up to {(max_positions - 1) * stride + 1}, such as {nearest}"
             raise ValueError(f"{rule}, got {frames}")
         second, shift = self.option(params, "guidance_scale_2"), self.option(params, "flow_shift")
         if second and not self.boundary:
@@ -143,7 +150,7 @@ class Wan(DiffusersModel):
         """
         if not prompt.images:
             return {}
-        frames = [resized(image, params.height, params.width) for image in prompt.images]
+        frames = [resize_image(image, params.height, params.width) for image in prompt.images]
         if self.is_per_token:
             return {"first": self.encode_media(parts, {"video": frames[0][None, None]}, params)[0]}
         video, known = torch.full((params.num_frames, *frames[0].shape), 0.5), torch.zeros(params.num_frames)
@@ -153,15 +160,17 @@ class Wan(DiffusersModel):
         stride = self.value("vae", "scale_factor_temporal", int, 4)
         mask = torch.cat([known[:1].expand(stride), known[1:]]).view(-1, stride).T  # of the frames in each latent frame
         mask = to_device(mask[..., None, None].expand(-1, *latents.shape[1:]).contiguous(), latents.device)
-        return {"image_latents": torch.cat([mask, latents])} | self._seen(parts, prompt)
+        return {"image_latents": torch.cat([mask, latents])} | self._encode_frames(parts, prompt)
 
-    def _seen(self, parts: Parts, prompt: Prompt) -> Cond:
+    def _encode_frames(self, parts: Parts, prompt: Prompt) -> Cond:
         """Return CLIP's embeddings of the given frames."""
         if "image_encoder" not in self.parts:
             return {}
         encoder = parts.image_encoder
-        seen = parts.image_processor([image.cpu().numpy() for image in prompt.images], return_tensors="pt").pixel_values
-        hidden = encoder(seen.to(encoder.device, encoder.dtype), output_hidden_states=True).hidden_states[-2]
+        inputs = parts.image_processor(
+            [image.cpu().numpy() for image in prompt.images], return_tensors="pt"
+        ).pixel_values
+        hidden = encoder(inputs.to(encoder.device, encoder.dtype), output_hidden_states=True).hidden_states[-2]
         return {"image_embeds": hidden.flatten(0, 1)}
 
     def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
@@ -187,7 +196,7 @@ class Wan(DiffusersModel):
         if image is not None and self.config["transformer"].get("pos_embed_seq_len"):  # first and last frame
             image = image.unflatten(1, (2, -1)).flatten(0, 1)
         if guided:
-            embeds, inputs, timestep = both(cond, "embeds"), torch.cat([inputs, inputs]), torch.cat([timestep] * 2)
+            embeds, inputs, timestep = cfg_batch(cond, "embeds"), torch.cat([inputs, inputs]), torch.cat([timestep] * 2)
             image = None if image is None else torch.cat([image, image])
         velocity = net(
             hidden_states=inputs.to(embeds.dtype),
@@ -240,7 +249,7 @@ class WanImageToVideo(Wan):
     PIPELINE = "WanImageToVideoPipeline"
     IMAGES = range(1, 3)
 
-    def _images(self) -> range:
+    def _image_counts(self) -> range:
         """Return the allowed numbers of given frames."""
         if "image_encoder" not in self.parts:
             return range(1, 2 if self.is_per_token else 3)

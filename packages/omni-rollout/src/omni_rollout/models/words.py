@@ -35,7 +35,7 @@ class WordTokenizer(PreTrainedTokenizer):
         """Return the ids of all tokens."""
         return {"?": 0, **self.added_tokens_encoder}
 
-    def _tokenize(self, text: str, **how: Any) -> list[str]:
+    def _tokenize(self, text: str, **kwargs: Any) -> list[str]:
         return PIECES.findall(text)
 
     def _convert_token_to_id(self, token: str) -> int:

@@ -61,11 +61,11 @@ class ZImage(ImageModel):
         """Raise ValueError for an unsupported size or option."""
         super().check(params)
         places, rows, columns = self.value("transformer", "axes_lens", list, [1024, 512, 512])
-        check_size(params, PIXELS_PER_TOKEN, most=min(rows, columns))
+        check_size(params, PIXELS_PER_TOKEN, max_units=min(rows, columns))
         self.check_text_length(params, (places - 2) // TEXT_UNIT * TEXT_UNIT)  # one for padding, one for the image
-        for name, most in (("cfg_truncation", 1), ("cfg_normalization", float("inf"))):
-            if not 0 <= (value := self.option(params, name)) <= most:
-                raise ValueError(f"{name} must be in [0, {most}], got {value}")
+        for name, maximum in (("cfg_truncation", 1), ("cfg_normalization", float("inf"))):
+            if not 0 <= (value := self.option(params, name)) <= maximum:
+                raise ValueError(f"{name} must be in [0, {maximum}], got {value}")
 
     def check_context(self) -> None:
         """Raise ValueError unless `context` ranks can compute a forward pass together: tokens come in units of 32."""

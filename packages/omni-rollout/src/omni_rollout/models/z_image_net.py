@@ -8,7 +8,7 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_z_image import RopeEmbedder, ZSingleStreamAttnProcessor
 from torch import Tensor
 
-from omni_rollout.models.rotary import is_real, rotate
+from omni_rollout.models.rotary import rotate, uses_real_rotation
 from omni_rollout.types import to_device
 
 
@@ -31,7 +31,7 @@ class Positions(RopeEmbedder):
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Return the frequencies [N, d/2] of positions [N, axes]."""
-        if self.freqs_cis is None and is_real(ids.device):
+        if self.freqs_cis is None and uses_real_rotation(ids.device):
             tables = self.precompute_freqs_cis(self.axes_dims, self.axes_lens, theta=self.theta)
             self.freqs_cis = [to_device(table.angle(), ids.device) for table in tables]
         return super().__call__(ids)
@@ -58,6 +58,6 @@ class Attention(ZSingleStreamAttnProcessor):
             rotate(norm(x) if norm else x, freqs_cis) for norm, x in ((attn.norm_q, query), (attn.norm_k, key))
         )
         mask = None if attention_mask is None else attention_mask[:, None, None]
-        how = {"backend": self._attention_backend, "parallel_config": self._parallel_config}
-        out = dispatch_attention_fn(query, key, value, attn_mask=mask, **how)
+        options = {"backend": self._attention_backend, "parallel_config": self._parallel_config}
+        out = dispatch_attention_fn(query, key, value, attn_mask=mask, **options)
         return attn.to_out[0](out.flatten(2))

@@ -13,7 +13,7 @@ from omni_train.files import parse_object, read_regular
 INDEX_FILE = "checkpoint.json"
 _KINDS = {"step": int, "config": dict, "versions": dict, "world_size": int, "files": dict, "tensors": dict}
 _PART_KINDS = {"files": dict, "tensors": dict, "attempt": str}
-_LEAST = {"step": 0, "world_size": 1}
+_MINIMUMS = {"step": 0, "world_size": 1}
 Config = Mapping[str, Any]
 
 
@@ -31,7 +31,7 @@ class Saved:
 
 def saved_steps(folder: Path) -> list[int]:
     """Return the steps of the complete checkpoints in a folder, in ascending order."""
-    return sorted(step for path in folder.glob("step-*") if (step := step_of(path.name)) is not None)
+    return sorted(step for path in folder.glob("step-*") if (step := parse_step(path.name)) is not None)
 
 
 def step_name(step: int) -> str:
@@ -39,7 +39,7 @@ def step_name(step: int) -> str:
     return f"step-{step:08}"
 
 
-def step_of(name: str) -> int | None:
+def parse_step(name: str) -> int | None:
     """Return the step of a checkpoint's name; None for any other name."""
     match = re.fullmatch("step-([0-9]{8,19})", name)
     return int(match[1]) if match else None
@@ -60,18 +60,18 @@ def check_config(saved: Saved, config: Config, *, ignore: Collection[str] = ()) 
         )
 
 
-def _change(key: str, config: Config, then: str, now: str) -> str:
+def _change(key: str, config: Config, saved: str, current: str) -> str:
     """Return a description of the change; for a digest, name the changed file."""
     name = key.removesuffix("_digest")
-    if name == key or "absent" in (then, now):
-        return f"{key} was {then}, is {now}"
+    if name == key or "absent" in (saved, current):
+        return f"{key} was {saved}, is {current}"
     return f"{config.get(name, f'a file of the {name}')} has other contents than at the start"
 
 
-def config_differences(then: Config, now: Config, *, ignore: Collection[str] = ()) -> dict[str, tuple[str, str]]:
+def config_differences(saved: Config, current: Config, *, ignore: Collection[str] = ()) -> dict[str, tuple[str, str]]:
     """Return the settings that differ, except `ignore`, each with both values as JSON or "absent"."""
-    keys = [key for key in {**then, **now} if key not in ignore]
-    values = {key: tuple(json.dumps(c[key]) if key in c else "absent" for c in (then, now)) for key in keys}
+    keys = [key for key in {**saved, **current} if key not in ignore]
+    values = {key: tuple(json.dumps(c[key]) if key in c else "absent" for c in (saved, current)) for key in keys}
     return {key: (old, new) for key, (old, new) in values.items() if old != new}
 
 
@@ -88,8 +88,8 @@ def parse_index(data: bytes) -> Saved:
     content = parse_object(data, INDEX_FILE)
     if content.pop("sha256", None) != index_digest(content):
         raise ValueError(f"{INDEX_FILE} has another SHA-256 than it says")
-    if (have := sorted(content)) != (want := sorted(_KINDS)):
-        raise ValueError(f"{INDEX_FILE} has the keys {have}, not {want}: another version of omni-train wrote it")
+    if (actual := sorted(content)) != (expected := sorted(_KINDS)):
+        raise ValueError(f"{INDEX_FILE} has the keys {actual}, not {expected}: another version of omni-train wrote it")
     _check_kinds(content, _KINDS, INDEX_FILE)
     _check_files(content, INDEX_FILE)
     return Saved(**content)
@@ -112,7 +112,7 @@ def parse_part(data: bytes, what: str, *, is_first: bool) -> dict[str, Any]:
 def _check_kinds(content: Mapping[str, Any], kinds: Mapping[str, type], what: str) -> None:
     """Raise ValueError unless the values have the types that a save writes."""
     fits = all(type(content.get(name)) is kind for name, kind in kinds.items())
-    fits = fits and all(content[name] >= least for name, least in _LEAST.items() if name in kinds)
+    fits = fits and all(content[name] >= minimum for name, minimum in _MINIMUMS.items() if name in kinds)
     fits = fits and all(map(_is_file, content.get("files", {}).values()))
     if not (fits and all(map(_is_tensor, content.get("tensors", {}).values()))):
         raise ValueError(f"{what} must have values of the kinds that a save writes")
@@ -120,10 +120,10 @@ def _check_kinds(content: Mapping[str, Any], kinds: Mapping[str, type], what: st
 
 def _check_files(content: Mapping[str, Any], what: str) -> None:
     """Raise ValueError unless the files are below the folder and include those that hold the tensors."""
-    if wrong := [name for name in content["files"] if not _is_below(name)]:
-        raise ValueError(f"{what} must name files below it, got {wrong[0]!r:.100}")
-    if wrong := sorted(tensor_files(content["tensors"]) - content["files"].keys()):
-        raise ValueError(f"{what} must list every file that holds a tensor, lacks {wrong[0]!r:.100}")
+    if invalid := [name for name in content["files"] if not _is_below(name)]:
+        raise ValueError(f"{what} must name files below it, got {invalid[0]!r:.100}")
+    if invalid := sorted(tensor_files(content["tensors"]) - content["files"].keys()):
+        raise ValueError(f"{what} must list every file that holds a tensor, lacks {invalid[0]!r:.100}")
 
 
 def tensor_files(tensors: Mapping[str, Mapping[str, Any]]) -> set[str]:

@@ -101,7 +101,7 @@ def part_files(dist: Dist, state: Mapping[str, Tensor]) -> dict[str, list[Row]]:
     Raises:
         ValueError: safetensors does not support a tensor's dtype.
     """
-    rows, copies = [], deal_copies(state, dist.world_size)
+    rows, copies = [], assign_copies(state, dist.world_size)
     for name, tensor in state.items():
         local, first = local_rows(tensor)
         if local.dtype not in DTYPES:
@@ -112,17 +112,17 @@ def part_files(dist: Dist, state: Mapping[str, Tensor]) -> dict[str, list[Row]]:
     return {f"rank-{dist.rank:05}-{number:03}.safetensors": batch for number, batch in enumerate(batches)}
 
 
-def deal_copies(state: Mapping[str, Tensor], num_ranks: int) -> dict[str, int]:
+def assign_copies(state: Mapping[str, Tensor], num_ranks: int) -> dict[str, int]:
     """Return which copy of each tensor to write: if n ranks hold one copy, copy c is that of the ranks from n c on."""
     chosen: dict[str, int] = {}
     for holders in {_num_holders(tensor) for tensor in state.values()}:
         sizes = {name: t.numel() * t.itemsize for name, t in state.items() if _num_holders(t) == holders}
         num_copies = min(num_ranks // holders, max(1, sum(sizes.values()) // (holders * SHARE_BYTES)))
-        chosen |= deal_by_size(sizes, num_copies)
+        chosen |= assign_by_size(sizes, num_copies)
     return chosen
 
 
-def deal_by_size(sizes: Mapping[str, int], number: int) -> dict[str, int]:
+def assign_by_size(sizes: Mapping[str, int], number: int) -> dict[str, int]:
     """Assign each name to one of `number` shares: largest first, each to the share with the least total so far."""
     chosen: dict[str, int] = {}
     loads = [(0, share) for share in range(number)]
@@ -172,14 +172,14 @@ def read_tensors(
     pieces: dict[str, list[tuple[str, int]]] = {}
     for name, target in targets.items():
         local, first = local_rows(target)
-        found = sorted(index[name]["pieces"], key=lambda piece: piece[1])
-        for (file, start), (_, end) in pairwise([*found, ("", first + len(local))]):
+        ordered = sorted(index[name]["pieces"], key=lambda piece: piece[1])
+        for (file, start), (_, end) in pairwise([*ordered, ("", first + len(local))]):
             if max(first, start) < min(first + len(local), end):
                 pieces.setdefault(file, []).append((name, start))
     copied: Counter[str] = Counter()
-    for file, own in pieces.items():
+    for file, starts in pieces.items():
         with open_file(file) as path, safe_open(path, framework="pt") as opened:
-            for name, start in own:
+            for name, start in starts:
                 rows, (local, first) = opened.get_slice(name), local_rows(targets[name])
                 low, high = max(first, start), min(first + len(local), start + rows.get_shape()[0])
                 if low < high:
@@ -198,10 +198,10 @@ def check_fits(index: Mapping[str, Mapping[str, Any]], state: Mapping[str, Tenso
         if names:
             raise ValueError(f"checkpoint does not fit: it {what} {len(names)} tensors, such as {min(names)}")
     for name, tensor in state.items():
-        then = index[name]["dtype"], index[name]["shape"]
-        if then != (now := (str(tensor.dtype), list(tensor.shape))):
+        saved = index[name]["dtype"], index[name]["shape"]
+        if saved != (actual := (str(tensor.dtype), list(tensor.shape))):
             raise ValueError(
-                f"checkpoint does not fit: {name} is {then[0]} {then[1]}, the module has {now[0]} {now[1]}"
+                f"checkpoint does not fit: {name} is {saved[0]} {saved[1]}, the module has {actual[0]} {actual[1]}"
             )
 
 
@@ -214,8 +214,8 @@ def check_part(path: Path, index: Mapping[str, Mapping[str, Any]]) -> None:
                 raise ValueError(f"{path.name} holds other tensors than the index says")
             for name, first in pieces.items():
                 local, shape = file.get_tensor(name), index[name]["shape"] or [1]
-                found = [str(local.dtype), *local.shape[1:]]
-                if found != [index[name]["dtype"], *shape[1:]] or first + len(local) > shape[0]:
+                actual = [str(local.dtype), *local.shape[1:]]
+                if actual != [index[name]["dtype"], *shape[1:]] or first + len(local) > shape[0]:
                     raise ValueError(f"{path.name} does not hold {name} as the index says")
                 check_finite(name, local)
     except SafetensorError as exc:

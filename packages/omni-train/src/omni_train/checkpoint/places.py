@@ -18,11 +18,11 @@ from omni_train.checkpoint.index import (
     INDEX_FILE,
     Saved,
     parse_index,
+    parse_step,
     read_index,
     saved_steps,
     step_folder,
     step_name,
-    step_of,
 )
 from omni_train.files import (
     check_bytes,
@@ -45,13 +45,13 @@ def part_name(rank: int) -> str:
     return f"part-{rank:05}.json"
 
 
-def drafts(folder: Path) -> list[Path]:
+def draft_folders(folder: Path) -> list[Path]:
     """Return the folders of unfinished checkpoints; raise ValueError for a file or link, which no save leaves."""
-    found = list(folder.glob("step-*.tmp"))
-    for path in found:
+    folders = list(folder.glob("step-*.tmp"))
+    for path in folders:
         if path.is_symlink() or path.is_file():
             raise ValueError(f"{path} must be a folder, which an unfinished checkpoint is: move it away")
-    return found
+    return folders
 
 
 class SharedFolder:
@@ -62,13 +62,13 @@ class SharedFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def at(self, step: int) -> str:
+    def location(self, step: int) -> str:
         """Return the path of a checkpoint."""
         return str(step_folder(self.folder, step))
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, in ascending order."""
-        drafts(self.folder)
+        draft_folders(self.folder)
         return saved_steps(self.folder)
 
     def open(self, step: int) -> Saved:
@@ -83,11 +83,11 @@ class SharedFolder:
         """Yield the path of a file."""
         yield step_folder(self.folder, step) / name
 
-    def beside(self, draft: Path) -> dict[str, Path]:
+    def run_files(self, draft: Path) -> dict[str, Path]:
         """Return an empty dict: files that a run keeps next to its checkpoints are in their own folder."""
         return {}
 
-    def hand_over(self, draft: Path, files: Mapping[str, Path]) -> None:
+    def upload(self, draft: Path, files: Mapping[str, Path]) -> None:
         """Do nothing: all ranks see the draft."""
 
     def part(self, draft: Path, rank: int) -> bytes | None:
@@ -99,7 +99,7 @@ class SharedFolder:
         path.unlink()
         return data
 
-    def seal(self, draft: Path, files: Files, index: bytes) -> None:
+    def commit(self, draft: Path, files: Files, index: bytes) -> None:
         """Write the index and rename the draft; raise OSError unless all files are there."""
         for name, expected in files.items():
             try:
@@ -113,7 +113,7 @@ class SharedFolder:
 
     def begin(self, draft: Path) -> None:
         """Delete the remains of unfinished saves, and create the draft of a new one."""
-        for old in drafts(self.folder):
+        for old in draft_folders(self.folder):
             shutil.rmtree(old)
         draft.mkdir(parents=True)
 
@@ -127,33 +127,37 @@ class SharedFolder:
 class RemoteFolder:
     """The folder of a URL: a checkpoint is complete once it has an index.
 
-    Besides its own files, a checkpoint holds the files and folders of the run listed in `beside`.
+    Besides its own files, a checkpoint holds the files and folders of the run listed in `run_files`.
     """
 
     pause_s = 1.0
 
     def __init__(
-        self, remote: Remote, folder: Path, beside: Sequence[Path] = (), wait_for: Callable[[], object] = lambda: None
+        self,
+        remote: Remote,
+        folder: Path,
+        run_files: Sequence[Path] = (),
+        wait_for: Callable[[], object] = lambda: None,
     ) -> None:
         """Store the arguments.
 
         Args:
             remote: the URL.
             folder: folder on this machine's disk for downloaded files.
-            beside: as in `Checkpoint`.
-            wait_for: called before the files of `beside` are read, and before anything is deleted.
+            run_files: as in `Checkpoint`.
+            wait_for: called before the files of `run_files` are read, and before anything is deleted.
         """
-        self.remote, self._folder, self._beside, self._wait_for = remote, folder, beside, wait_for
+        self.remote, self._folder, self._run_files, self._wait_for = remote, folder, run_files, wait_for
         self._parts: set[str] = set()  # seen so far
 
-    def at(self, step: int) -> str:
+    def location(self, step: int) -> str:
         """Return the URL of a checkpoint."""
         return f"{self.remote.url}/{step_name(step)}"
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, in ascending order."""
-        found = (PurePosixPath(name) for name in self.remote.sizes())
-        steps = (step_of(str(path.parent)) for path in found if path.name == INDEX_FILE)
+        paths = (PurePosixPath(name) for name in self.remote.sizes())
+        steps = (parse_step(str(path.parent)) for path in paths if path.name == INDEX_FILE)
         return sorted(step for step in steps if step is not None)
 
     def open(self, step: int) -> Saved:
@@ -170,19 +174,19 @@ class RemoteFolder:
             self.remote.fetch(f"{step_name(step)}/{name}", path := Path(folder) / name)
             yield path
 
-    def beside(self, draft: Path) -> dict[str, Path]:
-        """Return the files of `beside` by their names in a checkpoint; single files, which may grow, are copied."""
+    def run_files(self, draft: Path) -> dict[str, Path]:
+        """Return the files of `run_files` by their names in a checkpoint; single files, which may grow, are copied."""
         self._wait_for()
-        found: dict[str, Path] = {}
-        for path in self._beside:
+        files: dict[str, Path] = {}
+        for path in self._run_files:
             if path.is_dir():
-                own = sorted(each for each in path.rglob("*") if each.is_file())
-                found |= {each.relative_to(path.parent).as_posix(): each for each in own}
+                below = sorted(file for file in path.rglob("*") if file.is_file())
+                files |= {file.relative_to(path.parent).as_posix(): file for file in below}
             elif path.is_file():
-                found[path.name] = Path(shutil.copy(path, draft))
-        return found
+                files[path.name] = Path(shutil.copy(path, draft))
+        return files
 
-    def hand_over(self, draft: Path, files: Mapping[str, Path]) -> None:
+    def upload(self, draft: Path, files: Mapping[str, Path]) -> None:
         """Upload files under their names in the checkpoint, in any order except the last one. Raises OSError."""
         *first, last = files
         with ThreadPoolExecutor(NUM_THREADS) as pool:
@@ -195,7 +199,7 @@ class RemoteFolder:
             self._parts = set(self.remote.sizes(draft.stem))
         return self.remote.read(f"{draft.stem}/{name}") if name in self._parts else None
 
-    def seal(self, draft: Path, files: Files, index: bytes) -> None:
+    def commit(self, draft: Path, files: Files, index: bytes) -> None:
         """Upload the index; raise OSError unless all files are there."""
         try:
             self._check_sizes(draft.stem, files)
@@ -209,7 +213,7 @@ class RemoteFolder:
         self._parts = set()
         complete = set(map(step_name, self.steps()))
         for folder in {name.partition("/")[0] for name in self.remote.sizes()} - complete:
-            if step_of(folder) is not None:
+            if parse_step(folder) is not None:
                 self.remote.delete_folder(folder)
 
     def delete(self, step: int) -> None:
@@ -217,36 +221,36 @@ class RemoteFolder:
         self.remote.delete(f"{step_name(step)}/{INDEX_FILE}")
         self.remote.delete_folder(step_name(step))
 
-    def read_beside(self, step: int, name: str) -> bytes | None:
-        """Return a file that the run stored with a checkpoint; None if there was none. Raises as in `fetch_beside`."""
+    def read_run_file(self, step: int, name: str) -> bytes | None:
+        """Return a file that the run stored with a checkpoint, if there was one. Raises like `fetch_run_folder`."""
         expected = self.open(step).files.get(name)
         if expected is None:  # the checkpoint was copied from a folder
             return None
         data = self.remote.read(f"{step_name(step)}/{name}")
-        check_digest(f"{self.at(step)}/{name}", sha256(data).hexdigest(), expected)
+        check_digest(f"{self.location(step)}/{name}", sha256(data).hexdigest(), expected)
         return data
 
-    def fetch_beside(self, step: int, name: str, path: Path) -> None:
+    def fetch_run_folder(self, step: int, name: str, path: Path) -> None:
         """Replace a folder with the folder of this name stored with a checkpoint, if there is one.
 
         Raises:
             ValueError: an object differs from the one that was uploaded; the message names it.
             OSError: it could not be read or written.
         """
-        kept = {own: about for own, about in self.open(step).files.items() if own.startswith(f"{name}/")}
+        kept = {file: digest for file, digest in self.open(step).files.items() if file.startswith(f"{name}/")}
         if not kept:
             return
         with new_folder(path) as folder:
-            for own, expected in kept.items():
-                target = folder / own.removeprefix(f"{name}/")
+            for file, expected in kept.items():
+                target = folder / file.removeprefix(f"{name}/")
                 target.parent.mkdir(parents=True, exist_ok=True)
-                self.remote.fetch(f"{step_name(step)}/{own}", target)
-                check_digest(f"{self.at(step)}/{own}", file_digest(target), expected)
+                self.remote.fetch(f"{step_name(step)}/{file}", target)
+                check_digest(f"{self.location(step)}/{file}", file_digest(target), expected)
 
     def _check_sizes(self, folder: str, files: Files) -> None:
-        found = self.remote.sizes(folder)
+        sizes = self.remote.sizes(folder)
         for name, expected in files.items():
-            check_bytes(name, found.get(name), expected)
+            check_bytes(name, sizes.get(name), expected)
 
 
 Place = SharedFolder | RemoteFolder

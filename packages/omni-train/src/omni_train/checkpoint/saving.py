@@ -19,8 +19,8 @@ from omni_train.checkpoint.places import Place, part_name
 from omni_train.dist import Dist
 from omni_train.files import file_digest, write_atomically
 
-SHARED_S = 60.0  # maximum time until another rank's file is visible in the shared folder
-LONELY_S = 20.0  # time that the first rank of a failed run waits for the parts of the others
+SHARED_DISK_S = 60.0  # maximum time until another rank's file is visible in the shared folder
+LOST_RANKS_S = 20.0  # time that the first rank of a failed run waits for the parts of the others
 
 
 class Saving:
@@ -32,7 +32,7 @@ class Saving:
         place: Place,
         dist: Dist,
         files: Iterable[PartFile],
-        about: Mapping[str, Any],
+        metadata: Mapping[str, Any],
         finish: Callable[[Sequence[Index]], None],
         *,
         num_threads: int,
@@ -44,12 +44,12 @@ class Saving:
             place: place of the checkpoints.
             dist: the ranks.
             files: the files of this rank; an iterator advances only when the previous file is written.
-            about: entries of the part's index other than the files and their tensors, including the id of the save.
+            metadata: entries of the part's index other than the files and their tensors, including the id of the save.
             finish: called on the first rank with the indices of all parts.
             num_threads: number of files written at the same time; if more than one, `files` must be in memory.
         """
         self._draft, self._place, self._dist, self._files = draft, place, dist, files
-        self._about, self._finish = about, finish
+        self._metadata, self._finish = metadata, finish
         self._num_threads = num_threads
         self._written: Future[None] = Future()  # this rank's part
         self._ended: Future[None] = Future()  # on the first rank, the checkpoint
@@ -84,10 +84,10 @@ class Saving:
                 future.result()
 
     def wait_alone(self) -> None:
-        """Wait for this rank's part; the first rank also waits up to LONELY_S for ranks that may have ended."""
+        """Wait for this rank's part; the first rank also waits up to LOST_RANKS_S for ranks that may have ended."""
         wait([self._written])
         if self._dist.is_main:
-            wait([self._ended], LONELY_S)
+            wait([self._ended], LOST_RANKS_S)
 
     def give_up(self) -> None:
         """Stop waiting for other ranks, and join this rank's threads."""
@@ -96,7 +96,7 @@ class Saving:
 
     def _run(self) -> None:
         try:
-            self._place.hand_over(self._draft, self._write())
+            self._place.upload(self._draft, self._write())
             self._written.set_result(None)
             if self._dist.is_main:
                 self._finish([self._take_part(rank) for rank in range(self._dist.world_size)])
@@ -109,36 +109,36 @@ class Saving:
                     future.set_exception(error)
 
     def _write(self) -> dict[str, Path]:
-        """Write this rank's files and, last, their index; return them by name, on the first rank with `beside`."""
+        """Write this rank's files and, last, their index; return them by name, on the first rank with `run_files`."""
         index: Index = {"files": {}, "tensors": {}}
 
         def write(file: PartFile) -> tuple[PartFile, dict[str, int | str]]:
             return file, file.write(self._draft)
 
         with ThreadPoolExecutor(self._num_threads) as pool:
-            for file, about in (pool.map if self._num_threads > 1 else map)(write, self._files):
-                index["files"][file.name] = about
+            for file, entry in (pool.map if self._num_threads > 1 else map)(write, self._files):
+                index["files"][file.name] = entry
                 index["tensors"] |= file.index()
         files = {name: self._draft / name for name in index["files"]}
         if self._dist.is_main:
-            beside = self._place.beside(self._draft)
+            run_files = self._place.run_files(self._draft)
             index["files"] |= {
-                name: {"bytes": path.stat().st_size, "sha256": file_digest(path)} for name, path in beside.items()
+                name: {"bytes": path.stat().st_size, "sha256": file_digest(path)} for name, path in run_files.items()
             }
-            files |= beside
-        own = part_name(self._dist.rank)
-        write_atomically(self._draft / own, json.dumps({**index, **self._about}))
-        return files | {own: self._draft / own}
+            files |= run_files
+        index_name = part_name(self._dist.rank)
+        write_atomically(self._draft / index_name, json.dumps({**index, **self._metadata}))
+        return files | {index_name: self._draft / index_name}
 
     def _take_part(self, rank: int) -> Index:
         """Wait for the index of a rank and return it; ignore those of other saves, from ranks that end late."""
         deadline, index = float("inf"), Index()
-        while index.get("attempt") != self._about["attempt"]:
+        while index.get("attempt") != self._metadata["attempt"]:
             if data := self._place.part(self._draft, rank):
                 index = parse_part(data, part_name(rank), is_first=rank == 0)
                 continue
             if self._all_written.is_set():
-                deadline = min(deadline, time.monotonic() + SHARED_S)
+                deadline = min(deadline, time.monotonic() + SHARED_DISK_S)
             if self._is_given_up.wait(self._place.pause_s) or time.monotonic() > deadline:
                 fault = f"{part_name(rank)} is missing in {self._draft}; it must be a folder that all ranks share"
                 raise OSError(f"{fault}, or --checkpoint-url must be given")

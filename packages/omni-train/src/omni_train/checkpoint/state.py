@@ -39,11 +39,13 @@ def train_state(module: nn.Module, optimizer: Optimizer | None, ema: Copies) -> 
     state: dict[str, Tensor] = {f"weight/{name}": p for p, name in names.items() if p.requires_grad or p in adapters}
     state |= {f"buffer/{name}": b for name, b in module.named_buffers() if name in kept}
     for param in _params(optimizer):
-        found = optimizer.state.get(param, {}) if optimizer else {}
-        tensors = {key: value for key, value in found.items() if isinstance(value, Tensor)}
+        slots = optimizer.state.get(param, {}) if optimizer else {}
+        tensors = {key: value for key, value in slots.items() if isinstance(value, Tensor)}
         state |= {f"optimizer.{key}/{_name(names, param)}": value for key, value in tensors.items()}
     copies = [ema] if isinstance(ema, Snapshot) else ema or []
-    return state | {f"{each.name}/{_name(names, param)}": copy for each in copies for param, copy in each.pairs()}
+    return state | {
+        f"{snapshot.name}/{_name(names, param)}": copy for snapshot in copies for param, copy in snapshot.pairs()
+    }
 
 
 def kept_state(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -52,8 +54,8 @@ def kept_state(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Raises:
         ValueError: a tensor is not float32.
     """
-    if wrong := sorted(name for name, tensor in kept.items() if tensor.dtype != torch.float32):
-        raise ValueError(f"kept must be float32, got {kept[wrong[0]].dtype} in {wrong[0]}")
+    if invalid := sorted(name for name, tensor in kept.items() if tensor.dtype != torch.float32):
+        raise ValueError(f"kept must be float32, got {kept[invalid[0]].dtype} in {invalid[0]}")
     return {KEPT + name: tensor for name, tensor in kept.items()}
 
 
@@ -65,10 +67,10 @@ def allocate_kept(shapes: Mapping[str, Sequence[int]], num_bytes: int) -> dict[s
     Raises:
         ValueError: the files are too small for one of the tensors.
     """
-    own = {name: shape for name, shape in shapes.items() if name.startswith(KEPT)}
-    if wrong := [name for name, shape in own.items() if 4 * math.prod(shape) > num_bytes]:
-        raise ValueError(f"{wrong[0]} lacks rows")
-    return {name.removeprefix(KEPT): torch.empty(tuple(shape)) for name, shape in own.items()}
+    kept_shapes = {name: shape for name, shape in shapes.items() if name.startswith(KEPT)}
+    if invalid := [name for name, shape in kept_shapes.items() if 4 * math.prod(shape) > num_bytes]:
+        raise ValueError(f"{invalid[0]} lacks rows")
+    return {name.removeprefix(KEPT): torch.empty(tuple(shape)) for name, shape in kept_shapes.items()}
 
 
 def allocate_optimizer(module: nn.Module, optimizer: Optimizer, shapes: Mapping[str, Sequence[int]]) -> None:

@@ -36,7 +36,7 @@ from omni_train.checkpoint import parts
 from omni_train.checkpoint.index import INDEX_FILE, Config, Saved, index_digest, step_folder, tensor_files
 from omni_train.checkpoint.index import check_config as check_config
 from omni_train.checkpoint.index import config_differences as config_differences
-from omni_train.checkpoint.places import NUM_THREADS, Place, RemoteFolder, SharedFolder, drafts
+from omni_train.checkpoint.places import NUM_THREADS, Place, RemoteFolder, SharedFolder, draft_folders
 from omni_train.checkpoint.saving import Saving
 from omni_train.checkpoint.state import Copies, allocate_kept, allocate_optimizer, kept_state, train_state
 from omni_train.dist import Dist, gather_json, same_error, synchronize
@@ -60,7 +60,7 @@ class Checkpoint:
         keep: int = 2,
         wait_for: Callable[[], object] = lambda: None,
         url: str = "",
-        beside: Sequence[Path] = (),
+        run_files: Sequence[Path] = (),
     ) -> None:
         """Open the folder.
 
@@ -73,7 +73,7 @@ class Checkpoint:
                 `url` before anything is deleted. It may wait for other files, which are then on the disk if the
                 checkpoint is.
             url: URL of a folder for the checkpoints, for ranks that share no disk; see `omni_train.remote`.
-            beside: files and folders of the first rank that are stored with a checkpoint at a URL.
+            run_files: files and folders of the first rank that are stored with a checkpoint at a URL.
 
         Raises:
             ValueError: `keep` or `url` is invalid.
@@ -81,7 +81,7 @@ class Checkpoint:
         if keep < 1:
             raise ValueError(f"keep must be >= 1, got {keep}")
         self.folder = Path(folder)
-        self.remote = RemoteFolder(Remote(url), self.folder, beside, wait_for) if url else None
+        self.remote = RemoteFolder(Remote(url), self.folder, run_files, wait_for) if url else None
         self._place: Place = self.remote or SharedFolder(self.folder)
         self.dist = dist
         self.keep, self._wait_for = keep, wait_for
@@ -256,7 +256,7 @@ class Checkpoint:
             shapes = {name: entry["shape"] for name, entry in saved.tensors.items()}
             if optimizer is not None:
                 allocate_optimizer(module, optimizer, shapes)
-            kept = allocate_kept(shapes, sum(int(about["bytes"]) for about in saved.files.values()))
+            kept = allocate_kept(shapes, sum(int(info["bytes"]) for info in saved.files.values()))
             state = train_state(module, optimizer, ema) | kept_state(kept)
             parts.check_fits(saved.tensors, state)
             parts.read_tensors(partial(self._place.file, saved.step), saved.tensors, state)
@@ -278,14 +278,14 @@ class Checkpoint:
 
     def _damaged(self, step: int, reason: ValueError) -> ValueError:
         """Return the error for a damaged checkpoint; it names the next older one that has all its files."""
-        message = f"checkpoint {self._place.at(step)} is damaged: {reason}."
+        message = f"checkpoint {self._place.location(step)} is damaged: {reason}."
         for older in reversed([s for s in self._place.steps() if s < step]):
             try:
                 self._open(older)
             except ValueError:
                 continue
             return ValueError(
-                f"{message} Move it away to continue from {self._place.at(older)}, which has all its files"
+                f"{message} Move it away to continue from {self._place.location(older)}, which has all its files"
             )
         return ValueError(f"{message} There is no older one: move it away to start anew")
 
@@ -300,7 +300,7 @@ class Checkpoint:
             files = parts.part_files(self.dist, train_state(module, optimizer, ema) | kept_state(self.kept))
             if self.dist.is_main:
                 if step in self._place.steps():
-                    raise ValueError(f"step must be new, but {self._place.at(step)} exists")
+                    raise ValueError(f"step must be new, but {self._place.location(step)} exists")
                 self._place.begin(self._path(step, ".tmp"))
             self._clear()
         if self.remote:
@@ -317,17 +317,20 @@ class Checkpoint:
             elif len(self._memory[i]) < size:
                 self._memory[i] = parts.host_memory(size, self.dist.device)
         with ThreadPoolExecutor(NUM_THREADS) as pool:
-            each = pool.map if self.dist.device.type == "cpu" else map  # an accelerator copies asynchronously
-            copies = list(each(parts.PartFile, files, files.values(), self._memory))
+            map_files = pool.map if self.dist.device.type == "cpu" else map  # an accelerator copies asynchronously
+            copies = list(map_files(parts.PartFile, files, files.values(), self._memory))
         synchronize()  # before training changes the tensors being copied
         return copies
 
     def _start(
         self, step: int, files: Iterable[parts.PartFile], config: Config, attempt: str, *, num_threads: int
     ) -> None:
-        about = {"step": step, "config": dict(config), "versions": _versions(), "world_size": self.dist.world_size}
-        draft, own = self._path(step, ".tmp"), {"attempt": attempt} | ({"about": about} if self.dist.is_main else {})
-        saving = Saving(draft, self._place, self.dist, files, own, self._finish, num_threads=num_threads)
+        metadata = {"step": step, "config": dict(config), "versions": _versions(), "world_size": self.dist.world_size}
+        draft, entries = (
+            self._path(step, ".tmp"),
+            {"attempt": attempt} | ({"about": metadata} if self.dist.is_main else {}),
+        )
+        saving = Saving(draft, self._place, self.dist, files, entries, self._finish, num_threads=num_threads)
         self._saving = step, saving
 
     @property
@@ -337,7 +340,7 @@ class Checkpoint:
 
     def _clear(self) -> None:
         """Remove the drafts of this machine."""
-        for draft in drafts(self.folder) if self.remote and self._is_first_here else []:
+        for draft in draft_folders(self.folder) if self.remote and self._is_first_here else []:
             shutil.rmtree(draft, ignore_errors=True)  # machines may share it
 
     def _remove(self, step: int) -> None:
@@ -345,18 +348,18 @@ class Checkpoint:
         if self.dist.is_main and not self.remote:
             shutil.rmtree(self._path(step, ".tmp"), ignore_errors=True)
 
-    def _finish(self, found: Sequence[parts.Index]) -> None:
+    def _finish(self, indices: Sequence[parts.Index]) -> None:
         """Complete the checkpoint from the parts; then delete checkpoints that are too old."""
-        about: dict[str, Any] = found[0]["about"]
-        index = parts.merge_parts(found)
-        content = asdict(Saved(**(about | index)))
+        metadata: dict[str, Any] = indices[0]["about"]
+        index = parts.merge_parts(indices)
+        content = asdict(Saved(**(metadata | index)))
         text = json.dumps({"sha256": index_digest(content)} | content, indent=1)
         self._wait_for()
-        self._place.seal(self._path(about["step"], ".tmp"), index["files"], text.encode())
+        self._place.commit(self._path(metadata["step"], ".tmp"), index["files"], text.encode())
         for step in set(self._place.steps()[: -self.keep]) - {self.pinned}:
             self._place.delete(step)
 
 
 def _versions() -> dict[str, str]:
-    ours = {"python": platform.python_version(), "omni-train": __version__}
-    return ours | {"torch": str(torch.__version__), "safetensors": safetensors.__version__}
+    versions = {"python": platform.python_version(), "omni-train": __version__}
+    return versions | {"torch": str(torch.__version__), "safetensors": safetensors.__version__}

@@ -40,10 +40,10 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 def saved_on_host() -> AbstractContextManager[None]:
     """Offload the tensors that the `with` block saves for the backward pass."""
 
-    def back(kept: tuple[torch.device, Tensor]) -> Tensor:
+    def to_original(kept: tuple[torch.device, Tensor]) -> Tensor:
         return to_device(kept[1], kept[0])
 
-    return saved_tensors_hooks(lambda tensor: (tensor.device, to_host(tensor)), back)
+    return saved_tensors_hooks(lambda tensor: (tensor.device, to_host(tensor)), to_original)
 
 
 class HostAdamW(torch.optim.AdamW):
@@ -62,7 +62,7 @@ class HostAdamW(torch.optim.AdamW):
         self.param_groups = groups
         synchronize()  # the host may read them afterwards
 
-    def rest(self) -> None:
+    def offload(self) -> None:
         """Offload all moments, for example after loading."""
         self._move(self.state, to_host)
         synchronize()

@@ -28,7 +28,7 @@ NF4 = (
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-_MOST = {"int8": 127.0, "fp8": 448.0}
+_MAX_VALUES = {"int8": 127.0, "fp8": 448.0}
 
 
 class QuantizedLinear(nn.Linear):
@@ -90,8 +90,8 @@ def quantize_blocks(
             check_compiler(device)
             run = compiled_dequantize()
     blocks = [block for block in module.modules() if type(block).__name__ in block_names]
-    named = {id(layer): layer for block in blocks for name, layer in block.named_modules() if ".lora_" not in name}
-    for layer in named.values():
+    layers = {id(layer): layer for block in blocks for name, layer in block.named_modules() if ".lora_" not in name}
+    for layer in layers.values():
         if type(layer) is not nn.Linear or (quantized == "nf4" and layer.in_features % NF4_BLOCK):
             continue
         weight = layer.weight
@@ -118,12 +118,12 @@ def _table(quantized: QuantizedDtype, device: torch.device) -> Tensor | None:
 def quantize(weight: Tensor, quantized: QuantizedDtype) -> tuple[Tensor, Tensor]:
     """Return the codes, uint8, of a weight [out, in], and the scales of its rows [out, 1], or of its blocks for nf4."""
     rows = weight.float() if quantized != "nf4" else weight.float().view(-1, NF4_BLOCK)
-    most = rows.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    max_abs = rows.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     if quantized == "nf4":
         middles = torch.tensor([(low + high) / 2 for low, high in pairwise(NF4)]).to(rows.device)
-        places = torch.bucketize(rows / most, middles).view(-1, 2)
-        return (places[:, 0] * 16 + places[:, 1]).to(torch.uint8).view(len(weight), -1), most
-    scales = most / _MOST[quantized]
+        places = torch.bucketize(rows / max_abs, middles).view(-1, 2)
+        return (places[:, 0] * 16 + places[:, 1]).to(torch.uint8).view(len(weight), -1), max_abs
+    scales = max_abs / _MAX_VALUES[quantized]
     scaled = rows / scales
     codes = scaled.round().to(torch.int8) if quantized == "int8" else scaled.to(torch.float8_e4m3fn)
     return codes.view(torch.uint8), scales

@@ -53,40 +53,40 @@ class Recompute:
         if is_sampling():
             return block(*args)
         kind = (type(block), *(arg.shape for arg in tree_leaves(args) if isinstance(arg, Tensor)))
-        keeps = self.sizes.get(kind, self.room + 1) <= self.room
+        keep = self.sizes.get(kind, self.room + 1) <= self.room
         as_now = deterministic(torch.get_deterministic_debug_mode())  # also in the backward pass
         run = partial(checkpoint, as_now(block.__call__), *args, use_reentrant=False)
-        if self.compiled and self.room > 0 and (keeps or kind not in self.sizes):
-            return self._kept(kind, block, args)
+        if self.compiled and self.room > 0 and (keep or kind not in self.sizes):
+            return self._run_kept(kind, block, args)
         with self.inputs():
-            if self.compiled or (not keeps and (kind in self.sizes or self.room <= 0)):
+            if self.compiled or (not keep and (kind in self.sizes or self.room <= 0)):
                 return run()
-            return run(context_fn=partial(self._contexts, kind, keeps))
+            return run(context_fn=partial(self._contexts, kind, keep))
 
-    def _kept(self, kind: object, block: nn.Module, args: tuple[Any, ...]) -> Any:
+    def _run_kept(self, kind: object, block: nn.Module, args: tuple[Any, ...]) -> Any:
         """Run the block without recomputation, and measure what its graph keeps."""
-        given = {t.untyped_storage()._cdata for t in (*args, *block.parameters()) if isinstance(t, Tensor)}
+        external = {t.untyped_storage()._cdata for t in (*args, *block.parameters()) if isinstance(t, Tensor)}
         kept: dict[int, int] = {}
 
-        def note(tensor: Tensor) -> Tensor:
+        def record(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
             kept.setdefault(storage._cdata, storage.nbytes())
             return tensor
 
-        with saved_tensors_hooks(note, lambda tensor: tensor):
+        with saved_tensors_hooks(record, lambda tensor: tensor):
             out = block(*args)
-        size = sum(size for key, size in kept.items() if key not in given)
+        size = sum(size for key, size in kept.items() if key not in external)
         self.sizes[kind] = max(size, self.sizes.get(kind, 0))  # smaller if inputs need no gradient
         self.room -= size
 
-        def free(grad: Tensor) -> None:
+        def release(grad: Tensor) -> None:
             self.room += size
 
         trained = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
-        register_multi_grad_hook(trained, free, mode="any")
+        register_multi_grad_hook(trained, release, mode="any")
         return out
 
-    def _contexts(self, kind: object, keeps: bool) -> tuple[Context, Context]:
+    def _contexts(self, kind: object, keep: bool) -> tuple[Context, Context]:
         """Return the contexts of a block's forward pass and of its recomputation in the backward pass."""
         products: dict[int, tuple[Tensor, int]] = {}  # each with its required version at the end
 
@@ -96,32 +96,32 @@ class Recompute:
             for out in tree_leaves(context.op_output):
                 if isinstance(out, Tensor):
                     products[out.untyped_storage()._cdata] = out, out._version + op._schema.is_mutable
-            return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+            return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
         # addmm_ writes to the product that it adds to; both are kept and are the same tensor.
         create = torch.utils.checkpoint.create_selective_checkpoint_contexts
         forward, backward = create(policy, allow_cache_entry_mutation=True)
-        return self._first(forward, kind, keeps, products), self._again(backward, kind, keeps)
+        return self._forward_context(forward, kind, keep, products), self._recompute_context(backward, kind, keep)
 
     @contextmanager
-    def _first(
-        self, mode: Context, kind: object, keeps: bool, products: dict[int, tuple[Tensor, int]]
+    def _forward_context(
+        self, mode: Context, kind: object, keep: bool, products: dict[int, tuple[Tensor, int]]
     ) -> Iterator[None]:
         with mode:
             yield
         if any(tensor._version != version for tensor, version in products.values()):
             raise RuntimeError("a block must not write into a product's output, which could then not be kept")
         self.sizes[kind] = sum(tensor.nbytes for tensor, _ in products.values())
-        self.room -= keeps * self.sizes[kind]
+        self.room -= keep * self.sizes[kind]
         products.clear()
 
     @contextmanager
-    def _again(self, mode: Context, kind: object, keeps: bool) -> Iterator[None]:
+    def _recompute_context(self, mode: Context, kind: object, keep: bool) -> Iterator[None]:
         try:
             with mode:
                 yield
         finally:  # torch ends it with an exception as soon as the backward pass has its inputs
-            self.room += keeps * self.sizes[kind]
+            self.room += keep * self.sizes[kind]
 
 
 def recompute_blocks(net: nn.Module, run_block: Recompute) -> None:

@@ -20,20 +20,20 @@ def check_media(entry: Mapping[str, object]) -> None:
 
     A line that also has the right key may have other keys for its scorer.
     """
-    for own, names in ELSEWHERE.items():
-        for key, value in entry.items() if not entry.get(own) else ():
-            if key != own and names.fullmatch(key) and value and isinstance(value, str | list | dict):
-                raise ValueError(f'"{key}" must be called "{own}", as nothing reads it, got {value!r:.80}')
+    for medium, names in ELSEWHERE.items():
+        for key, value in entry.items() if not entry.get(medium) else ():
+            if key != medium and names.fullmatch(key) and value and isinstance(value, str | list | dict):
+                raise ValueError(f'"{key}" must be called "{medium}", as nothing reads it, got {value!r:.80}')
 
 
-def check_places(text: str, entry: Mapping[str, object]) -> None:
+def check_placeholders(text: str, entry: Mapping[str, object]) -> None:
     """Raise ValueError if a text has a placeholder for a medium and its line has media."""
-    if (found := PLACE.search(text)) and any(entry.get(key) for key in FILES.values()):
-        way = 'a part {"type": "image"} of messages has its place, and without parts media come before the text'
-        raise ValueError(f"the text must not hold {found[0]}, which no model here reads: {way}")
+    if (match := PLACE.search(text)) and any(entry.get(key) for key in FILES.values()):
+        hint = 'a part {"type": "image"} of messages has its place, and without parts media come before the text'
+        raise ValueError(f"the text must not hold {match[0]}, which no model here reads: {hint}")
 
 
-def take_chat(messages: object, entry: dict[str, object]) -> str:
+def extract_chat(messages: object, entry: dict[str, object]) -> str:
     """Return the text of the user's last message; move its files to the line's keys, and the chat to "messages".
 
     If the last message is the assistant's, it is the completion of the prompt before it: its text goes to "completion".
@@ -46,15 +46,15 @@ def take_chat(messages: object, entry: dict[str, object]) -> str:
     files: dict[str, list[object]] = {kind: [] for kind in FILES}
     chat: list[dict[str, object]] = []
     text = ""
-    for number, message in enumerate(map(_given, messages), start=1):
+    for number, message in enumerate(map(_drop_null, messages), start=1):
         if message.keys() != {"role", "content"} or message["role"] not in ROLES:
             rule = f'message {number} must have "content" and a "role" of {", ".join(ROLES)}, and no more'
             raise ValueError(f"{rule}, got {messages[number - 1]!r:.80}")
         content = message["content"]
-        given = [{"type": "text", "text": content}] if type(content) is str else content
-        if type(given) is not list:
+        content_parts = [{"type": "text", "text": content}] if type(content) is str else content
+        if type(content_parts) is not list:
             raise ValueError(f'message {number}: "content" must be a string or a list of parts, got {content!r:.80}')
-        parts = [_part(part, files, number) for part in given]
+        parts = [_part(part, files, number) for part in content_parts]
         text = "".join(part.get("text", "") for part in parts)
         is_text = all(part["type"] == "text" for part in parts)
         if is_text and not text.strip():
@@ -71,41 +71,43 @@ def take_chat(messages: object, entry: dict[str, object]) -> str:
         last = repr(chat[-1]["role"]) if chat else "none"
         raise ValueError(f"the prompt must end with a message of the user, got {last}")
     text = "".join(_texts(chat[-1]["content"]))
-    check_places(" ".join(each for message in chat for each in _texts(message["content"])), entry | files)
+    check_placeholders(
+        " ".join(text_part for message in chat for text_part in _texts(message["content"])), entry | files
+    )
     for kind, key in FILES.items():
-        _place_files(entry, key, files[kind])
+        _assign_files(entry, key, files[kind])
     entry["messages"] = chat
     return text
 
 
-def answer_text(value: object, key: str, asked: str) -> str:
+def answer_text(value: object, key: str, prompt: str) -> str:
     """Return an answer: a text, or a chat of one assistant message, which may follow the prompt's own message.
 
-    key: key of the answer, for messages. asked: the text of the prompt.
+    key: key of the answer, for messages. prompt: its text.
     """
-    found = value
+    text = value
     if isinstance(value, list):
-        messages = [_given(message) for message in value]
-        if len(messages) == 2 and messages[0] == {"role": "user", "content": asked}:
+        messages = [_drop_null(message) for message in value]
+        if len(messages) == 2 and messages[0] == {"role": "user", "content": prompt}:
             del messages[0]
         is_one = len(messages) == 1 and messages[0].get("role") == "assistant"
-        found = messages[0].get("content") if is_one else None
-        if isinstance(found, list) and all(_given(part).get("type") == "text" for part in found):
-            found = "".join(_texts(found))
-    if not isinstance(found, str) or not found.strip():
+        text = messages[0].get("content") if is_one else None
+        if isinstance(text, list) and all(_drop_null(part).get("type") == "text" for part in text):
+            text = "".join(_texts(text))
+    if not isinstance(text, str) or not text.strip():
         rule = (
             f'"{key}" must be a text that is not empty, or a chat of one message of the assistant, after the prompt\'s'
         )
         raise ValueError(f"{rule} or without it, got {value!r:.80}")
-    return found
+    return text
 
 
-def only_text(value: object, key: str) -> str:
+def single_text(value: object, key: str) -> str:
     """Return a text, "" for None, or the text of a chat of one user message. key: key of the value, for messages."""
     if value is None:
         return ""
     if type(value) is list:
-        message = _given(value[0]) if len(value) == 1 else {}
+        message = _drop_null(value[0]) if len(value) == 1 else {}
         if message.get("role") != "user" or type(message.get("content")) is not str:
             raise ValueError(f'"{key}" must be a string, or a chat of one message, the user\'s, got {value!r:.80}')
         value = message["content"]
@@ -120,34 +122,34 @@ def _texts(content: object) -> list[str]:
     return [str(part["text"]) for part in parts if "text" in part]
 
 
-def _given(value: object) -> dict[str, object]:
+def _drop_null(value: object) -> dict[str, object]:
     """Return an object's entries that are not null; in a table, an entry is null if only other rows have it."""
-    return {key: own for key, own in value.items() if own is not None} if isinstance(value, dict) else {}
+    return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else {}
 
 
 def _part(part: object, files: Mapping[str, list[object]], number: int) -> dict[str, str]:
     """Return a message part as templates read it; append its file to `files`, or None if the line names the file."""
-    given = _given(part)
-    kind = given.get("type")
-    if kind == "text" and given.keys() == {"type", "text"} and type(given["text"]) is str:
-        return {"type": "text", "text": given["text"]}
-    names = [value for key, value in given.items() if key != "type" and key in (kind, "path")]
-    if type(kind) is str and kind in FILES and len(given) == 1 + len(names) <= 2 and all(type(n) is str for n in names):
+    entry = _drop_null(part)
+    kind = entry.get("type")
+    if kind == "text" and entry.keys() == {"type", "text"} and type(entry["text"]) is str:
+        return {"type": "text", "text": entry["text"]}
+    names = [value for key, value in entry.items() if key != "type" and key in (kind, "path")]
+    if type(kind) is str and kind in FILES and len(entry) == 1 + len(names) <= 2 and all(type(n) is str for n in names):
         files[kind].append(names[0] if names else None)
         return {"type": kind}
     rule = 'must be {"type": "text", "text": TEXT} or {"type": "image", "image": PATH}, "audio" and "video" likewise'
     raise ValueError(f"message {number}: a part {rule}, got {part!r:.80}")
 
 
-def _place_files(entry: dict[str, object], key: str, files: list[object]) -> None:
+def _assign_files(entry: dict[str, object], key: str, files: list[object]) -> None:
     """Put the files named by a chat's parts under a key of the line, or check the files that the line itself names."""
-    own = entry.get(key)
-    given = own if isinstance(own, list) else [own] * (own is not None)
-    named = [name for name in files if name is not None]
-    is_whole = len(files) == len(named or given) and not (named and given)
+    value = entry.get(key)
+    listed = value if isinstance(value, list) else [value] * (value is not None)
+    part_files = [name for name in files if name is not None]
+    is_whole = len(files) == len(part_files or listed) and not (part_files and listed)
     if not is_whole or (len(files) > 1 and key != "images"):
-        most = "" if key == "images" else ", at most one"
-        rule = f'messages must have a part for each file of "{key}"{most}, which the parts name, or else the line'
-        raise ValueError(f"{rule}, got parts {files} and files {given!r:.80}")
-    if named:
-        entry[key] = named if key == "images" else named[0]
+        limit = "" if key == "images" else ", at most one"
+        rule = f'messages must have a part for each file of "{key}"{limit}, which the parts name, or else the line'
+        raise ValueError(f"{rule}, got parts {files} and files {listed!r:.80}")
+    if part_files:
+        entry[key] = part_files if key == "images" else part_files[0]

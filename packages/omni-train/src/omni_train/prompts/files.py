@@ -12,9 +12,9 @@ from pathlib import Path
 
 from omni_train.files import check_depth, check_fetched
 from omni_train.hub import real_roots
-from omni_train.prompts.chats import FILES, check_media, check_places, only_text, take_chat
+from omni_train.prompts.chats import FILES, check_media, check_placeholders, extract_chat, single_text
 from omni_train.prompts.splits import data_files
-from omni_train.prompts.table import MIN_TOTAL_BYTES, MOST_UNPACKED, csv_lines, media_folder, table_lines
+from omni_train.prompts.table import MAX_UNPACKED, MIN_TOTAL_BYTES, csv_lines, media_folder, table_lines
 
 MAX_LINE_CHARS = 2**16  # of a record, which is sent to the scorer with every image
 MAX_SIDE = 16_384  # pixels
@@ -68,15 +68,15 @@ def read_lines(
     paths = data_files(place)
     home, suffix = paths[0].parent, paths[0].suffix
     folders = [home, media_folder(), *([media_root] if media_root else [])]
-    place_of = partial(_file_in, [root for folder in folders for root in real_roots(folder)], home)
+    place_of = partial(_resolve_file, [root for folder in folders for root in real_roots(folder)], home)
     parse: Parse = PromptRecord if suffix == ".txt" else partial(_parse_json, place_of, key)
     kept: list[str] = []
     size = sum(path.stat().st_size for path in paths if path.exists())
-    num_chars, most_chars = 0, max(MIN_TOTAL_BYTES, MOST_UNPACKED * size)
+    num_chars, most_chars = 0, max(MIN_TOTAL_BYTES, MAX_UNPACKED * size)
     for path in paths:
         with suppress(OSError):  # reading the file reports it
             check_fetched(path)
-        for number, line in enumerate(_lines_of(path), start=1):
+        for number, line in enumerate(_raw_lines(path), start=1):
             try:
                 if len(line) > MAX_LINE_CHARS:
                     raise ValueError(f"must have at most {MAX_LINE_CHARS} characters, got {len(line)}")
@@ -103,27 +103,27 @@ def read_rows(path: Path, media_keys: Collection[str]) -> Iterator[tuple[str, di
     Raises:
         ValueError: as in `load_prompts`, except for unknown keys.
     """
-    for number, line in enumerate(_lines_of(path, media_keys), start=1):
+    for number, line in enumerate(_raw_lines(path, media_keys), start=1):
         place = f"{path}, {'line' if path.suffix in TEXTS else 'row'} {number}"
         if line:
             try:
-                yield place, _take_object(line)
+                yield place, _parse_object(line)
             except ValueError as exc:
                 raise ValueError(f"{place}: {exc}") from exc
 
 
-def _lines_of(path: Path, media_keys: Collection[str] = ()) -> Iterator[str]:
+def _raw_lines(path: Path, media_keys: Collection[str] = ()) -> Iterator[str]:
     """Yield the lines of a file, or the rows of a table as JSON lines; a line without a prompt is empty."""
     if path.suffix == ".parquet":
-        own = media_keys or (*FILES.values(), "messages")
-        return table_lines(path, own, leaves_out=bool(media_keys))
-    text = _text_of(path)
+        keys = media_keys or (*FILES.values(), "messages")
+        return table_lines(path, keys, skip_bytes=bool(media_keys))
+    text = _read_text(path)
     if path.suffix in TEXTS:
         return map(str.strip, text.replace("\r\n", "\n").replace("\r", "\n").split("\n"))
     return csv_lines(text, path)
 
 
-def _text_of(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         data = path.read_bytes()
         return data.decode("utf-8-sig")
@@ -134,7 +134,7 @@ def _text_of(path: Path) -> str:
         raise ValueError(f"{path}, line {number}: must be UTF-8, got the byte {data[exc.start]:#04x}") from exc
 
 
-def _file_in(roots: Sequence[Path], folder: Path, key: str, name: str) -> Path:
+def _resolve_file(roots: Sequence[Path], folder: Path, key: str, name: str) -> Path:
     """Return the file that a line names under a key, relative to `folder`; it must be below one of the roots."""
     path = folder / name
     if not any(Path(os.path.realpath(path)).is_relative_to(root) for root in roots):
@@ -145,9 +145,9 @@ def _file_in(roots: Sequence[Path], folder: Path, key: str, name: str) -> Path:
 
 def _parse_json(place_of: Callable[[str, str], Path], key: str, index: int, line: str) -> PromptRecord:
     """Parse the prompt of a JSON line. key: key of the prompt; "" means "prompt" or "messages"."""
-    entry = _take_object(line)
+    entry = _parse_object(line)
     check_media(entry)
-    text, negative = _take_prompt(entry, key), only_text(entry.pop("negative_prompt", None), "negative_prompt")
+    text, negative = _pop_prompt(entry, key), single_text(entry.pop("negative_prompt", None), "negative_prompt")
     images = entry.get("images")
     names = [images] if type(images) is str else [] if images is None else images
     if type(names) is not list or not all(type(name) is str for name in names):
@@ -157,13 +157,13 @@ def _parse_json(place_of: Callable[[str, str], Path], key: str, index: int, line
             json.dumps([text, negative, entry], ensure_ascii=False).encode()
         except UnicodeEncodeError as exc:
             raise ValueError(f"must be Unicode, got {exc.object[exc.start]!r}, half of a surrogate pair") from exc
-    check_places(text, entry)
+    check_placeholders(text, entry)
     references = tuple(place_of("images", name) for name in names)
     audio, video = (_path(entry, key, place_of) for key in ("audio", "video"))
     return PromptRecord(index, text, negative, entry, references, _size(entry), audio, video)
 
 
-def _take_object(line: str) -> dict[str, object]:
+def _parse_object(line: str) -> dict[str, object]:
     """Parse a JSON line that holds a single object."""
     try:
         entry, end = _DECODER.raw_decode(line)
@@ -177,27 +177,27 @@ def _take_object(line: str) -> dict[str, object]:
     return entry
 
 
-def _take_prompt(entry: dict[str, object], key: str) -> str:
+def _pop_prompt(entry: dict[str, object], key: str) -> str:
     """Remove the prompt from a line and return its text; a chat stays in the line, as "messages"."""
-    own = key or ("messages" if "messages" in entry else "prompt")
-    if own not in entry:
-        asked = f"{json.dumps(key)}, as --prompt-key says" if key else '"prompt" or "messages"'
+    name = key or ("messages" if "messages" in entry else "prompt")
+    if name not in entry:
+        expected = f"{json.dumps(key)}, as --prompt-key says" if key else '"prompt" or "messages"'
         others = "" if key else ": --prompt-key names another one"
-        raise ValueError(f"must have the key {asked}, got the keys {sorted(entry)}{others}")
-    value = entry.pop(own)
+        raise ValueError(f"must have the key {expected}, got the keys {sorted(entry)}{others}")
+    value = entry.pop(name)
     if key:
         entry.pop("messages", None)  # not the prompt
-    if own == "messages" or type(value) is list:
+    if name == "messages" or type(value) is list:
         for other in ("system",) if key else ("prompt", "system"):
             if other in entry:
                 raise ValueError(f'"{other}" must be left out beside messages, got {entry[other]!r:.80}')
-        return take_chat(value, entry)
+        return extract_chat(value, entry)
     if type(value) is not str:
-        raise ValueError(f'"{own}" must be a string, got {type(value).__name__}')
+        raise ValueError(f'"{name}" must be a string, got {type(value).__name__}')
     if not value.strip():
-        raise ValueError(f'"{own}" must not be empty')
+        raise ValueError(f'"{name}" must not be empty')
     if CHAT_TEXT.match(value):
-        raise ValueError(f'"{own}" must be a chat or a text, got a chat that was written as text, {value!r:.80}')
+        raise ValueError(f'"{name}" must be a chat or a text, got a chat that was written as text, {value!r:.80}')
     return value
 
 
@@ -226,10 +226,10 @@ def _finite(number: str) -> float:
     return value
 
 
-def _no_number(word: str) -> None:
+def _reject_constant(word: str) -> None:
     raise ValueError(f"{word} is no JSON number")
 
 
-_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_no_number)
+_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_reject_constant)
 CHAT_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']""")  # a chat as a text in CSV
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")

@@ -33,16 +33,16 @@ def data_files(place: str | Path) -> list[Path]:
         ValueError: there is no such file, folder or split, or there are several splits, which the message lists.
     """
     text, path = str(place), Path(place)
-    if text.startswith("hf:") and path.suffix not in (".txt", *TABLES) and (found := DATA_SET.fullmatch(text)):
-        if "." not in (wanted := found["rest"] or ""):
-            return fetch_chosen(text, found, lambda names, card: _of_hub(names, card, wanted, found["set"]))
+    if text.startswith("hf:") and path.suffix not in (".txt", *TABLES) and (match := DATA_SET.fullmatch(text)):
+        if "." not in (requested := match["rest"] or ""):
+            return fetch_chosen(text, match, lambda names, card: _hub_files(names, card, requested, match["set"]))
     elif not text.startswith("hf:"):
         for folder in (path, *path.parents[:2]):
             is_split = folder != path and not path.suffix and not path.exists() and folder != Path()
             if folder.is_dir() and (folder == path or (is_split and _has_splits(folder, path))):
                 card = read_card(folder / CARD) if (folder / CARD).is_file() else {}
-                wanted = path.relative_to(folder).as_posix() if is_split else ""
-                return [folder / name for name in split_files(_names(folder), card, wanted, str(folder))]
+                requested = path.relative_to(folder).as_posix() if is_split else ""
+                return [folder / name for name in split_files(_names(folder), card, requested, str(folder))]
     kinds = f"{', '.join(('.txt', *TABLES[:-1]))} or {TABLES[-1]}, or be a folder or a data set of such files"
     if path.suffix not in (".txt", *TABLES):
         raise ValueError(f"path must end in {kinds}, got {place}")
@@ -50,11 +50,11 @@ def data_files(place: str | Path) -> list[Path]:
     return [local_file(place)]
 
 
-def split_files(names: Sequence[str], card: Mapping[str, Any], wanted: str, place: str) -> list[str]:
+def split_files(names: Sequence[str], card: Mapping[str, Any], requested: str, place: str) -> list[str]:
     """Return the names of a split's files, sorted.
 
-    names: all files of a folder or a data set, relative to it. card: fields of its card. wanted: a split, a subset, or
-    SUBSET/SPLIT; "" means the only split. place: the folder or the data set.
+    names: all files of a folder or a data set, relative to it. card: fields of its card. requested: a split, a subset,
+    or SUBSET/SPLIT; "" means the only split. place: the folder or the data set.
 
     Raises:
         ValueError: as in `data_files`; or files of the split are missing, or of several kinds or in several folders.
@@ -66,17 +66,19 @@ def split_files(names: Sequence[str], card: Mapping[str, Any], wanted: str, plac
         kinds = f"{', '.join(TABLES[:-1])} or {TABLES[-1]}"
         raise ValueError(f"path must be a folder or a data set with files of {kinds}, found none in {place}{hint}")
     splits: dict[tuple[str, str], list[str]] = {}
-    for subset, split, name in _configured(data, card["configs"]) if card.get("configs") else map(_named, data):
+    for subset, split, name in (
+        _files_from_card(data, card["configs"]) if card.get("configs") else map(_split_from_name, data)
+    ):
         splits.setdefault((subset, split), []).append(name)
     if any(split for _, split in splits):
         splits = {key: files for key, files in splits.items() if key[1]}
-    fits = [key for key in splits if wanted in ("", *key, "/".join(key))]
-    if len(fits) != 1:
+    matching = [key for key in splits if requested in ("", *key, "/".join(key))]
+    if len(matching) != 1:
         first = len({subset for subset, _ in splits}) == 1  # first part of a name that differs from all others
         listed = sorted("/".join((place, *filter(None, key[first:]))) for key in splits)
-        got = f"{place}/{wanted}" if wanted else place
+        got = f"{place}/{requested}" if requested else place
         raise ValueError(f"path must name one of the splits {', '.join(listed[:20])}, got {got}")
-    files = sorted({*splits[fits[0]]})
+    files = sorted({*splits[matching[0]]})
     if missing := sorted({*files}.difference(data)):
         rule = f"a split must have all of its files, of {', '.join(TABLES)}"
         raise ValueError(f"{rule}, {place} has no {missing[0]}, which {CARD} names")
@@ -84,12 +86,14 @@ def split_files(names: Sequence[str], card: Mapping[str, Any], wanted: str, plac
     return files
 
 
-def _of_hub(names: Sequence[str], card: Mapping[str, Any], wanted: str, place: str) -> list[str]:
+def _hub_files(names: Sequence[str], card: Mapping[str, Any], requested: str, place: str) -> list[str]:
     script = f"{place.split('@')[0].rpartition('/')[2]}.py"
     if script in names:
-        way = "give one of its files by name, or the hub's own conversion, NAME@~parquet"
-        raise ValueError(f"path must be a data set of files, got {place}, whose {script} is a script, never run: {way}")
-    return split_files(names, card, wanted, place)
+        hint = "give one of its files by name, or the hub's own conversion, NAME@~parquet"
+        raise ValueError(
+            f"path must be a data set of files, got {place}, whose {script} is a script, never run: {hint}"
+        )
+    return split_files(names, card, requested, place)
 
 
 def _has_splits(folder: Path, path: Path) -> bool:
@@ -99,23 +103,23 @@ def _has_splits(folder: Path, path: Path) -> bool:
 
 def _names(folder: Path) -> list[str]:
     """Return the names of a folder's tables, relative to it. Raises ValueError if there are more than MAX_NAMES."""
-    if len(found := [*islice(_tables(folder), MAX_NAMES + 1)]) > MAX_NAMES:
+    if len(names := [*islice(_tables(folder), MAX_NAMES + 1)]) > MAX_NAMES:
         raise ValueError(f"path must be a folder with at most {MAX_NAMES} files of prompts, got {folder}")
-    return found
+    return names
 
 
 def _tables(folder: Path) -> Iterator[str]:
     """Yield the names of a folder's tables and .arrow files, relative to it, down to MAX_DEPTH levels."""
     for home, folders, files in os.walk(folder):
-        here = Path(home).relative_to(folder)
-        deeper = len(here.parts) < MAX_DEPTH - 1
+        relative = Path(home).relative_to(folder)
+        deeper = len(relative.parts) < MAX_DEPTH - 1
         folders[:] = [name for name in folders if deeper and not name.startswith((".", "_"))]
         for name in files:
             if name.endswith((*TABLES, ".arrow")) and (Path(home) / name).is_file():
-                yield (here / name).as_posix()
+                yield (relative / name).as_posix()
 
 
-def _configured(names: Sequence[str], configs: object) -> Iterator[tuple[str, str, str]]:
+def _files_from_card(names: Sequence[str], configs: object) -> Iterator[tuple[str, str, str]]:
     """Yield the subset, split and name of each file that a card configures; a file that it names may be missing.
 
     Raises:
@@ -124,50 +128,52 @@ def _configured(names: Sequence[str], configs: object) -> Iterator[tuple[str, st
     for config in configs if isinstance(configs, list) else [configs]:
         if not isinstance(config, dict):
             raise ValueError(f"{CARD}: configs must be a list of objects, got {reprlib.repr(config):.80}")
-        subset, folder = (_text_in(config, key) for key in ("config_name", "data_dir"))
+        subset, folder = (_read_text_field(config, key) for key in ("config_name", "data_dir"))
         home = f"{folder.strip('/')}/" if folder.strip("/") else ""
-        if not (given := config.get("data_files")):
-            yield from ((subset, _named(name)[1], name) for name in names if name.startswith(home))
-        for split, patterns in _patterns(given or []):
-            for pattern in (f"{home}{own.removeprefix('./')}" for own in patterns):
-                found = [name for name in names if _fits(name, pattern)] if re.search(r"[*?[]", pattern) else [pattern]
-                yield from ((subset, split, name) for name in found)
+        if not (data_files := config.get("data_files")):
+            yield from ((subset, _split_from_name(name)[1], name) for name in names if name.startswith(home))
+        for split, patterns in _patterns(data_files or []):
+            for pattern in (f"{home}{path.removeprefix('./')}" for path in patterns):
+                files = (
+                    [name for name in names if _matches(name, pattern)] if re.search(r"[*?[]", pattern) else [pattern]
+                )
+                yield from ((subset, split, name) for name in files)
 
 
-def _text_in(config: Mapping[str, object], key: str) -> str:
+def _read_text_field(config: Mapping[str, object], key: str) -> str:
     """Return the text under a key of a config, "" if it has none."""
     if (value := config.get(key)) is not None and not isinstance(value, str):
         raise ValueError(f"{CARD}: {key} must be a text, got {reprlib.repr(value):.80}")
     return value or ""
 
 
-def _patterns(given: object) -> Iterator[tuple[str, list[str]]]:
+def _patterns(value: object) -> Iterator[tuple[str, list[str]]]:
     """Yield the splits in a card's data_files, and the patterns of their files."""
-    for part in given if isinstance(given, list) else [given]:
+    for part in value if isinstance(value, list) else [value]:
         if not isinstance(part, dict):
             pairs = [("train", part)]
         else:
             pairs = [(part["split"], part.get("path"))] if "split" in part else [*part.items()]
         for split, paths in pairs:
             patterns = paths if isinstance(paths, list) else [paths]
-            if not (isinstance(split, str) and all(isinstance(each, str) for each in patterns)):
+            if not (isinstance(split, str) and all(isinstance(item, str) for item in patterns)):
                 rule = "data_files must be a path, a list, or a list of splits with paths"
                 raise ValueError(f"{CARD}: {rule}, got {reprlib.repr(part):.80}")
             yield split, [*map(str, patterns)]
 
 
-def _named(name: str) -> tuple[str, str, str]:
+def _split_from_name(name: str) -> tuple[str, str, str]:
     """Return the subset and split that a file's name and folders indicate, and the name."""
     *folders, file = name.split("/")
     if shard := SHARD.fullmatch(file):
         return "/".join(folders), shard[1], name
     for place, text in reversed([*enumerate([*folders, file])]):
-        if found := [word for word in re.split("[^a-z]+", text.lower()) if word in SPLITS]:
-            return "/".join(folders[:place]), found[0], name
+        if splits := [word for word in re.split("[^a-z]+", text.lower()) if word in SPLITS]:
+            return "/".join(folders[:place]), splits[0], name
     return "/".join(folders), "", name
 
 
-def _fits(name: str, pattern: str) -> bool:
+def _matches(name: str, pattern: str) -> bool:
     """Return True if a name matches a pattern, in which ** matches any folders."""
     parts = name.split("/")
     places = {0}  # positions in the name up to which the pattern matches
@@ -182,9 +188,9 @@ def _fits(name: str, pattern: str) -> bool:
 def _check_split(files: Sequence[str], place: str) -> None:
     """Raise ValueError unless the files of a split are of one kind, in one folder, and complete."""
     paths = [*map(PurePosixPath, files)]
-    for rule, found in (("of one kind", {p.suffix for p in paths}), ("in one folder", {str(p.parent) for p in paths})):
-        if len(found) > 1:
-            raise ValueError(f"the files of a split must be {rule}, got {', '.join(sorted(found))} in {place}")
+    for rule, kinds in (("of one kind", {p.suffix for p in paths}), ("in one folder", {str(p.parent) for p in paths})):
+        if len(kinds) > 1:
+            raise ValueError(f"the files of a split must be {rule}, got {', '.join(sorted(kinds))} in {place}")
     counts = {shard[2] for path in paths if (shard := SHARD.fullmatch(path.name))}
     if counts not in (set(), {f"{len(files):05}"}):
         raise ValueError(f"a split must have all of its files, got {len(files)} in {place}, as {files[0]}")

@@ -14,7 +14,7 @@ from typing import Any
 from omni_train.files import write_atomically
 
 MAX_MEDIA_BYTES = 2**28  # maximum size of a file in a row
-MOST_UNPACKED = 64  # maximum unpacked size relative to the size of the file
+MAX_UNPACKED = 64  # maximum unpacked size relative to the size of the file
 MIN_BYTES = 2**26  # minimum limit for the unpacked size of a file
 MIN_TOTAL_BYTES = 2**30  # minimum limit for all rows; a text counts each time it occurs
 MIN_ROWS = 2**16  # minimum limit for any file; a large file may have as many rows as it has bytes
@@ -25,10 +25,10 @@ SIGNS = {  # the first bytes of a file -> its suffix
 }  # fmt: skip
 
 
-def table_lines(path: Path, media_keys: Collection[str], *, leaves_out: bool = False) -> Iterator[str]:
+def table_lines(path: Path, media_keys: Collection[str], *, skip_bytes: bool = False) -> Iterator[str]:
     """Yield the rows of a parquet file as JSON lines, without null values, as each row has the keys of all rows.
 
-    media_keys: columns that may hold files as bytes. leaves_out: True omits other columns with bytes, which otherwise
+    media_keys: columns that may hold files as bytes. skip_bytes: True omits other columns with bytes, which otherwise
     raise an error.
     """
     try:
@@ -37,19 +37,19 @@ def table_lines(path: Path, media_keys: Collection[str], *, leaves_out: bool = F
         raise ValueError(f"{path} needs pyarrow, which is not installed: pip install 'pyarrow>=14.0.1'") from exc
     count = total = 0
     try:
-        most = max(MIN_BYTES, MOST_UNPACKED * path.stat().st_size)
-        texts = _check_table(parquet.ParquetFile(path).metadata, path, most)
+        limit = max(MIN_BYTES, MAX_UNPACKED * path.stat().st_size)
+        texts = _check_table(parquet.ParquetFile(path).metadata, path, limit)
         # Texts stay dictionary indices, so they are measured before a small file takes much memory.
         file, columns = parquet.ParquetFile(path, read_dictionary=texts), None
-        if leaves_out:
+        if skip_bytes:
             schema = file.schema_arrow
-            columns = [each.name for each in schema if each.name in media_keys or "binary" not in str(each.type)]
+            columns = [field.name for field in schema if field.name in media_keys or "binary" not in str(field.type)]
         for batch in file.iter_batches(batch_size=16, columns=columns):
-            if (size := sum(map(_num_bytes, batch.columns))) > most:
-                rule = f"must have at most {most} bytes with the 15 rows after it"
+            if (size := sum(map(_num_bytes, batch.columns))) > limit:
+                rule = f"must have at most {limit} bytes with the 15 rows after it"
                 raise ValueError(f"{path}, row {count + 1}: {rule}, got {size}")
-            if (total := total + size) > (most_in_all := max(MIN_TOTAL_BYTES, most)):
-                rule = f"must have at most {most_in_all} bytes with the rows before it"
+            if (total := total + size) > (max_total := max(MIN_TOTAL_BYTES, limit)):
+                rule = f"must have at most {max_total} bytes with the rows before it"
                 raise ValueError(f"{path}, row {count + 1}: {rule}, got {total}")
             for row in batch.to_pylist():
                 count += 1
@@ -69,8 +69,8 @@ def csv_lines(text: str, path: Path) -> Iterator[str]:
         for number, row in enumerate(rows, start=1):
             if not header:
                 header = [name.strip() for name in row]
-                if twice := sorted(name for name, count in Counter(filter(None, header)).items() if count > 1):
-                    raise ValueError(f"{path}, row {number}: must name each column once, got {twice}")
+                if duplicates := sorted(name for name, count in Counter(filter(None, header)).items() if count > 1):
+                    raise ValueError(f"{path}, row {number}: must name each column once, got {duplicates}")
             elif row and len(row) != len(header):
                 rule = f"must have {len(header)} cells, as the header {header} has"
                 raise ValueError(f"{path}, row {number}: {rule}, got {len(row)}: {row!r:.80}")
@@ -94,13 +94,13 @@ def _check_table(facts: Any, path: Path, most_bytes: int) -> list[str]:
     columns = [group.column(i) for group in groups for i in range(group.num_columns)]
     file_bytes = path.stat().st_size
     rows = max(MIN_ROWS, file_bytes)
-    for name, found, most in (
+    for name, actual, limit in (
         ("rows", facts.num_rows, rows),
-        ("values", sum(column.num_values for column in columns), MOST_UNPACKED * rows),
+        ("values", sum(column.num_values for column in columns), MAX_UNPACKED * rows),
         ("bytes", sum(column.total_uncompressed_size for column in columns), most_bytes),
     ):
-        if found > most:
-            raise ValueError(f"{path} must have at most {most} {name} in a file of {file_bytes} bytes, got {found}")
+        if actual > limit:
+            raise ValueError(f"{path} must have at most {limit} {name} in a file of {file_bytes} bytes, got {actual}")
     return sorted({column.path_in_schema for column in columns if column.physical_type == "BYTE_ARRAY"})
 
 
@@ -119,31 +119,31 @@ def _row_line(row: dict[str, object], media_keys: Collection[str], place: str) -
     for key, value in row.items():
         try:
             if key in media_keys:
-                row[key] = _with_paths(value)
+                row[key] = _replace_bytes(value)
             json.dumps(row[key], allow_nan=False)
         except (TypeError, ValueError) as exc:
             rule = "must hold text, finite numbers, lists and structs, and files only as images, audio or video"
             fault = exc if isinstance(exc, _NoFileError) else f"got {value!r:.80}"
             raise ValueError(f'{place}: "{key}" {rule}, {fault}') from exc
-    return json.dumps(_without_null(row), ensure_ascii=False)
+    return json.dumps(_drop_null(row), ensure_ascii=False)
 
 
 class _NoFileError(ValueError):
     """Bytes that are not a file that a prompt may have."""
 
 
-def _with_paths(value: object) -> object:
+def _replace_bytes(value: object) -> object:
     """Return a value of a row with bytes, or a struct of bytes and a path, replaced by a path."""
     if isinstance(value, dict) and value.keys() == {"bytes", "path"}:
         value = value["path"] if value["bytes"] is None else value["bytes"]
     if isinstance(value, bytes):
-        return str(_kept_file(value))
+        return str(_save_file(value))
     if isinstance(value, dict):
-        return {key: _with_paths(own) for key, own in value.items()}
-    return [_with_paths(own) for own in value] if isinstance(value, list) else value
+        return {key: _replace_bytes(item) for key, item in value.items()}
+    return [_replace_bytes(item) for item in value] if isinstance(value, list) else value
 
 
-def _kept_file(data: bytes) -> Path:
+def _save_file(data: bytes) -> Path:
     """Return the file with these bytes in `media_folder`; it is named by SHA-256, so all writers write the same."""
     suffix = next((suffix for sign, suffix in SIGNS.items() if re.match(sign, data, re.DOTALL)), None)
     if suffix is None or len(data) > MAX_MEDIA_BYTES:
@@ -161,7 +161,7 @@ def media_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "omni-rl" / "media"
 
 
-def _without_null(value: object) -> object:
+def _drop_null(value: object) -> object:
     if isinstance(value, dict):
-        return {key: _without_null(own) for key, own in value.items() if own is not None}
-    return [_without_null(own) for own in value] if isinstance(value, list) else value
+        return {key: _drop_null(item) for key, item in value.items() if item is not None}
+    return [_drop_null(item) for item in value] if isinstance(value, list) else value

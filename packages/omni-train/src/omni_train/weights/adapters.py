@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from omni_train.files import parse_object, read_linked
 from omni_train.lora import adapter_layers, lora_layers
-from omni_train.lora_layer import INITIAL, AdaptedLayer, factors, own_tensors
+from omni_train.lora_layer import INITIAL, AdaptedLayer, adapter_tensors, factors
 from omni_train.weights.load import check_numbers, read_shapes, read_tensors
 
 LORA_FILE = "pytorch_lora_weights.safetensors"  # diffusers' name
@@ -88,32 +88,33 @@ def read_adapter(place: str | Path, *, part: str = "transformer") -> SavedAdapte
     file = Path(place) if Path(place).is_file() else find_adapter(place)
     if file is None:
         raise ValueError(f"folder must hold {LORA_FILE}, or {PEFT_FILE} with {CONFIG_NAME}, got {place}")
-    shapes, found, alphas = read_shapes(file), dict[str, dict[str, str]](), dict[str, str]()
+    shapes, layers, alphas = read_shapes(file), dict[str, dict[str, str]](), dict[str, str]()
     for name in shapes:
         if name.endswith(".alpha"):
             alphas[layer_name(name.removesuffix(".alpha"), part)] = name
         elif match := NAME.fullmatch(name):
-            found.setdefault(layer_name(match[1], part), {})[match[2]] = name
+            layers.setdefault(layer_name(match[1], part), {})[match[2]] = name
         else:
             raise ValueError(f"{file} must hold LoRA by peft's names, got {name}: convert it by omni-rl lora")
-    for layer, own in found.items():
-        if not {"A", "B"} <= own.keys():
+    for layer, by_side in layers.items():
+        if not {"A", "B"} <= by_side.keys():
             raise ValueError(f"{file} must hold lora_A and lora_B of each layer, lacks one of {layer}")
-    if not found or alphas.keys() - found.keys():
+    if not layers or alphas.keys() - layers.keys():
         raise ValueError(f"{file} must hold LoRA factors, got {min(alphas.values(), default='none')}")
     names = {
-        layer: [own[side] for side in ("A", "B", "magnitude_vector") if side in own] for layer, own in found.items()
+        layer: [by_side[side] for side in ("A", "B", "magnitude_vector") if side in by_side]
+        for layer, by_side in layers.items()
     }
-    for name in (name for own in names.values() for name in own):
+    for name in (name for layer_names in names.values() for name in layer_names):
         if not shapes[name] or min(shapes[name]) < 1:
             raise ValueError(f"{file} must hold factors of rank 1 or more, got the shape {shapes[name]} of {name}")
-    ranks = {layer: shapes[own[0]][0] for layer, own in names.items()}
+    ranks = {layer: shapes[layer_names[0]][0] for layer, layer_names in names.items()}
     with safe_open(file, framework="pt") as opened:
         from_tensors = {
-            layer: alpha_in(opened.get_tensor(name), file, name) / ranks[layer] for layer, name in alphas.items()
+            layer: read_alpha(opened.get_tensor(name), file, name) / ranks[layer] for layer, name in alphas.items()
         }
-    saved = SavedAdapter(file, names, shapes, scaling_of(file, ranks, from_tensors, part=part))
-    config = config_of(file, part)
+    saved = SavedAdapter(file, names, shapes, read_scaling(file, ranks, from_tensors, part=part))
+    config = read_config(file, part)
     if config and config.use_dora != saved.use_dora:
         raise ValueError(f"{file} must have magnitudes if and only if use_dora is set, got use_dora {config.use_dora}")
     return saved
@@ -126,7 +127,7 @@ def layer_name(name: str, part: str) -> str:
     return name
 
 
-def scaling_of(
+def read_scaling(
     file: Path, ranks: Mapping[str, int], from_tensors: Mapping[str, float], *, part: str = "transformer"
 ) -> dict[str, float]:
     """Return the factor of the product of each layer's factors, from wherever it is stored.
@@ -141,20 +142,20 @@ def scaling_of(
         ValueError: a scale is not a finite number > 0, two places have different scales, or an unknown key of the
             header may be a scale.
     """
-    found, header = {"its tensors of alpha": dict(from_tensors)}, header_of(file)
-    if config := config_of(file, part):
+    scalings, header = {"its tensors of alpha": dict(from_tensors)}, read_header(file)
+    if config := read_config(file, part):
         place = CONFIG_NAME if (file.parent / CONFIG_NAME).exists() else f"{SCALES} of its header"
-        found[place] = {layer: scale_in(config, layer, rank, file) for layer, rank in ranks.items()}
+        scalings[place] = {layer: layer_scale(config, layer, rank, file) for layer, rank in ranks.items()}
     for key, text in header.items():
         end = key.rpartition(".")[2]
         if end in ALPHAS:
             root = any(k.rpartition(".")[2] == "use_rslora" and v.lower() == "true" for k, v in header.items())
-            alpha = number_of(file, key, text)
-            found[f"{key} of its header"] = {layer: alpha / (r**0.5 if root else r) for layer, r in ranks.items()}
+            alpha = parse_number(file, key, text)
+            scalings[f"{key} of its header"] = {layer: alpha / (r**0.5 if root else r) for layer, r in ranks.items()}
         elif SCALED.search(end) and not key.startswith("ss_"):
             raise ValueError(f"{file} has {key!r:.80} in its header, which may be a scale and is not known: convert it")
     agreed: dict[str, float] = {}
-    for place, scales in found.items():
+    for place, scales in scalings.items():
         for layer, scale in scales.items():
             if not (math.isfinite(scale) and scale > 0):
                 raise ValueError(f"{file} must have scales that are finite and > 0, got {scale} by {place} for {layer}")
@@ -166,22 +167,22 @@ def scaling_of(
     return agreed or dict.fromkeys(ranks, 1.0)
 
 
-def alpha_in(tensor: Tensor, file: Path, name: str) -> float:
+def read_alpha(tensor: Tensor, file: Path, name: str) -> float:
     """Return the alpha in a tensor of a file; raise ValueError unless it is one finite number > 0."""
-    found = tensor.flatten().tolist()
-    alpha = found[0] if len(found) == 1 else f"{len(found)} numbers"
+    values = tensor.flatten().tolist()
+    alpha = values[0] if len(values) == 1 else f"{len(values)} numbers"
     if not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
         raise ValueError(f"{file} must have finite alphas > 0, got {alpha} as {name}")
     return float(alpha)
 
 
-def header_of(file: Path) -> dict[str, str]:
+def read_header(file: Path) -> dict[str, str]:
     """Return the metadata in the header of a safetensors file."""
     with safe_open(file, framework="pt") as opened:
         return dict(opened.metadata() or {})
 
 
-def number_of(file: Path, key: str, text: str) -> float:
+def parse_number(file: Path, key: str, text: str) -> float:
     """Parse a number in a file's header."""
     try:
         return float(text)
@@ -189,13 +190,13 @@ def number_of(file: Path, key: str, text: str) -> float:
         raise ValueError(f"{file} must have a number as {key!r:.80} in its header, got {text!r:.80}") from exc
 
 
-def config_of(file: Path, part: str) -> LoraConfig | None:
+def read_config(file: Path, part: str) -> LoraConfig | None:
     """Return peft's configuration, stored next to a file or in its header; None if there is none.
 
     Raises:
         ValueError: it is damaged, or of another kind of adapter.
     """
-    beside, inside = file.parent / CONFIG_NAME, header_of(file).get(SCALES)
+    beside, inside = file.parent / CONFIG_NAME, read_header(file).get(SCALES)
     if beside.exists():
         place, text = str(beside), read_linked(beside, MAX_CONFIG_BYTES).decode("utf-8", "replace")
     elif inside is not None:
@@ -215,9 +216,9 @@ def checked_config(values: Mapping[str, Any], place: str) -> LoraConfig:
         raise ValueError(f"peft_type of {place} must be LORA, got {kind!r:.80}")
     if unknown := [key for key, value in values.items() if key not in known and value]:
         raise ValueError(f"{place} has {unknown[0]!r:.80}, which the installed peft does not know")
-    for key, none in UNREAD.items():
-        if (value := values.get(key, none[0])) not in none:
-            raise ValueError(f"{key} of {place} must be {none[0]!r}, got {value!r:.80}")
+    for key, accepted in UNREAD.items():
+        if (value := values.get(key, accepted[0])) not in accepted:
+            raise ValueError(f"{key} of {place} must be {accepted[0]!r}, got {value!r:.80}")
     init = values.get("init_lora_weights", True)
     if isinstance(init, str) and init.lower().startswith(RESIDUAL):
         rule = "must not change the weights below the adapter: save it with path_initial_model_for_weight_conversion"
@@ -227,7 +228,9 @@ def checked_config(values: Mapping[str, Any], place: str) -> LoraConfig:
         if not isinstance(pattern, dict) or any(not PATTERN.fullmatch(name) for name in pattern):
             raise ValueError(f"{key} of {place} must have numbers by names of layers, got {pattern!r:.80}")
     numbers = [(key, values.get(key)) for key in ("r", "lora_alpha")]
-    numbers += [(key, each) for key in ("rank_pattern", "alpha_pattern") for each in (values.get(key) or {}).values()]
+    numbers += [
+        (key, number) for key in ("rank_pattern", "alpha_pattern") for number in (values.get(key) or {}).values()
+    ]
     for key, value in numbers:
         kinds = (int,) if key in ("r", "rank_pattern") else (int, float)
         if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < MAX_NUMBER:
@@ -245,14 +248,14 @@ def config_text(rank: int, **facts: Any) -> str:
     return json.dumps(config.to_dict(), indent=2, default=sorted) + "\n"  # sets become lists
 
 
-def scale_in(config: LoraConfig, layer: str, rank: int, file: Path) -> float:
+def layer_scale(config: LoraConfig, layer: str, rank: int, file: Path) -> float:
     """Return a layer's scale from peft's configuration. rank: rows of its A: rank times number of experts."""
     ranks, alphas = config.rank_pattern or {}, config.alpha_pattern or {}
-    own = ranks.get(get_pattern_key(list(ranks), layer), config.r)
+    layer_rank = ranks.get(get_pattern_key(list(ranks), layer), config.r)
     alpha = alphas.get(get_pattern_key(list(alphas), layer), config.lora_alpha)
-    if rank % own:
-        raise ValueError(f"{file} must have the rank of its configuration, {own}, got {rank} for {layer}")
-    return float(alpha / (own**0.5 if config.use_rslora else own))
+    if rank % layer_rank:
+        raise ValueError(f"{file} must have the rank of its configuration, {layer_rank}, got {rank} for {layer}")
+    return float(alpha / (layer_rank**0.5 if config.use_rslora else layer_rank))
 
 
 @torch.no_grad()
@@ -268,7 +271,7 @@ def load_adapter(module: nn.Module, place: str | Path, *, adapter: str = "defaul
     """
     saved = check_adapter(module, place, adapter=adapter, part=part)
     layers = adapter_layers(module, adapter)
-    pairs = [zip(saved.names[name], own_tensors(layer, adapter), strict=True) for name, layer in layers.items()]
+    pairs = [zip(saved.names[name], adapter_tensors(layer, adapter), strict=True) for name, layer in layers.items()]
     read_tensors(dict(chain.from_iterable(pairs)), [saved.file])
     for name, layer in layers.items():
         if (scale := saved.scaling[name]) != layer.scaling[adapter]:
@@ -288,7 +291,7 @@ def check_adapter(
     if any(INITIAL in layer.lora_A for layer in lora_layers(module).values()):
         raise ValueError("module must have adapters that begin at 0 to load another's values, got PiSSA's")
     saved, layers = read_adapter(place, part=part), adapter_layers(module, adapter)
-    is_dora = any(len(own_tensors(layer, adapter)) > 2 for layer in layers.values())
+    is_dora = any(len(adapter_tensors(layer, adapter)) > 2 for layer in layers.values())
     if is_dora != saved.use_dora:
         rule = "with" if is_dora else "without"
         raise ValueError(f"{saved.file} must be an adapter {rule} use_dora, as the module's is")
@@ -296,7 +299,7 @@ def check_adapter(
         rule = f"must be an adapter on the same layers, differs in {len(other)} such as {min(other)}"
         raise ValueError(f"{saved.file} {rule}")
     for name, layer in layers.items():
-        for tensor, target in zip(saved.names[name], own_tensors(layer, adapter), strict=True):
+        for tensor, target in zip(saved.names[name], adapter_tensors(layer, adapter), strict=True):
             if saved.shapes[tensor] != tuple(target.shape):
                 shapes = f"{saved.shapes[tensor]}, not {tuple(target.shape)}"
                 raise ValueError(f"{saved.file} must be an adapter of the same rank, but {tensor} is {shapes}")
@@ -309,19 +312,22 @@ def scaled_state(saved: SavedAdapter) -> dict[str, Tensor]:
     with safe_open(saved.file, framework="pt") as opened:
         for layer, names in saved.names.items():
             down, up, *magnitudes = (opened.get_tensor(name) for name in names)
-            more = rank - len(down)
+            padding = rank - len(down)
             scale = saved.scaling[layer]
-            state[f"{layer}.lora_{SIDES[0]}"] = torch.nn.functional.pad(down, (0, 0, 0, more))
+            state[f"{layer}.lora_{SIDES[0]}"] = torch.nn.functional.pad(down, (0, 0, 0, padding))
             up = up if scale == 1 else up.float() * scale  # 16 bits would round the product
-            state[f"{layer}.lora_{SIDES[1]}"] = torch.nn.functional.pad(up, (0, more))
-            state |= {f"{layer}.lora_{SIDES[2]}": each for each in magnitudes}
+            state[f"{layer}.lora_{SIDES[1]}"] = torch.nn.functional.pad(up, (0, padding))
+            state |= {f"{layer}.lora_{SIDES[2]}": magnitude for magnitude in magnitudes}
     for name, tensor in state.items():
         check_numbers(saved.file, name, tensor)
     return state
 
 
 def factors_by_name(
-    module: nn.Module, adapter: str, part: str, tensors: Callable[[AdaptedLayer, str], Sequence[Tensor]] = own_tensors
+    module: nn.Module,
+    adapter: str,
+    part: str,
+    tensors: Callable[[AdaptedLayer, str], Sequence[Tensor]] = adapter_tensors,
 ) -> dict[str, Tensor]:
     """Return the adapter's tensors by their names in a file, in the order of `named_adapter`.
 

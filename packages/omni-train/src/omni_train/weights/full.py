@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from omni_train.checkpoint.parts import deal_by_size, file_header
+from omni_train.checkpoint.parts import assign_by_size, file_header
 from omni_train.checkpoint.state import in_batches
 from omni_train.dist import Dist, gather_json, same_error
-from omni_train.experts import owners_of
+from omni_train.experts import expert_owners
 from omni_train.files import new_folder
 from omni_train.lora import adapted_params, adapter_layers, all_factors, base_name, lora_layers
 from omni_train.lora_layer import (
@@ -32,10 +32,10 @@ from omni_train.lora_layer import (
     AdaptedLayer,
     LoraLinear,
     ParamWrapper,
+    adapter_tensors,
     factors,
     has_dora,
-    merged,
-    own_tensors,
+    merge_weight,
 )
 from omni_train.weights.adapters import (
     LORA_FILE,
@@ -75,18 +75,18 @@ def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     adapted = {name: layer for name, layer in adapted_params(module).items() if layer.active}
     weights = {base_name(name): t for name, t in module.state_dict(keep_vars=True).items() if t not in adapters}
     sources = {  # each weight and the tensors merged into it
-        name: [tensor, *(own_tensors(adapted[name], adapted[name].active) if name in adapted else ())]
+        name: [tensor, *(adapter_tensors(adapted[name], adapted[name].active) if name in adapted else ())]
         for name, tensor in weights.items()
     }
-    owners = owners_of(module)
-    for group in in_batches(sources.items(), GROUP_BYTES, num_bytes=lambda item: sum(each.nbytes for each in item[1])):
+    owners = expert_owners(module)
+    for group in in_batches(sources.items(), GROUP_BYTES, num_bytes=lambda item: sum(part.nbytes for part in item[1])):
         whole = iter(gather([tensor for _, tensors in group for tensor in tensors], owners))
         for name, tensors in group:
-            weight, *own = islice(whole, len(tensors))
-            if own:
-                weight = merged(adapted[name], adapted[name].active, weight, *own)
+            weight, *lora_factors = islice(whole, len(tensors))
+            if lora_factors:
+                weight = merge_weight(adapted[name], adapted[name].active, weight, *lora_factors)
             yield name, weight
-            del weight, own
+            del weight, lora_factors
         del whole  # before the next group is gathered
 
 
@@ -105,23 +105,25 @@ def gather(tensors: Sequence[Tensor], owners: Mapping[Tensor, int] = MappingProx
     parts: Iterator[Tensor] = iter(())
     if shards:
         mesh = shards[0].device_mesh
-        rows = [_padded(shard, mesh.size()).view(-1).view(torch.uint8) for shard in shards]
-        mine = torch.cat(rows)
-        every = mine.new_empty(mesh.size(), len(mine))
-        torch.distributed.all_gather(list(every.unbind()), mine, group=mesh.get_group())
-        parts = iter(every.split([len(each) for each in rows], dim=1))
+        rows = [_pad_rows(shard, mesh.size()).view(-1).view(torch.uint8) for shard in shards]
+        local = torch.cat(rows)
+        gathered = local.new_empty(mesh.size(), len(local))
+        torch.distributed.all_gather(list(gathered.unbind()), local, group=mesh.get_group())
+        parts = iter(gathered.split([len(row) for row in rows], dim=1))
     return [
-        _joined(tensor, next(parts)) if isinstance(tensor, DTensor) and tensor not in owners else _full(tensor, owners)
+        _join_rows(tensor, next(parts))
+        if isinstance(tensor, DTensor) and tensor not in owners
+        else _gather_full(tensor, owners)
         for tensor in tensors
     ]
 
 
-def _joined(shard: DTensor, parts: Tensor) -> Tensor:
+def _join_rows(shard: DTensor, parts: Tensor) -> Tensor:
     """Return a full tensor from the bytes of all ranks' rows [ranks, bytes]."""
     return parts.reshape(-1).view(shard.dtype).view(-1, *shard.shape[1:])[: len(shard)]
 
 
-def _padded(shard: DTensor, ranks: int) -> Tensor:
+def _pad_rows(shard: DTensor, ranks: int) -> Tensor:
     """Return this rank's rows, padded to the number of rows on the first rank."""
     rows, length = shard.to_local(), -(-len(shard) // ranks)
     if len(rows) == length:
@@ -141,11 +143,11 @@ def named_adapter(module: nn.Module, adapter: str = "default") -> Iterator[tuple
     from before PiSSA. Every rank must exhaust the iterator.
     """
     for name, layer in adapter_layers(module, adapter).items():  # an unknown name raises before any rank gathers
-        down, up = _change(*map(_full, _factors_with_initial(layer, adapter)))
+        down, up = _trained_factors(*map(_gather_full, _factors_with_initial(layer, adapter)))
         yield f"{name}.lora_A.weight", down
         yield f"{name}.lora_B.weight", up * layer.scaling[adapter]
         if has_dora(layer, adapter):
-            yield f"{name}.lora_magnitude_vector.weight", _full(own_tensors(layer, adapter)[-1])
+            yield f"{name}.lora_magnitude_vector.weight", _gather_full(adapter_tensors(layer, adapter)[-1])
 
 
 @torch.no_grad()
@@ -190,8 +192,8 @@ def save_weights(
     else:
         file = f"{part}/{FULL_FILE}"
         state = dict(sorted(module.state_dict(keep_vars=True).items(), key=lambda item: -item[1].itemsize))
-        owners = owners_of(module)
-        weights = (_full(tensor, owners) for tensor in state.values())
+        owners = expert_owners(module)
+        weights = (_gather_full(tensor, owners) for tensor in state.values())
     _save(folder, dist, file, state, weights, texts)
 
 
@@ -249,13 +251,13 @@ def _save(
                     (place / file).parent.mkdir(exist_ok=True)
             writers, place = ([0], place) if number == 1 else _find_writers(dist, Path(folder), place)
             files = _file_names(file, min(number, len(writers)))
-            chosen = {name: files[share] for name, share in deal_by_size(sizes, len(files)).items()}
-            mine = dict(zip(writers, files, strict=False)).get(dist.rank)
+            chosen = {name: files[share] for name, share in assign_by_size(sizes, len(files)).items()}
+            own_file = dict(zip(writers, files, strict=False)).get(dist.rank)
             with same_error(dist):
                 try:
-                    if place and mine:
-                        own = {name: tensor for name, tensor in state.items() if chosen[name] == mine}
-                        _write(place / mine, own, zip(state, weights, strict=True))
+                    if place and own_file:
+                        file_tensors = {name: tensor for name, tensor in state.items() if chosen[name] == own_file}
+                        _write(place / own_file, file_tensors, zip(state, weights, strict=True))
                 finally:
                     for _ in weights:  # all ranks take part in every gather, even after an error
                         pass
@@ -280,12 +282,12 @@ def _find_writers(dist: Dist, folder: Path, place: Path | None) -> tuple[list[in
     with same_error(dist):
         if mark:
             mark.touch()
-    seen = folder.parent / gather_json(dist, mark and f"{mark.parent.name}/{mark.name}")[0]
-    writers = [rank for rank, sees in enumerate(gather_json(dist, seen.is_file())) if sees]
+    folder_path = folder.parent / gather_json(dist, mark and f"{mark.parent.name}/{mark.name}")[0]
+    writers = [rank for rank, is_visible in enumerate(gather_json(dist, folder_path.is_file())) if is_visible]
     with same_error(dist):
         if mark:
             mark.unlink()
-    return writers, seen.parent
+    return writers, folder_path.parent
 
 
 def _file_names(file: str, number: int) -> list[str]:
@@ -294,17 +296,17 @@ def _file_names(file: str, number: int) -> list[str]:
     return [f"{stem}-{i:05}-{ending}" for i in range(1, number + 1)] if number > 1 else [file]
 
 
-def _write(path: Path, own: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Write a file of the `own` weights, which arrive in its order, while the next ones are gathered."""
+def _write(path: Path, tensors: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Write a file of the `tensors`, which arrive in its order, while the next ones are gathered."""
 
     def write(tensor: Tensor) -> None:
         out.write(tensor.view(-1).view(torch.uint8).numpy().data)
 
     with path.open("wb") as out, ThreadPoolExecutor(1) as pool:
-        out.write(file_header(own, format="pt"))
+        out.write(file_header(tensors, format="pt"))
         written: Future[None] | None = None
         for name, tensor in weights:
-            if name in own:
+            if name in tensors:
                 if written:
                     written.result()
                 written = pool.submit(write, tensor.cpu().contiguous())
@@ -315,7 +317,7 @@ def _write(path: Path, own: Mapping[str, Tensor], weights: Iterable[tuple[str, T
         os.fsync(out.fileno())
 
 
-def homes(folder: str | Path, names: Iterable[str]) -> dict[str, Path]:
+def weight_folders(folder: str | Path, names: Iterable[str]) -> dict[str, Path]:
     """Return the existing folders of a run's weights by expert; {"": folder} for a net without experts.
 
     names: names of the net's submodules, or "" for the net itself.
@@ -323,10 +325,10 @@ def homes(folder: str | Path, names: Iterable[str]) -> dict[str, Path]:
     Raises:
         ValueError: none exists.
     """
-    found = {name: Path(folder) / name for name in names if (Path(folder) / name).is_dir()}
-    if not found:
+    folders = {name: Path(folder) / name for name in names if (Path(folder) / name).is_dir()}
+    if not folders:
         raise ValueError(f"folder must have a folder of {' or '.join(name or '.' for name in names)}, got {folder}")
-    return found
+    return folders
 
 
 def saved_files(folder: str | Path, *, part: str = "transformer") -> list[Path]:
@@ -352,9 +354,9 @@ def check_weights(module: nn.Module, folder: str | Path, *, part: str = "transfo
         return
     saved, state = read_adapter(folder, part=part), module.state_dict()
     weights = {base_name(name): tuple(value.shape) for name, value in state.items()}
-    wrong = [layer for layer in saved.names if not _fits_layer(saved, layer, weights.get(f"{layer}.weight", ()))]
-    if wrong:
-        count = f"{len(wrong)} of {len(saved.names)} layers, such as {min(wrong)}"
+    unfit = [layer for layer in saved.names if not _fits_layer(saved, layer, weights.get(f"{layer}.weight", ()))]
+    if unfit:
+        count = f"{len(unfit)} of {len(saved.names)} layers, such as {min(unfit)}"
         raise ValueError(f"{saved.file} does not fit {type(module).__name__}: {count}")
 
 
@@ -377,16 +379,20 @@ def load_weights(module: nn.Module, folder: str | Path, *, part: str = "transfor
 
 def _saved_shapes(layer: AdaptedLayer, adapter: str) -> Sequence[Tensor]:
     """Return tensors shaped like those in a file; with PiSSA they have no values."""
-    found = _factors_with_initial(layer, adapter)
-    return own_tensors(layer, adapter) if len(found) == 2 else _change(*(each.detach().to("meta") for each in found))
+    trained = _factors_with_initial(layer, adapter)
+    return (
+        adapter_tensors(layer, adapter)
+        if len(trained) == 2
+        else _trained_factors(*(factor.detach().to("meta") for factor in trained))
+    )
 
 
 def _factors_with_initial(layer: AdaptedLayer, name: str) -> list[nn.Parameter]:
     """Return A and B of one layer's adapter, followed by the initial A and B of PiSSA, if used."""
-    return [factor for each in (name, INITIAL) if each in layer.lora_A for factor in factors(layer, each)]
+    return [factor for adapter in (name, INITIAL) if adapter in layer.lora_A for factor in factors(layer, adapter)]
 
 
-def _change(down: Tensor, up: Tensor, *initial: Tensor) -> tuple[Tensor, Tensor]:
+def _trained_factors(down: Tensor, up: Tensor, *initial: Tensor) -> tuple[Tensor, Tensor]:
     """Return A and B; with initial factors, those of the trained change, in a form robust to rounding by readers."""
     if not initial:
         return down, up
@@ -400,7 +406,7 @@ def _fits_layer(saved: SavedAdapter, layer: str, weight: tuple[int, ...]) -> boo
     return fits and all(shape == weight[:1] for shape in magnitudes)
 
 
-def _full(value: Tensor, owners: Mapping[Tensor, int] = MappingProxyType({})) -> Tensor:
+def _gather_full(value: Tensor, owners: Mapping[Tensor, int] = MappingProxyType({})) -> Tensor:
     if not isinstance(value, DTensor):
         return value.detach()
     if value not in owners:

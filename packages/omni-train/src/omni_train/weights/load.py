@@ -68,13 +68,13 @@ def load_sharded(  # noqa: PLR0913 - all but three are keyword-only, and four ar
         check_files(net.get_submodule(name), paths)
     adapters = all_factors(net)
     # diffusers leaves buffers unchanged if a class keeps some of its modules in float32.
-    keeps = any(getattr(module, "_keep_in_fp32_modules", None) for module in net.modules())
-    for t in chain(net.parameters(), net.buffers() if adapters and not keeps else ()):
+    keeps_float32 = any(getattr(module, "_keep_in_fp32_modules", None) for module in net.modules())
+    for t in chain(net.parameters(), net.buffers() if adapters and not keeps_float32 else ()):
         if t not in adapters and t.is_floating_point():
             t.data = t.data.to(param_dtype)
     if mesh is not None:
-        own = {"block_names": block_names, "expert_names": expert_names, "whole": whole}
-        shard(net, mesh, mode="fsdp2", compute_dtype=compute_dtype, **own)
+        shard_options = {"block_names": block_names, "expert_names": expert_names, "whole": whole}
+        shard(net, mesh, mode="fsdp2", compute_dtype=compute_dtype, **shard_options)
     place = torch.device(mesh.device_type) if mesh is not None else device
     net._apply(lambda t: torch.empty_like(t, device=place) if t.is_meta else t.to(place))
     for name, paths in by_module.items():
@@ -88,21 +88,21 @@ def check_files(net: nn.Module, files: Sequence[str | Path]) -> None:
     Other tensors in them are also an error, unless the class ignores their names, as in diffusers and transformers: by
     the regular expressions in `_keys_to_ignore_on_load_unexpected`.
     """
-    wanted, kind = _base_state(net), type(net).__name__
+    expected, kind = _base_state(net), type(net).__name__
     ignored = getattr(net, "_keys_to_ignore_on_load_unexpected", None) or ()
     with ExitStack() as stack:
         sources = _open(stack, files)
-        if missing := wanted.keys() - sources.keys():
+        if missing := expected.keys() - sources.keys():
             where = ", ".join(sorted({str(file.parent) for file, _ in sources.values()})) or "files"
             raise ValueError(f"{where} must hold all weights of {kind}, lacks {len(missing)} such as {min(missing)}")
         for name, (file, opened) in sources.items():
-            if name not in wanted:
-                if any(re.search(each, name) for each in ignored):
+            if name not in expected:
+                if any(re.search(pattern, name) for pattern in ignored):
                     continue
                 raise ValueError(f"{file} must hold only weights of {kind}, got {name}")
-            found, shape = opened.get_slice(name).get_shape(), list(wanted[name].shape)
-            if found != shape:
-                raise ValueError(f"{file} does not fit {kind}: {name} is {found}, must be {shape}")
+            actual, shape = opened.get_slice(name).get_shape(), list(expected[name].shape)
+            if actual != shape:
+                raise ValueError(f"{file} does not fit {kind}: {name} is {actual}, must be {shape}")
 
 
 def read_shapes(file: str | Path) -> dict[str, tuple[int, ...]]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from omni_rollout.conditioning import TEXT_CACHE, TextCache
 from omni_rollout.engines.vllm_omni.worker import start_worker, stop_worker
 from omni_rollout.model import Model
-from omni_rollout.offload import on_host, visit
+from omni_rollout.offload import run_offloaded, to_host
 from omni_rollout.sampler import Sampler
 from omni_rollout.types import Cond, Params, Parts, Prompt, Trajectory
 
@@ -70,13 +70,13 @@ class VllmOmniEngine:
             raise ValueError(f"model must be a {' or '.join(PIPELINES)} for the vLLM-Omni engine, got a {kind}")
         self.weight_version = self.moved_bytes = 0
         local_rank = device.index or 0
-        how: dict[str, Any] = {"dtype": dtype, "quantization": quantization, "together": together}
-        self._worker = start_worker(PIPELINES[kind], model.path, local_rank=local_rank, **how)
+        options: dict[str, Any] = {"dtype": dtype, "quantization": quantization, "together": together}
+        self._worker = start_worker(PIPELINES[kind], model.path, local_rank=local_rank, **options)
         self.pipeline: Any = self._worker.model_runner.pipeline
         self.pipeline.sampler = Sampler(model, self.pipeline.parts(model, dtype), texts)
         hosted: list[nn.Module] = [getattr(self.parts, name) for name in model.encoders] if model.host_encoders else []
         for encoder in hosted:
-            visit(encoder.to("cpu"), device)
+            run_offloaded(encoder.to("cpu"), device)
         self._hosted = {id(t) for encoder in hosted for t in [*encoder.parameters(), *encoder.buffers()]}
         self._layers = {name: QuantizedLayer(part) for name, part in self.net.named_modules() if is_quantized(part)}
         if quantization and not self._layers:
@@ -85,9 +85,9 @@ class VllmOmniEngine:
                 f"quantization must be None for a {kind}, which vLLM-Omni does not quantize, got {quantization}"
             )
         self._quantized = {  # by diffusers' name: the layer, and the rows, on the meta device
-            theirs: (layer, view)
+            view_name: (layer, view)
             for name, layer in self._layers.items()
-            for theirs, view in self._views({f"{name}.weight": layer.form}).items()
+            for view_name, view in self._views({f"{name}.weight": layer.form}).items()
         }
         self._adopted: dict[str, nn.Parameter] = {}  # the trainer's parameters in the engine's storage
         self._asleep: list[Tensor] = []  # the tensors that `sleep` has freed
@@ -144,8 +144,8 @@ class VllmOmniEngine:
         """
         self._check_awake()
         whole = {name: param.data for name, param in self.net.named_parameters()}
-        own = [name for name in whole if name.endswith(".bias") or name.rpartition(".")[0] not in self._layers]
-        return self._views({name: whole[name] for name in own})
+        names = [name for name in whole if name.endswith(".bias") or name.rpartition(".")[0] not in self._layers]
+        return self._views({name: whole[name] for name in names})
 
     def _views(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return diffusers_views(self.net, params, self.pipeline.diffusers_names, self.pipeline.packed)
@@ -161,11 +161,11 @@ class VllmOmniEngine:
         Raises:
             ValueError: the engine has no such weight, or one of another shape, dtype or value.
         """
-        own, self._adopted = self.weights(), {}
+        weights, self._adopted = self.weights(), {}
         for name, param in params:
             if name in self._quantized:
                 continue
-            view = _fitting(own, name, param)
+            view = _find_weight(weights, name, param)
             if param.dtype != view.dtype or not torch.equal(param.to(view.device), view):
                 raise ValueError(
                     f"params must equal the engine's weights, but {name} ({param.dtype}) has other values, or "
@@ -188,33 +188,33 @@ class VllmOmniEngine:
                 an adopted weight, which would overwrite the trainer's.
             RuntimeError: the engine sleeps, or its values differ afterwards.
         """
-        weights, given, moved, arrived = self.weights(), {}, 0, set[str]()
-        own = weights | dict(self.net.named_buffers()) | {name: rows for name, (_, rows) in self._quantized.items()}
+        weights, probes, moved, arrived = self.weights(), {}, 0, set[str]()
+        targets = weights | dict(self.net.named_buffers()) | {name: rows for name, (_, rows) in self._quantized.items()}
         for layer in self._layers.values():
             layer.begin()
         for name, tensor in tensors:
-            view = _fitting(own, name, tensor)
+            view = _find_weight(targets, name, tensor)
             if name in self._quantized:
                 self._quantized[name][0].put(view, tensor)
                 arrived.add(name)
                 moved += tensor.nbytes
                 continue
-            given[name] = _probe(tensor, version).to(view)
+            probes[name] = _probe(tensor, version).to(view)
             is_there = view.data_ptr() == tensor.data_ptr()
             if name not in weights:  # a buffer, such as a table of positions: moved only if it differs
-                is_there = torch.equal(given[name], _probe(view, version))
+                is_there = torch.equal(probes[name], _probe(view, version))
             if not is_there:
                 if name in self._adopted:
                     raise ValueError(f"tensors must not replace adopted weights, got another for {name}")
                 view.copy_(tensor)
                 moved += view.nbytes
             del tensor  # before the next one is gathered
-        every = weights.keys() | self._quantized.keys()
-        missing = sorted(every - given.keys() - arrived - self._adopted.keys())
+        expected = weights.keys() | self._quantized.keys()
+        missing = sorted(expected - probes.keys() - arrived - self._adopted.keys())
         if missing:
-            some = f"{len(missing)} of {len(every)}: {missing[:4]}"
-            raise ValueError(f"tensors must hold every weight that is not adopted, missing {some}")
-        self._check_arrival(given, version)
+            summary = f"{len(missing)} of {len(expected)}: {missing[:4]}"
+            raise ValueError(f"tensors must hold every weight that is not adopted, missing {summary}")
+        self._check_arrival(probes, version)
         self.moved_bytes, self.weight_version, self._dropped = moved, version, False
 
     def sleep(self) -> None:
@@ -247,7 +247,7 @@ class VllmOmniEngine:
             if id(tensor) in self._hosted or tensor.untyped_storage().data_ptr() in adopted:
                 continue
             if id(tensor) not in self._kept:
-                self._kept[id(tensor)] = tensor.data.to("meta") if id(tensor) in synced else on_host(tensor.data)
+                self._kept[id(tensor)] = tensor.data.to("meta") if id(tensor) in synced else to_host(tensor.data)
             self._asleep.append(tensor)
             tensor.data = tensor.data.new_empty(0)
 
@@ -261,20 +261,20 @@ class VllmOmniEngine:
         self._adopted, self._asleep, self._kept = {}, [], {}
         stop_worker(self._worker)
 
-    def _check_arrival(self, given: dict[str, Tensor], version: int) -> None:
+    def _check_arrival(self, probes: dict[str, Tensor], version: int) -> None:
         """Raise RuntimeError unless some elements of each weight in the sampling modules equal the trainer's.
 
         Quantized weights are not compared. An adopted weight must also have the address of the trainer's parameter.
         """
-        own = self.weights() | dict(self.net.named_buffers())
-        moved_away = [name for name, param in self._adopted.items() if param.data_ptr() != own[name].data_ptr()]
+        weights = self.weights() | dict(self.net.named_buffers())
+        moved_away = [name for name, param in self._adopted.items() if param.data_ptr() != weights[name].data_ptr()]
         if moved_away:
             raise RuntimeError(f"the engine's storage is no longer the trainer's: {moved_away[:4]}")
-        wanted = given | {name: _probe(param, version) for name, param in self._adopted.items()}
-        found = {name: _probe(own[name], version) for name in wanted}
-        if not torch.equal(torch.cat(list(wanted.values())), torch.cat(list(found.values()))):
-            wrong = [name for name, probe in wanted.items() if not torch.equal(probe, found[name])]
-            raise RuntimeError(f"the engine has other weights than it received, or NaN: {wrong[:4]}")
+        expected = probes | {name: _probe(param, version) for name, param in self._adopted.items()}
+        actual = {name: _probe(weights[name], version) for name in expected}
+        if not torch.equal(torch.cat(list(expected.values())), torch.cat(list(actual.values()))):
+            differing = [name for name, probe in expected.items() if not torch.equal(probe, actual[name])]
+            raise RuntimeError(f"the engine has other weights than it received, or NaN: {differing[:4]}")
 
 
 def diffusers_views(
@@ -295,8 +295,8 @@ def diffusers_views(
             parts = zip(fused[leaf], param.split(rows), strict=True)
             views |= {f"{parent}.{part}.{kind}": piece for part, piece in parts}
             continue
-        for here, there in renamed.items():
-            name = name.replace(here, there)
+        for old, new in renamed.items():
+            name = name.replace(old, new)
         views[name] = param
     return views
 
@@ -325,12 +325,12 @@ def _schedule(call: int, requests: list[OmniDiffusionRequest]) -> DiffusionSched
     )
 
 
-def _fitting(own: dict[str, Tensor], name: str, tensor: Tensor) -> Tensor:
+def _find_weight(weights: dict[str, Tensor], name: str, tensor: Tensor) -> Tensor:
     """Return the weight of that name; raise ValueError unless it has the tensor's shape."""
-    if name not in own or own[name].shape != tensor.shape:
-        have = tuple(own[name].shape) if name in own else "no such weight"
-        raise ValueError(f"names and shapes must be the transformer's, got {name} {tuple(tensor.shape)}, have {have}")
-    return own[name]
+    if name not in weights or weights[name].shape != tensor.shape:
+        actual = tuple(weights[name].shape) if name in weights else "no such weight"
+        raise ValueError(f"names and shapes must be the transformer's, got {name} {tuple(tensor.shape)}, have {actual}")
+    return weights[name]
 
 
 def _probe(tensor: Tensor, version: int) -> Tensor:

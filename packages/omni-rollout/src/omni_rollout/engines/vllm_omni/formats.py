@@ -32,7 +32,7 @@ def quantized_names(model: Model) -> list[str]:
         raise ValueError(f"model must be a {' or '.join(LAYERS)} for the vLLM-Omni engine, got a {kind}")
     if (layers := LAYERS[kind]) is None:
         return []
-    start, more = layers
-    endings = tuple(f"{name}.weight" for name in (*model.LORA_TARGETS, *more))
+    start, extra = layers
+    endings = tuple(f"{name}.weight" for name in (*model.LORA_TARGETS, *extra))
     names = [name for name, _ in model.empty_net().named_parameters()]
     return [name for name in names if name.startswith(start) and name.endswith(endings)]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, CLIPImageProcessorPil, SiglipImageProcessorPil
 
 from omni_rollout.engines.vllm_omni.worker import RolloutPipeline
-from omni_rollout.models.diffusers_model import joined
+from omni_rollout.models.diffusers_model import join_nets
 from omni_rollout.models.qwen_image_edit import image_processor_class
 from omni_rollout.models.wan import EXPERTS
 
@@ -156,7 +156,7 @@ class WanPipeline(RolloutPipeline):
     def net(self) -> nn.Module:
         """Both experts, or the single transformer."""
         nets = {name: getattr(self, part) for name, part in EXPERTS.items()}
-        return joined({name: net for name, net in nets.items() if net is not None})
+        return join_nets({name: net for name, net in nets.items() if net is not None})
 
 
 class WanRollout(WanPipeline, Wan22Pipeline):

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from omni_rollout.engines.guest import kept_process_group, some_process_group, undisturbed_process
+from omni_rollout.engines.guest import ensure_process_group, keep_process_group, preserve_process_state
 from omni_rollout.engines.versions import check_vllm_omni
 from omni_rollout.engines.vllm_omni.quantized import is_quantized
 from omni_rollout.model import Model
@@ -63,9 +63,9 @@ class RolloutPipeline:
 
     def forward(self, req: DiffusionRequestBatch) -> list[DiffusionOutput]:
         """Return one DiffusionOutput per request, whose `output` is a Trajectory of one sample."""
-        asked = [params.extra_args for params in req.sampling_params_list]
+        extras = [params.extra_args for params in req.sampling_params_list]
         trajectory = self.sampler.sample(
-            [extra["prompt"] for extra in asked], asked[0]["params"], weight_version=asked[0]["weight_version"]
+            [extra["prompt"] for extra in extras], extras[0]["params"], weight_version=extras[0]["weight_version"]
         )
         return [DiffusionOutput(output=sample) for sample in trajectory.split(1)]
 
@@ -94,7 +94,7 @@ def start_worker(
         raise RuntimeError("this process has an engine already, and vLLM-Omni allows only one: close() it first")
     group = torch.distributed
     world = group.get_world_size() if group.is_initialized() else 1
-    with undisturbed_process(), some_process_group(current_omni_platform.dist_backend), kept_process_group():
+    with preserve_process_state(), ensure_process_group(current_omni_platform.dist_backend), keep_process_group():
         with together():
             config = OmniDiffusionConfig.from_kwargs(
                 model=model,
@@ -122,5 +122,5 @@ def start_worker(
 
 def stop_worker(worker: DiffusionWorker) -> None:
     """End the worker and its groups; keep the trainer's process group."""
-    with kept_process_group():
+    with keep_process_group():
         worker.shutdown()

@@ -28,9 +28,9 @@ def open_token_model(path: str | Path) -> TokenModel:
         ValueError: the folder does not exist, holds another model, or has a damaged configuration file.
     """
     folder = local_folder(path)
-    found = read_json(folder / "config.json").get("architectures")
-    kind = found[0] if isinstance(found, list) and found else None
+    architectures = read_json(folder / "config.json").get("architectures")
+    kind = architectures[0] if isinstance(architectures, list) and architectures else None
     if not isinstance(kind, str) or kind not in TOKEN_MODELS:
-        shown = found if kind is None else kind
-        raise ValueError(f"model must be the folder of a {' or '.join(TOKEN_MODELS)}, {folder} holds a {shown!r:.80}")
+        actual = architectures if kind is None else kind
+        raise ValueError(f"model must be the folder of a {' or '.join(TOKEN_MODELS)}, {folder} holds a {actual!r:.80}")
     return TOKEN_MODELS[kind](path)

@@ -25,8 +25,8 @@ class Patches:
 
     def of_images(self, images: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return the patches [n, D] of images, uint8 [H, W, 3] each, and their grids [images, 3]: 1, rows, columns."""
-        made = self.processor(images=[image.numpy() for image in images], return_tensors="pt")
-        return made.pixel_values, made.image_grid_thw
+        inputs = self.processor(images=[image.numpy() for image in images], return_tensors="pt")
+        return inputs.pixel_values, inputs.image_grid_thw
 
     def of_video(self, video: Tensor) -> tuple[Tensor, Tensor]:
         """Return the patches [n, D] of a video, uint8 [F, H, W, 3], and its grid [1, 3]: frame pairs, rows, columns.
@@ -38,8 +38,8 @@ class Patches:
         patches, grids = self.of_images(list(frames))
         _, rows, columns = grids[0].tolist()
         parts = patches.view(len(frames) // span, span, rows * columns, 3, span, -1)
-        together = torch.stack([parts[:, k, :, :, k] for k in range(span)], dim=3)
-        return together.flatten(0, 1).flatten(1), torch.tensor([[len(frames) // span, rows, columns]])
+        pairs = torch.stack([parts[:, k, :, :, k] for k in range(span)], dim=3)
+        return pairs.flatten(0, 1).flatten(1), torch.tensor([[len(frames) // span, rows, columns]])
 
     def places(self, grids: Tensor) -> list[int]:
         """Return the number of prompt tokens for each grid."""
@@ -51,17 +51,17 @@ class Patches:
 
         seconds: the net's name for the time between two temporal positions of a video.
         """
-        found: Cond = {}
+        media: Cond = {}
         images: list[int] = []
         videos: list[int] = []
         if prompt.images:
-            found["pixel_values"], grids = self.of_images(prompt.images)
-            found["image_grid_thw"], images = grids, self.places(grids)
+            media["pixel_values"], grids = self.of_images(prompt.images)
+            media["image_grid_thw"], images = grids, self.places(grids)
         if prompt.video is not None:
-            found["pixel_values_videos"], grids = self.of_video(prompt.video)
-            found["video_grid_thw"], videos = grids, self.places(grids)
-            found[seconds] = torch.tensor([self.processor.temporal_patch_size / prompt.rates["fps"]])
-        return found, images, videos
+            media["pixel_values_videos"], grids = self.of_video(prompt.video)
+            media["video_grid_thw"], videos = grids, self.places(grids)
+            media[seconds] = torch.tensor([self.processor.temporal_patch_size / prompt.rates["fps"]])
+        return media, images, videos
 
 
 class Qwen25VL(TransformersModel):
@@ -84,8 +84,8 @@ class Qwen25VL(TransformersModel):
 
     def encode_media(self, prompt: Prompt) -> tuple[Cond, dict[int, list[int]]]:
         """Return the tensors of a prompt's images and video, and the number of tokens of each medium by placeholder."""
-        found, images, videos = self.patches.encode(prompt, seconds="second_per_grid_ts")
-        return found, {self.config["image_token_id"]: images, self.config["video_token_id"]: videos}
+        media, images, videos = self.patches.encode(prompt, seconds="second_per_grid_ts")
+        return media, {self.config["image_token_id"]: images, self.config["video_token_id"]: videos}
 
     def positions(self, inputs: Cond) -> Cond:
         """Return each token's type (0 text, 1 image, 2 video), from which the net computes positions."""

@@ -53,8 +53,8 @@ class Qwen3Omni(TransformersModel):
 
     def read_config(self) -> dict[str, Any]:
         """Return the thinker's configuration, including from a whole model's file."""
-        own: dict[str, Any] = self.net_config().to_dict()
-        return own | {"architectures": read_json(self.file)["architectures"]}
+        config: dict[str, Any] = self.net_config().to_dict()
+        return config | {"architectures": read_json(self.file)["architectures"]}
 
     def net_class(self) -> Any:
         """Return the thinker's class."""
@@ -62,7 +62,7 @@ class Qwen3Omni(TransformersModel):
 
         return Qwen3OmniMoeThinkerForConditionalGeneration
 
-    def config_of(self, content: dict[str, Any]) -> Any:
+    def parse_config(self, content: dict[str, Any]) -> Any:
         """Return the thinker's configuration, including from a whole model's file."""
         from transformers import Qwen3OmniMoeThinkerConfig
 
@@ -72,10 +72,10 @@ class Qwen3Omni(TransformersModel):
         """Return the tensors of a prompt's images, video and sound, and each one's number of tokens by placeholder."""
         from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import _get_feat_extract_output_lengths
 
-        found, images, videos = self.patches.encode(prompt, seconds="video_second_per_grid")
+        media, images, videos = self.patches.encode(prompt, seconds="video_second_per_grid")
         sounds: list[int] = []
         if prompt.audio is not None:
-            made = self.listen(
+            features = self.listen(
                 prompt.audio.mean(dim=1).numpy(),
                 sampling_rate=int(prompt.rates["sample_rate"]),
                 padding=True,
@@ -83,11 +83,11 @@ class Qwen3Omni(TransformersModel):
                 return_attention_mask=True,
                 return_tensors="pt",
             )
-            found |= dict(zip(FEATURES, (made.input_features, made.attention_mask), strict=True))
+            media |= dict(zip(FEATURES, (features.input_features, features.attention_mask), strict=True))
             window = self.config["audio_config"]["n_window"]
-            sounds = [int(_get_feat_extract_output_lengths(made.attention_mask.sum(dim=1), window))]
+            sounds = [int(_get_feat_extract_output_lengths(features.attention_mask.sum(dim=1), window))]
         names = ("image_token_id", "video_token_id", "audio_token_id")
-        return found, {self.config[name]: sizes for name, sizes in zip(names, (images, videos, sounds), strict=True)}
+        return media, {self.config[name]: sizes for name, sizes in zip(names, (images, videos, sounds), strict=True)}
 
     def positions(self, inputs: Cond) -> Cond:
         """Return {}: the net computes positions from ids and masks."""

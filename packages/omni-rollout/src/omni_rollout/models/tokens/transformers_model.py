@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from omni_rollout.files import check_counts, read_json, safetensors_files, safetensors_slices, size_of
+from omni_rollout.files import check_counts, read_json, safetensors_bytes, safetensors_files, safetensors_slices
 from omni_rollout.models.hub import local_folder
-from omni_rollout.models.parts import RELEASED, UNUSABLE, made_of, one_line, open_tokenizer
+from omni_rollout.models.parts import RELEASED, UNUSABLE, checked_build, one_line, open_tokenizer
 from omni_rollout.types import Cond, Prompt
 
 # Field of a prompt's media -> name in chat templates.
@@ -88,14 +88,14 @@ class TransformersModel:
 
         The weights of a hub id are checked by `load_net`.
         """
-        with _quiet():
+        with _silence_transformers():
             is_whole = Path(self.path).is_dir() and self.reads_weights and RELEASED not in self.folder.parents
             net: Any = self._read(torch.float32, values=False) if is_whole else self.empty_net()
         size, highest = net.get_input_embeddings().num_embeddings, max(self.tokenizer.get_vocab().values())
         if (token := max(highest, *self.suppressed, *self.ends)) >= size:
             raise ValueError(f"model is damaged: {self.folder} has tokens up to {token}, its vocab_size is {size}")
         if self.tokenizer.chat_template is not None:
-            chat = self.chat_of(Prompt("Hi.", group=0, index=0, seed=0), ())
+            chat = self.build_chat(Prompt("Hi.", group=0, index=0, seed=0), ())
             special = json.dumps(self.tokenizer.special_tokens_map)
             check_template(self.folder, self.tokenizer.get_chat_template(), json.dumps(chat), special)
 
@@ -123,7 +123,7 @@ class TransformersModel:
 
     def weight_bytes(self) -> int:
         """Return the size of the weight files, except those of a hub id that are not yet fetched."""
-        return size_of(self.folder, "model") if self.reads_weights else 0
+        return safetensors_bytes(self.folder, "model") if self.reads_weights else 0
 
     def _read(self, dtype: torch.dtype, *, values: bool) -> nn.Module:
         """Return the net with all weights of the files, or if not `values`, on the meta device with only their shapes.
@@ -131,12 +131,17 @@ class TransformersModel:
         transformers opens no files itself: it might choose others, even pickles.
         """
         cls = self.net_class()
-        with safetensors_slices(safetensors_files(self.folder, "model")) as slices, made_of(self.file, cls.__name__):
-            own = {name: part for name, part in slices.items() if name.startswith(self.prefix)}
+        with (
+            safetensors_slices(safetensors_files(self.folder, "model")) as slices,
+            checked_build(self.file, cls.__name__),
+        ):
+            selected = {name: part for name, part in slices.items() if name.startswith(self.prefix)}
             net, info = cls.from_pretrained(
                 None,
                 config=self.net_config(),
-                state_dict=own if values else {n: torch.empty(p.get_shape(), device="meta") for n, p in own.items()},
+                state_dict=selected
+                if values
+                else {n: torch.empty(p.get_shape(), device="meta") for n, p in selected.items()},
                 device_map=None if values else "meta",
                 dtype=dtype,
                 attn_implementation="sdpa",
@@ -147,11 +152,11 @@ class TransformersModel:
         if missing := info["missing_keys"]:
             raise ValueError(f"model is incomplete: {self.folder} lacks {len(missing)} weights, such as {min(missing)}")
         if surplus := info["unexpected_keys"]:
-            some = f"{len(surplus)} weights that its configuration lacks, such as {min(surplus)}"
-            raise ValueError(f"model is damaged: {self.folder} has {some}")
-        for name, found, shape in info["mismatched_keys"]:
-            says = f"{tuple(found)}, its configuration says {tuple(shape)}"
-            raise ValueError(f"model is damaged: {name} of {self.folder} has the shape {says}")
+            summary = f"{len(surplus)} weights that its configuration lacks, such as {min(surplus)}"
+            raise ValueError(f"model is damaged: {self.folder} has {summary}")
+        for name, actual, shape in info["mismatched_keys"]:
+            detail = f"{tuple(actual)}, its configuration says {tuple(shape)}"
+            raise ValueError(f"model is damaged: {name} of {self.folder} has the shape {detail}")
         loaded: nn.Module = net
         return loaded
 
@@ -166,11 +171,11 @@ class TransformersModel:
         from transformers.initialization import no_init_weights
 
         cls = self.net_class()
-        with made_of(self.file, cls.__name__), place, no_init_weights():
+        with checked_build(self.file, cls.__name__), place, no_init_weights():
             net: Any = cls._from_config(self.net_config(), attn_implementation="sdpa", dtype=dtype)
         net.tie_weights()
-        made: nn.Module = net.requires_grad_(False).eval()
-        return made
+        frozen: nn.Module = net.requires_grad_(False).eval()
+        return frozen
 
     def net_config(self) -> Any:
         """Return the configuration for the net's class."""
@@ -178,10 +183,10 @@ class TransformersModel:
         check_counts(content, self.file)
         if "quantization_config" in content:
             raise ValueError(f"model must not be quantized, {self.file} has a quantization_config")
-        with made_of(self.file, cls.__name__):
-            return self.config_of(content)
+        with checked_build(self.file, cls.__name__):
+            return self.parse_config(content)
 
-    def config_of(self, content: dict[str, Any]) -> Any:
+    def parse_config(self, content: dict[str, Any]) -> Any:
         """Return the configuration for a file's object."""
         return self.net_class().config_class.from_dict(content)
 
@@ -194,18 +199,18 @@ class TransformersModel:
         kinds = [kind for name, kind in PARTS.items() if getattr(prompt, name) not in (None, ())]
         for kind in kinds:
             if kind not in self.MEDIA:
-                have = " and ".join(self.MEDIA) or "only text"
-                raise ValueError(f"prompts of a {type(self).__name__} must hold {have}, got {kind}")
+                expected = " and ".join(self.MEDIA) or "only text"
+                raise ValueError(f"prompts of a {type(self).__name__} must hold {expected}, got {kind}")
         media, places = self.encode_media(prompt)
         text = prompt.text
         if self.tokenizer.chat_template is not None:
-            chat = prompt.meta.get("messages") or self.chat_of(prompt, kinds)
+            chat = prompt.meta.get("messages") or self.build_chat(prompt, kinds)
             text = self._render(chat)
         elif "messages" in prompt.meta:
             raise ValueError(f"messages need a chat template, and {self.folder} has none")
         ids = self.tokenizer(text, add_special_tokens=False).input_ids
-        if (found := sum(i in places for i in ids)) != sum(map(len, places.values())):
-            raise ValueError(f"a prompt must have a place for each of its media, got {found} in {text!r:.80}")
+        if (count := sum(i in places for i in ids)) != sum(map(len, places.values())):
+            raise ValueError(f"a prompt must have a place for each of its media, got {count} in {text!r:.80}")
         counts = {token: iter(sizes) for token, sizes in places.items()}
         spread = [token for token in ids for _ in range(next(counts[token]) if token in counts else 1)]
         return {"input_ids": torch.tensor(spread), **media}
@@ -218,11 +223,11 @@ class TransformersModel:
             text: str = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         except (TemplateError, *UNUSABLE) as exc:
             raise ValueError(f"messages must fit the chat template of {self.folder}, got {one_line(exc)}") from exc
-        if len(text) > (most := MAX_RENDERED + 2 * len(repr(chat))):
-            raise ValueError(f"the chat template of {self.folder} must write at most {most} letters, got {len(text)}")
+        if len(text) > (limit := MAX_RENDERED + 2 * len(repr(chat))):
+            raise ValueError(f"the chat template of {self.folder} must write at most {limit} letters, got {len(text)}")
         return text
 
-    def chat_of(self, prompt: Prompt, kinds: Sequence[str]) -> list[dict[str, object]]:
+    def build_chat(self, prompt: Prompt, kinds: Sequence[str]) -> list[dict[str, object]]:
         """Return messages for a prompt without them: the system's, if any, and the user's with media first."""
         content: list[dict[str, str]] = [{"type": kind} for kind in kinds if kind != "image"]
         content = [{"type": "image"}] * len(prompt.images) + content + [{"type": "text", "text": prompt.text}]
@@ -237,21 +242,21 @@ class TransformersModel:
 
     def inputs(self, encoded: Sequence[Cond], tokens: Tensor, mask: Tensor) -> Cond:
         """Return the net's inputs for left-padded prompts and answers [B, T], on the device of `tokens`."""
-        device, length = tokens.device, max(len(each["input_ids"]) for each in encoded)
-        rows = [(each["input_ids"], length - len(each["input_ids"])) for each in encoded]
+        device, length = tokens.device, max(len(item["input_ids"]) for item in encoded)
+        rows = [(item["input_ids"], length - len(item["input_ids"])) for item in encoded]
         ids = torch.stack([pad(row, [left, 0], value=self.ends[0]) for row, left in rows]).to(device)
-        given = torch.stack([pad(torch.ones_like(row), [left, 0]) for row, left in rows]).to(device)
-        together = {
+        prompt_mask = torch.stack([pad(torch.ones_like(row), [left, 0]) for row, left in rows]).to(device)
+        batch = {
             "input_ids": torch.cat([ids, tokens.masked_fill(~mask, self.ends[0])], dim=1),
-            "attention_mask": torch.cat([given, mask.long()], dim=1),
+            "attention_mask": torch.cat([prompt_mask, mask.long()], dim=1),
         }
-        for name in dict.fromkeys(name for each in encoded for name in each if name != "input_ids"):
-            parts = [each[name] for each in encoded if name in each]
+        for name in dict.fromkeys(name for item in encoded for name in item if name != "input_ids"):
+            parts = [item[name] for item in encoded if name in item]
             if name in self.GROWS:
                 longest = max(part.shape[-1] for part in parts)
                 parts = [pad(part, [0, longest - part.shape[-1]]) for part in parts]
-            together[name] = torch.cat(parts).to(device, self.dtype if name in MEDIA else None)
-        return together | self.positions(together)
+            batch[name] = torch.cat(parts).to(device, self.dtype if name in MEDIA else None)
+        return batch | self.positions(batch)
 
     def predict(self, net: nn.Module, inputs: Cond) -> Tensor:
         """Return the output of the net's head."""
@@ -305,17 +310,17 @@ def check_template(folder: Path, template: str, chat: str, special: str) -> None
 
     It is rendered in a separate process, which limits both. chat, special: inputs of `rendering` in JSON.
     """
-    asked = f'{{"conversations": [{chat}], "chat_template": {json.dumps(template)}, "special": {special}}}'
+    request = f'{{"conversations": [{chat}], "chat_template": {json.dumps(template)}, "special": {special}}}'
     script = Path(__file__).with_name("rendering.py")
-    done = subprocess.run([sys.executable, "-P", script], input=asked, capture_output=True, text=True)
-    if done.returncode:
-        why = done.stderr.strip().rpartition("\n")[2] if done.returncode > 0 else "it took longer"
+    result = subprocess.run([sys.executable, "-P", script], input=request, capture_output=True, text=True)
+    if result.returncode:
+        why = result.stderr.strip().rpartition("\n")[2] if result.returncode > 0 else "it took longer"
         rule = "must render a chat of one word within 10 s and 2 GB"
         raise ValueError(f"model is damaged: the chat template of {folder} {rule}, got {why:.300}")
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_transformers() -> Iterator[None]:
     """Silence transformers in the `with` block; errors are raised instead."""
     from transformers.utils import logging
 
