@@ -241,10 +241,10 @@ def find_weights(args: Args, model: Model) -> list[tuple[str, Path]]:
     """Return the folders of --weights in the order of loading, each with the name of its net."""
     folders = parse_paths(args.weights)
     with prefix_errors("--weights: "):
-        by_net = [item for folder in folders for item in homes(folder, model.nets).items()]
+        by_net = [item for folder in folders for item in weight_folders(folder, model.nets).items()]
         for name, weights_folder in by_net:
             check_weights(model.empty_net().get_submodule(name), weights_folder)
-        are_full = [any(map(saved_files, homes(folder, model.nets).values())) for folder in folders]
+        are_full = [any(map(saved_files, weight_folders(folder, model.nets).values())) for folder in folders]
         rule = f"must be full weights, an adapter, or full weights and then an adapter, got {args.weights}"
         require((len(folders) < 2 or are_full == [True, False], rule))
     return by_net

@@ -168,7 +168,7 @@ def roll_out(run: MediaRun[Args], step: Step) -> Rollout[Trajectory] | None:
     if run.args.preferences:
         return None
     with run.phase("rollout"):
-        return sample(run, step_prompts(run, step), run.base_params, in_a_row=run.args.data.group_size)
+        return sample(run, step_prompts(run, step), run.base_params, consecutive=run.args.data.group_size)
 
 
 def select_pairs(run: MediaRun[Args], step: Step, rollout: Rollout[Trajectory]) -> list[Pairs]:
@@ -237,8 +237,8 @@ def noise_pairs(run: MediaRun[Args], step: Step, pairs: Pairs, pair_rows: Sequen
     count = args.levels_per_pair
     rows = [*pair_rows, *[0] * (args.data.batch_size // 2 - len(pair_rows))]
     seeds, to_pairs_device = [pairs.seeds[i] for i in rows], partial(to_device, device=pairs.win.device)
-    x0 = torch.cat([pick(pairs.win, rows), pick(pairs.lose, rows)])
-    cond = {name: torch.cat([pick(tensor, rows)] * 2) for name, tensor in pairs.cond.items()}
+    x0 = torch.cat([take_rows(pairs.win, rows), take_rows(pairs.lose, rows)])
+    cond = {name: torch.cat([take_rows(tensor, rows)] * 2) for name, tensor in pairs.cond.items()}
     sigmas = shift_sigmas(step_noise(seeds, first + count, (count,)).sigmoid(), args.level_shift)
     if run.model.boundary:
         sigmas = torch.stack([move_to_expert(run, step, sigma, k) for k, sigma in enumerate(sigmas.T)], dim=1)

@@ -282,7 +282,7 @@ def roll_out(run: MediaRun[Args], step: Step) -> MediaRollout:
     """Return this rank's samples of a step, with pending scores."""
     prompts = step_prompts(run, step, same_start_noise=run.args.same_start_noise)
     with run.phase("rollout"):
-        return sample(run, prompts, step_params(run, step), in_a_row=num_in_a_row(run))
+        return sample(run, prompts, step_params(run, step), consecutive=num_consecutive(run))
 
 
 def num_consecutive(run: MediaRun[Args]) -> int:

@@ -123,7 +123,7 @@ def measure(name: str, seed: int, steps: int, **others: Any) -> Row:
         if name == SOUND:
             url = servers.enter_context(serving("ocr", "--option=reading=line")).url
         else:
-            url = servers.enter_context(serving_here(hacked(HACKS[name][1], run), name=name))
+            url = servers.enter_context(serving_in_thread(hacked(HACKS[name][1], run), name=name))
         recipe = build(train_nft.Args, from_toml(load_recipes("train_nft")["tiny-signs"], train_nft.Args, "tiny-signs"))
         changes = {
             "name": f"hacks/{name}-{seed}",

@@ -233,7 +233,7 @@ def scored(prompts, batches, scores):
 def rollout(run, params, *, number=0, consecutive=1, **options):
     """Return this rank's batches of a training step, and the prompts of all ranks."""
     prompts = step_prompts(run, Step(number), **options)
-    return sample(run, prompts, params, in_a_row=in_a_row).batches, prompts
+    return sample(run, prompts, params, consecutive=consecutive).batches, prompts
 
 
 def keep_gradients(run):

@@ -23,7 +23,7 @@ from apps import app_lives as lives
 from helpers import CHECKPOINT, sampled
 from model_rows import ROWS
 from omni_reward.scorers import load_scorer
-from omni_reward.serving import serving_here
+from omni_reward.serving import serving_in_thread
 from omni_rl.settings.early import file_digests
 from omni_rl.settings.fields import change, flatten
 from omni_train.checkpoint.index import index_digest

@@ -19,7 +19,7 @@ from omni_rollout import Prompt
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
 from omni_sched import INITIAL_NOISE, step_noise
-from omni_train.weights.full import homes, load_weights
+from omni_train.weights.full import load_weights, weight_folders
 from row_runs import ALGORITHMS, settings
 from safetensors.torch import load_file, save_file
 from trainer_runs import exported, lose_step, train, train_on_ranks
@@ -95,7 +95,7 @@ def test_a_scorer_of_edits_sees_the_references_of_each_sample(here):
         seen.append([sample["images"] for sample in meta])
         return [float(image.mean()) for image in media["image"]]
 
-    with serving_here(Scorer(score, references=True)) as url:
+    with serving_in_thread(Scorer(score, references=True)) as url:
         args = settings("qwen-image-edit-plus", "flowgrpo", here, {"image": url}, train_steps=1, scorer_watch_url=url)
         train(train_flowgrpo, args)
     assert seen[0] == seen[1] == [["0-0.png", "0-1.png"]] * 2  # of the scorer and of the one that watches

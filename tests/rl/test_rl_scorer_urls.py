@@ -63,7 +63,7 @@ def test_a_number_for_all_samples_is_told_at_the_start_by_the_flag_that_was_give
     """Of two samples, so that a list of one number does not pass."""
     scorer_args = ScoredScorer(name=name)
     said = rf"^{flag} must score the first prompt: .* scorer_failed"
-    with serving_here(lambda media, prompts, meta: [0.5]) as url, pytest.raises(ValueError, match=said):
+    with serving_in_thread(lambda media, prompts, meta: [0.5]) as url, pytest.raises(ValueError, match=said):
         connect(url, scorer_args, rank(0, 1, 1, monkeypatch), PromptRecord(0, "a"), ["image"])
 
 

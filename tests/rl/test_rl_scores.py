@@ -5,7 +5,7 @@ from concurrent.futures import Future
 import pytest
 from omni_reward import RewardClient, RewardError, Score, Scorer
 from omni_reward.rules import open_rules
-from omni_reward.serving import serving_here
+from omni_reward.serving import serving_in_thread
 from omni_rl.flow.scorers import Pending, future_of_rules
 from omni_rl.flow.scoring import collect
 from omni_rl.flow.tokens import RuleScorer

@@ -15,7 +15,7 @@ def session(folder, url):
     found = object.__new__(Session)
     found.folder, found.lock, found.report, found._is_fetched = folder, None, None, False
     beside = [folder / name for name in CHECKPOINT_FILES]
-    found.checkpoints = Checkpoint(folder / "checkpoints", init_distributed(), url=url, beside=beside)
+    found.checkpoints = Checkpoint(folder / "checkpoints", init_distributed(), url=url, run_files=beside)
     found.saved = found.checkpoints.latest()
     found.fetch(init_distributed())
     return found

@@ -1,8 +1,8 @@
 """Progress of this process: nested phases and the work done in them.
 
-    begin("step 1")
-    with doing("rollout"):
-        for batch in over(batches, "samples"):
+    start_phase("step 1")
+    with phase("rollout"):
+        for batch in track(batches, "samples"):
             ...
     describe()  # "step 1: rollout 12 of 64 samples, 0:41 left"
 

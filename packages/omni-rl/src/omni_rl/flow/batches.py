@@ -116,7 +116,7 @@ def train_batches(
         return select(run.dist, rollout.batches, advantages, keep, weights, num_minibatches=num_minibatches)
 
     is_as_sampled = not may_drop and len(rollout.batches) % num_minibatches == 0
-    if not is_as_sampled or not groups_are_local(run.args, settings, run.dist, rollout.in_a_row):
+    if not is_as_sampled or not groups_are_local(run.args, settings, run.dist, rollout.consecutive):
         return wait_and_grade(run, step, rollout, grade)
     step.grade_all = partial(wait_and_grade, run, step, rollout, grade)
     return [
@@ -147,7 +147,7 @@ def subsample_steps(batch: Trajectory, fraction: float) -> Trajectory:
 
 def groups_are_local(args: MediaArgs, settings: Advantages, dist: Dist, consecutive: int) -> bool:
     """Return True if the advantages of a rank's samples depend only on its own scores, which arrive batch by batch."""
-    is_whole = dist.world_size == 1 or in_a_row % args.data.group_size == 0
+    is_whole = dist.world_size == 1 or consecutive % args.data.group_size == 0
     needs_all_scores = dist.context > 1 or args.sampling.draw_ahead or args.scorer.sleep or settings.reward_parts
     return is_whole and settings.adv_std != "batch" and not needs_all_scores
 

@@ -116,11 +116,11 @@ def sample(
 ) -> Rollout[Trajectory]:
     """Return this rank's batches of `prompts`, from `sample_here` or from the ranks that only sample."""
     if run.samplers is None:
-        return sample_here(run, prompts, params, in_a_row=in_a_row, scorer=scorer)
-    in_a_row = max(run.args.data.batch_size, in_a_row, scorer_group_size(prompts, scorer or run.scorer))
-    prompt_batches = deal(prompts, run.dist, run.args.data.batch_size, in_a_row=in_a_row)
+        return sample_here(run, prompts, params, consecutive=consecutive, scorer=scorer)
+    consecutive = max(run.args.data.batch_size, consecutive, scorer_group_size(prompts, scorer or run.scorer))
+    prompt_batches = deal(prompts, run.dist, run.args.data.batch_size, consecutive=consecutive)
     run.counts["sampled"] += sum(map(len, prompt_batches))
-    return Rollout(prompts, *run.samplers.receive(prompt_batches, params, in_a_row, run.counts), in_a_row)
+    return Rollout(prompts, *run.samplers.receive(prompt_batches, params, consecutive, run.counts), consecutive)
 
 
 def scorer_group_size(prompts: Sequence[Prompt], scorer: Scorer) -> int:
@@ -150,11 +150,11 @@ def sample_here(
     batches, scored, pending, scorer = [], list[Trajectory](), list[Pending](), scorer or run.scorer
     dist, batch_size = run.dist, run.args.data.batch_size
     group = scorer_group_size(prompts, scorer)
-    in_a_row = max(batch_size, in_a_row, group)
-    prompt_batches = deal(prompts, dist, batch_size, in_a_row=in_a_row)
+    consecutive = max(batch_size, consecutive, group)
+    prompt_batches = deal(prompts, dist, batch_size, consecutive=consecutive)
     for number, batch_prompts in enumerate(track_progress(prompt_batches)):
         next_prompts = prompt_batches[number + 1] if number + 1 < len(prompt_batches) else ()
-        is_scored = number // (in_a_row // batch_size) % dist.context == dist.rank % dist.context
+        is_scored = number // (consecutive // batch_size) % dist.context == dist.rank % dist.context
         sized_params = params.of_size(batch_prompts[0].size)
         is_tiled = 0 < run.args.memory.decode_tile < max(sized_params.height, sized_params.width)
         batch = run.engine.generate(batch_prompts, replace(sized_params, decode=is_scored or is_tiled))
@@ -198,7 +198,7 @@ def evaluate_set(run: MediaRun[MediaArgs], eval_set: HeldOut[Params, Scorer]) ->
     group = eval_set.samples if any(scorer.takes_groups for scorer in scorers) else 1
     filled = fill_batches(prompts, run.args.data.batch_size, run.dist.dp_size, group=group)
     with gathered(run.policy.net) if "rollout" in run.policy.unshard else nullcontext():
-        rollout = sample_here(run, filled, eval_set.params, in_a_row=group, scorer=eval_set.scorer)
+        rollout = sample_here(run, filled, eval_set.params, consecutive=group, scorer=eval_set.scorer)
     batches = rollout.scored
     prefixes = [batches[: end + 1] for end in range(len(batches))] if second_scorer else []
     second_pending = [

@@ -150,7 +150,7 @@ def sample_round(
         [*earlier.prompts, *prompts],
         [*earlier.batches, *rollout.batches],
         [*earlier.pending, *rollout.pending],
-        rollout.in_a_row,
+        rollout.consecutive,
     )
 
 
@@ -159,7 +159,7 @@ def read_answers(run: TokenRun[TokenArgs], step: Step, key: str) -> list[TokenTr
     prompts = expand_prompts(run.prompts.at(step.number), 1, seed=run.args.run.seed, step=step.number)
     with run.phase("read"):
         return [
-            given_answers(
+            trajectory_from_texts(
                 run.model,
                 batch_prompts,
                 [answer_text(p.meta[key], key, p.text) for p in batch_prompts],

@@ -223,8 +223,8 @@ def _follow(connection: Connection, folder: Path, sinks: Sequence[tuple[Sink, Br
     # when the page is due, and the earliest time after a line or without one
     due_s, next_s, idle_s = math.inf, 0.0, 0.0
     pictures, progress = (
-        Breaker("the samples of the report", goes_on=True),
-        Breaker("the progress in the report", goes_on=True),
+        Breaker("the samples of the report", keeps_going=True),
+        Breaker("the progress in the report", keeps_going=True),
     )
     while True:
         start = time.monotonic()

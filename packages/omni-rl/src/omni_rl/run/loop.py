@@ -119,13 +119,13 @@ class Loop:
         stops = run.session.num_done < 0 and self._finish(Step(-1))  # line 0: the initial model
         if self._pending_line:  # its scorer failed
             step = Step(self._done - 1)
-            step.metrics = {name: value for name, value in self._pending_line.items() if not is_added(name)}
+            step.metrics = {name: value for name, value in self._pending_line.items() if not is_log_field(name)}
             stops = self._finish(step)
         for number in range(max(self._done, 0), args.run.train_steps):
             if stops:
                 return
             step = Step(number)
-            begin(f"step {number + 1}")
+            start_phase(f"step {number + 1}")
             with measure_step(run, step):
                 self._in_step = True
                 yield step

@@ -80,7 +80,7 @@ def read_media(
         ValueError: a file is missing, incomplete or malformed, or the model does not fit the settings. The message
             begins with the flag and is the same on every rank.
     """
-    progress.begin("reading the model and the prompts")
+    progress.start_phase("reading the model and the prompts")
     with same_error(world.all_ranks):
         with prefix_errors("--model: "):
             model = open_model(model_place(args))
@@ -265,7 +265,7 @@ def read_init_weights(
     if not args.policy.init_weights:
         return {}, {}
     with prefix_errors("--init-weights: "):
-        net, folders = model.empty_net(), homes(args.policy.init_weights, model.nets)
+        net, folders = model.empty_net(), weight_folders(args.policy.init_weights, model.nets)
         for name, weights_folder in folders.items():
             check_weights(net.get_submodule(name), weights_folder)
         full: dict[str, Sequence[Path]] = {
@@ -320,7 +320,7 @@ def find_teachers(
     net = adapt(model.empty_net(), inputs.preparation) if folders else nn.Module()
     for name, folder in folders.items():
         with prefix_errors(f"--teachers: {name}: "):
-            teachers[name] = by_expert = homes(folder, model.nets)
+            teachers[name] = by_expert = weight_folders(folder, model.nets)
             experts = " or ".join(trained)
             require((trained.keys() & by_expert, f"{folder} must have weights of {experts}, which is trained"))
             for expert, weights_folder in by_expert.items():
@@ -429,7 +429,7 @@ def open_engine(
     texts = TextCache(args.memory.text_cache_mb, args.memory.text_cache)
     options = inputs.preparation.dtype, args.memory.rollout_dtype, texts
     engine: Engine = world.open_engine(args.sampling.engine, model, net, world.dist, *options)
-    if routes and (routing := routing_of(engine.net)):
+    if routes and (routing := find_routing(engine.net)):
         return replay_routes(model, engine, routing)
     return model, engine
 

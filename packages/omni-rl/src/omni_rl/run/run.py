@@ -125,7 +125,7 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
         """
         is_gathered = name in self.policy.unshard and not (name == "rollout" and self.samplers)
         gathering = gathered(self.policy.net) if is_gathered else nullcontext()
-        with doing(PHASE_LABELS.get(name, name)), self.session.log.phase(name), gathering:
+        with phase(PHASE_LABELS.get(name, name)), self.session.log.phase(name), gathering:
             yield
 
     def optimizer_step(self, step: "Step", *, has_signal: bool = True) -> StepResult:
@@ -287,8 +287,8 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
     def count_calls(self, count_samples: CountSamples) -> None:
         """Count, from here on, the samples that pass through the nets, and those that reach each expert."""
 
-        def count_forward(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-            beat()
+        def count_call(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+            count_forward()
             if counted := count_samples(kwargs, args):
                 samples, shape = counted
                 self.calls[self.session.log.last_phase, torch.is_grad_enabled(), shape] += samples
@@ -299,10 +299,10 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
         policy = self.policy
         for net in {self.engine.net, policy.net, policy.reference_net, *policy.teachers.values()}:
             if net is not None:  # the embedded engine's net is the trainer's
-                net.register_forward_pre_hook(self.breakers.calls.around(count_forward), with_kwargs=True)
+                net.register_forward_pre_hook(self.breakers.calls.wrap(count_call), with_kwargs=True)
         if self.model.boundary:
-            policy.net.register_forward_pre_hook(self.breakers.calls.around(count_expert), with_kwargs=True)
-        if routing := routing_of(self.engine.net):
+            policy.net.register_forward_pre_hook(self.breakers.calls.wrap(count_expert), with_kwargs=True)
+        if routing := find_routing(self.engine.net):
             self.load = ExpertLoad(routing.num_experts, counts=lambda: self.session.log.last_phase == "rollout")
             routing.register_forward_hook(self.breakers.load.wrap(self.load.count))
 

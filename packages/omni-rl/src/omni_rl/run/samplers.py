@@ -47,15 +47,15 @@ class Samplers:
         self._send([number, version])
 
     def receive(
-        self, prompts: Sequence[Sequence[Prompt]], params: Params, in_a_row: int, counts: Counter[str]
+        self, prompts: Sequence[Sequence[Prompt]], params: Params, consecutive: int, counts: Counter[str]
     ) -> tuple[list[Trajectory], list[Pending]]:
         """Return this rank's batches of the oldest requested step, and their scores, which must be read in order.
 
         prompts: the prompts of each batch. consecutive: number of consecutive samples per sampling rank. counts:
         updated with the counts of the sampling ranks when scores are read.
         """
-        sources = [batch_prompts[0].index // in_a_row % self._roles.num_samplers for batch_prompts in prompts]
-        parts = zip(over(prompts, "samples"), sources, strict=True)
+        sources = [batch_prompts[0].index // consecutive % self._roles.num_samplers for batch_prompts in prompts]
+        parts = zip(track(prompts, "samples"), sources, strict=True)
         batches = [self._batch(batch_prompts, params, source) for batch_prompts, source in parts]
         return batches, [self._scores(source, counts) for source in sources]
 
@@ -68,8 +68,8 @@ class Samplers:
     def _send_heartbeats(self) -> None:
         """Send heartbeats between requests, while the program makes progress or waits for other ranks."""
         sent: Future[None] | None = None
-        while not self._closed.wait(self._roles.timeout_s / BEATS):
-            if progress.silent_s() < self._roles.timeout_s and not (sent and not sent.done()):
+        while not self._closed.wait(self._roles.timeout_s / HEARTBEATS):
+            if progress.seconds_silent() < self._roles.timeout_s and not (sent and not sent.done()):
                 with suppress(RuntimeError):  # it has just been closed
                     sent = self._sender.submit(self._roles.send_heartbeat)
 

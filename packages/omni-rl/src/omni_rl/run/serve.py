@@ -34,7 +34,7 @@ def serve(run: RunT, roll_out: Callable[[RunT, Step], MediaRollout]) -> None:
     roles: Roles = run.world.roles  # type: ignore[assignment]  # never None on a sampling rank
     receiver, sender = ThreadPoolExecutor(1), ThreadPoolExecutor(1)  # no `with`: it would wait for both after an error
     tensors, sent = iter(run.policy.sampling_tensors), set[Future[None]]()
-    begin("")
+    start_phase("")
     with catch_failures(run):
         while (order := wait_for_order(receiver.submit(roles.next_order), sent))[0] != []:
             head, weights = order

@@ -56,7 +56,7 @@ class Session:
             keep=args.run.keep_checkpoints,
             wait_for=self._await_samples,
             url=args.run.checkpoint_url,
-            beside=[self.folder / name for name in CHECKPOINT_FILES],
+            run_files=[self.folder / name for name in CHECKPOINT_FILES],
         )
         if args.run.checkpoint_url and not (args.run.dry_run or args.eval.only or dist.first):
             self.lock = RunLock(self.folder, dist, url=args.run.checkpoint_url)
@@ -146,7 +146,7 @@ class Session:
         if not (remote and self.saved and dist.is_main):
             return
         name, step = "metrics.jsonl", self.saved.step
-        remote_log, path = remote.read_beside(step, name), self.folder / name
+        remote_log, path = remote.read_run_file(step, name), self.folder / name
         local_log = read_regular(path) if path.exists() else b""
         if remote_log is None:  # the checkpoint was copied from a folder
             return
@@ -218,7 +218,8 @@ class Session:
         facts["attention"] = ", ".join(backend.name for backend in BACKENDS[args.policy.attention])
         facts |= {"device_name": name} if (name := device_name(world.dist.device)) else {}
         facts |= {"gathered": "once in " + " and ".join(unshard)} if unshard else {}
-        facts |= {"hub": ", ".join(pinned(place, files[0]) for place, files in FETCHED.items())} if FETCHED else {}
+        if FETCHED:
+            facts["hub"] = ", ".join(pin_revision(place, files[0]) for place, files in FETCHED.items())
         defaults = flatten(build(type(args), {}))
         changed = [name for name, value in flatten(args).items() if value != defaults[name]]
         write_versions(self.folder, hide=secret_flags(type(args)), changed=changed, facts=facts)

@@ -131,7 +131,7 @@ def start_servers(args: OwnArgsT, world: World, session: Session) -> OwnArgsT:
     Raises:
         ValueError: a server could not be started.
     """
-    progress.begin("opening the scorer")
+    progress.start_phase("opening the scorer")
     return start_scorer_servers(args, world.all_ranks, session.servers)
 
 
@@ -141,7 +141,7 @@ def open_net(args: RunArgs, world: World, inputs: Inputs[Any, Any], session: Ses
     Raises:
         ValueError, OSError: another run uses the folder, or the weights could not be read.
     """
-    progress.begin("loading", inputs.model.weight_bytes(), "bytes")
+    progress.start_phase("loading", inputs.model.weight_bytes(), "bytes")
     session.claim(args, world, sharding_mode(args, world.dist.world_size))
     inputs.model.reading = report_reading
     with same_error(world.all_ranks):

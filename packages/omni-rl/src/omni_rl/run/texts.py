@@ -60,7 +60,7 @@ def read_texts(
         ValueError: a file is missing, incomplete or malformed. The message begins with the flag and is the same on
             every rank.
     """
-    progress.begin("reading the model and the prompts")
+    progress.start_phase("reading the model and the prompts")
     with same_error(world.all_ranks):
         inputs = with_policies(read_all(args, world, scored=scored, answers=answers), policies)
     return with_meshes(args, world.dist, inputs)

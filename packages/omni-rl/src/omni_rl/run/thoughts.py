@@ -39,7 +39,7 @@ def read_thoughts(
     Raises:
         ValueError: as in `omni_rl.run.media.read_media`.
     """
-    progress.begin("reading the model and the prompts")
+    progress.start_phase("reading the model and the prompts")
     with same_error(world.all_ranks):
         inputs = with_policies(read_thinking(args, world), policies)
     return with_meshes(args, world.dist, inputs)

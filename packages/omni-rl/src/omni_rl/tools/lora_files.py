@@ -104,7 +104,7 @@ def read_foreign(file: Path, model: str, opened: Model) -> Factors:
         (hasattr(pipeline, "lora_state_dict"), f"--model must be one whose LoRA files diffusers reads, got {model}")
     )
     alphas = read_alphas(file)  # before diffusers, which never returns for a negative alpha
-    config = config_of(file, PART)
+    config = read_config(file, PART)
     require((not (config and config.use_dora), f"{file} must have magnitudes if use_dora is set, got none"))
     try:
         state, layers = load_layers(file, pipeline, opened)

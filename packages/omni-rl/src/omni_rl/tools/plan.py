@@ -546,7 +546,7 @@ class PlannedWorld(World):
                 return function(*args, **kwargs)
             if (call_key := key(*args, **kwargs)) in results:
                 shapes, peak, flops = results[call_key]
-                device.burst(peak, flops)
+                device.add_transient(peak, flops)
                 return tree_map_only(Tensor, lambda t: torch.empty_like(t, device=PLANNED) if t.is_meta else t, shapes)
             base, flops_before = device.start_window(), device.flops.total()
             out = function(*args, **kwargs)
@@ -705,7 +705,7 @@ def _repeat_steps(optimizer: torch.optim.Optimizer, device: PlannedDevice) -> No
         if depth == 1 and len(step_bytes) < 2:
             step_bytes.append(-device.start_window())
         elif depth == 1:
-            device.burst(step_bytes[1], 0)
+            device.add_transient(step_bytes[1], 0)
             optimizer.zero_grad()  # without gradients, step does nothing
 
     def after(*_: object) -> None:

@@ -52,7 +52,7 @@ def sample_ends(
         _, last_peaks, last_flops = measure_tokens(last_engine, device, prompts, short_params)
         peaks += last_peaks[1:]  # the first one reads all earlier tokens at once
         operations += num_skipped * flops[-1] + (last_flops[-1] - flops[-1]) * (num_skipped + 1) // 2
-    device.burst(max(peaks), operations)
+    device.add_transient(max(peaks), operations)
     answer_mask = torch.ones(len(prompts), params.max_new_tokens, dtype=torch.bool)
     log_prob, ended = torch.zeros(answer_mask.shape), ~answer_mask[:, 0]
     return replace(

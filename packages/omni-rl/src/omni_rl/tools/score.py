@@ -99,7 +99,7 @@ def score_files(
     except RewardError:
         raise
     except (Exception, SystemExit) as exc:  # a scorer may raise anything
-        location = own_line(exc) or traceback.extract_tb(exc.__traceback__)[-1]
+        location = user_frame(exc) or traceback.extract_tb(exc.__traceback__)[-1]
         message = f"{type(exc).__name__}: {exc} ({location.filename}, line {location.lineno})"
         raise ValueError(f"the scorer raised {message}") from exc
 
