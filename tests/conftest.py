@@ -10,6 +10,7 @@ from helpers import TEST_SEED
 for name in ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"):
     os.environ.setdefault(name, "")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("MKL_CBWR", "AUTO")  # as `init_distributed` sets it, before a test multiplies
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a pool's threads would be missing in forked ranks
 
 

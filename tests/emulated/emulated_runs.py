@@ -29,7 +29,6 @@ from omni_rl.tools import plan_tokens
 from omni_rollout import Prompt
 from omni_rollout.engines.transformers import TransformersEngine
 from omni_rollout.models import open_model, qwen_image_net, z_image_net
-from omni_rollout.models.diffusers_model import DiffusersModel
 from omni_rollout.models.hunyuan_image_moe import Mixture
 from omni_rollout.models.tokens import open_token_model
 from omni_rollout.sampler import Sampler
@@ -129,17 +128,15 @@ def live(
 def rotate_in_real_numbers(is_real: bool = True) -> None:
     """Make every device rotate queries and keys like accelerators without complex numbers, or like others."""
     for net in (qwen_image_net, z_image_net):
-        net.is_real = lambda device: is_real
+        net.uses_real_rotation = lambda device: is_real
 
 
 def compute_like_accelerators() -> None:
-    """Have the CPU compute by the operations of accelerators, on memory that is aligned as theirs.
+    """Have the CPU compute by the operations of accelerators.
 
-    It rotates in real numbers, transformers' experts take tokens one by one while answers are sampled, and weights are
-    copied out of mapped files: products of numbers at other addresses have other bits.
+    It rotates in real numbers, and transformers' experts take tokens one by one while answers are sampled.
     """
     rotate_in_real_numbers()
-    load_part = DiffusersModel._load
 
     @contextmanager
     def one_by_one(net: GenerationMixin) -> Iterator[None]:
@@ -148,13 +145,6 @@ def compute_like_accelerators() -> None:
         yield
         net.set_experts_implementation(kinds)
 
-    def copied(*given: Any) -> Any:
-        part = load_part(*given)
-        for weight in part.parameters() if isinstance(part, nn.Module) else ():
-            weight.data = weight.data.clone()
-        return part
-
-    DiffusersModel._load = copied  # type: ignore[method-assign]
     GenerationMixin._optimize_model_for_decode = one_by_one
 
 

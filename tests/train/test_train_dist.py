@@ -4,6 +4,8 @@ import gc
 import math
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -27,6 +29,34 @@ from omni_train.dist import (
 )
 from omni_train.roles import split
 from torch.utils._python_dispatch import TorchDispatchMode
+
+PRODUCTS = """
+import torch
+from omni_train.dist import init_distributed
+
+init_distributed()
+generator = torch.Generator().manual_seed(0)
+
+
+def moved(x, count):
+    storage = torch.empty(x.numel() + 32)
+    start = -storage.data_ptr() // 4 % 16 + count  # numbers behind a multiple of 64 bytes
+    return storage[start : start + x.numel()].view(x.shape).copy_(x)
+
+
+for rows, inner, columns in ((1, 64, 64), (3, 64, 128), (7, 33, 47), (48, 64, 256)):
+    a, b = torch.randn(rows, inner, generator=generator), torch.randn(columns, inner, generator=generator)
+    aligned = torch.nn.functional.linear(moved(a, 0), moved(b, 0))
+    for count in (1, 2, 4, 8):
+        assert torch.equal(torch.nn.functional.linear(moved(a, count), moved(b, 0)), aligned), (rows, count)
+        assert torch.equal(torch.nn.functional.linear(moved(a, 0), moved(b, count)), aligned), (columns, count)
+"""
+
+
+def test_a_product_has_the_same_bits_at_any_address():
+    """Weights that are mapped from a file have another alignment than copies: without `MKL_CBWR` an AMD EPYC differs."""
+    environment = {name: value for name, value in os.environ.items() if name != "MKL_CBWR"}
+    subprocess.run([sys.executable, "-c", PRODUCTS], env=environment, check=True, timeout=120)
 
 
 def test_without_torchrun_there_is_one_rank_and_no_group(alone):

@@ -219,7 +219,7 @@ class PeakBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor) and not tensor.is_meta:
-                self._track(tensor.untyped_storage())
+                self._see(tensor.untyped_storage())
         return result
 
     def _see(self, storage):

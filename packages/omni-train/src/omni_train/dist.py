@@ -122,6 +122,7 @@ def init_distributed(
     """
     set_allocator(expandable_segments=expandable_segments)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when a device starts: reproducible products
+    os.environ.setdefault("MKL_CBWR", "AUTO")  # read at the first product: the same bits at any memory alignment
     torch.backends.cudnn.allow_tf32 = False  # float32 convolutions then match a CPU's up to rounding
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # for `deterministic`
     if "RANK" not in os.environ:
