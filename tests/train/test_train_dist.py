@@ -54,7 +54,7 @@ for rows, inner, columns in ((1, 64, 64), (3, 64, 128), (7, 33, 47), (48, 64, 25
 
 
 def test_a_product_has_the_same_bits_at_any_address():
-    """Weights that are mapped from a file have another alignment than copies: without `MKL_CBWR` an AMD EPYC differs."""
+    """Mapped weights have another alignment than copies: without `MKL_CBWR` an AMD EPYC differs."""
     environment = {name: value for name, value in os.environ.items() if name != "MKL_CBWR"}
     subprocess.run([sys.executable, "-c", PRODUCTS], env=environment, check=True, timeout=120)
 
