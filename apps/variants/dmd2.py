@@ -272,10 +272,8 @@ with log, catch_stop() as stop:
                 noise, levels = draw_noise(point, args.fake_updates)
                 with torch.no_grad():
                     noised = add_noise(x0, noise, levels)
-                    (_, fake_x0), (_, teacher_x0) = (
-                        predict(r, point.batch, noised, levels) for r in ("fake", "teacher")
-                    )
-                out = distribution_matching_loss(x0, fake_x0, teacher_x0)
+                    others = [predict(role, point.batch, noised, levels)[1] for role in ("fake", "teacher")]
+                out = distribution_matching_loss(x0, *others)
                 backward(out.loss * share, of=len(points))
                 matching_errors.append(out.metrics["matching_error"])
             result = optimizer_step(optimizer, student_weights, lr=args.lr, max_grad_norm=1.0, dist=dist)

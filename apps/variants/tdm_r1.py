@@ -288,9 +288,8 @@ with log, catch_stop() as stop:
                 errors = {}
                 for role in ("surrogate", "reference"):
                     with torch.set_grad_enabled(role == "surrogate"):
-                        errors[role] = added_noise_error(
-                            predict(role, segment.batch, x, levels)[0], x, noise, levels, std
-                        )
+                        velocity, _ = predict(role, segment.batch, x, levels)
+                    errors[role] = added_noise_error(velocity, x, noise, levels, std)
                 new, old, places = errors["surrogate"], errors["reference"], segment.batch.indices
                 of_group = advantages[places].to(dist.device), groups[places].to(dist.device)
                 out = dgpo_loss(new, old, new.detach(), *of_group, dgpo_beta=args.surrogate_beta)

@@ -6,11 +6,28 @@ import re
 import shlex
 import subprocess
 import sys
+import time
+from pathlib import Path
 
+import pytest
 from helpers import CHECKPOINT, REPO, in_turn
+from omni_reward.serving import serving_in_thread
 from trainer_runs import PROMPTS
 
 SMALL = "--prompts-per-step 2 --group-size 2 --batch-size 2 --num-minibatches 1 --num-inference-steps 5"
+
+
+@pytest.fixture
+def slow_url(here):
+    """URL of a server that scores held-out prompts in 3 s, in which a bar is drawn again."""
+    held_out = Path("eval.txt").read_text().splitlines()
+
+    def score(media, prompts, meta):
+        time.sleep(3.0 * (prompts[0] in held_out))
+        return [float(image.mean()) / 255 for image in media["image"]]
+
+    with serving_in_thread(score) as url:
+        yield url
 
 
 def in_terminal(command, *, until, keys):
@@ -36,11 +53,11 @@ def in_terminal(command, *, until, keys):
 
 
 @in_turn(0, 2)
-def test_ranks_show_a_bar_and_ctrl_c_saves_and_tells_how_to_go_on(here, bright_url):
+def test_ranks_show_a_bar_and_ctrl_c_saves_and_tells_how_to_go_on(here, slow_url):
     """The model's attention is of all weights in fsdp2, of which torch would warn."""
     trainer = [str(REPO / "apps" / "train_flowgrpo.py"), "--preset", "tiny-signs", "--sharding.mode", "fsdp2"]
     trainer += ["--model", str(CHECKPOINT), "--prompts", str(PROMPTS / "train.txt"), "--eval.prompts", "eval.txt"]
-    trainer += ["--scorer.url", bright_url, *SMALL.split()]
+    trainer += ["--scorer.url", slow_url, *SMALL.split()]
     ranks = [sys.executable, "-m", "omni_rl.run.ranks", "--nproc-per-node", "2"]
     shown, code = in_terminal([*ranks, *trainer], until=r" 2/\d+ eta ", keys=b"\x03")
     assert code == 130

@@ -311,7 +311,7 @@ with Saturating():
 def test_attention_that_fails_on_the_device_or_takes_no_choice_is_refused_and_not_advised():
     """As torch_npu's own may: of the first the backward pass fails, of the second the mask, and the third runs."""
     text = on_npu("""
-from omni_rl.run.failures import advice
+from omni_rl.run.failures import advise
 from train_nft import Args
 from omni_train.kernels import BACKENDS, check_attention
 
@@ -335,14 +335,14 @@ def attend(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=Non
     weights = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).softmax(-1)
     return OneWay.apply(weights @ v) if stage == "no gradient" else weights @ v
 
-print(*map(told, BACKENDS), advice(RuntimeError("the ratio must be 1"), Args()), sep="\\n")
+print(*map(told, BACKENDS), advise(RuntimeError("the ratio must be 1"), Args()), sep="\\n")
 own = torch.library.Library("aten", "IMPL")
 for key in ("PrivateUse1", "AutogradPrivateUse1"):
     own.impl("scaled_dot_product_attention", attend, key)
 for stage in ("no gradient", "no mask", "all"):
     print(told("auto"))
 print(told("math"))
-print(advice(RuntimeError("the ratio must be 1"), Args()))
+print(advise(RuntimeError("the ratio must be 1"), Args()))
 """)
     missing = "No viable backend for scaled_dot_product_attention was found."
     lines = text.splitlines()

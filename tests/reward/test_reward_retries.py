@@ -181,7 +181,7 @@ def test_a_server_on_trial_gets_one_attempt_at_a_time_and_a_request_that_waits_s
     with pytest.raises(RewardConnectError, match="no server was free in time; last failure: refused"):
         endpoints.call(lambda url: None, time.monotonic() + 0.05)
     with ThreadPoolExecutor(3) as pool:
-        others = [pool.submit(endpoints.take, deadline) for _ in range(3)]
+        others = [pool.submit(endpoints.acquire, deadline) for _ in range(3)]
         time.sleep(0.1)
         assert not any(other.done() for other in others)
         endpoints.release(trial, None, started=time.monotonic())  # it has recovered: all may come

@@ -11,7 +11,7 @@ from trainer_runs import place
 def test_signs_of_life_are_sent_while_the_program_goes_on_and_no_longer():
     sent = []
     roles = SimpleNamespace(
-        dist=place(), timeout_s=0.2, beat=lambda: sent.append(time.monotonic()), announce=lambda message: None
+        dist=place(), timeout_s=0.2, send_heartbeat=lambda: sent.append(time.monotonic()), announce=lambda message: None
     )
     progress.mark_alive()
     samplers, begun = Samplers(roles, SimpleNamespace()), time.monotonic()
