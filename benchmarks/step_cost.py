@@ -260,8 +260,7 @@ def redundancy(args: trainer.Args) -> None:
 
     Both are counted in the trainer's steps, for its transformer only. A step needs each sample by itself, without
     padding: once per denoising step, or once per group for a common start; forward and backward for each trained step
-        of
-    a trained sample; and once more for a KL. Nothing needs to be computed twice.
+    of a trained sample; and once more for a KL. Nothing needs to be computed twice.
     """
     rows = [
         (name, f"{work.computed / 1e9:,.1f}", f"{work.needed / 1e9:,.1f}", f"{work.computed / work.needed:.4f}")

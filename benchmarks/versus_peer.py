@@ -56,9 +56,8 @@ class Peer(NamedTuple):
     """Another project, and our settings that match its own.
 
     program: its trainer, which needs `files`. sampled: a metric that it logs after sampling. prepare: changes its
-        config:
-    values missing from the defaults, and those needed for a short run. on_cpu: text replacements in the program on a
-    CPU. app, recipe, changes: our trainer, and changes to the recipe's settings.
+    config: values missing from the defaults, and those needed for a short run. on_cpu: text replacements in the program
+    on a CPU. app, recipe, changes: our trainer, and changes to the recipe's settings.
     """
 
     name: str

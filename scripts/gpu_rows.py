@@ -92,9 +92,9 @@ class Size:
     """Sizes of measurements. shallow: blocks if depth does not matter. steps and samples: those of the run that learns.
 
     state_gb: size of the checkpoint. policy: settings of a Qwen3; answer: tokens of its answers. scratch: blocks and
-        heads
-    of a net trained from scratch, 104 M weights, and the number of images rendered for it; learning_s: time limit of
-    each of its three runs, in seconds; learning_steps: their maximum steps, for pretraining and reinforcement learning;
+    heads of a net trained from scratch, 104 M weights, and the number of images rendered for it; learning_s: time limit
+    of each of its three runs, in seconds; learning_steps: their maximum steps, for pretraining and reinforcement
+    learning;
     words: their scorer.
     """
 

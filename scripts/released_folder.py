@@ -3,10 +3,9 @@
     python scripts/released_folder.py --out models/sd35 stabilityai/stable-diffusion-3.5-medium
 
 By default it is reduced by one rule: fewer layers, narrower layers, a smaller vocabulary, and an eighth of the image
-    sizes
-where a size is a token (HunyuanImage-3.0). Each part keeps two heads of the released size, and two layers of a net or
-four of an encoder. Every other field is the released one: guidance embeddings, query and key norms, position axes,
-patches, latent channels and their statistics, schedules. With `--whole`, only text encoders lose layers, down to
+sizes where a size is a token (HunyuanImage-3.0). Each part keeps two heads of the released size, and two layers of a
+net or four of an encoder. Every other field is the released one: guidance embeddings, query and key norms, position
+axes, patches, latent channels and their statistics, schedules. With `--whole`, only text encoders lose layers, down to
 `--encoder-layers`. Weights are in bfloat16; tokenizers have one token per letter.
 """
 

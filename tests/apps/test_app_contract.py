@@ -169,7 +169,7 @@ def test_blocks_on_the_host_change_no_bit_and_continue(here, bright_url):
 PLANNED = "--dry-run --memory.device-gb 1"
 ALONE = ".* training step, and --eval.only takes none"
 TOOL = "--tool.function must be python:FILE.py:FUNCTION "
-MARKS = "--tool.marks must be four texts, of which the last does not end as the second, got "
+MARKS = "--tool.marks must be four texts, and the last must not end with the second, got "
 MISTAKES = {  # row -> flags -> what is said of them
     "flowgrpo": {
         "--scorer.url x": r"--scorer.url must be http\(s\)://host\[:port\]\[/path\], got 'x'",
@@ -262,7 +262,7 @@ MISTAKES = {  # row -> flags -> what is said of them
         "--model signs": "--model must be .* 'QwenImagePipeline'",
         "--thought-reward ocr": "--thought-reward: must be one of exact, ",
         "--thought-reward exact": 'line 1: must have the key "answer", which --thought-reward exact requires',
-        "--engine vllm-omni": "--engine",
+        "--engine vllm-omni": "--engine vllm-omni must be installed: ",
         PLANNED: "--memory.device-gb does not plan thoughts",
         "--compile": "--compile does not go with thoughts",
         "--prompts told.jsonl": 'must not have the key "thought"',

@@ -534,8 +534,7 @@ def _gather(dist: Dist, message: bytes) -> list[bytes]:
     """Return every rank's message, in rank order; all have the same length.
 
     By machine: first among equal local ranks of all machines, then within each machine; for 128 machines of 8 ranks,
-        this
-    takes 127 + 7 hops instead of 1,023.
+    this takes 127 + 7 hops instead of 1,023.
     """
     if dist.mesh is None or dist.is_planned:
         return [message] * (dist.world_size if dist.is_planned else 1)

@@ -29,8 +29,7 @@ class ShardedExperts(nn.Module):
         """Keep the rows of this rank.
 
         experts: a list, or fused as in transformers; called with states [R, D], the experts [R, k] of each state, and
-            their
-        weights [R, k]. dtype: compute dtype; None means that of the parameters.
+        their weights [R, k]. dtype: compute dtype; None means that of the parameters.
         """
         super().__init__()
         self.mesh, self.dtype, self.count = mesh, dtype, _num_experts(experts)

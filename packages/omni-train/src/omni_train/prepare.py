@@ -126,7 +126,7 @@ def prepare(
 
     Args:
         net: on the meta device, or with its weights.
-        how: the steps.
+        preparation: the steps.
         files: files with the weights of a net on the meta device, by submodule; None leaves the values undefined.
         begin: sets the initial values of adapters; new adapters have them already.
 

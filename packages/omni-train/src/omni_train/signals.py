@@ -32,9 +32,8 @@ def catch_stop(numbers: Sequence[signal.Signals] = STOP_SIGNALS) -> Iterator[Sto
     """Record these signals in the `with` block; they do not end the program.
 
     Repeated signals have no effect: torchrun, a terminal and a scheduler may each send one, and the save that follows
-        the
-    first must not be interrupted. Only a second SIGINT (Ctrl-C) raises KeyboardInterrupt immediately. Call it from the
-    main thread.
+    the first must not be interrupted. Only a second SIGINT (Ctrl-C) raises KeyboardInterrupt immediately. Call it from
+    the main thread.
     """
     stop = Stop()
     interrupts = 0

@@ -29,7 +29,7 @@ def serve(run: RunT, roll_out: Callable[[RunT, Step], MediaRollout]) -> None:
     Then close the run.
 
     Raises:
-        BrokenRunError: as in `omni_rl.run.failures.running`.
+        BrokenRunError: as in `omni_rl.run.failures.catch_failures`.
     """
     roles: Roles = run.world.roles  # type: ignore[assignment]  # never None on a sampling rank
     receiver, sender = ThreadPoolExecutor(1), ThreadPoolExecutor(1)  # no `with`: it would wait for both after an error

@@ -91,7 +91,7 @@ class GroupData(Data):
 class TokenData(Data):
     """Prompts whose answers are packed."""
 
-    tokens_per_batch: Annotated[int, at_least(0)] = 0  # Maximum padded tokens per forward of the update; 0: none
+    tokens_per_batch: Annotated[int, at_least(0)] = 0  # Maximum padded tokens per forward of the update; 0: no limit
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class Advantages:
     reward_parts = ""
 
     adv_std: Literal["batch", "group", "none"] = "batch"  # Samples with the standard deviation that divides advantages
-    adv_correction: Literal[0, 1] = 1  # The variance divides by n - correction (1: sample variance)
+    adv_correction: Literal[0, 1] = 1  # The variance divides by n - correction (0: population, 1: sample)
 
 
 @dataclass(frozen=True)
@@ -374,7 +374,7 @@ class ToolCalls:
         """
         marks = self.marks.split()
         if len(marks) != 4 or marks[3].endswith(marks[1]):
-            rule = "--tool.marks must be four texts, of which the last does not end as the second"
+            rule = "--tool.marks must be four texts, and the last must not end with the second"
             raise ValueError(f"{rule}, got {self.marks!r}")
         return marks[0], marks[1], marks[2], marks[3]
 

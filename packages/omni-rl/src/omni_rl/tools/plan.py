@@ -328,7 +328,7 @@ class Figures:
 class PlannedWorld(World):
     """Simulated ranks that plan two steps for each number of prompts in `counts`.
 
-    args: the original settings. verbose, cache_forwards: see `measure`. found: the figures of the steps.
+    args: the original settings. verbose, cache_forwards: see `measure`. figures: the figures of the steps.
     """
 
     args: RunArgs

@@ -50,8 +50,7 @@ def load_prompts(
 
     path: a `.txt`, `.jsonl`, `.parquet`, `.csv` or `.tsv` file, or any other place that `splits.data_files` accepts.
     check: called with each prompt. media_root: another folder in which prompts may name files; "" means none. key: key
-        of
-    the prompt, a text or a chat; "" means "prompt" or "messages".
+    of the prompt, a text or a chat; "" means "prompt" or "messages".
 
     Raises:
         ValueError: another suffix, an unreadable file, no prompts, a malformed line or an error raised by `check` (with

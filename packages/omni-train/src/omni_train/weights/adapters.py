@@ -263,8 +263,7 @@ def load_adapter(module: nn.Module, place: str | Path, *, adapter: str = "defaul
     """Load an adapter from any trainer into an adapter made by `omni_train.lora.add_lora`, sharded or not.
 
     The product of its factors times its scale equals that of the file: B is multiplied by the file's scale and divided
-        by
-    that of `adapter`, unless they are equal.
+    by that of `adapter`, unless they are equal.
 
     Raises:
         ValueError: as in `check_adapter`, or the adapter is not finite, or too large for products in float32.

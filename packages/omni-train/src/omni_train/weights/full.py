@@ -61,8 +61,7 @@ def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight of the module as (name, full tensor), under its name before LoRA and sharding.
 
     The active adapter is merged: a layer's weight is `W + (alpha / rank) * B A`, with DoRA's magnitudes, in W's dtype,
-        so
-    the receiver gets the policy without LoRA. Inside `omni_train.lora.reference` it is W, with PiSSA up to rounding.
+    so the receiver gets the policy without LoRA. Inside `omni_train.lora.reference` it is W, with PiSSA up to rounding.
 
     Every rank must exhaust the iterator. Shards are gathered together up to `GROUP_BYTES`; two copies are alive at a
     time if the receiver keeps none. An unsharded weight may be the parameter itself, so a receiver that keeps it must

@@ -57,8 +57,7 @@ class Ema(Snapshot):
     """An exponential moving average of `params`, sharded or not. With decay 0, it is empty and does nothing.
 
     RL gradients are mostly noise, and an average over recent steps has far less of it than the last iterate: evaluate
-        and
-    save the average.
+    and save the average.
 
     It is float32. If the weights stand still, it stops at a relative distance of up to 2^-24 / (1 - decay) from them,
     because smaller steps round to zero: 6e-5 for 0.999, 6e-4 for 0.9999. A compensated sum would double its memory.
