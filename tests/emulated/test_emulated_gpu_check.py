@@ -21,7 +21,7 @@ GROUPS = {
     "gate": ("gate: auto", "gate: math, recomputed"),
     "bits": ("backward repeated", "bits"),
     "steps": ("step: recomputed", "step: nf4", "step: blocks offloaded", "step: fsdp2"),
-    "speed": ("beside", "checkpoint", "around"),
+    "speed": ("beside plain loops", "checkpoint", "around"),
 }
 EXACT = ("tiny-signs", "gate", "backward", "bits", "step", "beside")  # the others tell speed, which a CPU cannot
 
