@@ -187,11 +187,16 @@ def exported(name="run"):
 
 
 def assert_same_weights(one, other):
-    """Check that the exported weights of two runs agree, except for sums in another order."""
+    """Check that the exported weights of two runs agree, except for sums in another order.
+
+    AdamW divides a gradient near 0 by its own size, so a few single weights may move in another direction.
+    """
     first, second = exported(one), exported(other)
     assert first.keys() == second.keys()
     for name, tensor in first.items():
-        torch.testing.assert_close(second[name], tensor, atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(second[name], tensor, atol=1e-3, rtol=1e-3)
+        is_far = ~torch.isclose(second[name], tensor, atol=1e-4, rtol=1e-3)
+        assert is_far.double().mean() < 1e-4, f"{name}: {is_far.sum()} of {is_far.numel()} weights"
 
 
 def lose_step(name, step):

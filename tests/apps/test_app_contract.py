@@ -113,7 +113,7 @@ def test_a_trainer_trains_on_two_ranks_as_on_one(here, bright_url, monkeypatch, 
     assert one[1]["policy/grad_norm"] > 0
     for key in one[1].keys() & CLOSE:
         assert two[1][key] == pytest.approx(one[1][key], rel=1e-3, abs=1e-6), key
-    assert two[-1].get("eval/reward") == pytest.approx(one[-1].get("eval/reward"), rel=2e-3)
+    assert two[-1].get("eval/reward") == pytest.approx(one[-1].get("eval/reward"), rel=2e-3, abs=1e-4)
     assert_same_weights("one", "two")
 
 
