@@ -4,6 +4,7 @@ import math
 import os
 import re
 import signal
+import time
 from functools import partial
 from pathlib import Path
 
@@ -63,6 +64,9 @@ def run_out_of_memory():
 
 
 def kill():
+    """Kill this rank once the checkpoint of the step before, which is saved meanwhile, is complete."""
+    while not Path(f"runs/run/checkpoints/step-{BROKEN - 1:08}").exists():
+        time.sleep(0.005)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

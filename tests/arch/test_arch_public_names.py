@@ -126,7 +126,7 @@ SIGNATURES = {
     "omni_train.shard.shard": "module, mesh, *, mode, **others",
     "omni_train.shard.gathered": "module",
     "omni_train.weights.load.load_sharded": "net, files, mesh, *, block_names=(), compute_dtype=None, param_dtype=..., "
-    "device='cpu', expert_names=(), whole=()",
+    "device='cpu', expert_names=(), whole=...",
     "omni_train.lora.add_lora": (
         "module, targets, *, exclude=(), parameters=(), rank, alpha, use_rslora=False, use_dora=False, "
         "in_float32=False, adapter='default', seed, init='default'"

@@ -127,6 +127,10 @@ class TokenModel(TokenPredictor, Protocol):
         """Folder of the checkpoint."""
 
     @property
+    def weight_dtype(self) -> torch.dtype:
+        """The dtype of the checkpoint's weights, according to its configuration."""
+
+    @property
     def vocabulary(self) -> Mapping[str, int]:
         """Tokens by their texts."""
 

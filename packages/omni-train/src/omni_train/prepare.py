@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Literal
@@ -51,7 +51,7 @@ class Preparation:
     block_names: class names of its blocks. dtype: dtype of frozen weights, and in which sharded weights are gathered.
     lora: None trains the weights themselves, unless `is_trained` is False. is_frozen: True for the name of a weight
     that is never trained. mesh: mesh over which weights are sharded, if any. expert_names: class names of the experts
-    that stay on their rank, as in `shard`. whole: names of submodules that every rank holds whole, as in `shard`.
+    that stay on their rank, as in `shard`. whole: submodules that every rank holds whole, as in `shard`.
     context_mesh: mesh of ranks that compute each forward pass together, if any; share: applies it to the net.
     base_dtype: quantized dtype of frozen weights, or "auto". run_on: device on which blocks run, if their weights are
     stored on another.
@@ -65,7 +65,7 @@ class Preparation:
     is_frozen: Callable[[str], bool] = lambda name: False
     mesh: DeviceMesh | None = None
     expert_names: Collection[str] = ()
-    whole: Collection[str] = ()
+    whole: Mapping[str, torch.dtype] = field(default_factory=dict)
     context_mesh: DeviceMesh | None = None
     share: Callable[[nn.Module, DeviceMesh], None] = lambda net, mesh: None
     base_dtype: Literal["auto", "int8", "fp8", "nf4"] = "auto"

@@ -15,9 +15,10 @@ In mode `fsdp2`, every rank must run the same number of forward and backward pas
 change a module's output in place, which would drop the hook that unshards parameters for the backward pass.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from types import MappingProxyType
 from typing import Literal, TypeVar, get_args
 
 import torch
@@ -43,7 +44,7 @@ def shard(
     block_names: Collection[str] = (),
     compute_dtype: torch.dtype | None = None,
     expert_names: Collection[str] = (),
-    whole: Collection[str] = (),
+    whole: Mapping[str, torch.dtype] = MappingProxyType({}),
 ) -> ModuleT:
     """Shard a module over the ranks of `mesh`; return the same module, with the same attributes and `forward`.
 
@@ -64,8 +65,8 @@ def shard(
             different from the rollout's.
         expert_names: class names of the modules of experts that stay on their rank (`omni_train.experts`), in mode
             `fsdp2` with a 1-D mesh.
-        whole: names of submodules that not every rank runs in a forward pass. In `fsdp2` every rank holds them whole,
-            in `compute_dtype`; one with trained weights is sharded, and every rank must run it.
+        whole: submodules that not every rank runs in a forward pass, and the dtype of their parameters. In `fsdp2`
+            every rank holds them whole; one with trained weights is sharded, and every rank must run it.
 
     Raises:
         ValueError: mode and mesh do not match, a block name matches no module, or `compute_dtype` is set without
@@ -170,7 +171,7 @@ def _fully_shard(
     block_names: Collection[str],
     compute_dtype: torch.dtype | None,
     expert_names: Collection[str],
-    whole: Collection[str],
+    whole: Mapping[str, torch.dtype],
 ) -> None:
     named = [m for m in module.modules() if type(m).__name__ in block_names]
     missing = set(block_names) - {type(m).__name__ for m in named}
@@ -179,9 +180,10 @@ def _fully_shard(
     policy = _precision(module, mesh, compute_dtype)
     ignored = shard_experts(module, expert_names, mesh, policy.param_dtype) if expert_names else set[nn.Parameter]()
     kept = set[nn.Module]()
-    for part in map(module.get_submodule, whole):
+    for name, dtype in whole.items():
+        part = module.get_submodule(name)
         if not any(param.requires_grad for param in part.parameters()):
-            _keep_whole(part, torch.device(mesh.device_type), policy.param_dtype)
+            _keep_whole(part, torch.device(mesh.device_type), dtype)
             kept.update(part.modules())
             ignored.update(part.parameters())
     for unit in [*(m for m in named if m not in kept), module]:
@@ -194,10 +196,10 @@ def _fully_shard(
         sharded.set_force_sum_reduction_for_comms(True)  # else it would multiply by 1.0, unsupported by gloo
 
 
-def _keep_whole(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+def _keep_whole(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Cast the parameters to this dtype, and move the module to the device, where FSDP2 moves only what it shards."""
     for param in module.parameters():
-        param.data = param.data.to(dtype or param.dtype)
+        param.data = param.data.to(dtype)
     if not any(param.is_meta for param in module.parameters()):
         module.to(device)
 

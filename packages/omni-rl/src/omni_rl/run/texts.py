@@ -97,7 +97,9 @@ def read_all(
         model,
         lambda name: f"{name}.".startswith(tuple(f"{layer_prefix}." for layer_prefix in frozen)),
     )
-    preparation = replace(preparation, whole=model.FROZEN)  # ranks run a tower only for media
+    # Ranks run a tower only for media. Full weights are exported with their towers, so these keep the released dtype.
+    dtype = preparation.dtype if args.lora.rank else torch.promote_types(model.weight_dtype, preparation.dtype)
+    preparation = replace(preparation, whole=dict.fromkeys(model.FROZEN, dtype))
     prompts, records = read_prompts(args, check_graded if scored else check_answered, check_graded)
     params = TokenParams(args.sampling.max_new_tokens, args.sampling.temperature)
     eval_params = TokenParams(args.sampling.max_new_tokens, args.eval.temperature, args.eval.top_p)
@@ -242,7 +244,9 @@ def open_teacher(world: World, inputs: Inputs[TokenModel, TokenParams], teacher:
     Raises:
         ValueError, OSError: the weights could not be read.
     """
-    preparation = replace(inputs.preparation.frozen(), block_names=teacher.BLOCK_NAMES, whole=teacher.FROZEN)
+    preparation = inputs.preparation.frozen()
+    whole = dict.fromkeys(teacher.FROZEN, preparation.dtype)
+    preparation = replace(preparation, block_names=teacher.BLOCK_NAMES, whole=whole)
     with same_error(world.all_ranks):
         net, files = open_empty_net(replace(inputs, model=teacher), preparation, {})
         sizes = [num_logits(model.empty_net()) for model in (inputs.model, teacher)]

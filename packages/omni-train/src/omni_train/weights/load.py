@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -38,7 +39,7 @@ def load_sharded(  # noqa: PLR0913 - all but three are keyword-only, and four ar
     param_dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     expert_names: Collection[str] = (),
-    whole: Collection[str] = (),
+    whole: Mapping[str, torch.dtype] = MappingProxyType({}),
 ) -> ModuleT:
     """Load the files' weights into a net, sharded over `mesh` (mode `fsdp2` of `shard`) if given; return the same net.
 

@@ -79,6 +79,12 @@ class TransformersModel:
         return {"": "."}
 
     @property
+    def weight_dtype(self) -> torch.dtype:
+        """The dtype of the checkpoint's weights, according to its configuration; float32 if that has none."""
+        dtype: torch.dtype | None = self.net_config().dtype
+        return dtype or torch.float32
+
+    @property
     def vocabulary(self) -> Mapping[str, int]:
         """Tokens by their texts."""
         return dict(self.tokenizer.get_vocab())
