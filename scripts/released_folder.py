@@ -2,7 +2,7 @@
 
     python scripts/released_folder.py --out models/sd35 stabilityai/stable-diffusion-3.5-medium
 
-By default it is reduced by one rule: fewer layers, narrower layers, a smaller vocabulary, and an eighth of the image
+By default it is reduced by one rule: fewer layers, narrower layers, a smaller vocabulary, and a sixteenth of the image
 sizes where a size is a token (HunyuanImage-3.0). Each part keeps two heads of the released size, and two layers of a
 net or four of an encoder. Every other field is the released one: guidance embeddings, query and key norms, position
 axes, patches, latent channels and their statistics, schedules. With `--whole`, only text encoders lose layers, down to
@@ -31,7 +31,7 @@ from build_tiny_models import (
 )
 
 HEADS, LAYERS, ENCODER_LAYERS, EXPERTS, CHANNELS = 2, 2, 4, 16, 32  # CHANNELS: of the narrowest layer of a VAE
-SMALLER = 8  # for HunyuanImage-3.0, whose tokens name the sizes of its images
+SMALLER = 16  # for HunyuanImage-3.0, whose tokens name the sizes of its images
 SHARD_SIZE = "2GB"  # maximum size of weight files
 HEAD_COUNTS = (  # the first one present is used
     "num_attention_heads",

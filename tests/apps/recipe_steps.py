@@ -38,7 +38,7 @@ REAL = [
 FEW, FEW_TRAINED = 4, 1  # denoising steps, and trained ones
 SPANS = {"window_low": 0, "window_high": 1, "train_low": 0, "train_high": 1}  # bounds in steps -> lowest value
 SIDE, FRAMES = 32, 9  # of samples, in pixels; 4k + 1 and 8k + 1
-SIDES = {"tencent/HunyuanImage-3.0": 128, "diffusers/LTX-2.3-Diffusers": 64}  # the smallest that these models support
+SIDES = {"tencent/HunyuanImage-3.0": 64, "diffusers/LTX-2.3-Diffusers": 64}  # the smallest that these models support
 OPTIONS = {"image_area": SIDE**2, "vae_max_size": SIDE, "vit_max_size": 56, "max_sequence_length": 64}  # of models
 
 
