@@ -19,13 +19,12 @@ import sys
 import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 from omni_rl.media.images import check_media_prompt, reference_sizes
 from omni_rl.settings import groups
 from omni_rl.settings.args import num_ranks, parse_numbers
 from omni_rl.settings.cli import end_imports, exit_with_error, parse_cli
-from omni_rl.settings.early import check_model, check_sides
 from omni_rl.settings.eval_sets import check_urls
 from omni_rl.settings.fields import (
     REQUIRED,
@@ -33,6 +32,7 @@ from omni_rl.settings.fields import (
     between,
     check_bounds,
     flags_by_name,
+    leaves,
     map_error_names,
     prefix_errors,
     require,
@@ -101,8 +101,6 @@ def check_args(args: Args) -> None:
          f"--out-dir must be without the {SAMPLES} of earlier samples, got {args.out_dir}"),
         (num_ranks() == 1, f"sample.py runs in one process, got {num_ranks()} ranks"),
     )  # fmt: skip
-    check_model(args.model)
-    check_sides(args.model, args.height or 0, args.width or 0)  # set by `fill_defaults`
     check_urls(args.scorer.url, "--scorer.url")
     read_prompts(args, check_media_prompt)
 
@@ -122,10 +120,8 @@ def fill_defaults(args: Args) -> Args:
                 with prefix_errors(f"{file}: "):
                     run = flatten_tables(tomllib.loads(file.read_text("utf-8")))
                 run["num_inference_steps"] = run.get("eval.num_inference_steps", settings["num_inference_steps"])
-                kinds = get_type_hints(Args)
-                settings |= {
-                    name: coerce(kinds[name], run[name], f"{file}: {name}") for name in settings if name in run
-                }
+                own = leaves(Args)
+                settings |= {name: coerce(own[name], run[name], f"{file}: {name}") for name in settings if name in run}
     chosen = {name: value for name in settings if (value := vars(args)[name]) is not None}
     return replace(args, **settings | chosen, out=args.out or ("" if args.out_dir else "sheet.png"))
 

@@ -20,7 +20,7 @@ from omni_rl.flow.batches import TrainBatch
 from omni_rl.run.alarms import Watch
 from omni_rl.run.run import Run, Step
 from omni_rl.settings.args import next_milestone
-from omni_rl.settings.early import check_unchanged
+from omni_rl.settings.saved import check_unchanged
 from omni_rl.settings.fields import build, change
 from omni_rollout import replay
 from records import record

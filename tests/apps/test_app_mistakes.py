@@ -24,7 +24,7 @@ from helpers import CHECKPOINT, sampled
 from model_rows import ROWS
 from omni_reward.scorers import load_scorer
 from omni_reward.serving import serving_in_thread
-from omni_rl.settings.early import file_digests
+from omni_rl.settings.saved import file_digests
 from omni_rl.settings.fields import change, flatten
 from omni_train.checkpoint.index import index_digest
 from omni_train.dist import init_distributed

@@ -14,7 +14,7 @@ from omni_reward import Score
 from omni_rl.flow.scoring import Rollout
 from omni_rl.media import preferences
 from omni_rl.run.run import Step
-from omni_rl.settings.early import check_unchanged
+from omni_rl.settings.saved import check_unchanged
 from omni_rl.settings.fields import change
 from omni_rl.settings.groups import Data, Sampling
 from omni_rollout import Params, Prompt

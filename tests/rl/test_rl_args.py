@@ -16,7 +16,7 @@ import torch
 from helpers import REPO
 from omni_rl.run.media import with_sliced_decoding
 from omni_rl.settings.args import RunArgs, num_batches, sharding_mode, without_secrets
-from omni_rl.settings.early import weights_digest
+from omni_rl.settings.saved import weights_digest
 from omni_rl.settings.fields import (
     Bound,
     build,

@@ -22,7 +22,7 @@ from omni_reward.errors import RewardConnectError, RewardHTTPError, RewardTimeou
 from omni_reward.transport import Transport
 from omni_rl.settings import cli
 from omni_rl.settings.cli import parse_cli, read_settings, silence_libraries
-from omni_rl.settings.early import check_servers_respond
+from omni_rl.settings.saved import check_servers_respond
 from omni_rl.settings.eval_sets import MediaEvalSet
 from omni_rl.settings.fields import (
     MAY_CHANGE,

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from model_rows import ROWS
-from omni_rl.settings.early import check_model, read_model_class
+from omni_rl.settings.saved import check_model, read_model_class
 from omni_rollout import Params, Prompt
 from omni_rollout.models import open_model
 

@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 from helpers import sampled
-from omni_rl.settings.early import check_sides
+from omni_rl.settings.saved import check_sides
 from omni_rollout import Params, Prompt
 from omni_rollout.models import open_model
 from omni_rollout.models.hub import released_models

@@ -27,8 +27,7 @@ from omni_train.terminal import one_line
 
 from omni_rl.media.images import read_image
 from omni_rl.settings import groups
-from omni_rl.settings.args import RunArgs
-from omni_rl.settings.early import split_options
+from omni_rl.settings.args import RunArgs, split_options
 from omni_rl.settings.eval_sets import MACHINE_URL, resolve_host
 from omni_rl.settings.fields import change, flag_of, prefix_errors, require
 

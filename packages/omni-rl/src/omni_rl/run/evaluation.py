@@ -20,8 +20,8 @@ from omni_rl.run.alarms import Line
 from omni_rl.run.metrics import GOLD_REWARD, SETTINGS_SINCE, is_below_best, stderr_name
 from omni_rl.run.run import AnyRun
 from omni_rl.settings.args import secret_flags, without_secrets
-from omni_rl.settings.early import EVALS
 from omni_rl.settings.fields import build, change, flatten
+from omni_rl.settings.saved import EVALS
 
 EvaluateSet = Callable[[Any, HeldOut[Any, Any]], tuple[dict[str, float], Shown]]
 Export = Callable[[Any, Mapping[str, object] | None], None]

@@ -43,7 +43,7 @@ from omni_rl.run.failures import catch_failures
 from omni_rl.run.metrics import GOLD_REWARD, drop_stale_evaluations
 from omni_rl.run.notify import announce, print_line
 from omni_rl.run.run import AnyRun, Step
-from omni_rl.settings.early import LOSS_SCALE
+from omni_rl.settings.saved import LOSS_SCALE
 
 
 class Loop:

@@ -27,8 +27,8 @@ from omni_rl.run.metrics import COLUMNS
 from omni_rl.run.notify import print_line
 from omni_rl.run.world import World
 from omni_rl.settings.args import RunArgs, secret_flags, without_secrets
-from omni_rl.settings.early import RUN_KEYS, check_same
 from omni_rl.settings.fields import build, flatten
+from omni_rl.settings.saved import RUN_KEYS, check_same
 from omni_rl.settings.toml import to_toml
 
 # also stored with a checkpoint at a URL

@@ -51,9 +51,9 @@ from omni_rl.run.samplers import Samplers
 from omni_rl.run.session import Session
 from omni_rl.run.world import World
 from omni_rl.settings.args import MediaArgs, RunArgs, parse_offload, sharding_mode, without_secrets
-from omni_rl.settings.early import LOSS_SCALE, file_digests
 from omni_rl.settings.eval_sets import excess_limits
 from omni_rl.settings.fields import change, flatten, prefix_errors, require
+from omni_rl.settings.saved import LOSS_SCALE, file_digests
 from omni_rl.settings.token_args import ThinkingArgs, TokenArgs
 from omni_rl.settings.toml import to_toml
 

@@ -44,8 +44,8 @@ from omni_rl.run.session import Session
 from omni_rl.run.start import open_empty_net, report_reading
 from omni_rl.run.world import World
 from omni_rl.settings.args import load_records, read_prompts, sharding_mode
-from omni_rl.settings.early import weights_digest
 from omni_rl.settings.fields import prefix_errors, require
+from omni_rl.settings.saved import weights_digest
 from omni_rl.settings.token_args import TokenArgs
 
 

@@ -6,6 +6,7 @@ settings. It changes a default with an argument of the group: `data: Flat[Data] 
 
 import math
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -230,6 +231,12 @@ def parse_pairs(text: str, name: str, form: str = "NAME=VALUE") -> dict[str, str
     rule = f"{name} must be {form} with commas between, each name once, got {text!r}"
     require((len(pairs) == len(pieces), rule))
     return pairs
+
+
+def split_options(text: str) -> tuple[str, list[str]]:
+    """Split a text such as "jpeg --option mode=incompressibility" into the scorer's name and its options."""
+    name, *options = re.split(r"\s+--option[\s=]+", text)
+    return name, options
 
 
 def secret_flags(cls: type[RunArgs]) -> list[str]:

@@ -7,7 +7,7 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import Field, asdict, dataclass, fields, is_dataclass
 from enum import Enum, auto
@@ -18,7 +18,6 @@ import tyro
 
 ConfigT = TypeVar("ConfigT")
 GroupT = TypeVar("GroupT")
-FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 FLOAT32_MAX = 3.4028234663852886e38
 
@@ -68,91 +67,71 @@ def strip_metadata(kind: Any) -> Any:
     return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
 
-def cached(function: FunctionT) -> FunctionT:
-    """Cache the results of a function. A wrapper, because mypy does not know that classes are hashable."""
-    return cast("FunctionT", cache(function))
-
-
 def group_prefix(setting: Field[Any], prefix: str) -> str:
     """Return the prefix of the settings in a field's group, such as "lora."; a flat group adds none."""
     return prefix if FLAT in type_metadata(setting.type) else f"{prefix}{setting.name}."
 
 
-@cached
-def leaves(cls: Any, prefix: str = "") -> dict[str, Field[Any]]:
-    """Return the settings of a dataclass by name, such as lr, or correction.low for one in a group."""
-    settings: dict[str, Field[Any]] = {}
-    for setting in fields(cls):
-        group = strip_metadata(setting.type)
-        inner = (
-            leaves(group, group_prefix(setting, prefix))
-            if is_dataclass(group)
-            else {f"{prefix}{setting.name}": setting}
-        )
-        settings |= inner
-    return settings
+def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any], Any]]:
+    """Yield the name, such as lr, or correction.low for one in a group, the field, and the value of each setting.
 
-
-def values_of(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the values of a dataclass by the names of `leaves`."""
-    values: dict[str, Any] = {}
+    config: a dataclass, or its class, whose settings have their defaults.
+    """
     for setting in fields(config):
         value = getattr(config, setting.name)
-        inner = (
-            values_of(value, group_prefix(setting, prefix))
-            if is_dataclass(value)
-            else {f"{prefix}{setting.name}": value}
-        )
-        values |= inner
-    return values
+        if is_dataclass(value):
+            yield from walk(value, group_prefix(setting, prefix))
+        else:
+            yield f"{prefix}{setting.name}", setting, value
+
+
+def leaves(config: Any) -> dict[str, Field[Any]]:
+    """Return the settings of a dataclass by the names of `walk`."""
+    return {name: setting for name, setting, _ in walk(config)}
+
+
+def values_of(config: Any) -> dict[str, Any]:
+    """Return the values of a dataclass, or the defaults of its class, by the names of `walk`."""
+    return {name: value for name, _, value in walk(config)}
 
 
 def build(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
-    """Build the dataclass from values by the names of `leaves`, and its defaults for the rest."""
-    return cls(**vars(build_unresolved(cls, values)))
-
-
-def build_unresolved(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
-    """Build the dataclass as `build` does, but without `__post_init__`, which derives defaults from other values.
+    """Build the dataclass from values by the names of `walk`, and its defaults for the rest.
 
     Raises:
         TypeError: a name is not a setting.
     """
-    dataclass_type: Any = cls
     if unknown := values.keys() - leaves(cls):
         raise TypeError(f"{cls.__name__} has no {', '.join(sorted(unknown))}")
-    return with_values(cls, {setting.name: setting.default for setting in fields(dataclass_type)}, values)
+    return cast("ConfigT", with_values(cls, values))
 
 
-def with_values(
-    cls: type[ConfigT], defaults: Mapping[str, Any], values: Mapping[str, Any], prefix: str = ""
-) -> ConfigT:
-    """Build the dataclass from its defaults by field name, overridden by values by the names of `leaves`."""
-    dataclass_type: Any = cls
-    config = object.__new__(cls)
-    for setting in fields(dataclass_type):
-        value = defaults[setting.name]
+def with_values(config: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
+    """Build a dataclass from values by the names of `walk`, and those of `config`, or its defaults, for the rest."""
+    changed = {}
+    for setting in fields(config):
+        value = getattr(config, setting.name)
         if is_dataclass(value):
-            vars(config)[setting.name] = with_values(type(value), vars(value), values, group_prefix(setting, prefix))
+            changed[setting.name] = with_values(value, values, group_prefix(setting, prefix))
         else:
-            vars(config)[setting.name] = values.get(f"{prefix}{setting.name}", value)
-    return config
+            changed[setting.name] = values.get(f"{prefix}{setting.name}", value)
+    return (config if isinstance(config, type) else type(config))(**changed)
 
 
 def change(config: ConfigT, **values: Any) -> ConfigT:
-    """Return a copy of the dataclass with other values, by the names of `leaves` with _ for dots: lora_rank."""
+    """Return a copy of the dataclass with other values, by the names of `walk` with _ for dots: lora_rank."""
     names = {name.replace(".", "_"): name for name in leaves(type(config))}
     return build(type(config), values_of(config) | {names.get(name, name): value for name, value in values.items()})
 
 
 def flatten(config: Any) -> dict[str, object]:
-    """Return the values of a dataclass by the names of `leaves`, in the form that checkpoints store."""
+    """Return the values of a dataclass by the names of `walk`, in the form that checkpoints store."""
     return {
         name: [*map(asdict, value)] if isinstance(value, tuple) else value for name, value in values_of(config).items()
     }
 
 
-@cached
+@cache
 def field_comments(cls: Any) -> dict[str, str]:
     """Return the comments beside the fields of a dataclass and its bases, by name."""
     comments, bases = dict[str, str](), list[Any](filter(is_dataclass, reversed(cls.__mro__)))
@@ -164,13 +143,8 @@ def field_comments(cls: Any) -> dict[str, str]:
 
 
 def marked_settings(cls: Any, *marks: Mark) -> tuple[str, ...]:
-    """Return the names, as in `leaves`, of the settings that have one of the marks."""
+    """Return the names, as in `walk`, of the settings that have one of the marks."""
     return tuple(name for name, setting in leaves(cls).items() if set(marks).intersection(type_metadata(setting.type)))
-
-
-def accepts_none(setting: Field[Any]) -> bool:
-    """Return True if a setting is optional and empty by default, so that the word none empties it."""
-    return setting.default in ("", None) and REQUIRED not in type_metadata(setting.type)
 
 
 def flag_of(name: str) -> str:
@@ -196,9 +170,7 @@ def check_bounds(config: Any, place: str = "") -> None:
     Raises:
         ValueError: a number is out of bounds.
     """
-    values = values_of(config)
-    for key, setting in leaves(config).items():
-        value = values[key]
+    for key, setting, value in walk(config):
         if type(value) in (int, float):
             bound = next(
                 (metadata for metadata in type_metadata(setting.type) if isinstance(metadata, Bound)),

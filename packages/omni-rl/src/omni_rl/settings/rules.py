@@ -24,6 +24,7 @@ from omni_rl.settings.args import (
     parse_reward_media,
     read_prompts,
     sharding_mode,
+    split_options,
 )
 from omni_rl.settings.eval_sets import check_gold, check_sets, check_urls
 from omni_rl.settings.fields import REQUIRED, check_bounds, flag_of, marked_settings, prefix_errors, require, values_of
@@ -104,6 +105,12 @@ def check_run(args: RunArgs) -> None:
         (not args.scorer.token_file or Path(args.scorer.token_file).is_file(),
          f"--scorer.token-file must be a file, got {args.scorer.token_file}"),
     )  # fmt: skip
+    for name, scorer in (("--scorer", args.scorer.name), ("--eval.gold-scorer", args.eval.gold_scorer)):
+        if scorer:
+            from omni_reward.scorers import check_scorer
+
+            with prefix_errors(f"{name}: "):
+                check_scorer(split_options(scorer)[0])
 
 
 def _num_bytes(text: str) -> int:

@@ -9,7 +9,6 @@ import re
 from pathlib import Path
 
 from omni_rl.settings.cli import silence_libraries
-from omni_rl.settings.early import check_model
 from omni_rl.settings.fields import require
 from omni_rl.settings.printing import Parser
 
@@ -44,7 +43,6 @@ def main(argv: list[str] | None = None) -> None:
             (not args.target.exists(), f"target must be new, got {args.target}"),
             (args.target.suffix != ".safetensors", f"target must be a folder, got {args.target}"),
         )  # fmt: skip
-        check_model(args.model, reads_texts=False)
         from omni_rl.tools.lora_files import read_factors, write_peft, write_start
 
         factors = read_factors(args.source, args.model)

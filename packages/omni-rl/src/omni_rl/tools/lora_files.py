@@ -37,7 +37,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from omni_rl.settings.fields import require
+from omni_rl.settings.fields import prefix_errors, require
 
 PART = "transformer"
 FACTORS = re.compile(r"lora|alpha|dora_scale|\.diff|lokr|hada")  # in names of adapters' tensors
@@ -57,7 +57,9 @@ def read_factors(place: Path, model: str) -> Factors:
     file = place if place.is_file() else find_adapter(place)
     if file is None:
         raise ValueError(f"source must be a .safetensors file or an adapter's folder, got {place}")
-    names, opened_model = read_shapes(file), open_model(model)
+    with prefix_errors("--model: "):
+        opened_model = open_model(model)
+    names = read_shapes(file)
     got = f"got {min(names, default='none')} in {file}, as full weights have it"
     require((any(map(FACTORS.search, names)), f"source must hold LoRA factors, {got}"))
     unsupported = next((name for name in names if any(part in name for part in UNSUPPORTED)), "")

@@ -24,7 +24,7 @@ from omni_train.files import parse_json
 
 from omni_rl.media.images import read_pixels
 from omni_rl.media.prompts import read_sound, read_video
-from omni_rl.settings.early import split_options
+from omni_rl.settings.args import split_options
 from omni_rl.settings.fields import prefix_errors, require
 from omni_rl.settings.printing import Parser
 
