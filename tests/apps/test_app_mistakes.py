@@ -1,8 +1,8 @@
 """The table of mistakes: what a user types, and the one line that tells it.
 
 A row is a command line of `omni-rl`; one that begins with a flag is of `omni-rl train flowgrpo --preset tiny-signs`.
-EARLY ones are told before torch is imported. LATE ones need the model or the scorer, and are told before any weight is
-loaded. What others might take for a mistake is TAKEN.
+EARLY ones are told before torch is imported. OPENED and LATE ones need the model, the scorer or the checkpoint, and are
+told before any weight is loaded. What others might take for a mistake is TAKEN.
 """
 
 import json
@@ -12,7 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from contextlib import chdir
+from contextlib import chdir, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -43,8 +43,7 @@ TOML = "--config must be a readable TOML file, got "
 OCR = r"must be one of \['aesthetic', .*, got 'orc'; did you mean 'ocr'\?$"
 LONG = "m" * 5000
 EARLY = {
-    f"--model {LONG}": "--model must be a path that can be opened: File name too long$",
-    f"--init-weights {LONG}": "--init-weights must be a path that can be opened: File name too long$",
+    f"--init-weights {LONG}": r"\[Errno 36\] File name too long: 'm+'$",
     # names of flags, also those of other projects
     "--lrr 1": r"unknown flag --lrr; did you mean '--lr'\?$",
     "--learning-rate 1": "unknown flag --learning-rate; use --lr$",
@@ -80,7 +79,6 @@ EARLY = {
     "--window-high 99": "--window-low must be < --window-high, and that < --num-inference-steps .*, got 1 and 99$",
     "--lora.rank abc": "--lora.rank must be a whole number, got 'abc'$",
     "--seed abc": "--seed must be a whole number, got 'abc'$",
-    "--height 33": "--height must be a positive multiple of 16 pixels, such as 32, got 33$",
     "--height 100000": "--height must be <= 16384, got 100000$",
     "--eval.every -1": "--eval.every must be >= 1, got -1$",
     "--name ../..": r"--name must name a folder below runs/, got '\.\./\.\.'$",
@@ -108,13 +106,10 @@ EARLY = {
     "--scorer python:mine.py:two": r"--scorer: mine.py, line 3: two must be a function of "
     r"\(media, prompts, meta\), got \(media, prompts\)$",
     "--scorer python:torn.py:f": r"--scorer: torn.py must be a file of Python: .*line 1\)$",
-    "--scorer.url WEB": f"{SERVER}WEB is no reward server: GET WEB/info: 404 {{}}$",
-    "--scorer.url WEB/page": f"{SERVER}WEB/page is no reward server: GET WEB/page/info: 404 Not here Sorry$",
-    "--scorer.url http://127.0.0.1:9": rf"{SERVER}GET http://127\.0\.0\.1:9/info: .*Connection refused$",
     "--scorer.url localhost:8100": r"--scorer.url must be http\(s\)://host\[:port\]\[/path\], got 'localhost:8100'$",
     # recipes and files of settings
     "--preset tiny-sign": r"--preset must name a recipe, which --list-presets lists, got .* mean 'tiny-signs'\?$",
-    "--list-presets nothing": "--list-presets must be a word in the name or title of a recipe, got 'nothing'; without ",
+    "--list-presets nothing": "--list-presets takes no value, got 'nothing'",
     "--config gone.toml": rf"{TOML}gone.toml: .*No such file",
     "--config settings.yaml": rf"{TOML}settings.yaml: .* \(at line 1, column 3\)$",
     "--config settings.json": rf"{TOML}settings.json: .* \(at line 1, column 1\)$",
@@ -133,21 +128,8 @@ EARLY = {
     "--prompts rows.parquet": "--prompts: rows.parquet needs pyarrow, which is not installed: pip install 'pyarrow",
     "--prompts hf://datasets/o/n": "--prompts: path must be a file that can be fetched from the hub, .* give a file$",
     # models and weights
-    "--model nowhere": "--model must be a folder or a hub id such as Qwen/Qwen-Image, found nothing at nowhere$",
-    "--model none": "--model is incomplete: none/model_index.json is missing$",
-    "--model mute": "--model is incomplete: mute/tokenizer must have the files of its vocabulary, such as ",
-    "--model mute/transformer": "--model must be a whole pipeline, got mute/transformer, a part of one: give mute$",
-    "--model model.safetensors": "--model must be a folder in diffusers' layout or a hub id, got the file model.safe",
-    "--model them/none": f"{HUB}none: .*Fetch it where there is a network, with `hf download them/none`, or give a f",
-    "--model them/offline": f"{HUB}offline: .*Connection refused. Fetch it where there is a network, with `hf download",
-    "--model them/gated": f"{HUB}gated: .*Accept its license at .*/them/gated, then `hf auth login`",
     "--init-weights nowhere": "--init-weights must be a folder, got nowhere$",
     # changed settings of a run
-    "--name old --prompts lines.txt --train-steps 9": "--train-steps must be 320, as --optim.lr-scheduler-type linear "
-    "ends with the last step: to train longer, give the run another --name and its weights as "
-    "--init-weights runs/old/weights, got 9$",
-    "--name old --prompts lines.txt --lr 0.5": "the checkpoint of step 3 was made with other settings: "
-    "lr was 0.00012, is 0.5, .*lines.txt has other contents than at the start. Continue with those, or ",
     # ranks
     "train nft --nproc-per-node 2 --preset tiny-signs --lrr 1": r"unknown flag --lrr; did you mean '--lr'\?$",
     "train nft --nproc-per-node 2 --preset tiny-signs --batch-size 7": r"--batch-size times ranks \(14\) must .* 8$",
@@ -165,6 +147,26 @@ EARLY = {
     "prompts ocr --to ocr": "ocr/train.txt must be a file that can be fetched, .* without a network, bring the file y",
     "lora nowhere out --model CHECKPOINT": r"source must be a \.safetensors file or an adapter's folder, got nowhere$",
     "lora CHECKPOINT out --model CHECKPOINT": "source must .* holds full weights, which --init-weights takes as they a",
+}  # fmt: skip
+OPENED = {  # told by what the run opens, before any weight is loaded
+    f"--model {LONG}": "--model: .*File name too long: 'm+'$",
+    "--height 33": "--height must be a positive multiple of 16 pixels, such as 32, got 33$",
+    "--scorer.url WEB": f"{SERVER}WEB is no reward server: GET WEB/info: 404 {{}}$",
+    "--scorer.url WEB/page": f"{SERVER}WEB/page is no reward server: GET WEB/page/info: 404 Not here Sorry$",
+    "--scorer.url http://127.0.0.1:9": rf"{SERVER}GET http://127\.0\.0\.1:9/info: .*Connection refused$",
+    "--model nowhere": "--model must be a folder or a hub id such as Qwen/Qwen-Image, found nothing at nowhere$",
+    "--model none": "--model is incomplete: none/model_index.json is missing$",
+    "--model mute": "--model is incomplete: the tokenizer of mute/tokenizer must have a vocabulary, looked for ",
+    "--model mute/transformer": "--model must be a whole pipeline, got mute/transformer, .*: give the folder above",
+    "--model model.safetensors": "--model must be a folder in diffusers' layout or a hub id, got the file model.safe",
+    "--model them/none": f"{HUB}none: .*Fetch it where there is a network, with `hf download them/none`, or give a f",
+    "--model them/offline": f"{HUB}offline: .*Connection refused. Fetch it where there is a network, with `hf download",
+    "--model them/gated": f"{HUB}gated: .*Accept its license at .*/them/gated, then `hf auth login`",
+    "--name old --prompts lines.txt --train-steps 9": "--train-steps must be 320, as --optim.lr-scheduler-type linear "
+    "ends with the last step: to train longer, give the run another --name and its weights as "
+    "--init-weights runs/old/weights, got 9$",
+    "--name old --prompts lines.txt --lr 0.5": "the checkpoint of step 3 was made with other settings: "
+    "lr was 0.00012, is 0.5, .*lines.txt has other contents than at the start. Continue with those, or ",
 }  # fmt: skip
 OF_ALL = [words for words in EARLY if re.match("--(prompts|model|scorer|lora|memory|height|seed|fp16)", words)]
 OTHERS = {
@@ -187,9 +189,9 @@ TAKEN = {  # what is printed on standard output
 
 
 ANSWERS = {  # of a server that is the hub and no reward server: status, body, and the hub's word for the fault
-    "/api/models/them/gated": (200, b'{"id": "them/gated", "gated": "manual"}', ""),
-    "/api/models/them/gated/auth-check": (403, b"{}", "GatedRepo"),
-    "/api/models/them/none": (404, b"{}", "RepoNotFound"),
+    "/": (200, b"", ""),
+    "/api/models/them/gated/revision/main": (403, b"{}", "GatedRepo"),
+    "/api/models/them/none/revision/main": (404, b"{}", "RepoNotFound"),
     "/page/info": (404, b"<html><head><title>No</title></head><body class='a'><h1>Not here</h1>\n<p>Sorry", ""),
 }
 
@@ -203,7 +205,9 @@ class Web(BaseHTTPRequestHandler):
         for name, value in {"X-Error-Code": code, "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(body)
+        self.wfile.write(b"" if self.command == "HEAD" else body)
+
+    do_HEAD = do_GET
 
     def log_message(self, *about):
         pass
@@ -234,7 +238,7 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n"
 CHAT = {"prompt": [{"role": "user", "content": "a sign"}]}
 FILES = {
     "mine.py": "raise SystemExit('it was executed')\n\ndef two(media, prompts): ...\n", "torn.py": "def f(:\n",
-    "empty.txt": "", "few.txt": "a sign\n", "lines.txt": "a sign\n" * 8, "keys.jsonl": '{"text": "a"}\n',
+    "empty.txt": "", "few.txt": "a sign\n", "lines.txt": 'a blue sign that says "AB"\n' * 8, "keys.jsonl": '{"text": "a"}\n',
     "torn.jsonl": '{"prompt": "a"}\n{"prompt": "b\n', "pointer.jsonl": POINTER, "rows.parquet": "PAR1",
     "rows.csv": "prompt,size\n" + "a sign,3\n" * 9, "texts.csv": "text,size\n" + "a sign,3\n" * 9,
     "table/train-00000-of-00001.csv": "prompt\n" + "a sign\n" * 9, "chats.jsonl": f"{json.dumps(CHAT)}\n" * 9,
@@ -244,8 +248,8 @@ FILES = {
 
 
 @pytest.fixture(scope="module")
-def typing(tmp_path_factory, web):
-    """A function that types a command line, in a folder with FILES, and returns what came of it."""
+def place(tmp_path_factory):
+    """A folder with FILES."""
     folder = tmp_path_factory.mktemp("typed")
     for name, text in FILES.items():
         (folder / name).parent.mkdir(exist_ok=True)
@@ -257,11 +261,32 @@ def typing(tmp_path_factory, web):
             path.unlink()
     with chdir(folder):
         write_checkpoint()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def typing(place, web):
+    """A function that types a command line in that folder, and returns what came of it."""
+    with typed(place, web) as type_in:
+        yield type_in
+
+
+@pytest.fixture(scope="module")
+def opening(place, web):
+    """The same in a process that has imported torch."""
+    with typed(place, web, "opening") as type_in:
+        yield type_in
+
+
+@contextmanager
+def typed(folder, web, *options):
+    """A function that types a command line in a process of tests/apps/typed.py."""
     places = {"CHECKPOINT": str(CHECKPOINT), "WEB": web}
     proxy = {"HTTPS_PROXY": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
     own = {"HF_ENDPOINT": web, "HF_HUB_CACHE": str(folder), "HF_HUB_OFFLINE": "0", **proxy}
-    command = [sys.executable, str(Path(__file__).with_name("typed.py"))]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+    command = [sys.executable, str(Path(__file__).with_name("typed.py")), *options]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes, env=os.environ | own, text=True) as server:
 
         def type_in(words, **env):
             line = f"{TYPED} {words}" if words.startswith("-") else words
@@ -285,6 +310,15 @@ def test_a_mistake_is_one_line_before_torch_is_imported(typing, web, words):
     assert (said.code, said.out, said.heavy) == (2, "", []), said
     assert said.err.count("\n") == 1, said.err
     assert re.search(f"^[\\w. -]+: error: {(EARLY | OTHERS)[words]}".replace("WEB", web), said.err), said.err
+
+
+@pytest.mark.parametrize("words", OPENED)
+def test_a_mistake_in_what_a_run_opens_is_one_line_before_weights_are_loaded(opening, web, words):
+    """Loading them would end the program with exit code 99."""
+    said = opening(words)
+    assert said.code == 2, said
+    assert said.err.count("\n") == 1, said.err
+    assert re.search(f"^train_flowgrpo.py: error: {OPENED[words]}".replace("WEB", web), said.err), said.err
 
 
 @pytest.mark.parametrize("words", TAKEN)

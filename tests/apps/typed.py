@@ -1,4 +1,6 @@
-"""A server of command lines: each runs in a fork of this process, which has imported the settings parser but no torch.
+"""A server of command lines: each runs in a fork of this process, which has imported the settings parser.
+
+With the argument "opening" it has also imported torch, and loading weights ends a command line with exit code 99.
 
 It reads a line of JSON per command line, and replies with one: the exit code, the output, and the heavy libraries that
 the program has imported.
@@ -16,6 +18,17 @@ from typing import NoReturn
 
 HEAVY = ("torch", "diffusers", "transformers", "peft")
 WARM = ("omni_rl.settings.cli", "omni_rl.settings.token_args", "omni_rl.tools.command", "omni_rl.media.images")
+OPENING = ("omni_rl.run.media", "omni_rl.run.start", "omni_rl.run.failures", "omni_rl.run.loop", "huggingface_hub")
+
+
+def prepare_opening() -> None:
+    """Import what a trainer imports, and make a fork exit with code 99 when it loads weights."""
+    for name in OPENING:
+        importlib.import_module(name)
+    sys.modules["torch"].set_num_threads(1)
+    sys.modules["omni_train.prepare"].load_sharded = lambda *args, **options: sys.exit(99)
+    engines = sys.modules["omni_rl.run.engines"]
+    engines.ENGINES["diffusers"] = engines.EngineRow(lambda *args: sys.exit(99))
 
 
 def run_here(python: str, words: list[str]) -> NoReturn:
@@ -35,8 +48,10 @@ def live(folder: Path, case: dict) -> NoReturn:
     os.chdir(case["folder"])
     os.environ.update(case["env"])
     sys.modules.update(dict.fromkeys(case["without"]))  # as if they were not installed
-    os.execv = run_here
-    code = 1
+    os.execv, leave, code = run_here, os._exit, 1
+    os._exit = sys.exit  # `launch` ends a rank so
+    if hub := sys.modules.get("huggingface_hub"):
+        hub.constants.ENDPOINT = os.environ["HF_ENDPOINT"]
     try:
         command = importlib.import_module("omni_rl.tools.command")
         sys.argv = ["omni-rl", *case["words"]]
@@ -50,13 +65,15 @@ def live(folder: Path, case: dict) -> NoReturn:
         (folder / "heavy").write_text(json.dumps([name for name in HEAVY if sys.modules.get(name)]))
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
+        leave(code)
 
 
 def main() -> None:
     """Serve until the input ends."""
     for name in WARM:
         importlib.import_module(name)
+    if sys.argv[1:] == ["opening"]:
+        prepare_opening()
     for line in sys.stdin:
         with TemporaryDirectory() as folder:
             pid = os.fork()

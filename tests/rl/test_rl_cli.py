@@ -6,23 +6,18 @@ import importlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tomllib
 import warnings
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
 from helpers import REPO, TRAINERS, sampled
-from omni_reward.errors import RewardConnectError, RewardHTTPError, RewardTimeoutError
-from omni_reward.transport import Transport
 from omni_rl.settings import cli
 from omni_rl.settings.cli import parse_cli, read_settings, silence_libraries
-from omni_rl.settings.saved import check_servers_respond
 from omni_rl.settings.eval_sets import MediaEvalSet
 from omni_rl.settings.fields import (
     MAY_CHANGE,
@@ -106,13 +101,6 @@ def test_sets_of_a_file_stay_beside_flags(tmp_path: Path):
     assert (args.eval.every, args.eval.sets) == (7, (MediaEvalSet("long", "a.txt"),))
 
 
-def test_completion_of_the_shell_knows_the_settings(capsys):
-    with pytest.raises(SystemExit) as caught:
-        read("--tyro-print-completion", "bash")
-    assert not caught.value.code
-    assert "--steps-per-day" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("app", [*TRAINERS, "sample"])
 def test_help_has_a_text_for_each_setting(app: str, capsys):
     cls = importlib.import_module(app).Args
@@ -180,7 +168,9 @@ MISTAKES = {
     "--name false --lr-decay false": "--lr-decay takes no value, got 'false': give --lr-decay or --no-lr-decay",
     "--no-lr-decay 1": "--no-lr-decay takes no value, got '1': give --lr-decay or --no-lr-decay",
     "--shard ddpp": "--shard must be one of 'none', 'ddp', got 'ddpp'; did you mean 'ddp'?",
-    "--correction 2": "--correction must be one of '0', '1', got '2'",
+    "--correction 2": "--correction must be one of 0, 1, got 2\n",
+    "--correction two": "--correction must be one of 0, 1, got 'two'\n",
+    "--list-presets small": "--list-presets takes no value, got 'small'",
     "--preset smal": "--preset must name a recipe, which --list-presets lists, got 'smal'; did you mean 'small'?",
     "--preset": "--preset needs a value\n",
     "--config gone.toml": "--config must be a readable TOML file, got gone.toml: ",
@@ -348,9 +338,7 @@ def shown(capsys, *words: str) -> str:
 @pytest.mark.parametrize("app", sampled(["train_flowgrpo", "train_gspo", "train_unigrpo"], 1))
 def test_help_is_that_of_tyro_s_own_reading_of_comments(app: str, capsys, monkeypatch):
     module, texts = importlib.import_module(app), []
-    own = ConstructorRegistry()
-    own.primitive_rule(cli.number_rule)  # and no rule of ours for dataclasses
-    for rules in (cli.RULES, own):
+    for rules in (cli.RULES, ConstructorRegistry()):
         monkeypatch.setattr(cli, "RULES", rules)
         with pytest.raises(SystemExit):
             read_settings(module.Args, ["--help"], {}, "A trainer.")
@@ -361,8 +349,8 @@ def test_help_is_that_of_tyro_s_own_reading_of_comments(app: str, capsys, monkey
 
 def test_help_shows_settings_with_presets_and_examples(capsys):
     text = shown(capsys, "--help")
-    assert text.splitlines()[-1].startswith("2 recipes for --preset: --list-presets lists them")
-    for words in ("--preset STR", "--shard {none,ddp}", "--no-lr-decay", "--size INT|none", "(default: 3)", "100 %"):
+    assert text.splitlines()[-1].startswith("2 recipes for --preset, which --list-presets lists")
+    for words in ("--preset STR", "--shard {none,ddp}", "--no-lr-decay", "--size {None}|INT", "(default: 3)", "100 %"):
         assert words in text
     assert {line for line in EXAMPLE.splitlines() if line.startswith("    ")} <= set(text.splitlines())
 
@@ -388,12 +376,8 @@ def test_grpo_is_told_flowgrpo(capfd):
     assert capfd.readouterr().err.endswith("got 'grpo'; did you mean 'flowgrpo'?\n")
 
 
-def test_recipes_are_listed_by_a_word_of_their_names_or_titles(capsys):
-    assert shown(capsys, "--list-presets").splitlines() == ["small  Small numbers", "large  lr = 2"]
-    assert shown(capsys, "--list-presets", "NUMB").splitlines() == ["small  Small numbers"]
-    with pytest.raises(ValueError, match=r"^--list-presets must be a word in .*, got 'nun'; without .* all 2$"):
-        read("--list-presets", "nun")
-    assert shown(capsys, "--list-presets", "--lr", "1").count("\n") == 2
+def test_recipes_are_listed_with_their_titles(capsys):
+    assert shown(capsys, "--list-presets", "--lr", "1").splitlines() == ["small  Small numbers", "large  lr = 2"]
 
 
 OTHERS = {  # flags of torchrun, git and the hub's command, and of `omni-rl` itself
@@ -562,35 +546,3 @@ def test_verbose_leaves_other_libraries_as_they_are(flags, monkeypatch):
     monkeypatch.setattr("omni_rl.settings.cli.silence_libraries", lambda: hushed.append(True))
     parse_cli(train_dpo.Args, lambda args: None, flags, app="program")
     assert bool(hushed) != bool(flags)
-
-
-@pytest.mark.parametrize("flags", [[], ["--dry-run"], ["--check"]])
-def test_a_scorer_at_whose_address_nothing_listens_is_refused_before_torch(flags, capsys):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    with suppress(SystemExit):
-        parse_cli(train_dpo.Args, lambda args: None, ["--scorer.url", url, *flags], app="program")
-    is_refused = f"--scorer.url must be a reward server that answers: GET {url}/info: " in capsys.readouterr().err
-    assert is_refused == (not flags)
-
-
-def test_every_failure_to_reach_a_scorer_is_named_but_a_slow_one_is_asked_later(monkeypatch):
-    asked = []
-
-    def fail(self, method: str, url: str, deadline: float, body: object = None) -> None:
-        asked.append(url)
-        raise faults.pop()
-
-    faults = [RewardConnectError("no way"), RewardHTTPError("404", status=404), RewardTimeoutError("slow")]
-    monkeypatch.setattr(Transport, "exchange", fail)
-    check_servers_respond({"scorer.url": "https://[::1]/scores"})
-    with pytest.raises(
-        ValueError, match=r"^--scorer\.url must be a reward server that answers: http://a is no reward server: 404$"
-    ):
-        check_servers_respond({"scorer.url": "http://a"})
-    with pytest.raises(ValueError, match=r"^--scorer\.watch-url must be a reward server that answers: no way$"):
-        check_servers_respond({"scorer.watch_url": "http://b"})
-    assert asked == ["https://[::1]/scores/info", "http://a/info", "http://b/info"]
-    monkeypatch.setenv("LOCAL_RANK", "1")  # the first rank of a machine asks
-    check_servers_respond({"scorer.url": "http://a"})

@@ -83,7 +83,7 @@ def test_the_exit_code_and_the_message_are_the_programs():
     [
         ("--lrr 1", 2, "train_nft.py: error: unknown flag --lrr; did you mean '--lr'?\n"),
         ("--preset tiny-signs --batch-size 48", 2, "train_nft.py: error: --batch-size times ranks (96) must divide"),
-        ("--preset tiny-signs --scorer.url http://127.0.0.1:1", 2, "omni-rl: error: --scorer.url must be a reward ser"),
+        ("--preset tiny-signs --scorer orc", 2, "train_nft.py: error: --scorer must be one of ["),
     ],
 )
 def test_the_settings_of_several_ranks_are_checked_once_before_any_starts(monkeypatch, capfd, words, code, said):

@@ -5,7 +5,6 @@ import inspect
 import pytest
 import torch
 from helpers import sampled
-from omni_rl.settings.saved import check_sides
 from omni_rollout import Params, Prompt
 from omni_rollout.models import open_model
 from omni_rollout.models.hub import released_models
@@ -27,23 +26,6 @@ def test_a_configuration_says_what_the_classes_of_diffusers_take(name):
         if isinstance(config, dict) and "_class_name" in config:
             taken = inspect.signature(model._class(part)).parameters
             assert config.keys() - {"_class_name"} <= taken.keys(), part
-
-
-@pytest.mark.parametrize("name", RELEASES)
-def test_a_height_is_refused_without_torch_only_if_the_model_refuses_it(name):
-    """The odd one by both, wherever sides are multiples of something."""
-    model = open_model(released_models()[name])
-    early, late = [], []
-    for height in (33, *range(8, 129, 8)):
-        for check, found in (
-            (lambda params: check_sides(name, params.height, params.width), early),
-            (model.check, late),
-        ):
-            try:
-                check(Params(10, height=height, width=1024))
-            except ValueError as exc:
-                found += [height] * ("height must be a positive multiple of " in str(exc))
-    assert early == late
 
 
 @pytest.mark.parametrize("name", sampled(RELEASES, 1))

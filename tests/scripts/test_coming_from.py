@@ -8,7 +8,7 @@ import pytest
 from helpers import REPO
 from omni_reward.cli import build_parser
 from omni_rl.settings.fields import flag_of, leaves, strip_metadata
-from omni_rl.settings.toml import EQUIVALENTS, load_recipes, suggest
+from omni_rl.settings.toml import load_recipes, read_other_names, suggest
 
 DOCS = REPO / "docs"
 FILES = [DOCS / "coming-from.md", DOCS / "choosing.md", DOCS / "algorithms.md", *sorted(DOCS.glob("algorithms/*.md"))]
@@ -53,7 +53,8 @@ def test_a_name_of_another_project_is_told_the_flags_that_the_page_has_for_it():
             told = re.findall(r"--[a-z][a-z0-9.-]+", suggest(flag_of(name), FLAGS))
             assert told, name
             assert {*told} <= {*ours}, name
-    told = {flag for here in EQUIVALENTS for flag in re.findall(r"--[a-z][a-z0-9.-]+", here)}
+    equivalents = [here for known in read_other_names()["equivalents"].values() for here in known]
+    told = {flag for here in equivalents for flag in re.findall(r"--[a-z][a-z0-9.-]+", here)}
     assert told - FLAGS.keys() == {"--nproc-per-node"}
 
 

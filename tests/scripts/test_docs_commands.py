@@ -168,7 +168,6 @@ def check_sample(words, place):
         write_weights(
             Path(words[words.index("--weights") + 1]), model if model.startswith("checkpoints/") else CHECKPOINT
         )
-    place.monkeypatch.setattr("omni_rl.settings.saved.check_hub_model", lambda model: None)
     args = parse_cli(sample.Args, sample.check_args, words[2:], app="sample")
     if args.model.startswith("checkpoints/"):
         sample.main(change(args, num_images=1, num_inference_steps=2))

@@ -5,7 +5,7 @@ import importlib
 import configuration
 import pytest
 from helpers import REPO
-from omni_rl.settings.fields import build_unresolved, leaves, values_of
+from omni_rl.settings.fields import leaves, values_of
 
 TRAINERS = sorted(path.stem for path in (REPO / "apps").glob("train_*.py"))
 
@@ -20,7 +20,7 @@ def test_settings_are_those_of_the_dataclass(trainer):
     read = configuration.settings((REPO / "apps" / f"{trainer}.py").read_text())
     assert sorted(setting.name for setting in read) == sorted(leaves(args))
     for setting in read:
-        default = values_of(build_unresolved(args, {}))[setting.name]
+        default = values_of(args)[setting.name]
         words = {True: "on", False: "off", "None": "none", "": "", (): ""}
         told = str(default).removeprefix(f"{REPO}/")
         assert setting.default in (words.get(default), words.get(told), f"`{told}`"), setting

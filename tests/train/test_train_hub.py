@@ -57,6 +57,7 @@ def test_settings_come_from_a_model_on_the_hub(download):
         ("scorer.url = 'http://a:1'", "scorer.url"),
         ("[[eval.sets]]\nname = 'a'\nscorer_url = 'http://a:1'", "scorer_url"),
         ("media_root = '/'", "media_root"),
+        ("[tracking]\nnotify = 'true'", "tracking.notify"),
         ("[scorer]\nname = 'vlm --option url=http://a:1'", ":// in scorer.name"),
     ],
 )
@@ -90,7 +91,7 @@ def test_settings_from_the_hub_name_no_python_whatever_the_key(text, key, is_pat
     read_settings(train_gspo.Args, ["--config", str(copy)], {}, "")
 
 
-@pytest.mark.parametrize("read", [load_prompts, lambda path: read_settings(object, ["--config", path], {}, "")])
+@pytest.mark.parametrize("read", [load_prompts, lambda path: read_settings(train_dpo.Args, ["--config", path], {}, "")])
 def test_a_file_of_another_kind_is_not_fetched(read, download):
     with pytest.raises(ValueError, match=r"path must end in .*, got hf://datasets/owner/name/evil\.py"):
         read("hf://datasets/owner/name/evil.py")

@@ -115,7 +115,6 @@ def test_ranks_of_two_machines_start_anew_after_one_is_killed_and_train_on(in_pe
 def test_the_trainer_takes_the_settings_of_a_script(here, monkeypatch, name):
     words = words_of(name)
     script, ranks = words.index("apps/train_flowgrpo.py"), int(words[words.index("--nproc-per-node") + 1])
-    monkeypatch.setattr("omni_rl.settings.cli.check_servers_respond", lambda values: None)  # no hub, no scorer
     monkeypatch.setenv("WORLD_SIZE", str(2 * ranks))
     monkeypatch.setenv("RANK", "0")
     app = importlib.import_module("train_flowgrpo")

@@ -249,6 +249,8 @@ def start_scorer_servers(args: ArgsT, dist: Dist, open_servers: ExitStack) -> Ar
     The first rank of each machine starts them, with one token; they end with `open_servers` or with the process. A
     scorer with networks gets a server on each accelerator of the machine's ranks, other scorers get one. A collective.
     """
+    if args.scorer.url:  # a recipe's scorer is not used
+        args = change(args, scorer_name="")
     gold = split_options("" if args.eval.gold_scorer_url else args.eval.gold_scorer)
     named = {"scorer.url": scorer_to_start(args.scorer), "eval.gold_scorer_url": gold}
     to_start = {name: spec for name, spec in named.items() if spec[0]}

@@ -113,7 +113,7 @@ def parse_cli(
         if prompts and re.search(rf"got (data/)?{prompts[2]}/", message):
             verb = "make" if " --images " in prompts[1] else "fetch"
             message += f"; {prompts[1].replace('omni-rl', f'{verb} them: omni-rl')}"
-        if text and re.search(r"(got|at) (data|checkpoints)/tiny-", message):
+        if text and re.search(r"got (data/tiny-|'python:scripts/)", message):
             message += "; the clone of omni-rl has what this recipe names: start in its folder"
         scorer = re.search(r"^# Scorer: (.*)", text, re.MULTILINE)
         if scorer and " a reward server" in message:

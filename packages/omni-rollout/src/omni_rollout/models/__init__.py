@@ -96,7 +96,7 @@ def _kind(path: str | Path) -> tuple[object, Path]:
         config = read_json(folder / "config.json")
         architectures, part = config.get("architectures"), config.get("_class_name")
         if part and not architectures:
-            hint = "give the folder above it, which has model_index.json"
+            hint = "give the folder above it, which has the index"
             raise ValueError(f"model must be a whole pipeline, got {folder}, which holds a {part!r:.80}: {hint}")
         kind = architectures[0] if isinstance(architectures, list) and architectures else architectures
     else:
