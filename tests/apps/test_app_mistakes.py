@@ -24,8 +24,8 @@ from helpers import CHECKPOINT, sampled
 from model_rows import ROWS
 from omni_reward.scorers import load_scorer
 from omni_reward.serving import serving_in_thread
-from omni_rl.settings.saved import file_digests
 from omni_rl.settings.fields import change, flatten
+from omni_rl.settings.saved import file_digests
 from omni_train.checkpoint.index import index_digest
 from omni_train.dist import init_distributed
 from omni_train.lora import add_lora
@@ -115,7 +115,7 @@ EARLY = {
     "--config settings.json": rf"{TOML}settings.json: .* \(at line 1, column 1\)$",
     "--config plain.toml": r"plain.toml: unknown key 'lrr'; did you mean 'lr'\?$",
     "--config nested.toml": r"nested.toml: unknown key 'lora.rnk'; did you mean 'lora.rank'\?$",
-    "--preset sd35-medium-1x16gb-ocr": "--prompts: .* got data/ocr/train.txt: .*; fetch them: omni-rl prompts ocr$",
+    "--preset sd35-medium-1x16gb-ocr": "--prompts: .* got data/ocr/train.txt: .*; to get it: omni-rl prompts ocr$",
     # prompts
     "--prompts gone.txt": "--prompts: path must be a file that can be read, got gone.txt: No such file or directory$",
     "--prompts empty.txt": "--prompts: path must hold at least one prompt, empty.txt is empty$",
@@ -207,7 +207,7 @@ class Web(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(b"" if self.command == "HEAD" else body)
 
-    do_HEAD = do_GET
+    do_HEAD = do_GET  # noqa: N815
 
     def log_message(self, *about):
         pass
@@ -238,7 +238,8 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n"
 CHAT = {"prompt": [{"role": "user", "content": "a sign"}]}
 FILES = {
     "mine.py": "raise SystemExit('it was executed')\n\ndef two(media, prompts): ...\n", "torn.py": "def f(:\n",
-    "empty.txt": "", "few.txt": "a sign\n", "lines.txt": 'a blue sign that says "AB"\n' * 8, "keys.jsonl": '{"text": "a"}\n',
+    "empty.txt": "", "few.txt": "a sign\n", "lines.txt": 'a sign that says "AB"\n' * 8,
+    "keys.jsonl": '{"text": "a"}\n',
     "torn.jsonl": '{"prompt": "a"}\n{"prompt": "b\n', "pointer.jsonl": POINTER, "rows.parquet": "PAR1",
     "rows.csv": "prompt,size\n" + "a sign,3\n" * 9, "texts.csv": "text,size\n" + "a sign,3\n" * 9,
     "table/train-00000-of-00001.csv": "prompt\n" + "a sign\n" * 9, "chats.jsonl": f"{json.dumps(CHAT)}\n" * 9,

@@ -16,7 +16,6 @@ import torch
 from helpers import REPO
 from omni_rl.run.media import with_sliced_decoding
 from omni_rl.settings.args import RunArgs, num_batches, sharding_mode, without_secrets
-from omni_rl.settings.saved import weights_digest
 from omni_rl.settings.fields import (
     Bound,
     build,
@@ -32,6 +31,7 @@ from omni_rl.settings.fields import (
 )
 from omni_rl.settings.groups import Data, Lora, Policy, ScoredScorer
 from omni_rl.settings.rules import check_media
+from omni_rl.settings.saved import weights_digest
 from omni_rl.settings.toml import to_toml
 from omni_train.kernels import BACKENDS
 
@@ -85,7 +85,6 @@ UNUSABLE = {
     "name": ["", "/run", "../run", "a\nb", "a\x1b[2J"],
     "scorer_url": ["ftp://host", "host:1", "http://", "http://a:1,host", "http://a:x"],
     "scorer_watch_url": ["host"],
-    "scorer_token_file": ["gone"],
     "init_weights": ["gone"],
     "guidance": ["audio", "audio=x", "audio=1,audio=2", "audio=inf", "audio=1e31"],
     "sharding_mode": ["fsdp2"],

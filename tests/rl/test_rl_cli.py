@@ -306,8 +306,8 @@ FILES = {
     'lr = "fast"': "mine: lr must be a number, got 'fast'",
     "size = true": "mine: size must be a whole number, got True",
     'lr_decay = "no"': "mine: lr_decay must be true or false, got 'no'",
-    "[optimizer]\nlr = 1.0": r"mine: \[optimizer\] is a table",
-    "optimizer.lr = 1.0": r"mine: \[optimizer\] is a table",
+    "[optimizer]\nlr = 1.0": "mine: unknown key 'optimizer.lr'",
+    "optimizer.lr = 1.0": "mine: unknown key 'optimizer.lr'",
     "lr = [1.0]": r"mine: lr must be a number, got \[1.0\]",
 }
 

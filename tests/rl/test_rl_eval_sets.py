@@ -21,7 +21,7 @@ from omni_rl.flow.evals import (
 from omni_rl.report import Sample
 from omni_rl.run.metrics import drop_stale_evaluations
 from omni_rl.settings.args import without_secrets
-from omni_rl.settings.eval_sets import EvalSet, MediaEval, MediaEvalSet, TokenEvalSet, check_sets, excess_limits
+from omni_rl.settings.eval_sets import EvalSet, MediaEvalSet, TokenEvalSet, check_sets
 from omni_rl.settings.fields import build
 from omni_rl.settings.toml import from_toml, to_toml
 from omni_rollout import Params
@@ -96,14 +96,6 @@ def test_a_set_that_cannot_be_evaluated_is_refused_by_its_number(change, words, 
     check_sets([good, replace(good, name="b")], load_prompts)
     with pytest.raises(ValueError, match=f"^{words}"):
         check_sets([good, replace(good, **({"name": "b"} | change))], load_prompts)
-
-
-def test_a_number_of_prompts_is_a_limit_and_one_that_limits_nothing_is_told():
-    sets = (MediaEvalSet("few", "few.txt", num_prompts=2), MediaEvalSet("all", "all.txt", num_prompts=9))
-    own = MediaEval(prompts="eval.txt", num_prompts=128, sets=sets, gold_prompts="gold.txt")
-    [first], [second] = excess_limits(own, [3, 2, 9, 5]), excess_limits(own, [128, 2, 4, 5])
-    assert first == "--eval.num-prompts 128 is more than the prompts of eval.txt: all 3 are evaluated"
-    assert second == "eval.sets[2].num_prompts 9 is more than the prompts of all.txt: all 4 are evaluated"
 
 
 def test_a_set_changes_what_it_names_and_no_more():

@@ -13,9 +13,9 @@ from omni_rl.run.alarms import find_alarms
 from omni_rl.run.evaluation import best_step
 from omni_rl.run.metrics import GOLD_REWARD, MAX_DRIFT, MIN_CORRELATION, MIN_DIVERSITY, is_below_best
 from omni_rl.settings.args import without_secrets
-from omni_rl.settings.saved import GOLD_DIGEST, check_same
 from omni_rl.settings.eval_sets import EvalSet, MediaEval, check_gold
 from omni_rl.settings.fields import flatten
+from omni_rl.settings.saved import GOLD_DIGEST, check_same
 from omni_rollout import Params, Prompt
 from omni_train.checkpoint.index import Saved
 from trainer_runs import place

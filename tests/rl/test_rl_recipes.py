@@ -180,13 +180,13 @@ def test_a_trainer_accepts_its_recipe(app: str, name: str, tmp_path: Path, monke
 @pytest.mark.parametrize(
     ("preset", "more", "ends"),
     [
-        ("qwen-image-ocr-lora", [], "; fetch them: omni-rl prompts ocr"),
+        ("qwen-image-ocr-lora", [], "; to get it: omni-rl prompts ocr"),
         ("qwen-image-ocr-lora", ["--prompts", "x.txt"], ""),
-        ("qwen-image-edit-2511-pickscore", [], "; make them: omni-rl prompts edit --images FOLDER"),
-        ("flux-kontext-nft", [], "; make them: omni-rl prompts edit --images x/.* --to data/sharegpt4o"),
-        ("qwen3-omni-lora", [], "; write prompts/train.jsonl and eval.jsonl, lines with .*"),
-        ("tiny-moving-flowgrpo", [], "; the clone of omni-rl has what this recipe names: start in its folder"),
-        ("tiny-beeps", [], "; the clone of omni-rl has what this recipe names: start in its folder"),
+        ("qwen-image-edit-2511-pickscore", [], "; to get it: omni-rl prompts edit --images FOLDER"),
+        ("flux-kontext-nft", [], "; to get it: omni-rl prompts edit --images x/.* --to data/sharegpt4o"),
+        ("qwen3-omni-lora", [], "; to get it: write prompts/train.jsonl and eval.jsonl, lines with .*"),
+        ("tiny-moving-flowgrpo", [], "; the clone of omni-rl has it: start in its folder"),
+        ("tiny-beeps", [], "; the clone of omni-rl has it: start in its folder"),
     ],
 )
 def test_who_lacks_the_prompts_of_a_recipe_is_told_how_to_get_them(tmp_path, monkeypatch, capsys, preset, more, ends):
@@ -196,7 +196,10 @@ def test_who_lacks_the_prompts_of_a_recipe_is_told_how_to_get_them(tmp_path, mon
     url = [] if app in TEXT_TRAINERS else ["--scorer.url", "http://127.0.0.1:8100"]  # of which one has rules instead
     with pytest.raises(SystemExit):
         parse_cli(module.Args, module.check_args, ["--preset", preset, *url, *more], app=app)
-    assert re.search(rf"(--prompts: .*\.(txt|jsonl): No such file or directory|python:scripts/moved\.py:moved'){ends}\n$", capsys.readouterr().err)
+    assert re.search(
+        rf"(--prompts: .*\.(txt|jsonl): No such file or directory|python:scripts/moved\.py:moved'){ends}\n$",
+        capsys.readouterr().err,
+    )
 
 
 @pytest.mark.parametrize(("app", "name"), REAL)

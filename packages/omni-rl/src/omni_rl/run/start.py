@@ -51,7 +51,6 @@ from omni_rl.run.samplers import Samplers
 from omni_rl.run.session import Session
 from omni_rl.run.world import World
 from omni_rl.settings.args import MediaArgs, RunArgs, parse_offload, sharding_mode, without_secrets
-from omni_rl.settings.eval_sets import excess_limits
 from omni_rl.settings.fields import change, flatten, prefix_errors, require
 from omni_rl.settings.saved import LOSS_SCALE, file_digests
 from omni_rl.settings.token_args import ThinkingArgs, TokenArgs
@@ -88,10 +87,6 @@ def open_session(args: RunArgs, world: World, inputs: Inputs[Any, Any]) -> Sessi
             check_gathered(args, model.empty_net())
         config = flatten(without_secrets(args)) | file_digests(args, model.folder) | dict(inputs.digests)
     world.check_same_settings(config)
-    for line in (
-        excess_limits(args.eval, [len(eval_set.records) for eval_set in inputs.held_out]) if all_ranks.is_main else ()
-    ):
-        print(line, flush=True)
     session = Session(args, dist)
     session.config = config
     session.check(args, lambda: adapt(model.empty_net(), inputs.preparation))

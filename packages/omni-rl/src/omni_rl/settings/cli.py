@@ -65,17 +65,17 @@ def dataclass_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
     """Read the fields of a dataclass, with their comments as help, ten times as fast as tyro."""
     if not is_dataclass(info.type) or info.type is Command:
         return None
-    attributes: list[tuple[str, Any, Any]] = [
-        (attribute.name, attribute.type, getattr(info.default, attribute.name, attribute.default))
-        for attribute in fields(info.type)
+    comments = field_comments(info.type)
+    settings = [
+        StructFieldSpec(
+            own.name,
+            own.type,
+            getattr(info.default, own.name, own.default),
+            comments.get(own.name) or inspect.getdoc(strip_metadata(own.type)) or "",
+        )
+        for own in fields(info.type)
     ]
-    help_texts = {
-        name: inspect.getdoc(strip_metadata(kind)) for name, kind, _ in attributes if is_dataclass(strip_metadata(kind))
-    }
-    help_texts |= field_comments(info.type)
-    return StructConstructorSpec(
-        info.type, tuple(StructFieldSpec(*attribute, help_texts.get(attribute[0], "")) for attribute in attributes)
-    )
+    return StructConstructorSpec(info.type, tuple(settings))
 
 
 def parse_cli(
@@ -108,13 +108,10 @@ def parse_cli(
         check(config)
     except (OSError, ValueError) as exc:
         message, text = str(exc), "".join(presets.get(word, "") for word in argv)  # text: the preset's TOML
-        commands = r"write (?:data/)?|omni-rl prompts (?:edit .*--to data/)?"  # commands, before the folder's name
-        prompts = re.search(rf"^# Prompts: ((?:{commands})(\w+).*)", text, re.MULTILINE)
-        if prompts and re.search(rf"got (data/)?{prompts[2]}/", message):
-            verb = "make" if " --images " in prompts[1] else "fetch"
-            message += f"; {prompts[1].replace('omni-rl', f'{verb} them: omni-rl')}"
-        if text and re.search(r"got (data/tiny-|'python:scripts/)", message):
-            message += "; the clone of omni-rl has what this recipe names: start in its folder"
+        places = "|".join(map(re.escape, re.findall(r'"((?:python:)?[\w.-]+/\S+)"', text)))
+        if places and re.search(f"got '?({places})", message):
+            prompts = re.search(r"^# Prompts: (.*)", text, re.MULTILINE)
+            message += f"; to get it: {prompts[1]}" if prompts else "; the clone of omni-rl has it: start in its folder"
         scorer = re.search(r"^# Scorer: (.*)", text, re.MULTILINE)
         if scorer and " a reward server" in message:
             message += f"; start one: {scorer[1]}"

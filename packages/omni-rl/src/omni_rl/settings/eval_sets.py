@@ -29,7 +29,7 @@ class EvalSet:
 
     name: Annotated[str, REQUIRED] = ""  # Name of the set; its score is the metric eval/NAME/reward
     prompts: Annotated[str, REQUIRED] = ""  # Prompts, in the format of --prompts
-    num_prompts: Annotated[int, at_least(0)] = 0  # Number of prompts, from the first on; 0 is all
+    num_prompts: Annotated[int, at_least(0)] = 0  # Maximum number of prompts, the first ones; 0 is all
     seed: Annotated[int, between(0, 2**63 - 1)] = 0  # Seed of the noise, the same in every run
     samples_per_prompt: Annotated[int | None, between(1, 65_536)] = None  # Samples per prompt (default: the run's)
     pass_threshold: float | None = None  # Lowest score that passes (default: the run's)
@@ -64,7 +64,7 @@ class Eval:
     prompts: Annotated[str, REQUIRED, MAY_CHANGE] = ""  # Evaluation prompts, in the format of --prompts
     every: Annotated[int, at_least(1), MAY_CHANGE] = 50  # Training steps between evaluations
     first: Annotated[bool, MAY_CHANGE] = True  # Evaluate before the first training step too
-    num_prompts: Annotated[int, at_least(0), MAY_CHANGE] = 0  # Number of prompts, from the first on; 0 is all
+    num_prompts: Annotated[int, at_least(0), MAY_CHANGE] = 0  # Maximum number of prompts, the first ones; 0 is all
     only: Annotated[bool, MAY_CHANGE] = False  # Evaluate the weights on all sets, write eval-STEP, and stop
     samples_per_prompt: Annotated[int, between(1, 65_536), MAY_CHANGE] = 1  # Samples per prompt, for eval/best@n
     pass_threshold: Annotated[float | None, MAY_CHANGE] = None  # Lowest score that passes, for eval/pass@k
@@ -149,23 +149,6 @@ def check_sets(sets: Sequence[EvalSet], load: Callable[[str], object]) -> None:
         check_urls(eval_set.scorer_url, setting_name(eval_set, number, "scorer_url"))
         with prefix_errors(f"{setting_name(eval_set, number, 'prompts')}: "):
             load(eval_set.prompts)
-
-
-def excess_limits(args: Eval, counts: Sequence[int]) -> list[str]:
-    """Return a line for each set with fewer prompts than its num_prompts.
-
-    counts: numbers of prompts that are evaluated, of --eval.prompts and then of each set.
-    """
-    first = "--eval.num-prompts", args.num_prompts, args.prompts
-    others = [
-        (setting_name(eval_set, i, "num_prompts"), eval_set.num_prompts, eval_set.prompts)
-        for i, eval_set in enumerate(args.all_sets, start=1)
-    ]
-    return [
-        f"{name} {limit} is more than the prompts of {place}: all {count} are evaluated"
-        for (name, limit, place), count in zip([first, *others], counts, strict=True)
-        if limit > count
-    ]
 
 
 MACHINE_URL = re.compile(r"{host}|{node}|//(localhost|127\.|\[::1\])")  # in URLs of a machine's own servers

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import Field, asdict, dataclass, fields, is_dataclass
-from enum import Enum, auto
 from functools import cache
 from typing import Annotated, Any, TypeVar, cast, get_args, get_origin
 
@@ -22,17 +21,9 @@ GroupT = TypeVar("GroupT")
 FLOAT32_MAX = 3.4028234663852886e38
 
 
-class Mark(Enum):
-    """Property of a setting."""
-
-    REQUIRED = auto()
-    MAY_CHANGE = auto()
-    SECRET = auto()
-
-
-REQUIRED = Mark.REQUIRED  # empty by default, must be given
-MAY_CHANGE = Mark.MAY_CHANGE  # may differ from the value in the checkpoint that a run resumes from
-SECRET = Mark.SECRET  # not written to files that others may read
+REQUIRED = "required"  # empty by default, must be given
+MAY_CHANGE = "may change"  # may differ from the value in the checkpoint that a run resumes from
+SECRET = "secret"  # not written to files that others may read
 NO_FLAG = tyro.conf.Suppress  # a table of a TOML file, without a flag
 SCORER_FLAG = tyro.conf.arg(name="scorer", prefix_name=False)  # the flag of scorer.name is --scorer
 FLAT = tyro.conf.arg(name="")
@@ -43,18 +34,11 @@ Flat = Annotated[GroupT, FLAT]  # a group whose settings have no prefix
 class Bound:
     """The least and the greatest value of a number; an infinite bound is the limit of its type."""
 
-    low: float
-    high: float
+    low: float = -math.inf
+    high: float = math.inf
 
 
-def between(low: float, high: float) -> Bound:
-    """Bound a number to [low, high]."""
-    return Bound(low, high)
-
-
-def at_least(low: float) -> Bound:
-    """Bound a number to [low, inf)."""
-    return Bound(low, math.inf)
+at_least = between = Bound  # at_least(low), between(low, high)
 
 
 def type_metadata(kind: Any) -> tuple[Any, ...]:
@@ -142,7 +126,7 @@ def field_comments(cls: Any) -> dict[str, str]:
     return comments
 
 
-def marked_settings(cls: Any, *marks: Mark) -> tuple[str, ...]:
+def marked_settings(cls: Any, *marks: str) -> tuple[str, ...]:
     """Return the names, as in `walk`, of the settings that have one of the marks."""
     return tuple(name for name, setting in leaves(cls).items() if set(marks).intersection(type_metadata(setting.type)))
 
@@ -172,10 +156,7 @@ def check_bounds(config: Any, place: str = "") -> None:
     """
     for key, setting, value in walk(config):
         if type(value) in (int, float):
-            bound = next(
-                (metadata for metadata in type_metadata(setting.type) if isinstance(metadata, Bound)),
-                Bound(-math.inf, math.inf),
-            )
+            bound = next((each for each in type_metadata(setting.type) if isinstance(each, Bound)), Bound())
             limit = FLOAT32_MAX if type(value) is float else 2**31 - 1
             low, high = (end if math.isfinite(end) else math.copysign(limit, end) for end in vars(bound).values())
             if not low <= value <= high:

@@ -80,11 +80,7 @@ def from_toml(text: str, cls: type, place: str) -> dict[str, Any]:
         ValueError: the text is not TOML, or has an unknown key or table, or a value of the wrong type.
     """
     settings, values = leaves(cls), dict[str, Any]()
-    groups = sorted({name.partition(".")[0] for name in settings if "." in name})
     for name, value in flatten_tables(tomllib.loads(text)).items():
-        group = name.rpartition(".")[0]
-        if group and group not in groups:
-            raise ValueError(f"{place}: [{group}] is a table, but only {', '.join(groups) or 'eval'} are")
         if name not in settings:
             raise ValueError(f"{place}: unknown key {name!r}{suggest(name, settings)}")
         read = read_tables if get_origin(strip_metadata(settings[name].type)) is tuple else coerce
