@@ -124,6 +124,7 @@ def test_check_prints_the_settings_and_ends_before_anything_is_loaded(capsys: py
 def test_a_flag_is_taken_with_hyphens_and_underscores():
     assert read("--steps_per_day=5", "--lr_decay") == read("--steps-per-day", "5", "--lr-decay")
     assert read("--name=a_b", "--size", "None").name == "a_b"
+    assert read("--name=--a=b", "--lr=0").name == "--a=b"
 
 
 def test_a_negative_number_is_the_value_of_its_flag():

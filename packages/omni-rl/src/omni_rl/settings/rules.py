@@ -101,11 +101,11 @@ def check_run(args: RunArgs) -> None:
         (not args.data.media_root or Path(args.data.media_root).is_dir(),
          f"--media-root must be a folder, got {args.data.media_root}"),
     )  # fmt: skip
-    for name, scorer in (("--scorer", args.scorer.name), ("--eval.gold-scorer", args.eval.gold_scorer)):
+    for flag, scorer in (("--scorer", args.scorer.name), ("--eval.gold-scorer", args.eval.gold_scorer)):
         if scorer:
             from omni_reward.scorers import check_scorer
 
-            with prefix_errors(f"{name}: "):
+            with prefix_errors(f"{flag}: "):
                 check_scorer(split_options(scorer)[0])
 
 

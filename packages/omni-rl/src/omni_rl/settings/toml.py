@@ -167,16 +167,16 @@ def read_other_names() -> dict[str, dict[str, Any]]:
 def coerce(setting: Field[Any], value: object, place: str) -> object:
     """Return the value as the type of a setting; an integer may stand for a float.
 
-    The word none stands for the default of an optional setting, which is "" or None.
+    The word none stands for None if the type allows it, and for the default "" of an optional setting.
 
     Raises:
         ValueError: the value has another type; the message begins with `place`.
     """
     kind = strip_metadata(setting.type)
     kinds = get_args(kind) or (kind,)  # choices, or the members of a union such as int | None
-    is_optional = setting.default in ("", None) and REQUIRED not in type_metadata(setting.type)
-    if is_optional and value in ("none", "None"):
-        return setting.default
+    empty = None if type(None) in kinds else setting.default
+    if value in ("none", "None") and empty in ("", None) and REQUIRED not in type_metadata(setting.type):
+        return empty
     if get_origin(kind) is Literal:
         hint = suggest(str(value), map(str, kinds))
         require((value in kinds, f"{place} must be one of {', '.join(map(repr, kinds))}, got {value!r}{hint}"))
