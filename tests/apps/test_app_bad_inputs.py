@@ -92,8 +92,8 @@ def test_a_size_of_the_evaluation_that_the_model_lacks(folder):
 ON_TWO_RANKS = {
     "--batch-size 8": r"--batch-size times ranks \(16\) must divide a step's samples \(8\)",
     "--eval.prompts gone.txt": r"--eval.prompts: path must be a file that can be read, got gone\.txt",
-    "--model gone": "error: --model must be a folder or a hub id .*, found nothing at gone",
-    "--height 100": "error: --height must be a positive multiple of 16 pixels, such as 96, got 100",
+    "--model gone": "error: rank 0: --model must be a folder or a hub id .*, found nothing at gone",
+    "--height 100": "error: rank 0: --height must be a positive multiple of 16 pixels, such as 96, got 100",
     "--guidance-scale 2": "rank 0: --guidance-scale must be 1 for a QwenImagePipeline, whose guidance is ",
     "--reward-parts sharp=1": "--reward-parts must name parts of the scores, got 'sharp'; this scorer has no parts",
 }

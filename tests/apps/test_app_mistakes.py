@@ -238,7 +238,7 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n"
 CHAT = {"prompt": [{"role": "user", "content": "a sign"}]}
 FILES = {
     "mine.py": "raise SystemExit('it was executed')\n\ndef two(media, prompts): ...\n", "torn.py": "def f(:\n",
-    "empty.txt": "", "few.txt": "a sign\n", "lines.txt": 'a sign that says "AB"\n' * 8,
+    "empty.txt": "", "few.txt": "a sign\n", "lines.txt": 'a blue sign that says "AB"\n' * 8,
     "keys.jsonl": '{"text": "a"}\n',
     "torn.jsonl": '{"prompt": "a"}\n{"prompt": "b\n', "pointer.jsonl": POINTER, "rows.parquet": "PAR1",
     "rows.csv": "prompt,size\n" + "a sign,3\n" * 9, "texts.csv": "text,size\n" + "a sign,3\n" * 9,

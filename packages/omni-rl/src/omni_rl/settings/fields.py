@@ -59,10 +59,10 @@ def group_prefix(setting: Field[Any], prefix: str) -> str:
 def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any], Any]]:
     """Yield the name, such as lr, or correction.low for one in a group, the field, and the value of each setting.
 
-    config: a dataclass, or its class, whose settings have their defaults.
+    config: a dataclass, or its class, whose settings have their defaults, or their types without one.
     """
     for setting in fields(config):
-        value = getattr(config, setting.name)
+        value = getattr(config, setting.name, strip_metadata(setting.type))
         if is_dataclass(value):
             yield from walk(value, group_prefix(setting, prefix))
         else:
