@@ -83,7 +83,6 @@ MAY_IMPORT_LAZILY = {  # inside a function
     "omni_train/remote.py": {"fsspec"},  # which torch brings
     "omni_rl/flow/direct_rewards.py": {"transformers"},
     "omni_rl/run/sinks.py": {"wandb", "trackio", "swanlab", "mlflow"},
-    "omni_rl/settings/early.py": {"huggingface_hub", "httpx"},  # the latter is the former's
     "omni_rl/tools/doctor.py": {"huggingface_hub"},
     "omni_rl/tools/hub.py": {"huggingface_hub"},
 }

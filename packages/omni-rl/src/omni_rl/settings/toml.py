@@ -178,8 +178,9 @@ def coerce(setting: Field[Any], value: object, place: str) -> object:
     if value in ("none", "None") and empty in ("", None) and REQUIRED not in type_metadata(setting.type):
         return empty
     if get_origin(kind) is Literal:
-        hint = suggest(str(value), map(str, kinds))
-        require((value in kinds, f"{place} must be one of {', '.join(map(repr, kinds))}, got {value!r}{hint}"))
+        if value not in kinds:
+            hint = suggest(str(value), map(str, kinds))
+            raise ValueError(f"{place} must be one of {', '.join(map(repr, kinds))}, got {value!r}{hint}")
         return value
     if float in kinds and type(value) is int:
         return float(value)
