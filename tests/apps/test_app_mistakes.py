@@ -43,7 +43,7 @@ TOML = "--config must be a readable TOML file, got "
 OCR = r"must be one of \['aesthetic', .*, got 'orc'; did you mean 'ocr'\?$"
 LONG = "m" * 5000
 EARLY = {
-    f"--init-weights {LONG}": r"\[Errno 36\] File name too long: 'm+'$",
+    f"--init-weights {LONG}": "--init-weights must be a path that can be opened: File name too long$",
     # names of flags, also those of other projects
     "--lrr 1": r"unknown flag --lrr; did you mean '--lr'\?$",
     "--learning-rate 1": "unknown flag --learning-rate; use --lr$",
@@ -109,7 +109,7 @@ EARLY = {
     "--scorer.url localhost:8100": r"--scorer.url must be http\(s\)://host\[:port\]\[/path\], got 'localhost:8100'$",
     # recipes and files of settings
     "--preset tiny-sign": r"--preset must name a recipe, which --list-presets lists, got .* mean 'tiny-signs'\?$",
-    "--list-presets nothing": "--list-presets takes no value, got 'nothing'",
+    "--list-presets nothing": "unexpected 'nothing': a flag begins with --$",
     "--config gone.toml": rf"{TOML}gone.toml: .*No such file",
     "--config settings.yaml": rf"{TOML}settings.yaml: .* \(at line 1, column 3\)$",
     "--config settings.json": rf"{TOML}settings.json: .* \(at line 1, column 1\)$",

@@ -101,6 +101,13 @@ def test_sets_of_a_file_stay_beside_flags(tmp_path: Path):
     assert (args.eval.every, args.eval.sets) == (7, (MediaEvalSet("long", "a.txt"),))
 
 
+def test_completion_of_the_shell_knows_the_settings(capsys):
+    with pytest.raises(SystemExit) as caught:
+        read("--tyro-print-completion", "bash")
+    assert not caught.value.code
+    assert "--steps-per-day" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("app", [*TRAINERS, "sample"])
 def test_help_has_a_text_for_each_setting(app: str, capsys):
     cls = importlib.import_module(app).Args
@@ -124,7 +131,6 @@ def test_check_prints_the_settings_and_ends_before_anything_is_loaded(capsys: py
 def test_a_flag_is_taken_with_hyphens_and_underscores():
     assert read("--steps_per_day=5", "--lr_decay") == read("--steps-per-day", "5", "--lr-decay")
     assert read("--name=a_b", "--size", "None").name == "a_b"
-    assert read("--name=--a=b", "--lr=0").name == "--a=b"
 
 
 def test_a_negative_number_is_the_value_of_its_flag():
@@ -169,9 +175,7 @@ MISTAKES = {
     "--name false --lr-decay false": "--lr-decay takes no value, got 'false': give --lr-decay or --no-lr-decay",
     "--no-lr-decay 1": "--no-lr-decay takes no value, got '1': give --lr-decay or --no-lr-decay",
     "--shard ddpp": "--shard must be one of 'none', 'ddp', got 'ddpp'; did you mean 'ddp'?",
-    "--correction 2": "--correction must be one of 0, 1, got 2\n",
-    "--correction two": "--correction must be one of 0, 1, got 'two'\n",
-    "--list-presets small": "--list-presets takes no value, got 'small'",
+    "--correction 2": "--correction must be one of '0', '1', got '2'",
     "--preset smal": "--preset must name a recipe, which --list-presets lists, got 'smal'; did you mean 'small'?",
     "--preset": "--preset needs a value\n",
     "--config gone.toml": "--config must be a readable TOML file, got gone.toml: ",
@@ -339,7 +343,9 @@ def shown(capsys, *words: str) -> str:
 @pytest.mark.parametrize("app", sampled(["train_flowgrpo", "train_gspo", "train_unigrpo"], 1))
 def test_help_is_that_of_tyro_s_own_reading_of_comments(app: str, capsys, monkeypatch):
     module, texts = importlib.import_module(app), []
-    for rules in (cli.RULES, ConstructorRegistry()):
+    own = ConstructorRegistry()
+    own.primitive_rule(cli.number_rule)  # and no rule of ours for dataclasses
+    for rules in (cli.RULES, own):
         monkeypatch.setattr(cli, "RULES", rules)
         with pytest.raises(SystemExit):
             read_settings(module.Args, ["--help"], {}, "A trainer.")
@@ -351,7 +357,7 @@ def test_help_is_that_of_tyro_s_own_reading_of_comments(app: str, capsys, monkey
 def test_help_shows_settings_with_presets_and_examples(capsys):
     text = shown(capsys, "--help")
     assert text.splitlines()[-1].startswith("2 recipes for --preset, which --list-presets lists")
-    for words in ("--preset STR", "--shard {none,ddp}", "--no-lr-decay", "--size {None}|INT", "(default: 3)", "100 %"):
+    for words in ("--preset STR", "--shard {none,ddp}", "--no-lr-decay", "--size INT|none", "(default: 3)", "100 %"):
         assert words in text
     assert {line for line in EXAMPLE.splitlines() if line.startswith("    ")} <= set(text.splitlines())
 

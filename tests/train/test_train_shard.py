@@ -180,7 +180,13 @@ def test_a_part_that_is_trained_is_sharded_though_others_like_it_are_kept_whole(
     def work(dist):
         net = make_net()
         net.blocks[0].requires_grad_(False)
-        net = shard(net, dist.mesh, mode="fsdp2", block_names=("Block",), whole=dict.fromkeys(("blocks.0", "blocks.1"), torch.float32))
+        net = shard(
+            net,
+            dist.mesh,
+            mode="fsdp2",
+            block_names=("Block",),
+            whole=dict.fromkeys(("blocks.0", "blocks.1"), torch.float32),
+        )
         sharded = [isinstance(block.inner.weight, DTensor) for block in net.blocks]
         return sharded, gradients(net, dist, "fsdp2", (slice(0, 3), slice(3, 6)))
 

@@ -162,12 +162,15 @@ def prepare(
     if preparation.mesh is None:
         net = net.to(preparation.device)
     elif not is_empty:
-        shard_options = {
-            "block_names": preparation.block_names,
-            "expert_names": preparation.expert_names,
-            "whole": preparation.whole,
-        }
-        net = shard(net, preparation.mesh, mode="fsdp2", compute_dtype=preparation.dtype, **shard_options)
+        net = shard(
+            net,
+            preparation.mesh,
+            mode="fsdp2",
+            block_names=preparation.block_names,
+            compute_dtype=preparation.dtype,
+            expert_names=preparation.expert_names,
+            whole=preparation.whole,
+        )
     if preparation.lora:
         # Uninitialized values have no largest part.
         init: lora.Init = preparation.lora.init if files or not is_empty else "default"

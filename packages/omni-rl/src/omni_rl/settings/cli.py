@@ -1,4 +1,4 @@
-"""Settings from a recipe, a TOML file and the command line. Imports nothing heavy; tyro prints the help.
+"""Settings from a recipe, a TOML file and the command line, parsed by tyro. Imports nothing heavy.
 
 Precedence: command line, then --config FILE.toml, then --preset NAME, then the defaults of the dataclass. A preset is
 also a TOML file: recipes/APP/NAME.toml in this package.
@@ -6,37 +6,46 @@ also a TOML file: recipes/APP/NAME.toml in this package.
 
 import gc
 import inspect
+import io
 import logging
 import os
 import re
 import sys
 import warnings
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import Field, dataclass, fields, is_dataclass
+from contextlib import redirect_stderr, suppress
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
+from itertools import groupby, pairwise
 from pathlib import Path
 from traceback import format_exception
 from typing import Annotated, Any, Generic, NoReturn, TypeVar, get_args
 
 import tyro
 from omni_train.terminal import one_line, printable
-from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
+from tyro.constructors import (
+    ConstructorRegistry,
+    PrimitiveConstructorSpec,
+    PrimitiveTypeInfo,
+    StructConstructorSpec,
+    StructFieldSpec,
+    StructTypeInfo,
+)
 
 from omni_rl.settings.args import num_ranks
 from omni_rl.settings.fields import (
-    NO_FLAG,
-    build,
+    accepts_none,
+    build_unresolved,
+    change,
     field_comments,
     flag_of,
     leaves,
     require,
     strip_metadata,
-    type_metadata,
     values_of,
 )
 from omni_rl.settings.printing import ignore_closed_pipe, print_error
-from omni_rl.settings.toml import coerce, from_files, load_recipes, suggest, to_toml
+from omni_rl.settings.toml import KINDS, from_files, load_recipes, suggest, to_toml
 
 ConfigT = TypeVar("ConfigT")
 RULES = ConstructorRegistry()
@@ -78,6 +87,23 @@ def dataclass_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
     return StructConstructorSpec(info.type, tuple(settings))
 
 
+@RULES.primitive_rule
+def number_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[float | None] | None:
+    """Read a number, or None from the word none if the type allows it."""
+    parse, *others = get_args(info.type) or (info.type,)
+    if parse not in (int, float) or {*others} - {type(None)}:
+        return None
+
+    def convert(words: list[str]) -> float | None:
+        try:
+            return None if others and words[0] in ("none", "None") else parse(words[0])
+        except ValueError:
+            raise ValueError(f"must be {KINDS[parse]}, got {words[0]!r}") from None
+
+    metavar = f"{parse.__name__.upper()}{'|none' * len(others)}"
+    return PrimitiveConstructorSpec(1, metavar, convert, lambda value: True, lambda value: [str(value).lower()])
+
+
 def parse_cli(
     cls: type[ConfigT],
     check: Callable[[ConfigT], None],
@@ -106,7 +132,7 @@ def parse_cli(
         if not values.get("verbose"):
             silence_libraries()
         check(config)
-    except (OSError, ValueError) as exc:
+    except ValueError as exc:
         message, text = str(exc), "".join(presets.get(word, "") for word in argv)  # text: the preset's TOML
         places = "|".join(map(re.escape, re.findall(r'"((?:python:)?[\w.-]+/\S+)"', text)))
         if places and re.search(f"got '?({places})", message):
@@ -119,6 +145,8 @@ def parse_cli(
             remedy = f"unset it, or start them with omni-rl train NAME --nproc-per-node {num_ranks()}"
             message += f"; their number is WORLD_SIZE in the environment: {remedy}"
         exit_with_error(message)
+    except OSError as exc:  # such as a name that is too long
+        exit_with_error(f"{find_flag(str(exc.filename), argv)} must be a path that can be opened: {exc.strerror}")
     if "--check" in argv:
         sys.exit(0)
     if os.environ.get("RANK", "0") == "0":
@@ -135,6 +163,12 @@ def end_imports() -> None:
         gc.enable()
 
 
+def find_flag(path: str, argv: Sequence[str]) -> str:
+    """Return the flag whose value is the path or one of its parents, or the start of the path if no flag has it."""
+    pieces = [part for word in argv for part in word.split("=", word.startswith("--"))]
+    return next((flag for flag, value in pairwise(pieces) if value and path.startswith(value)), f"{path:.80}")
+
+
 def read_settings(cls: type[ConfigT], argv: Sequence[str], presets: Mapping[str, str], description: str) -> ConfigT:
     """Return the settings before checking them against each other. With --help, print the help and exit.
 
@@ -145,82 +179,83 @@ def read_settings(cls: type[ConfigT], argv: Sequence[str], presets: Mapping[str,
     """
     invalid_word = next((word for word in argv if re.search("[\ud800-\udfff]", word)), "")
     require((not invalid_word, f"the command line must be UTF-8 text, got {invalid_word!r}"))
-    if not {"-h", "--help"}.isdisjoint(argv):
-        print_help(cls, presets, description)
-        sys.exit(0)
-    values = from_flags(cls, argv)
-    program = {name: values.pop(name, default) for name, default in values_of(Program).items()}
-    if program["list_presets"]:
+    flag_values = dict(pairwise(part for word in argv for part in word.split("=", word.startswith("--"))))
+    values = from_files(cls, flag_values.get("--preset", ""), flag_values.get("--config", ""), presets)
+    if "--list-presets" in argv:
         print_presets(presets)
         sys.exit(0)
-    return build(cls, from_files(cls, program["preset"], program["config"], presets) | values)
+    command_type: Any = Command
+    parse: Callable[..., Any] = partial(
+        tyro.cli,
+        command_type[cls],
+        prog=Path(sys.argv[0]).name,
+        description=inspect.cleandoc(description),
+        default=Command(Program(), build_unresolved(cls, values)),
+        registry=RULES,
+    )
+    if not {"-h", "--help"}.isdisjoint(argv):
+        with ignore_closed_pipe():
+            with suppress(SystemExit):
+                parse(args=["--help"])
+            if presets:
+                print(f"{len(presets)} recipes for --preset, which --list-presets lists.")
+        sys.exit(0)
+    errors = io.StringIO()
+    try:
+        with redirect_stderr(errors):
+            command, unknown = parse(args=argv, return_unknown_args=True)
+    except SystemExit as end:
+        if not end.code:  # after printing a shell completion
+            raise
+        raise ValueError(parse_tyro_error(errors.getvalue())) from None
+    for word in unknown:
+        reject_word(cls, word, argv)
+    config: ConfigT = command.settings
+    cleared = {name for name, value in values_of(config).items() if value == "none" and accepts_none(leaves(cls)[name])}
+    return change(config, **dict.fromkeys(cleared, "")) if cleared else config
 
 
-def from_flags(cls: type, argv: Sequence[str]) -> dict[str, Any]:
-    """Return the settings in the words of a command line by the names of `walk`, also those of `Program`.
-
-    Raises:
-        ValueError: an unknown flag, a flag without its value, or a value of another type.
-    """
-    settings = leaves(Program) | leaves(cls)
-    names = {flag_of(name): name for name, own in settings.items() if NO_FLAG not in type_metadata(own.type)}
-    switches = {flag: name for flag, name in names.items() if strip_metadata(settings[name].type) is bool}
-    negated = {negated_flag(name): name for name in switches.values()}
-    values, words = dict[str, Any](), deque(argv)
-    while words:
-        word = words.popleft()
-        key, equals, text = word.partition("=")
-        flag = re.sub("(?<!^)_", "-", key)
-        if name := switches.get(flag) or negated.get(flag):
-            words.extendleft([text] if equals else ())
-            rule = f"{flag} takes no value, got {''.join([*words][:1])!r}: give {flag_of(name)} or {negated_flag(name)}"
-            require((not words or words[0].startswith("-"), rule))
-            values[name] = flag in switches
-        elif name := names.get(flag):
-            require((equals or (words and not words[0].startswith("--")), f"{flag} needs a value"))
-            values[name] = coerce(
-                settings[name], parse_number(settings[name], text if equals else words.popleft()), flag
-            )
-        else:
-            require((word.startswith("-"), f"unexpected {word!r}: a flag begins with --"))
-            flags, moved = sorted([*names, *negated]), re.sub(r"^--no-(.+\.)", r"--\1no-", key)
-            hint = f"; did you mean {moved!r}?" if moved in negated else suggest(key, flags)
-            other = "; --help lists all, docs/coming-from.md those of other projects"
-            raise ValueError(f"unknown flag {key}{hint or other}")
-    return values
-
-
-def parse_number(setting: Field[Any], text: str) -> object:
-    """Return the number in a text if the setting may be one, else the text."""
-    kind = strip_metadata(setting.type)
-    kinds = {member if isinstance(member, type) else type(member) for member in get_args(kind) or (kind,)}
-    for number in (int, float):
-        if number in kinds:
-            with suppress(ValueError):
-                return number(text)
+def parse_tyro_error(box: str) -> str:
+    """Return the error in a box printed by tyro as one line, without the title and the help below a horizontal rule."""
+    lines = [re.sub(r"\x1b\[[\d;]*m", "", line).strip("\u2502 ") for line in box.splitlines()]
+    parts = [" ".join(part) for is_rule, part in groupby(lines, lambda line: not line.strip("\u2500-")) if not is_rule]
+    text = parts[0].partition("\u256e ")[2] or " ".join(parts[1:2])  # the title ends with a corner or a rule
+    if match := re.fullmatch(r"Error parsing (\S+): (must .*)", text):
+        return f"{match[1]} {match[2]}"
+    if match := re.match(r"Missing value for argument '(\S+)'", text):
+        return f"{match[1]} needs a value"
+    if match := re.fullmatch(r"invalid choice '(.*)' for argument '(\S+)' ?\. Expected one of \((.*?),?\) ?\.", text):
+        word, flag, choices = match.groups()
+        hint = suggest(word, re.findall("'(.*?)'", choices))
+        return f"{flag} must be one of {choices}, got {word!r}{hint}"
     return text
+
+
+def reject_word(cls: type, word: str, argv: Sequence[str]) -> NoReturn:
+    """Raise ValueError for a word that is not a flag, or that follows a flag without a value."""
+    switches = {
+        flag_of(name): negated_flag(name)
+        for name, setting in leaves(cls).items()
+        if strip_metadata(setting.type) is bool
+    }
+    name = word.partition("=")[0]
+    if not name.startswith("-"):
+        pieces = pairwise(part for arg in argv for part in arg.split("=", arg.startswith("--")))
+        preceding = {flag for flag, value in pieces if value == word}
+        for on, off in switches.items():
+            for switch in preceding & {on, off}:
+                raise ValueError(f"{switch} takes no value, got {word!r}: give {on} or {off}")
+        raise ValueError(f"unexpected {word!r}: a flag begins with --")
+    flags = sorted([*map(flag_of, [*leaves(Program), *leaves(cls)]), *switches.values()])
+    moved_flag = re.sub(r"^--no-(.+\.)", r"--\1no-", name)
+    hint = f"; did you mean {moved_flag!r}?" if moved_flag in flags else suggest(name, flags)
+    raise ValueError(f"unknown flag {name}{hint or '; --help lists all, docs/coming-from.md those of other projects'}")
 
 
 def negated_flag(name: str) -> str:
     """Return the flag that turns a setting off, such as --eval.no-first."""
     group, dot, key = name.rpartition(".")
     return flag_of(f"{group}{dot}no_{key}")
-
-
-def print_help(cls: type, presets: Mapping[str, str], description: str) -> None:
-    """Print the help. presets, description: see `read_settings`."""
-    command_type: Any = Command
-    with ignore_closed_pipe():
-        with suppress(SystemExit):
-            tyro.cli(
-                command_type[cls],
-                prog=Path(sys.argv[0]).name,
-                description=inspect.cleandoc(description),
-                args=["--help"],
-                registry=RULES,
-            )
-        if presets:
-            print(f"{len(presets)} recipes for --preset, which --list-presets lists.")
 
 
 def print_presets(presets: Mapping[str, str]) -> None:

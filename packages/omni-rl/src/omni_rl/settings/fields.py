@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import Field, asdict, dataclass, fields, is_dataclass
 from functools import cache
-from typing import Annotated, Any, TypeVar, cast, get_args, get_origin
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import tyro
 
@@ -85,21 +85,30 @@ def build(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
     Raises:
         TypeError: a name is not a setting.
     """
+    return cls(**vars(build_unresolved(cls, values)))
+
+
+def build_unresolved(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
+    """Build the dataclass as `build` does, but without `__post_init__`, which derives defaults from other values."""
     if unknown := values.keys() - leaves(cls):
         raise TypeError(f"{cls.__name__} has no {', '.join(sorted(unknown))}")
-    return cast("ConfigT", with_values(cls, values))
+    config = object.__new__(cls)
+    vars(config).update(with_values(cls, values))
+    return config
 
 
-def with_values(config: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
-    """Build a dataclass from values by the names of `walk`, and those of `config`, or its defaults, for the rest."""
-    changed = {}
+def with_values(config: Any, values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of a dataclass by field name, with those in `values` by the names of `walk`."""
+    changed: dict[str, Any] = {}
     for setting in fields(config):
         value = getattr(config, setting.name)
-        if is_dataclass(value):
-            changed[setting.name] = with_values(value, values, group_prefix(setting, prefix))
-        else:
-            changed[setting.name] = values.get(f"{prefix}{setting.name}", value)
-    return (config if isinstance(config, type) else type(config))(**changed)
+        group: Any = type(value)
+        changed[setting.name] = (
+            group(**with_values(value, values, group_prefix(setting, prefix)))
+            if is_dataclass(value)
+            else values.get(f"{prefix}{setting.name}", value)
+        )
+    return changed
 
 
 def change(config: ConfigT, **values: Any) -> ConfigT:
@@ -129,6 +138,11 @@ def field_comments(cls: Any) -> dict[str, str]:
 def marked_settings(cls: Any, *marks: str) -> tuple[str, ...]:
     """Return the names, as in `walk`, of the settings that have one of the marks."""
     return tuple(name for name, setting in leaves(cls).items() if set(marks).intersection(type_metadata(setting.type)))
+
+
+def accepts_none(setting: Field[Any]) -> bool:
+    """Return True if a setting is optional and empty by default, so that the word none empties it."""
+    return setting.default in ("", None) and REQUIRED not in type_metadata(setting.type)
 
 
 def flag_of(name: str) -> str:

@@ -57,6 +57,8 @@ def check_run(args: RunArgs) -> None:
         (not missing, f"{missing} must be given, or come from --preset NAME or --config FILE.toml"),
         (name.parts and not name.is_absolute() and ".." not in name.parts and args.run.name.isprintable(),
          f"--name must name a folder below runs/, got {args.run.name!r:.100}"),
+        (max(map(_num_bytes, ("", *name.parts))) <= 255 and _num_bytes(args.run.name) <= 1000,
+         f"--name must have at most 255 bytes between slashes and 1,000 in all, got {_num_bytes(args.run.name)}"),
         (world_size == 1 or mode != "none", f"--sharding.mode none does not fit {world_size} ranks"),
         (shards.mode != "fsdp2" or "RANK" in os.environ or (args.run.dry_run and "WORLD_SIZE" in os.environ)
          or memory.device_gb, "--sharding.mode fsdp2 needs ranks: omni-rl train NAME --nproc-per-node N, or torchrun"),
@@ -107,6 +109,10 @@ def check_run(args: RunArgs) -> None:
 
             with prefix_errors(f"{flag}: "):
                 check_scorer(split_options(scorer)[0])
+
+
+def _num_bytes(text: str) -> int:
+    return len(text.encode(errors="replace"))
 
 
 def check_media(args: MediaArgs, *, num_trained: int | None = 1, unit: int = 1) -> None:

@@ -13,7 +13,6 @@ from typing import Any, Literal, get_args, get_origin
 from omni_train.hub import check_named, is_from_hub, local_file
 
 from omni_rl.settings.fields import (
-    REQUIRED,
     SECRET,
     build,
     flag_of,
@@ -165,18 +164,15 @@ def read_other_names() -> dict[str, dict[str, Any]]:
 
 
 def coerce(setting: Field[Any], value: object, place: str) -> object:
-    """Return the value as the type of a setting; an integer may stand for a float.
-
-    The word none stands for None if the type allows it, and for the default "" of an optional setting.
+    """Return the value as the type of a setting; an integer may stand for a float, and the word none for None.
 
     Raises:
         ValueError: the value has another type; the message begins with `place`.
     """
     kind = strip_metadata(setting.type)
     kinds = get_args(kind) or (kind,)  # choices, or the members of a union such as int | None
-    empty = None if type(None) in kinds else setting.default
-    if value in ("none", "None") and empty in ("", None) and REQUIRED not in type_metadata(setting.type):
-        return empty
+    if type(None) in kinds and value in ("none", "None"):
+        return None
     if get_origin(kind) is Literal:
         if value not in kinds:
             hint = suggest(str(value), map(str, kinds))

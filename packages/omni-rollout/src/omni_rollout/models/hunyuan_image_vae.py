@@ -14,7 +14,7 @@ from diffusers import ModelMixin
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from torch import Tensor, nn
-from torch.nn.functional import conv3d, scaled_dot_product_attention, silu
+from torch.nn.functional import scaled_dot_product_attention, silu
 
 GROUPS = 32  # groups of channels in norms
 
@@ -27,7 +27,7 @@ class Conv3d(nn.Conv3d):
         if input.device.type != "cpu" or input.dtype == torch.float32 or has_16_bit_kernels(input.dtype):
             return super().forward(input)
         assert self.bias is not None
-        return conv3d(input.float(), self.weight.float(), self.bias.float(), padding=self.padding).to(input.dtype)
+        return self._conv_forward(input.float(), self.weight.float(), self.bias.float()).to(input.dtype)
 
 
 def has_16_bit_kernels(dtype: torch.dtype) -> bool:

@@ -74,8 +74,8 @@ def load_sharded(  # noqa: PLR0913 - all but three are keyword-only, and four ar
         if t not in adapters and t.is_floating_point():
             t.data = t.data.to(param_dtype)
     if mesh is not None:
-        shard_options = {"block_names": block_names, "expert_names": expert_names, "whole": whole}
-        shard(net, mesh, mode="fsdp2", compute_dtype=compute_dtype, **shard_options)
+        names = {"block_names": block_names, "expert_names": expert_names}
+        shard(net, mesh, mode="fsdp2", compute_dtype=compute_dtype, whole=whole, **names)
     place = torch.device(mesh.device_type) if mesh is not None else device
     net._apply(lambda t: torch.empty_like(t, device=place) if t.is_meta else t.to(place))
     for name, paths in by_module.items():
