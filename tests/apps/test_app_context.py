@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import REPO, sampled
+from helpers import REPO, in_turn, sampled
 from model_rows import ROWS
 from omni_reward import Scorer
 from omni_reward.serving import serving_in_thread
@@ -115,6 +115,7 @@ def test_a_run_continues_on_more_ranks_and_on_fewer(lora_rank, here):
         torch.testing.assert_close(moved[name], tensor, atol=1e-4, rtol=1e-3)
 
 
+@in_turn(1, 3)
 def test_a_plan_holds_the_activations_of_a_ranks_tokens_and_decodes_its_tiles(here):
     """Of four ranks each decodes a batch of its own in twelve tiles, or three tiles of each batch."""
     sizes = SIZES | WINDOW | {"width": 384, "height": 256, "lora_rank": 2, "dry_run": True, "memory_device_gb": 1.0}

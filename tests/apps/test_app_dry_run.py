@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.multiprocessing
 from diffusers import QwenImageTransformer2DModel
-from helpers import REPO
+from helpers import REPO, in_turn
 from omni_rl.run.failures import launch
 from omni_rl.run.world import World
 from omni_rl.settings.fields import change
@@ -127,6 +127,7 @@ def test_a_forward_of_each_kind_of_model_is_counted(here, bright_urls, model, ca
     assert "plan: a forward of one sample: " in capfd.readouterr().out
 
 
+@in_turn(2, 3)
 def test_a_plan_names_all_of_the_host_s_memory(here, bright_url, monkeypatch, capsys):
     """The copy of a checkpoint has the bytes of the tensors in its file."""
     args = change(TINY, prompts_per_step=2, train_steps=1, eval_every=1, name="real")

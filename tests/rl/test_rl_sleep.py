@@ -4,6 +4,7 @@ import multiprocessing
 
 import pytest
 import torch
+from helpers import in_turn
 from omni_reward import RewardError, Scorer
 from omni_reward.serving import serving_in_thread
 from omni_rl.flow.scorers import SleepingScorer, connect
@@ -143,6 +144,7 @@ def test_a_scorer_that_cannot_sleep_and_settings_that_do_not_fit_are_refused_by_
         train_flowgrpo.check_args(settings(tmp_path, monkeypatch, scorer_url="http://a:1", scorer_sleep=True))
 
 
+@in_turn(0, 3)
 def test_a_plan_adds_the_scorer_to_the_wait_for_scores_only_where_it_sleeps(tmp_path, monkeypatch):
     args = settings(tmp_path, monkeypatch, dry_run=True, memory_device_gb=1e3)
     own = {"scorer_name": "pickscore"}
