@@ -99,6 +99,8 @@ def check_args(args: Args) -> None:
         (not args.out_dir or parent.is_dir(), f"--out-dir must be a folder, got {parent}"),
         (not args.out_dir or not (Path(args.out_dir) / SAMPLES).exists(),
          f"--out-dir must be without the {SAMPLES} of earlier samples, got {args.out_dir}"),
+        (not args.scorer.token_file or Path(args.scorer.token_file).is_file(),
+         f"--scorer.token-file must be a file, got {args.scorer.token_file}"),
         (num_ranks() == 1, f"sample.py runs in one process, got {num_ranks()} ranks"),
     )  # fmt: skip
     check_urls(args.scorer.url, "--scorer.url")

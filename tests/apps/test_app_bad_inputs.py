@@ -156,7 +156,7 @@ SCORERS = [
     ("dead", "", r"--scorer.url must be a reward server that answers: .*127\.0\.0\.1:9"),
     ("guarded", "", "--scorer.url must be a reward server that answers: .*401"),
     ("guarded", "wrong", "--scorer.url must be a reward server that answers: .*401"),
-    ("guarded", "gone", "--scorer.token-file: .*No such file or directory: 'gone'"),
+    ("guarded", "gone", "--scorer.token-file must be a file, got gone"),
     ("odd", "", r"--scorer.url must be http\(s\)://host.*got 'scorer:8100'"),
     ("other", "", "--scorer.url must be a reward server that answers: .*404"),
     ("raising", "", "--scorer.url must score the first prompt: .* scorer_failed the scorer failed"),

@@ -129,7 +129,6 @@ EARLY = {
     "--prompts hf://datasets/o/n": "--prompts: path must be a file that can be fetched from the hub, .* give a file$",
     # models and weights
     "--init-weights nowhere": "--init-weights must be a folder, got nowhere$",
-    # changed settings of a run
     # ranks
     "train nft --nproc-per-node 2 --preset tiny-signs --lrr 1": r"unknown flag --lrr; did you mean '--lr'\?$",
     "train nft --nproc-per-node 2 --preset tiny-signs --batch-size 7": r"--batch-size times ranks \(14\) must .* 8$",
@@ -154,6 +153,11 @@ OPENED = {  # told by what the run opens, before any weight is loaded
     "--scorer.url WEB": f"{SERVER}WEB is no reward server: GET WEB/info: 404 {{}}$",
     "--scorer.url WEB/page": f"{SERVER}WEB/page is no reward server: GET WEB/page/info: 404 Not here Sorry$",
     "--scorer.url http://127.0.0.1:9": rf"{SERVER}GET http://127\.0\.0\.1:9/info: .*Connection refused$",
+    "train flowgrpo --preset qwen-image-ocr-lora --model CHECKPOINT --prompts lines.txt --eval.prompts lines.txt "
+    "--prompts-per-step 8 --scorer.url http://127.0.0.1:9": rf"{SERVER}GET http://127\.0\.0\.1:9/info: .*Connection "
+    "refused; start one: omni-rl serve --scorer ocr --option formula=contained --port 8100$",
+    "--model checkpoints/tiny-signs-qwen-image": "--model .*checkpoints/tiny-signs-qwen-image.*; the clone of omni-rl "
+    "has it: start in its folder$",
     "--model nowhere": "--model must be a folder or a hub id such as Qwen/Qwen-Image, found nothing at nowhere$",
     "--model none": "--model is incomplete: none/model_index.json is missing$",
     "--model mute": "--model is incomplete: the tokenizer of mute/tokenizer must have a vocabulary, looked for ",

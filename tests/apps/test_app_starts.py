@@ -90,9 +90,8 @@ def test_what_a_run_replaces_must_be_a_folder_of_its_own(here, bright_url, name,
     assert path.is_symlink() or path.read_text() == "mine"
 
 
-@pytest.mark.parametrize("name", ["a" * 5000, "b/" + "a" * 300, "\u00e4" * 128])
-def test_a_name_that_no_disk_takes_is_refused(here, bright_url, name):
-    with pytest.raises(
-        (OSError, ValueError), match=rf"runs/{name}.*File name too long|File name too long: 'runs/{name}"
-    ):
-        train(app, change(TINY, scorer_url=bright_url, name=name))
+@pytest.mark.parametrize("name", ["a" * 5000, "b/" + "a" * 300, "/".join(["a" * 200] * 6), "\u00e4" * 128])
+def test_a_name_that_no_disk_takes_is_refused_before_anything_is_looked_for(name):
+    rule = r"^--name must have at most 255 bytes between slashes and 1,000 in all, got \d+$"
+    with pytest.raises(ValueError, match=rule):
+        app.check_args(change(TINY, scorer_url="http://127.0.0.1:9", name=name))

@@ -85,6 +85,7 @@ UNUSABLE = {
     "name": ["", "/run", "../run", "a\nb", "a\x1b[2J"],
     "scorer_url": ["ftp://host", "host:1", "http://", "http://a:1,host", "http://a:x"],
     "scorer_watch_url": ["host"],
+    "scorer_token_file": ["gone"],
     "init_weights": ["gone"],
     "guidance": ["audio", "audio=x", "audio=1,audio=2", "audio=inf", "audio=1e31"],
     "sharding_mode": ["fsdp2"],

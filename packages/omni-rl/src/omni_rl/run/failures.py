@@ -24,9 +24,10 @@ from omni_rl.run.notify import announce
 from omni_rl.run.run import AnyRun
 from omni_rl.run.world import World
 from omni_rl.settings.args import RunArgs
-from omni_rl.settings.cli import end_imports
+from omni_rl.settings.cli import add_remedy, end_imports
 from omni_rl.settings.fields import values_of
 from omni_rl.settings.printing import print_error
+from omni_rl.settings.toml import load_recipes
 
 ArgsT = TypeVar("ArgsT", bound=RunArgs)
 
@@ -86,7 +87,7 @@ class BrokenRunError(RuntimeError):
 def report_mistake(error: Exception) -> None:
     """Print an error in the settings as one line."""
     if _should_print(tell_failure(str(error))):
-        print_error(error)
+        print_error(add_remedy(str(error), sys.argv[1:], load_recipes(Path(sys.argv[0]).stem)))
 
 
 def report_failure(failure: BrokenRunError, args: RunArgs) -> None:

@@ -66,7 +66,7 @@ class RunArgs:
         """Set the defaults that depend on other settings, so that printed and saved settings include them."""
         rank, alpha = self.lora.rank, self.lora.alpha
         lr = self.RATES[rank > 0] if self.lr is None else self.lr
-        divisor = rank**0.5 if self.lora.use_rslora else rank
+        divisor = max(rank, 0) ** 0.5 if self.lora.use_rslora else rank
         vars(self).update(lr=lr, lora=replace(self.lora, alpha=alpha or round(2 * divisor)))
 
 

@@ -133,18 +133,7 @@ def parse_cli(
             silence_libraries()
         check(config)
     except ValueError as exc:
-        message, text = str(exc), "".join(presets.get(word, "") for word in argv)  # text: the preset's TOML
-        places = "|".join(map(re.escape, re.findall(r'"((?:python:)?[\w.-]+/\S+)"', text)))
-        if places and re.search(f"got '?({places})", message):
-            prompts = re.search(r"^# Prompts: (.*)", text, re.MULTILINE)
-            message += f"; to get it: {prompts[1]}" if prompts else "; the clone of omni-rl has it: start in its folder"
-        scorer = re.search(r"^# Scorer: (.*)", text, re.MULTILINE)
-        if scorer and " a reward server" in message:
-            message += f"; start one: {scorer[1]}"
-        if "ranks" in message and num_ranks() > 1 and "RANK" not in os.environ:
-            remedy = f"unset it, or start them with omni-rl train NAME --nproc-per-node {num_ranks()}"
-            message += f"; their number is WORLD_SIZE in the environment: {remedy}"
-        exit_with_error(message)
+        exit_with_error(add_remedy(str(exc), argv, presets))
     except OSError as exc:  # such as a name that is too long
         exit_with_error(f"{find_flag(str(exc.filename), argv)} must be a path that can be opened: {exc.strerror}")
     if "--check" in argv:
@@ -156,6 +145,24 @@ def parse_cli(
     return config
 
 
+def add_remedy(message: str, argv: Sequence[str], presets: Mapping[str, str]) -> str:
+    """Return an error with the command, in the head of the recipe, that makes what is missing."""
+    text = "".join(presets.get(word.removeprefix("--preset="), "") for word in argv)  # the recipe
+    heads: dict[str, str] = dict(re.findall(r"^# (Prompts|Scorer): (.*)", text, re.MULTILINE))
+    place = re.search(r"(?:got|at) '?(?:python:)?((?:checkpoints|data|prompts|scripts)/[\w./-]*\w)", message)
+    if place and re.search(rf'{re.escape(place[1])}[":]', text) and not Path(place[1]).exists():
+        is_made = "Prompts" in heads and not place[1].startswith("checkpoints/")
+        message += (
+            f"; to get it: {heads['Prompts']}" if is_made else "; the clone of omni-rl has it: start in its folder"
+        )
+    if "Scorer" in heads and " a reward server" in message:
+        message += f"; start one: {heads['Scorer']}"
+    if "ranks" in message and num_ranks() > 1 and "RANK" not in os.environ:
+        remedy = f"unset it, or start them with omni-rl train NAME --nproc-per-node {num_ranks()}"
+        message += f"; their number is WORLD_SIZE in the environment: {remedy}"
+    return message
+
+
 def end_imports() -> None:
     """Enable garbage collection again after the imports that follow `parse_cli`, excluding their objects."""
     if not gc.isenabled():
@@ -164,9 +171,10 @@ def end_imports() -> None:
 
 
 def find_flag(path: str, argv: Sequence[str]) -> str:
-    """Return the flag whose value is the path or one of its parents, or the start of the path if no flag has it."""
+    """Return the flag whose value is the path or its nearest parent, or the start of the path if no flag has it."""
     pieces = [part for word in argv for part in word.split("=", word.startswith("--"))]
-    return next((flag for flag, value in pairwise(pieces) if value and path.startswith(value)), f"{path:.80}")
+    parents = [(value, flag) for flag, value in pairwise(pieces) if value and path.startswith(value)]
+    return max(parents, key=lambda parent: len(parent[0]), default=("", f"{path:.80}"))[1]
 
 
 def read_settings(cls: type[ConfigT], argv: Sequence[str], presets: Mapping[str, str], description: str) -> ConfigT:
@@ -181,9 +189,6 @@ def read_settings(cls: type[ConfigT], argv: Sequence[str], presets: Mapping[str,
     require((not invalid_word, f"the command line must be UTF-8 text, got {invalid_word!r}"))
     flag_values = dict(pairwise(part for word in argv for part in word.split("=", word.startswith("--"))))
     values = from_files(cls, flag_values.get("--preset", ""), flag_values.get("--config", ""), presets)
-    if "--list-presets" in argv:
-        print_presets(presets)
-        sys.exit(0)
     command_type: Any = Command
     parse: Callable[..., Any] = partial(
         tyro.cli,
@@ -210,6 +215,9 @@ def read_settings(cls: type[ConfigT], argv: Sequence[str], presets: Mapping[str,
         raise ValueError(parse_tyro_error(errors.getvalue())) from None
     for word in unknown:
         reject_word(cls, word, argv)
+    if command.program.list_presets:
+        print_presets(presets)
+        sys.exit(0)
     config: ConfigT = command.settings
     cleared = {name for name, value in values_of(config).items() if value == "none" and accepts_none(leaves(cls)[name])}
     return change(config, **dict.fromkeys(cleared, "")) if cleared else config
@@ -259,7 +267,8 @@ def negated_flag(name: str) -> str:
 
 
 def print_presets(presets: Mapping[str, str]) -> None:
-    """Print the names and titles of the recipes."""
+    """Print the names and titles of the recipes. Raises ValueError if there are none."""
+    require((presets, "--list-presets: this program has no recipes"))
     with ignore_closed_pipe():
         for name, text in presets.items():
             print(f"{name:<{max(map(len, presets))}}  {text.partition(chr(10))[0].lstrip('# ')}")

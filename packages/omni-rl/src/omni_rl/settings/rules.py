@@ -102,6 +102,8 @@ def check_run(args: RunArgs) -> None:
          f"--init-weights must be a folder, got {args.policy.init_weights}"),
         (not args.data.media_root or Path(args.data.media_root).is_dir(),
          f"--media-root must be a folder, got {args.data.media_root}"),
+        (not args.scorer.token_file or Path(args.scorer.token_file).is_file(),
+         f"--scorer.token-file must be a file, got {args.scorer.token_file}"),
     )  # fmt: skip
     for flag, scorer in (("--scorer", args.scorer.name), ("--eval.gold-scorer", args.eval.gold_scorer)):
         if scorer:

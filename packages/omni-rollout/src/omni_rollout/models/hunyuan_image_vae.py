@@ -23,17 +23,18 @@ class Conv3d(nn.Conv3d):
     """A 3D convolution in float32, rounded once, on a CPU without 16-bit kernels: torch's loop is 50 times slower."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the output [B, out, F, H, W] for x [B, channels, F, H, W]."""
-        if input.device.type != "cpu" or input.dtype == torch.float32 or has_16_bit_kernels(input.dtype):
+        """Return the output [B, out, F, H, W] for the input [B, channels, F, H, W]."""
+        is_16_bit = input.dtype in (torch.bfloat16, torch.float16)
+        if input.device.type != "cpu" or not is_16_bit or has_16_bit_kernels(input.dtype):
             return super().forward(input)
         assert self.bias is not None
         return self._conv_forward(input.float(), self.weight.float(), self.bias.float()).to(input.dtype)
 
 
 def has_16_bit_kernels(dtype: torch.dtype) -> bool:
-    """Return True if oneDNN has kernels of this dtype for this CPU."""
+    """Return True if oneDNN has kernels of this dtype, bfloat16 or float16, for this CPU."""
     name = "bf16" if dtype == torch.bfloat16 else "fp16"
-    return bool(getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")())
+    return torch.backends.mkldnn.is_available() and getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")()
 
 
 class Frames(nn.Module):
