@@ -34,7 +34,8 @@ class Conv3d(nn.Conv3d):
 def has_16_bit_kernels(dtype: torch.dtype) -> bool:
     """Return True if oneDNN has kernels of this dtype, bfloat16 or float16, for this CPU."""
     name = "bf16" if dtype == torch.bfloat16 else "fp16"
-    return torch.backends.mkldnn.is_available() and getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")()
+    is_supported = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)  # None without oneDNN
+    return bool(is_supported and is_supported())
 
 
 class Frames(nn.Module):
